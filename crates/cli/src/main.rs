@@ -1,0 +1,2 @@
+//! The `sterna` program.
+fn main() {}

@@ -1,0 +1,1 @@
+//! QEMU as it is: migration streams read and written, QMP, and the gateway beside an unmodified QEMU.
