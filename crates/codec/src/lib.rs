@@ -1,1 +1,115 @@
 //! How a batch of pages is written down: the table of methods and their encoders and decoders.
+//!
+//! A method is one row of [`METHODS`]; everything else (options, negotiation, contexts) follows from the table. What
+//! goes in is a snapshot, never racing guest memory. Every packet decodes alone.
+
+mod adaptive;
+mod choice;
+mod lz4;
+mod method;
+mod none;
+mod zstd;
+
+pub use adaptive::Adaptive;
+pub use choice::{ChoiceError, MethodChoice};
+pub use method::{Levels, METHODS, Method, MethodRow};
+
+use thiserror::Error;
+
+/// The longest input of an encoder and the longest output of a decoder, in bytes: the largest packet there can be.
+pub const MAX_CONTENT: usize = 16 << 20;
+
+/// What became of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encoded {
+    /// It was written to the start of the output, this many bytes, fewer than came in.
+    Shrunk(usize),
+    /// Not worth it: send the input as it is. The output holds nothing of use.
+    Incompressible,
+}
+
+/// Why encoding or decoding failed. Content that does not shrink is no failure.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CodecError {
+    /// More than a packet can hold.
+    #[error("{len} bytes are more than the {MAX_CONTENT} bytes a packet can hold; use a smaller packet size")]
+    TooLong {
+        /// Bytes of content.
+        len: usize,
+    },
+    /// The encoded bytes are not what the method writes.
+    #[error("{method} content of {len} bytes is broken: {reason}")]
+    Broken {
+        /// The method's name.
+        method: &'static str,
+        /// Encoded bytes.
+        len: usize,
+        /// What is wrong, in the words of the library.
+        reason: &'static str,
+    },
+    /// The encoded bytes decode to fewer bytes than the packet says.
+    #[error("{method} content decodes to {got} bytes, the packet says {expected}")]
+    Length {
+        /// The method's name.
+        method: &'static str,
+        /// Bytes the packet says.
+        expected: usize,
+        /// Bytes decoded.
+        got: usize,
+    },
+    /// The compression library failed although nothing was wrong with the content.
+    #[error("{method} failed: {reason}")]
+    Library {
+        /// The method's name.
+        method: &'static str,
+        /// The words of the library.
+        reason: &'static str,
+    },
+}
+
+/// Writes batches down by one method. Its memory is reserved once and used for every batch.
+pub trait Encoder: Send {
+    /// Encodes `input` into `output`.
+    ///
+    /// An output as long as the input is always enough, and longer is never used: what does not fit, or saves less than
+    /// 1/64, is [`Encoded::Incompressible`]. Errors when the input is longer than [`MAX_CONTENT`].
+    fn encode(&mut self, input: &[u8], output: &mut [u8]) -> Result<Encoded, CodecError>;
+}
+
+/// Reads back what the encoder of the same method wrote, in any order of packets. Its input may come from anyone.
+pub trait Decoder: Send {
+    /// Decodes `input` so that it fills `output` exactly; anything else is an error, after which `output` holds
+    /// undefined bytes and the decoder can go on with the next packet.
+    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError>;
+}
+
+/// Checks the length of content before any work.
+fn check_len(len: usize) -> Result<(), CodecError> {
+    if len > MAX_CONTENT { Err(CodecError::TooLong { len }) } else { Ok(()) }
+}
+
+/// How long the encoded form of `input` bytes may be so that it is worth decoding it, within `output` bytes of room.
+fn worthwhile(input: usize, output: usize) -> usize {
+    // Less than 1/64 saved on the wire does not pay for the decoder's pass over the content.
+    (input - input.div_ceil(64)).min(output)
+}
+
+/// Feeds arbitrary bytes to the decoders, for a fuzzer: byte 0 picks the method, bytes 1 to 3 the length of the output.
+///
+/// Panics when a decoder writes past its output or says yes to a wrong length; anything else is fine.
+pub fn fuzz_decode(data: &[u8]) {
+    const GUARD: usize = 64;
+    let Some((&[method, a, b, c], encoded)) = data.split_first_chunk() else { return };
+    let row = &METHODS[usize::from(method) % METHODS.len()];
+    let len = usize::from(a) | usize::from(b) << 8 | usize::from(c & 0x0f) << 16;
+    let mut decoder = Method::from(row).decoder().expect("memory for one context");
+    let mut output = vec![0xa5; len + 2 * GUARD];
+    let _ = decoder.decode(encoded, &mut output[GUARD..GUARD + len]);
+    let (before, rest) = output.split_at(GUARD);
+    assert!(
+        before.iter().chain(&rest[len..]).all(|byte| *byte == 0xa5),
+        "the {} decoder wrote outside its output",
+        row.name
+    );
+}

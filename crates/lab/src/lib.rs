@@ -1,1 +1,43 @@
 //! The laboratory: real QEMUs, real guests and networks, started and taken down for tests, demo and benchmarks.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use sterna_lab::{Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion};
+//!
+//! # fn main() -> Result<(), sterna_lab::Error> {
+//! let options = QemuOptions::new(QemuVersion::V7_2, Guest::Linux(LinuxGuest { dirty_rate: 20 << 20, ..LinuxGuest::default() }));
+//! let source = Qemu::start(&options)?;
+//! let destination = Qemu::start(&options.incoming())?;
+//! source.guest().wait_ready(Duration::from_secs(60))?;
+//! // … move it from source.qmp_path() to destination.qmp_path() …
+//! let verified = destination.guest().verify(Duration::from_secs(60))?;
+//! assert_eq!(verified.bad, 0);
+//! # Ok(()) }
+//! ```
+//!
+//! Everything started here is ended when its value is dropped, and by the kernel if this process dies first.
+
+pub mod accel;
+pub mod boot_sector;
+mod console;
+mod error;
+pub mod huge;
+mod initramfs;
+pub mod net;
+mod options;
+mod process;
+mod qemu;
+pub mod ram;
+mod skip;
+mod tools;
+pub mod usage;
+mod warm;
+
+pub use accel::Accel;
+pub use console::{Console, GuestConsole, Ready, Tick, Verified};
+pub use error::Error;
+pub use options::{Backend, Dirty, Fill, Guest, LinuxGuest, Pattern, QemuOptions, Role};
+pub use qemu::Qemu;
+pub use skip::or_skip;
+pub use tools::{QemuVersion, Tools, guest_program};
+pub use warm::warm_memory;

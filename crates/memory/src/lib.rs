@@ -1,1 +1,16 @@
 //! Guest RAM: bitmaps, page scans, snapshots, and the ways to place pages into it.
+
+pub mod bitmap;
+pub mod checksum;
+pub mod holes;
+pub mod place;
+pub mod pool;
+pub mod received;
+pub mod scan;
+pub mod snapshot;
+
+#[cfg(test)]
+mod test_util;
+
+/// Bytes of a page: the unit of dirty logs, bitmaps and packets, also where the host backs guest RAM with larger pages.
+pub const PAGE_SIZE: usize = 4096;

@@ -1,0 +1,579 @@
+//! What can be typed: every option of every command, its default and its help.
+//!
+//! The option's own help text is the documentation; values that cannot work are refused here, before any socket is
+//! opened, by an error that names the option. What the options amount to is made in `commands`.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::builder::{PossibleValue, PossibleValuesParser};
+use clap::error::ErrorKind;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use sterna_codec::METHODS;
+use sterna_qemu::gateway::Placement;
+use sterna_wire::identity::MigrationId;
+use sterna_wire::limits::{MAX_NAME, MAX_OPAQUE_CHANNELS, MAX_RAM_CHANNELS};
+use tracing_subscriber::EnvFilter;
+
+use crate::cert::CertArgs;
+use crate::units;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  completed; recover: settled
+  1  failed or refused, the guest runs on at the source; recover: not settled
+  2  the options are wrong, nothing was done
+  3  cancelled (Ctrl-C, SIGTERM, SIGHUP), the guest runs on at the source
+  4  unconfirmed: the switchover was begun, but not confirmed; run `sterna recover ID` on both hosts
+A report file that cannot be written is an error message, but does not change the code.";
+
+/// Moves running virtual machines between hosts.
+#[derive(Debug, Parser)]
+#[command(name = "sterna", version, after_help = EXIT_CODES)]
+pub(crate) struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: Command,
+    /// Log to stderr: off, error, warn, info, debug or trace, also by module, such as warn,sterna_qemu=debug
+    #[arg(long, global = true, value_name = "LEVEL", value_parser = log_filter)]
+    pub(crate) log: Option<LogFilter>,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// On the source host: move the guest of a QEMU to where `sterna receive` runs
+    Send(Box<SendArgs>),
+    /// On the destination host: receive a guest into a QEMU that was started with -incoming defer
+    Receive(Box<ReceiveArgs>),
+    /// Carry a migration that someone else drives, such as libvirt; no guarantee about the switchover
+    #[command(subcommand)]
+    Proxy(ProxyCommand),
+    /// After a crash during the switchover: bring back exactly one guest
+    Recover(RecoverArgs),
+    /// Make certificates for --tls, for a trial or a small site
+    Cert(CertArgs),
+}
+
+/// The two sides of `sterna proxy`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ProxyCommand {
+    /// On the source host: listen on a unix socket that the source QEMU is told to migrate to
+    Send(Box<ProxySendArgs>),
+    /// On the destination host: connect to the unix socket that the destination QEMU listens on
+    Receive(Box<ProxyReceiveArgs>),
+}
+
+/// `sterna send`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct SendArgs {
+    /// QMP socket of the source QEMU; nobody else may use it meanwhile
+    #[arg(long, value_name = "PATH")]
+    pub(crate) qmp: PathBuf,
+    #[command(flatten)]
+    pub(crate) link: LinkArgs,
+    /// For tests: send this share of the zero pages, in percent, as if they were not zero
+    #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=100))]
+    pub(crate) normal_page_ratio: u8,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+    #[command(flatten)]
+    pub(crate) state: StateArgs,
+    #[command(flatten)]
+    pub(crate) report: ReportArgs,
+    #[command(flatten)]
+    pub(crate) screen: ScreenArgs,
+}
+
+/// `sterna receive`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct ReceiveArgs {
+    /// QMP socket of the destination QEMU; nobody else may use it meanwhile
+    #[arg(long, value_name = "PATH")]
+    pub(crate) qmp: PathBuf,
+    /// Address and port to listen on; port 0: any free one
+    #[arg(long, value_name = "ADDR:PORT", value_parser = listen_address)]
+    pub(crate) listen: String,
+    /// How pages reach guest RAM; the report says which way was taken and why
+    #[arg(long, value_enum, default_value_t = PlacementArg::Auto)]
+    pub(crate) placement: PlacementArg,
+    #[command(flatten)]
+    pub(crate) tls: TlsAllowArgs,
+    #[command(flatten)]
+    pub(crate) state: StateArgs,
+    #[command(flatten)]
+    pub(crate) report: ReportArgs,
+    #[command(flatten)]
+    pub(crate) screen: ScreenArgs,
+}
+
+/// `sterna proxy send`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct ProxySendArgs {
+    /// Unix socket to listen on; tell the source QEMU to migrate to it
+    #[arg(long, value_name = "PATH")]
+    pub(crate) unix: PathBuf,
+    #[command(flatten)]
+    pub(crate) opaque: OpaqueArgs,
+    #[command(flatten)]
+    pub(crate) link: LinkArgs,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+    #[command(flatten)]
+    pub(crate) screen: ScreenArgs,
+}
+
+/// `sterna proxy receive`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct ProxyReceiveArgs {
+    /// Unix socket that the destination QEMU listens on
+    #[arg(long, value_name = "PATH")]
+    pub(crate) unix: PathBuf,
+    #[command(flatten)]
+    pub(crate) opaque: OpaqueArgs,
+    /// Address and port to listen on; port 0: any free one
+    #[arg(long, value_name = "ADDR:PORT", value_parser = listen_address)]
+    pub(crate) listen: String,
+    #[command(flatten)]
+    pub(crate) tls: TlsAllowArgs,
+    #[command(flatten)]
+    pub(crate) screen: ScreenArgs,
+}
+
+/// `sterna recover`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct RecoverArgs {
+    /// The migration's id, as `sterna send` and `sterna receive` printed it
+    #[arg(value_name = "ID")]
+    pub(crate) id: MigrationId,
+    /// You assert that the other host is gone for good: its guest does not run and never will again
+    #[arg(long)]
+    pub(crate) fenced_peer: bool,
+    /// Directory with certificates, to ask the other host; with --allow this host's server certificate is used,
+    /// without it the client certificate
+    #[arg(long, value_name = "DIR", conflicts_with = "insecure")]
+    pub(crate) tls: Option<PathBuf>,
+    /// Name in the certificate of a host that may connect here; on the host that received, as with `sterna receive`
+    #[arg(long, value_name = "NAME", requires = "tls")]
+    pub(crate) allow: Vec<String>,
+    /// Ask the other host without TLS
+    #[arg(long)]
+    pub(crate) insecure: bool,
+    #[command(flatten)]
+    pub(crate) state: StateArgs,
+}
+
+/// Where to, and how the pages get there.
+#[derive(Debug, Args)]
+pub(crate) struct LinkArgs {
+    /// Where `sterna receive` (or `sterna proxy receive`) listens
+    #[arg(long, value_name = "HOST:PORT", value_parser = peer_address)]
+    pub(crate) to: String,
+    /// Connections that carry pages, 1 to 64
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 2,
+        value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_RAM_CHANNELS))
+    )]
+    pub(crate) channels: u16,
+    /// How pages are compressed
+    #[arg(long, default_value = "none", value_parser = method_names())]
+    pub(crate) method: String,
+    /// Level of the method, higher is smaller and slower; zstd: -5 to 9 [default for zstd: 1]
+    #[arg(long, allow_hyphen_values = true, requires = "method")]
+    pub(crate) level: Option<String>,
+    /// Most bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
+    #[arg(long, value_name = "RATE", value_parser = units::rate)]
+    pub(crate) bandwidth: Option<u64>,
+    /// Longest time without a running guest that is aimed at
+    #[arg(long, value_name = "DURATION", default_value = "300ms", value_parser = units::downtime)]
+    pub(crate) downtime: Duration,
+    /// Most bytes of pages in one packet
+    #[arg(long, value_name = "SIZE", default_value = "512KiB", value_parser = units::packet_size)]
+    pub(crate) packet_size: usize,
+}
+
+/// TLS or not, at the source.
+#[derive(Debug, Args)]
+pub(crate) struct TlsArgs {
+    /// Mutual TLS 1.3 with ca-cert.pem, client-cert.pem and client-key.pem of this directory
+    #[arg(long, value_name = "DIR", conflicts_with = "insecure")]
+    pub(crate) tls: Option<PathBuf>,
+    /// No TLS: everyone on the network path can read and change the guest's memory
+    #[arg(long)]
+    pub(crate) insecure: bool,
+}
+
+/// TLS or not, at the destination.
+#[derive(Debug, Args)]
+pub(crate) struct TlsAllowArgs {
+    /// Mutual TLS 1.3 with ca-cert.pem, server-cert.pem and server-key.pem of this directory; needs --allow
+    #[arg(long, value_name = "DIR", conflicts_with = "insecure")]
+    pub(crate) tls: Option<PathBuf>,
+    /// Name in the certificate of a host that may send a guest here; can be given again
+    #[arg(long, value_name = "NAME", requires = "tls", conflicts_with = "insecure")]
+    pub(crate) allow: Vec<String>,
+    /// No TLS: everyone on the network path can read and change the guest's memory, and anyone can send a guest
+    #[arg(long)]
+    pub(crate) insecure: bool,
+}
+
+/// Connections that are carried unchanged.
+#[derive(Debug, Args)]
+pub(crate) struct OpaqueArgs {
+    /// Carry connections to this unix socket unchanged (NBD, libvirt's control socket), under a name that both sides
+    /// give; can be given again
+    #[arg(long = "opaque", value_name = "NAME=PATH", value_parser = opaque)]
+    pub(crate) sockets: Vec<(String, PathBuf)>,
+}
+
+/// Where records are kept.
+#[derive(Debug, Args)]
+pub(crate) struct StateArgs {
+    /// Where the records are kept that `sterna recover` needs [default: /var/lib/sterna for root, else
+    /// $XDG_STATE_HOME/sterna or ~/.local/state/sterna]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) state_dir: Option<PathBuf>,
+}
+
+/// Reports for machines.
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// Write the report as JSON, whatever the outcome; the file appears whole or not at all; - is stdout (the text then
+    /// goes to stderr)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+/// What is shown on the way.
+#[derive(Debug, Args)]
+pub(crate) struct ScreenArgs {
+    /// Show no progress and no notes; errors and the report remain
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+/// `--placement`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PlacementArg {
+    /// The fastest way that each RAM block permits
+    Auto,
+    /// All pages through QEMU's own migration sockets
+    InStream,
+}
+
+impl From<PlacementArg> for Placement {
+    fn from(placement: PlacementArg) -> Self {
+        match placement {
+            PlacementArg::Auto => Self::Auto,
+            PlacementArg::InStream => Self::InStream,
+        }
+    }
+}
+
+/// A value of `--log`, known to be good.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LogFilter(String);
+
+impl LogFilter {
+    /// The filter for the subscriber.
+    pub(crate) fn filter(&self) -> EnvFilter {
+        EnvFilter::new(&self.0)
+    }
+}
+
+fn log_filter(text: &str) -> Result<LogFilter, String> {
+    const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+    // EnvFilter takes any word alone for the name of a module, so a mistyped level would log nothing.
+    let stray = text.split(',').find(|part| !part.contains('=') && !LEVELS.contains(part));
+    if let Some(stray) = stray {
+        return Err(format!("'{stray}' is no level; the levels are off, error, warn, info, debug, trace"));
+    }
+    EnvFilter::from_str(text).map_err(|error| error.to_string())?;
+    Ok(LogFilter(text.to_owned()))
+}
+
+fn method_names() -> PossibleValuesParser {
+    PossibleValuesParser::new(METHODS.iter().map(|row| PossibleValue::new(row.name).help(row.summary)))
+}
+
+fn peer_address(text: &str) -> Result<String, String> {
+    address(text, "dst-host:4920, 192.0.2.7:4920 or [2001:db8::7]:4920", 1)
+}
+
+fn listen_address(text: &str) -> Result<String, String> {
+    address(text, "0.0.0.0:4920 or [::]:4920 for all addresses of this host", 0)
+}
+
+/// `text` if it is a name or an address, a colon and a port of at least `least_port`.
+fn address(text: &str, example: &str, least_port: u16) -> Result<String, String> {
+    let (host, port) = text.rsplit_once(':').ok_or_else(|| format!("the port is missing; write it as {example}"))?;
+    let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    match bracketed {
+        // A zone (`fe80::1%eth0`) is the resolver's business.
+        Some(inner) if inner.split('%').next().is_some_and(|ip| ip.parse::<std::net::Ipv6Addr>().is_ok()) => {}
+        Some(_) => return Err(format!("what stands in brackets is no IPv6 address; write it as {example}")),
+        None if host.is_empty() => return Err(format!("the host is missing; write it as {example}")),
+        None if host.contains(':') => {
+            return Err(format!("an IPv6 address must be in brackets; write it as {example}"));
+        }
+        None if host.contains(['[', ']', '/', ' ']) => {
+            return Err(format!("this is no host and port; write it as {example}"));
+        }
+        None => {}
+    }
+    // `u16` alone would also take `+4920`.
+    match port.parse::<u16>() {
+        Ok(number) if number >= least_port && port.bytes().all(|digit| digit.is_ascii_digit()) => Ok(text.to_owned()),
+        _ => Err(format!("the port must be a number from {least_port} to 65535; write it as {example}")),
+    }
+}
+
+fn opaque(text: &str) -> Result<(String, PathBuf), String> {
+    const EXAMPLE: &str = "such as nbd=/run/vm/nbd.sock";
+    let (name, path) = text.split_once('=').ok_or_else(|| format!("it must be NAME=PATH, {EXAMPLE}"))?;
+    if name.is_empty() || path.is_empty() {
+        return Err(format!("neither the name nor the path may be empty, {EXAMPLE}"));
+    }
+    if name.len() > MAX_NAME || name.chars().any(char::is_control) {
+        return Err(format!("the name may have at most {MAX_NAME} bytes and no control characters, {EXAMPLE}"));
+    }
+    Ok((name.to_owned(), path.into()))
+}
+
+impl OpaqueArgs {
+    /// The sockets, each name once.
+    pub(crate) fn checked(&self) -> Result<Vec<(String, PathBuf)>, String> {
+        if self.sockets.len() > usize::from(MAX_OPAQUE_CHANNELS) {
+            return Err(format!("--opaque can be given at most {MAX_OPAQUE_CHANNELS} times"));
+        }
+        for (index, (name, _)) in self.sockets.iter().enumerate() {
+            if self.sockets[..index].iter().any(|(earlier, _)| earlier == name) {
+                return Err(format!("--opaque {name}=… was given twice; each name stands for one socket"));
+            }
+        }
+        Ok(self.sockets.clone())
+    }
+}
+
+/// What clap says about wrong options, on one line; none where it is help that was asked for (or is all there is to say).
+pub(crate) fn usage_error(error: &clap::Error) -> Option<String> {
+    match error.kind() {
+        ErrorKind::DisplayHelp
+        | ErrorKind::DisplayVersion
+        | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => return None,
+        _ => {}
+    }
+    let rendered = error.render().to_string();
+    let lines = rendered.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
+    let mut text = String::new();
+    for line in lines.filter(|line| !line.is_empty() && !line.starts_with("For more information")) {
+        if let Some(tip) = line.strip_prefix("tip: ") {
+            text.push_str(&format!(" ({tip})"));
+        } else {
+            let separator = match text.chars().last() {
+                None => "",
+                Some(':') => " ",
+                Some(_) if line.starts_with('[') => " ",
+                Some(_) => ", ",
+            };
+            text.push_str(separator);
+            text.push_str(line.strip_prefix("error: ").unwrap_or(line));
+        }
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn parse(line: &str) -> Result<Cli, String> {
+        Cli::try_parse_from(line.split_whitespace()).map_err(|error| usage_error(&error).expect("an error, not help"))
+    }
+
+    fn error(line: &str) -> String {
+        let error = parse(line).expect_err("wrong options");
+        assert!(!error.contains('\n') && !error.contains('\x1b'), "one plain line: {error:?}");
+        error
+    }
+
+    fn send(line: &str) -> SendArgs {
+        match parse(&format!("sterna send --qmp q --to h:1 {line}")).unwrap().command {
+            Command::Send(args) => *args,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_the_help() {
+        let args = send("--insecure");
+        assert_eq!((args.link.channels, args.link.method.as_str(), args.link.level), (2, "none", None));
+        assert_eq!((args.link.bandwidth, args.link.downtime), (None, Duration::from_millis(300)));
+        assert_eq!(args.link.packet_size, sterna_wire::limits::DEFAULT_PACKET_SIZE);
+        assert_eq!((args.normal_page_ratio, args.screen.quiet), (0, false));
+        assert_eq!((args.report.json, args.state.state_dir), (None, None));
+    }
+
+    #[test]
+    fn every_option_of_send_arrives() {
+        let args = send(
+            "--channels 64 --method zstd --level -5 --bandwidth 1GB/s --downtime 2s --packet-size 1MiB \
+             --normal-page-ratio 100 --tls d --state-dir s --json - --quiet --log debug",
+        );
+        assert_eq!((args.link.channels, args.link.method.as_str(), args.link.level.as_deref()), (64, "zstd", Some("-5")));
+        assert_eq!((args.link.bandwidth, args.link.downtime), (Some(1_000_000_000), Duration::from_secs(2)));
+        assert_eq!((args.link.packet_size, args.normal_page_ratio, args.screen.quiet), (1 << 20, 100, true));
+        assert_eq!((args.tls.tls, args.tls.insecure), (Some("d".into()), false));
+        assert_eq!((args.state.state_dir, args.report.json), (Some("s".into()), Some("-".into())));
+    }
+
+    #[test]
+    fn every_option_of_receive_arrives() {
+        let line = "sterna receive --qmp q --listen [::]:0 --tls d --allow a --allow b --placement in-stream --json f";
+        let Command::Receive(args) = parse(line).unwrap().command else { panic!("another command") };
+        assert_eq!((args.listen.as_str(), args.tls.allow), ("[::]:0", vec!["a".to_owned(), "b".to_owned()]));
+        assert_eq!(Placement::from(args.placement), Placement::InStream);
+        let Command::Receive(args) = parse("sterna receive --qmp q --listen a:1 --insecure").unwrap().command else {
+            panic!("another command")
+        };
+        assert_eq!(Placement::from(args.placement), Placement::Auto);
+    }
+
+    #[test]
+    fn every_option_of_proxy_and_recover_arrives() {
+        let line = "sterna proxy send --unix u --to h:1 --opaque nbd=/n --opaque ctl=/c=d --insecure --method lz4";
+        let Command::Proxy(ProxyCommand::Send(args)) = parse(line).unwrap().command else { panic!("another command") };
+        assert_eq!(args.opaque.checked().unwrap(), [("nbd".into(), "/n".into()), ("ctl".into(), "/c=d".into())]);
+        let line = "sterna proxy receive --unix u --listen h:1 --opaque nbd=/n --opaque nbd=/c --insecure";
+        let Command::Proxy(ProxyCommand::Receive(args)) = parse(line).unwrap().command else { panic!("another command") };
+        assert_eq!(args.opaque.checked().unwrap_err(), "--opaque nbd=… was given twice; each name stands for one socket");
+
+        let line = "sterna recover 000102030405060708090a0b0c0d0e0f --fenced-peer --tls d --allow a --state-dir s";
+        let Command::Recover(args) = parse(line).unwrap().command else { panic!("another command") };
+        assert_eq!(args.id.to_string(), "000102030405060708090a0b0c0d0e0f");
+        assert!(args.fenced_peer && !args.insecure && args.tls.is_some() && args.allow == ["a"]);
+    }
+
+    #[test]
+    fn wrong_values_are_refused_by_one_line_that_names_the_option() {
+        let send = "sterna send --qmp q --to h:1 --insecure";
+        for (option, value, reason) in [
+            ("--channels", "0", "0 is not in 1..=64"),
+            ("--channels", "65", "65 is not in 1..=64"),
+            ("--channels", "two", "invalid digit"),
+            ("--method", "lzma", "possible values: none, lz4, zstd"),
+            ("--bandwidth", "1000", "the unit is missing"),
+            ("--bandwidth", "1GB", "the unit 'GB' is unknown or could mean two things"),
+            ("--bandwidth", "0B/s", "leave the option out for no limit"),
+            ("--downtime", "300", "the unit is missing"),
+            ("--downtime", "0ms", "1ms to 2000s"),
+            ("--packet-size", "512K", "such as 512KiB"),
+            ("--packet-size", "1GiB", "4KiB to 16MiB"),
+            ("--normal-page-ratio", "101", "101 is not in 0..=100"),
+            ("--to", "host", "the port is missing"),
+            ("--log", "loud", "the levels are off, error, warn, info, debug, trace"),
+            ("--log", "sterna=loud", "'--log <LEVEL>'"),
+        ] {
+            let error = error(&format!("{send} {option} {value}"));
+            assert!(error.starts_with(&format!("invalid value '{value}' for '{option} <")), "{error}");
+            assert!(error.contains(reason), "{error}");
+        }
+        let error = error("sterna proxy send --unix u --to h:1 --insecure --opaque nbd");
+        assert!(error.contains("'--opaque <NAME=PATH>': it must be NAME=PATH, such as nbd=/run/vm/nbd.sock"), "{error}");
+    }
+
+    #[test]
+    fn options_that_contradict_each_other_are_refused_by_name() {
+        let send = "sterna send --qmp q --to h:1";
+        let receive = "sterna receive --qmp q --listen h:1";
+        assert_eq!(
+            error(&format!("{send} --tls d --insecure")),
+            "the argument '--tls <DIR>' cannot be used with '--insecure'"
+        );
+        assert_eq!(
+            error(&format!("{receive} --insecure --allow a --tls d")),
+            "the argument '--insecure' cannot be used with: --tls <DIR>, --allow <NAME>"
+        );
+        assert_eq!(
+            error(&format!("{receive} --allow a")),
+            "the following required arguments were not provided: --tls <DIR>"
+        );
+        assert_eq!(
+            error(&format!("{send} --insecure --level 3")),
+            "the following required arguments were not provided: --method <METHOD>"
+        );
+    }
+
+    #[test]
+    fn what_is_missing_or_unknown_is_named() {
+        assert_eq!(
+            error("sterna send"),
+            "the following required arguments were not provided: --qmp <PATH>, --to <HOST:PORT>"
+        );
+        assert_eq!(
+            error("sterna send --qmp q --to h:1 --chanels 3"),
+            "unexpected argument '--chanels' found (a similar argument exists: '--channels')"
+        );
+        assert_eq!(error("sterna sent"), "unrecognized subcommand 'sent' (a similar subcommand exists: 'send')");
+        assert!(error("sterna recover 12").contains("expected 32 hexadecimal digits"));
+    }
+
+    #[test]
+    fn help_is_no_error() {
+        for line in ["sterna --help", "sterna --version", "sterna", "sterna proxy", "sterna send --help"] {
+            let error = Cli::try_parse_from(line.split_whitespace()).unwrap_err();
+            assert_eq!(usage_error(&error), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn addresses_are_a_host_and_a_port() {
+        for good in ["dst-host:4920", "192.0.2.7:1", "[2001:db8::7]:65535", "[fe80::1%eth0]:4920"] {
+            assert_eq!(peer_address(good).as_deref(), Ok(good));
+        }
+        for (bad, reason) in [
+            ("4920", "the port is missing"),
+            (":4920", "the host is missing"),
+            ("2001:db8::7:4920", "must be in brackets"),
+            ("[2001:db8::7]4920", "must be in brackets"),
+            ("[host]:4920", "no IPv6 address"),
+            ("[]:4920", "no IPv6 address"),
+            ("tcp://host:4920", "must be in brackets"),
+            ("host/x:4920", "no host and port"),
+            ("host:", "number from 1 to 65535"),
+            ("host:0", "number from 1 to 65535"),
+            ("host:+1", "number from 1 to 65535"),
+            ("host:65536", "number from 1 to 65535"),
+            ("host:http", "number from 1 to 65535"),
+        ] {
+            let error = peer_address(bad).unwrap_err();
+            assert!(error.contains(reason) && error.contains("dst-host:4920"), "{bad}: {error}");
+        }
+        assert_eq!(listen_address("0.0.0.0:0").as_deref(), Ok("0.0.0.0:0"));
+        assert!(listen_address(":4920").unwrap_err().contains("0.0.0.0:4920"));
+    }
+
+    #[test]
+    fn opaque_names_are_bounded_in_length_and_number() {
+        assert!(opaque("=path").is_err() && opaque("name=").is_err() && opaque("a\x1bb=path").is_err());
+        assert!(opaque(&format!("{}=p", "n".repeat(MAX_NAME))).is_ok());
+        assert!(opaque(&format!("{}=p", "n".repeat(MAX_NAME + 1))).is_err());
+        let many = (0..=MAX_OPAQUE_CHANNELS).map(|index| (index.to_string(), PathBuf::from("p")));
+        let args = OpaqueArgs { sockets: many.collect() };
+        assert_eq!(args.checked().unwrap_err(), "--opaque can be given at most 256 times");
+    }
+}

@@ -1,0 +1,176 @@
+//! The commands: each makes the library's options from what was typed, runs, and turns the end into an exit code.
+//!
+//! A further command is a variant of [`Command`], a file here and a line in [`run`].
+
+mod proxy;
+mod receive;
+mod recover;
+mod report_file;
+mod security;
+mod send;
+mod state_dir;
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use serde::Serialize;
+use sterna::report::Outcome;
+use sterna_codec::MethodChoice;
+use sterna_qemu::gateway::{Cancel, GatewayError};
+
+use crate::args::{Cli, Command, LinkArgs, ProxyCommand, ReportArgs, ScreenArgs};
+use crate::progress::Screen;
+use crate::signals::{self, Watch};
+use report_file::ReportFile;
+
+/// Exit codes; `--help` explains them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Exit {
+    /// Completed.
+    Completed = 0,
+    /// Failed or refused; the guest runs on at the source.
+    Failed = 1,
+    /// The options are wrong; nothing was done.
+    Usage = 2,
+    /// Cancelled; the guest runs on at the source.
+    Cancelled = 3,
+    /// The switchover was begun, but is not confirmed.
+    Unconfirmed = 4,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+impl From<Outcome> for Exit {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Completed => Self::Completed,
+            Outcome::Cancelled => Self::Cancelled,
+            Outcome::Failed => Self::Failed,
+            Outcome::Unconfirmed => Self::Unconfirmed,
+        }
+    }
+}
+
+/// The end of a command that has no report: a message and a code.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) exit: Exit,
+    pub(crate) text: String,
+}
+
+impl Failure {
+    /// The options cannot be meant like that.
+    fn usage(what: impl ToString) -> Self {
+        Self { exit: Exit::Usage, text: what.to_string() }
+    }
+
+    /// The options are right, but something is not as they say.
+    fn failed(what: impl ToString) -> Self {
+        Self { exit: Exit::Failed, text: what.to_string() }
+    }
+}
+
+/// Does what was typed.
+pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
+    let logging = cli.log.is_some();
+    match &cli.command {
+        Command::Send(args) => send::run(args, logging),
+        Command::Receive(args) => receive::run(args, logging),
+        Command::Proxy(ProxyCommand::Send(args)) => proxy::run_send(args, logging),
+        Command::Proxy(ProxyCommand::Receive(args)) => proxy::run_receive(args, logging),
+        Command::Recover(args) => recover::run(args, logging),
+        Command::Cert(args) => crate::cert::run(args).map(|()| Exit::Completed).map_err(Failure::failed),
+    }
+}
+
+/// What runs beside a migration: the screen, and signals that cancel it.
+struct Session {
+    cancel: Cancel,
+    screen: Arc<Screen>,
+    watch: Watch,
+}
+
+impl Session {
+    fn start(screen: &ScreenArgs, logging: bool) -> Result<Self, Failure> {
+        let cancel = Cancel::new();
+        let screen = Arc::new(Screen::new(screen.quiet, logging, cancel.clone()));
+        let watch = signals::watch(cancel.clone(), {
+            let screen = screen.clone();
+            move |text| screen.say(text)
+        });
+        let watch = watch.map_err(|error| Failure::failed(format!("cannot wait for signals: {error}")))?;
+        Ok(Self { cancel, screen, watch })
+    }
+
+    /// Ends it: from here on signals are left alone, and the screen is free. Returns whether it was cancelled.
+    fn end(self) -> bool {
+        drop(self.watch);
+        self.screen.finish();
+        self.cancel.is_cancelled()
+    }
+}
+
+/// How a gateway's error ends the program. An error after the decision is a report, so the guest is at the source.
+fn gateway_failure(error: &GatewayError, cancelled: bool) -> Failure {
+    Failure { exit: if cancelled { Exit::Cancelled } else { Exit::Failed }, text: error.to_string() }
+}
+
+fn method_choice(link: &LinkArgs) -> Result<MethodChoice, Failure> {
+    // clap has checked the name, so what is left to be wrong is the level.
+    MethodChoice::parse(&link.method, link.level.as_deref()).map_err(|error| Failure::usage(format!("--level: {error}")))
+}
+
+/// A gateway's report.
+trait Summary: Serialize {
+    fn outcome(&self) -> Outcome;
+    fn text(&self) -> String;
+}
+
+/// What `--json` says where there is no report.
+#[derive(Serialize)]
+struct NoReport<'a> {
+    outcome: Outcome,
+    reason: &'a str,
+}
+
+/// Runs `migrate` with a screen and signals, and reports its end in both forms.
+fn migration<R: Summary>(
+    screen: &ScreenArgs,
+    report: &ReportArgs,
+    logging: bool,
+    migrate: impl FnOnce(&Cancel, &Screen) -> Result<R, GatewayError>,
+) -> Result<Exit, Failure> {
+    // Where the report cannot be written is to be known before the guest is touched.
+    let file = report.json.as_deref().map(ReportFile::reserve).transpose().map_err(Failure::failed)?;
+    let session = Session::start(screen, logging)?;
+    let result = migrate(&session.cancel, &session.screen);
+    let cancelled = session.end();
+
+    let on_stdout = file.as_ref().is_some_and(ReportFile::is_stdout);
+    match result {
+        Ok(summary) => {
+            let text = summary.text();
+            let _ = if on_stdout { writeln!(std::io::stderr(), "{text}") } else { writeln!(std::io::stdout(), "{text}") };
+            write_json(file, &summary);
+            Ok(summary.outcome().into())
+        }
+        Err(error) => {
+            let failure = gateway_failure(&error, cancelled);
+            let outcome = if cancelled { Outcome::Cancelled } else { Outcome::Failed };
+            write_json(file, &NoReport { outcome, reason: &failure.text });
+            Err(failure)
+        }
+    }
+}
+
+/// Writes the report for machines. The exit code says where the guest is, so a full disk must not change it.
+fn write_json(file: Option<ReportFile>, content: &impl Serialize) {
+    if let Some(Err(error)) = file.map(|file| file.write(content)) {
+        crate::complain(&format!("{error}; the migration itself ended as reported"));
+    }
+}

@@ -1,0 +1,28 @@
+//! `sterna receive`: the destination's side of a migration.
+
+use sterna::report::Outcome;
+use sterna_qemu::gateway::{ReceiveOptions, ReceiveReport, receive};
+
+use super::{Exit, Failure, Summary, migration, security, state_dir};
+use crate::args::ReceiveArgs;
+
+impl Summary for ReceiveReport {
+    fn outcome(&self) -> Outcome {
+        self.outcome
+    }
+
+    fn text(&self) -> String {
+        self.text()
+    }
+}
+
+pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
+    let options = ReceiveOptions {
+        qmp: args.qmp.clone(),
+        listen: args.listen.clone(),
+        security: security::destination(&args.tls)?,
+        placement: args.placement.into(),
+        state_dir: state_dir::choose(&args.state)?,
+    };
+    migration(&args.screen, &args.report, logging, |cancel, screen| receive(&options, cancel, screen))
+}

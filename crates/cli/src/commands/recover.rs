@@ -1,0 +1,23 @@
+//! `sterna recover`: after a crash in the commit window, exactly one guest.
+
+use std::io::Write;
+
+use sterna_qemu::gateway::{RecoverOptions, recover};
+
+use super::{Exit, Failure, Session, gateway_failure, security, state_dir};
+use crate::args::{RecoverArgs, ScreenArgs};
+
+pub(super) fn run(args: &RecoverArgs, logging: bool) -> Result<Exit, Failure> {
+    let options = RecoverOptions {
+        id: args.id,
+        fenced_peer: args.fenced_peer,
+        security: security::recovery(args)?,
+        state_dir: state_dir::choose(&args.state)?,
+    };
+    let session = Session::start(&ScreenArgs { quiet: false }, logging)?;
+    let result = recover(&options, &session.cancel, &*session.screen);
+    let cancelled = session.end();
+    let text = result.map_err(|error| gateway_failure(&error, cancelled))?;
+    let _ = writeln!(std::io::stdout(), "{text}");
+    Ok(Exit::Completed)
+}

@@ -1,0 +1,33 @@
+//! `sterna send`: the source's side of a migration.
+
+use sterna::report::{Outcome, Report};
+use sterna_qemu::gateway::{SendOptions, send};
+
+use super::{Exit, Failure, Summary, method_choice, migration, security, state_dir};
+use crate::args::SendArgs;
+
+impl Summary for Report {
+    fn outcome(&self) -> Outcome {
+        self.outcome
+    }
+
+    fn text(&self) -> String {
+        self.text()
+    }
+}
+
+pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
+    let options = SendOptions {
+        qmp: args.qmp.clone(),
+        to: args.link.to.clone(),
+        security: security::source(&args.tls)?,
+        channels: args.link.channels,
+        method: method_choice(&args.link)?,
+        bandwidth: args.link.bandwidth,
+        downtime: args.link.downtime,
+        packet_size: args.link.packet_size,
+        normal_page_ratio: args.normal_page_ratio,
+        state_dir: state_dir::choose(&args.state)?,
+    };
+    migration(&args.screen, &args.report, logging, |cancel, screen| send(&options, cancel, screen))
+}

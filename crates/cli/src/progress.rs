@@ -1,0 +1,257 @@
+//! What a person sees while a guest moves: one live bar on a terminal, plain lines elsewhere, at most one a second.
+//!
+//! All of it goes to stderr: stdout is for the report. A terminal or pipe that is gone must not stop a migration, so
+//! failed writes are ignored.
+
+use std::io::{IsTerminal, Write};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use sterna::report::{self, Progress};
+use sterna_qemu::gateway::{Cancel, Observer};
+
+/// Plain lines come no more often than this.
+const LINE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Shows what a migration tells.
+pub(crate) struct Screen {
+    view: View,
+    cancel: Cancel,
+}
+
+enum View {
+    /// A terminal.
+    Bar(ProgressBar),
+    /// A file, a pipe, or a terminal that log lines go to as well.
+    Lines(Mutex<Lines>),
+    /// `--quiet`: notes only once it is being cancelled, because then someone waits for an answer.
+    Quiet,
+}
+
+struct Lines {
+    out: Box<dyn Write + Send>,
+    last: Option<Instant>,
+}
+
+impl Screen {
+    /// A view on stderr. `logging`: log lines go there too, which a live bar would garble.
+    pub(crate) fn new(quiet: bool, logging: bool, cancel: Cancel) -> Self {
+        let view = if quiet {
+            View::Quiet
+        } else if std::io::stderr().is_terminal() && !logging {
+            View::Bar(bar(ProgressDrawTarget::stderr()))
+        } else {
+            View::Lines(Mutex::new(Lines { out: Box::new(std::io::stderr()), last: None }))
+        };
+        Self { view, cancel }
+    }
+
+    /// Says something that concerns the person now, even with `--quiet`.
+    pub(crate) fn say(&self, text: &str) {
+        let text = printable(text);
+        match &self.view {
+            View::Bar(bar) => bar.suspend(|| {
+                let _ = writeln!(std::io::stderr(), "{text}");
+            }),
+            View::Lines(lines) => lines.lock().expect("writing does not panic").write(&text),
+            View::Quiet => {
+                let _ = writeln!(std::io::stderr(), "{text}");
+            }
+        }
+    }
+
+    /// Takes the bar away, before the report is printed.
+    pub(crate) fn finish(&self) {
+        if let View::Bar(bar) = &self.view {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl Observer for Screen {
+    fn progress(&self, progress: &Progress) {
+        match &self.view {
+            View::Bar(bar) => {
+                bar.set_length(progress.total_bytes);
+                bar.set_position(progress.total_bytes.saturating_sub(progress.remaining_bytes));
+                bar.set_prefix(printable(&headline(progress)));
+                bar.set_message(figures(progress));
+            }
+            View::Lines(lines) => lines.lock().expect("writing does not panic").progress(progress, Instant::now()),
+            View::Quiet => {}
+        }
+    }
+
+    fn note(&self, text: &str) {
+        if !matches!(self.view, View::Quiet) || self.cancel.is_cancelled() {
+            self.say(text);
+        }
+    }
+}
+
+impl Lines {
+    fn write(&mut self, text: &str) {
+        let _ = writeln!(self.out, "{text}");
+    }
+
+    fn progress(&mut self, progress: &Progress, now: Instant) {
+        if self.last.is_none_or(|last| now.saturating_duration_since(last) >= LINE_INTERVAL) {
+            self.last = Some(now);
+            self.write(&printable(&line(progress)));
+        }
+    }
+}
+
+fn bar(target: ProgressDrawTarget) -> ProgressBar {
+    // Two rows, so that all figures fit into 80 columns.
+    let style = ProgressStyle::with_template("[{bar:20}] {percent:>3} %  {prefix}\n{wide_msg}")
+        .expect("the template is a constant")
+        .progress_chars("=> ");
+    ProgressBar::with_draw_target(Some(0), target).with_style(style)
+}
+
+fn line(progress: &Progress) -> String {
+    format!("{}, {:.0} % of it done, {}", headline(progress), percent(progress), figures(progress))
+}
+
+/// Phase, round and pages.
+fn headline(progress: &Progress) -> String {
+    format!(
+        "{}, round {}, {} pages, {} zero",
+        progress.phase, progress.round, progress.normal_pages, progress.zero_pages
+    )
+}
+
+/// Rates, ratio and the predicted downtime.
+fn figures(progress: &Progress) -> String {
+    let downtime = progress.predicted_downtime_ms;
+    // Nothing is predicted before the first rates are known, or while the guest dirties faster than the network carries.
+    let downtime = if downtime.is_finite() && downtime > 0.0 && downtime < 1e7 {
+        format!("{downtime:.0} ms")
+    } else {
+        "unknown".to_owned()
+    };
+    format!(
+        "{}, wire {} at {}, ratio {:.2}, dirty {}, downtime {downtime}",
+        report::rate(progress.content_rate),
+        report::bytes(progress.wire_bytes as f64),
+        report::rate(progress.wire_rate),
+        progress.ratio,
+        report::rate(progress.dirty_rate),
+    )
+}
+
+fn percent(progress: &Progress) -> f64 {
+    match progress.total_bytes {
+        0 => 0.0,
+        total => 100.0 * total.saturating_sub(progress.remaining_bytes) as f64 / total as f64,
+    }
+}
+
+/// On one line and without escape sequences: notes may repeat what QEMU or the peer said.
+fn printable(text: &str) -> String {
+    text.replace(char::is_control, " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[derive(Clone, Default)]
+    struct Sink(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Sink {
+        fn lines(&self) -> Vec<String> {
+            String::from_utf8(self.0.lock().unwrap().clone()).unwrap().lines().map(str::to_owned).collect()
+        }
+    }
+
+    fn sample() -> Progress {
+        Progress {
+            phase: "precopy".to_owned(),
+            elapsed_ms: 1500,
+            round: 2,
+            total_bytes: 4 << 30,
+            remaining_bytes: 1 << 30,
+            normal_pages: 786_432,
+            zero_pages: 1000,
+            content_rate: 1.2e9,
+            wire_bytes: 3 << 29,
+            wire_rate: 6e8,
+            ratio: 2.0,
+            dirty_rate: 1.25e8,
+            predicted_downtime_ms: 210.4,
+        }
+    }
+
+    #[test]
+    fn a_line_has_every_figure() {
+        assert_eq!(
+            line(&sample()),
+            "precopy, round 2, 786432 pages, 1000 zero, 75 % of it done, 1.20 GB/s, wire 1.50 GiB at 600.00 MB/s, \
+             ratio 2.00, dirty 125.00 MB/s, downtime 210 ms"
+        );
+    }
+
+    #[test]
+    fn the_two_rows_of_the_bar_fit_a_terminal_of_100_columns() {
+        assert!("[====================] 100 %  ".len() + headline(&sample()).len() <= 80);
+        assert!(figures(&sample()).len() <= 100);
+    }
+
+    #[test]
+    fn what_is_not_known_yet_is_not_shown_as_a_number() {
+        for downtime in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e300] {
+            let progress = Progress { predicted_downtime_ms: downtime, ..Progress::default() };
+            assert!(line(&progress).ends_with("downtime unknown"), "{downtime}");
+        }
+        assert_eq!(percent(&Progress::default()), 0.0);
+        assert_eq!(percent(&Progress { total_bytes: 1, remaining_bytes: 5, ..Progress::default() }), 0.0);
+    }
+
+    #[test]
+    fn lines_come_at_most_once_a_second_and_notes_at_once() {
+        let sink = Sink::default();
+        let mut lines = Lines { out: Box::new(sink.clone()), last: None };
+        let start = Instant::now();
+        for tenth in 0..=20 {
+            lines.progress(&sample(), start + Duration::from_millis(tenth * 100));
+        }
+        assert_eq!(sink.lines().len(), 3, "at 0, 1 and 2 seconds");
+
+        let screen = Screen { view: View::Lines(Mutex::new(lines)), cancel: Cancel::new() };
+        screen.note("peer says \x1b[2J\nforged");
+        assert_eq!(sink.lines().last().unwrap(), "peer says  [2J forged");
+    }
+
+    #[test]
+    fn a_sink_that_is_gone_stops_nothing() {
+        struct Gone;
+        impl Write for Gone {
+            fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+                Err(std::io::ErrorKind::BrokenPipe.into())
+            }
+            fn flush(&mut self) -> std::io::Result<()> {
+                Err(std::io::ErrorKind::BrokenPipe.into())
+            }
+        }
+        let lines = Lines { out: Box::new(Gone), last: None };
+        let screen = Screen { view: View::Lines(Mutex::new(lines)), cancel: Cancel::new() };
+        screen.note("one");
+        screen.progress(&sample());
+        let View::Lines(lines) = &screen.view else { unreachable!("made above") };
+        assert!(lines.lock().unwrap().last.is_some());
+    }
+}

@@ -1,0 +1,97 @@
+//! Ctrl-C and its relatives: they cancel, they never kill.
+//!
+//! A killed `sterna` leaves the peer to find out by silence and may need `sterna recover`; a cancelled one leaves the
+//! guest running at the source. So SIGINT, SIGTERM and SIGHUP (the terminal is gone) all only cancel, as often as they
+//! come. Who must end the program at any price has SIGQUIT and SIGKILL, and `sterna recover`.
+
+use std::io;
+use std::thread::JoinHandle;
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::{Handle, Signals};
+use sterna_qemu::gateway::Cancel;
+
+/// Cancels on signals until it is dropped.
+pub(crate) struct Watch {
+    handle: Handle,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Cancels `cancel` on the first signal, and has every signal answered through `say`.
+///
+/// # Errors
+/// The system has no thread, descriptor or memory left for it.
+pub(crate) fn watch(cancel: Cancel, say: impl Fn(&str) + Send + 'static) -> io::Result<Watch> {
+    let mut watched = vec![SIGINT, SIGTERM];
+    if !is_ignored(SIGHUP) {
+        watched.push(SIGHUP);
+    }
+    let mut signals = Signals::new(watched)?;
+    let handle = signals.handle();
+    let thread = std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        for signal in signals.forever() {
+            say(&answer(signal, cancel.is_cancelled()));
+            cancel.cancel();
+        }
+    })?;
+    Ok(Watch { handle, thread: Some(thread) })
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.handle.close();
+        if let Some(thread) = self.thread.take() {
+            // A panic over there was reported when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn answer(signal: i32, already: bool) -> String {
+    let name = signal_hook::low_level::signal_name(signal).unwrap_or("signal");
+    if already {
+        format!("{name}: it is already being cancelled, waiting until both sides have settled")
+    } else {
+        format!("{name}: cancelling; unless the switchover is already decided, the guest goes on at the source")
+    }
+}
+
+/// Whether the process was started with the signal ignored, as `nohup` does with SIGHUP; then that is to stay so.
+/// Unreadable: no.
+fn is_ignored(signal: i32) -> bool {
+    // proc_pid_status(5): SigIgn is a mask in hexadecimal, bit 0 for signal 1.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).map(str::trim).unwrap_or("0");
+    u64::from_str_radix(mask, 16).is_ok_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    #[test]
+    fn the_first_signal_cancels_and_the_second_says_that_it_is_under_way() {
+        let cancel = Cancel::new();
+        let (said, heard) = mpsc::channel();
+        let watch = watch(cancel.clone(), move |text| said.send(text.to_owned()).unwrap()).unwrap();
+        assert!(!cancel.is_cancelled());
+
+        let hear = || heard.recv_timeout(Duration::from_secs(30)).expect("an answer to the signal");
+        signal_hook::low_level::raise(SIGTERM).unwrap();
+        assert!(hear().starts_with("SIGTERM: cancelling"));
+        signal_hook::low_level::raise(SIGINT).unwrap();
+        assert!(hear().starts_with("SIGINT: it is already being cancelled"));
+
+        drop(watch);
+        assert!(cancel.is_cancelled());
+        assert!(heard.recv().is_err(), "the thread has ended, and with it what it says");
+    }
+
+    #[test]
+    fn a_signal_that_is_ignored_from_the_start_is_recognised() {
+        assert!(is_ignored(signal_hook::consts::SIGPIPE), "Rust programs start with SIGPIPE ignored");
+        assert!(!is_ignored(signal_hook::consts::SIGALRM));
+    }
+}

@@ -1,0 +1,147 @@
+//! The method a user chose: `--method` and `--level` made into something that cannot be wrong.
+
+use crate::{Adaptive, CodecError, METHODS, Method};
+use std::fmt;
+use thiserror::Error;
+
+/// A method at one of its levels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MethodChoice {
+    method: Method,
+    /// Within the method's levels; 0 where it has none.
+    level: i32,
+}
+
+/// Why `--method` and `--level` make no choice.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ChoiceError {
+    /// There is no such method.
+    #[error("there is no method '{given}'; there is {}", list_methods())]
+    UnknownMethod {
+        /// What was given.
+        given: String,
+    },
+    /// The method has no levels.
+    #[error("method {method} has no levels, but level {level} was given; leave the level out")]
+    NoLevels {
+        /// The method.
+        method: Method,
+        /// What was given.
+        level: String,
+    },
+    /// The method has other levels.
+    #[error("method {method} has the levels {least} to {most}, not '{level}'")]
+    Level {
+        /// The method.
+        method: Method,
+        /// What was given.
+        level: String,
+        /// Its lowest level.
+        least: i32,
+        /// Its highest level.
+        most: i32,
+    },
+}
+
+impl MethodChoice {
+    /// `method` at `level`, or at its default level.
+    pub fn new(method: Method, level: Option<i32>) -> Result<Self, ChoiceError> {
+        match (method.row().levels, level) {
+            (None, None) => Ok(Self { method, level: 0 }),
+            (None, Some(level)) => Err(ChoiceError::NoLevels { method, level: level.to_string() }),
+            (Some(levels), None) => Ok(Self { method, level: levels.default }),
+            (Some(levels), Some(level)) if (levels.least..=levels.most).contains(&level) => Ok(Self { method, level }),
+            (Some(levels), Some(level)) => {
+                Err(ChoiceError::Level { method, level: level.to_string(), least: levels.least, most: levels.most })
+            }
+        }
+    }
+
+    /// From the values of `--method` and `--level`.
+    pub fn parse(method: &str, level: Option<&str>) -> Result<Self, ChoiceError> {
+        let method =
+            Method::from_name(method).ok_or_else(|| ChoiceError::UnknownMethod { given: method.to_owned() })?;
+        let Some(given) = level else { return Self::new(method, None) };
+        match (given.parse(), method.row().levels) {
+            (Ok(level), _) => Self::new(method, Some(level)),
+            (Err(_), None) => Err(ChoiceError::NoLevels { method, level: given.to_owned() }),
+            (Err(_), Some(levels)) => {
+                Err(ChoiceError::Level { method, level: given.to_owned(), least: levels.least, most: levels.most })
+            }
+        }
+    }
+
+    /// The method.
+    pub fn method(self) -> Method {
+        self.method
+    }
+
+    /// The level, where the method has levels.
+    pub fn level(self) -> Option<i32> {
+        self.method.row().levels.map(|_| self.level)
+    }
+
+    /// An encoder for it that hardly tries while nothing shrinks. Fails only for want of memory.
+    pub fn encoder(self) -> Result<Adaptive, CodecError> {
+        Ok(Adaptive::new((self.method.row().encoder)(self.level)?))
+    }
+}
+
+/// As reports show it: the name, and the level where there is one: `lz4`, `zstd -5`.
+impl fmt::Display for MethodChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.level() {
+            None => write!(f, "{}", self.method),
+            Some(level) => write!(f, "{} {level}", self.method),
+        }
+    }
+}
+
+/// All methods with their levels, for error texts.
+fn list_methods() -> String {
+    let each: Vec<String> = METHODS
+        .iter()
+        .map(|row| match row.levels {
+            None => row.name.to_owned(),
+            Some(levels) => format!("{} (levels {} to {})", row.name, levels.least, levels.most),
+        })
+        .collect();
+    each.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(method: &str, level: Option<&str>) -> String {
+        MethodChoice::parse(method, level).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn every_method_and_level_of_the_table_can_be_chosen_and_is_shown() {
+        for row in METHODS {
+            let choice = MethodChoice::parse(row.name, None).unwrap();
+            assert_eq!((choice.method().wire(), choice.level()), (row.wire, row.levels.map(|levels| levels.default)));
+            choice.encoder().unwrap();
+            for level in row.levels.iter().flat_map(|levels| levels.least..=levels.most) {
+                let choice = MethodChoice::parse(row.name, Some(&level.to_string())).unwrap();
+                assert_eq!(choice.to_string(), format!("{} {level}", row.name));
+                assert_eq!(choice.level(), Some(level));
+            }
+        }
+        assert_eq!(MethodChoice::parse("none", None).unwrap().to_string(), "none");
+        assert_eq!(MethodChoice::parse("zstd", None).unwrap().to_string(), "zstd 1");
+    }
+
+    #[test]
+    fn what_does_not_exist_is_refused_with_what_does() {
+        assert_eq!(error("lzma", None), "there is no method 'lzma'; there is none, lz4, zstd (levels -5 to 9)");
+        assert_eq!(error("zstd", Some("10")), "method zstd has the levels -5 to 9, not '10'");
+        assert_eq!(error("zstd", Some("-6")), "method zstd has the levels -5 to 9, not '-6'");
+        assert_eq!(error("zstd", Some("fast")), "method zstd has the levels -5 to 9, not 'fast'");
+        assert_eq!(error("zstd", Some("99999999999")), "method zstd has the levels -5 to 9, not '99999999999'");
+        assert_eq!(error("lz4", Some("1")), "method lz4 has no levels, but level 1 was given; leave the level out");
+        assert_eq!(error("lz4", Some("x")), "method lz4 has no levels, but level x was given; leave the level out");
+    }
+}

@@ -1,0 +1,31 @@
+//! Method `none`: the content as it is.
+
+use crate::{CodecError, Decoder, Encoded, Encoder, check_len};
+
+struct None;
+
+pub(crate) fn encoder(_level: i32) -> Result<Box<dyn Encoder>, CodecError> {
+    Ok(Box::new(None))
+}
+
+pub(crate) fn decoder() -> Result<Box<dyn Decoder>, CodecError> {
+    Ok(Box::new(None))
+}
+
+impl Encoder for None {
+    fn encode(&mut self, input: &[u8], _output: &mut [u8]) -> Result<Encoded, CodecError> {
+        check_len(input.len())?;
+        Ok(Encoded::Incompressible)
+    }
+}
+
+impl Decoder for None {
+    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
+        check_len(output.len())?;
+        if input.len() != output.len() {
+            return Err(CodecError::Length { method: "none", expected: output.len(), got: input.len() });
+        }
+        output.copy_from_slice(input);
+        Ok(())
+    }
+}

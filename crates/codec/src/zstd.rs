@@ -1,0 +1,93 @@
+//! Method `zstd`: one Zstandard frame (RFC 8878) without content size and checksum.
+//!
+//! The packet knows the length and has a checksum of its own. One context per channel, used for every batch: its
+//! tables are reserved at the first batch and grow only if batches do. The window never exceeds a packet.
+
+use crate::{CodecError, Decoder, Encoded, Encoder, MAX_CONTENT, check_len, worthwhile};
+use zstd_safe::{CCtx, CParameter, DCtx, DParameter, ErrorCode, get_error_name};
+
+const NAME: &str = "zstd";
+
+/// The window that holds the largest packet.
+const WINDOW_LOG: u32 = MAX_CONTENT.ilog2();
+
+struct ZstdEncoder(CCtx<'static>);
+
+struct ZstdDecoder(DCtx<'static>);
+
+pub(crate) fn encoder(level: i32) -> Result<Box<dyn Encoder>, CodecError> {
+    let mut context = CCtx::try_create().ok_or(CodecError::Library { method: NAME, reason: "no memory" })?;
+    for parameter in
+        [CParameter::CompressionLevel(level), CParameter::ContentSizeFlag(false), CParameter::ChecksumFlag(false)]
+    {
+        context.set_parameter(parameter).map_err(failed)?;
+    }
+    Ok(Box::new(ZstdEncoder(context)))
+}
+
+pub(crate) fn decoder() -> Result<Box<dyn Decoder>, CodecError> {
+    let mut context = DCtx::try_create().ok_or(CodecError::Library { method: NAME, reason: "no memory" })?;
+    context.set_parameter(DParameter::WindowLogMax(WINDOW_LOG)).map_err(failed)?;
+    Ok(Box::new(ZstdDecoder(context)))
+}
+
+fn failed(code: ErrorCode) -> CodecError {
+    CodecError::Library { method: NAME, reason: get_error_name(code) }
+}
+
+impl Encoder for ZstdEncoder {
+    fn encode(&mut self, input: &[u8], output: &mut [u8]) -> Result<Encoded, CodecError> {
+        check_len(input.len())?;
+        let room = worthwhile(input.len(), output.len());
+        if room == 0 {
+            return Ok(Encoded::Incompressible);
+        }
+        match self.0.compress2(&mut output[..room], input) {
+            Ok(len) => Ok(Encoded::Shrunk(len)),
+            Err(code) if code == DESTINATION_TOO_SMALL => Ok(Encoded::Incompressible),
+            Err(code) => Err(failed(code)),
+        }
+    }
+}
+
+impl Decoder for ZstdDecoder {
+    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
+        check_len(output.len())?;
+        match self.0.decompress(output, input) {
+            Ok(got) if got == output.len() => Ok(()),
+            Ok(got) => Err(CodecError::Length { method: NAME, expected: output.len(), got }),
+            Err(code) => Err(CodecError::Broken { method: NAME, len: input.len(), reason: get_error_name(code) }),
+        }
+    }
+}
+
+/// zstd's functions return errors as negated codes.
+const DESTINATION_TOO_SMALL: ErrorCode =
+    (zstd_safe::zstd_sys::ZSTD_ErrorCode::ZSTD_error_dstSize_tooSmall as ErrorCode).wrapping_neg();
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(len: usize) -> Vec<u8> {
+        (0..len).map(|at| b"the quick brown fox "[at * at % 20]).collect()
+    }
+
+    #[test]
+    fn after_the_first_batch_the_context_asks_for_no_more_memory() {
+        for level in [-5, -1, 1, 5, 9] {
+            let mut context = CCtx::create();
+            context.set_parameter(CParameter::CompressionLevel(level)).unwrap();
+            let mut encoder = ZstdEncoder(context);
+            let (content, mut output) = (text(512 << 10), vec![0; 512 << 10]);
+            encoder.encode(&content, &mut output).unwrap();
+            let after_first = encoder.0.sizeof();
+            for len in [4096, 512 << 10, 100_000, 512 << 10] {
+                encoder.encode(&content[..len], &mut output).unwrap();
+            }
+            assert_eq!(encoder.0.sizeof(), after_first, "level {level}");
+            // The budget of a channel is 8 MiB.
+            assert!(after_first < 6 << 20, "level {level}: {after_first} bytes");
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Once a context has seen a batch, encoding and decoding allocate nothing more.
+//!
+//! Counts what goes through Rust's allocator; the memory of the zstd context is C's, and a test beside its code watches
+//! it. A file of its own because an allocator is the whole program's; it counts per thread.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use sterna_codec::{Encoded, Encoder, METHODS, Method, MethodChoice};
+
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: passes everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn no_batch_allocates_whether_it_shrinks_or_not_or_is_broken() {
+    let shrinks: Vec<u8> = (0..524_288u32).map(|at| (at / 9) as u8 & 7).collect();
+    let mut state = 1u64;
+    let noise: Vec<u8> = std::iter::repeat_with(|| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 56) as u8
+    })
+    .take(shrinks.len())
+    .collect();
+    let (mut packet, mut decoded) = (vec![0; shrinks.len()], vec![0; shrinks.len()]);
+    for method in Method::all() {
+        let (mut encoder, mut decoder) =
+            (MethodChoice::new(method, None).unwrap().encoder().unwrap(), method.decoder().unwrap());
+        encoder.encode(&shrinks, &mut packet).unwrap();
+        let before = ALLOCATIONS.get();
+        for _ in 0..20 {
+            if let Encoded::Shrunk(len) = encoder.encode(&shrinks, &mut packet).unwrap() {
+                decoder.decode(&packet[..len], &mut decoded).unwrap();
+                assert!(decoder.decode(&packet[..len / 2], &mut decoded).is_err());
+            }
+            assert_eq!(encoder.encode(&noise, &mut packet).unwrap(), Encoded::Incompressible);
+        }
+        assert_eq!(ALLOCATIONS.get() - before, 0, "{method}");
+    }
+    assert!(METHODS.len() > 1);
+}

@@ -1,0 +1,236 @@
+//! Batches: the unit of everything, and the pool they come from.
+//!
+//! A batch is up to one packet of pages of one RAM block: which pages they are, and the content of those that are not
+//! zero, one after the other. It is taken from the pool, filled by an entry of the pipeline, handed from stage to stage,
+//! and goes back when the last stage drops it. Pool and buffers are made at the start: nothing is allocated per batch.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Condvar, Mutex};
+
+use sterna_wire::limits::MAX_RUNS;
+use sterna_wire::packet::{Run, RunKind};
+
+use crate::window::WindowClosed;
+
+/// Pages of one RAM block on their way.
+#[derive(Debug)]
+pub struct Batch {
+    /// The index of the RAM block.
+    pub block: u16,
+    runs: Vec<Run>,
+    content: Box<[u8]>,
+    filled: usize,
+    in_window: u64,
+}
+
+impl Batch {
+    fn new(capacity: usize) -> Self {
+        // Zeroed memory of this size comes from the kernel untouched: a buffer costs memory when it is first used.
+        let content = vec![0; capacity].into_boxed_slice();
+        Self { block: 0, runs: Vec::with_capacity(256), content, filled: 0, in_window: 0 }
+    }
+
+    /// Which pages there are, ascending.
+    pub fn runs(&self) -> &[Run] {
+        &self.runs
+    }
+
+    /// The content of the normal pages, in the order of the runs.
+    pub fn content(&self) -> &[u8] {
+        &self.content[..self.filled]
+    }
+
+    /// The bytes that this batch holds in the window.
+    pub fn in_window(&self) -> u64 {
+        self.in_window
+    }
+
+    /// Says how many bytes of the window this batch holds.
+    pub fn set_in_window(&mut self, bytes: u64) {
+        self.in_window = bytes;
+    }
+
+    /// Whether there is nothing in it.
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
+    /// Most bytes of content that it can hold.
+    pub fn capacity(&self) -> usize {
+        self.content.len()
+    }
+
+    /// Whether `count` pages from `first` could follow: pages ascend in a batch, and its table has a limit.
+    pub fn takes(&self, first: u64, content: usize) -> bool {
+        self.runs.len() < MAX_RUNS
+            && self.filled + content <= self.content.len()
+            && self.runs.last().is_none_or(|last| last.end() <= first)
+    }
+
+    /// Adds zero pages. The caller has asked [`Batch::takes`].
+    pub fn push_zero(&mut self, first: u64, count: u32) {
+        self.push_run(RunKind::Zero, first, count);
+    }
+
+    /// Adds normal pages and gives the place for their content, `length` bytes. The caller has asked
+    /// [`Batch::takes`].
+    pub fn push_normal(&mut self, first: u64, count: u32, length: usize) -> &mut [u8] {
+        self.push_run(RunKind::Normal, first, count);
+        let start = self.filled;
+        self.filled += length;
+        &mut self.content[start..start + length]
+    }
+
+    /// The content of all pages pushed so far, to be filled.
+    pub fn content_mut(&mut self) -> &mut [u8] {
+        &mut self.content[..self.filled]
+    }
+
+    /// The room for content that is still free.
+    pub fn spare_mut(&mut self) -> &mut [u8] {
+        &mut self.content[self.filled..]
+    }
+
+    fn push_run(&mut self, kind: RunKind, first: u64, count: u32) {
+        debug_assert!(self.takes(first, 0));
+        if let Some(last) = self.runs.last_mut()
+            && last.kind == kind
+            && last.end() == first
+            && last.count + count <= Run::MAX_COUNT
+        {
+            last.count += count;
+            return;
+        }
+        self.runs.push(Run { kind, first, count });
+    }
+
+    fn clear(&mut self) {
+        self.runs.clear();
+        self.filled = 0;
+        self.in_window = 0;
+    }
+}
+
+#[derive(Debug, Default)]
+struct Free {
+    batches: Vec<Box<Batch>>,
+    closed: bool,
+}
+
+/// The batches of one migration.
+#[derive(Debug)]
+pub struct BatchPool {
+    capacity: usize,
+    free: Mutex<Free>,
+    returned: Condvar,
+}
+
+impl BatchPool {
+    /// A pool of `count` batches with `capacity` bytes of content each.
+    pub fn new(count: usize, capacity: usize) -> Arc<Self> {
+        let batches = (0..count).map(|_| Box::new(Batch::new(capacity))).collect();
+        Arc::new(Self { capacity, free: Mutex::new(Free { batches, closed: false }), returned: Condvar::new() })
+    }
+
+    /// Most bytes of content in one batch.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// An empty batch for `block`; waits for one to come back.
+    pub fn take(self: &Arc<Self>, block: u16) -> Result<PooledBatch, WindowClosed> {
+        let mut free = self.free.lock().expect("no holder of the pool panics");
+        loop {
+            if free.closed {
+                return Err(WindowClosed);
+            }
+            if let Some(mut batch) = free.batches.pop() {
+                batch.clear();
+                batch.block = block;
+                return Ok(PooledBatch { batch: Some(batch), pool: Arc::clone(self) });
+            }
+            free = self.returned.wait(free).expect("no holder of the pool panics");
+        }
+    }
+
+    /// Gives out nothing any more; those who wait are told.
+    pub fn close(&self) {
+        self.free.lock().expect("no holder of the pool panics").closed = true;
+        self.returned.notify_all();
+    }
+}
+
+/// A batch that goes back to its pool when dropped.
+#[derive(Debug)]
+pub struct PooledBatch {
+    batch: Option<Box<Batch>>,
+    pool: Arc<BatchPool>,
+}
+
+impl Deref for PooledBatch {
+    type Target = Batch;
+
+    fn deref(&self) -> &Batch {
+        self.batch.as_deref().expect("only drop takes the batch out")
+    }
+}
+
+impl DerefMut for PooledBatch {
+    fn deref_mut(&mut self) -> &mut Batch {
+        self.batch.as_deref_mut().expect("only drop takes the batch out")
+    }
+}
+
+impl Drop for PooledBatch {
+    fn drop(&mut self) {
+        if let Some(batch) = self.batch.take() {
+            self.pool.free.lock().expect("no holder of the pool panics").batches.push(batch);
+            self.pool.returned.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbouring_pages_of_a_kind_become_one_run() {
+        let pool = BatchPool::new(1, 16 << 10);
+        let mut batch = pool.take(3).unwrap();
+        batch.push_normal(5, 1, 4096).fill(1);
+        batch.push_normal(6, 1, 4096).fill(2);
+        batch.push_zero(7, 2);
+        batch.push_normal(100, 1, 4096).fill(3);
+
+        assert_eq!(batch.block, 3);
+        let run = |kind, first, count| Run { kind, first, count };
+        let expected = [run(RunKind::Normal, 5, 2), run(RunKind::Zero, 7, 2), run(RunKind::Normal, 100, 1)];
+        assert_eq!(batch.runs(), expected);
+        assert_eq!((batch.content().len(), batch.content()[8192]), (12288, 3));
+    }
+
+    #[test]
+    fn pages_that_do_not_ascend_or_do_not_fit_are_not_taken() {
+        let pool = BatchPool::new(1, 8192);
+        let mut batch = pool.take(0).unwrap();
+        batch.push_normal(5, 1, 4096);
+        assert!(batch.takes(6, 4096));
+        assert!(!batch.takes(5, 0));
+        assert!(!batch.takes(6, 8192));
+    }
+
+    #[test]
+    fn a_batch_comes_back_empty_and_wakes_who_waits() {
+        let pool = BatchPool::new(1, 4096);
+        let mut batch = pool.take(0).unwrap();
+        batch.push_zero(1, 1);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| pool.take(1).map(|batch| batch.is_empty()));
+            drop(batch);
+            assert_eq!(waiting.join().unwrap(), Ok(true));
+        });
+        pool.close();
+        assert!(pool.take(0).is_err());
+    }
+}

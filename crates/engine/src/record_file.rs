@@ -1,0 +1,280 @@
+//! The switchover's record on disk: written so that a crash at any moment leaves the old content or the new.
+//!
+//! `DIR/ID.source.json` and `DIR/ID.destination.json` (mode 0600: they hold the migration's key), each with a `.lock`
+//! file beside it. The lock is held from before the record is read or created until the process ends, so that
+//! `sterna recover` and a living `sterna send` never act for the same side at once.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::fs::{FlockOperation, flock};
+use sterna_wire::identity::MigrationId;
+use sterna_wire::switchover::{Record, RecordError, RecordState};
+
+/// Records longer than this are none of ours.
+const LONGEST: u64 = 64 << 10;
+
+/// Which side of a migration a record is of. Both may lie in one directory when a guest moves within a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// The source.
+    Source,
+    /// The destination.
+    Destination,
+}
+
+impl Side {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Source => "source",
+            Self::Destination => "destination",
+        }
+    }
+
+    /// The side that a state belongs to.
+    pub const fn of(state: RecordState) -> Self {
+        match state {
+            RecordState::Source(_) => Self::Source,
+            RecordState::Destination(_) => Self::Destination,
+        }
+    }
+}
+
+/// Why a record cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RecordFileError {
+    /// The file system said no.
+    #[error("cannot {doing} {path}: {source}")]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Another process acts for this side of the migration.
+    #[error("{path} is locked: another sterna process is at work on this side of the migration; let it end first")]
+    Locked {
+        /// The lock file.
+        path: PathBuf,
+    },
+    /// There is no such record.
+    #[error("there is no record of migration {id} in {dir}: it was settled and removed, or it ran on another host")]
+    Missing {
+        /// The migration.
+        id: MigrationId,
+        /// Where it was looked for.
+        dir: PathBuf,
+    },
+    /// Its content is not a record.
+    #[error("{path}: {source}")]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: RecordError,
+    },
+}
+
+/// One side's record of one migration, locked.
+#[derive(Debug)]
+pub struct RecordFile {
+    path: PathBuf,
+    record: Record,
+    written: bool,
+    _lock: File,
+}
+
+impl RecordFile {
+    /// Locks the place for a new record in `dir`, which is made if it is missing. Nothing is written yet.
+    pub fn create(dir: &Path, record: Record) -> Result<Self, RecordFileError> {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(dir)
+            .map_err(|source| failed("create the state directory", dir, source))?;
+        let path = path_of(dir, record.migration, Side::of(record.state));
+        let lock = lock(&path)?;
+        Ok(Self { path, record, written: false, _lock: lock })
+    }
+
+    /// Locks and reads an existing record.
+    pub fn open(dir: &Path, id: MigrationId, side: Side) -> Result<Self, RecordFileError> {
+        let path = path_of(dir, id, side);
+        if !path.exists() {
+            return Err(RecordFileError::Missing { id, dir: dir.to_owned() });
+        }
+        let lock = lock(&path)?;
+        let record = read(&path)?;
+        Ok(Self { path, record, written: true, _lock: lock })
+    }
+
+    /// The record as it was last written, or will be written first.
+    pub fn record(&self) -> &Record {
+        &self.record
+    }
+
+    /// Whether the record has been written at all.
+    pub fn written(&self) -> bool {
+        self.written
+    }
+
+    /// Lets a change into what will be written next.
+    pub fn amend(&mut self, change: impl FnOnce(&mut Record)) {
+        change(&mut self.record);
+    }
+
+    /// Writes the record in a new state, durably: after this returned, a power cut does not undo it.
+    pub fn write(&mut self, state: RecordState) -> Result<(), RecordFileError> {
+        let record = self.record.advanced(state, std::process::id(), now_ms());
+        let content = |source| RecordFileError::Content { path: self.path.clone(), source };
+        replace(&self.path, &record.to_json().map_err(content)?)?;
+        self.record = record;
+        self.written = true;
+        Ok(())
+    }
+}
+
+/// The records of `dir` that are not settled yet. What cannot be read is left out: `recover` says what is wrong with it.
+pub fn unsettled(dir: &Path) -> Vec<Record> {
+    let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
+    let records = entries.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"));
+    records.filter_map(|path| read(&path).ok()).filter(|record| !record.state.settled()).collect()
+}
+
+/// Milliseconds since 1970, for the record's time stamps.
+pub fn now_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
+}
+
+fn path_of(dir: &Path, id: MigrationId, side: Side) -> PathBuf {
+    dir.join(format!("{id}.{}.json", side.name()))
+}
+
+fn lock(record: &Path) -> Result<File, RecordFileError> {
+    let path = record.with_extension("lock");
+    let file = OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .mode(0o600)
+        .open(&path)
+        .map_err(|source| failed("open the lock file", &path, source))?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(RecordFileError::Locked { path }),
+        Err(errno) => Err(failed("lock", &path, errno.into())),
+    }
+}
+
+fn read(path: &Path) -> Result<Record, RecordFileError> {
+    let mut content = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(LONGEST + 1).read_to_end(&mut content))
+        .map_err(|source| failed("read the record", path, source))?;
+    Record::from_json(&content).map_err(|source| RecordFileError::Content { path: path.to_owned(), source })
+}
+
+/// Temporary file, `fsync`, rename, `fsync` of the directory.
+fn replace(path: &Path, content: &[u8]) -> Result<(), RecordFileError> {
+    let temporary = path.with_extension("new");
+    let mut options = OpenOptions::new();
+    options.create(true).truncate(true).write(true).mode(0o600);
+    options
+        .open(&temporary)
+        .and_then(|mut file| {
+            file.write_all(content)?;
+            file.sync_all()
+        })
+        .map_err(|source| failed("write the record", &temporary, source))?;
+    let dir = path.parent().unwrap_or(Path::new("."));
+    fs::rename(&temporary, path)
+        .and_then(|()| File::open(dir)?.sync_all())
+        .map_err(|source| failed("put the record in place", path, source))
+}
+
+fn failed(doing: &'static str, path: &Path, source: io::Error) -> RecordFileError {
+    RecordFileError::Io { doing, path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use sterna_wire::identity::MigrationKey;
+    use sterna_wire::switchover::{RECORD_VERSION, SourceState};
+
+    use super::*;
+
+    fn record(state: SourceState) -> Record {
+        Record {
+            version: RECORD_VERSION,
+            migration: MigrationId::from_bytes([1; 16]),
+            state: RecordState::Source(state),
+            fenced_peer: false,
+            peer: "dst:4920".into(),
+            qmp: "src.qmp".into(),
+            qemu: None,
+            key: MigrationKey::from_bytes([2; 32]),
+            pid: 0,
+            created_ms: now_ms(),
+            updated_ms: now_ms(),
+        }
+    }
+
+    #[test]
+    fn a_record_written_is_read_back_and_only_its_owner_may_read_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = RecordState::Source(SourceState::Committed);
+        let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
+        file.write(state).unwrap();
+        let mode = fs::metadata(&file.path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(file);
+
+        let file = RecordFile::open(dir.path(), MigrationId::from_bytes([1; 16]), Side::Source).unwrap();
+        assert_eq!(file.record().state, state);
+        assert_eq!(file.record().pid, std::process::id());
+    }
+
+    #[test]
+    fn a_second_process_is_kept_out_while_the_first_lives() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut first = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
+        first.write(RecordState::Source(SourceState::Started)).unwrap();
+        let id = MigrationId::from_bytes([1; 16]);
+
+        assert!(matches!(RecordFile::open(dir.path(), id, Side::Source), Err(RecordFileError::Locked { .. })));
+        drop(first);
+        assert!(RecordFile::open(dir.path(), id, Side::Source).is_ok());
+    }
+
+    #[test]
+    fn a_missing_or_damaged_record_is_said_so_and_a_leftover_is_not_taken_for_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let id = MigrationId::from_bytes([1; 16]);
+        assert!(matches!(RecordFile::open(dir.path(), id, Side::Source), Err(RecordFileError::Missing { .. })));
+
+        let path = path_of(dir.path(), id, Side::Source);
+        fs::write(path.with_extension("new"), "half a rec").unwrap();
+        assert!(matches!(RecordFile::open(dir.path(), id, Side::Source), Err(RecordFileError::Missing { .. })));
+        fs::write(&path, "half a rec").unwrap();
+        assert!(matches!(RecordFile::open(dir.path(), id, Side::Source), Err(RecordFileError::Content { .. })));
+    }
+
+    #[test]
+    fn only_unsettled_records_are_listed() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
+        assert!(unsettled(dir.path()).is_empty());
+        file.write(RecordState::Source(SourceState::Committed)).unwrap();
+        assert_eq!(unsettled(dir.path()).len(), 1);
+        file.write(RecordState::Source(SourceState::Finished)).unwrap();
+        assert!(unsettled(dir.path()).is_empty());
+    }
+}

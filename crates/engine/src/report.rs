@@ -1,0 +1,216 @@
+//! The report: what a migration did, for people and for machines.
+//!
+//! One value of [`Report`] is made at the end, whatever the end was. Its JSON form (`--json`) is stable: fields are only
+//! added. Times are in milliseconds, sizes in bytes, rates in bytes per second.
+
+use serde::{Deserialize, Serialize};
+
+/// How a migration ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    /// The guest runs at the destination.
+    Completed,
+    /// It was cancelled; the guest runs at the source.
+    Cancelled,
+    /// It failed; the guest runs at the source.
+    Failed,
+    /// The decision is made, but the destination has not confirmed that the guest runs: `sterna recover` settles it.
+    Unconfirmed,
+    /// The source's monitor died during the migration, and the guest with it.
+    Lost,
+}
+
+/// Where the downtime went, each in milliseconds. Their sum is the downtime as Sterna sees it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DowntimeParts {
+    /// From the guest's stop to the last page and byte of state read from the source's monitor.
+    pub last_round_ms: f64,
+    /// From there until the destination has loaded everything.
+    pub load_ms: f64,
+    /// From there to the decision on disk.
+    pub commit_ms: f64,
+    /// From the decision to the guest running at the destination.
+    pub start_ms: f64,
+}
+
+/// The whole account of one migration, as seen from the source.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// The migration's id.
+    pub id: String,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Why, where it did not complete.
+    pub reason: Option<String>,
+    /// What was moved: monitor, machine type.
+    pub machine: String,
+    /// Where to.
+    pub destination: String,
+    /// Time from the start of the migration to the guest running at the destination, ms.
+    pub total_ms: f64,
+    /// Time in which the guest ran at neither side, ms.
+    pub downtime_ms: f64,
+    /// The parts of the downtime.
+    pub downtime: DowntimeParts,
+    /// Rounds over the dirty pages, as the source's monitor counts them.
+    pub rounds: u64,
+    /// Bytes on the network, both directions' headers and TLS included, source to destination.
+    pub wire_bytes: u64,
+    /// Bytes of page content before compression.
+    pub content_bytes: u64,
+    /// Normal pages sent.
+    pub normal_pages: u64,
+    /// Zero pages sent.
+    pub zero_pages: u64,
+    /// Content bytes / packet bytes; 1 where nothing was compressed.
+    pub ratio: f64,
+    /// Wire bytes per second of total time.
+    pub throughput: f64,
+    /// Compression method and level.
+    pub method: String,
+    /// RAM channels.
+    pub channels: u16,
+    /// Whether the connections were encrypted.
+    pub encrypted: bool,
+    /// CPU-seconds of the sending Sterna process.
+    pub source_cpu_seconds: f64,
+    /// CPU-seconds of the receiving Sterna process.
+    pub destination_cpu_seconds: f64,
+    /// Page faults of the destination's monitor during the migration.
+    pub destination_faults: u64,
+    /// How each RAM block was placed, and why.
+    pub placement: Vec<String>,
+}
+
+impl Report {
+    /// Text for a terminal: what a person wants to know first, first.
+    pub fn text(&self) -> String {
+        let headline = match (self.outcome, &self.reason) {
+            (Outcome::Completed, _) => format!("migration {} completed: the guest runs at {}", self.id, self.destination),
+            (Outcome::Cancelled, _) => format!("migration {} cancelled: the guest runs on at the source", self.id),
+            (Outcome::Failed, reason) => format!(
+                "migration {} failed: {}; the guest runs on at the source",
+                self.id,
+                reason.as_deref().unwrap_or("no reason given")
+            ),
+            (Outcome::Lost, reason) => format!(
+                "migration {}: the guest is lost: {}; if the destination stands prepared, `sterna recover {} \
+                 --fenced-peer` there brings it back",
+                self.id,
+                reason.as_deref().unwrap_or("its monitor died"),
+                self.id
+            ),
+            (Outcome::Unconfirmed, reason) => format!(
+                "migration {} was decided for {}, but it is not confirmed that the guest runs there ({}); the guest is \
+                 stopped here: run `sterna recover {}` on both hosts",
+                self.id,
+                self.destination,
+                reason.as_deref().unwrap_or("connection lost"),
+                self.id
+            ),
+        };
+        let mut text: String = headline;
+        let mut line = |name: &str, value: String| text.push_str(&format!("\n  {name:<12} {value}"));
+        line("machine", self.machine.clone());
+        line("total time", format!("{:.0} ms", self.total_ms));
+        if self.outcome == Outcome::Completed {
+            let parts = &self.downtime;
+            line(
+                "downtime",
+                format!(
+                    "{:.0} ms = last round {:.0} + load {:.0} + commit {:.0} + start {:.0}",
+                    self.downtime_ms, parts.last_round_ms, parts.load_ms, parts.commit_ms, parts.start_ms
+                ),
+            );
+        }
+        line("pages", format!("{} normal, {} zero, in {} rounds", self.normal_pages, self.zero_pages, self.rounds));
+        line(
+            "network",
+            format!(
+                "{}, {}, ratio {:.2} ({}, {} channels, {})",
+                bytes(self.wire_bytes as f64),
+                rate(self.throughput),
+                self.ratio,
+                self.method,
+                self.channels,
+                if self.encrypted { "TLS" } else { "not encrypted" }
+            ),
+        );
+        line(
+            "cpu",
+            format!("source {:.2} s, destination {:.2} s (Sterna's own)", self.source_cpu_seconds, self.destination_cpu_seconds),
+        );
+        for placement in &self.placement {
+            line("placement", placement.clone());
+        }
+        text
+    }
+}
+
+/// A size for people: `1.50 GiB`.
+pub fn bytes(size: f64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut size = size;
+    let mut unit = 0;
+    while size >= 1024.0 && unit + 1 < UNITS.len() {
+        size /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{size:.0} B") } else { format!("{size:.2} {}", UNITS[unit]) }
+}
+
+/// A rate for people: `1.50 GB/s`, in the decimal units of networks.
+pub fn rate(bytes_per_second: f64) -> String {
+    const UNITS: [&str; 4] = ["B/s", "kB/s", "MB/s", "GB/s"];
+    let mut rate = bytes_per_second;
+    let mut unit = 0;
+    while rate >= 1000.0 && unit + 1 < UNITS.len() {
+        rate /= 1000.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{rate:.0} B/s") } else { format!("{rate:.2} {}", UNITS[unit]) }
+}
+
+/// What a migration is doing right now.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// A word for the phase.
+    pub phase: String,
+    /// Milliseconds since the start.
+    pub elapsed_ms: u64,
+    /// Round over the dirty pages, from 1.
+    pub round: u64,
+    /// Bytes of guest RAM.
+    pub total_bytes: u64,
+    /// Bytes that the monitor still has to send in this round.
+    pub remaining_bytes: u64,
+    /// Normal pages sent.
+    pub normal_pages: u64,
+    /// Zero pages sent.
+    pub zero_pages: u64,
+    /// Bytes of content per second, over the last interval.
+    pub content_rate: f64,
+    /// Wire bytes so far.
+    pub wire_bytes: u64,
+    /// Wire bytes per second, over the last interval.
+    pub wire_rate: f64,
+    /// Content bytes / packet bytes so far.
+    pub ratio: f64,
+    /// Bytes per second that the guest dirties, as the monitor measured it.
+    pub dirty_rate: f64,
+    /// The downtime if the switchover began now, in ms.
+    pub predicted_downtime_ms: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_rates_are_written_with_their_units() {
+        assert_eq!(bytes(512.0), "512 B");
+        assert_eq!(bytes(1.5 * 1024.0 * 1024.0 * 1024.0), "1.50 GiB");
+        assert_eq!(rate(118e6), "118.00 MB/s");
+    }
+}

@@ -1,0 +1,328 @@
+//! The source's channels: from a queue of batches to packets on the wire, and acknowledgements back.
+//!
+//! Each channel has two threads. The *sending* thread owns the queue's end, the encoder and the writing half of the
+//! connection; it takes a batch, encodes it, and writes the packet. The *acknowledging* thread blocks in the reading
+//! half and lets what was acknowledged leave the window. Packets are never waited for one by one: the window is the only
+//! brake.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+
+use sterna_codec::{Adaptive, Encoded, Encoder, MethodChoice};
+use sterna_wire::checksum::crc32c;
+use sterna_wire::packet::{
+    ACK_LENGTH, Ack, DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind,
+};
+use sterna_wire::sequence::SendSequence;
+
+use crate::abort::Abort;
+use crate::batch::PooledBatch;
+use crate::pacer::Pacer;
+use crate::transport::{Reader, Writer};
+use crate::window::{Window, WindowClosed};
+
+/// Batches that wait in a channel's queue. The window bounds bytes; this only has to keep the channel busy.
+const QUEUE_LENGTH: usize = 16;
+
+/// What is handed to a channel.
+#[derive(Debug)]
+pub enum Item {
+    /// Pages.
+    Pages(PooledBatch),
+    /// All pages of this generation that go by this channel have been handed over.
+    GenerationEnd(u64),
+    /// A record of the virtual machine's own stream.
+    Stream {
+        /// What kind of record, as the two gateways agree.
+        record: u16,
+        /// Its bytes.
+        content: Vec<u8>,
+    },
+    /// A buffer of device state.
+    DeviceState {
+        /// The device's name.
+        name: Vec<u8>,
+        /// Which of several devices with this name.
+        instance: u32,
+        /// The buffer.
+        content: Vec<u8>,
+    },
+    /// Bytes of an opaque connection; none: its writing half was closed.
+    Opaque(Vec<u8>),
+}
+
+/// What went over a channel.
+#[derive(Debug, Default)]
+pub struct SendCounters {
+    /// Normal pages.
+    pub normal_pages: AtomicU64,
+    /// Zero pages.
+    pub zero_pages: AtomicU64,
+    /// Bytes of content, before compression.
+    pub content_bytes: AtomicU64,
+    /// Bytes of packets, before TLS.
+    pub packet_bytes: AtomicU64,
+    /// Bytes on the wire.
+    pub wire_bytes: AtomicU64,
+    /// Packets whose content did not shrink and went raw.
+    pub raw_packets: AtomicU64,
+    /// Packets.
+    pub packets: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    sequence: SendSequence,
+    /// Window bytes of each packet not yet acknowledged, oldest first.
+    in_flight: VecDeque<u64>,
+    ended: bool,
+}
+
+#[derive(Debug)]
+struct Shared {
+    progress: Mutex<Progress>,
+    changed: Condvar,
+    counters: SendCounters,
+}
+
+/// What the channels of one migration have in common.
+#[derive(Debug, Clone)]
+pub struct SendContext {
+    /// The window.
+    pub window: Arc<Window>,
+    /// The bandwidth limit.
+    pub pacer: Arc<Pacer>,
+    /// The alarm.
+    pub abort: Arc<Abort>,
+    /// How content is compressed.
+    pub method: MethodChoice,
+    /// Most bytes of content in a packet, as agreed with the peer.
+    pub packet_size: usize,
+}
+
+/// One channel of the source. Dropping it ends its queue; [`SendChannel::join`] waits for its threads.
+#[derive(Debug)]
+pub struct SendChannel {
+    queue: SyncSender<Item>,
+    shared: Arc<Shared>,
+    handed_over: AtomicU64,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl SendChannel {
+    /// Starts the threads of a channel that the peer has accepted. `name` is for thread names and errors.
+    pub fn start(name: &str, writer: Writer, reader: Reader, context: SendContext) -> io::Result<Self> {
+        let (queue, items) = sync_channel(QUEUE_LENGTH);
+        let shared =
+            Arc::new(Shared { progress: Mutex::default(), changed: Condvar::new(), counters: SendCounters::default() });
+        let abort = Arc::clone(&context.abort);
+        let waker = Arc::clone(&shared);
+        abort.on_end(move || waker.end());
+
+        let sender = Sending::new(writer, Arc::clone(&shared), context.clone()).map_err(io::Error::other)?;
+        let sending = {
+            let (abort, name) = (Arc::clone(&abort), name.to_owned());
+            std::thread::Builder::new().name(format!("send-{name}")).spawn(move || {
+                if let Err(error) = sender.run(&items) {
+                    abort.raise(format_args!("channel {name}: sending failed: {error}"));
+                }
+            })?
+        };
+        let acknowledging = {
+            let (shared, window, name) = (Arc::clone(&shared), context.window, name.to_owned());
+            std::thread::Builder::new().name(format!("ack-{name}")).spawn(move || {
+                if let Err(error) = shared.take_acknowledgements(reader, &window) {
+                    abort.raise(format_args!("channel {name}: the destination was lost: {error}"));
+                }
+                shared.end();
+            })?
+        };
+        Ok(Self { queue, shared, handed_over: AtomicU64::new(0), threads: vec![sending, acknowledging] })
+    }
+
+    /// Hands `item` over; waits while the queue is full. Fails when the migration is being taken down.
+    pub fn send(&self, item: Item) -> Result<(), WindowClosed> {
+        self.handed_over.fetch_add(1, Ordering::Relaxed);
+        self.queue.send(item).map_err(|_| WindowClosed)
+    }
+
+    /// Waits until everything that was handed over is acknowledged, and gives the last sequence number. Nobody hands
+    /// anything over meanwhile.
+    pub fn drained(&self) -> Result<u64, WindowClosed> {
+        // An item is at least one packet.
+        let expected = self.handed_over.load(Ordering::Relaxed);
+        let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
+        while !progress.ended && (progress.sequence.last() < expected || progress.sequence.outstanding() > 0) {
+            progress = self.shared.changed.wait(progress).expect("no thread of the channel panics");
+        }
+        if progress.sequence.last() >= expected && progress.sequence.outstanding() == 0 {
+            Ok(progress.sequence.last())
+        } else {
+            Err(WindowClosed)
+        }
+    }
+
+    /// What went over the channel so far.
+    pub fn counters(&self) -> &SendCounters {
+        &self.shared.counters
+    }
+
+    /// Ends the queue and waits for the threads. The connection must have been closed, or the peer must close it.
+    pub fn join(self) {
+        drop(self.queue);
+        for thread in self.threads {
+            // A panic of a channel thread has already been printed; the migration was aborted by its closed connection.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn end(&self) {
+        self.progress.lock().expect("no thread of the channel panics").ended = true;
+        self.changed.notify_all();
+    }
+
+    fn take_acknowledgements(&self, mut reader: Reader, window: &Window) -> Result<(), Box<dyn std::error::Error>> {
+        let mut bytes = [0; ACK_LENGTH];
+        while reader.read_packet_start(&mut bytes)? {
+            let ack = Ack::decode(&bytes)?;
+            let mut released = 0;
+            {
+                let mut progress = self.progress.lock().expect("no thread of the channel panics");
+                let before = progress.sequence.acknowledged();
+                progress.sequence.acknowledge(ack.sequence)?;
+                for _ in before..ack.sequence {
+                    released += progress.in_flight.pop_front().unwrap_or(0);
+                }
+            }
+            self.changed.notify_all();
+            if released > 0 {
+                window.leave(released);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The state of a sending thread.
+struct Sending {
+    writer: Writer,
+    shared: Arc<Shared>,
+    context: SendContext,
+    encoder: Adaptive,
+    method: u8,
+    encoded: Vec<u8>,
+    table: Vec<u8>,
+}
+
+impl Sending {
+    fn new(writer: Writer, shared: Arc<Shared>, context: SendContext) -> Result<Self, sterna_codec::CodecError> {
+        let encoder = context.method.encoder()?;
+        let method = context.method.method().wire();
+        let encoded = vec![0; context.packet_size];
+        Ok(Self { writer, shared, context, encoder, method, encoded, table: Vec::with_capacity(MAX_TABLE) })
+    }
+
+    fn run(mut self, items: &Receiver<Item>) -> Result<(), Box<dyn std::error::Error>> {
+        for item in items {
+            match item {
+                Item::Pages(batch) => self.pages(&batch)?,
+                Item::GenerationEnd(generation) => self.packet(PacketKind::GenerationEnd, 0, generation, &[], 0)?,
+                Item::Stream { record, content } => {
+                    self.table.clear();
+                    self.packet(PacketKind::Stream, record, 0, &content, 0)?;
+                }
+                Item::DeviceState { name, instance, content } => {
+                    self.table.clear();
+                    self.table.extend_from_slice(&DeviceLabel { name: &name, instance }.encode());
+                    self.packet(PacketKind::DeviceState, 0, 0, &content, 0)?;
+                }
+                Item::Opaque(content) if content.is_empty() => self.packet(PacketKind::OpaqueEnd, 0, 0, &[], 0)?,
+                Item::Opaque(content) => {
+                    self.table.clear();
+                    self.packet(PacketKind::Opaque, 0, 0, &content, 0)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn pages(&mut self, batch: &PooledBatch) -> Result<(), Box<dyn std::error::Error>> {
+        self.table.clear();
+        let (mut normal, mut zero) = (0, 0);
+        for run in batch.runs() {
+            self.table.extend_from_slice(&Run::encode(run));
+            match run.kind {
+                RunKind::Normal => normal += u64::from(run.count),
+                RunKind::Zero => zero += u64::from(run.count),
+            }
+        }
+        debug_assert_eq!(self.table.len(), batch.runs().len() * RUN_LENGTH);
+        let counters = &self.shared.counters;
+        counters.normal_pages.fetch_add(normal, Ordering::Relaxed);
+        counters.zero_pages.fetch_add(zero, Ordering::Relaxed);
+        self.packet(PacketKind::Pages, batch.block, 0, batch.content(), batch.in_window())
+    }
+
+    /// Writes one packet with `self.table`.
+    fn packet(
+        &mut self,
+        kind: PacketKind,
+        subject: u16,
+        detail: u64,
+        content: &[u8],
+        in_window: u64,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        if content.len() > self.context.packet_size {
+            let (length, limit) = (content.len(), self.context.packet_size);
+            return Err(format!("a {kind:?} of {length} bytes does not fit a packet of {limit}; use a larger --packet-size").into());
+        }
+        if kind == PacketKind::GenerationEnd || kind == PacketKind::OpaqueEnd {
+            self.table.clear();
+        }
+        let (method, payload) = match kind {
+            PacketKind::Pages if !content.is_empty() && self.method != 0 => {
+                match self.encoder.encode(content, &mut self.encoded)? {
+                    Encoded::Shrunk(length) => (self.method, &self.encoded[..length]),
+                    Encoded::Incompressible => {
+                        self.shared.counters.raw_packets.fetch_add(1, Ordering::Relaxed);
+                        (0, content)
+                    }
+                }
+            }
+            _ => (0, content),
+        };
+        let sequence = {
+            let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
+            progress.in_flight.push_back(in_window);
+            progress.sequence.advance()
+        };
+        let header = PacketHeader {
+            kind,
+            method,
+            subject,
+            sequence,
+            table_length: self.table.len() as u32,
+            payload_length: payload.len() as u32,
+            content_length: content.len() as u32,
+            content_checksum: crc32c(content),
+            detail,
+        };
+        let header = header.encode(&self.table);
+        self.context.pacer.pace(header.len() + self.table.len() + payload.len());
+        self.writer.write_all_vectored(&[&header, &self.table, payload])?;
+
+        let counters = &self.shared.counters;
+        counters.packets.fetch_add(1, Ordering::Relaxed);
+        counters.content_bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
+        counters.packet_bytes.fetch_add((header.len() + self.table.len() + payload.len()) as u64, Ordering::Relaxed);
+        counters.wire_bytes.store(self.writer.bytes_written(), Ordering::Relaxed);
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+}

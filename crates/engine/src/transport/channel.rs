@@ -1,0 +1,98 @@
+//! The first exchange on a connection: the channel header one way, acceptance or a refusal in words the other way.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind, ChannelReply, REPLY_PREFIX_LENGTH};
+use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
+use sterna_wire::limits::MAX_TEXT;
+
+use super::connection::classify;
+use super::{Connection, Reader, TransportError, Writer};
+
+/// Opens a channel on a connection made by [`Connection::connect`]: says what it is, proves that it belongs to the
+/// migration, and waits for the answer. The duration is the round trip from the header to the answer.
+///
+/// # Errors
+/// [`TransportError::Refused`] with the receiver's reason; TLS's reason if the receiver did not accept the
+/// certificate; no answer within the limit; a broken connection.
+pub fn open_channel(
+    mut connection: Connection,
+    key: &MigrationKey,
+    id: MigrationId,
+    kind: ChannelKind,
+    index: u16,
+    incarnation: u32,
+) -> Result<(Writer, Reader, Duration), TransportError> {
+    let peer = connection.peer();
+    let limits = connection.limits;
+    let exporter = connection.exporter();
+    let header = ChannelHeader::new(key, &ProofSubject { id, kind, index, incarnation, exporter });
+    let asked = Instant::now();
+    let sent = connection.writer.write_all(&header.encode());
+    let reply = read_reply(&mut connection.reader, &peer, asked + limits.handshake, &limits);
+    match (reply, sent) {
+        (Ok(ChannelReply::Accepted), Ok(())) => Ok((connection.writer, connection.reader, asked.elapsed())),
+        (Ok(ChannelReply::Refused(reason)), _) => Err(TransportError::Refused { peer, reason }),
+        // A receiver that refuses may close before it has read; what it said is then still there to be read, and says
+        // more than the failure to write.
+        (Err(error @ (TransportError::Tls { .. } | TransportError::Reply { .. })), _) => Err(error),
+        (_, Err(error)) => Err(classify(peer, error, "taking the channel header", &limits)),
+        (Err(error), Ok(())) => Err(error),
+    }
+}
+
+fn read_reply(
+    reader: &mut Reader,
+    peer: &str,
+    deadline: Instant,
+    limits: &super::Limits,
+) -> Result<ChannelReply, TransportError> {
+    let failed = |error| classify(peer.to_owned(), error, "answering the channel header", limits);
+    let mut prefix = [0; REPLY_PREFIX_LENGTH];
+    reader.read_exact_until(&mut prefix, deadline).map_err(failed)?;
+    let length = ChannelReply::reason_length(prefix)
+        .map_err(|source| TransportError::Reply { peer: peer.to_owned(), source })?;
+    let mut reason = [0; MAX_TEXT];
+    let reason = &mut reason[..length];
+    reader.read_exact_until(reason, deadline).map_err(failed)?;
+    Ok(ChannelReply::decode(prefix, reason))
+}
+
+/// Reads the header of an accepted connection, within what is left of its time. It is well-formed, but not yet proved:
+/// see [`ChannelHeader::belongs`]. A peer that says anything else has been told so when this returns.
+///
+/// # Errors
+/// No header in time, or something that is none.
+pub fn read_header(connection: &mut Connection) -> Result<ChannelHeader, TransportError> {
+    let peer = connection.peer();
+    let mut bytes = [0; CHANNEL_HEADER_LENGTH];
+    let arrived = connection.reader.read_exact_until(&mut bytes, connection.deadline);
+    arrived.map_err(|error| classify(peer.clone(), error, "saying what the connection is for", &connection.limits))?;
+    ChannelHeader::decode(&bytes).map_err(|source| {
+        answer(&mut connection.writer, &ChannelReply::Refused(source.to_string()));
+        TransportError::Header { peer, source }
+    })
+}
+
+/// Tells the peer that its channel is accepted.
+///
+/// # Errors
+/// The connection is broken.
+pub fn accept_channel(mut connection: Connection) -> Result<(Writer, Reader), TransportError> {
+    let accepted = connection.writer.write_all(&ChannelReply::Accepted.encode());
+    accepted.map_err(|source| TransportError::Broken { peer: connection.peer(), source })?;
+    Ok((connection.writer, connection.reader))
+}
+
+/// Tells the peer why its channel is refused, and ends the connection. Does not wait for the peer.
+pub fn refuse_channel(mut connection: Connection, reason: &str) {
+    answer(&mut connection.writer, &ChannelReply::Refused(reason.to_owned()));
+}
+
+fn answer(writer: &mut Writer, reply: &ChannelReply) {
+    // The answer is the last thing this connection is for; if the peer is gone already, nobody misses it.
+    if let Err(error) = writer.write_all(&reply.encode()) {
+        tracing::debug!(%error, "the refusal did not reach the peer");
+    }
+}

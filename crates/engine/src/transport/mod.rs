@@ -1,0 +1,147 @@
+//! Connections between two hosts: TCP, with mutual TLS 1.3 or, if the person insists, without.
+//!
+//! Threads block on them; there is no event loop. A connection is opened ([`Connection::connect`]) or accepted
+//! ([`Listener`]), says what it is for (the channel header), is answered, and then splits into a [`Writer`] and a
+//! [`Reader`] that two threads use at the same time. A [`Closer`] ends it from a third.
+//!
+//! * [`socket`]: options and waiting with a time limit; [`stream`]: the two halves and the TLS between them;
+//! * [`connection`]: connecting and accepting; [`channel`]: header and reply; [`listener`]: many at once, bounded.
+
+mod channel;
+mod connection;
+mod listener;
+mod socket;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::time::Duration;
+
+use sterna_wire::header::{BadReply, HeaderError};
+use sterna_wire::limits::{HANDSHAKE_TIME, SILENCE_LIMIT};
+
+pub use self::channel::{accept_channel, open_channel, read_header, refuse_channel};
+pub use self::connection::Connection;
+pub use self::listener::{Incoming, Listener, Stop};
+pub use self::stream::{Closer, Reader, Writer};
+use crate::tls::TlsSettings;
+
+/// Whether one side uses TLS.
+#[derive(Clone, Debug)]
+pub enum Security {
+    /// Plain TCP: everybody on the path reads and changes the guest.
+    Insecure,
+    /// Mutual TLS 1.3.
+    Tls(TlsSettings),
+}
+
+/// How long and how much a connection may take; the defaults are the protocol's limits.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// For the TCP connection to be made, all addresses together.
+    pub connect: Duration,
+    /// From then until the TLS handshake is finished and the channel header (or the answer to it) has arrived.
+    pub handshake: Duration,
+    /// Without a byte inside of a packet, the peer is taken for lost.
+    pub silence: Duration,
+    /// Connections that a listener serves at once before they have said what they are for.
+    pub pending: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { connect: HANDSHAKE_TIME, handshake: HANDSHAKE_TIME, silence: SILENCE_LIMIT, pending: 32 }
+    }
+}
+
+/// Why there is no connection, or no channel on it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TransportError {
+    /// The address cannot be understood or found.
+    #[error("cannot use the address {address:?}: {reason}; expected HOST:PORT")]
+    Address {
+        /// The address given.
+        address: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// No address of the host answered.
+    #[error("cannot connect to {address}: {source}")]
+    Connect {
+        /// The address given.
+        address: String,
+        /// What the last attempt said.
+        source: io::Error,
+    },
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}: {source}")]
+    Listen {
+        /// The address given.
+        address: String,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The TLS handshake failed.
+    #[error("TLS with {peer} failed: {reason}")]
+    Tls {
+        /// The peer's address.
+        peer: String,
+        /// Why, in one line.
+        reason: String,
+    },
+    /// The peer's certificate is good, but not on the list of those that may send.
+    #[error("{peer} (certificate: {name}) may not send to this receiver: none of its names was given with --allow")]
+    NotAllowed {
+        /// The peer's address.
+        peer: String,
+        /// The names in its certificate.
+        name: String,
+    },
+    /// Settings for one side were used for the other.
+    #[error("these TLS settings are for the {0} side, which is not what they are used for")]
+    WrongSide(&'static str),
+    /// The peer took longer than the limit.
+    #[error("{peer} did not finish {what} within {limit:?}")]
+    TooSlow {
+        /// The peer's address.
+        peer: String,
+        /// What it should have done.
+        what: &'static str,
+        /// How long it had.
+        limit: Duration,
+    },
+    /// The connection broke or ended.
+    #[error("the connection with {peer} failed: {source}")]
+    Broken {
+        /// The peer's address.
+        peer: String,
+        /// What happened.
+        source: io::Error,
+    },
+    /// The peer does not want the channel, and says why.
+    #[error("{peer} refuses: {reason}")]
+    Refused {
+        /// The peer's address.
+        peer: String,
+        /// Its words, cleaned.
+        reason: String,
+    },
+    /// What arrived is no channel header.
+    #[error("refused a connection from {peer}: {source}")]
+    Header {
+        /// The peer's address.
+        peer: String,
+        /// What is wrong with it.
+        source: HeaderError,
+    },
+    /// What arrived is no answer to a channel header.
+    #[error("{peer}: {source}")]
+    Reply {
+        /// The peer's address.
+        peer: String,
+        /// What is wrong with it.
+        source: BadReply,
+    },
+}

@@ -1,0 +1,369 @@
+//! The two halves of an established connection, used by two threads at the same time, and the TLS between them.
+//!
+//! rustls keeps both directions in one object, so both halves share it under a lock. The lock is held only while bytes
+//! are encrypted or decrypted in memory, never during a socket call: a writer that waits for the network does not keep
+//! the reader from its acknowledgements. Only the writer writes to the socket, so records leave in the order in which
+//! they were encrypted; what the reader's side of TLS wants to say (an answer to a key update) leaves with the next
+//! write.
+
+use std::io::{self, IoSlice, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::net::SendFlags;
+
+use super::socket;
+use crate::tls;
+
+/// Plaintext encrypted under one holding of the lock and sent with one system call, in bytes.
+const ENCRYPT_AT_ONCE: usize = 128 << 10;
+/// Encrypted bytes read with one system call, at most.
+const READ_AT_ONCE: usize = 256 << 10;
+/// Parts handed to the kernel with one system call, at most; more are sent in several.
+const PARTS_AT_ONCE: usize = 16;
+
+/// What both halves share.
+#[derive(Debug)]
+pub(super) struct Link {
+    tcp: TcpStream,
+    tls: Option<Mutex<rustls::Connection>>,
+    /// Whether a [`Closer`] ended it, so that the end is not mistaken for the peer's.
+    closed: AtomicBool,
+}
+
+/// Encrypted bytes that have arrived but have not been handed to rustls.
+#[derive(Debug, Default)]
+pub(super) struct Arrived {
+    pub(super) bytes: Vec<u8>,
+    pub(super) start: usize,
+    pub(super) end: usize,
+}
+
+impl Arrived {
+    pub(super) fn for_tls() -> Self {
+        Self { bytes: vec![0; READ_AT_ONCE], start: 0, end: 0 }
+    }
+
+    /// Hands over what can be handed over; an error is TLS's own and final.
+    pub(super) fn feed(&mut self, tls: &mut rustls::Connection) -> io::Result<()> {
+        self.start += tls.read_tls(&mut &self.bytes[self.start..self.end])?;
+        tls.process_new_packets().map(drop).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, Failure(error)))
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.start == self.end
+    }
+}
+
+/// A TLS error inside an [`io::Error`], said in one line.
+#[derive(Debug)]
+pub(super) struct Failure(pub(super) rustls::Error);
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&tls::failure(&self.0))
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// The two halves of a connection whose TLS handshake, if any, is finished. The counts are of bytes on the wire so far.
+pub(super) fn halves(
+    tcp: TcpStream,
+    tls: Option<rustls::Connection>,
+    arrived: Arrived,
+    silence: Duration,
+    (read, written): (u64, u64),
+) -> (Writer, Reader) {
+    let tls = tls.map(|mut tls| {
+        tls.set_buffer_limit(Some(ENCRYPT_AT_ONCE));
+        Mutex::new(tls)
+    });
+    let link = Arc::new(Link { tcp, tls, closed: AtomicBool::new(false) });
+    let writer = Writer { link: Arc::clone(&link), encrypted: Vec::new(), written, failed: false };
+    let reader = Reader { link, arrived, read, silence };
+    (writer, reader)
+}
+
+impl Link {
+    /// A panic of the other half inside rustls leaves no state that is worse than a broken stream, which TLS notices.
+    fn lock(tls: &Mutex<rustls::Connection>) -> MutexGuard<'_, rustls::Connection> {
+        tls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn explain(&self, error: io::Error) -> io::Error {
+        if self.closed.load(Ordering::Acquire) { closed_here() } else { error }
+    }
+}
+
+fn closed_here() -> io::Error {
+    io::Error::new(io::ErrorKind::ConnectionAborted, "the connection was closed on this side")
+}
+
+/// The sending half. Dropping it says goodbye (TLS's `close_notify`) if that is possible without waiting, and ends the
+/// direction.
+#[derive(Debug)]
+pub struct Writer {
+    link: Arc<Link>,
+    encrypted: Vec<u8>,
+    written: u64,
+    failed: bool,
+}
+
+impl Writer {
+    /// Writes all of `parts`, one after the other, as if they were one piece.
+    ///
+    /// # Errors
+    /// Those of the socket; `ConnectionAborted` after [`Closer::close`]; after an error the half is of no more use.
+    pub fn write_all_vectored(&mut self, parts: &[&[u8]]) -> io::Result<()> {
+        for group in parts.chunks(PARTS_AT_ONCE) {
+            let mut slices = [IoSlice::new(&[]); PARTS_AT_ONCE];
+            for (slice, part) in slices.iter_mut().zip(group) {
+                *slice = IoSlice::new(part);
+            }
+            let slices = &mut slices[..group.len()];
+            let link = Arc::clone(&self.link);
+            let result = match &link.tls {
+                None => {
+                    self.written += group.iter().map(|part| part.len() as u64).sum::<u64>();
+                    socket::send_all(&link.tcp, slices, SendFlags::empty())
+                }
+                Some(tls) => self.encrypt_and_send(tls, slices),
+            };
+            result.map_err(|error| {
+                self.failed = true;
+                link.explain(error)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn encrypt_and_send(&mut self, tls: &Mutex<rustls::Connection>, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
+        IoSlice::advance_slices(&mut parts, 0);
+        while !parts.is_empty() {
+            self.encrypted.clear();
+            let taken = {
+                let mut tls = Link::lock(tls);
+                let taken = tls.writer().write_vectored(parts)?;
+                while tls.wants_write() {
+                    tls.write_tls(&mut self.encrypted)?;
+                }
+                taken
+            };
+            if taken == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            IoSlice::advance_slices(&mut parts, taken);
+            self.written += self.encrypted.len() as u64;
+            socket::send_all(&self.link.tcp, &mut [IoSlice::new(&self.encrypted)], SendFlags::empty())?;
+        }
+        Ok(())
+    }
+
+    /// Bytes put on the wire since the connection was made, TLS's own included, TCP's not.
+    pub fn bytes_written(&self) -> u64 {
+        self.written
+    }
+}
+
+impl Write for Writer {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.write_all_vectored(&[buffer])?;
+        Ok(buffer.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        if let (Some(tls), false) = (&self.link.tls, self.failed) {
+            self.encrypted.clear();
+            let mut tls = Link::lock(tls);
+            tls.send_close_notify();
+            while tls.wants_write() && tls.write_tls(&mut self.encrypted).is_ok() {}
+            drop(tls);
+            let goodbye = &mut [IoSlice::new(&self.encrypted)];
+            // Nobody is left to be told of a failure; the peer notices a missing goodbye by itself.
+            let _ = socket::send_all(&self.link.tcp, goodbye, SendFlags::DONTWAIT);
+        }
+        let _ = self.link.tcp.shutdown(Shutdown::Write);
+    }
+}
+
+/// How long one read may wait.
+#[derive(Clone, Copy)]
+enum Wait {
+    /// As long as [`Reader::set_timeout`] says, for each byte anew.
+    Timeout,
+    /// For as long as it takes.
+    Forever,
+    /// Until then.
+    Until(Instant),
+}
+
+/// The receiving half.
+#[derive(Debug)]
+pub struct Reader {
+    link: Arc<Link>,
+    arrived: Arrived,
+    read: u64,
+    silence: Duration,
+}
+
+impl Reader {
+    /// How long a read (`io::Read`) waits without a byte before it fails with `TimedOut`; `None`: for ever.
+    ///
+    /// A new connection has the silence limit of its [`Limits`](super::Limits).
+    ///
+    /// # Errors
+    /// A timeout of zero, or the socket is no more.
+    pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
+        self.link.tcp.set_read_timeout(timeout)
+    }
+
+    /// Fills `buffer` with the start of the next packet: `false` if the peer has ended the connection cleanly instead.
+    ///
+    /// Between packets the peer may be silent for as long as it likes. From the first byte on, the rest of `buffer`
+    /// must arrive within the silence limit; reads of what follows are held to [`Reader::set_timeout`].
+    ///
+    /// # Errors
+    /// `TimedOut`; `UnexpectedEof` if the connection ends inside of `buffer` or, with TLS, without a goodbye;
+    /// `ConnectionAborted` after [`Closer::close`]; those of the socket.
+    pub fn read_packet_start(&mut self, buffer: &mut [u8]) -> io::Result<bool> {
+        let mut have = self.read_waiting(buffer, Wait::Forever)?;
+        if have == 0 {
+            return Ok(buffer.is_empty());
+        }
+        if have < buffer.len() {
+            self.read_exact_until(&mut buffer[have..], Instant::now() + self.silence)?;
+            have = buffer.len();
+        }
+        debug_assert_eq!(have, buffer.len());
+        Ok(true)
+    }
+
+    /// Fills `buffer` before `deadline`.
+    pub(super) fn read_exact_until(&mut self, mut buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
+        while !buffer.is_empty() {
+            match self.read_waiting(buffer, Wait::Until(deadline))? {
+                0 => return Err(ended_early()),
+                count => buffer = &mut buffer[count..],
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes taken off the wire since the connection was made, TLS's own included, TCP's not.
+    pub fn bytes_read(&self) -> u64 {
+        self.read
+    }
+
+    fn read_waiting(&mut self, buffer: &mut [u8], wait: Wait) -> io::Result<usize> {
+        if buffer.is_empty() {
+            return Ok(0);
+        }
+        let link = Arc::clone(&self.link);
+        let Some(tls) = &link.tls else {
+            return self.receive(Some(buffer), wait);
+        };
+        loop {
+            {
+                let mut tls = Link::lock(tls);
+                loop {
+                    match tls.reader().read(buffer) {
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                        result => return result,
+                    }
+                    if self.arrived.is_empty() {
+                        break;
+                    }
+                    self.arrived.feed(&mut tls)?;
+                }
+            }
+            if self.receive(None, wait)? == 0 {
+                let text = "the connection ended without TLS's goodbye: the peer is gone, or data was cut off";
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+            }
+        }
+    }
+
+    /// One read from the socket, into `buffer` or, with TLS, into the (used up) bytes that arrived before.
+    fn receive(&mut self, buffer: Option<&mut [u8]>, wait: Wait) -> io::Result<usize> {
+        let (tcp, encrypted) = (&self.link.tcp, buffer.is_none());
+        let into = buffer.unwrap_or(&mut self.arrived.bytes);
+        let result = match wait {
+            Wait::Until(deadline) => socket::read_until(tcp, into, deadline),
+            Wait::Forever => socket::wait_readable(tcp, None).and_then(|()| read_uninterrupted(tcp, into)),
+            Wait::Timeout => read_uninterrupted(tcp, into),
+        };
+        let count = match result {
+            Ok(0) if self.link.closed.load(Ordering::Acquire) => return Err(closed_here()),
+            Ok(count) => count,
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                return Err(self.link.explain(io::Error::new(io::ErrorKind::TimedOut, "nothing arrived for too long")));
+            }
+            Err(error) => return Err(self.link.explain(error)),
+        };
+        self.read += count as u64;
+        if encrypted {
+            (self.arrived.start, self.arrived.end) = (0, count);
+        }
+        Ok(count)
+    }
+}
+
+fn read_uninterrupted(mut tcp: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
+    loop {
+        match tcp.read(buffer) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
+fn ended_early() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended before all of it had arrived")
+}
+
+impl Read for Reader {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.read_waiting(buffer, Wait::Timeout)
+    }
+
+    fn read_exact(&mut self, mut buffer: &mut [u8]) -> io::Result<()> {
+        while !buffer.is_empty() {
+            match self.read_waiting(buffer, Wait::Timeout)? {
+                0 => return Err(ended_early()),
+                count => buffer = &mut buffer[count..],
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Ends a connection from another thread. It does not keep the connection alive.
+#[derive(Clone, Debug)]
+pub struct Closer {
+    link: Weak<Link>,
+}
+
+impl Closer {
+    pub(super) fn of(writer: &Writer) -> Self {
+        Self { link: Arc::downgrade(&writer.link) }
+    }
+
+    /// Shuts both directions down: reads and writes that wait, and all later ones, fail with `ConnectionAborted`.
+    /// The peer sees the end without a goodbye.
+    pub fn close(&self) {
+        if let Some(link) = self.link.upgrade() {
+            link.closed.store(true, Ordering::Release);
+            // Fails only if the connection is already down.
+            let _ = link.tcp.shutdown(Shutdown::Both);
+        }
+    }
+}

@@ -1,0 +1,232 @@
+//! The window: how much may be in flight, bounded in time.
+//!
+//! What is in flight when the guest stops is downtime, and a VMM that feeds us must see the network's real speed rather
+//! than the depth of our buffers. So the bytes between reading from the guest (or from QEMU's socket) and their
+//! acknowledgement, of all channels together, are held to *rate × (round trip + allowance)*: the allowance is what the
+//! switchover can bear, and the rate is measured from the acknowledgements themselves.
+//!
+//! While the window is what holds the sender back, the measured rate is what the path can do within the window, and the
+//! next window is larger than that by the allowance: it grows until packets queue for as long as the allowance says,
+//! and no further. An interval in which nobody waited says nothing about the path and changes nothing.
+
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Longest allowance, however long a downtime was permitted.
+pub const LONGEST_ALLOWANCE: Duration = Duration::from_millis(50);
+/// Largest window, in bytes: what one migration may hold in buffers and sockets.
+pub const LARGEST_WINDOW: u64 = 256 << 20;
+/// The rate is measured over intervals of this length.
+const MEASURING_INTERVAL: Duration = Duration::from_millis(10);
+/// How much of an earlier rate is kept when a slower interval follows it: one stutter must not halve the window.
+const DECAY: f64 = 0.9;
+
+/// Arithmetic of the window, with time passed in.
+#[derive(Debug)]
+struct Budget {
+    allowance: Duration,
+    smallest: u64,
+    bytes: u64,
+    rate: f64,
+    interval_start: Option<Instant>,
+    interval_bytes: u64,
+    interval_limited: bool,
+}
+
+impl Budget {
+    fn acknowledged(&mut self, bytes: u64, now: Instant) {
+        let start = *self.interval_start.get_or_insert(now);
+        self.interval_bytes += bytes;
+        let elapsed = now.saturating_duration_since(start);
+        if elapsed < MEASURING_INTERVAL {
+            return;
+        }
+        let rate = self.interval_bytes as f64 / elapsed.as_secs_f64();
+        if self.interval_limited {
+            self.rate = rate.max(self.rate * DECAY);
+            let wanted = self.rate * self.allowance.as_secs_f64();
+            self.bytes = (wanted as u64).clamp(self.smallest, LARGEST_WINDOW.max(self.smallest));
+        }
+        self.interval_start = Some(now);
+        self.interval_bytes = 0;
+        self.interval_limited = false;
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    budget: Budget,
+    in_flight: u64,
+    closed: bool,
+}
+
+/// The window of one migration, shared by all its channels.
+#[derive(Debug)]
+pub struct Window {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+/// The migration is being taken down: nothing more enters the window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the migration is being taken down")]
+pub struct WindowClosed;
+
+impl Window {
+    /// A window for batches of at most `batch` bytes; at least two of them are always let in. `round_trip` is the
+    /// path's, `downtime` what the switchover may take.
+    pub fn new(batch: u64, round_trip: Duration, downtime: Duration) -> Self {
+        let allowance = round_trip + LONGEST_ALLOWANCE.min(downtime / 4);
+        let smallest = 2 * batch;
+        let budget = Budget {
+            allowance,
+            smallest,
+            bytes: smallest.max(4 << 20),
+            rate: 0.0,
+            interval_start: None,
+            interval_bytes: 0,
+            interval_limited: false,
+        };
+        Self { state: Mutex::new(State { budget, in_flight: 0, closed: false }), changed: Condvar::new() }
+    }
+
+    /// Waits until `bytes` may be in flight, and counts them. An empty window lets in anything.
+    pub fn enter(&self, bytes: u64) -> Result<(), WindowClosed> {
+        let mut state = self.lock();
+        while !state.closed && state.in_flight > 0 && state.in_flight + bytes > state.budget.bytes {
+            state.budget.interval_limited = true;
+            state = self.changed.wait(state).expect("no holder of the window panics");
+        }
+        if state.closed {
+            return Err(WindowClosed);
+        }
+        state.in_flight += bytes;
+        Ok(())
+    }
+
+    /// `bytes` were acknowledged.
+    pub fn leave(&self, bytes: u64) {
+        let mut state = self.lock();
+        state.in_flight = state.in_flight.saturating_sub(bytes);
+        state.budget.acknowledged(bytes, Instant::now());
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// `bytes` that were let in were not needed: they are not counted as delivered.
+    pub fn give_back(&self, bytes: u64) {
+        let mut state = self.lock();
+        state.in_flight = state.in_flight.saturating_sub(bytes);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Lets nobody in any more; those who wait are told.
+    pub fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    /// Bytes in flight.
+    pub fn in_flight(&self) -> u64 {
+        self.lock().in_flight
+    }
+
+    /// How many bytes may be in flight now.
+    pub fn size(&self) -> u64 {
+        self.lock().budget.bytes
+    }
+
+    /// How long what is in flight may take: this much of the downtime is ours.
+    pub fn allowance(&self) -> Duration {
+        self.lock().budget.allowance
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no holder of the window panics")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn budget(allowance_ms: u64) -> Budget {
+        Budget {
+            allowance: Duration::from_millis(allowance_ms),
+            smallest: 1 << 20,
+            bytes: 1 << 20,
+            rate: 0.0,
+            interval_start: None,
+            interval_bytes: 0,
+            interval_limited: false,
+        }
+    }
+
+    /// A path that delivers `rate` bytes per second after `delay`: what the window becomes when always full.
+    fn settled(budget: &mut Budget, rate: f64, delay: Duration) -> u64 {
+        let mut now = Instant::now();
+        for _ in 0..2000 {
+            // A full window is acknowledged after the longer of the path's delay and its transmission time.
+            let time = delay.as_secs_f64().max(budget.bytes as f64 / rate);
+            let bytes = budget.bytes;
+            now += Duration::from_secs_f64(time);
+            budget.interval_limited = true;
+            budget.acknowledged(bytes, now);
+        }
+        budget.bytes
+    }
+
+    #[test]
+    fn a_full_window_settles_at_rate_times_allowance() {
+        for (rate, delay) in [(100e6, 1), (3e9, 1), (1e9, 20)] {
+            let mut budget = budget(delay + 50);
+            let size = settled(&mut budget, rate, Duration::from_millis(delay)) as f64;
+            let wanted = rate * (delay as f64 + 50.0) / 1e3;
+            assert!((size / wanted - 1.0).abs() < 0.05, "rate {rate}, delay {delay}: {size} for {wanted}");
+        }
+    }
+
+    #[test]
+    fn an_interval_in_which_nobody_waited_changes_nothing() {
+        let mut budget = budget(50);
+        settled(&mut budget, 1e9, Duration::from_millis(1));
+        let before = budget.bytes;
+        let mut now = Instant::now() + Duration::from_secs(1000);
+        for _ in 0..100 {
+            now += Duration::from_millis(20);
+            budget.acknowledged(100, now);
+        }
+        assert_eq!(budget.bytes, before);
+    }
+
+    #[test]
+    fn the_window_never_shrinks_below_two_batches() {
+        let mut budget = budget(50);
+        assert_eq!(settled(&mut budget, 1000.0, Duration::from_millis(1)), 1 << 20);
+    }
+
+    #[test]
+    fn two_batches_enter_and_a_third_waits_until_one_leaves() {
+        let window = Window::new(4 << 20, Duration::ZERO, Duration::ZERO);
+        window.enter(4 << 20).unwrap();
+        window.enter(4 << 20).unwrap();
+        std::thread::scope(|scope| {
+            let third = scope.spawn(|| window.enter(4 << 20));
+            window.leave(4 << 20);
+            assert_eq!(third.join().unwrap(), Ok(()));
+        });
+        assert_eq!(window.in_flight(), 8 << 20);
+    }
+
+    #[test]
+    fn closing_wakes_who_waits() {
+        let window = Window::new(1 << 20, Duration::ZERO, Duration::ZERO);
+        window.enter(8 << 20).unwrap();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| window.enter(1 << 20));
+            window.close();
+            assert_eq!(waiting.join().unwrap(), Err(WindowClosed));
+        });
+    }
+}

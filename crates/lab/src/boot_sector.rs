@@ -1,0 +1,131 @@
+//! The smallest guest: one boot sector that adds one to the first word of every page from 1 MiB to 100 MiB, again and
+//! again, and writes a letter on the serial line after each pass (`A` once all are zero, then `B`).
+//!
+//! It runs within milliseconds of the firmware, under KVM that runs no Linux too. At any instant its counters are all
+//! equal, or the first ones are ahead by one: a page that a move lost or set back breaks that, and [`check`] finds it.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+
+use crate::Error;
+use crate::ram::Ram;
+
+/// The first page that it writes, in bytes.
+pub const START: u64 = 1 << 20;
+/// The end of the pages that it writes, in bytes.
+pub const END: u64 = 100 << 20;
+
+const PAGE: u64 = 4096;
+
+/// The machine code, loaded and started at 0x7c00 in 16-bit mode.
+#[rustfmt::skip]
+const CODE: [u8; 0x7e] = [
+    // 7c00, 16-bit. Interrupts stay off for good.
+    0xfa,                               // cli
+    0x31, 0xc0,                         // xor ax, ax
+    0x8e, 0xd8,                         // mov ds, ax
+    // A20 by port 0x92, without its bit 0, which resets the machine.
+    0xe4, 0x92,                         // in al, 0x92
+    0x0c, 0x02,                         // or al, 2
+    0x24, 0xfe,                         // and al, 0xfe
+    0xe6, 0x92,                         // out 0x92, al
+    0x0f, 0x01, 0x16, 0x78, 0x7c,       // lgdt [0x7c78]
+    0x0f, 0x20, 0xc0,                   // mov eax, cr0
+    0x66, 0x83, 0xc8, 0x01,             // or eax, 1
+    0x0f, 0x22, 0xc0,                   // mov cr0, eax
+    0xea, 0x21, 0x7c, 0x08, 0x00,       // jmp 0x08:0x7c21
+    // 7c21, 32-bit, flat.
+    0x66, 0xb8, 0x10, 0x00,             // mov ax, 0x10
+    0x8e, 0xd8,                         // mov ds, ax
+    // The firmware may have used this memory: all counters to zero.
+    0xb8, 0x00, 0x00, 0x10, 0x00,       // mov eax, 0x100000
+    0xc7, 0x00, 0x00, 0x00, 0x00, 0x00, // 7c2c: mov dword [eax], 0
+    0x05, 0x00, 0x10, 0x00, 0x00,       // add eax, 0x1000
+    0x3d, 0x00, 0x00, 0x40, 0x06,       // cmp eax, 0x6400000
+    0x72, 0xee,                         // jb 0x7c2c
+    0xb3, b'A',                         // mov bl, 'A'
+    // 7c40: the letter, then a pass.
+    0x66, 0xba, 0xf8, 0x03,             // mov dx, 0x3f8
+    0x88, 0xd8,                         // mov al, bl
+    0xee,                               // out dx, al
+    0xb3, b'B',                         // mov bl, 'B'
+    0xb8, 0x00, 0x00, 0x10, 0x00,       // mov eax, 0x100000
+    0xff, 0x00,                         // 7c4e: inc dword [eax]
+    0x05, 0x00, 0x10, 0x00, 0x00,       // add eax, 0x1000
+    0x3d, 0x00, 0x00, 0x40, 0x06,       // cmp eax, 0x6400000
+    0x72, 0xf2,                         // jb 0x7c4e
+    0xeb, 0xe2,                         // jmp 0x7c40
+    0x90, 0x90,                         // up to 7c60
+    // 7c60, the segments: none, 4 GiB of code, 4 GiB of data.
+    0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00,
+    0xff, 0xff, 0x00, 0x00, 0x00, 0x9a, 0xcf, 0x00,
+    0xff, 0xff, 0x00, 0x00, 0x00, 0x92, 0xcf, 0x00,
+    // 7c78: their size less one and their place.
+    0x17, 0x00, 0x60, 0x7c, 0x00, 0x00,
+];
+
+/// The 512 bytes, with the signature that firmware looks for.
+#[must_use]
+pub fn image() -> [u8; 512] {
+    let mut image = [0; 512];
+    image[..CODE.len()].copy_from_slice(&CODE);
+    image[510..].copy_from_slice(&[0x55, 0xaa]);
+    image
+}
+
+/// Writes a disk with the boot sector. A disk smaller than one cylinder (504 KiB) has no geometry, and firmware refuses it.
+pub(crate) fn write_disk(path: &Path) -> std::io::Result<()> {
+    let mut disk = File::create(path)?;
+    disk.write_all(&image())?;
+    disk.set_len(1 << 20)
+}
+
+/// Checks the counters of a stopped machine's RAM and returns the first, which is how many passes were begun.
+///
+/// # Errors
+/// [`Error::Guest`] with the page where the counters are not as the guest leaves them.
+pub fn check(ram: &Ram) -> Result<u32, Error> {
+    let counter = |address: u64| -> Result<u32, Error> {
+        let mut word = [0; 4];
+        ram.read(address, &mut word)?;
+        Ok(u32::from_le_bytes(word))
+    };
+    let first = counter(START)?;
+    let mut last = first;
+    for address in (START..END).step_by(PAGE as usize) {
+        let found = counter(address)?;
+        // One step down in all: the pass under way has come this far.
+        let one_step = last == first && last.checked_sub(1) == Some(found);
+        if found != last && !one_step {
+            return Err(Error::Guest(format!(
+                "page at {address:#x} counts {found}, the pages before it {last}, the first {first}"
+            )));
+        }
+        last = found;
+    }
+    Ok(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_image_is_a_boot_sector() {
+        let image = image();
+        assert_eq!(image[510..], [0x55, 0xaa]);
+        assert_eq!(image[..CODE.len()], CODE);
+    }
+
+    #[test]
+    fn jumps_and_addresses_meet_their_targets() {
+        let at = |address: usize| &CODE[address - 0x7c00..];
+        assert_eq!(at(0x7c21)[..4], [0x66, 0xb8, 0x10, 0x00]);
+        assert_eq!(at(0x7c78)[..4], [0x17, 0x00, 0x60, 0x7c]);
+        for (jump, target) in [(0x7c3c, 0x7c2c), (0x7c5a, 0x7c4e), (0x7c5c, 0x7c40)] {
+            let distance = at(jump)[1] as i8;
+            assert_eq!(jump as isize + 2 + isize::from(distance), target, "jump at {jump:#x}");
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Huge pages for guest RAM: a tmpfs that gives them, and reserved ones for hugetlb. Both need root.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tempfile::TempDir;
+
+use crate::Error;
+use crate::error::run;
+
+/// A tmpfs of its own, mounted with `huge=always`: a memory file on it gets huge pages where a memfd or `/dev/shm` gets
+/// none (their setting is the machine's, usually `never`). Unmounted when dropped.
+#[derive(Debug)]
+pub struct HugeTmpfs {
+    directory: TempDir,
+}
+
+impl HugeTmpfs {
+    /// Mounts one that holds up to `bytes`; nothing is reserved.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where this user may not mount or the kernel has no huge pages for tmpfs.
+    pub fn mount(bytes: u64) -> Result<HugeTmpfs, Error> {
+        let directory = tempfile::Builder::new()
+            .prefix("sterna-huge-")
+            .tempdir()
+            .map_err(Error::io("making a directory to mount on"))?;
+        run(Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("huge=always,size={bytes},mode=0700"), "tmpfs"])
+            .arg(directory.path()))
+        .map_err(|error| Error::Unavailable { what: "a tmpfs with huge pages".into(), reason: error.to_string() })?;
+        Ok(HugeTmpfs { directory })
+    }
+
+    /// Where it is mounted.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// A path in it for one machine's memory; QEMU creates the file.
+    #[must_use]
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+}
+
+impl Drop for HugeTmpfs {
+    fn drop(&mut self) {
+        // Lazily: a process that still ends may hold a file open.
+        if let Err(error) = run(Command::new("umount").arg("-l").arg(self.directory.path())) {
+            tracing::warn!(%error, "a tmpfs stays mounted");
+        }
+    }
+}
+
+const COUNT: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
+static RESERVING: Mutex<()> = Mutex::new(());
+
+/// Reserved 2 MiB pages, for [`crate::Backend::MemfdHuge`]. The reservation is the machine's: one at a time in this process,
+/// put back when dropped.
+#[derive(Debug)]
+pub struct HugePages {
+    before: u64,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl HugePages {
+    /// Reserves pages for `bytes` more than are reserved already.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where this user may not or the kernel finds too few.
+    pub fn reserve(bytes: u64) -> Result<HugePages, Error> {
+        let turn = RESERVING.lock().unwrap_or_else(PoisonError::into_inner);
+        let unavailable = |reason: String| Error::Unavailable { what: "reserved huge pages".into(), reason };
+        let before = count().map_err(|error| unavailable(format!("{COUNT}: {error}")))?;
+        let wanted = before + bytes.div_ceil(2 << 20);
+        set_count(wanted).map_err(|error| unavailable(format!("{COUNT}: {error}")))?;
+        let reserved = HugePages { before, _turn: turn };
+        match count() {
+            Ok(got) if got >= wanted => Ok(reserved),
+            // Dropping puts the number back.
+            got => Err(unavailable(format!("the kernel reserved {} of {wanted} pages", got.unwrap_or(0)))),
+        }
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if let Err(error) = set_count(self.before) {
+            tracing::warn!(%error, "huge pages stay reserved");
+        }
+    }
+}
+
+fn count() -> std::io::Result<u64> {
+    let text = std::fs::read_to_string(COUNT)?;
+    text.trim().parse().map_err(|_| std::io::ErrorKind::InvalidData.into())
+}
+
+fn set_count(count: u64) -> std::io::Result<()> {
+    std::fs::write(COUNT, count.to_string())
+}

@@ -1,0 +1,196 @@
+//! Finds what `scripts/setup` unpacked (two QEMU releases, a kernel) and builds the guests' init.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use crate::Error;
+use crate::error::run;
+
+/// The QEMU releases that tests run against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QemuVersion {
+    /// 7.2, of Debian 12.
+    V7_2,
+    /// 10.0, of Debian 12's backports.
+    V10_0,
+}
+
+impl QemuVersion {
+    /// Both.
+    pub const ALL: [QemuVersion; 2] = [QemuVersion::V7_2, QemuVersion::V10_0];
+
+    /// The newest machine type of this release that the laboratory uses.
+    #[must_use]
+    pub fn machine(self) -> &'static str {
+        match self {
+            QemuVersion::V7_2 => "pc-q35-7.2",
+            QemuVersion::V10_0 => "pc-q35-10.0",
+        }
+    }
+
+    fn directory(self) -> &'static str {
+        match self {
+            QemuVersion::V7_2 => "qemu-7.2",
+            QemuVersion::V10_0 => "qemu-10.0",
+        }
+    }
+}
+
+impl std::fmt::Display for QemuVersion {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            QemuVersion::V7_2 => "7.2",
+            QemuVersion::V10_0 => "10.0",
+        })
+    }
+}
+
+/// The directory that `scripts/setup` filled.
+#[derive(Clone, Debug)]
+pub struct Tools {
+    directory: PathBuf,
+}
+
+impl Tools {
+    /// Finds `target/tools` above the running program or the current directory; `STERNA_TOOLS` says another place.
+    ///
+    /// # Errors
+    /// [`Error::ToolsMissing`] where there is none.
+    pub fn locate() -> Result<Tools, Error> {
+        if let Some(directory) = std::env::var_os("STERNA_TOOLS").map(PathBuf::from) {
+            return if directory.is_dir() {
+                Ok(Tools { directory })
+            } else {
+                Err(Error::missing("the directory that STERNA_TOOLS names", &[directory]))
+            };
+        }
+        let found = starting_points().iter().flat_map(|start| start.ancestors()).find_map(|directory| {
+            let tools = directory.join("target/tools");
+            tools.is_dir().then_some(tools)
+        });
+        found.map(|directory| Tools { directory }).ok_or_else(|| Error::missing("target/tools", &starting_points()))
+    }
+
+    /// The directory itself.
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The kernel that Linux guests boot.
+    ///
+    /// # Errors
+    /// [`Error::ToolsMissing`] where it was not unpacked.
+    pub fn kernel(&self) -> Result<PathBuf, Error> {
+        existing("the guests' kernel", self.directory.join("kernel/vmlinuz"))
+    }
+
+    /// The program of a release with what it needs to run from where it was unpacked: libraries and modules in the
+    /// environment, firmware by `-L`.
+    ///
+    /// # Errors
+    /// [`Error::ToolsMissing`] where it was not unpacked.
+    pub fn qemu(&self, version: QemuVersion) -> Result<Command, Error> {
+        Ok(command(&self.qemu_words(version)?))
+    }
+
+    /// [`Tools::qemu`] as words, for a command line that begins with other programs.
+    pub(crate) fn qemu_words(&self, version: QemuVersion) -> Result<QemuWords, Error> {
+        let tree = self.directory.join(version.directory());
+        let program = existing(&format!("QEMU {version}"), tree.join("usr/bin/qemu-system-x86_64"))?;
+        let libraries = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|path| tree.join(path));
+        let firmware = ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"];
+        Ok(QemuWords {
+            environment: vec![
+                ("LD_LIBRARY_PATH", format!("{}:{}", libraries[0].display(), libraries[1].display())),
+                ("QEMU_MODULE_DIR", libraries[0].join("qemu").display().to_string()),
+            ],
+            words: std::iter::once(program.display().to_string())
+                .chain(firmware.iter().flat_map(|path| ["-L".to_owned(), tree.join(path).display().to_string()]))
+                .collect(),
+        })
+    }
+}
+
+/// A QEMU command line's beginning.
+pub(crate) struct QemuWords {
+    pub(crate) environment: Vec<(&'static str, String)>,
+    pub(crate) words: Vec<String>,
+}
+
+fn command(words: &QemuWords) -> Command {
+    let mut command = Command::new(&words.words[0]);
+    command.args(&words.words[1..]).envs(words.environment.iter().map(|(name, value)| (name, value)));
+    command
+}
+
+fn existing(what: &str, path: PathBuf) -> Result<PathBuf, Error> {
+    if path.exists() { Ok(path) } else { Err(Error::missing(what, &[path])) }
+}
+
+fn starting_points() -> Vec<PathBuf> {
+    std::env::current_exe().into_iter().chain(std::env::current_dir()).collect()
+}
+
+/// The static program that is the Linux guests' init, built on first use in this process (cargo does nothing where it is
+/// fresh). Without cargo or the sources, one built earlier is used.
+///
+/// # Errors
+/// [`Error::ToolsMissing`] where there are neither sources nor a program, [`Error::Command`] where it does not build.
+pub fn guest_program() -> Result<PathBuf, Error> {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    if let Some(path) = BUILT.get() {
+        return Ok(path.clone());
+    }
+    let root = starting_points()
+        .iter()
+        .flat_map(|start| start.ancestors().map(Path::to_owned))
+        .find(|directory| directory.join("guest/Cargo.toml").is_file())
+        .ok_or_else(|| Error::missing("guest/Cargo.toml", &starting_points()))?;
+    let target = root.join("target/guest");
+    let program = target.join("x86_64-unknown-linux-gnu/release/sterna-guest");
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo
+        .current_dir(root.join("guest"))
+        .args(["build", "--quiet", "--release", "--locked", "--target-dir"])
+        .arg(&target);
+    // What this process was built or tested with must not leak into another workspace's build.
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        let leaks =
+            ["CARGO_ENCODED_", "CARGO_BUILD_", "CARGO_PKG_", "CARGO_PROFILE_", "CARGO_TARGET_", "CARGO_MANIFEST_"];
+        if leaks.iter().any(|prefix| name.starts_with(prefix))
+            || name.starts_with("RUSTFLAGS")
+            || name == "LD_LIBRARY_PATH"
+        {
+            cargo.env_remove(&*name);
+        }
+    }
+    match run(&mut cargo) {
+        Ok(_) => {}
+        Err(Error::Command { .. }) if program.exists() && which_cargo_is_missing() => {}
+        Err(error) => return Err(error),
+    }
+    Ok(BUILT.get_or_init(|| program).clone())
+}
+
+fn which_cargo_is_missing() -> bool {
+    Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())).arg("--version").output().is_err()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::or_skip;
+
+    #[test]
+    fn both_releases_start_from_where_they_were_unpacked() {
+        let Some(tools) = or_skip(Tools::locate()) else { return };
+        for version in QemuVersion::ALL {
+            let Some(mut qemu) = or_skip(tools.qemu(version)) else { return };
+            let said = run(qemu.arg("--version")).expect("QEMU starts");
+            assert!(said.contains(&format!("version {version}.")), "{said}");
+        }
+    }
+}

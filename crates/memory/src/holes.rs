@@ -1,0 +1,385 @@
+//! Which parts of guest RAM were ever populated; the rest need not be read at all.
+//!
+//! Reading a page that was never written would fault it in, at the source, for nothing. Two kinds of memory, two ways:
+//!
+//! * **Private anonymous memory**: the page tables know. A page that is neither present nor swapped was never written.
+//!   `PAGEMAP_SCAN` (Linux 6.7, `Documentation/admin-guide/mm/pagemap.rst`) gives ranges; before that,
+//!   `/proc/PID/pagemap` gives eight bytes per page.
+//! * **Shared files** (memfd, tmpfs, hugetlbfs): the *file* knows, through `SEEK_DATA` and `SEEK_HOLE`. Never the page
+//!   tables: another process may have written a page that is not in ours.
+//!
+//! The answer is of the moment it is taken. Dirty tracking must be on before, so that what is written meanwhile is sent
+//! all the same.
+
+use crate::PAGE_SIZE;
+use rustix::fs::{SeekFrom, seek};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::FileExt;
+use thiserror::Error;
+
+/// Why holes could not be searched. Send everything instead, or say what is missing.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum HoleError {
+    /// The page map cannot be opened.
+    #[error("cannot open {path}: {source}; it needs the same user, or CAP_SYS_PTRACE for another process")]
+    Open {
+        /// What was opened.
+        path: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The page map cannot be read.
+    #[error("cannot read the page map of addresses {:#x}..{:#x}: {source}", .range.start, .range.end)]
+    PageMap {
+        /// The addresses asked about.
+        range: Range<usize>,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The range is not made of whole pages.
+    #[error("addresses {:#x}..{:#x} are not a range of whole pages", .0.start, .0.end)]
+    Unaligned(Range<usize>),
+    /// The file does not tell its holes.
+    #[error("cannot search bytes {}..{} of a RAM file for holes: {source}", .range.start, .range.end)]
+    Seek {
+        /// The bytes asked about.
+        range: Range<u64>,
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+/// The page map of a process: tells the populated parts of its private anonymous memory.
+#[derive(Debug)]
+pub struct PageMap {
+    file: File,
+    way: Way,
+    regions: Box<[PmRegion; REGIONS]>,
+    entries: Box<[u8; ENTRIES * ENTRY]>,
+}
+
+/// How the page map is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// By ranges: `PAGEMAP_SCAN`, Linux 6.7 and newer.
+    Scan,
+    /// Page by page: reading `/proc/PID/pagemap`. Pages that were only ever read (the zero page) count as populated,
+    /// as an unprivileged reader cannot tell them apart.
+    Read,
+}
+
+impl PageMap {
+    /// The page map of this process.
+    pub fn own() -> Result<Self, HoleError> {
+        Self::open("/proc/self/pagemap".to_owned())
+    }
+
+    /// The page map of process `pid`. Needs the right to trace it.
+    pub fn of_process(pid: u32) -> Result<Self, HoleError> {
+        Self::open(format!("/proc/{pid}/pagemap"))
+    }
+
+    fn open(path: String) -> Result<Self, HoleError> {
+        let file = File::open(&path).map_err(|source| HoleError::Open { path, source })?;
+        let mut map = Self {
+            file,
+            way: Way::Scan,
+            regions: Box::new([PmRegion::default(); REGIONS]),
+            entries: Box::new([0; ENTRIES * ENTRY]),
+        };
+        // An empty range asks only whether the operation exists: older kernels answer ENOTTY.
+        if map.scan_once(0..0).is_err() {
+            map.way = Way::Read;
+        }
+        Ok(map)
+    }
+
+    /// The way in use.
+    pub fn way(&self) -> Way {
+        self.way
+    }
+
+    /// Uses the way that every kernel has.
+    pub fn use_read(&mut self) {
+        self.way = Way::Read;
+    }
+
+    /// Calls `populated` for each part of the addresses `range` that was ever populated, in rising order, whole pages.
+    /// Parts that touch may come as several calls.
+    ///
+    /// Only for private anonymous mappings; parts of `range` that are not mapped count as never populated.
+    pub fn populated(&mut self, range: Range<usize>, mut populated: impl FnMut(Range<usize>)) -> Result<(), HoleError> {
+        if range.start > range.end || !range.start.is_multiple_of(PAGE_SIZE) || !range.end.is_multiple_of(PAGE_SIZE) {
+            return Err(HoleError::Unaligned(range));
+        }
+        let mut at = range.start;
+        while at < range.end {
+            let rest = at..range.end;
+            at = match self.way {
+                Way::Scan => self.scan(rest, &mut populated),
+                Way::Read => self.read(rest, &mut populated),
+            }
+            .map_err(|source| HoleError::PageMap { range: range.clone(), source })?;
+        }
+        Ok(())
+    }
+
+    /// One step by `PAGEMAP_SCAN`; returns where to go on.
+    fn scan(&mut self, range: Range<usize>, populated: &mut impl FnMut(Range<usize>)) -> io::Result<usize> {
+        let start = range.start;
+        let (found, walked_to) = self.scan_once(range)?;
+        for region in &self.regions[..found] {
+            populated(region.start as usize..region.end as usize);
+        }
+        if walked_to <= start {
+            return Err(io::Error::other("PAGEMAP_SCAN made no progress"));
+        }
+        Ok(walked_to)
+    }
+
+    fn scan_once(&mut self, range: Range<usize>) -> io::Result<(usize, usize)> {
+        let mut argument = PmScanArg {
+            size: size_of::<PmScanArg>() as u64,
+            flags: 0,
+            start: range.start as u64,
+            end: range.end as u64,
+            walk_end: 0,
+            vec: self.regions.as_mut_ptr().expose_provenance() as u64,
+            vec_len: REGIONS as u64,
+            max_pages: 0,
+            // Wanted: not the zero page, and either present or swapped.
+            category_inverted: PAGE_IS_PFNZERO,
+            category_mask: PAGE_IS_PFNZERO,
+            category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+            return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        };
+        // SAFETY: the argument is the structure this operation takes; `vec` points to `vec_len` regions that we own and
+        // that nothing else accesses during the call. The flags ask for no change of the address space.
+        let found = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN as _, &raw mut argument) };
+        if found < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(((found as usize).min(REGIONS), argument.walk_end as usize))
+    }
+
+    /// One step by reading entries; returns where to go on.
+    fn read(&mut self, range: Range<usize>, populated: &mut impl FnMut(Range<usize>)) -> io::Result<usize> {
+        let pages = (range.len() / PAGE_SIZE).min(ENTRIES);
+        let entries = &mut self.entries[..pages * ENTRY];
+        self.file.read_exact_at(entries, (range.start / PAGE_SIZE * ENTRY) as u64)?;
+        let mut run = range.start..range.start;
+        for entry in entries.chunks_exact(ENTRY) {
+            let entry = u64::from_ne_bytes(entry.try_into().expect("chunks are as long as an entry"));
+            if entry & (ENTRY_PRESENT | ENTRY_SWAPPED) != 0 {
+                run.end += PAGE_SIZE;
+                continue;
+            }
+            if !run.is_empty() {
+                populated(run.clone());
+            }
+            run = run.end + PAGE_SIZE..run.end + PAGE_SIZE;
+        }
+        if !run.is_empty() {
+            populated(run.clone());
+        }
+        Ok(range.start + pages * PAGE_SIZE)
+    }
+}
+
+/// Calls `data` for each part of the bytes `range` of a shared RAM file that holds data, in rising order.
+///
+/// Works on the file, not on a mapping. Moves the descriptor's file offset, which nobody who maps a file uses. A file
+/// system that knows no holes answers that all is data; bytes past the end of the file are a hole.
+pub fn file_data(file: impl AsFd, range: Range<u64>, mut data: impl FnMut(Range<u64>)) -> Result<(), HoleError> {
+    let failed = |source: rustix::io::Errno| HoleError::Seek { range: range.clone(), source: source.into() };
+    let mut at = range.start;
+    while at < range.end {
+        let start = match seek(&file, SeekFrom::Data(at)) {
+            Ok(start) => start,
+            // ENXIO: no data at or after this offset.
+            Err(rustix::io::Errno::NXIO) => return Ok(()),
+            Err(error) => return Err(failed(error)),
+        };
+        if start >= range.end {
+            return Ok(());
+        }
+        let end = match seek(&file, SeekFrom::Hole(start)) {
+            Ok(end) => end.min(range.end),
+            // Cut off since: what was found is a hole now.
+            Err(rustix::io::Errno::NXIO) => return Ok(()),
+            Err(error) => return Err(failed(error)),
+        };
+        // A hole punched between the two questions may begin where the data began.
+        if end > start {
+            data(start..end);
+        }
+        at = end.max(start + 1);
+    }
+    Ok(())
+}
+
+/// Regions fetched by one call: 24 bytes each.
+const REGIONS: usize = 512;
+/// Entries read by one call.
+const ENTRIES: usize = 4096;
+/// Bytes of an entry of `/proc/PID/pagemap`.
+const ENTRY: usize = 8;
+/// Entry bits, `Documentation/admin-guide/mm/pagemap.rst`.
+const ENTRY_PRESENT: u64 = 1 << 63;
+const ENTRY_SWAPPED: u64 = 1 << 62;
+
+/// `struct page_region` of `include/uapi/linux/fs.h`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct PmRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+/// `struct pm_scan_arg` of `include/uapi/linux/fs.h`.
+#[repr(C)]
+struct PmScanArg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// Page categories of `include/uapi/linux/fs.h`.
+const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
+const PAGE_IS_PFNZERO: u64 = 1 << 5;
+
+/// `_IOWR('f', 16, struct pm_scan_arg)`.
+const PAGEMAP_SCAN: u64 = 3 << 30 | (size_of::<PmScanArg>() as u64) << 16 | (b'f' as u64) << 8 | 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_util::Area;
+    use proptest::prelude::*;
+
+    /// Both ways, or the one this kernel has.
+    fn ways() -> Vec<PageMap> {
+        let mut read = PageMap::own().unwrap();
+        read.use_read();
+        let own = PageMap::own().unwrap();
+        if own.way() == Way::Scan { vec![own, read] } else { vec![read] }
+    }
+
+    /// Page numbers relative to the area.
+    fn populated(map: &mut PageMap, area: &Area, pages: Range<usize>) -> Vec<usize> {
+        let base = area.ptr().addr();
+        let mut all = Vec::new();
+        map.populated(base + pages.start * PAGE_SIZE..base + pages.end * PAGE_SIZE, |range| {
+            assert!(range.start < range.end && range.start % PAGE_SIZE == 0 && range.end % PAGE_SIZE == 0);
+            all.extend((range.start - base) / PAGE_SIZE..(range.end - base) / PAGE_SIZE);
+        })
+        .unwrap();
+        all
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+        #[test]
+        fn exactly_the_pages_ever_written_are_found(
+            written in proptest::collection::btree_set(0usize..9000, 0..700),
+            bounds in (0usize..9000, 0usize..9000),
+        ) {
+            let area = Area::small_pages(9000 * PAGE_SIZE);
+            for page in &written {
+                // The byte written is zero: populated means touched, not non-zero.
+                area.bytes_mut()[page * PAGE_SIZE] = 0;
+            }
+            let range = bounds.0.min(bounds.1)..bounds.0.max(bounds.1);
+            let expected: Vec<usize> = written.range(range.clone()).copied().collect();
+            for mut map in ways() {
+                prop_assert_eq!(&populated(&mut map, &area, range.clone()), &expected, "{:?}", map.way());
+            }
+        }
+
+        #[test]
+        fn the_data_of_a_shared_file_is_found_whoever_wrote_it(
+            written in proptest::collection::btree_set(0u64..2000, 0..200),
+            bounds in (0u64..2100, 0u64..2100),
+        ) {
+            let file = memory_file(2000 * PAGE_SIZE as u64);
+            for page in &written {
+                file.write_all_at(&[0], page * PAGE_SIZE as u64).unwrap();
+            }
+            let range = bounds.0.min(bounds.1)..bounds.0.max(bounds.1);
+            let mut found = Vec::new();
+            file_data(&file, range.start * PAGE_SIZE as u64..range.end * PAGE_SIZE as u64, |bytes| {
+                found.extend(bytes.start / PAGE_SIZE as u64..bytes.end / PAGE_SIZE as u64);
+            }).unwrap();
+            prop_assert_eq!(found, written.range(range).copied().collect::<Vec<_>>());
+        }
+    }
+
+    fn memory_file(len: u64) -> File {
+        let file = File::from(rustix::fs::memfd_create("holes", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(len).unwrap();
+        file
+    }
+
+    #[test]
+    fn searching_populates_nothing() {
+        let area = Area::anonymous(4096 * PAGE_SIZE);
+        for mut map in ways() {
+            assert!(populated(&mut map, &area, 0..4096).is_empty());
+            assert!(populated(&mut map, &area, 0..4096).is_empty());
+        }
+    }
+
+    #[test]
+    fn pages_that_were_only_read_are_holes_to_the_scan() {
+        let area = Area::small_pages(64 * PAGE_SIZE);
+        // SAFETY: the area is mapped and readable.
+        assert!(unsafe { crate::scan::is_zero_raw(area.ptr(), 64 * PAGE_SIZE) });
+        area.bytes_mut()[5 * PAGE_SIZE] = 1;
+        let mut map = PageMap::own().unwrap();
+        if map.way() == Way::Scan {
+            assert_eq!(populated(&mut map, &area, 0..64), [5]);
+        }
+        map.use_read();
+        assert!(populated(&mut map, &area, 0..64).contains(&5));
+    }
+
+    #[test]
+    fn a_page_map_opened_by_process_number_is_searched_and_a_missing_process_is_named() {
+        let area = Area::small_pages(16 * PAGE_SIZE);
+        area.bytes_mut()[3 * PAGE_SIZE] = 1;
+        let mut map = PageMap::of_process(std::process::id()).unwrap();
+        assert_eq!(populated(&mut map, &area, 0..16), [3]);
+        let error = PageMap::of_process(u32::MAX).unwrap_err();
+        assert!(error.to_string().starts_with("cannot open /proc/4294967295/pagemap"), "{error}");
+    }
+
+    #[test]
+    fn a_range_of_broken_pages_is_refused() {
+        let mut map = PageMap::own().unwrap();
+        for (start, end) in [(1, PAGE_SIZE), (0, PAGE_SIZE + 1), (PAGE_SIZE, 0)] {
+            assert!(matches!(map.populated(start..end, |_| {}), Err(HoleError::Unaligned(_))));
+        }
+    }
+
+    #[test]
+    fn a_file_that_cannot_seek_says_so() {
+        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        let error = file_data(&reader, 0..4096, |_| {}).unwrap_err();
+        assert!(error.to_string().contains("cannot search bytes 0..4096"), "{error}");
+    }
+}

@@ -1,0 +1,178 @@
+//! Ways to place received pages into guest RAM.
+//!
+//! The destination's decode threads end here: a decoded batch and the offsets it belongs to. Where the RAM is (a file that
+//! the VMM shares, another process's anonymous memory, our own memory) and which system call is fastest for that backing
+//! is hidden behind [`Place`], so a decoder has one way to write and the report one name for what was done.
+//!
+//! Every implementation takes `&self` and may be called from many threads at once. Calls on disjoint ranges do not
+//! disturb each other; calls on overlapping ranges leave one of the two contents per byte, in no stated order (region
+//! affinity on the wire keeps a page on one channel, so this does not happen in a migration).
+
+mod file;
+mod mapped;
+mod own;
+mod process;
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::io;
+
+pub use file::{FileWrite, ZeroBy};
+pub use mapped::Mapped;
+pub use own::OwnMemory;
+pub use process::{ProcessWrite, TargetProcess};
+
+/// One contiguous piece of a batch: bytes, and where in the block they belong.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece<'a> {
+    /// Offset in the block, bytes.
+    pub offset: u64,
+    /// The bytes to place there.
+    pub data: &'a [u8],
+}
+
+/// How pages reach the guest's memory. Named in the log and in the report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Way {
+    /// Stores into a shared mapping of the backing file.
+    Mapping,
+    /// `pwritev` into the backing file, without mapping it.
+    FileWrite,
+    /// `process_vm_writev` into the VMM's address space.
+    ProcessWrite,
+    /// Stores into memory of this process.
+    OwnMemory,
+}
+
+impl Way {
+    /// The name used in reports, one word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Way::Mapping => "mapping",
+            Way::FileWrite => "file-write",
+            Way::ProcessWrite => "process-write",
+            Way::OwnMemory => "own-memory",
+        }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Guest RAM of one block, as something that pages can be written into.
+///
+/// Offsets count bytes from the start of the block. A call that would leave the block is refused before anything is
+/// written. When a call fails in the middle, what was written so far is unspecified: the pages of that call have to be
+/// written again, or the migration has to be given up.
+pub trait Place: Send + Sync + fmt::Debug {
+    /// Size of the block in bytes.
+    fn size(&self) -> u64;
+
+    /// Writes `data` at `offset`.
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), PlaceError> {
+        self.write_pieces(&[Piece { offset, data }])
+    }
+
+    /// Writes several pieces, in as few system calls as the way allows. Empty pieces are allowed.
+    fn write_pieces(&self, pieces: &[Piece<'_>]) -> Result<(), PlaceError>;
+
+    /// Makes `len` bytes at `offset` read as zeros: by writing zeros or by giving the memory back, whichever is right
+    /// for the backing. Whether a page that nobody ever wrote needs this at all is the caller's decision.
+    fn zero(&self, offset: u64, len: u64) -> Result<(), PlaceError>;
+
+    /// How this place writes.
+    fn way(&self) -> Way;
+}
+
+/// Why pages could not be placed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlaceError {
+    /// A range that is not inside the block.
+    #[error("{len} bytes at offset {offset:#x} are not inside a block of {size:#x} bytes")]
+    OutOfBounds {
+        /// Offset asked for, bytes.
+        offset: u64,
+        /// Length asked for, bytes.
+        len: u64,
+        /// Size of the block, bytes.
+        size: u64,
+    },
+    /// The process whose memory is written has ended.
+    #[error("process {pid} has ended: its memory can no longer be written")]
+    Gone {
+        /// The process.
+        pid: i32,
+    },
+    /// The kernel does not let us write this process's memory.
+    #[error(
+        "not permitted to write the memory of process {pid}: run as the same user with equal capabilities, or as root \
+         (the kernel asks for ptrace access: Yama's ptrace_scope, a seccomp filter or a container can forbid it)"
+    )]
+    Denied {
+        /// The process.
+        pid: i32,
+    },
+    /// The address range is not mapped writable in that process (any more).
+    #[error("address {address:#x} of process {pid} is not mapped writable: the guest's memory moved or was unplugged")]
+    Unmapped {
+        /// The process.
+        pid: i32,
+        /// First address that could not be written.
+        address: u64,
+    },
+    /// No memory left for a page of a shared backing: the file system is full, or a memory limit was met.
+    #[error(
+        "no memory for the guest page at offset {offset:#x} ({source}): the file system that backs guest RAM is full, \
+         or a memory limit (cgroup, huge page pool) was met"
+    )]
+    NoMemory {
+        /// Offset in the block, bytes.
+        offset: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Any other failure of a system call.
+    #[error("{what} at offset {offset:#x} failed: {source}")]
+    Io {
+        /// The operation.
+        what: &'static str,
+        /// Offset in the block, bytes.
+        offset: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A parameter that can never work.
+    #[error("{0}")]
+    Unusable(String),
+}
+
+/// Refuses a range that is not inside a block of `size` bytes.
+fn check(offset: u64, len: u64, size: u64) -> Result<(), PlaceError> {
+    match offset.checked_add(len) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(PlaceError::OutOfBounds { offset, len, size }),
+    }
+}
+
+/// Checks all pieces before the first is written.
+fn check_pieces(pieces: &[Piece<'_>], size: u64) -> Result<(), PlaceError> {
+    pieces.iter().try_for_each(|piece| check(piece.offset, piece.data.len() as u64, size))
+}
+
+/// The size of a page of this machine's kernel, bytes.
+fn kernel_page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
+
+/// How many pieces go into one system call: the two arrays stay on the stack (8 KiB) and below the kernel's limit of 1024.
+const VECTOR: usize = 256;
+
+/// Source of zeros for the ways that must write them.
+static ZEROS: [u8; 128 * 1024] = [0; 128 * 1024];

@@ -1,0 +1,149 @@
+//! Placing through a shared mapping of the file that backs guest RAM.
+//!
+//! The faster way where the backing has huge pages: one fault per 2 MiB, then stores at memory speed. hugetlbfs has no
+//! other way: it does not implement `write`.
+//!
+//! A store into a shared mapping ends in SIGBUS when the backing has no page to give (tmpfs full, huge page pool empty) or
+//! was truncated. So each range is populated by `MADV_POPULATE_WRITE` (Linux 5.14) before it is stored to: the same fault,
+//! but its failure is an error code, and one system call takes the faults of a whole batch.
+
+use std::ffi::c_void;
+use std::fs::File;
+use std::io;
+use std::ptr::NonNull;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use super::{Piece, Place, PlaceError, Way, check, check_pieces, kernel_page_size};
+
+/// A shared, writable mapping of (part of) a file.
+#[derive(Debug)]
+pub struct Mapped {
+    start: NonNull<c_void>,
+    size: u64,
+}
+
+// SAFETY: the mapping belongs to this value until drop; it is only written through raw pointers and never borrowed.
+unsafe impl Send for Mapped {}
+// SAFETY: as above; writers of disjoint ranges do not interfere. Other processes share these bytes anyway, which is why
+// nothing here makes a reference to them.
+unsafe impl Sync for Mapped {}
+
+impl Mapped {
+    /// Maps `size` bytes of `file` from `file_offset`. The file must be open for reading and writing, and
+    /// `file_offset` a multiple of its page size. The mapping keeps the file alive; `file` may be closed afterwards.
+    pub fn new(file: &File, file_offset: u64, size: u64) -> Result<Self, PlaceError> {
+        let length = usize::try_from(size)
+            .ok()
+            .filter(|length| *length > 0)
+            .ok_or_else(|| PlaceError::Unusable(format!("cannot map {size} bytes")))?;
+        let end = file_offset.checked_add(size);
+        let have = file
+            .metadata()
+            .map_err(|source| PlaceError::Io { what: "fstat of the file behind guest RAM", offset: 0, source })?
+            .len();
+        if end.is_none_or(|end| end > have) {
+            return Err(PlaceError::Unusable(format!(
+                "the file behind guest RAM has {have} bytes, too few for {size} from offset {file_offset}"
+            )));
+        }
+        // SAFETY: a new mapping at an address that the kernel chooses; it replaces nothing of ours.
+        let start = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                length,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                file,
+                file_offset,
+            )
+        }
+        .map_err(|errno| PlaceError::Io {
+            what: "mapping the file behind guest RAM",
+            offset: 0,
+            source: errno.into(),
+        })?;
+        // `shmem_enabled=advise` and tmpfs `huge=advise` give huge pages only to those who ask. A refusal (hugetlbfs, no
+        // such pages) changes nothing, so it is not an error.
+        // SAFETY: advice on the whole of the mapping made above.
+        let _ = unsafe { rustix::mm::madvise(start, length, Advice::LinuxHugepage) };
+        let start = NonNull::new(start)
+            .ok_or_else(|| PlaceError::Unusable("the kernel mapped guest RAM at address 0".into()))?;
+        Ok(Self { start, size })
+    }
+
+    fn at(&self, offset: u64) -> *mut u8 {
+        self.start.as_ptr().cast::<u8>().wrapping_add(offset as usize)
+    }
+
+    /// Takes the faults of a range now, so that no store can end in SIGBUS for want of a page.
+    fn populate(&self, offset: u64, len: u64) -> Result<(), PlaceError> {
+        if len == 0 {
+            return Ok(());
+        }
+        let page = kernel_page_size();
+        let first = offset - offset % page;
+        // The kernel rounds the length up to whole pages itself; the mapping is whole pages.
+        let length = (offset + len - first) as usize;
+        loop {
+            // SAFETY: the range was checked to lie inside the mapping; the advice changes no content.
+            let done = unsafe { rustix::mm::madvise(self.at(first).cast(), length, Advice::LinuxPopulateWrite) };
+            return match done {
+                Ok(()) => Ok(()),
+                Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => continue,
+                // Before Linux 5.14: the store itself takes the fault.
+                Err(rustix::io::Errno::INVAL) => Ok(()),
+                Err(errno) => Err(PlaceError::NoMemory { offset, source: io::Error::from(errno) }),
+            };
+        }
+    }
+}
+
+impl Place for Mapped {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn write_pieces(&self, pieces: &[Piece<'_>]) -> Result<(), PlaceError> {
+        check_pieces(pieces, self.size)?;
+        let mut rest = pieces;
+        while let Some(first) = rest.first() {
+            // Pieces that follow each other in the block are one populate call.
+            let mut end = first.offset + first.data.len() as u64;
+            let mut run = 1;
+            while let Some(next) = rest.get(run).filter(|next| next.offset == end) {
+                end += next.data.len() as u64;
+                run += 1;
+            }
+            self.populate(first.offset, end - first.offset)?;
+            for piece in &rest[..run] {
+                // SAFETY: the target was checked to lie inside the mapping, which lives as long as `self`; the source is
+                // a live slice, and no slice of the mapping is ever made, so the two do not overlap.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(piece.data.as_ptr(), self.at(piece.offset), piece.data.len());
+                }
+            }
+            rest = &rest[run..];
+        }
+        Ok(())
+    }
+
+    fn zero(&self, offset: u64, len: u64) -> Result<(), PlaceError> {
+        check(offset, len, self.size)?;
+        self.populate(offset, len)?;
+        // SAFETY: the range was checked to lie inside the mapping, which lives as long as `self`.
+        unsafe { std::ptr::write_bytes(self.at(offset), 0, len as usize) };
+        Ok(())
+    }
+
+    fn way(&self) -> Way {
+        Way::Mapping
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `new`, of the same length, is not used after this.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr(), self.size as usize) };
+    }
+}

@@ -1,0 +1,264 @@
+//! Where a QEMU keeps its guest's RAM: each RAM block with its address in the QEMU process and what backs it.
+//!
+//! Names and sizes come from QEMU (`info ramblock`, `query-memdev`), addresses from `info ramblock` (since 8.0) or from the
+//! flat memory view and `gpa2hva` (before), backing and permissions from `/proc`. A wrong guess here would let Sterna write
+//! into a stranger's memory, so nothing is guessed: what cannot be proved is left to QEMU's own stream, with the reason.
+//!
+//! Only memory backends (`-m`, `-object memory-backend-*`) are looked for. ROMs, video memory and firmware tables are small,
+//! may be resized while loading, and always go in-stream.
+
+mod fresh;
+mod maps;
+mod monitor;
+#[cfg(test)]
+mod tests;
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde_json::json;
+use sterna_memory::place::TargetProcess;
+
+use crate::qmp::{Qmp, QmpError};
+
+pub use fresh::Freshness;
+use maps::{Area, Maps};
+use monitor::{Listed, Memdev};
+
+/// A RAM block of QEMU.
+#[derive(Debug)]
+pub struct RamBlock {
+    /// Name as in the migration stream.
+    pub name: String,
+    /// Bytes in use, as in the migration stream.
+    pub used: u64,
+    /// Size of a page of its backing, bytes.
+    pub page_size: u64,
+    /// Where it is, or why it can only be filled by QEMU itself (a sentence's second half, for log and report).
+    pub location: Result<Location, String>,
+}
+
+/// Where a RAM block is.
+#[derive(Debug)]
+pub struct Location {
+    /// The QEMU process.
+    pub process: Arc<TargetProcess>,
+    /// Address of the block's first byte in that process.
+    pub address: u64,
+    /// What is mapped there.
+    pub backing: Backing,
+    /// Whether QEMU was told to allocate all of it at start.
+    pub preallocated: bool,
+    /// Whether the process has locked or pinned memory (mem-lock, device assignment): pages must then not be given back.
+    pub pinned: bool,
+}
+
+/// What backs a RAM block.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Backing {
+    /// Private anonymous memory: QEMU's default.
+    Anonymous,
+    /// A private mapping of a file (`share=off`): what QEMU writes is its own, like anonymous memory.
+    PrivateFile,
+    /// A file that others can share (`share=on`).
+    Shared {
+        /// The file, open for reading and writing.
+        file: File,
+        /// Offset of the block's first byte in it.
+        offset: u64,
+        /// What kind of file.
+        kind: FileKind,
+    },
+}
+
+/// The kinds of files that guest RAM may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FileKind {
+    /// A memfd of ordinary pages; `huge`: the kernel may give it huge pages.
+    Memfd {
+        /// Whether huge pages are possible.
+        huge: bool,
+    },
+    /// A file on tmpfs; `huge`: its mount asks for huge pages.
+    Tmpfs {
+        /// Whether huge pages are possible.
+        huge: bool,
+    },
+    /// A file (or memfd) of huge pages of a pool.
+    Hugetlb {
+        /// Size of one, bytes.
+        page_size: u64,
+    },
+    /// A file on a disk, or on a file system that is not known to be memory.
+    Disk,
+}
+
+/// Why the RAM blocks could not be listed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DiscoverError {
+    /// QMP failed.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// QEMU's list is not as any known release writes it.
+    #[error("cannot read the RAM blocks from QEMU's answer to {command}: {line:?}")]
+    NotUnderstood {
+        /// The command.
+        command: &'static str,
+        /// The line that is not understood.
+        line: String,
+    },
+}
+
+/// Lists the RAM blocks of the QEMU behind `qmp`.
+pub fn discover(qmp: &Qmp) -> Result<Vec<RamBlock>, DiscoverError> {
+    let listed = monitor::ram_blocks(&qmp.human("info ramblock")?)?;
+    let memdevs = monitor::memdevs(&qmp.execute("query-memdev", json!({}))?);
+    let owned = monitor::device_memory(&qmp.execute("query-memory-devices", json!({}))?);
+    let process = Process::behind(qmp);
+    let mut flat_view = None;
+    let mut blocks = Vec::with_capacity(listed.len());
+    for block in listed {
+        let location = match judge(&block, &memdevs, &owned) {
+            Err(reason) => Err(reason),
+            Ok(memdev) => match &process {
+                Err(reason) => Err(reason.clone()),
+                Ok(process) => {
+                    let address = match block.address {
+                        Some(address) => Ok(address),
+                        None => {
+                            let view = match &mut flat_view {
+                                Some(view) => view,
+                                none => none.insert(qmp.human("info mtree -f")?),
+                            };
+                            monitor::address_from_view(view, &block, |gpa| qmp.human(&format!("gpa2hva {gpa:#x}")))?
+                        }
+                    };
+                    address.and_then(|address| process.locate(address, &block, memdev))
+                }
+            },
+        };
+        blocks.push(RamBlock { name: block.name, used: block.used, page_size: block.page_size, location });
+    }
+    Ok(blocks)
+}
+
+/// The memory backend of a block that may be filled from outside, or why it may not.
+fn judge<'a>(block: &Listed, memdevs: &'a [Memdev], owned: &[(String, String)]) -> Result<&'a Memdev, String> {
+    // Machine types up to 4.0 name the block of a backend by its path.
+    let id = block.name.strip_prefix("/objects/").unwrap_or(&block.name);
+    let mut named = memdevs.iter().filter(|memdev| memdev.id == id);
+    let memdev = match (named.next(), named.next()) {
+        (Some(memdev), None) => memdev,
+        (Some(_), Some(_)) => return Err("several memory backends have its name".into()),
+        (None, _) => return Err("it belongs to a device or the firmware".into()),
+    };
+    if let Some((_, kind)) = owned.iter().find(|(memdev, kind)| memdev == id && kind != "dimm") {
+        return Err(format!("it belongs to a device of type {kind}, which decides what is plugged in"));
+    }
+    if block.read_only == Some(true) {
+        return Err("it is read-only".into());
+    }
+    if block.used != block.total {
+        return Err("it may be resized".into());
+    }
+    if memdev.size != block.total {
+        return Err("its size is not that of its memory backend".into());
+    }
+    Ok(memdev)
+}
+
+/// The QEMU process, as `/proc` shows it.
+struct Process {
+    target: Arc<TargetProcess>,
+    maps: Maps,
+    pinned: bool,
+}
+
+impl Process {
+    /// Finds the process behind the monitor, or says why it is out of reach.
+    fn behind(qmp: &Qmp) -> Result<Self, String> {
+        let pid = qmp.peer_pid().ok_or("the QEMU process cannot be seen from here (another pid namespace)")?;
+        let target = TargetProcess::open(pid).map_err(|error| error.to_string())?;
+        // Only a process that runs this guest's vCPU threads is its QEMU.
+        let cpus = qmp.execute("query-cpus-fast", json!({})).map_err(|error| error.to_string())?;
+        let mut threads = cpus.as_array().into_iter().flatten().filter_map(|cpu| cpu["thread-id"].as_i64()).peekable();
+        if threads.peek().is_none() {
+            return Err("QEMU names no vCPU threads, so its process cannot be told for sure".into());
+        }
+        if !threads.all(|thread| fs::exists(format!("/proc/{pid}/task/{thread}")).unwrap_or(false)) {
+            return Err(format!(
+                "process {pid} answers on the QMP socket but does not run this guest's vCPUs (another pid namespace?)"
+            ));
+        }
+        let text = fs::read_to_string(format!("/proc/{pid}/maps"))
+            .map_err(|error| format!("the mappings of process {pid} cannot be read: {error}"))?;
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))
+            .map_err(|error| format!("the status of process {pid} cannot be read: {error}"))?;
+        // Still the process that was taken hold of: all of the above is about it, and no other that got its id.
+        target.check_alive().map_err(|error| error.to_string())?;
+        Ok(Self { target: Arc::new(target), maps: Maps::parse(&text), pinned: maps::has_pinned_memory(&status) })
+    }
+
+    /// Finds out what is mapped at a block's address.
+    fn locate(&self, address: u64, block: &Listed, memdev: &Memdev) -> Result<Location, String> {
+        let area = self.maps.area(address, block.total)?;
+        if area.shared != memdev.share {
+            return Err(format!(
+                "QEMU says share={} but its mapping is {}",
+                if memdev.share { "on" } else { "off" },
+                if area.shared { "shared" } else { "private" }
+            ));
+        }
+        let backing = match (area.shared, area.inode) {
+            (false, 0) => Backing::Anonymous,
+            (false, _) => Backing::PrivateFile,
+            (true, _) => {
+                let file = self.open(&area)?;
+                let kind = maps::file_kind(&file, &area, self.target.pid())?;
+                Backing::Shared { file, offset: area.offset, kind }
+            }
+        };
+        Ok(Location {
+            process: Arc::clone(&self.target),
+            address,
+            backing,
+            preallocated: memdev.prealloc,
+            pinned: self.pinned,
+        })
+    }
+
+    /// Opens the very file that is mapped: by QEMU's own descriptor, else by the mapping. (Its path may by now name another
+    /// file, or none.)
+    fn open(&self, area: &Area) -> Result<File, String> {
+        let (start, end) = area.first_mapping;
+        let descriptors = fs::read_dir(format!("/proc/{}/fd", self.target.pid()))
+            .map_err(|error| format!("the files of process {} cannot be seen: {error}", self.target.pid()))?;
+        let candidates = descriptors
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .chain([PathBuf::from(format!("/proc/{}/map_files/{start:x}-{end:x}", self.target.pid()))]);
+        let mut refused = None;
+        for path in candidates {
+            let is_it = |metadata: fs::Metadata| {
+                // Only regular files are opened at all: opening a device or a pipe can have effects.
+                metadata.is_file() && metadata.ino() == area.inode && area.is_device(metadata.dev())
+            };
+            if !fs::metadata(&path).is_ok_and(is_it) {
+                continue;
+            }
+            match OpenOptions::new().read(true).write(true).open(&path) {
+                Ok(file) if file.metadata().is_ok_and(is_it) => return Ok(file),
+                Ok(_) => {}
+                Err(error) => refused = Some(error),
+            }
+        }
+        Err(match refused {
+            Some(error) => format!("its file cannot be opened for writing: {error}"),
+            None => "its file was not found among the files of the QEMU process".into(),
+        })
+    }
+}

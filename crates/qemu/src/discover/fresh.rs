@@ -1,0 +1,144 @@
+//! Which pages of a block nobody has written yet: they read as zeros, so a zero page that arrives for one of them needs no
+//! work and no memory.
+//!
+//! Known, not assumed: shared files by `SEEK_DATA` (pages in the file, whoever put them there; page tables would show only
+//! what this process touched), private memory by `/proc/PID/pagemap` (present or swapped).
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use rustix::fs::SeekFrom;
+
+use super::{Backing, FileKind, Location, RamBlock};
+
+/// More touched ranges than this are not kept: such memory is not fresh in any useful sense.
+const MAX_RANGES: usize = 16 * 1024;
+
+/// What of a block has been written before the migration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Freshness {
+    /// All of it counts as written; the reason, for the log.
+    Touched(&'static str),
+    /// Nothing but these ranges (offsets in the block, bytes; in order, not overlapping) may have been written.
+    Fresh(Vec<Range<u64>>),
+}
+
+impl Freshness {
+    /// Whether `len` bytes at `offset` read as zeros because nobody wrote them.
+    pub fn is_fresh(&self, offset: u64, len: u64) -> bool {
+        match self {
+            Freshness::Touched(_) => false,
+            Freshness::Fresh(touched) => {
+                let end = offset.saturating_add(len);
+                let at = touched.partition_point(|range| range.end <= offset);
+                touched.get(at).is_none_or(|range| range.start >= end)
+            }
+        }
+    }
+
+    /// Bytes that may have been written, of a block of `size` bytes.
+    pub fn touched_bytes(&self, size: u64) -> u64 {
+        match self {
+            Freshness::Touched(_) => size,
+            Freshness::Fresh(touched) => touched.iter().map(|range| range.end - range.start).sum(),
+        }
+    }
+}
+
+impl RamBlock {
+    /// What of this block has been written so far. Ask just before the first page is placed.
+    pub fn freshness(&self) -> Freshness {
+        let Ok(location) = &self.location else {
+            return Freshness::Touched("its memory is out of reach");
+        };
+        location.touched_ranges(self.used).unwrap_or_else(Freshness::Touched)
+    }
+}
+
+impl Location {
+    pub(super) fn touched_ranges(&self, size: u64) -> Result<Freshness, &'static str> {
+        if self.preallocated {
+            return Err("it was preallocated");
+        }
+        let mut ranges = Ranges(Vec::new());
+        match &self.backing {
+            Backing::Anonymous => {
+                let pagemap = File::open(format!("/proc/{}/pagemap", self.process.pid()))
+                    .map_err(|_| "its page map cannot be read")?;
+                present_pages(&pagemap, self.address, size, &mut ranges)?;
+            }
+            Backing::PrivateFile => return Err("a private file shows what the file contains"),
+            Backing::Shared { kind: FileKind::Hugetlb { .. }, .. } => {
+                return Err("huge pages of a pool cannot be asked");
+            }
+            Backing::Shared { kind: FileKind::Disk, .. } => return Err("a file on disk may contain anything"),
+            Backing::Shared { file, offset, .. } => written_data(file, *offset, size, &mut ranges)?,
+        }
+        Ok(Freshness::Fresh(ranges.0))
+    }
+}
+
+/// Ranges being collected in order.
+pub(super) struct Ranges(pub(super) Vec<Range<u64>>);
+
+impl Ranges {
+    fn add(&mut self, range: Range<u64>) -> Result<(), &'static str> {
+        let full = self.0.len() == MAX_RANGES;
+        match self.0.last_mut() {
+            Some(last) if last.end >= range.start => last.end = last.end.max(range.end),
+            _ if full => return Err("it is written in too many places"),
+            _ => self.0.push(range),
+        }
+        Ok(())
+    }
+}
+
+/// `SEEK_DATA` over a part of a file.
+pub(super) fn written_data(file: &File, offset: u64, size: u64, ranges: &mut Ranges) -> Result<(), &'static str> {
+    let mut at = offset;
+    let end = offset + size;
+    while at < end {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) => data,
+            Err(rustix::io::Errno::NXIO) => break,
+            Err(_) => return Err("its file cannot be searched for holes"),
+        };
+        let hole = rustix::fs::seek(file, SeekFrom::Hole(data)).map_err(|_| "its file cannot be searched for holes")?;
+        if data < end {
+            ranges.add(data - offset..hole.min(end) - offset)?;
+        }
+        at = hole.max(data + 1);
+    }
+    Ok(())
+}
+
+/// Pages that are present or swapped, by the kernel's page map (Documentation/admin-guide/mm/pagemap.rst): one little word of
+/// 64 bits for each page, bit 63 present, bit 62 swapped.
+pub(super) fn present_pages(pagemap: &File, address: u64, size: u64, ranges: &mut Ranges) -> Result<(), &'static str> {
+    const IN_USE: u64 = 0b11 << 62;
+    let page = rustix::param::page_size() as u64;
+    let first = address / page;
+    let pages = (address + size).div_ceil(page) - first;
+    let mut words = vec![0_u8; 512 * 1024];
+    let mut done = 0;
+    while done < pages {
+        let want = ((pages - done) * 8).min(words.len() as u64) as usize;
+        let words = &mut words[..want];
+        match pagemap.read_exact_at(words, (first + done) * 8) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(_) => return Err("its page map cannot be read"),
+        }
+        for word in words.as_chunks::<8>().0 {
+            if u64::from_ne_bytes(*word) & IN_USE != 0 {
+                let start = ((first + done) * page).saturating_sub(address);
+                let end = ((first + done + 1) * page - address).min(size);
+                ranges.add(start..end)?;
+            }
+            done += 1;
+        }
+    }
+    Ok(())
+}

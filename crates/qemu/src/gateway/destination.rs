@@ -1,0 +1,797 @@
+//! `sterna receive`: the driver beside the destination QEMU.
+//!
+//! Like the source's: one thread and one loop over events, led by the switchover's state machine. Connections are
+//! accepted and checked by the listener; here they are matched to the migration, and each gets a thread.
+
+use std::net::Shutdown;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde_json::json;
+use sterna::abort::Abort;
+use sterna::control_link::{ControlEvent, ControlLink, hear, say};
+use sterna::receive::{ReceiveCounters, Sink, receive_packets};
+use sterna::record_file::RecordFile;
+use sterna::report::Outcome;
+use sterna::transport::{Connection, Limits, Listener, accept_channel, refuse_channel};
+use sterna_wire::control::{ControlMessage, ControlReader, DestinationFigures, Hello, Mode, ReturnPath, Totals, Welcome};
+use sterna_wire::handshake::choose;
+use sterna_wire::header::{ChannelHeader, ChannelKind};
+use sterna_wire::identity::{MigrationId, MigrationKey};
+use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
+use sterna_wire::switchover::{
+    DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
+    Moment, RecordState, SwitchoverMessage,
+};
+
+use super::feeder::{Feeder, FeederNews, RamSink, StreamSink};
+use super::peer::{Dialed, own_capabilities, program};
+use super::qemu::{self, QemuEvent};
+use super::sockets::SocketDir;
+use super::{Cancel, GatewayError, Observer, ReceiveOptions, fault};
+use crate::discover::discover;
+use crate::qmp::Qmp;
+use crate::settings::{Restore, Role, Settings, Wanted};
+use crate::stream::{ReturnMessage, ReturnPathReader};
+
+/// How long QEMU may take from having loaded everything to saying that it is paused.
+const PAUSE_TIME: Duration = Duration::from_secs(10);
+/// Pause between two looks at a state that QEMU tells by no event.
+const LOOK_PAUSE: Duration = Duration::from_millis(1);
+/// How long QEMU may take to exit.
+const QUIT_TIME: Duration = Duration::from_secs(10);
+/// How often the loop wakes when nothing happens.
+const IDLE: Duration = Duration::from_secs(1);
+
+/// What `sterna receive` tells at its end.
+#[derive(Clone, Debug, Serialize)]
+pub struct ReceiveReport {
+    /// The migration's id.
+    pub id: String,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Why, where it did not complete.
+    pub reason: Option<String>,
+    /// Who sent.
+    pub source: String,
+    /// How each RAM block was placed, and why.
+    pub placement: Vec<String>,
+    /// Milliseconds from the end of RAM to the guest loaded and paused.
+    pub load_ms: f64,
+    /// Milliseconds from the decision to the guest running.
+    pub start_ms: f64,
+}
+
+impl ReceiveReport {
+    /// Text for a terminal.
+    pub fn text(&self) -> String {
+        let reason = self.reason.as_deref().unwrap_or("no reason given");
+        let headline = match self.outcome {
+            Outcome::Completed => format!("migration {} from {} completed: the guest runs here", self.id, self.source),
+            Outcome::Unconfirmed | Outcome::Lost => format!(
+                "migration {} from {}: {reason}; run `sterna recover {}` on both hosts",
+                self.id, self.source, self.id
+            ),
+            Outcome::Failed | Outcome::Cancelled => {
+                format!("migration {} from {} ended: {reason}; nothing runs here", self.id, self.source)
+            }
+        };
+        let mut text = headline;
+        for line in &self.placement {
+            text.push_str(&format!("\n  placement    {line}"));
+        }
+        text
+    }
+}
+
+/// What wakes the driver.
+#[derive(Debug)]
+enum Event {
+    Control(u32, ControlEvent),
+    Reconnected(u32, ControlLink),
+    Qemu(QemuEvent),
+    Feeder(FeederNews),
+    ReturnPath(Result<ReturnMessage, String>),
+    Broken,
+    Cancelled,
+}
+
+/// Takes one migration into the QEMU at `options.qmp`. Connections that are refused do not end it.
+///
+/// # Errors
+/// Only for what is found before a migration was accepted; every other end is told by the report.
+pub fn receive(
+    options: &ReceiveOptions,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<ReceiveReport, GatewayError> {
+    let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::new)?;
+    let settings = Settings::read(&qmp).map_err(GatewayError::new)?;
+    let refusals = settings.refusals(Role::Destination);
+    if !refusals.is_empty() {
+        return Err(GatewayError(format!("this QEMU cannot take a guest: {}", refusals.join("; "))));
+    }
+    qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
+    let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
+    let address = listener.local_address().to_string();
+    let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
+    observer.note(&format!("listening on {address}"));
+    let stop = incoming.stop_handle();
+    cancel.on_cancel(move || stop.stop());
+
+    let guest = Guest::of(&qmp);
+    let session = loop {
+        let (connection, header) =
+            incoming.next().ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
+        match Session::accept(connection, &header, &guest) {
+            Ok(session) => break session,
+            Err(reason) => observer.note(&format!("refused: {reason}")),
+        }
+    };
+    observer.note(&format!("migration {} from {}", session.dialed.id, session.peer));
+    run_session(session, options, &address, qmp, incoming, cancel, observer)
+}
+
+/// What the destination's QEMU must have in common with the source's.
+struct Guest {
+    machine_type: String,
+}
+
+impl Guest {
+    fn of(qmp: &Qmp) -> Self {
+        Self { machine_type: qemu::machine(qmp, Duration::ZERO).machine_type }
+    }
+
+    fn refusal(&self, hello: &Hello) -> Option<String> {
+        if hello.mode != Mode::Owner {
+            return Some("the source is a proxy, and here a QEMU is owned: use `sterna proxy receive`".into());
+        }
+        let theirs = &hello.machine.machine_type;
+        (*theirs != self.machine_type && !theirs.is_empty() && !self.machine_type.is_empty()).then(|| {
+            let ours = &self.machine_type;
+            format!("the source's machine type is {theirs}, the destination's {ours}: start it with -M {theirs}")
+        })
+    }
+}
+
+/// A migration that was begun by a source.
+struct Session {
+    dialed: Dialed,
+    peer: String,
+    writer: sterna::transport::Writer,
+    reader: sterna::transport::Reader,
+    closer: sterna::transport::Closer,
+    messages: ControlReader,
+    welcome: Welcome,
+}
+
+impl Session {
+    /// Takes a control channel's hello. What is refused has been told so.
+    fn accept(connection: Connection, header: &ChannelHeader, guest: &Guest) -> Result<Self, String> {
+        let peer = connection.peer();
+        if header.kind != ChannelKind::Control || header.incarnation != 1 {
+            let reason = "no migration with this id is under way here";
+            refuse_channel(connection, reason);
+            return Err(format!("{peer}: {reason}"));
+        }
+        let exporter = connection.exporter().to_vec();
+        let closer = connection.closer();
+        let (mut writer, mut reader) = accept_channel(connection).map_err(|error| error.to_string())?;
+        reader.set_timeout(Some(HANDSHAKE_TIME)).map_err(|error| error.to_string())?;
+        let mut messages = ControlReader::default();
+        let hello = match hear(&mut reader, &mut messages) {
+            Ok(ControlMessage::Hello(hello)) => hello,
+            Ok(_) => return Err(format!("{peer}: the first message is no hello")),
+            Err(error) => return Err(format!("{peer}: {error}")),
+        };
+        let refuse = |writer: &mut _, reason: String| {
+            // The peer may be gone; then nobody misses the answer.
+            let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
+            Err(format!("{peer}: {reason}"))
+        };
+        let chosen = choose(&own_capabilities(MAX_CONTENT), header, &exporter, &hello);
+        let (key, chosen) = match chosen {
+            Ok(chosen) => chosen,
+            Err(error) => return refuse(&mut writer, error.to_string()),
+        };
+        if let Some(reason) = guest.refusal(&hello) {
+            return refuse(&mut writer, reason);
+        }
+        let dialed = Dialed {
+            id: header.id,
+            key,
+            incarnation: 1,
+            channels: hello.channels,
+            packet_size: chosen.packet_size as usize,
+            round_trip: Duration::ZERO,
+        };
+        let welcome = Welcome { program: program(), chosen };
+        Ok(Self { dialed, peer, writer, reader, closer, messages, welcome })
+    }
+}
+
+fn run_session(
+    session: Session,
+    options: &ReceiveOptions,
+    address: &str,
+    qmp: Qmp,
+    incoming: sterna::transport::Incoming,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<ReceiveReport, GatewayError> {
+    let Session { dialed, peer, mut writer, reader, closer, messages, welcome } = session;
+    let refused = |writer: &mut _, error: String| {
+        // The peer may be gone; then nobody misses the answer.
+        let _ = say(writer, &ControlMessage::Refused { reason: error.clone() });
+        GatewayError(error)
+    };
+    let wanted = Wanted {
+        role: Role::Destination,
+        channels: dialed.channels as u8,
+        downtime_limit: None,
+        pause_before_switchover: false,
+    };
+    let restore = Settings::apply(&qmp, &wanted).map_err(|error| refused(&mut writer, error.to_string()))?;
+    let state = RecordState::Destination(DestinationState::Started);
+    let record = qemu::new_record(&dialed, state, address.to_owned(), &options.qmp, &qmp);
+    let record =
+        RecordFile::create(&options.state_dir, record).map_err(|error| refused(&mut writer, error.to_string()))?;
+    let sockets = SocketDir::create(dialed.id, "destination", qmp.peer_pid())
+        .map_err(|error| refused(&mut writer, format!("cannot make the private socket directory: {error}")))?;
+
+    let (events_in, events) = channel();
+    let link = ControlLink::start(writer, reader, closer, messages, link_events(&events_in, 1)).map_err(GatewayError::new)?;
+    let abort = Arc::new(Abort::default());
+    let broken = events_in.clone();
+    abort.on_end(move || {
+        let _ = broken.send(Event::Broken);
+    });
+    let cancelled = events_in.clone();
+    cancel.on_cancel(move || {
+        let _ = cancelled.send(Event::Cancelled);
+    });
+    qemu::watch(&qmp, {
+        let events_in = events_in.clone();
+        move |event| events_in.send(Event::Qemu(event)).is_ok()
+    });
+
+    let blocks_of = qmp.clone();
+    let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
+    let feeder =
+        Feeder::new(dialed.channels, &sockets.socket("qemu.sock"), options.placement, find_blocks, &abort);
+    let doorman = Arc::new(Doorman {
+        id: dialed.id,
+        key: dialed.key.clone(),
+        packet_size: dialed.packet_size,
+        state: Mutex::new(DoormanState::new(dialed.channels)),
+        feeder,
+        abort: Arc::clone(&abort),
+        events_in: events_in.clone(),
+    });
+    let accepting = {
+        let doorman = Arc::clone(&doorman);
+        std::thread::spawn(move || {
+            while let Some((connection, header)) = incoming.next() {
+                doorman.admit(connection, &header);
+            }
+        })
+    };
+
+    let (machine, first) = DestinationSwitchover::begin();
+    let faults_before = qmp.peer_pid().map_or(0, qemu::faults);
+    let mut driver = Driver {
+        observer,
+        qmp,
+        record,
+        restore: Some(restore),
+        machine,
+        link: Some(link),
+        incarnation: 1,
+        welcome: Some(welcome),
+        doorman,
+        abort,
+        events_in,
+        sockets,
+        totals: None,
+        ram_placed: None,
+        loaded: false,
+        decided: None,
+        faults_before,
+        figures: DestinationFigures::default(),
+        placement: Vec::new(),
+        return_path: None,
+        end: None,
+        guest_stopped: false,
+    };
+    driver.run(&events, first);
+    let stop_listening = cancel.clone();
+    let report = driver.finish(peer);
+    // Wakes the accepting thread: nobody is waited for any more.
+    stop_listening.cancel();
+    let _ = accepting.join();
+    Ok(report)
+}
+
+fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
+    let events = events.clone();
+    move |event| {
+        let _ = events.send(Event::Control(incarnation, event));
+    }
+}
+
+/// Matches connections to the migration.
+struct Doorman {
+    id: MigrationId,
+    key: MigrationKey,
+    packet_size: usize,
+    state: Mutex<DoormanState>,
+    feeder: Arc<Feeder>,
+    abort: Arc<Abort>,
+    events_in: Sender<Event>,
+}
+
+struct DoormanState {
+    open: bool,
+    incarnation: u32,
+    ram: Vec<Option<Arc<ReceiveCounters>>>,
+    stream: bool,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl DoormanState {
+    fn new(channels: u16) -> Self {
+        Self { open: false, incarnation: 1, ram: vec![None; channels.into()], stream: false, threads: Vec::new() }
+    }
+}
+
+impl Doorman {
+    fn admit(&self, connection: Connection, header: &ChannelHeader) {
+        if let Err((connection, reason)) = self.try_admit(connection, header) {
+            tracing::info!(peer = connection.peer(), reason, "refused a connection");
+            refuse_channel(connection, &reason);
+        }
+    }
+
+    fn try_admit(&self, connection: Connection, header: &ChannelHeader) -> Result<(), (Connection, String)> {
+        if header.id != self.id {
+            return Err((connection, "another migration is under way here".into()));
+        }
+        if !header.belongs(&self.key, connection.exporter()) {
+            return Err((connection, "the channel's proof does not belong to this migration".into()));
+        }
+        let mut state = self.state.lock().expect("the doorman does not panic");
+        match header.kind {
+            ChannelKind::Control if header.incarnation > state.incarnation => {
+                state.incarnation = header.incarnation;
+                drop(state);
+                self.admit_control(connection, header.incarnation);
+                Ok(())
+            }
+            ChannelKind::Ram | ChannelKind::DeviceState if !state.open || header.incarnation != 1 => {
+                Err((connection, "no data channels are expected now".into()))
+            }
+            ChannelKind::Ram => match state.ram.get(usize::from(header.index)) {
+                None => Err((connection, format!("only {} RAM channels were agreed on", state.ram.len()))),
+                Some(Some(_)) => Err((connection, format!("RAM channel {} exists already", header.index))),
+                Some(None) => {
+                    let sink = RamSink::new(&self.feeder, header.index);
+                    let counters = self.serve(&mut state, connection, format!("ram-{}", header.index), sink);
+                    state.ram[usize::from(header.index)] = Some(counters);
+                    Ok(())
+                }
+            },
+            ChannelKind::DeviceState if header.index == 0 && !state.stream => {
+                state.stream = true;
+                let events = self.events_in.clone();
+                let sink = StreamSink::new(&self.feeder, move |news| {
+                    let _ = events.send(Event::Feeder(news));
+                });
+                self.serve(&mut state, connection, "stream".into(), sink);
+                Ok(())
+            }
+            kind => Err((connection, format!("a channel of kind {kind:?} is not expected here"))),
+        }
+    }
+
+    fn serve(
+        &self,
+        state: &mut DoormanState,
+        connection: Connection,
+        name: String,
+        mut sink: impl Sink + 'static,
+    ) -> Arc<ReceiveCounters> {
+        let counters = Arc::new(ReceiveCounters::default());
+        let closer = connection.closer();
+        self.abort.on_end(move || closer.close());
+        let (abort, packet_size, counted) = (Arc::clone(&self.abort), self.packet_size, Arc::clone(&counters));
+        let thread = std::thread::Builder::new().name(name.clone()).spawn(move || {
+            let outcome = match accept_channel(connection) {
+                Ok((writer, reader)) => receive_packets(reader, writer, &mut sink, packet_size, &counted)
+                    .map_err(|error| error.to_string()),
+                Err(error) => Err(error.to_string()),
+            };
+            if let Err(reason) = outcome {
+                abort.raise(format_args!("channel {name}: {reason}"));
+            }
+        });
+        match thread {
+            Ok(thread) => state.threads.push(thread),
+            Err(error) => drop(self.abort.raise(format_args!("no thread for a channel: {error}"))),
+        }
+        counters
+    }
+
+    fn admit_control(&self, connection: Connection, incarnation: u32) {
+        let closer = connection.closer();
+        let accepted = accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
+            let events = link_events(&self.events_in, incarnation);
+            ControlLink::start(writer, reader, closer, ControlReader::default(), events).map_err(|error| error.to_string())
+        });
+        match accepted {
+            Ok(link) => drop(self.events_in.send(Event::Reconnected(incarnation, link))),
+            Err(error) => tracing::info!(error, "the source's new connection failed"),
+        }
+    }
+}
+
+struct Driver<'a> {
+    observer: &'a dyn Observer,
+    qmp: Qmp,
+    record: RecordFile,
+    restore: Option<Restore>,
+    machine: DestinationSwitchover,
+    link: Option<ControlLink>,
+    incarnation: u32,
+    welcome: Option<Welcome>,
+    doorman: Arc<Doorman>,
+    abort: Arc<Abort>,
+    events_in: Sender<Event>,
+    sockets: SocketDir,
+    totals: Option<Totals>,
+    ram_placed: Option<Instant>,
+    loaded: bool,
+    decided: Option<Instant>,
+    faults_before: u64,
+    figures: DestinationFigures,
+    placement: Vec<String>,
+    return_path: Option<JoinHandle<()>>,
+    end: Option<DestinationEnd>,
+    guest_stopped: bool,
+}
+
+impl Driver<'_> {
+    fn run(&mut self, events: &Receiver<Event>, first: Vec<DestinationAction>) {
+        let mut actions = first;
+        loop {
+            let mut answers = Vec::new();
+            for action in actions {
+                let step = action.step();
+                fault::point(Moment::Before, step);
+                answers.extend(self.perform(action));
+                fault::point(Moment::After, step);
+            }
+            actions = Vec::new();
+            for answer in answers {
+                actions.extend(self.machine.on(answer));
+            }
+            if !actions.is_empty() {
+                continue;
+            }
+            // Once it has ended, the source is answered until it hangs up.
+            if self.end.is_some() && self.link.is_none() {
+                return;
+            }
+            match events.recv_timeout(IDLE) {
+                Ok(event) => {
+                    if let Some(event) = self.translate(event) {
+                        actions = self.machine.on(event);
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the driver itself holds a sender"),
+            }
+        }
+    }
+
+    fn perform(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
+        tracing::debug!(?action, "switchover");
+        match action {
+            DestinationAction::WriteRecord(state) => {
+                if state == DestinationState::Committed {
+                    self.decided = Some(Instant::now());
+                }
+                match self.record.write(RecordState::Destination(state)) {
+                    Ok(()) => Some(DestinationEvent::RecordWritten),
+                    Err(error) => {
+                        self.observer.note(&error.to_string());
+                        Some(DestinationEvent::RecordFailed)
+                    }
+                }
+            }
+            DestinationAction::ClearAutostart => Some(match self.clear_autostart() {
+                Ok(()) => DestinationEvent::AutostartCleared,
+                Err(reason) => DestinationEvent::Failed { reason },
+            }),
+            DestinationAction::AcceptStream => {
+                self.doorman.state.lock().expect("the doorman does not panic").open = true;
+                if let Some(welcome) = self.welcome.take() {
+                    self.say(&ControlMessage::Welcome(welcome));
+                }
+                None
+            }
+            DestinationAction::Send(message) => {
+                if message == SwitchoverMessage::Running {
+                    self.count_figures();
+                    self.say(&ControlMessage::Figures(self.figures.clone()));
+                }
+                self.say(&ControlMessage::Switchover(message));
+                None
+            }
+            DestinationAction::Cont => Some(match qemu::cont(&self.qmp) {
+                Ok(()) => {
+                    self.figures.start_ms = self.decided.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
+                    DestinationEvent::Qemu(DestinationQemu::Running)
+                }
+                Err(error) => DestinationEvent::Failed { reason: format!("QEMU does not start the guest: {error}") },
+            }),
+            DestinationAction::AnnounceSelf => {
+                qemu::announce(&self.qmp);
+                None
+            }
+            DestinationAction::Quit => {
+                self.abort.raise("the migration was aborted");
+                Some(match quit(&self.qmp, &self.record) {
+                    Ok(()) => DestinationEvent::Qemu(DestinationQemu::Gone),
+                    Err(reason) => DestinationEvent::Failed { reason },
+                })
+            }
+            DestinationAction::AwaitSource => {
+                if self.link.is_none() {
+                    self.observer.note(&format!(
+                        "the source is lost and the guest stands loaded here: waiting for the source to say who runs it \
+                         (migration {})",
+                        self.doorman.id
+                    ));
+                }
+                None
+            }
+            DestinationAction::Done(end) => {
+                self.end = Some(end);
+                None
+            }
+        }
+    }
+
+    fn translate(&mut self, event: Event) -> Option<DestinationEvent> {
+        match event {
+            Event::Control(incarnation, event) if incarnation == self.incarnation => match event {
+                ControlEvent::Message(message) => self.heard(message),
+                ControlEvent::Lost(reason) => {
+                    self.link = None;
+                    if self.end.is_none() {
+                        self.observer.note(&format!("the connection to the source is lost: {reason}"));
+                        self.abort.raise(format_args!("the source was lost: {reason}"));
+                    }
+                    Some(DestinationEvent::ConnectionLost)
+                }
+            },
+            Event::Control(..) => None,
+            Event::Reconnected(incarnation, link) => {
+                self.incarnation = incarnation;
+                self.link = Some(link);
+                Some(DestinationEvent::Connected)
+            }
+            Event::Qemu(QemuEvent::Gone) => Some(DestinationEvent::Qemu(DestinationQemu::Gone)),
+            Event::Qemu(QemuEvent::Migration(status)) if status == "failed" => {
+                let why = self.qmp.query_migrate().ok().and_then(|info| info.error_desc);
+                let reason = format!("QEMU could not load the guest: {}", why.as_deref().unwrap_or("see its output"));
+                self.tell_failure(&reason);
+                Some(DestinationEvent::Failed { reason })
+            }
+            Event::Qemu(QemuEvent::Stopped) => {
+                self.guest_stopped = true;
+                None
+            }
+            Event::Qemu(_) => None,
+            Event::Feeder(news) => {
+                self.fed(news);
+                None
+            }
+            Event::ReturnPath(Ok(message)) => self.return_message(message),
+            Event::ReturnPath(Err(reason)) => {
+                self.abort.raise(reason);
+                None
+            }
+            Event::Broken => {
+                let reason = self.abort.reason()?;
+                self.tell_failure(&reason);
+                Some(DestinationEvent::Failed { reason })
+            }
+            Event::Cancelled if self.end.is_none() => Some(DestinationEvent::Failed { reason: "cancelled".into() }),
+            Event::Cancelled => None,
+        }
+    }
+
+    fn heard(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
+        match message {
+            ControlMessage::Totals(totals) => {
+                self.totals = Some(totals);
+                self.if_complete()
+            }
+            ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
+            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
+                let reason = format!("the source failed: {}", sterna_wire::text::cleaned(&reason));
+                Some(DestinationEvent::Failed { reason })
+            }
+            unexpected => {
+                tracing::warn!(?unexpected, "not expected from a source");
+                None
+            }
+        }
+    }
+
+    fn fed(&mut self, news: FeederNews) {
+        match news {
+            FeederNews::Ready(placement, return_path) => {
+                placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
+                self.placement.clone_from(&placement);
+                self.say(&ControlMessage::Ready { placement });
+                let events = self.events_in.clone();
+                self.return_path = Some(std::thread::spawn(move || read_return_path(return_path, &events)));
+            }
+            FeederNews::RamPlaced => self.ram_placed = Some(Instant::now()),
+            FeederNews::Ended => {}
+        }
+    }
+
+    fn return_message(&mut self, message: ReturnMessage) -> Option<DestinationEvent> {
+        let relayed = match message {
+            ReturnMessage::Pong(value) => ReturnPath::Pong(value),
+            ReturnMessage::SwitchoverAck => ReturnPath::SwitchoverAck,
+            ReturnMessage::Shut(status) => ReturnPath::Shut(status),
+        };
+        self.say(&ControlMessage::ReturnPath(relayed));
+        match message {
+            ReturnMessage::Shut(0) => {
+                self.figures.load_ms = self.ram_placed.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
+                if let Err(reason) = wait_paused(&self.qmp) {
+                    return Some(DestinationEvent::Failed { reason });
+                }
+                self.loaded = true;
+                self.if_complete()
+            }
+            ReturnMessage::Shut(status) => {
+                let reason = format!("QEMU could not load the guest (status {status})");
+                Some(DestinationEvent::Failed { reason })
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether QEMU has loaded everything and every channel has placed what the source sent on it.
+    fn if_complete(&mut self) -> Option<DestinationEvent> {
+        let totals = self.totals.as_ref().filter(|_| self.loaded)?;
+        let state = self.doorman.state.lock().expect("the doorman does not panic");
+        let placed = |counters: &Option<Arc<ReceiveCounters>>| {
+            counters.as_ref().map_or(0, |counters| counters.placed.load(std::sync::atomic::Ordering::Acquire))
+        };
+        let complete = totals.ram.len() == state.ram.len()
+            && state.ram.iter().zip(&totals.ram).all(|(counters, last)| placed(counters) >= *last);
+        drop(state);
+        Some(if complete {
+            DestinationEvent::AllPlacedAndLoaded
+        } else {
+            let reason = "pages are missing: the totals of the source are not what was placed";
+            DestinationEvent::Failed { reason: reason.into() }
+        })
+    }
+
+    /// Has QEMU listen, and stay paused when it has loaded the guest.
+    fn clear_autostart(&self) -> Result<(), String> {
+        let uri = format!("unix:{}", self.sockets.socket("qemu.sock").display());
+        let failed = |error| format!("QEMU does not take the migration: {error}");
+        self.qmp.execute("migrate-incoming", json!({ "uri": uri })).map_err(failed)?;
+        // Accepted while `inmigrate`: it clears the autostart flag and changes nothing else.
+        self.qmp.execute("stop", json!({})).map_err(failed)?;
+        match self.qmp.status().map_err(failed)?.as_str() {
+            "inmigrate" => Ok(()),
+            status => Err(format!("QEMU is {status} where it should wait for the migration")),
+        }
+    }
+
+    fn count_figures(&mut self) {
+        self.figures.cpu_seconds = qemu::own_cpu_seconds();
+        self.figures.faults = self.qmp.peer_pid().map_or(0, qemu::faults).saturating_sub(self.faults_before);
+    }
+
+    fn tell_failure(&self, reason: &str) {
+        self.say(&ControlMessage::Failed { reason: reason.to_owned() });
+    }
+
+    fn say(&self, message: &ControlMessage) {
+        let Some(link) = &self.link else { return };
+        if let Err(error) = link.send(message) {
+            // The link's reading side reports the loss.
+            tracing::info!(%error, "the source did not take a message");
+        }
+    }
+
+    fn finish(mut self, source: String) -> ReceiveReport {
+        let (outcome, reason) = match self.end.take() {
+            Some(DestinationEnd::Running) => (Outcome::Completed, None),
+            Some(DestinationEnd::Discarded { reason }) => (Outcome::Failed, Some(reason)),
+            Some(DestinationEnd::Lost { reason }) => (Outcome::Lost, Some(reason)),
+            Some(DestinationEnd::Stuck { reason }) => (Outcome::Unconfirmed, Some(reason)),
+            Some(DestinationEnd::Conflict) => {
+                (Outcome::Unconfirmed, Some("the guest was started here by somebody else: stop one of the two".into()))
+            }
+            None => (Outcome::Failed, self.abort.reason()),
+        };
+        if let Some(restore) = self.restore.take() {
+            // A QEMU that has taken a guest, or has exited, needs nothing put back.
+            restore.keep();
+        }
+        self.link = None;
+        self.abort.finish();
+        let threads = std::mem::take(&mut self.doorman.state.lock().expect("the doorman does not panic").threads);
+        for thread in threads.into_iter().chain(self.return_path.take()) {
+            let _ = thread.join();
+        }
+        ReceiveReport {
+            id: self.doorman.id.to_string(),
+            outcome,
+            reason,
+            source,
+            placement: self.placement,
+            load_ms: self.figures.load_ms,
+            start_ms: self.figures.start_ms,
+        }
+    }
+}
+
+fn read_return_path(mut reader: ReturnPathReader<std::os::unix::net::UnixStream>, events: &Sender<Event>) {
+    loop {
+        let message = match reader.next_message() {
+            Ok(Some(message)) => Ok(message),
+            Ok(None) => break,
+            Err(error) => Err(format!("the destination QEMU's return path: {error}")),
+        };
+        let failed = message.is_err();
+        if events.send(Event::ReturnPath(message)).is_err() || failed {
+            break;
+        }
+    }
+    // QEMU closes it when it has finished or failed; its events tell which.
+    let _ = reader.get_ref().shutdown(Shutdown::Read);
+}
+
+fn wait_paused(qmp: &Qmp) -> Result<(), String> {
+    let deadline = Instant::now() + PAUSE_TIME;
+    loop {
+        match qmp.status().map_err(|error| error.to_string())?.as_str() {
+            "paused" => return Ok(()),
+            "inmigrate" if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
+            status => return Err(format!("QEMU is {status} where it should be loaded and paused")),
+        }
+    }
+}
+
+/// Ends the QEMU of the record, if it still lives.
+pub(super) fn quit(qmp: &Qmp, record: &RecordFile) -> Result<(), String> {
+    let Some(identity) = record.record().qemu else { return Err("it is not known which process QEMU is".into()) };
+    if let Err(error) = qmp.execute("quit", json!({})) {
+        // It may have exited by itself; whether it lives is what counts.
+        tracing::debug!(%error, "quit");
+    }
+    let deadline = Instant::now() + QUIT_TIME;
+    while qemu::lives(identity) {
+        if Instant::now() >= deadline {
+            return Err(format!("QEMU (process {}) does not exit", identity.pid));
+        }
+        std::thread::sleep(LOOK_PAUSE);
+    }
+    Ok(())
+}

@@ -1,0 +1,495 @@
+//! Feeding the destination QEMU: pages into guest RAM or into its stream, everything else into its stream.
+//!
+//! Each RAM channel feeds the multifd channel with its own number, so the order that affinity gives the pages of a
+//! region is kept inside QEMU too. The main channel is shared: whoever writes to it locks it.
+//!
+//! **Generations.** At the end of a generation each channel carries one SYNC, and the last channel to come writes the
+//! sync point on the main channel. That matters where zero pages must travel on the main channel (machine types before
+//! 9.0): such a page waits until its channel's last generation has been closed there, or it could overtake the content
+//! that it replaces.
+//!
+//! **End of RAM.** Nothing after it is fed before every channel has ended the last generation: loading devices reads
+//! guest RAM.
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+
+use sterna::abort::Abort;
+use sterna::receive::{Sink, SinkError};
+use sterna_memory::place::{Piece, Place};
+use sterna_memory::received::{Freshness as Fresh, ReceivedBitmap};
+use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
+
+use super::layout::{self, Prologue, Start, record};
+use super::source_stream::closer;
+use super::{Placement as Wish, qemu, sockets};
+use crate::discover::{Freshness, RamBlock};
+use crate::placement::{Placement, choose};
+use crate::stream::{Command, MainWriter, MultifdInit, MultifdWriter, RamBlockInfo, ReturnPathReader, WireVariant};
+
+/// Pages in one multifd packet of 4 KiB pages.
+const PAGES_PER_PACKET: usize = 128;
+
+/// What the feeder tells the driver.
+#[derive(Debug)]
+pub(super) enum FeederNews {
+    /// The stream has begun; pages may come. How each block is placed.
+    Ready(Vec<String>, ReturnPathReader<UnixStream>),
+    /// All of RAM is placed.
+    RamPlaced,
+    /// The source QEMU has closed its main channel.
+    Ended,
+}
+
+/// Where the RAM blocks of the destination QEMU are found.
+pub(super) type FindBlocks = Box<dyn Fn() -> Result<Vec<RamBlock>, String> + Send + Sync>;
+
+/// What the sinks of one migration share.
+pub(super) struct Feeder {
+    ram_channels: usize,
+    socket: PathBuf,
+    wish: Wish,
+    find_blocks: FindBlocks,
+    abort: Arc<Abort>,
+    feeding: OnceLock<Feeding>,
+    generations: Mutex<Generations>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Generations {
+    /// The last generation that each RAM channel has ended.
+    ended: Vec<u64>,
+    /// The last generation that was closed on the main channel.
+    closed: u64,
+    over: bool,
+}
+
+/// The open stream to QEMU.
+struct Feeding {
+    main: Mutex<MainWriter<UnixStream>>,
+    multifd: Vec<Mutex<MultifdWriter<UnixStream>>>,
+    variant: WireVariant,
+    blocks: Vec<TargetBlock>,
+    shapes: Arc<[BlockShape]>,
+}
+
+struct TargetBlock {
+    name: String,
+    way: Way,
+}
+
+enum Way {
+    Direct { place: Box<dyn Place>, received: ReceivedBitmap },
+    InStream,
+}
+
+impl Feeder {
+    /// A feeder for the QEMU that listens at `socket`.
+    pub(super) fn new(
+        ram_channels: u16,
+        socket: &Path,
+        wish: Wish,
+        find_blocks: FindBlocks,
+        abort: &Arc<Abort>,
+    ) -> Arc<Self> {
+        let generations = Generations { ended: vec![0; ram_channels.into()], closed: 0, over: false };
+        let feeder = Arc::new(Self {
+            ram_channels: ram_channels.into(),
+            socket: socket.to_owned(),
+            wish,
+            find_blocks,
+            abort: Arc::clone(abort),
+            feeding: OnceLock::new(),
+            generations: Mutex::new(generations),
+            changed: Condvar::new(),
+        });
+        let weak = Arc::downgrade(&feeder);
+        abort.on_end(move || {
+            if let Some(feeder) = weak.upgrade() {
+                feeder.generations().over = true;
+                feeder.changed.notify_all();
+            }
+        });
+        feeder
+    }
+
+    fn generations(&self) -> MutexGuard<'_, Generations> {
+        self.generations.lock().expect("feeders do not panic")
+    }
+
+    fn feeding(&self) -> Result<&Feeding, SinkError> {
+        self.feeding.get().ok_or_else(|| "pages came before the start of the stream".into())
+    }
+
+    /// Connects to QEMU and writes everything up to the end of the RAM setup section.
+    fn start(&self, start: &Start) -> Result<FeederNews, SinkError> {
+        if start.multifd_channels > 0 && usize::from(start.multifd_channels) != self.ram_channels {
+            let (qemu, ours) = (start.multifd_channels, self.ram_channels);
+            return Err(format!("the source QEMU has {qemu} multifd channels, the migration {ours} channels").into());
+        }
+        let machine = &start.configuration.machine;
+        let page_size = start.configuration.page_size();
+        if page_size != qemu::PAGE_SIZE {
+            return Err(format!("guest pages of {page_size} bytes are not carried, only 4096").into());
+        }
+        let variant =
+            WireVariant::for_machine(machine).unwrap_or_else(|| WireVariant::from_setup(start.flush_in_setup));
+        let connect = || -> std::io::Result<UnixStream> {
+            let stream = sockets::connect(&self.socket)?;
+            self.abort.on_end(closer(&stream)?);
+            Ok(stream)
+        };
+        let stream = connect().map_err(|error| format!("cannot connect to the destination QEMU: {error}"))?;
+        let return_path = ReturnPathReader::new(stream.try_clone()?);
+        let mut main = MainWriter::new(stream, variant, start.multifd_channels > 0);
+        main.header()?;
+        let mut multifd = Vec::new();
+        for id in 0..start.multifd_channels {
+            let stream = connect().map_err(|error| format!("cannot open multifd channel {id} to QEMU: {error}"))?;
+            MultifdInit { uuid: start.uuid, id }.write(&stream)?;
+            multifd.push(Mutex::new(MultifdWriter::new(stream, variant, page_size)?));
+        }
+
+        main.configuration(&start.configuration)?;
+        for item in &start.prologue {
+            match item {
+                Prologue::Command(command) => main.command(command)?,
+                Prologue::DeviceSection(piece) => main.device_section(piece)?,
+            }
+        }
+        main.ram_start(&start.ram, false)?;
+        main.end_setup()?;
+        let (blocks, lines) = self.target_blocks(&start.ram.blocks)?;
+        let shape = |block: &RamBlockInfo| BlockShape {
+            pages: block.used_length / page_size as u64,
+            page_size: page_size as u32,
+        };
+        let shapes = start.ram.blocks.iter().map(shape).collect();
+        let feeding = Feeding { main: Mutex::new(main), multifd, variant, blocks, shapes };
+        feeding.sync_all()?;
+        if self.feeding.set(feeding).is_err() {
+            return Err("the stream started twice".into());
+        }
+        Ok(FeederNews::Ready(lines, return_path))
+    }
+
+    /// Decides how each block is placed, and says so.
+    fn target_blocks(&self, announced: &[RamBlockInfo]) -> Result<(Vec<TargetBlock>, Vec<String>), SinkError> {
+        let mut found = match self.wish {
+            Wish::InStream => Vec::new(),
+            Wish::Auto => (self.find_blocks)()?,
+        };
+        let mut lines = Vec::new();
+        let mut in_stream = 0;
+        let blocks = announced.iter().map(|announced| {
+            let position = found.iter().position(|block| block.name == announced.name);
+            let name = announced.name.clone();
+            let Some(block) = position.map(|at| found.swap_remove(at)) else {
+                in_stream += 1;
+                return TargetBlock { name, way: Way::InStream };
+            };
+            if block.used != announced.used_length {
+                lines.push(format!("{name}: in-stream, its length differs and QEMU has to adapt it"));
+                return TargetBlock { name, way: Way::InStream };
+            }
+            match choose(&block) {
+                Placement::Direct { place, why } => {
+                    let received = ReceivedBitmap::new(announced.used_length / qemu::PAGE_SIZE as u64);
+                    let freshness = block.freshness();
+                    mark_touched(&received, &freshness);
+                    let fresh = match freshness {
+                        Freshness::Touched(why) => format!("not fresh: {why}"),
+                        Freshness::Fresh(_) => "fresh".into(),
+                    };
+                    lines.push(format!("{name}: {}, {why}, {fresh}", place.way()));
+                    TargetBlock { name, way: Way::Direct { place, received } }
+                }
+                Placement::InStream { why } => {
+                    in_stream += 1;
+                    if announced.used_length > LARGE_BLOCK {
+                        lines.push(format!("{name}: in-stream, {why}"));
+                    }
+                    TargetBlock { name, way: Way::InStream }
+                }
+            }
+        });
+        let blocks = blocks.collect();
+        if in_stream > 0 {
+            lines.push(format!("{in_stream} of {} blocks in-stream", announced.len()));
+        }
+        Ok((blocks, lines))
+    }
+
+    /// One RAM channel has ended `generation`; the last to come closes it on the main channel.
+    fn end_generation(&self, channel: usize, generation: u64) -> Result<(), SinkError> {
+        let feeding = self.feeding()?;
+        if let Some(multifd) = feeding.multifd.get(channel) {
+            let mut multifd = multifd.lock().expect("feeders do not panic");
+            let next = multifd.syncs() + 1;
+            multifd.sync_to(next)?;
+        }
+        let mut generations = self.generations();
+        if generation != generations.ended[channel] + 1 {
+            return Err(format!("generation {generation} follows {}", generations.ended[channel]).into());
+        }
+        generations.ended[channel] = generation;
+        let all_ended = generations.ended.iter().copied().min().unwrap_or(0);
+        while generations.closed < all_ended {
+            feeding.main.lock().expect("feeders do not panic").generation_boundary()?;
+            generations.closed += 1;
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn wait_closed(&self, generation: u64) -> Result<(), SinkError> {
+        let mut generations = self.generations();
+        while generations.closed < generation {
+            if generations.over {
+                return Err("the migration is being taken down".into());
+            }
+            generations = self.changed.wait(generations).expect("feeders do not panic");
+        }
+        Ok(())
+    }
+
+    fn end_ram(&self, generation: u64) -> Result<(), SinkError> {
+        self.wait_closed(generation)?;
+        let feeding = self.feeding()?;
+        {
+            let mut main = feeding.main.lock().expect("feeders do not panic");
+            main.begin_complete()?;
+            main.end_complete()?;
+        }
+        feeding.sync_all()
+    }
+}
+
+/// Blocks larger than this are worth a line of their own in log and report, bytes.
+const LARGE_BLOCK: u64 = 8 << 20;
+
+/// Pages that were written before count as received: only then a zero page is a reason to clear them.
+fn mark_touched(received: &ReceivedBitmap, freshness: &Freshness) {
+    let page = qemu::PAGE_SIZE as u64;
+    match freshness {
+        Freshness::Touched(_) => received.mark(0..received.pages()),
+        Freshness::Fresh(ranges) => {
+            for range in ranges {
+                received.mark(range.start / page..range.end.div_ceil(page).min(received.pages()));
+            }
+        }
+    }
+}
+
+impl Feeding {
+    /// Brings every multifd channel up to the main channel's count of sync points. Only while no channel is feeding
+    /// pages, or where a SYNC more or less does no harm to them.
+    fn sync_all(&self) -> Result<(), SinkError> {
+        let points = self.main.lock().expect("feeders do not panic").sync_points();
+        for multifd in &self.multifd {
+            multifd.lock().expect("feeders do not panic").sync_to(points)?;
+        }
+        Ok(())
+    }
+}
+
+/// The sink of one RAM channel.
+pub(super) struct RamSink {
+    feeder: Arc<Feeder>,
+    channel: usize,
+    generation: u64,
+    normal: Vec<u64>,
+    zero: Vec<u64>,
+}
+
+impl RamSink {
+    /// For the RAM channel with this number.
+    pub(super) fn new(feeder: &Arc<Feeder>, channel: u16) -> Self {
+        let offsets = || Vec::with_capacity(PAGES_PER_PACKET);
+        Self { feeder: Arc::clone(feeder), channel: channel.into(), generation: 0, normal: offsets(), zero: offsets() }
+    }
+
+    fn place(place: &dyn Place, received: &ReceivedBitmap, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
+        const MOST_PIECES: usize = 64;
+        let page_size = qemu::PAGE_SIZE as u64;
+        let mut pieces = [Piece { offset: 0, data: &[] }; MOST_PIECES];
+        let mut filled = 0;
+        let mut rest = content;
+        for run in runs {
+            match run.kind {
+                RunKind::Normal => {
+                    let (data, behind) = rest.split_at(run.count as usize * qemu::PAGE_SIZE);
+                    rest = behind;
+                    received.mark(run.first..run.end());
+                    pieces[filled] = Piece { offset: run.first * page_size, data };
+                    filled += 1;
+                    if filled == MOST_PIECES {
+                        place.write_pieces(&pieces)?;
+                        filled = 0;
+                    }
+                }
+                RunKind::Zero => {
+                    let mut outcome = Ok(());
+                    received.zero(run.first..run.end(), Fresh::Fresh, |part| {
+                        if outcome.is_ok() {
+                            outcome = place.zero(part.start * page_size, (part.end - part.start) * page_size);
+                        }
+                    });
+                    outcome?;
+                }
+            }
+        }
+        Ok(place.write_pieces(&pieces[..filled])?)
+    }
+
+    /// Pages in QEMU's own stream, as packets of at most 128 pages.
+    fn feed(&mut self, feeding: &Feeding, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
+        let mut rest = content;
+        for run in runs {
+            for page in run.first..run.end() {
+                let offset = page * qemu::PAGE_SIZE as u64;
+                match run.kind {
+                    RunKind::Normal => self.normal.push(offset),
+                    RunKind::Zero => self.zero.push(offset),
+                }
+                if self.normal.len() + self.zero.len() == PAGES_PER_PACKET {
+                    rest = self.feed_packet(feeding, block, rest)?;
+                }
+            }
+        }
+        self.feed_packet(feeding, block, rest)?;
+        Ok(())
+    }
+
+    fn feed_packet<'a>(&mut self, feeding: &Feeding, block: u16, content: &'a [u8]) -> Result<&'a [u8], SinkError> {
+        let (data, rest) = content.split_at(self.normal.len() * qemu::PAGE_SIZE);
+        let index = usize::from(block);
+        match feeding.multifd.get(self.channel) {
+            Some(multifd) => {
+                let zeros_here = feeding.variant.zero_pages_in_packets();
+                let zero: &[u64] = if zeros_here { &self.zero } else { &[] };
+                if !self.normal.is_empty() || !zero.is_empty() {
+                    let name = &feeding.blocks[index].name;
+                    multifd.lock().expect("feeders do not panic").pages(name, &self.normal, &[data], zero)?;
+                }
+                if !zeros_here && !self.zero.is_empty() {
+                    self.feeder.wait_closed(self.generation)?;
+                    feeding.main.lock().expect("feeders do not panic").zero_pages(index, &self.zero)?;
+                }
+            }
+            None => {
+                let mut main = feeding.main.lock().expect("feeders do not panic");
+                main.pages(index, &self.normal, data)?;
+                main.zero_pages(index, &self.zero)?;
+            }
+        }
+        self.normal.clear();
+        self.zero.clear();
+        Ok(rest)
+    }
+}
+
+impl Sink for RamSink {
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        Ok(Arc::clone(&self.feeder.feeding()?.shapes))
+    }
+
+    fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
+        let feeder = Arc::clone(&self.feeder);
+        let feeding = feeder.feeding()?;
+        let target = &feeding.blocks[usize::from(block)];
+        match &target.way {
+            Way::Direct { place, received } => Self::place(&**place, received, runs, content)
+                .map_err(|error| format!("placing pages of {}: {error}", target.name).into()),
+            Way::InStream => self.feed(feeding, block, runs, content),
+        }
+    }
+
+    fn generation_end(&mut self, generation: u64) -> Result<(), SinkError> {
+        self.feeder.end_generation(self.channel, generation)?;
+        self.generation = generation;
+        Ok(())
+    }
+
+    fn stream(&mut self, _: u16, _: &[u8]) -> Result<(), SinkError> {
+        Err("a stream record on a RAM channel".into())
+    }
+
+    fn device_state(&mut self, device: DeviceLabel<'_>, content: &[u8]) -> Result<(), SinkError> {
+        let feeding = self.feeder.feeding()?;
+        let name = std::str::from_utf8(device.name).map_err(|_| "a device's name is not text")?;
+        let multifd = feeding.multifd.get(self.channel).ok_or("device state without multifd channels")?;
+        Ok(multifd.lock().expect("feeders do not panic").device_state(name, device.instance, content)?)
+    }
+
+    fn opaque(&mut self, _: &[u8]) -> Result<(), SinkError> {
+        Err("opaque bytes on a RAM channel".into())
+    }
+}
+
+/// The sink of the stream channel.
+pub(super) struct StreamSink<F> {
+    feeder: Arc<Feeder>,
+    news: F,
+}
+
+impl<F: FnMut(FeederNews) + Send> StreamSink<F> {
+    /// `news` is called on the channel's thread.
+    pub(super) fn new(feeder: &Arc<Feeder>, news: F) -> Self {
+        Self { feeder: Arc::clone(feeder), news }
+    }
+}
+
+impl<F: FnMut(FeederNews) + Send> Sink for StreamSink<F> {
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        Err("pages on the stream channel".into())
+    }
+
+    fn pages(&mut self, _: u16, _: &[Run], _: &[u8]) -> Result<(), SinkError> {
+        Err("pages on the stream channel".into())
+    }
+
+    fn generation_end(&mut self, _: u64) -> Result<(), SinkError> {
+        Err("the end of a generation on the stream channel".into())
+    }
+
+    fn stream(&mut self, kind: u16, content: &[u8]) -> Result<(), SinkError> {
+        match kind {
+            record::START => {
+                let news = self.feeder.start(&Start::decode(content)?)?;
+                (self.news)(news);
+            }
+            record::COMMAND => {
+                let feeding = self.feeder.feeding()?;
+                feeding.main.lock().expect("feeders do not panic").command(&Command::parse(content)?)?;
+                feeding.sync_all()?;
+            }
+            record::DEVICE_SECTION => {
+                let feeding = self.feeder.feeding()?;
+                let piece = layout::decode_device_section(content)?;
+                feeding.main.lock().expect("feeders do not panic").device_section(&piece)?;
+                feeding.sync_all()?;
+            }
+            record::RAM_END => {
+                self.feeder.end_ram(layout::decode_ram_end(content)?)?;
+                (self.news)(FeederNews::RamPlaced);
+            }
+            record::OPAQUE => {
+                self.feeder.feeding()?.main.lock().expect("feeders do not panic").opaque(content)?;
+            }
+            record::END => (self.news)(FeederNews::Ended),
+            unknown => return Err(layout::LayoutError::Kind(unknown).into()),
+        }
+        Ok(())
+    }
+
+    fn device_state(&mut self, _: DeviceLabel<'_>, _: &[u8]) -> Result<(), SinkError> {
+        Err("device state of its own on the stream channel".into())
+    }
+
+    fn opaque(&mut self, _: &[u8]) -> Result<(), SinkError> {
+        Err("opaque bytes on the stream channel".into())
+    }
+}

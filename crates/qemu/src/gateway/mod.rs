@@ -1,0 +1,207 @@
+//! The gateway: a running guest moved between two unmodified QEMUs.
+//!
+//! ```text
+//!  source host                                                        destination host
+//!  QEMU ══ unix sockets ══> send ══════ TCP or TLS, N channels ══════> receive ══ RAM in place, or in-stream ══> QEMU
+//!    └──────── QMP ──────────┘ ──────────── control channel ─────────── └─────────────── QMP ────────────────────┘
+//! ```
+//! [`send`] and [`receive`] own their QEMUs for the time of the migration: they set capabilities and parameters, drive
+//! the migration, and answer for the switchover. [`proxy_send`] and [`proxy_receive`] serve those who drive QEMU
+//! themselves, and claim nothing. [`recover`] settles what a crash in the commit window left open.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use sterna::report::Progress;
+use sterna::transport::Security;
+use sterna_codec::MethodChoice;
+use sterna_wire::identity::MigrationId;
+
+mod destination;
+mod fault;
+mod feeder;
+mod layout;
+mod peer;
+mod proxy;
+mod qemu;
+mod recovery;
+mod sockets;
+mod source;
+mod source_stream;
+
+pub use destination::{ReceiveReport, receive};
+pub use proxy::{proxy_receive, proxy_send};
+pub use recovery::recover;
+pub use source::send;
+
+/// Settings of [`send`].
+#[derive(Debug)]
+pub struct SendOptions {
+    /// QMP socket of the source QEMU.
+    pub qmp: PathBuf,
+    /// `host:port` where `sterna receive` listens.
+    pub to: String,
+    /// TLS or not.
+    pub security: Security,
+    /// RAM channels, 1 … 64.
+    pub channels: u16,
+    /// How pages are compressed.
+    pub method: MethodChoice,
+    /// Most bytes per second on the wire; none: no limit.
+    pub bandwidth: Option<u64>,
+    /// Longest downtime that is aimed at.
+    pub downtime: Duration,
+    /// Bytes of content in a packet.
+    pub packet_size: usize,
+    /// For tests: this share of the zero pages, in percent, is sent as if they were not zero.
+    pub normal_page_ratio: u8,
+    /// Where the records of migrations are kept.
+    pub state_dir: PathBuf,
+}
+
+/// Settings of [`receive`].
+#[derive(Debug)]
+pub struct ReceiveOptions {
+    /// QMP socket of the destination QEMU, which was started with `-incoming defer`.
+    pub qmp: PathBuf,
+    /// `address:port` to listen on.
+    pub listen: String,
+    /// TLS or not.
+    pub security: Security,
+    /// How pages reach guest RAM.
+    pub placement: Placement,
+    /// Where the records of migrations are kept.
+    pub state_dir: PathBuf,
+}
+
+/// How pages reach the destination's guest RAM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Placement {
+    /// The fastest way that each RAM block permits.
+    #[default]
+    Auto,
+    /// All pages through QEMU's own migration sockets.
+    InStream,
+}
+
+/// Settings of [`proxy_send`].
+#[derive(Debug)]
+pub struct ProxySendOptions {
+    /// Unix socket to listen on, which the source QEMU is told to migrate to.
+    pub unix: PathBuf,
+    /// Further unix sockets whose connections are carried unchanged, by the name that the other side knows them by.
+    pub opaque: Vec<(String, PathBuf)>,
+    /// `host:port` where `sterna proxy receive` listens.
+    pub to: String,
+    /// TLS or not.
+    pub security: Security,
+    /// RAM channels of a migration without multifd, 1 … 64; with multifd there are as many as QEMU has.
+    pub channels: u16,
+    /// How pages are compressed.
+    pub method: MethodChoice,
+    /// Most bytes per second on the wire; none: no limit.
+    pub bandwidth: Option<u64>,
+    /// The downtime that whoever drives QEMU aims at; bounds what is in flight.
+    pub downtime: Duration,
+    /// Bytes of content in a packet.
+    pub packet_size: usize,
+}
+
+/// Settings of [`proxy_receive`].
+#[derive(Debug)]
+pub struct ProxyReceiveOptions {
+    /// Unix socket that the destination QEMU listens on.
+    pub unix: PathBuf,
+    /// Unix sockets that opaque connections are carried to, by name.
+    pub opaque: Vec<(String, PathBuf)>,
+    /// `address:port` to listen on.
+    pub listen: String,
+    /// TLS or not.
+    pub security: Security,
+}
+
+/// Settings of [`recover`].
+#[derive(Debug)]
+pub struct RecoverOptions {
+    /// Which migration.
+    pub id: MigrationId,
+    /// The operator asserts that the other host is gone for good and its guest cannot run.
+    pub fenced_peer: bool,
+    /// TLS or not; needed where the other host must be asked.
+    pub security: Option<Security>,
+    /// Where the records of migrations are kept.
+    pub state_dir: PathBuf,
+}
+
+/// What a migration tells while it runs. Called on the driver's thread.
+pub trait Observer: Send + Sync {
+    /// Figures, a few times a second.
+    fn progress(&self, progress: &Progress);
+
+    /// A step worth a line: phases, choices and their reasons.
+    fn note(&self, text: &str);
+}
+
+/// Why a migration could not be begun, or what it ended in where there is no report. The guest's state is part of the
+/// text.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct GatewayError(pub String);
+
+impl GatewayError {
+    fn new(what: impl std::fmt::Display) -> Self {
+        Self(what.to_string())
+    }
+
+    /// An error that came before anything was done to the guest.
+    fn untouched(what: impl std::fmt::Display) -> Self {
+        Self(format!("{what} (the guest was not touched)"))
+    }
+}
+
+type Waker = Box<dyn Fn() + Send>;
+
+#[derive(Default)]
+struct CancelState {
+    cancelled: bool,
+    wakers: Vec<Waker>,
+}
+
+/// Cancels a migration from another thread, such as one that waits for signals.
+#[derive(Clone, Default)]
+pub struct Cancel(Arc<Mutex<CancelState>>);
+
+impl std::fmt::Debug for Cancel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Cancel").field(&self.is_cancelled()).finish()
+    }
+}
+
+impl Cancel {
+    /// Not cancelled yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Cancels. Before the decision the guest goes on at the source; after it this does nothing.
+    pub fn cancel(&self) {
+        let mut state = self.0.lock().expect("wakers do not panic");
+        state.cancelled = true;
+        state.wakers.iter().for_each(|waker| waker());
+    }
+
+    /// Whether it was cancelled.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.lock().expect("wakers do not panic").cancelled
+    }
+
+    /// Has `wake` called when it is cancelled, or at once if it was.
+    fn on_cancel(&self, wake: impl Fn() + Send + 'static) {
+        let mut state = self.0.lock().expect("wakers do not panic");
+        if state.cancelled {
+            wake();
+        }
+        state.wakers.push(Box::new(wake));
+    }
+}

@@ -1,0 +1,231 @@
+//! What both drivers ask of their QEMU by QMP, beyond settings.
+
+use std::io;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use sterna::record_file::{now_ms, unsettled};
+use sterna_wire::control::Machine;
+use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceQemu};
+
+use super::GatewayError;
+use super::peer::Dialed;
+use super::sockets::accept_until;
+use crate::qmp::{Qmp, QmpError};
+use crate::stream::MultifdInit;
+
+/// Guest page size in bytes: x86, the only architecture that this version moves.
+pub(super) const PAGE_SIZE: usize = 4096;
+/// How long QEMU may take to end a migration that was cancelled.
+const CANCEL_TIME: Duration = Duration::from_secs(30);
+/// Pause between two looks at a state that QEMU tells by no event.
+const LOOK_PAUSE: Duration = Duration::from_millis(5);
+
+/// What QEMU says by events.
+#[derive(Debug)]
+pub(super) enum QemuEvent {
+    /// The guest was stopped.
+    Stopped,
+    /// The guest runs again.
+    Resumed,
+    /// The migration's status.
+    Migration(String),
+    /// The QMP connection is gone, and most likely QEMU.
+    Gone,
+}
+
+/// Hands QEMU's events to `tell` from a thread of its own, until `tell` says that nobody listens.
+pub(super) fn watch(qmp: &Qmp, tell: impl Fn(QemuEvent) -> bool + Send + 'static) {
+    let qmp = qmp.clone();
+    std::thread::spawn(move || {
+        loop {
+            let event = match qmp.next_event(Instant::now() + Duration::from_secs(1)) {
+                Ok(None) => continue,
+                Ok(Some(event)) => match event.name.as_str() {
+                    "STOP" => QemuEvent::Stopped,
+                    "RESUME" => QemuEvent::Resumed,
+                    "MIGRATION" => QemuEvent::Migration(event.data["status"].as_str().unwrap_or("").to_owned()),
+                    _ => continue,
+                },
+                Err(_) => {
+                    tell(QemuEvent::Gone);
+                    return;
+                }
+            };
+            if !tell(event) {
+                return;
+            }
+        }
+    });
+}
+
+/// What the source says of its machine.
+pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
+    let machine_type = qmp
+        .execute("qom-get", json!({ "path": "/machine", "property": "type" }))
+        .ok()
+        .and_then(|value| value.as_str().map(|name| name.trim_end_matches("-machine").to_owned()))
+        .unwrap_or_default();
+    let memory = qmp.execute("query-memory-size-summary", json!({})).ok();
+    Machine {
+        monitor: format!("QEMU {}", qmp.version()),
+        machine_type,
+        ram: memory.and_then(|summary| summary["base-memory"].as_u64()).unwrap_or(0),
+        downtime_ms: downtime.as_millis() as u64,
+    }
+}
+
+/// Fails where an earlier migration of this QEMU is not settled: `recover` of that one would act on this one's guest.
+pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
+    let Some(own) = identity(qmp) else { return Ok(()) };
+    match unsettled(state_dir).into_iter().find(|record| record.qemu == Some(own)) {
+        Some(record) => Err(GatewayError::untouched(format_args!(
+            "migration {} of this QEMU is not settled: run `sterna recover {}` first",
+            record.migration, record.migration
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Which process answers at the QMP socket.
+pub(super) fn identity(qmp: &Qmp) -> Option<ProcessIdentity> {
+    let pid = u32::try_from(qmp.peer_pid()?).ok()?;
+    Some(ProcessIdentity { pid, start_ticks: start_ticks(pid)? })
+}
+
+/// Whether the process that the record names still lives.
+pub(super) fn lives(identity: ProcessIdentity) -> bool {
+    start_ticks(identity.pid) == Some(identity.start_ticks)
+}
+
+/// Field 22 of `/proc/PID/stat`; the name in field 2 may contain anything, so counting starts behind its last bracket.
+fn start_ticks(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
+}
+
+/// The first record of a migration.
+pub(super) fn new_record(dialed: &Dialed, state: RecordState, peer: String, socket: &Path, qmp: &Qmp) -> Record {
+    // `recover` may be started in another directory.
+    let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
+    Record {
+        version: RECORD_VERSION,
+        migration: dialed.id,
+        state,
+        fenced_peer: false,
+        peer,
+        qmp: socket.display().to_string(),
+        qemu: identity(qmp),
+        key: dialed.key.clone(),
+        pid: std::process::id(),
+        created_ms: now_ms(),
+        updated_ms: now_ms(),
+    }
+}
+
+/// `cont`, confirmed.
+pub(super) fn cont(qmp: &Qmp) -> Result<(), QmpError> {
+    qmp.execute("cont", json!({}))?;
+    let status = qmp.status()?;
+    if status == "running" {
+        return Ok(());
+    }
+    Err(QmpError::Unexpected { command: "cont".into(), reason: format!("the guest is {status} after it") })
+}
+
+/// Has QEMU announce the guest's network addresses, so that switches learn where it is. QEMU's own values for timing.
+pub(super) fn announce(qmp: &Qmp) {
+    let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
+    if let Err(error) = qmp.execute("announce-self", timing) {
+        tracing::warn!(%error, "the guest's addresses were not announced");
+    }
+}
+
+/// Why QEMU says its migration failed.
+pub(super) fn failure(qmp: &Qmp) -> Option<String> {
+    let info = qmp.query_migrate().ok()?;
+    Some(format!("the source QEMU's migration failed: {}", info.error_desc?))
+}
+
+/// What the source QEMU is doing, from `query-status` and `query-migrate`.
+pub(super) fn source_state(qmp: &Qmp) -> Result<SourceQemu, QmpError> {
+    let info = qmp.query_migrate()?;
+    if info.is_active() {
+        return Ok(SourceQemu::Migrating);
+    }
+    let status = qmp.status()?;
+    // `finish-migrate` is on its way to one or the other.
+    Ok(match status.as_str() {
+        "postmigrate" => SourceQemu::Completed,
+        "finish-migrate" => SourceQemu::Migrating,
+        _ => SourceQemu::Running,
+    })
+}
+
+/// Cancels the migration and waits until QEMU has none under way. Its sockets have been closed.
+pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceQemu, QmpError> {
+    if let Err(error) = qmp.execute("migrate_cancel", json!({})) {
+        // There may be none to cancel; the state decides.
+        tracing::debug!(%error, "migrate_cancel");
+    }
+    let deadline = Instant::now() + CANCEL_TIME;
+    loop {
+        match source_state(qmp)? {
+            SourceQemu::Migrating if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
+            SourceQemu::Migrating => {
+                let reason = format!("it is still migrating {} s after that", CANCEL_TIME.as_secs());
+                return Err(QmpError::Unexpected { command: "migrate_cancel".into(), reason });
+            }
+            state => return Ok(state),
+        }
+    }
+}
+
+/// The connections of an outgoing migration.
+#[derive(Debug)]
+pub(super) struct Connections {
+    pub(super) main: UnixStream,
+    pub(super) multifd: Vec<(UnixStream, MultifdInit)>,
+}
+
+/// Accepts what a source QEMU connects: its main channel, then `multifd` others.
+///
+/// The main channel is the first: QEMU opens the others only when it is connected (`migration_connect` in
+/// `migration/migration.c`). It may say nothing until all are there, so it cannot be told by its first bytes.
+pub(super) fn accept_migration(listener: &UnixListener, multifd: u8, time: Duration) -> io::Result<Connections> {
+    let deadline = Instant::now() + time;
+    let main = accept_until(listener, deadline)?;
+    let mut others: Vec<(UnixStream, MultifdInit)> = Vec::new();
+    while others.len() < usize::from(multifd) {
+        let stream = accept_until(listener, deadline)?;
+        stream.set_read_timeout(Some(time))?;
+        let init = MultifdInit::read(&stream, multifd).map_err(invalid)?;
+        stream.set_read_timeout(None)?;
+        if others.iter().any(|(_, known)| known.id == init.id) {
+            return Err(invalid("two multifd channels with the same number"));
+        }
+        others.push((stream, init));
+    }
+    Ok(Connections { main, multifd: others })
+}
+
+fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+/// CPU-seconds of this process so far.
+pub(super) fn own_cpu_seconds() -> f64 {
+    use rustix::time::{ClockId, clock_gettime};
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// Minor and major page faults of a process so far, fields 10 and 12 of `/proc/PID/stat`.
+pub(super) fn faults(pid: i32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let field = |number: usize| fields.split_ascii_whitespace().nth(number).and_then(|text| text.parse::<u64>().ok());
+    field(7).unwrap_or(0) + field(9).unwrap_or(0)
+}

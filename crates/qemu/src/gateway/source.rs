@@ -1,0 +1,738 @@
+//! `sterna send`: the driver beside the source QEMU.
+//!
+//! One thread, one loop: events come in (the peer, QEMU, the readers, cancellation, time), the switchover's state machine
+//! says what to do, and it is done in that order. Everything that moves bytes runs on threads of its own.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use sterna::abort::Abort;
+use sterna::batch::BatchPool;
+use sterna::control_link::ControlEvent;
+use sterna::entry::Pipeline;
+use sterna::pacer::Pacer;
+use sterna::record_file::RecordFile;
+use sterna::report::{DowntimeParts, Outcome, Progress, Report};
+use sterna::send::{SendChannel, SendContext};
+use sterna::transport::Security;
+use sterna::window::Window;
+use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
+use sterna_wire::switchover::{
+    Moment, RecordState, SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover,
+    SwitchoverMessage,
+};
+
+use super::peer::{self, Peer};
+use super::qemu::{self, QemuEvent};
+use super::sockets::SocketDir;
+use super::source_stream::{MainContext, NormalPageRatio, StreamNews, SyncPoints, closer, read_main, read_multifd};
+use super::{Cancel, GatewayError, Observer, SendOptions, fault};
+use crate::qmp::Qmp;
+use crate::settings::{Restore, Role, Settings, Wanted};
+use crate::stream::ReturnMessage;
+
+/// How often progress is told, and QEMU asked for its figures.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
+/// How long QEMU may take to connect to our sockets after it was told to migrate.
+const CONNECT_TIME: Duration = Duration::from_secs(10);
+/// How long an undelivered decision is offered to the destination before `sterna recover` has to do it.
+const DELIVERY_TIME: Duration = Duration::from_secs(60);
+/// How long an abort is offered to a destination that was lost: it is presumed anyway.
+const TELLING_TIME: Duration = Duration::from_secs(5);
+/// What commit and start take besides loading: two records made durable on each side, and `cont`.
+const COMMIT_ESTIMATE: Duration = Duration::from_millis(20);
+/// QEMU takes no smaller downtime limit than this as one that can be reached.
+const SMALLEST_LIMIT: Duration = Duration::from_millis(1);
+
+/// What wakes the driver.
+#[derive(Debug)]
+enum Event {
+    Control(u32, ControlEvent),
+    Reconnected(Box<Result<Peer, String>>),
+    Qemu(QemuEvent),
+    Stream(StreamNews),
+    Drained(Vec<u64>),
+    Broken,
+    Cancelled,
+}
+
+/// Moves the guest of the QEMU at `options.qmp` to `options.to`.
+///
+/// # Errors
+/// Only for what is found before the guest is touched; every other end is told by the report.
+pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<Report, GatewayError> {
+    let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::untouched)?;
+    let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
+    let refusals = settings.refusals(Role::Source);
+    if !refusals.is_empty() {
+        return Err(GatewayError::untouched(format_args!("this guest cannot be moved: {}", refusals.join("; "))));
+    }
+    qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
+    let machine = qemu::machine(&qmp, options.downtime);
+    observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
+
+    let (events_in, events) = channel();
+    let offer = peer::Offer {
+        to: &options.to,
+        security: &options.security,
+        channels: options.channels,
+        packet_size: options.packet_size,
+        machine: machine.clone(),
+        mode: sterna_wire::control::Mode::Owner,
+    };
+    let (peer, dialed) = peer::dial(&offer, options.method.method(), link_events(&events_in, 1)).map_err(GatewayError::untouched)?;
+    observer.note(&format!("migration {}: {} accepted it", dialed.id, options.to));
+
+    let record = qemu::new_record(
+        &dialed,
+        RecordState::Source(SourceState::Started),
+        options.to.clone(),
+        &options.qmp,
+        &qmp,
+    );
+    let record = RecordFile::create(&options.state_dir, record).map_err(GatewayError::untouched)?;
+
+    let window = Arc::new(Window::new(dialed.packet_size as u64, dialed.round_trip, options.downtime));
+    let ours = window.allowance() + COMMIT_ESTIMATE;
+    let limit = options.downtime.saturating_sub(ours).max(SMALLEST_LIMIT);
+    let wanted = Wanted {
+        role: Role::Source,
+        channels: options.channels as u8,
+        downtime_limit: Some(limit),
+        pause_before_switchover: false,
+    };
+    let restore = Settings::apply(&qmp, &wanted).map_err(GatewayError::untouched)?;
+    observer.note(&format!(
+        "QEMU's downtime-limit is {} ms: {} ms less what draining, loading and committing take",
+        limit.as_millis(),
+        options.downtime.as_millis()
+    ));
+
+    let abort = Arc::new(Abort::default());
+    let cancelled = events_in.clone();
+    cancel.on_cancel(move || {
+        let _ = cancelled.send(Event::Cancelled);
+    });
+    let broken = events_in.clone();
+    abort.on_end(move || {
+        let _ = broken.send(Event::Broken);
+    });
+    qemu::watch(&qmp, {
+        let events_in = events_in.clone();
+        move |event| events_in.send(Event::Qemu(event)).is_ok()
+    });
+
+    let (machine_states, first_actions) = SourceSwitchover::begin();
+    let mut driver = Driver {
+        options,
+        observer,
+        qmp,
+        record,
+        restore: Some(restore),
+        machine: machine_states,
+        peer: Some(peer),
+        dialed,
+        window,
+        abort,
+        events_in,
+        plane: None,
+        started: Instant::now(),
+        moments: Moments::default(),
+        figures: DestinationFigures::default(),
+        placement: Vec::new(),
+        progress: Progress::default(),
+        content_told: 0,
+        cancelled: false,
+        migrating: false,
+        give_up: None,
+        machine_name: format!("{} {}", machine.monitor, machine.machine_type),
+    };
+    let end = driver.run(&events, first_actions);
+    Ok(driver.finish(end))
+}
+
+fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
+    let events = events.clone();
+    move |event| {
+        let _ = events.send(Event::Control(incarnation, event));
+    }
+}
+
+/// The moments that the downtime's parts lie between.
+#[derive(Debug, Default)]
+struct Moments {
+    stopped: Option<Instant>,
+    drained: Option<Instant>,
+    prepared: Option<Instant>,
+    decided: Option<Instant>,
+    running: Option<Instant>,
+}
+
+impl Moments {
+    fn between(from: Option<Instant>, to: Option<Instant>) -> f64 {
+        match (from, to) {
+            (Some(from), Some(to)) => to.saturating_duration_since(from).as_secs_f64() * 1e3,
+            _ => 0.0,
+        }
+    }
+
+    fn parts(&self) -> DowntimeParts {
+        DowntimeParts {
+            last_round_ms: Self::between(self.stopped, self.drained),
+            load_ms: Self::between(self.drained, self.prepared),
+            commit_ms: Self::between(self.prepared, self.decided),
+            start_ms: Self::between(self.decided, self.running),
+        }
+    }
+}
+
+/// The threads that move bytes, and what they need.
+#[derive(Debug)]
+struct DataPlane {
+    pipeline: Arc<Pipeline>,
+    stream_channel: Arc<SendChannel>,
+    sync: Arc<SyncPoints>,
+    return_path: UnixStream,
+    threads: Vec<JoinHandle<()>>,
+    _sockets: SocketDir,
+}
+
+/// How the loop ended.
+enum End {
+    Machine(SourceEnd),
+    /// The decision stands, and could not be delivered in time.
+    Undelivered,
+}
+
+struct Driver<'a> {
+    options: &'a SendOptions,
+    observer: &'a dyn Observer,
+    qmp: Qmp,
+    record: RecordFile,
+    restore: Option<Restore>,
+    machine: SourceSwitchover,
+    peer: Option<Peer>,
+    dialed: peer::Dialed,
+    window: Arc<Window>,
+    abort: Arc<Abort>,
+    events_in: Sender<Event>,
+    plane: Option<DataPlane>,
+    started: Instant,
+    moments: Moments,
+    figures: DestinationFigures,
+    placement: Vec<String>,
+    progress: Progress,
+    /// Content bytes at the last tick.
+    content_told: u64,
+    cancelled: bool,
+    migrating: bool,
+    give_up: Option<Instant>,
+    machine_name: String,
+}
+
+impl Driver<'_> {
+    fn run(&mut self, events: &Receiver<Event>, first: Vec<SourceAction>) -> End {
+        let mut next_progress = Instant::now() + PROGRESS_INTERVAL;
+        let mut actions = first;
+        loop {
+            let mut answers = Vec::new();
+            for action in actions {
+                if let SourceAction::Done(end) = action {
+                    return End::Machine(end);
+                }
+                let step = action.step();
+                fault::point(Moment::Before, step);
+                answers.extend(self.perform(action));
+                fault::point(Moment::After, step);
+            }
+            actions = Vec::new();
+            for answer in answers {
+                actions.extend(self.machine.on(answer));
+            }
+            if !actions.is_empty() {
+                continue;
+            }
+            if self.give_up.is_some_and(|deadline| Instant::now() >= deadline) {
+                return End::Undelivered;
+            }
+            match events.recv_timeout(next_progress.saturating_duration_since(Instant::now())) {
+                Ok(event) => {
+                    if let Some(event) = self.translate(event) {
+                        actions = self.machine.on(event);
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    next_progress = Instant::now() + PROGRESS_INTERVAL;
+                    if let Some(event) = self.tick() {
+                        actions = self.machine.on(event);
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the driver itself holds a sender"),
+            }
+        }
+    }
+
+    /// Performs an action; gives what the machine must be told at once.
+    fn perform(&mut self, action: SourceAction) -> Option<SourceEvent> {
+        tracing::debug!(?action, "switchover");
+        match action {
+            SourceAction::WriteRecord(state) => {
+                if state == SourceState::Aborted {
+                    self.abort.raise("the migration was aborted");
+                }
+                match self.record.write(RecordState::Source(state)) {
+                    Ok(()) => {
+                        if state == SourceState::Committed {
+                            self.moments.decided = Some(Instant::now());
+                        }
+                        Some(SourceEvent::RecordWritten)
+                    }
+                    Err(error) => {
+                        self.observer.note(&error.to_string());
+                        Some(SourceEvent::RecordFailed)
+                    }
+                }
+            }
+            SourceAction::StartMigration => match self.start_migration() {
+                Ok(()) => None,
+                Err(error) => Some(SourceEvent::Failed { reason: error.to_string() }),
+            },
+            SourceAction::Send(message) => {
+                self.say(&ControlMessage::Switchover(message));
+                None
+            }
+            SourceAction::RelayShut => self.return_message(ReturnMessage::Shut(0)).err().map(|error| {
+                SourceEvent::Failed { reason: format!("the source QEMU does not take the end of the migration: {error}") }
+            }),
+            SourceAction::EndMigration => Some(self.end_migration()),
+            SourceAction::Cont => Some(match qemu::cont(&self.qmp) {
+                Ok(()) => SourceEvent::Qemu(SourceQemu::Running),
+                Err(error) => SourceEvent::Failed { reason: format!("the source QEMU does not resume the guest: {error}") },
+            }),
+            SourceAction::AnnounceSelf => {
+                qemu::announce(&self.qmp);
+                None
+            }
+            SourceAction::Connect => {
+                self.peer = None;
+                let time = if self.machine.decided() { DELIVERY_TIME } else { TELLING_TIME };
+                self.give_up.get_or_insert(Instant::now() + time);
+                self.reconnect();
+                None
+            }
+            SourceAction::Done(_) => unreachable!("the loop ends before it is performed"),
+        }
+    }
+
+    /// What an event means to the machine, after what it means to the driver was done.
+    fn translate(&mut self, event: Event) -> Option<SourceEvent> {
+        match event {
+            Event::Control(incarnation, event) if incarnation == self.dialed.incarnation => match event {
+                ControlEvent::Message(message) => self.heard(message),
+                ControlEvent::Lost(reason) => {
+                    self.observer.note(&format!("the connection to the destination is lost: {reason}"));
+                    self.peer = None;
+                    self.abort.raise(format_args!("the destination was lost: {reason}"));
+                    Some(SourceEvent::ConnectionLost)
+                }
+            },
+            Event::Control(..) => None,
+            Event::Reconnected(outcome) => match *outcome {
+                Ok(peer) => {
+                    self.dialed.incarnation += 1;
+                    self.peer = Some(peer);
+                    Some(SourceEvent::Connected)
+                }
+                Err(reason) => {
+                    tracing::info!(reason, "the destination cannot be reached yet");
+                    self.reconnect();
+                    None
+                }
+            },
+            Event::Qemu(event) => self.qemu_says(event),
+            Event::Stream(news) => self.stream_says(news),
+            Event::Drained(ram) => {
+                self.moments.drained = Some(Instant::now());
+                let (normal_pages, zero_pages) = self.pages();
+                self.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
+                Some(SourceEvent::FinalStateSent)
+            }
+            Event::Broken => {
+                let reason = self.abort.reason()?;
+                Some(SourceEvent::Failed { reason })
+            }
+            Event::Cancelled => {
+                if self.machine.decided() {
+                    self.observer.note("too late to cancel: the guest already belongs to the destination");
+                    return None;
+                }
+                self.cancelled = true;
+                Some(SourceEvent::Failed { reason: "cancelled".into() })
+            }
+        }
+    }
+
+    fn heard(&mut self, message: ControlMessage) -> Option<SourceEvent> {
+        match message {
+            ControlMessage::Ready { placement } => {
+                placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
+                self.placement = placement;
+                if let Some(plane) = &self.plane {
+                    plane.sync.open();
+                }
+                None
+            }
+            ControlMessage::ReturnPath(message) => {
+                let message = match message {
+                    ReturnPath::Pong(value) => ReturnMessage::Pong(value),
+                    ReturnPath::SwitchoverAck => ReturnMessage::SwitchoverAck,
+                    // A good end is told by `Prepared`, and relayed when the switchover says so.
+                    ReturnPath::Shut(0) => return None,
+                    ReturnPath::Shut(status) => {
+                        let reason = format!("the destination QEMU could not load the guest (status {status})");
+                        return Some(SourceEvent::Failed { reason });
+                    }
+                };
+                self.return_message(message).err().map(|error| SourceEvent::Failed { reason: error.to_string() })
+            }
+            ControlMessage::Switchover(message) => {
+                match message {
+                    SwitchoverMessage::Prepared => self.moments.prepared = Some(Instant::now()),
+                    SwitchoverMessage::Running => self.moments.running = Some(Instant::now()),
+                    _ => {}
+                }
+                Some(SourceEvent::Message(message))
+            }
+            ControlMessage::Figures(figures) => {
+                self.figures = figures;
+                None
+            }
+            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
+                let reason = format!("the destination failed: {}", sterna_wire::text::cleaned(&reason));
+                Some(SourceEvent::Failed { reason })
+            }
+            unexpected => {
+                tracing::warn!(?unexpected, "not expected from a destination");
+                None
+            }
+        }
+    }
+
+    fn qemu_says(&mut self, event: QemuEvent) -> Option<SourceEvent> {
+        match event {
+            QemuEvent::Stopped => {
+                self.moments.stopped.get_or_insert_with(Instant::now);
+                None
+            }
+            QemuEvent::Resumed => {
+                self.moments.stopped = None;
+                None
+            }
+            QemuEvent::Gone if self.migrating => Some(SourceEvent::Qemu(SourceQemu::Gone)),
+            QemuEvent::Gone => Some(SourceEvent::Failed { reason: "the source QEMU closed its QMP socket".into() }),
+            QemuEvent::Migration(_) if !self.migrating => None,
+            QemuEvent::Migration(status) => match status.as_str() {
+                "completed" => Some(SourceEvent::Qemu(SourceQemu::Completed)),
+                "failed" | "cancelled" => {
+                    let why = qemu::failure(&self.qmp).unwrap_or_else(|| format!("the source QEMU says {status}"));
+                    // The reason that came first says more than QEMU's about closed sockets.
+                    let reason = self.abort.reason().unwrap_or(why);
+                    Some(SourceEvent::Failed { reason })
+                }
+                _ => None,
+            },
+        }
+    }
+
+    fn stream_says(&mut self, news: StreamNews) -> Option<SourceEvent> {
+        match news {
+            StreamNews::Started { ram, blocks, machine } => {
+                self.progress.total_bytes = ram;
+                tracing::info!(?blocks, machine, "the stream has begun");
+            }
+            StreamNews::RamEnd => self.drain(),
+            StreamNews::Ended => {}
+        }
+        None
+    }
+
+    /// Waits, on a thread of its own, until all of RAM is acknowledged.
+    fn drain(&mut self) {
+        let Some(plane) = &mut self.plane else { return };
+        let (pipeline, events) = (Arc::clone(&plane.pipeline), self.events_in.clone());
+        plane.threads.push(std::thread::spawn(move || {
+            // Where it fails, the migration is being taken down, and somebody else has said why.
+            if let Ok(ram) = pipeline.channels.iter().map(SendChannel::drained).collect() {
+                let _ = events.send(Event::Drained(ram));
+            }
+        }));
+    }
+
+    fn start_migration(&mut self) -> Result<(), GatewayError> {
+        let id = self.dialed.id;
+        let sockets = SocketDir::create(id, "source", self.qmp.peer_pid())
+            .map_err(|error| GatewayError(format!("cannot make the private socket directory: {error}")))?;
+        let plane = self.open_plane(sockets)?;
+        self.plane = Some(plane);
+        Ok(())
+    }
+
+    fn open_plane(&mut self, sockets: SocketDir) -> Result<DataPlane, GatewayError> {
+        let context = SendContext {
+            window: Arc::clone(&self.window),
+            pacer: Arc::new(Pacer::new(self.options.bandwidth)),
+            abort: Arc::clone(&self.abort),
+            method: self.options.method,
+            packet_size: self.dialed.packet_size,
+        };
+        let (ram_channels, stream_channel) = self.dialed.open_channels(&self.options.security, &self.options.to, &context)?;
+        let pool = BatchPool::new(batches(self.options.channels), self.dialed.packet_size);
+        let pipeline = Arc::new(Pipeline {
+            channels: ram_channels,
+            pool: Arc::clone(&pool),
+            window: Arc::clone(&self.window),
+            page_size: qemu::PAGE_SIZE,
+        });
+        let sync = Arc::new(SyncPoints::new(1 + usize::from(self.options.channels)));
+        {
+            let (window, sync) = (Arc::clone(&self.window), Arc::clone(&sync));
+            self.abort.on_end(move || {
+                window.close();
+                pool.close();
+                sync.close();
+            });
+        }
+
+        let listening = |error: io::Error| GatewayError(format!("the private socket for QEMU failed: {error}"));
+        let listener = sockets.listen("qemu.sock").map_err(listening)?;
+        self.migrating = true;
+        let uri = format!("unix:{}", sockets.socket("qemu.sock").display());
+        self.qmp
+            .execute("migrate", json!({ "uri": uri }))
+            .map_err(|error| GatewayError(format!("the source QEMU does not start the migration: {error}")))?;
+        let connections = qemu::accept_migration(&listener, self.options.channels as u8, CONNECT_TIME)
+            .map_err(|error| GatewayError(format!("the source QEMU did not connect: {error}")))?;
+
+        let return_path = connections.main.try_clone().map_err(listening)?;
+        for stream in connections.multifd.iter().map(|(stream, _)| stream).chain([&connections.main]) {
+            self.abort.on_end(closer(stream).map_err(listening)?);
+        }
+        let ratio = NormalPageRatio::new(self.options.normal_page_ratio);
+        let mut threads = Vec::new();
+        let uuid = connections.multifd.first().map_or([0; 16], |(_, init)| init.uuid);
+        for (stream, init) in connections.multifd {
+            let (pipeline, sync, ratio) = (Arc::clone(&pipeline), Arc::clone(&sync), ratio.clone());
+            threads.push(self.reader(&format!("qemu-{}", init.id), move || {
+                read_multifd(stream, &pipeline, &sync, ratio).map_err(|error| error.to_string())
+            }));
+        }
+        let stream_channel = Arc::new(stream_channel);
+        let main = MainContext {
+            pipeline: Arc::clone(&pipeline),
+            sync: Arc::clone(&sync),
+            stream_channel: Arc::clone(&stream_channel),
+            ratio,
+            multifd_channels: self.options.channels as u8,
+            uuid,
+        };
+        let news = Mutex::new(self.events_in.clone());
+        threads.push(self.reader("qemu-main", move || {
+            read_main(connections.main, main, |event| {
+                let _ = news.lock().expect("the sender does not panic").send(Event::Stream(event));
+            })
+            .map_err(|error| error.to_string())
+        }));
+        Ok(DataPlane { pipeline, stream_channel, sync, return_path, threads, _sockets: sockets })
+    }
+
+    fn reader(&self, name: &str, read: impl FnOnce() -> Result<(), String> + Send + 'static) -> JoinHandle<()> {
+        let abort = Arc::clone(&self.abort);
+        std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                if let Err(reason) = read() {
+                    abort.raise(reason);
+                }
+            })
+            .expect("a thread can be started")
+    }
+
+    /// Sees to it that QEMU has no migration under way.
+    fn end_migration(&mut self) -> SourceEvent {
+        self.abort.raise("the migration was aborted");
+        match qemu::end_migration(&self.qmp) {
+            Ok(state) => SourceEvent::Qemu(state),
+            Err(error) => SourceEvent::Failed { reason: format!("the source QEMU does not end its migration: {error}") },
+        }
+    }
+
+    fn say(&self, message: &ControlMessage) {
+        let Some(peer) = &self.peer else { return };
+        if let Err(error) = peer.link.send(message) {
+            // The link's reading side reports the loss.
+            tracing::info!(%error, "the destination did not take a message");
+        }
+    }
+
+    fn return_message(&self, message: ReturnMessage) -> Result<(), crate::stream::StreamError> {
+        match &self.plane {
+            Some(plane) => message.write(&plane.return_path),
+            None => Ok(()),
+        }
+    }
+
+    fn reconnect(&self) {
+        let (events, security) = (self.events_in.clone(), self.options.security.clone());
+        let (to, dialed) = (self.options.to.clone(), self.dialed.clone());
+        std::thread::spawn(move || {
+            let incarnation = dialed.incarnation + 1;
+            let outcome = peer::dial_again(&to, &security, &dialed, incarnation, link_events(&events, incarnation));
+            if outcome.is_err() {
+                std::thread::sleep(peer::DIAL_PAUSE);
+            }
+            let _ = events.send(Event::Reconnected(Box::new(outcome.map_err(|error| error.to_string()))));
+        });
+    }
+
+    fn pages(&self) -> (u64, u64) {
+        let Some(plane) = &self.plane else { return (0, 0) };
+        let count = |pages: fn(&SendChannel) -> u64| plane.pipeline.channels.iter().map(pages).sum();
+        (
+            count(|channel| channel.counters().normal_pages.load(Ordering::Relaxed)),
+            count(|channel| channel.counters().zero_pages.load(Ordering::Relaxed)),
+        )
+    }
+
+    fn bytes(&self) -> (u64, u64, u64) {
+        let Some(plane) = &self.plane else { return (0, 0, 0) };
+        let channels = || plane.pipeline.channels.iter().chain([&*plane.stream_channel]);
+        let sum = |bytes: fn(&SendChannel) -> u64| channels().map(bytes).sum();
+        (
+            sum(|channel| channel.counters().content_bytes.load(Ordering::Relaxed)),
+            sum(|channel| channel.counters().packet_bytes.load(Ordering::Relaxed)),
+            sum(|channel| channel.counters().wire_bytes.load(Ordering::Relaxed)),
+        )
+    }
+
+    /// Asks QEMU for its figures and tells them. An event where QEMU says something that its events did not.
+    fn tick(&mut self) -> Option<SourceEvent> {
+        if !self.migrating || self.abort.is_over() {
+            return None;
+        }
+        let info = self.qmp.query_migrate().ok()?;
+        let (content, packets, wire) = self.bytes();
+        let (normal_pages, zero_pages) = self.pages();
+        let ram = info.ram.unwrap_or_default();
+        let elapsed_ms = self.started.elapsed().as_millis() as u64;
+        let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
+        let content_rate = content.saturating_sub(self.content_told) as f64 / interval;
+        self.content_told = content;
+        let wire_rate = wire.saturating_sub(self.progress.wire_bytes) as f64 / interval;
+        let drain = (ram.remaining + self.window.in_flight()) as f64 / content_rate.max(1.0) * 1e3;
+        self.progress = Progress {
+            phase: info.status,
+            elapsed_ms,
+            round: ram.dirty_sync_count,
+            total_bytes: self.progress.total_bytes.max(ram.total),
+            remaining_bytes: ram.remaining,
+            normal_pages,
+            zero_pages,
+            content_rate,
+            wire_bytes: wire,
+            wire_rate,
+            ratio: if packets > 0 { content as f64 / packets as f64 } else { 1.0 },
+            dirty_rate: (ram.dirty_pages_rate * ram.page_size.max(1)) as f64,
+            predicted_downtime_ms: drain + COMMIT_ESTIMATE.as_secs_f64() * 1e3,
+        };
+        self.observer.progress(&self.progress);
+        None
+    }
+
+    fn finish(mut self, end: End) -> Report {
+        let (outcome, reason) = match end {
+            End::Machine(SourceEnd::Finished) => (Outcome::Completed, None),
+            End::Machine(SourceEnd::Aborted { reason }) if self.cancelled => (Outcome::Cancelled, Some(reason)),
+            End::Machine(SourceEnd::Aborted { reason }) => (Outcome::Failed, Some(reason)),
+            End::Machine(SourceEnd::NotStarted) => {
+                (Outcome::Failed, Some("the migration's record could not be written".into()))
+            }
+            End::Machine(SourceEnd::GuestGone) => (Outcome::Lost, Some("the source QEMU died".into())),
+            End::Machine(SourceEnd::DestinationLost { reason, .. }) => (Outcome::Unconfirmed, Some(reason)),
+            End::Machine(SourceEnd::Stuck { reason }) => (Outcome::Unconfirmed, Some(reason)),
+            End::Machine(SourceEnd::Conflict) => {
+                (Outcome::Unconfirmed, Some("the guest runs here although it was given away: stop one of the two".into()))
+            }
+            End::Undelivered if self.machine.decided() => {
+                (Outcome::Unconfirmed, Some("the destination could not be reached any more".into()))
+            }
+            // The abort is on disk and the guest runs; a destination that was not told asks, and presumes it.
+            End::Undelivered if self.cancelled => (Outcome::Cancelled, Some("cancelled".into())),
+            End::Undelivered => (Outcome::Failed, self.abort.reason()),
+        };
+        let (content, packets, wire) = self.bytes();
+        let (normal_pages, zero_pages) = self.pages();
+        if outcome == Outcome::Completed {
+            // Figures follow the last switchover message on the same channel.
+            if let Some(restore) = self.restore.take() {
+                restore.keep();
+            }
+        }
+        self.abort.finish();
+        let rounds = self.qmp.query_migrate().ok().and_then(|info| info.ram).map_or(0, |ram| ram.dirty_sync_count);
+        self.close_plane();
+        let end = self.moments.running.unwrap_or_else(Instant::now);
+        let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
+        Report {
+            id: self.dialed.id.to_string(),
+            outcome,
+            reason,
+            machine: self.machine_name.clone(),
+            destination: self.options.to.clone(),
+            total_ms,
+            downtime_ms: Moments::between(self.moments.stopped, self.moments.running),
+            downtime: self.moments.parts(),
+            rounds,
+            wire_bytes: wire,
+            content_bytes: content,
+            normal_pages,
+            zero_pages,
+            ratio: if packets > 0 { content as f64 / packets as f64 } else { 1.0 },
+            throughput: wire as f64 / (total_ms / 1e3).max(1e-3),
+            method: self.options.method.to_string(),
+            channels: self.options.channels,
+            encrypted: matches!(self.options.security, Security::Tls(_)),
+            source_cpu_seconds: qemu::own_cpu_seconds(),
+            destination_cpu_seconds: self.figures.cpu_seconds,
+            destination_faults: self.figures.faults,
+            placement: self.placement.clone(),
+        }
+    }
+
+    fn close_plane(&mut self) {
+        self.peer = None;
+        let Some(plane) = self.plane.take() else { return };
+        for thread in plane.threads {
+            let _ = thread.join();
+        }
+        // All users of the channels have ended: the last owner ends their threads.
+        if let Ok(channel) = Arc::try_unwrap(plane.stream_channel) {
+            channel.join();
+        }
+        if let Ok(pipeline) = Arc::try_unwrap(plane.pipeline) {
+            pipeline.channels.into_iter().for_each(SendChannel::join);
+        }
+    }
+}
+
+/// Batches for `channels` channels: what readers fill, what waits in queues, what is being sent.
+fn batches(channels: u16) -> usize {
+    let channels = usize::from(channels);
+    // Each reader may hold one open batch per channel while it waits for another.
+    (channels + 1) * (channels + 1) + 8 * channels
+}

@@ -1,0 +1,419 @@
+//! Reading what the source QEMU writes: one thread for the main channel, one for each multifd channel.
+//!
+//! Pages go into the pipeline, everything else to the stream channel. **Sync points** are a barrier among these readers
+//! and nothing more: between two of them QEMU sends a page at most once, but the next generation of a page may come on
+//! another channel. So nobody reads on before everybody has handed over what came before; then the generation ends.
+//!
+//! Without multifd there is one reader, and no sync points are needed.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex};
+
+use sterna::entry::{Entry, Pipeline};
+use sterna::send::{Item, SendChannel};
+use sterna::window::WindowClosed;
+
+use super::layout::{self, Prologue, Start, record};
+use crate::stream::{
+    Event, MainReader, MultifdPacket, MultifdReader, PacketKind, PageBatch, RamStart, SectionKind, StreamError,
+};
+
+/// Why a reader ended before its time.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ReaderError {
+    #[error("reading the source QEMU's stream: {0}")]
+    Stream(#[from] StreamError),
+    #[error(transparent)]
+    Closed(#[from] WindowClosed),
+    #[error("a multifd channel of the source QEMU spoke of a RAM block {0:?} that it did not announce")]
+    UnknownBlock(String),
+    #[error("a page at offset {offset:#x} lies outside RAM block {block}")]
+    OutsideBlock { block: String, offset: u64 },
+    #[error("the source QEMU closed its main channel before the end of RAM")]
+    Ended,
+}
+
+/// What the main reader tells the driver.
+#[derive(Debug)]
+pub(super) enum StreamNews {
+    /// The RAM setup section has been read and handed on.
+    Started {
+        /// Bytes of all RAM blocks.
+        ram: u64,
+        /// Names of the blocks.
+        blocks: Vec<String>,
+        /// The machine type.
+        machine: String,
+    },
+    /// All of RAM has been handed to the channels; what follows is opaque.
+    RamEnd,
+    /// QEMU closed the main channel: it has finished or given up.
+    Ended,
+}
+
+/// The sync points among the readers, and the gate before the first page.
+#[derive(Debug)]
+pub(super) struct SyncPoints {
+    state: Mutex<SyncState>,
+    changed: Condvar,
+    readers: usize,
+}
+
+#[derive(Debug, Default)]
+struct SyncState {
+    blocks: Option<Arc<Blocks>>,
+    open: bool,
+    closed: bool,
+    waiting: usize,
+    generation: u64,
+}
+
+/// The RAM blocks as readers need them.
+#[derive(Debug)]
+struct Blocks {
+    names: Vec<String>,
+    lengths: Vec<u64>,
+    page_size: usize,
+}
+
+impl SyncPoints {
+    /// For `readers` readers, the main channel's included.
+    pub(super) fn new(readers: usize) -> Self {
+        Self { state: Mutex::default(), changed: Condvar::new(), readers }
+    }
+
+    /// The destination is ready: pages may go.
+    pub(super) fn open(&self) {
+        self.state.lock().expect("readers do not panic").open = true;
+        self.changed.notify_all();
+    }
+
+    /// Wakes everybody; nobody goes on.
+    pub(super) fn close(&self) {
+        self.state.lock().expect("readers do not panic").closed = true;
+        self.changed.notify_all();
+    }
+
+    fn announce(&self, blocks: Blocks) -> Arc<Blocks> {
+        let blocks = Arc::new(blocks);
+        self.state.lock().expect("readers do not panic").blocks = Some(Arc::clone(&blocks));
+        self.changed.notify_all();
+        blocks
+    }
+
+    /// Waits until the blocks are known and the destination is ready for their pages.
+    fn wait_open(&self) -> Result<Arc<Blocks>, WindowClosed> {
+        let mut state = self.state.lock().expect("readers do not panic");
+        loop {
+            match &state.blocks {
+                _ if state.closed => return Err(WindowClosed),
+                Some(blocks) if state.open => return Ok(Arc::clone(blocks)),
+                _ => state = self.changed.wait(state).expect("readers do not panic"),
+            }
+        }
+    }
+
+    /// One reader has come to a sync point. The last to come ends the generation, then all go on.
+    fn reach(&self, pipeline: &Pipeline) -> Result<(), WindowClosed> {
+        let mut state = self.state.lock().expect("readers do not panic");
+        state.waiting += 1;
+        let generation = state.generation;
+        if state.waiting == self.readers {
+            // The others wait for the number to change, so none of their pages comes before the generation's end; the
+            // lock is free meanwhile, because handing over may block and `close` must not.
+            drop(state);
+            pipeline.end_generation(generation + 1)?;
+            let mut state = self.state.lock().expect("readers do not panic");
+            state.waiting = 0;
+            state.generation = generation + 1;
+            drop(state);
+            self.changed.notify_all();
+            return Ok(());
+        }
+        while state.generation == generation && !state.closed {
+            state = self.changed.wait(state).expect("readers do not panic");
+        }
+        if state.generation == generation { Err(WindowClosed) } else { Ok(()) }
+    }
+
+    /// The main channel has come to the end of RAM: ends the last generation, and gives its number.
+    fn finish(&self, pipeline: &Pipeline) -> Result<u64, WindowClosed> {
+        let generation = self.state.lock().expect("readers do not panic").generation + 1;
+        pipeline.end_generation(generation)?;
+        Ok(generation)
+    }
+}
+
+/// Turns a share of the zero pages into normal ones, so that tests can dial the network's load.
+#[derive(Debug, Clone)]
+pub(super) struct NormalPageRatio {
+    percent: u8,
+    owed: u8,
+}
+
+impl NormalPageRatio {
+    /// `percent` of the zero pages count as normal.
+    pub(super) fn new(percent: u8) -> Self {
+        Self { percent: percent.min(100), owed: 0 }
+    }
+
+    fn is_normal(&mut self) -> bool {
+        self.owed += self.percent;
+        let normal = self.owed >= 100;
+        if normal {
+            self.owed -= 100;
+        }
+        normal
+    }
+}
+
+/// What every reader needs.
+#[derive(Debug)]
+struct Common {
+    entry: Entry,
+    sync: Arc<SyncPoints>,
+    ratio: NormalPageRatio,
+    zeros: Vec<u8>,
+}
+
+impl Common {
+    fn new(pipeline: &Arc<Pipeline>, sync: &Arc<SyncPoints>, ratio: NormalPageRatio) -> Self {
+        let zeros = if ratio.percent > 0 { vec![0; pipeline.page_size] } else { Vec::new() };
+        Self { entry: Entry::new(Arc::clone(pipeline)), sync: Arc::clone(sync), ratio, zeros }
+    }
+
+    fn zero_page(&mut self, block: u16, offset: u64) -> Result<(), WindowClosed> {
+        if !self.ratio.is_normal() {
+            return self.entry.zero_page(block, offset);
+        }
+        self.entry.pipeline().window.enter(self.zeros.len() as u64)?;
+        self.entry.page(block, offset, &self.zeros)
+    }
+
+    fn sync_point(&mut self) -> Result<(), WindowClosed> {
+        self.entry.flush()?;
+        self.sync.reach(self.entry.pipeline())
+    }
+}
+
+/// Reads a multifd channel whose init packet has been taken, until QEMU closes it.
+pub(super) fn read_multifd(
+    stream: UnixStream,
+    pipeline: &Arc<Pipeline>,
+    sync: &Arc<SyncPoints>,
+    ratio: NormalPageRatio,
+) -> Result<(), ReaderError> {
+    let page_size = pipeline.page_size;
+    let mut reader = MultifdReader::new(stream, page_size)?;
+    let mut packet = MultifdPacket::default();
+    let mut common = Common::new(pipeline, sync, ratio);
+    let mut scratch = Vec::new();
+    let mut blocks = None;
+    loop {
+        match reader.read_header(&mut packet)? {
+            PacketKind::End => return Ok(()),
+            PacketKind::DeviceState => {
+                let mut content = vec![0; packet.payload_len];
+                reader.read_payload(&mut content)?;
+                let (name, instance) = (packet.name.as_bytes().to_vec(), packet.instance_id);
+                pipeline.channels[0].send(Item::DeviceState { name, instance, content })?;
+            }
+            PacketKind::Ram => {
+                if !packet.normal.is_empty() || !packet.zero.is_empty() {
+                    let blocks = match &blocks {
+                        Some(blocks) => blocks,
+                        None => blocks.insert(sync.wait_open()?),
+                    };
+                    let block = blocks.check(&packet)?;
+                    read_pages(&mut reader, &packet, block, &mut common, &mut scratch)?;
+                }
+                if packet.sync {
+                    common.sync_point()?;
+                }
+            }
+        }
+    }
+}
+
+impl Blocks {
+    /// The block of a packet, all of whose pages lie inside.
+    fn check(&self, packet: &MultifdPacket) -> Result<u16, ReaderError> {
+        let position = self.names.iter().position(|name| *name == packet.name);
+        let block = position.ok_or_else(|| ReaderError::UnknownBlock(packet.name.clone()))?;
+        let outside = |offset: &&u64| **offset + self.page_size as u64 > self.lengths[block];
+        match packet.normal.iter().chain(&packet.zero).find(outside) {
+            Some(offset) => Err(ReaderError::OutsideBlock { block: packet.name.clone(), offset: *offset }),
+            None => Ok(block as u16),
+        }
+    }
+}
+
+fn read_pages(
+    reader: &mut MultifdReader<UnixStream>,
+    packet: &MultifdPacket,
+    block: u16,
+    common: &mut Common,
+    scratch: &mut Vec<u8>,
+) -> Result<(), ReaderError> {
+    let length = packet.payload_len;
+    if length > 0 {
+        let pipeline = Arc::clone(common.entry.pipeline());
+        pipeline.window.enter(length as u64)?;
+        let fits = length <= pipeline.pool.capacity();
+        match common.entry.common_channel(block, &packet.normal) {
+            Some(channel) if fits => {
+                common.entry.bytes(channel, block, &packet.normal, |content| {
+                    reader.read_payload(content).map_err(ReaderError::from)
+                })?;
+            }
+            _ => {
+                scratch.resize(length, 0);
+                reader.read_payload(scratch)?;
+                for (offset, page) in packet.normal.iter().zip(scratch.chunks_exact(pipeline.page_size)) {
+                    common.entry.page(block, *offset, page)?;
+                }
+            }
+        }
+    }
+    for offset in &packet.zero {
+        common.zero_page(block, *offset)?;
+    }
+    // Nothing waits here for company: what QEMU has given away counts as sent, and may be all there is.
+    Ok(common.entry.flush()?)
+}
+
+/// What the main reader is given beside its socket.
+#[derive(Debug)]
+pub(super) struct MainContext {
+    pub(super) pipeline: Arc<Pipeline>,
+    pub(super) sync: Arc<SyncPoints>,
+    pub(super) stream_channel: Arc<SendChannel>,
+    pub(super) ratio: NormalPageRatio,
+    pub(super) multifd_channels: u8,
+    pub(super) uuid: [u8; 16],
+}
+
+/// Reads the main channel to its end. `news` is called on this thread.
+pub(super) fn read_main(
+    stream: UnixStream,
+    context: MainContext,
+    mut news: impl FnMut(StreamNews),
+) -> Result<(), ReaderError> {
+    let mut reader = MainReader::new(stream);
+    let MainContext { pipeline, sync, stream_channel, ratio, multifd_channels, uuid } = context;
+    let page_size = pipeline.page_size;
+    let mut common = Common::new(&pipeline, &sync, ratio);
+    let send = |record, content| stream_channel.send(Item::Stream { record, content });
+
+    let start = read_start(&mut reader, multifd_channels, uuid, &mut common)?;
+    let blocks = sync.announce(Blocks::of(&start.ram, page_size));
+    let (ram, machine) = (blocks.lengths.iter().sum(), start.configuration.machine.clone());
+    send(record::START, start.encode())?;
+    news(StreamNews::Started { ram, blocks: blocks.names.clone(), machine });
+    let flush_is_sync_point = start.flush_in_setup;
+    if multifd_channels > 0 {
+        // The setup section's sync point: the multifd channels have delivered a SYNC each.
+        common.sync_point()?;
+    }
+    sync.wait_open()?;
+
+    let mut buffer = vec![0; pipeline.pool.capacity()];
+    let mut batch = PageBatch::default();
+    loop {
+        let pages = reader.next_pages(&mut buffer, &mut batch)?;
+        if pages > 0 {
+            // After reading: how much there would be to read is not known before, and it may take long to come.
+            pipeline.window.enter((pages * page_size) as u64)?;
+            for (offset, page) in batch.offsets.iter().zip(buffer.chunks_exact(page_size)) {
+                common.entry.page(batch.block as u16, *offset, page)?;
+            }
+            continue;
+        }
+        match reader.next_event(&mut buffer)? {
+            Event::Page { block, offset } => {
+                pipeline.window.enter(page_size as u64)?;
+                common.entry.page(block as u16, offset, &buffer[..page_size])?;
+            }
+            Event::ZeroPage { block, offset } => common.zero_page(block as u16, offset)?,
+            Event::Flush if flush_is_sync_point && multifd_channels > 0 => common.sync_point()?,
+            Event::Flush => common.entry.flush()?,
+            Event::EndOfSection { .. } if !flush_is_sync_point && multifd_channels > 0 => common.sync_point()?,
+            Event::EndOfSection { .. } => common.entry.flush()?,
+            Event::Command(command) if command.to_be_stripped() => {}
+            Event::Command(command) => send(record::COMMAND, command.bytes)?,
+            Event::DeviceSection(piece) => {
+                for part in layout::encode_device_section(&piece, pipeline.pool.capacity()) {
+                    send(record::DEVICE_SECTION, part)?;
+                }
+            }
+            Event::RamEnd => break,
+            unexpected => {
+                return Err(StreamError::Malformed(format!("{unexpected:?} within the RAM sections")).into());
+            }
+        }
+    }
+    common.entry.flush()?;
+    let generation = sync.finish(&pipeline)?;
+    send(record::RAM_END, generation.to_le_bytes().to_vec())?;
+    news(StreamNews::RamEnd);
+
+    loop {
+        match reader.read_opaque(&mut buffer)? {
+            0 => break,
+            length => send(record::OPAQUE, buffer[..length].to_vec())?,
+        }
+    }
+    send(record::END, Vec::new())?;
+    news(StreamNews::Ended);
+    Ok(())
+}
+
+/// Everything up to the end of the RAM setup section.
+fn read_start(
+    reader: &mut MainReader<UnixStream>,
+    multifd_channels: u8,
+    uuid: [u8; 16],
+    common: &mut Common,
+) -> Result<Start, ReaderError> {
+    let mut configuration = None;
+    let mut ram = None;
+    let mut prologue = Vec::new();
+    let mut page = vec![0; common.entry.pipeline().page_size];
+    loop {
+        match reader.next_event(&mut page)? {
+            Event::Header | Event::Flush => {}
+            Event::Configuration(section) => configuration = Some(section),
+            Event::Command(command) if command.to_be_stripped() => {}
+            Event::Command(command) => prologue.push(Prologue::Command(command)),
+            Event::DeviceSection(piece) => prologue.push(Prologue::DeviceSection(piece)),
+            Event::RamStart(start) => ram = Some(start),
+            Event::EndOfSection { kind: SectionKind::Setup } => break,
+            unexpected => {
+                return Err(StreamError::Malformed(format!("{unexpected:?} before the RAM setup section's end")).into());
+            }
+        }
+    }
+    let (Some(configuration), Some(ram)) = (configuration, ram) else { return Err(ReaderError::Ended) };
+    let flush_in_setup = reader.setup_had_flush();
+    Ok(Start { configuration, prologue, ram, multifd_channels, uuid, flush_in_setup })
+}
+
+impl Blocks {
+    fn of(ram: &RamStart, page_size: usize) -> Self {
+        Self {
+            names: ram.blocks.iter().map(|block| block.name.clone()).collect(),
+            lengths: ram.blocks.iter().map(|block| block.used_length).collect(),
+            page_size,
+        }
+    }
+}
+
+/// A socket's handle for waking its reader at the end.
+pub(super) fn closer(stream: &UnixStream) -> io::Result<impl Fn() + Send + 'static> {
+    let stream = stream.try_clone()?;
+    Ok(move || {
+        // It may have been closed by the other side already.
+        let _ = stream.shutdown(std::net::Shutdown::Both);
+    })
+}

@@ -1,0 +1,465 @@
+//! A client of QEMU's machine protocol (QMP): one JSON object per line over a unix socket.
+//!
+//! Own code on serde_json rather than generated bindings: the gateway talks to every QEMU from 7.2 on, so answers are read
+//! tolerantly (unknown fields ignored, missing ones absent) instead of by one release's schema.
+//!
+//! A reader thread takes lines off the socket and sorts them: answers to the command they belong to (by `id`), events to a
+//! queue. So [`Qmp`] is a handle that may be cloned and used from several threads, for instance to wait for an event in
+//! one while another executes a command.
+//!
+//! Protocol: docs/interop/qmp-spec in QEMU's documentation.
+
+mod answers;
+mod peer;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+pub use answers::{MigrationInfo, RamInfo, Version};
+
+/// How long a command, and the greeting, may take unless told otherwise.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Longest line accepted. The largest answers QEMU gives (`query-qmp-schema`) are below 1 MiB.
+const MAX_LINE: usize = 16 << 20;
+
+/// Events kept for a caller that does not read them; the oldest go first. `MIGRATION_PASS` comes once a round, so this is
+/// never reached by a migration.
+const MAX_EVENTS: usize = 4096;
+
+/// Why a command, an event or the connection failed.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum QmpError {
+    /// The socket cannot be reached.
+    #[error("cannot connect to the QMP socket {path}: {reason}")]
+    Connect {
+        /// Path of the socket.
+        path: String,
+        /// What the system said, and what to do.
+        reason: String,
+    },
+    /// No greeting came: QEMU serves one client per monitor.
+    #[error(
+        "QMP socket busy: another client is connected to {path}; give Sterna its own -qmp (no greeting within {waited:?})"
+    )]
+    Busy {
+        /// Path of the socket.
+        path: String,
+        /// How long we waited.
+        waited: Duration,
+    },
+    /// QEMU refused a command.
+    #[error("QEMU refused {command}: {description}")]
+    Refused {
+        /// The command.
+        command: String,
+        /// QEMU's error class, for instance `GenericError` or `CommandNotFound`.
+        class: String,
+        /// QEMU's words.
+        description: String,
+    },
+    /// No answer in time. Whether QEMU executed the command is not known.
+    #[error("QEMU did not answer {command} within {waited:?}: its main loop is stuck or the process is stopped")]
+    Timeout {
+        /// The command.
+        command: String,
+        /// How long we waited.
+        waited: Duration,
+    },
+    /// The connection is gone or unusable.
+    #[error("the QMP connection is closed: {reason}")]
+    Closed {
+        /// Why.
+        reason: String,
+    },
+    /// An answer that lacks what every QEMU says.
+    #[error("unexpected answer to {command}: {reason}")]
+    Unexpected {
+        /// The command.
+        command: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+impl QmpError {
+    /// True when this QEMU does not have the command at all.
+    pub fn is_unknown_command(&self) -> bool {
+        matches!(self, QmpError::Refused { class, .. } if class == "CommandNotFound")
+    }
+}
+
+/// An asynchronous message from QEMU.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    /// Name, for instance `MIGRATION` or `STOP`.
+    pub name: String,
+    /// Its data, `Null` when it has none.
+    pub data: Value,
+    /// When QEMU sent it: microseconds since 1970 by QEMU's host's clock; `None` if QEMU could not tell.
+    pub time_us: Option<u64>,
+}
+
+/// A connection to one QEMU monitor. Clones share it; it closes when the last one is dropped.
+#[derive(Debug, Clone)]
+pub struct Qmp {
+    connection: Arc<Connection>,
+}
+
+#[derive(Debug)]
+struct Connection {
+    writer: Mutex<UnixStream>,
+    shared: Arc<Shared>,
+    reader: Option<JoinHandle<()>>,
+    timeout: Duration,
+    peer_pid: Option<i32>,
+    version: Version,
+}
+
+/// What the reader thread and the callers share.
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    greeting: Option<Value>,
+    next_id: u64,
+    /// Commands on their way; the answer is put in when it comes.
+    pending: HashMap<u64, Option<Answer>>,
+    events: VecDeque<Event>,
+    /// Why nothing more will come.
+    closed: Option<String>,
+}
+
+#[derive(Debug)]
+enum Answer {
+    Return(Value),
+    Error { class: String, description: String },
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic while holding this lock leaves nothing half done that matters: each change is one insertion.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until `ready` gives something, or the deadline passes.
+    fn wait<T>(&self, deadline: Instant, mut ready: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
+        let mut state = self.lock();
+        loop {
+            if let Some(found) = ready(&mut state) {
+                return Some(found);
+            }
+            let left = deadline.checked_duration_since(Instant::now())?;
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn close(&self, reason: &str) {
+        let mut state = self.lock();
+        state.closed.get_or_insert_with(|| reason.to_owned());
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+impl Qmp {
+    /// Connects to the monitor at `path` with the default time limit.
+    pub fn connect(path: impl AsRef<Path>) -> Result<Self, QmpError> {
+        Self::connect_within(path, DEFAULT_TIMEOUT)
+    }
+
+    /// Connects; `timeout` bounds connecting, the greeting and every later command.
+    pub fn connect_within(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, QmpError> {
+        let path = path.as_ref();
+        let started = Instant::now();
+        let busy = || QmpError::Busy { path: path.display().to_string(), waited: timeout };
+        let stream = connect_stream(path, timeout).map_err(|error| match error.kind() {
+            // The queue of not yet accepted connections is full: others wait for this monitor as well.
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => busy(),
+            kind => QmpError::Connect { path: path.display().to_string(), reason: connect_reason(kind, &error) },
+        })?;
+        let mut connection = Self::start(stream, timeout)
+            .map_err(|error| QmpError::Connect { path: path.display().to_string(), reason: error.to_string() })?;
+
+        let greeting = connection
+            .shared
+            .wait(started + timeout, |state| match (state.greeting.take(), &state.closed) {
+                (Some(greeting), _) => Some(Ok(greeting)),
+                (None, Some(reason)) => Some(Err(QmpError::Closed { reason: reason.clone() })),
+                (None, None) => None,
+            })
+            .ok_or_else(busy)??;
+        connection.version = Version::from_json(&greeting["version"]).ok_or_else(|| QmpError::Connect {
+            path: path.display().to_string(),
+            reason: "the greeting names no QEMU version: this is not a QEMU monitor".into(),
+        })?;
+        let qmp = Qmp { connection: Arc::new(connection) };
+        qmp.execute("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    fn start(stream: UnixStream, timeout: Duration) -> io::Result<Connection> {
+        let peer_pid = peer::process_id(&stream);
+        let shared = Arc::new(Shared::default());
+        let input = stream.try_clone()?;
+        stream.set_write_timeout(Some(timeout))?;
+        let for_reader = Arc::clone(&shared);
+        let reader = std::thread::Builder::new().name("qmp-reader".into()).spawn(move || {
+            let reason = read_lines(BufReader::new(input), &for_reader);
+            for_reader.close(&reason);
+        })?;
+        Ok(Connection {
+            shared,
+            reader: Some(reader),
+            timeout,
+            peer_pid,
+            writer: Mutex::new(stream),
+            version: Version::default(),
+        })
+    }
+
+    /// Executes `command` with `arguments` (an object) and waits for its answer, as long as the connection's time limit.
+    pub fn execute(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        self.execute_within(command, arguments, self.connection.timeout)
+    }
+
+    /// Executes a command that may take longer (or must not take as long) as the connection's time limit.
+    pub fn execute_within(&self, command: &str, arguments: Value, timeout: Duration) -> Result<Value, QmpError> {
+        let shared = &self.connection.shared;
+        let id = {
+            let mut state = shared.lock();
+            if let Some(reason) = &state.closed {
+                return Err(QmpError::Closed { reason: reason.clone() });
+            }
+            state.next_id += 1;
+            let id = state.next_id;
+            state.pending.insert(id, None);
+            id
+        };
+        let deadline = Instant::now() + timeout;
+        let mut request = json!({ "execute": command, "id": id });
+        if arguments.as_object().is_some_and(|object| !object.is_empty()) {
+            request["arguments"] = arguments;
+        }
+        let mut line = request.to_string();
+        line.push('\n');
+        let sent = {
+            let mut writer = self.connection.writer.lock().unwrap_or_else(PoisonError::into_inner);
+            writer.write_all(line.as_bytes())
+        };
+        if let Err(error) = sent {
+            // Perhaps half a line went out: nothing sent after it could be understood.
+            shared.close(&format!("cannot write to QEMU: {error}"));
+        }
+        let answer = shared.wait(deadline, |state| {
+            if let Some(Some(_)) = state.pending.get(&id) {
+                return state.pending.remove(&id).flatten().map(Ok);
+            }
+            let reason = state.closed.clone()?;
+            Some(Err(QmpError::Closed { reason }))
+        });
+        match answer {
+            Some(Ok(Answer::Return(value))) => Ok(value),
+            Some(Ok(Answer::Error { class, description })) => {
+                Err(QmpError::Refused { command: command.to_owned(), class, description })
+            }
+            Some(Err(closed)) => {
+                shared.lock().pending.remove(&id);
+                Err(closed)
+            }
+            None => {
+                // A late answer finds no one waiting and is dropped.
+                shared.lock().pending.remove(&id);
+                Err(QmpError::Timeout { command: command.to_owned(), waited: timeout })
+            }
+        }
+    }
+
+    /// Executes a command of the human monitor and gives its text.
+    pub fn human(&self, command_line: &str) -> Result<String, QmpError> {
+        let answer = self.execute("human-monitor-command", json!({ "command-line": command_line }))?;
+        answer
+            .as_str()
+            .map(str::to_owned)
+            .ok_or_else(|| QmpError::Unexpected { command: command_line.to_owned(), reason: "no text".into() })
+    }
+
+    /// The oldest event not yet taken; waits for one until `deadline` (`None` when it passes).
+    ///
+    /// Each event goes to one taker, whichever of the handle's users asks first.
+    pub fn next_event(&self, deadline: Instant) -> Result<Option<Event>, QmpError> {
+        self.take_event(deadline, |_| true)
+    }
+
+    /// The oldest event called `name` whose data satisfies `wanted`; waits for one until `deadline` (`None` when it
+    /// passes). Other events stay in the queue, so an event that came before the call is not missed.
+    pub fn wait_event(
+        &self,
+        name: &str,
+        mut wanted: impl FnMut(&Value) -> bool,
+        deadline: Instant,
+    ) -> Result<Option<Event>, QmpError> {
+        self.take_event(deadline, |event| event.name == name && wanted(&event.data))
+    }
+
+    fn take_event(&self, deadline: Instant, mut wanted: impl FnMut(&Event) -> bool) -> Result<Option<Event>, QmpError> {
+        self.connection
+            .shared
+            .wait(deadline, |state| {
+                if let Some(at) = state.events.iter().position(&mut wanted) {
+                    return state.events.remove(at).map(Ok);
+                }
+                let reason = state.closed.clone()?;
+                Some(Err(QmpError::Closed { reason }))
+            })
+            .transpose()
+    }
+
+    /// Forgets the events that came so far, so that a later wait sees only newer ones.
+    pub fn clear_events(&self) {
+        self.connection.shared.lock().events.clear();
+    }
+
+    /// Process id of the peer (SO_PEERCRED): the process that last called `listen` on the socket. QEMU does so itself, also
+    /// on a socket that libvirt opened and handed over. `None` if it lives in a pid namespace that we cannot see.
+    pub fn peer_pid(&self) -> Option<i32> {
+        self.connection.peer_pid
+    }
+
+    /// QEMU's version, from its greeting.
+    pub fn version(&self) -> &Version {
+        &self.connection.version
+    }
+
+    /// The run state, for instance `running`, `paused`, `inmigrate`, `postmigrate`.
+    pub fn status(&self) -> Result<String, QmpError> {
+        let answer = self.execute("query-status", json!({}))?;
+        answer["status"]
+            .as_str()
+            .map(str::to_owned)
+            .ok_or_else(|| QmpError::Unexpected { command: "query-status".into(), reason: "no status".into() })
+    }
+
+    /// State and counters of the migration, outgoing or incoming.
+    pub fn query_migrate(&self) -> Result<MigrationInfo, QmpError> {
+        Ok(MigrationInfo::from_json(&self.execute("query-migrate", json!({}))?))
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let writer = self.writer.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // Wakes the reader, which then ends. A failure means that the peer closed first, which wakes it too.
+        let _ = writer.shutdown(Shutdown::Both);
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join();
+        }
+    }
+}
+
+/// Connects, giving up after `timeout`: on a unix socket the send time limit covers the wait for a place in the queue.
+fn connect_stream(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(timeout))?;
+    let address = SocketAddrUnix::new(path)?;
+    loop {
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) => return Ok(UnixStream::from(socket)),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+fn connect_reason(kind: io::ErrorKind, error: &io::Error) -> String {
+    match kind {
+        io::ErrorKind::NotFound => "no such file; start QEMU with -qmp unix:PATH,server=on,wait=off".into(),
+        io::ErrorKind::ConnectionRefused => "nobody listens on it: this QEMU has ended, or is not there yet".into(),
+        io::ErrorKind::PermissionDenied => "permission denied; run as the user that QEMU runs as".into(),
+        _ => error.to_string(),
+    }
+}
+
+/// The reader thread: sorts lines until the connection ends, and says why it did.
+fn read_lines(mut input: BufReader<UnixStream>, shared: &Shared) -> String {
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match (&mut input).take(MAX_LINE as u64).read_until(b'\n', &mut line) {
+            Ok(0) => return "QEMU closed it (the process ended, or its monitor was removed)".into(),
+            Ok(_) if line.last() == Some(&b'\n') => {}
+            Ok(MAX_LINE) => return format!("a line of more than {MAX_LINE} bytes came"),
+            Ok(_) => return "QEMU closed it in the middle of a line".into(),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return format!("cannot read from QEMU: {error}"),
+        }
+        if line.iter().all(u8::is_ascii_whitespace) {
+            continue;
+        }
+        let message: Value = match serde_json::from_slice(&line) {
+            Ok(message @ Value::Object(_)) => message,
+            Ok(_) => return "something other than an object came: this is not a QMP socket".into(),
+            Err(error) => {
+                return format!("what came is not JSON ({error}): this is not a QMP socket");
+            }
+        };
+        shared.lock().sort(message);
+        shared.changed.notify_all();
+    }
+}
+
+impl State {
+    fn sort(&mut self, mut message: Value) {
+        if let Some(name) = message["event"].as_str() {
+            let event = Event {
+                name: name.to_owned(),
+                time_us: event_time(&message["timestamp"]),
+                data: message["data"].take(),
+            };
+            if self.events.len() == MAX_EVENTS {
+                self.events.pop_front();
+            }
+            self.events.push_back(event);
+        } else if !message["QMP"].is_null() {
+            self.greeting = Some(message["QMP"].take());
+        } else {
+            let answer = if message["error"].is_object() {
+                let text = |key: &str| {
+                    let text = message["error"][key].as_str();
+                    text.unwrap_or("(no words)").to_owned()
+                };
+                Answer::Error { class: text("class"), description: text("desc") }
+            } else {
+                Answer::Return(message["return"].take())
+            };
+            // An answer to nobody: the command's time limit had passed.
+            // One to a command that has its answer already: the first counts.
+            if let Some(waiting) = message["id"].as_u64().and_then(|id| self.pending.get_mut(&id)) {
+                waiting.get_or_insert(answer);
+            }
+        }
+    }
+}
+
+/// QEMU sends -1 for both parts when it cannot tell the time.
+fn event_time(timestamp: &Value) -> Option<u64> {
+    let seconds = timestamp["seconds"].as_u64()?;
+    let microseconds = timestamp["microseconds"].as_u64()?;
+    seconds.checked_mul(1_000_000)?.checked_add(microseconds)
+}

@@ -1,0 +1,278 @@
+//! The client against a server in this process that speaks what QEMU speaks (texts taken from 7.2 and 10.0), and against
+//! servers that do not.
+
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::mpsc;
+
+use super::*;
+
+const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 22, "minor": 2, "major": 7}, "package": "Debian 1:7.2+dfsg-7"}, "capabilities": ["oob"]}}"#;
+
+/// One client of the fake monitor.
+struct Peer {
+    lines: BufReader<UnixStream>,
+    stream: UnixStream,
+}
+
+impl Peer {
+    fn send(&mut self, text: &str) {
+        self.stream.write_all(text.as_bytes()).unwrap();
+        self.stream.write_all(b"\r\n").unwrap();
+    }
+
+    /// The next command, and its id.
+    fn command(&mut self) -> (Value, u64) {
+        let mut line = String::new();
+        self.lines.read_line(&mut line).unwrap();
+        let command: Value = serde_json::from_str(&line).unwrap();
+        let id = command["id"].as_u64().unwrap();
+        (command, id)
+    }
+
+    fn greet(&mut self) {
+        self.send(GREETING);
+        let (command, id) = self.command();
+        assert_eq!(command["execute"], "qmp_capabilities");
+        self.send(&format!(r#"{{"return": {{}}, "id": {id}}}"#));
+    }
+}
+
+/// A monitor that accepts one client and treats it by `script`.
+fn monitor(script: impl FnOnce(Peer) + Send + 'static) -> (tempfile::TempDir, PathBuf, JoinHandle<()>) {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    let server = std::thread::spawn(move || {
+        let (stream, _) = listener.accept().unwrap();
+        script(Peer { lines: BufReader::new(stream.try_clone().unwrap()), stream });
+    });
+    (directory, path, server)
+}
+
+fn soon() -> Instant {
+    Instant::now() + DEFAULT_TIMEOUT
+}
+
+#[test]
+fn greeting_names_version_and_peer() {
+    let (_directory, path, server) = monitor(|mut peer| peer.greet());
+    let qmp = Qmp::connect(&path).unwrap();
+    assert!(qmp.version().at_least(7, 2) && !qmp.version().at_least(8, 0));
+    assert_eq!(qmp.version().to_string(), "7.2.22");
+    assert_eq!(qmp.version().package, "Debian 1:7.2+dfsg-7");
+    assert_eq!(qmp.peer_pid(), Some(std::process::id() as i32));
+    server.join().unwrap();
+}
+
+#[test]
+fn answers_find_their_command_in_any_order_and_events_in_between_are_kept() {
+    let (_directory, path, server) = monitor(|mut peer| {
+        peer.greet();
+        let (first, first_id) = peer.command();
+        let (_, second_id) = peer.command();
+        peer.send(r#"{"timestamp": {"seconds": 1700000000, "microseconds": 250}, "event": "MIGRATION", "data": {"status": "setup"}}"#);
+        peer.send(&format!(r#"{{"id": {second_id}, "return": {{"n": {second_id}}}}}"#));
+        peer.send(r#"{"timestamp": {"seconds": -1, "microseconds": -1}, "event": "STOP"}"#);
+        // An answer to a command that nobody sent.
+        peer.send(r#"{"id": 4711, "return": {}}"#);
+        peer.send(&format!(r#"{{"id": {first_id}, "return": {{"n": {first_id}}}}}"#));
+        peer.send(r#"{"timestamp": {"seconds": 1700000001, "microseconds": 0}, "event": "MIGRATION", "data": {"status": "active", "new": 1}}"#);
+        // The same id twice must not confuse a later command.
+        peer.send(&format!(r#"{{"id": {first_id}, "return": {{"n": 0}}}}"#));
+        assert!(first["arguments"].is_null(), "empty arguments are not sent");
+        let (third, third_id) = peer.command();
+        assert_eq!(third["arguments"]["size"], 5);
+        peer.send(&format!(r#"{{"id": {third_id}, "return": {{"n": {third_id}}}}}"#));
+    });
+    let qmp = Qmp::connect(&path).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let answer = qmp.execute("query-status", json!({})).unwrap();
+                assert!([2, 3].contains(&answer["n"].as_u64().unwrap()));
+            });
+        }
+    });
+    let active = qmp.wait_event("MIGRATION", |data| data["status"] == "active", soon());
+    assert_eq!(active.unwrap().unwrap().time_us, Some(1_700_000_001_000_000));
+    assert_eq!(qmp.execute("set", json!({ "size": 5 })).unwrap()["n"], 4);
+    let setup = qmp.next_event(soon()).unwrap().unwrap();
+    assert_eq!(setup.data["status"], "setup");
+    assert_eq!(setup.time_us, Some(1_700_000_000_000_250));
+    let stop = qmp.next_event(soon()).unwrap().unwrap();
+    assert_eq!((stop.name.as_str(), stop.data, stop.time_us), ("STOP", Value::Null, None));
+    server.join().unwrap();
+}
+
+#[test]
+fn one_thread_waits_for_an_event_while_another_executes() {
+    let (_directory, path, server) = monitor(|mut peer| {
+        peer.greet();
+        let (_, id) = peer.command();
+        peer.send(&format!(r#"{{"id": {id}, "return": {{}}}}"#));
+        peer.send(r#"{"timestamp": {"seconds": 1, "microseconds": 0}, "event": "RESUME"}"#);
+    });
+    let qmp = Qmp::connect(&path).unwrap();
+    let waiter = qmp.clone();
+    let waiting = std::thread::spawn(move || waiter.wait_event("RESUME", |_| true, soon()));
+    qmp.execute("cont", json!({})).unwrap();
+    assert_eq!(waiting.join().unwrap().unwrap().unwrap().name, "RESUME");
+    server.join().unwrap();
+}
+
+#[test]
+fn passed_deadline_is_none_and_not_an_error() {
+    let (done, wait) = mpsc::channel::<()>();
+    let (_directory, path, server) = monitor(move |mut peer| {
+        peer.greet();
+        let _ = wait.recv();
+    });
+    let qmp = Qmp::connect(&path).unwrap();
+    assert_eq!(qmp.next_event(Instant::now()).unwrap(), None);
+    drop(done);
+    server.join().unwrap();
+}
+
+#[test]
+fn refusal_carries_qemus_words() {
+    let (_directory, path, server) = monitor(|mut peer| {
+        peer.greet();
+        let (_, id) = peer.command();
+        peer.send(&format!(
+            r#"{{"id": {id}, "error": {{"class": "CommandNotFound", "desc": "The command foo has not been found"}}}}"#
+        ));
+    });
+    let qmp = Qmp::connect(&path).unwrap();
+    let error = qmp.execute("foo", json!({})).unwrap_err();
+    assert!(error.is_unknown_command());
+    assert_eq!(error.to_string(), "QEMU refused foo: The command foo has not been found");
+    server.join().unwrap();
+}
+
+#[test]
+fn no_answer_is_a_timeout_and_a_late_answer_is_dropped() {
+    let (late, send_late) = mpsc::channel::<()>();
+    let (_directory, path, server) = monitor(move |mut peer| {
+        peer.greet();
+        let (_, slow) = peer.command();
+        send_late.recv().unwrap();
+        peer.send(&format!(r#"{{"id": {slow}, "return": {{"late": true}}}}"#));
+        let (_, id) = peer.command();
+        peer.send(&format!(r#"{{"id": {id}, "return": {{"late": false}}}}"#));
+    });
+    let qmp = Qmp::connect(&path).unwrap();
+    let error = qmp.execute_within("stop", json!({}), Duration::from_millis(20)).unwrap_err();
+    assert!(matches!(&error, QmpError::Timeout { command, .. } if command == "stop"), "{error}");
+    late.send(()).unwrap();
+    assert_eq!(qmp.execute("cont", json!({})).unwrap()["late"], false);
+    assert!(qmp.connection.shared.lock().pending.is_empty());
+    server.join().unwrap();
+}
+
+#[test]
+fn monitor_with_another_client_is_named_busy() {
+    // Like QEMU: the connection is in the listener's queue, nobody accepts it.
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
+    let _listener = UnixListener::bind(&path).unwrap();
+    let error = Qmp::connect_within(&path, Duration::from_millis(50)).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.starts_with("QMP socket busy: another client is connected") && text.contains("give Sterna its own -qmp"),
+        "{text}"
+    );
+}
+
+#[test]
+fn full_queue_of_a_busy_monitor_does_not_hang() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("qmp");
+    let listener = UnixListener::bind(&path).unwrap();
+    rustix::net::listen(&listener, 0).unwrap();
+    let _in_queue = UnixStream::connect(&path).unwrap();
+    let error = Qmp::connect_within(&path, Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(error, QmpError::Busy { .. }), "{error}");
+}
+
+#[test]
+fn socket_that_is_not_there_says_what_to_do() {
+    let directory = tempfile::tempdir().unwrap();
+    let missing = directory.path().join("missing");
+    let error = Qmp::connect(&missing).unwrap_err().to_string();
+    assert!(error.contains("-qmp unix:PATH,server=on,wait=off"), "{error}");
+    let left = directory.path().join("left-behind");
+    drop(UnixListener::bind(&left).unwrap());
+    let error = Qmp::connect(&left).unwrap_err().to_string();
+    assert!(error.contains("nobody listens"), "{error}");
+}
+
+#[test]
+fn what_is_not_qmp_is_refused() {
+    let long = "x".repeat(MAX_LINE + 1);
+    let cases: [(&str, &str); 6] = [
+        ("SSH-2.0-OpenSSH_9.2", "not JSON"),
+        ("[1, 2]", "other than an object"),
+        (&long, "a line of more than 16777216 bytes"),
+        ("{\"QMP\": {\"version\": 3}}", "no QEMU version"),
+        ("{\"QMP\"", "not JSON"),
+        ("", "QEMU closed it"),
+    ];
+    for (text, expected) in cases {
+        let text = text.to_owned();
+        let (_directory, path, server) = monitor(move |mut peer| {
+            // The client may hang up before it has read all.
+            let _ = peer.stream.write_all(text.as_bytes());
+            let _ = peer.stream.write_all(b"\n");
+        });
+        let error = Qmp::connect(&path).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn qemu_that_goes_away_ends_commands_and_waits_but_not_the_events_it_sent() {
+    let (_directory, path, server) = monitor(|mut peer| {
+        peer.greet();
+        peer.command();
+        peer.send(r#"{"timestamp": {"seconds": 1, "microseconds": 0}, "event": "SHUTDOWN"}"#);
+        peer.stream.write_all(br#"{"return"#).unwrap();
+    });
+    let qmp = Qmp::connect(&path).unwrap();
+    let error = qmp.execute("stop", json!({})).unwrap_err().to_string();
+    assert!(error.contains("in the middle of a line"), "{error}");
+    assert_eq!(qmp.next_event(soon()).unwrap().unwrap().name, "SHUTDOWN");
+    assert!(matches!(qmp.next_event(soon()), Err(QmpError::Closed { .. })));
+    assert!(matches!(qmp.execute("cont", json!({})), Err(QmpError::Closed { .. })));
+    server.join().unwrap();
+}
+
+#[test]
+fn queue_of_unread_events_is_bounded_and_keeps_the_newest() {
+    let mut state = State::default();
+    for n in 0..MAX_EVENTS + 3 {
+        state.sort(json!({ "event": "E", "data": n }));
+    }
+    assert_eq!(state.events.len(), MAX_EVENTS);
+    assert_eq!(state.events.front().unwrap().data, 3);
+}
+
+#[test]
+fn migration_info_reads_what_is_there() {
+    let info = MigrationInfo::from_json(&json!({}));
+    assert_eq!(info.status, "none");
+    assert!(!info.is_active() && info.ram.is_none() && !info.listening);
+
+    let info = MigrationInfo::from_json(&json!({
+        "status": "active", "total-time": 12, "setup-time": 3, "expected-downtime": 300, "unknown": {"x": 1},
+        "blocked-reasons": ["no way"],
+        "ram": {"transferred": 1000, "remaining": 2000, "total": 4096, "dirty-pages-rate": 7, "dirty-sync-count": 2,
+                "mbps": 268.5, "duplicate": 9, "normal": "not a number", "page-size": 4096}
+    }));
+    assert!(info.is_active());
+    assert_eq!(info.expected_downtime_ms, Some(300));
+    assert_eq!(info.blocked_reasons, ["no way"]);
+    let ram = info.ram.unwrap();
+    assert_eq!((ram.remaining, ram.dirty_pages_rate, ram.zero_pages, ram.normal_pages), (2000, 7, 9, 0));
+}

@@ -1,0 +1,237 @@
+//! The control channel: small messages in JSON, each behind its length, so that a trace of it can be read.
+//!
+//! `length u32` (little-endian, at most [`MAX_CONTROL_MESSAGE`]), then that many bytes of JSON. Fields that a version
+//! does not know are ignored; a message that it does not know is an error, since the sender would not have sent it
+//! without the capability having been chosen.
+
+use serde::{Deserialize, Serialize};
+
+use crate::limits::MAX_CONTROL_MESSAGE;
+use crate::switchover::SwitchoverMessage;
+
+/// How the virtual machine's own software is driven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mode {
+    /// Sterna drives both QEMUs and answers for the switchover.
+    Owner,
+    /// Somebody else drives them; Sterna relays, and claims nothing about the switchover.
+    Proxy,
+}
+
+/// What one side can do; see [`crate::handshake`] for how two of them meet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capabilities {
+    /// Names of the compression methods that it can decode.
+    pub methods: Vec<String>,
+    /// Largest packet content it takes, in bytes.
+    pub packet_size: u32,
+    /// Names of the features it offers.
+    pub features: Vec<String>,
+    /// Names of the features without which it will not go on.
+    pub required: Vec<String>,
+}
+
+/// The first message of a migration: from the source.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Name and version of the program, for logs.
+    pub program: String,
+    /// The migration's key, 64 hexadecimal digits.
+    pub key: String,
+    /// How the two virtual machines are driven.
+    pub mode: Mode,
+    /// How many RAM channels will be opened.
+    pub channels: u16,
+    /// What the source can do.
+    pub capabilities: Capabilities,
+    /// The machine that will be moved.
+    pub machine: Machine,
+}
+
+/// What the source says of the virtual machine before anything moves.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Machine {
+    /// The virtual machine monitor and its version, for instance `QEMU 10.0.2`.
+    pub monitor: String,
+    /// The machine type, for instance `pc-q35-7.2`; empty where it is not known yet (a proxy learns it from the stream).
+    pub machine_type: String,
+    /// Guest RAM in bytes, 0 where it is not known yet.
+    pub ram: u64,
+    /// The downtime that the source promises, in milliseconds, 0 where nothing is promised.
+    pub downtime_ms: u64,
+}
+
+/// The destination takes the migration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// Name and version of the program, for logs.
+    pub program: String,
+    /// What both sides will use: never more than was offered.
+    pub chosen: Capabilities,
+}
+
+/// The totals against which the destination checks that it has everything.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Totals {
+    /// The last sequence number of each RAM channel at the end of RAM, by index.
+    pub ram: Vec<u64>,
+    /// Normal pages sent.
+    pub normal_pages: u64,
+    /// Zero pages sent.
+    pub zero_pages: u64,
+}
+
+/// QEMU's return path, message by message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReturnPath {
+    /// The answer to a ping.
+    Pong(u32),
+    /// The destination has loaded everything (0) or failed.
+    Shut(u32),
+    /// The destination permits the switchover.
+    SwitchoverAck,
+}
+
+/// How placing went, for the source's report.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DestinationFigures {
+    /// CPU-seconds of the receiving process.
+    pub cpu_seconds: f64,
+    /// Page faults of the destination's virtual machine monitor.
+    pub faults: u64,
+    /// Milliseconds from the last byte of state to the guest loaded and paused.
+    pub load_ms: f64,
+    /// Milliseconds from the decision to the guest running.
+    pub start_ms: f64,
+}
+
+/// All that is said on the control channel.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ControlMessage {
+    /// Source: what will be moved and what the source can do.
+    Hello(Hello),
+    /// Destination: it will take it, and what was chosen.
+    Welcome(Welcome),
+    /// Either: the migration is not possible, and why. The connection is closed after it.
+    Refused {
+        /// The reason, for a person.
+        reason: String,
+    },
+    /// Destination: the guest's RAM blocks are known and ready to be filled; pages may come. How each will be placed.
+    Ready {
+        /// One line for each RAM block.
+        placement: Vec<String>,
+    },
+    /// Source: all of RAM has been sent, and this is how much it was. Goes before the switchover's `Prepare`.
+    Totals(Totals),
+    /// Destination: what QEMU said on its return path.
+    ReturnPath(ReturnPath),
+    /// Either: a step of the switchover.
+    Switchover(SwitchoverMessage),
+    /// Destination: figures for the report.
+    Figures(DestinationFigures),
+    /// Either: something failed, and what. The guest's fate is in the switchover messages.
+    Failed {
+        /// What failed, for a person.
+        reason: String,
+    },
+    /// Either: nothing to say, still here.
+    Heartbeat,
+}
+
+/// A control message that cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ControlError {
+    /// Its length is beyond the limit.
+    #[error("a control message of {0} bytes is beyond the limit of {MAX_CONTROL_MESSAGE}")]
+    TooLong(usize),
+    /// It is not JSON of the expected shape.
+    #[error("a control message cannot be understood: {0}")]
+    Malformed(String),
+}
+
+impl ControlMessage {
+    /// The message as it travels, its length in front.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![0; 4];
+        serde_json::to_writer(&mut bytes, self).expect("control messages have string keys and finite numbers");
+        let length = (bytes.len() - 4) as u32;
+        bytes[..4].copy_from_slice(&length.to_le_bytes());
+        bytes
+    }
+}
+
+/// Cuts the bytes of a control channel into messages.
+#[derive(Debug, Default)]
+pub struct ControlReader {
+    pending: Vec<u8>,
+}
+
+impl ControlReader {
+    /// Takes bytes that arrived.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.pending.extend_from_slice(bytes);
+    }
+
+    /// The next whole message, if its last byte has arrived.
+    pub fn next_message(&mut self) -> Result<Option<ControlMessage>, ControlError> {
+        let Some((length, rest)) = self.pending.split_first_chunk() else { return Ok(None) };
+        let length = u32::from_le_bytes(*length) as usize;
+        if length > MAX_CONTROL_MESSAGE {
+            return Err(ControlError::TooLong(length));
+        }
+        let Some(json) = rest.get(..length) else { return Ok(None) };
+        let message =
+            serde_json::from_slice(json).map_err(|error| ControlError::Malformed(crate::text::cleaned(&error.to_string())))?;
+        self.pending.drain(..4 + length);
+        Ok(Some(message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_read_back_however_they_are_cut() {
+        let messages = [
+            ControlMessage::Heartbeat,
+            ControlMessage::Totals(Totals { ram: vec![3, 4], ..Totals::default() }),
+            ControlMessage::ReturnPath(ReturnPath::Shut(0)),
+        ];
+        let bytes: Vec<u8> = messages.iter().flat_map(ControlMessage::encode).collect();
+        for piece in 1..bytes.len() {
+            let mut reader = ControlReader::default();
+            let mut found = Vec::new();
+            for part in bytes.chunks(piece) {
+                reader.push(part);
+                while let Some(message) = reader.next_message().unwrap() {
+                    found.push(message);
+                }
+            }
+            assert_eq!(found, messages, "in pieces of {piece}");
+        }
+    }
+
+    #[test]
+    fn a_length_beyond_the_limit_is_refused_before_its_bytes_are_awaited() {
+        let mut reader = ControlReader::default();
+        reader.push(&u32::MAX.to_le_bytes());
+        assert!(matches!(reader.next_message(), Err(ControlError::TooLong(_))));
+    }
+
+    #[test]
+    fn what_is_not_a_known_message_is_an_error() {
+        for json in ["{\"dance\":1}", "nonsense", "{\"hello\":{}}"] {
+            let mut reader = ControlReader::default();
+            reader.push(&(json.len() as u32).to_le_bytes());
+            reader.push(json.as_bytes());
+            assert!(matches!(reader.next_message(), Err(ControlError::Malformed(_))), "{json}");
+        }
+    }
+}

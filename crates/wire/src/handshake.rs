@@ -1,0 +1,201 @@
+//! How two versions meet: capabilities are offered by one side, chosen by the other, and checked by the first again.
+//!
+//! A refusal says which capability is missing on which side, so that the person who reads it knows which program to
+//! update.
+
+use crate::control::{Capabilities, Hello, Welcome};
+use crate::header::ChannelHeader;
+use crate::identity::MigrationKey;
+use crate::limits::{MAX_CONTENT, MAX_RAM_CHANNELS, MIN_PACKET_SIZE};
+use crate::text::cleaned;
+
+/// Why a migration was refused at its beginning.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The hello's key is malformed.
+    #[error("the hello message has no valid key")]
+    Key,
+    /// The header's proof does not fit the key: replayed from another connection, or damaged.
+    #[error("the control channel's proof does not belong to this connection")]
+    Proof,
+    /// Too many or no channels.
+    #[error("{0} RAM channels were asked for; between 1 and {MAX_RAM_CHANNELS} are possible")]
+    Channels(u16),
+    /// A packet size out of range.
+    #[error("a packet size of {0} bytes is not between {MIN_PACKET_SIZE} and {MAX_CONTENT}")]
+    PacketSize(u32),
+    /// A feature that one side requires and the other does not have.
+    #[error("the {requirer} requires the capability {feature:?}, which the {lacker} does not have; update the {lacker}'s sterna")]
+    Missing {
+        /// The capability.
+        feature: String,
+        /// The side that requires it.
+        requirer: &'static str,
+        /// The side that lacks it.
+        lacker: &'static str,
+    },
+    /// No method in common: even `none` is not known.
+    #[error("the two sides have no compression method in common, not even \"none\"")]
+    NoMethod,
+    /// The destination chose what was never offered.
+    #[error("the destination chose what the source did not offer: {0}")]
+    NotOffered(String),
+}
+
+/// The destination's side of the handshake: checks the hello, and chooses.
+///
+/// `exporter` is that of the control connection's TLS session, empty without TLS.
+pub fn choose(
+    local: &Capabilities,
+    header: &ChannelHeader,
+    exporter: &[u8],
+    hello: &Hello,
+) -> Result<(MigrationKey, Capabilities), Refusal> {
+    let key = MigrationKey::from_hex(&hello.key).ok_or(Refusal::Key)?;
+    if !header.belongs(&key, exporter) {
+        return Err(Refusal::Proof);
+    }
+    if hello.channels == 0 || hello.channels > MAX_RAM_CHANNELS {
+        return Err(Refusal::Channels(hello.channels));
+    }
+    let offered = &hello.capabilities;
+    require(offered, local, "source", "destination")?;
+    require(local, offered, "destination", "source")?;
+    let chosen = Capabilities {
+        methods: common(&local.methods, &offered.methods),
+        packet_size: local.packet_size.min(offered.packet_size),
+        features: common(&local.features, &offered.features),
+        required: Vec::new(),
+    };
+    check(&chosen)?;
+    Ok((key, chosen))
+}
+
+/// The source's side: checks that what the destination chose was offered.
+pub fn conclude(offered: &Capabilities, welcome: &Welcome) -> Result<Capabilities, Refusal> {
+    let chosen = &welcome.chosen;
+    let strange = |chosen: &[String], offered: &[String]| chosen.iter().find(|name| !offered.contains(name)).cloned();
+    if let Some(name) = strange(&chosen.methods, &offered.methods).or(strange(&chosen.features, &offered.features)) {
+        return Err(Refusal::NotOffered(cleaned(&name)));
+    }
+    if chosen.packet_size > offered.packet_size {
+        return Err(Refusal::NotOffered(format!("packets of {} bytes", chosen.packet_size)));
+    }
+    require(offered, chosen, "source", "destination")?;
+    check(chosen)?;
+    Ok(chosen.clone())
+}
+
+fn check(chosen: &Capabilities) -> Result<(), Refusal> {
+    if !(MIN_PACKET_SIZE..=MAX_CONTENT).contains(&(chosen.packet_size as usize)) {
+        return Err(Refusal::PacketSize(chosen.packet_size));
+    }
+    if chosen.methods.is_empty() { Err(Refusal::NoMethod) } else { Ok(()) }
+}
+
+fn require(
+    one: &Capabilities,
+    other: &Capabilities,
+    requirer: &'static str,
+    lacker: &'static str,
+) -> Result<(), Refusal> {
+    match one.required.iter().find(|feature| !other.features.contains(feature)) {
+        Some(feature) => Err(Refusal::Missing { feature: cleaned(feature), requirer, lacker }),
+        None => Ok(()),
+    }
+}
+
+fn common(local: &[String], offered: &[String]) -> Vec<String> {
+    local.iter().filter(|name| offered.contains(name)).cloned().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::{Machine, Mode};
+    use crate::header::ChannelKind;
+    use crate::identity::{MigrationId, ProofSubject};
+
+    fn capabilities(methods: &[&str], features: &[&str], required: &[&str]) -> Capabilities {
+        let names = |list: &[&str]| list.iter().map(ToString::to_string).collect();
+        Capabilities {
+            methods: names(methods),
+            packet_size: 1 << 19,
+            features: names(features),
+            required: names(required),
+        }
+    }
+
+    fn hello(capabilities: Capabilities) -> (ChannelHeader, Hello) {
+        let key = MigrationKey::from_bytes([5; 32]);
+        let id = MigrationId::from_bytes([6; 16]);
+        let subject = ProofSubject { id, kind: ChannelKind::Control, index: 0, incarnation: 1, exporter: b"tls" };
+        let hello = Hello {
+            program: "sterna test".into(),
+            key: key.to_hex(),
+            mode: Mode::Owner,
+            channels: 2,
+            capabilities,
+            machine: Machine::default(),
+        };
+        (ChannelHeader::new(&key, &subject), hello)
+    }
+
+    #[test]
+    fn both_sides_end_with_what_both_have() {
+        let newer = capabilities(&["none", "lz4", "zstd", "future"], &["a", "b"], &["a"]);
+        let older = capabilities(&["none", "zstd"], &["a"], &[]);
+        let (header, hello) = hello(newer.clone());
+
+        let (_, chosen) = choose(&older, &header, b"tls", &hello).unwrap();
+        assert_eq!(chosen.methods, ["none", "zstd"]);
+        assert_eq!(chosen.features, ["a"]);
+        let welcome = Welcome { program: String::new(), chosen: chosen.clone() };
+        assert_eq!(conclude(&newer, &welcome), Ok(chosen));
+    }
+
+    #[test]
+    fn a_missing_capability_is_named_with_the_side_that_lacks_it() {
+        let plain = capabilities(&["none"], &[], &[]);
+        let demanding = capabilities(&["none"], &["x"], &["x"]);
+
+        let (header, from_demanding) = hello(demanding.clone());
+        let refused = choose(&plain, &header, b"tls", &from_demanding).unwrap_err();
+        assert!(refused.to_string().contains("update the destination's"), "{refused}");
+
+        let (header, from_plain) = hello(plain);
+        let refused = choose(&demanding, &header, b"tls", &from_plain).unwrap_err();
+        assert!(refused.to_string().contains("update the source's"), "{refused}");
+    }
+
+    #[test]
+    fn a_hello_in_another_tls_session_or_with_absurd_numbers_is_refused() {
+        let local = capabilities(&["none"], &[], &[]);
+        let (header, good) = hello(local.clone());
+
+        assert_eq!(choose(&local, &header, b"other", &good).unwrap_err(), Refusal::Proof);
+        let bad_key = Hello { key: "00".into(), ..good.clone() };
+        assert_eq!(choose(&local, &header, b"tls", &bad_key).unwrap_err(), Refusal::Key);
+        for channels in [0, MAX_RAM_CHANNELS + 1] {
+            let absurd = Hello { channels, ..good.clone() };
+            assert_eq!(choose(&local, &header, b"tls", &absurd).unwrap_err(), Refusal::Channels(channels));
+        }
+        let mut tiny = good;
+        tiny.capabilities.packet_size = 12;
+        assert_eq!(choose(&local, &header, b"tls", &tiny).unwrap_err(), Refusal::PacketSize(12));
+    }
+
+    #[test]
+    fn a_destination_that_chooses_what_was_not_offered_is_refused() {
+        let offered = capabilities(&["none"], &[], &[]);
+        for chosen in [
+            capabilities(&["none", "zstd"], &[], &[]),
+            capabilities(&["none"], &["y"], &[]),
+            Capabilities { packet_size: 1 << 20, ..offered.clone() },
+        ] {
+            let welcome = Welcome { program: String::new(), chosen };
+            assert!(matches!(conclude(&offered, &welcome), Err(Refusal::NotOffered(_))));
+        }
+    }
+}

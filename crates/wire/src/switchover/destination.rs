@@ -1,0 +1,397 @@
+//! The destination's half of the switchover: the side that waits to be told.
+
+use super::{DestinationState, Outcome, SwitchoverMessage};
+use crate::text::cleaned;
+
+/// What the destination's QEMU is doing, as QMP tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DestinationQemu {
+    /// `inmigrate`: waits for a stream or is loading one.
+    Incoming,
+    /// Loaded and paused.
+    Paused,
+    /// The guest runs.
+    Running,
+    /// The process has ended, or another one answers at its socket. QEMU exits by itself when its stream breaks off.
+    Gone,
+}
+
+/// What happened, as the driver tells the destination's machine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum DestinationEvent {
+    /// The record asked for is durable.
+    RecordWritten,
+    /// Writing the record failed: the old or the new content may be on the disk.
+    RecordFailed,
+    /// The source has connected again, proof included; channels of an older connection are closed.
+    Connected,
+    /// The connection is gone, or silent for too long.
+    ConnectionLost,
+    /// The source said something.
+    Message(SwitchoverMessage),
+    /// QMP has answered the `stop` that [`DestinationAction::ClearAutostart`] asked for.
+    AutostartCleared,
+    /// Counted against the totals everything is placed, QEMU has sent SHUT(0) and reports `paused`.
+    AllPlacedAndLoaded,
+    /// QEMU's state changed, or is the answer to [`DestinationAction::Cont`] or [`DestinationAction::Quit`].
+    Qemu(DestinationQemu),
+    /// The migration shall not go on: cancelled, a time limit, an error of the data plane; or the action at hand failed.
+    /// Once prepared the destination may not give up by itself, and this is ignored.
+    Failed {
+        /// Why, in words, for people.
+        reason: String,
+    },
+}
+
+/// What the driver shall do.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum DestinationAction {
+    /// Write the record durably and answer `RecordWritten` or `RecordFailed`.
+    WriteRecord(DestinationState),
+    /// QMP `migrate-incoming`, then `stop` while `inmigrate`; answer `AutostartCleared` when QMP has answered. Until then
+    /// not one byte of the stream may reach QEMU: it would start the guest when the stream ends.
+    ClearAutostart,
+    /// Let the stream flow into QEMU and guest RAM.
+    AcceptStream,
+    /// Send on the control channel; without a connection, drop it.
+    Send(SwitchoverMessage),
+    /// QMP `cont`; answer with `Qemu(Running)`, or `Failed`.
+    Cont,
+    /// QMP `announce-self`.
+    AnnounceSelf,
+    /// End the QEMU process of this record, if it still lives; answer with `Qemu(Gone)`, or `Failed`.
+    Quit,
+    /// Keep (or start) listening for the source.
+    AwaitSource,
+    /// How it ended. The machine still answers a source that connects.
+    Done(DestinationEnd),
+}
+
+/// How it ended for the destination.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum DestinationEnd {
+    /// The guest runs here.
+    Running,
+    /// Discarded; the guest never ran here.
+    Discarded {
+        /// Why.
+        reason: String,
+    },
+    /// It was committed here, and QEMU died before the guest was seen running.
+    Lost {
+        /// What happened.
+        reason: String,
+    },
+    /// An action on QEMU failed; put right what the reason says, then `recover`.
+    Stuck {
+        /// What failed.
+        reason: String,
+    },
+    /// The record and QEMU contradict each other (a guest runs that nobody committed, or an empty QEMU): someone else has
+    /// been at it. Nothing is touched.
+    Conflict,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    WritingStarted,
+    ClearingAutostart,
+    Loading,
+    WritingPrepared,
+    Prepared,
+    WritingCommitted,
+    StartingGuest,
+    WritingRunning,
+    Running,
+    WritingAborted,
+    Quitting,
+    Discarded,
+    Lost,
+    Conflict,
+}
+
+impl Phase {
+    fn writing(self) -> bool {
+        use Phase::*;
+        matches!(self, WritingStarted | WritingPrepared | WritingCommitted | WritingRunning | WritingAborted)
+    }
+
+    fn unprepared(self) -> bool {
+        matches!(self, Self::ClearingAutostart | Self::Loading)
+    }
+}
+
+/// The destination's machine. See the module for the contract with its driver.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DestinationSwitchover {
+    phase: Phase,
+    connected: bool,
+    /// An operator has asserted that the source is gone for good: nobody is waited for.
+    fenced_peer: bool,
+    prepare_heard: bool,
+    loaded: bool,
+    reason: String,
+    /// Events that came while a record was being written.
+    waiting: Vec<DestinationEvent>,
+}
+
+impl DestinationSwitchover {
+    /// Begins, on an open connection, before QEMU is touched.
+    pub fn begin() -> (Self, Vec<DestinationAction>) {
+        let mut machine = Self::at(Phase::WritingStarted);
+        machine.connected = true;
+        (machine, vec![DestinationAction::WriteRecord(DestinationState::Started)])
+    }
+
+    /// Goes on after a crash, from the record and from what QEMU is doing now. Without a record nothing was begun and
+    /// there is nothing to recover.
+    ///
+    /// `fenced_peer` is an operator's word that the source's guest is gone for good and can never run. A prepared
+    /// destination then commits itself. If the source had aborted and run on before it went, this guest is older than
+    /// what is on shared disks.
+    pub fn recover(
+        record: DestinationState,
+        qemu: DestinationQemu,
+        fenced_peer: bool,
+    ) -> (Self, Vec<DestinationAction>) {
+        use DestinationQemu as Q;
+        use DestinationState as S;
+        let mut machine = Self::at(Phase::Conflict);
+        machine.fenced_peer = fenced_peer;
+        machine.reason = "the destination was restarted before it was prepared".into();
+        let mut actions = Vec::new();
+        match (record, qemu) {
+            (S::Running, _) => machine.write(Phase::Running, None, &mut actions),
+            // Only a commit makes Sterna start a guest, so the record is behind.
+            (S::Prepared | S::Committed, Q::Running) => {
+                machine.write(Phase::WritingRunning, Some(S::Running), &mut actions);
+            }
+            (S::Prepared, Q::Paused) if fenced_peer => {
+                machine.write(Phase::WritingCommitted, Some(S::Committed), &mut actions);
+            }
+            (S::Prepared, Q::Paused) => machine.phase = Phase::Prepared,
+            (S::Prepared, Q::Gone) => machine.abort("the destination's QEMU is gone", &mut actions),
+            (S::Committed, Q::Paused) => {
+                machine.phase = Phase::StartingGuest;
+                actions.push(DestinationAction::Cont);
+            }
+            (S::Committed, Q::Gone) => machine.lose("the destination's QEMU is gone", &mut actions),
+            (S::Started, Q::Incoming | Q::Paused | Q::Gone) => machine.abort_now(&mut actions),
+            (S::Aborted, Q::Incoming | Q::Paused | Q::Gone) => {
+                machine.phase = Phase::Quitting;
+                actions.push(DestinationAction::Quit);
+            }
+            (S::Started | S::Aborted, Q::Running) | (S::Prepared | S::Committed, Q::Incoming) => {
+                actions.push(DestinationAction::Done(DestinationEnd::Conflict));
+            }
+        }
+        if machine.phase == Phase::Running {
+            actions.push(DestinationAction::Done(DestinationEnd::Running));
+        }
+        if !fenced_peer && machine.phase != Phase::Conflict {
+            actions.insert(0, DestinationAction::AwaitSource);
+        }
+        (machine, actions)
+    }
+
+    /// Whether it stands prepared and waits to be told: it may not be cancelled here.
+    pub fn unsure(&self) -> bool {
+        self.phase == Phase::Prepared
+    }
+
+    /// Takes an event; returns what to do, in order.
+    pub fn on(&mut self, event: DestinationEvent) -> Vec<DestinationAction> {
+        let mut actions = Vec::new();
+        if self.phase.writing() {
+            match event {
+                DestinationEvent::RecordWritten => self.written(&mut actions),
+                DestinationEvent::RecordFailed => self.not_written(&mut actions),
+                other => self.waiting.push(other),
+            }
+        } else {
+            self.step(event, &mut actions);
+        }
+        while !self.phase.writing() && !self.waiting.is_empty() {
+            let event = self.waiting.remove(0);
+            self.step(event, &mut actions);
+        }
+        actions
+    }
+
+    fn at(phase: Phase) -> Self {
+        Self {
+            phase,
+            connected: false,
+            fenced_peer: false,
+            prepare_heard: false,
+            loaded: false,
+            reason: String::new(),
+            waiting: Vec::new(),
+        }
+    }
+
+    fn write(&mut self, phase: Phase, record: Option<DestinationState>, actions: &mut Vec<DestinationAction>) {
+        self.phase = phase;
+        actions.extend(record.map(DestinationAction::WriteRecord));
+    }
+
+    fn written(&mut self, actions: &mut Vec<DestinationAction>) {
+        match self.phase {
+            Phase::WritingStarted => {
+                self.phase = Phase::ClearingAutostart;
+                actions.push(DestinationAction::ClearAutostart);
+            }
+            Phase::WritingPrepared => {
+                self.phase = Phase::Prepared;
+                actions.push(DestinationAction::Send(SwitchoverMessage::Prepared));
+            }
+            Phase::WritingCommitted => {
+                self.phase = Phase::StartingGuest;
+                actions.push(DestinationAction::Cont);
+            }
+            Phase::WritingRunning => {
+                self.phase = Phase::Running;
+                self.send(SwitchoverMessage::Running, actions);
+                actions.push(DestinationAction::Done(DestinationEnd::Running));
+            }
+            Phase::WritingAborted => {
+                self.phase = Phase::Quitting;
+                actions.push(DestinationAction::Quit);
+            }
+            _ => {}
+        }
+    }
+
+    fn not_written(&mut self, actions: &mut Vec<DestinationAction>) {
+        match self.phase {
+            // QEMU has not been touched, so it is left as it is.
+            Phase::WritingStarted => self.discarded("the destination could not write its record", actions),
+            // The source has not been told, so it cannot have decided.
+            Phase::WritingPrepared => self.abort("the destination could not write its record", actions),
+            // The decision is the source's record, not this one: a running guest with an older record is recognised.
+            _ => self.written(actions),
+        }
+    }
+
+    fn step(&mut self, event: DestinationEvent, actions: &mut Vec<DestinationAction>) {
+        match event {
+            // Not asked for: a driver that repeats an answer changes nothing.
+            DestinationEvent::RecordWritten | DestinationEvent::RecordFailed => {}
+            DestinationEvent::Connected => {
+                self.connected = true;
+                match self.phase {
+                    Phase::Prepared => self.send(SwitchoverMessage::AskOutcome, actions),
+                    Phase::Running => self.send(SwitchoverMessage::Running, actions),
+                    Phase::Discarded => self.send(SwitchoverMessage::Abort { reason: self.reason.clone() }, actions),
+                    Phase::Lost => self.send(SwitchoverMessage::Lost { reason: self.reason.clone() }, actions),
+                    // It speaks when it is through.
+                    _ => {}
+                }
+            }
+            DestinationEvent::ConnectionLost => {
+                self.connected = false;
+                if self.phase.unprepared() {
+                    self.abort("the connection to the source was lost", actions);
+                } else if !self.fenced_peer && self.phase != Phase::Conflict {
+                    actions.push(DestinationAction::AwaitSource);
+                }
+            }
+            DestinationEvent::Message(message) => self.hear(message, actions),
+            DestinationEvent::AutostartCleared => {
+                if self.phase == Phase::ClearingAutostart {
+                    self.phase = Phase::Loading;
+                    actions.push(DestinationAction::AcceptStream);
+                }
+            }
+            DestinationEvent::AllPlacedAndLoaded => {
+                self.loaded |= self.phase == Phase::Loading;
+                self.prepare(actions);
+            }
+            DestinationEvent::Qemu(state) => self.qemu(state, actions),
+            DestinationEvent::Failed { reason } => match self.phase {
+                phase if phase.unprepared() => self.abort(&reason, actions),
+                Phase::StartingGuest | Phase::Quitting => {
+                    actions.push(DestinationAction::Done(DestinationEnd::Stuck { reason }));
+                }
+                _ => {}
+            },
+        }
+    }
+
+    fn hear(&mut self, message: SwitchoverMessage, actions: &mut Vec<DestinationAction>) {
+        use SwitchoverMessage as M;
+        let waits = self.phase == Phase::Prepared;
+        match message {
+            // A small guest's last byte may be on its way before the first is accepted here.
+            M::Prepare if self.phase.unprepared() => {
+                self.prepare_heard = true;
+                self.prepare(actions);
+            }
+            M::Commit | M::Outcome(Outcome::Committed) if waits => {
+                self.write(Phase::WritingCommitted, Some(DestinationState::Committed), actions);
+            }
+            M::Abort { reason } if waits || self.phase.unprepared() => {
+                self.abort(&format!("the source gave up: {}", cleaned(&reason)), actions);
+            }
+            M::Outcome(Outcome::Aborted) if waits => self.abort("the source had given up", actions),
+            _ if self.phase.unprepared() => self.abort("the source said something out of turn", actions),
+            // Late or repeated: `Outcome` after `Commit`, `Abort` while it is being discarded.
+            _ => {}
+        }
+    }
+
+    fn qemu(&mut self, state: DestinationQemu, actions: &mut Vec<DestinationAction>) {
+        let undecided = self.phase.unprepared() || self.phase == Phase::Prepared;
+        match state {
+            DestinationQemu::Running if self.phase == Phase::StartingGuest => {
+                actions.push(DestinationAction::AnnounceSelf);
+                self.write(Phase::WritingRunning, Some(DestinationState::Running), actions);
+            }
+            DestinationQemu::Running if undecided => self.abort("QEMU started the guest before the commit", actions),
+            DestinationQemu::Gone if undecided => self.abort("the destination's QEMU died", actions),
+            DestinationQemu::Gone if self.phase == Phase::StartingGuest => {
+                self.lose("the destination's QEMU died while it started the guest", actions);
+            }
+            DestinationQemu::Gone if self.phase == Phase::Quitting => {
+                let reason = std::mem::take(&mut self.reason);
+                self.discarded(&reason, actions);
+            }
+            _ => {}
+        }
+    }
+
+    fn prepare(&mut self, actions: &mut Vec<DestinationAction>) {
+        if self.phase == Phase::Loading && self.prepare_heard && self.loaded {
+            self.write(Phase::WritingPrepared, Some(DestinationState::Prepared), actions);
+        }
+    }
+
+    fn abort(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
+        reason.clone_into(&mut self.reason);
+        self.abort_now(actions);
+    }
+
+    fn abort_now(&mut self, actions: &mut Vec<DestinationAction>) {
+        self.write(Phase::WritingAborted, Some(DestinationState::Aborted), actions);
+    }
+
+    fn discarded(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
+        reason.clone_into(&mut self.reason);
+        self.phase = Phase::Discarded;
+        self.send(SwitchoverMessage::Abort { reason: reason.to_owned() }, actions);
+        actions.push(DestinationAction::Done(DestinationEnd::Discarded { reason: reason.to_owned() }));
+    }
+
+    fn lose(&mut self, reason: &str, actions: &mut Vec<DestinationAction>) {
+        reason.clone_into(&mut self.reason);
+        self.phase = Phase::Lost;
+        self.send(SwitchoverMessage::Lost { reason: reason.to_owned() }, actions);
+        actions.push(DestinationAction::Done(DestinationEnd::Lost { reason: reason.to_owned() }));
+    }
+
+    fn send(&mut self, message: SwitchoverMessage, actions: &mut Vec<DestinationAction>) {
+        if self.connected {
+            actions.push(DestinationAction::Send(message));
+        }
+    }
+}

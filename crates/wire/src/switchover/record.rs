@@ -1,0 +1,246 @@
+//! The record of a migration on disk: what one side of the switchover must still know after its process has died.
+//!
+//! Data only. Writing it durably, locking it and finding it again is the driver's work (see the module's contract).
+
+use crate::identity::{MigrationId, MigrationKey};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// Version of the record's format that this build reads and writes.
+pub const RECORD_VERSION: u32 = 1;
+
+/// Largest record, in bytes, that is parsed at all.
+const MAX_RECORD: usize = 64 * 1024;
+
+/// How far the source had come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SourceState {
+    /// A migration was begun. Nothing is decided.
+    Started,
+    /// The decision: the guest belongs to the destination.
+    Committed,
+    /// The guest belongs to the source, which may not have made it run again yet.
+    Aborted,
+    /// As aborted, and the source's guest has been seen running since: QEMU is not touched any more.
+    Resumed,
+    /// The destination has confirmed that the guest runs there.
+    Finished,
+}
+
+/// How far the destination had come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DestinationState {
+    /// A migration was begun; what QEMU has loaded is not complete.
+    Started,
+    /// Loaded, complete and paused; waits to be told.
+    Prepared,
+    /// Told to run, or made to by an operator who fenced the source.
+    Committed,
+    /// The guest has been seen running here.
+    Running,
+    /// Discarded; the guest never ran here.
+    Aborted,
+}
+
+/// Whose record it is and what it says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "side", content = "state", rename_all = "snake_case")]
+pub enum RecordState {
+    /// The record of a source.
+    Source(SourceState),
+    /// The record of a destination.
+    Destination(DestinationState),
+}
+
+impl RecordState {
+    /// Whether `recover` would leave QEMU alone, so that a new migration may use the same QEMU. An aborted destination
+    /// is settled as soon as its QEMU process is gone, which the caller sees.
+    pub fn settled(self) -> bool {
+        matches!(
+            self,
+            Self::Source(SourceState::Resumed | SourceState::Finished) | Self::Destination(DestinationState::Running)
+        )
+    }
+}
+
+/// Which process, across the reuse of process numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ProcessIdentity {
+    /// Process number, as of `SO_PEERCRED` on the QMP socket.
+    pub pid: u32,
+    /// Start time in clock ticks since boot, field 22 of `/proc/PID/stat` (proc(5)).
+    pub start_ticks: u64,
+}
+
+/// What one side keeps on disk about one migration. The file holds a key: mode 0600.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Format version, [`RECORD_VERSION`].
+    pub version: u32,
+    /// The migration's id, which also names the file.
+    #[serde(with = "as_hex")]
+    pub migration: MigrationId,
+    /// Whose record it is and how far that side had come.
+    #[serde(flatten)]
+    pub state: RecordState,
+    /// Whether an operator asserted at this side that the other host is gone for good.
+    #[serde(default)]
+    pub fenced_peer: bool,
+    /// Source: where to dial the destination (`host:port`). Destination: where it listens.
+    pub peer: String,
+    /// Path of the QMP socket of this side's QEMU.
+    pub qmp: String,
+    /// The QEMU process behind that socket when the migration began, where it could be told.
+    #[serde(default)]
+    pub qemu: Option<ProcessIdentity>,
+    /// The migration's key, in 64 hexadecimal digits.
+    #[serde(with = "key_as_hex")]
+    pub key: MigrationKey,
+    /// The process that wrote the record last, for messages ("process 4711 still works on it"); the lock decides.
+    pub pid: u32,
+    /// When the record was created, in milliseconds since 1970-01-01 UTC.
+    pub created_ms: u64,
+    /// When the record was last written, in milliseconds since 1970-01-01 UTC.
+    pub updated_ms: u64,
+}
+
+/// Why a record cannot be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum RecordError {
+    /// Larger than any record is.
+    #[error("the record has {0} bytes, no record is that large; is this the right file?")]
+    TooLarge(usize),
+    /// Not the JSON of a record.
+    #[error("the record is not readable: {0}")]
+    Malformed(#[from] serde_json::Error),
+    /// Written by another version of Sterna.
+    #[error("the record has format version {found}, this sterna knows {RECORD_VERSION}; use the sterna that wrote it")]
+    Version {
+        /// The version it names.
+        found: u32,
+    },
+}
+
+impl Record {
+    /// The record at a later state.
+    #[must_use]
+    pub fn advanced(&self, state: RecordState, pid: u32, now_ms: u64) -> Self {
+        Self { state, pid, updated_ms: now_ms, ..self.clone() }
+    }
+
+    /// The record as the file's content.
+    ///
+    /// # Errors
+    /// None in practice; serialisation cannot fail for these types.
+    pub fn to_json(&self) -> Result<Vec<u8>, RecordError> {
+        let mut text = serde_json::to_vec_pretty(self)?;
+        text.push(b'\n');
+        Ok(text)
+    }
+
+    /// Reads the content of a file.
+    ///
+    /// # Errors
+    /// [`RecordError`] says what is wrong with it. No state is ever guessed from a record that cannot be read.
+    pub fn from_json(text: &[u8]) -> Result<Self, RecordError> {
+        #[derive(Deserialize)]
+        struct Version {
+            version: u32,
+        }
+        if text.len() > MAX_RECORD {
+            return Err(RecordError::TooLarge(text.len()));
+        }
+        let Version { version } = serde_json::from_slice(text)?;
+        if version != RECORD_VERSION {
+            return Err(RecordError::Version { found: version });
+        }
+        Ok(serde_json::from_slice(text)?)
+    }
+}
+
+mod as_hex {
+    use super::MigrationId;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(id: &MigrationId, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(id)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<MigrationId, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}
+
+mod key_as_hex {
+    use super::MigrationKey;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(key: &MigrationKey, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&key.to_hex())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<MigrationKey, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        MigrationKey::from_hex(&text).ok_or_else(|| D::Error::custom("the key is not 64 hexadecimal digits"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> Record {
+        Record {
+            version: RECORD_VERSION,
+            migration: MigrationId::from_bytes([0x5a; 16]),
+            state: RecordState::Source(SourceState::Started),
+            fenced_peer: false,
+            peer: "dst-host:4920".into(),
+            qmp: "src.qmp".into(),
+            qemu: Some(ProcessIdentity { pid: 7, start_ticks: 99 }),
+            key: MigrationKey::from_bytes([0xab; 32]),
+            pid: 11,
+            created_ms: 1,
+            updated_ms: 1,
+        }
+    }
+
+    #[test]
+    fn every_state_survives_the_file() {
+        use DestinationState as D;
+        use SourceState as S;
+        let source = [S::Started, S::Committed, S::Aborted, S::Resumed, S::Finished].map(RecordState::Source);
+        let destination = [D::Started, D::Prepared, D::Committed, D::Running, D::Aborted].map(RecordState::Destination);
+        for state in source.into_iter().chain(destination) {
+            let record = record().advanced(state, 12, 5);
+            let text = record.to_json().unwrap();
+            assert_eq!(Record::from_json(&text).unwrap(), record);
+        }
+    }
+
+    #[test]
+    fn the_file_reads_plainly() {
+        let text = String::from_utf8(record().to_json().unwrap()).unwrap();
+        assert!(text.contains(r#""side": "source""#) && text.contains(r#""state": "started""#), "{text}");
+        assert!(text.contains(r#""migration": "5a5a5a5a"#), "{text}");
+        assert!(!format!("{:?}", record()).contains("abab"), "the key does not show in logs");
+    }
+
+    #[test]
+    fn what_is_no_record_is_refused() {
+        let edit = |from: &str, to: &str| {
+            let text = String::from_utf8(record().to_json().unwrap()).unwrap();
+            assert!(text.contains(from));
+            Record::from_json(text.replace(from, to).as_bytes()).unwrap_err()
+        };
+        assert!(matches!(edit(r#""version": 1"#, r#""version": 2"#), RecordError::Version { found: 2 }));
+        assert!(matches!(edit("5a5a", "../5"), RecordError::Malformed(_)));
+        assert!(matches!(edit("abab", "+bab"), RecordError::Malformed(_)));
+        assert!(matches!(edit(r#""started""#, r#""prepared""#), RecordError::Malformed(_)));
+        assert!(matches!(Record::from_json(b""), Err(RecordError::Malformed(_))));
+        assert!(matches!(Record::from_json(&[b' '; MAX_RECORD + 1]), Err(RecordError::TooLarge(_))));
+    }
+}

@@ -1,0 +1,400 @@
+//! The source's half of the switchover: the side that decides.
+
+use super::{Outcome, SourceState, SwitchoverMessage};
+use crate::text::cleaned;
+
+/// What the source's QEMU is doing, as QMP's `query-status` and `query-migrate` tell it together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SourceQemu {
+    /// No migration is under way and the guest is QEMU's own again: it runs, or stands for a reason that is not ours.
+    Running,
+    /// A migration is under way, the guest running or stopped for its last part. Should it end without SHUT (return path
+    /// closed, cancelled, failed), QEMU makes the guest run again by itself.
+    Migrating,
+    /// Migration `completed`, guest `postmigrate`: it stands until `cont`.
+    Completed,
+    /// The process has ended.
+    Gone,
+}
+
+/// What happened, as the driver tells the source's machine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum SourceEvent {
+    /// The record asked for is durable.
+    RecordWritten,
+    /// Writing the record failed: the old or the new content may be on the disk.
+    RecordFailed,
+    /// A connection that [`SourceAction::Connect`] asked for stands, proof included.
+    Connected,
+    /// The connection is gone, or silent for too long.
+    ConnectionLost,
+    /// The destination said something.
+    Message(SwitchoverMessage),
+    /// The last byte of QEMU's stream has been handed to the channels.
+    FinalStateSent,
+    /// QEMU's state changed (only after [`SourceAction::StartMigration`] was performed), or is the answer to
+    /// [`SourceAction::EndMigration`] or [`SourceAction::Cont`].
+    Qemu(SourceQemu),
+    /// The migration shall not go on: cancelled, a time limit, an error of the data plane; or the action at hand failed.
+    Failed {
+        /// Why, in words, for people.
+        reason: String,
+    },
+}
+
+/// What the driver shall do.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum SourceAction {
+    /// Write the record durably and answer `RecordWritten` or `RecordFailed`.
+    WriteRecord(SourceState),
+    /// Have QEMU start its migration into our sockets.
+    StartMigration,
+    /// Send on the control channel; without a connection, drop it.
+    Send(SwitchoverMessage),
+    /// Give the destination's SHUT(0) to QEMU's return path. QEMU then completes and reports it.
+    RelayShut,
+    /// See to it that QEMU has no migration under way (close its sockets, `migrate_cancel`), then answer with `Qemu`:
+    /// `Running` if QEMU resumed the guest, `Completed` if it had completed already.
+    EndMigration,
+    /// QMP `cont`; answer with `Qemu(Running)`, or `Failed`.
+    Cont,
+    /// QMP `announce-self`: the switches may have heard of the other host.
+    AnnounceSelf,
+    /// Dial the destination's listener, again and again, and answer `Connected`.
+    Connect,
+    /// Nothing more will come of this machine.
+    Done(SourceEnd),
+}
+
+/// How it ended for the source.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum SourceEnd {
+    /// The guest runs at the destination.
+    Finished,
+    /// The guest runs here, and the destination knows (or is fenced).
+    Aborted {
+        /// Why.
+        reason: String,
+    },
+    /// The first record could not be written: nothing was begun, the guest was not touched.
+    NotStarted,
+    /// The source's QEMU died before the decision. If the destination stands prepared it holds the only copy, and only
+    /// an operator can say that it may run (`recover --fenced-peer` there).
+    GuestGone,
+    /// Decided, but the destination's QEMU is gone. The guest stands here; `recover --fenced-peer` makes it run.
+    DestinationLost {
+        /// Whether the guest certainly never ran there.
+        never_ran: bool,
+        /// The destination's words.
+        reason: String,
+    },
+    /// The guest stands and this process cannot change it; put right what the reason says, then `recover`.
+    Stuck {
+        /// What failed.
+        reason: String,
+    },
+    /// The guest runs here although the destination has been given it, or runs it: someone started it by hand. Nothing
+    /// is touched; a person must stop one of the two.
+    Conflict,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    WritingStarted,
+    Migrating,
+    Preparing,
+    Relaying,
+    WritingCommitted,
+    Committed,
+    WritingFinished,
+    WritingAborted,
+    Resuming,
+    WritingResumed,
+    Telling,
+    Ended,
+}
+
+impl Phase {
+    fn writing(self) -> bool {
+        use Phase::*;
+        matches!(self, WritingStarted | WritingCommitted | WritingFinished | WritingAborted | WritingResumed)
+    }
+
+    fn undecided(self) -> bool {
+        matches!(self, Self::Migrating | Self::Preparing | Self::Relaying)
+    }
+}
+
+/// The source's machine. See the module for the contract with its driver.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct SourceSwitchover {
+    phase: Phase,
+    connected: bool,
+    /// The disk may say `committed` although nothing was sent: no resuming before it says otherwise.
+    may_be_committed: bool,
+    /// The destination's guest is known to be gone, or the operator says so: no one is left to tell.
+    destination_gone: bool,
+    reason: String,
+    /// Events that came while a record was being written.
+    waiting: Vec<SourceEvent>,
+}
+
+impl SourceSwitchover {
+    /// Begins, on an open connection, before QEMU is touched.
+    pub fn begin() -> (Self, Vec<SourceAction>) {
+        let mut machine = Self::at(Phase::WritingStarted);
+        machine.connected = true;
+        (machine, vec![SourceAction::WriteRecord(SourceState::Started)])
+    }
+
+    /// Goes on after a crash, from the record (`None`: there is none) and from what QEMU is doing now.
+    ///
+    /// `fenced_peer` is an operator's word that the destination's guest is gone for good and can never run. It is the only
+    /// way to make a guest run here that was committed to the destination; what the destination wrote to shared disks
+    /// meanwhile this guest does not know of.
+    pub fn recover(record: Option<SourceState>, qemu: SourceQemu, fenced_peer: bool) -> (Self, Vec<SourceAction>) {
+        let mut machine = Self::at(Phase::Ended);
+        machine.destination_gone = fenced_peer;
+        machine.reason = "the source was restarted before anything was decided".into();
+        let mut actions = Vec::new();
+        match record {
+            // Whether the destination's copy is still good nobody can tell here, so it is not told to discard it.
+            None | Some(SourceState::Started) if qemu == SourceQemu::Gone => {
+                machine.end(SourceEnd::GuestGone, &mut actions);
+            }
+            None | Some(SourceState::Started) => machine.abort_now(&mut actions),
+            Some(SourceState::Committed) if fenced_peer && qemu == SourceQemu::Gone => {
+                machine.end(SourceEnd::GuestGone, &mut actions);
+            }
+            Some(SourceState::Committed) if fenced_peer => {
+                machine.reason = "an operator fenced the destination".into();
+                machine.may_be_committed = true;
+                machine.abort_now(&mut actions);
+            }
+            Some(SourceState::Committed) if qemu == SourceQemu::Running => {
+                machine.end(SourceEnd::Conflict, &mut actions);
+            }
+            Some(SourceState::Committed) => {
+                machine.phase = Phase::Committed;
+                actions.push(SourceAction::Connect);
+            }
+            Some(SourceState::Aborted) => {
+                machine.phase = Phase::Resuming;
+                actions.push(SourceAction::EndMigration);
+            }
+            Some(SourceState::Resumed) => machine.tell(&mut actions),
+            Some(SourceState::Finished) => machine.end(SourceEnd::Finished, &mut actions),
+        }
+        (machine, actions)
+    }
+
+    /// Whether the guest is committed to the destination: cancelling has no effect any more.
+    pub fn decided(&self) -> bool {
+        matches!(self.phase, Phase::Committed | Phase::WritingFinished)
+    }
+
+    /// Whether the process may end now without leaving the guest standing: the machine is done, or only the message that
+    /// it aborted is still to be delivered (`recover` can do that later).
+    pub fn may_stop(&self) -> bool {
+        matches!(self.phase, Phase::Telling | Phase::Ended)
+    }
+
+    /// Takes an event; returns what to do, in order.
+    pub fn on(&mut self, event: SourceEvent) -> Vec<SourceAction> {
+        let mut actions = Vec::new();
+        if self.phase.writing() {
+            match event {
+                SourceEvent::RecordWritten => self.written(&mut actions),
+                SourceEvent::RecordFailed => self.not_written(&mut actions),
+                other => self.waiting.push(other),
+            }
+        } else {
+            self.step(event, &mut actions);
+        }
+        while !self.phase.writing() && !self.waiting.is_empty() {
+            let event = self.waiting.remove(0);
+            self.step(event, &mut actions);
+        }
+        actions
+    }
+
+    fn at(phase: Phase) -> Self {
+        Self {
+            phase,
+            connected: false,
+            may_be_committed: false,
+            destination_gone: false,
+            reason: String::new(),
+            waiting: Vec::new(),
+        }
+    }
+
+    fn written(&mut self, actions: &mut Vec<SourceAction>) {
+        match self.phase {
+            Phase::WritingStarted => {
+                self.phase = Phase::Migrating;
+                actions.push(SourceAction::StartMigration);
+            }
+            Phase::WritingCommitted => {
+                self.phase = Phase::Committed;
+                actions.push(SourceAction::Send(SwitchoverMessage::Commit));
+            }
+            Phase::WritingFinished => self.end(SourceEnd::Finished, actions),
+            Phase::WritingAborted => self.resume(actions),
+            Phase::WritingResumed => self.tell(actions),
+            _ => {}
+        }
+    }
+
+    fn not_written(&mut self, actions: &mut Vec<SourceAction>) {
+        match self.phase {
+            Phase::WritingStarted => {
+                let reason = "the source could not write its record".to_owned();
+                actions.push(SourceAction::Send(SwitchoverMessage::Abort { reason }));
+                self.end(SourceEnd::NotStarted, actions);
+            }
+            Phase::WritingCommitted => {
+                // Nobody has been told, so it can still be taken back; but only by a record that says so.
+                self.may_be_committed = true;
+                self.abort("the source could not write its decision", actions);
+            }
+            Phase::WritingAborted if self.may_be_committed => {
+                let reason = format!("{}; nor could that be written down", self.reason);
+                self.end(SourceEnd::Stuck { reason }, actions);
+            }
+            // The disk says `started`, which means aborted just as well.
+            Phase::WritingAborted => self.resume(actions),
+            // `aborted` or `committed` on the disk only costs a later `recover` a question too many.
+            _ => self.written(actions),
+        }
+    }
+
+    fn step(&mut self, event: SourceEvent, actions: &mut Vec<SourceAction>) {
+        match event {
+            // Not asked for: a driver that repeats an answer changes nothing.
+            SourceEvent::RecordWritten | SourceEvent::RecordFailed => {}
+            SourceEvent::Connected => self.connected = true,
+            SourceEvent::ConnectionLost => {
+                self.connected = false;
+                match self.phase {
+                    phase if phase.undecided() => self.abort("the connection to the destination was lost", actions),
+                    Phase::Committed | Phase::Telling => actions.push(SourceAction::Connect),
+                    _ => {}
+                }
+            }
+            SourceEvent::Message(message) => self.hear(message, actions),
+            SourceEvent::FinalStateSent => {
+                if self.phase == Phase::Migrating {
+                    self.phase = Phase::Preparing;
+                    actions.push(SourceAction::Send(SwitchoverMessage::Prepare));
+                }
+            }
+            SourceEvent::Qemu(state) => self.qemu(state, actions),
+            SourceEvent::Failed { reason } => match self.phase {
+                phase if phase.undecided() => self.abort(&reason, actions),
+                Phase::Resuming => self.end(SourceEnd::Stuck { reason }, actions),
+                _ => {}
+            },
+        }
+    }
+
+    fn hear(&mut self, message: SwitchoverMessage, actions: &mut Vec<SourceAction>) {
+        use SwitchoverMessage as M;
+        let told_to_abort = matches!(self.phase, Phase::Resuming | Phase::Telling);
+        match message {
+            M::Prepared if self.phase == Phase::Preparing => {
+                self.phase = Phase::Relaying;
+                actions.push(SourceAction::RelayShut);
+            }
+            M::Running if self.phase == Phase::Committed => {
+                self.phase = Phase::WritingFinished;
+                actions.push(SourceAction::WriteRecord(SourceState::Finished));
+            }
+            M::Running if told_to_abort => self.end(SourceEnd::Conflict, actions),
+            M::AskOutcome if self.phase == Phase::Committed => {
+                actions.push(SourceAction::Send(M::Outcome(Outcome::Committed)));
+            }
+            M::AskOutcome if told_to_abort => actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted))),
+            M::Abort { reason } | M::Lost { reason } if self.phase.undecided() => {
+                self.destination_gone = true;
+                self.abort(&format!("the destination gave up: {}", cleaned(&reason)), actions);
+            }
+            M::Abort { reason } if self.phase == Phase::Committed => {
+                self.end(SourceEnd::DestinationLost { never_ran: true, reason: cleaned(&reason) }, actions);
+            }
+            M::Lost { reason } if self.phase == Phase::Committed => {
+                self.end(SourceEnd::DestinationLost { never_ran: false, reason: cleaned(&reason) }, actions);
+            }
+            M::Abort { .. } | M::Lost { .. } if told_to_abort => {
+                self.destination_gone = true;
+                if self.phase == Phase::Telling {
+                    self.tell(actions);
+                }
+            }
+            _ if self.phase.undecided() => self.abort("the destination said something out of turn", actions),
+            // Late or repeated: `Prepared` after an abort, `Running` after the end.
+            _ => {}
+        }
+    }
+
+    fn qemu(&mut self, state: SourceQemu, actions: &mut Vec<SourceAction>) {
+        match (self.phase, state) {
+            (Phase::Relaying, SourceQemu::Completed) => {
+                self.phase = Phase::WritingCommitted;
+                actions.push(SourceAction::WriteRecord(SourceState::Committed));
+            }
+            (Phase::Migrating | Phase::Preparing, SourceQemu::Completed) => {
+                self.abort("QEMU completed without the destination's word; is its return path off?", actions);
+            }
+            (phase, SourceQemu::Running) if phase.undecided() => {
+                self.abort("QEMU ended the migration itself", actions);
+            }
+            // No copy can be complete yet: the destination may discard what it has.
+            (Phase::Migrating, SourceQemu::Gone) => self.abort("the source's QEMU died", actions),
+            // The destination may hold the only complete copy. It is not told to discard it.
+            (Phase::Preparing | Phase::Relaying | Phase::Resuming, SourceQemu::Gone) => {
+                self.end(SourceEnd::GuestGone, actions);
+            }
+            (Phase::Resuming, SourceQemu::Completed) => actions.push(SourceAction::Cont),
+            (Phase::Resuming, SourceQemu::Running) => {
+                self.phase = Phase::WritingResumed;
+                actions.push(SourceAction::AnnounceSelf);
+                actions.push(SourceAction::WriteRecord(SourceState::Resumed));
+            }
+            (Phase::Committed, SourceQemu::Running) => self.end(SourceEnd::Conflict, actions),
+            _ => {}
+        }
+    }
+
+    fn abort(&mut self, reason: &str, actions: &mut Vec<SourceAction>) {
+        reason.clone_into(&mut self.reason);
+        self.abort_now(actions);
+    }
+
+    fn abort_now(&mut self, actions: &mut Vec<SourceAction>) {
+        self.phase = Phase::WritingAborted;
+        actions.push(SourceAction::WriteRecord(SourceState::Aborted));
+    }
+
+    fn resume(&mut self, actions: &mut Vec<SourceAction>) {
+        self.phase = Phase::Resuming;
+        actions.push(SourceAction::EndMigration);
+        if self.connected && !self.destination_gone {
+            actions.push(SourceAction::Send(SwitchoverMessage::Abort { reason: self.reason.clone() }));
+        }
+    }
+
+    fn tell(&mut self, actions: &mut Vec<SourceAction>) {
+        self.phase = Phase::Telling;
+        if self.destination_gone {
+            self.end(SourceEnd::Aborted { reason: self.reason.clone() }, actions);
+        } else if !self.connected {
+            actions.push(SourceAction::Connect);
+        }
+    }
+
+    fn end(&mut self, end: SourceEnd, actions: &mut Vec<SourceAction>) {
+        self.phase = Phase::Ended;
+        actions.push(SourceAction::Done(end));
+    }
+}

@@ -1,0 +1,143 @@
+//! Explores the switchover exhaustively: the production machines of both sides, driven as the gateway drives them,
+//! between a model of two QEMUs, two disks, a network and an operator, with every crash, loss and failure at every step.
+//!
+//! What must hold is in `properties.rs`. That the check can fail at all is shown by `Mutant`: drivers that are wrong in one
+//! plausible way each, every one of which must be caught.
+
+#[path = "switchover_model/drivers.rs"]
+mod drivers;
+#[path = "switchover_model/properties.rs"]
+mod properties;
+#[path = "switchover_model/world.rs"]
+mod world;
+
+use properties::{MUTANTS, Mutant};
+use stateright::{Checker, HasDiscoveries, Model};
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::hash::{BuildHasher, RandomState};
+use std::time::Instant;
+use sterna_wire::switchover::CrashPoint;
+use world::{Budget, Happens, State, World};
+
+/// Every kind of trouble.
+const ANY: Budget = Budget {
+    total: 3,
+    crashes: 2,
+    losses: 2,
+    failures: 2,
+    cancels: 1,
+    qemu_failures: 1,
+    qemu_deaths: 1,
+    hosts: 1,
+    stale_recovers: 1,
+};
+
+/// Only what `sterna` and the network do.
+const CRASHES_AND_LOSSES: Budget =
+    Budget { total: 5, failures: 0, cancels: 0, qemu_failures: 0, qemu_deaths: 0, hosts: 0, ..ANY };
+
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(2, usize::from)
+}
+
+/// Every step of `budget`'s worth of trouble; returns the crash points passed.
+fn explore(name: &str, budget: Budget) -> HashSet<CrashPoint> {
+    let begun = Instant::now();
+    let checker = World::new(budget, Mutant::None).checker().threads(threads()).spawn_bfs().join();
+    println!(
+        "{name}: {} states, {} steps, longest history {}, {:.1} s",
+        checker.unique_state_count(),
+        checker.state_count(),
+        checker.max_depth(),
+        begun.elapsed().as_secs_f64()
+    );
+    checker.assert_properties();
+    checker.model().passed()
+}
+
+#[test]
+fn two_crashes_and_two_lost_connections() {
+    explore("two crashes, two lost connections, a recover too many", CRASHES_AND_LOSSES);
+}
+
+#[test]
+fn any_three_troubles() {
+    let passed = explore("any three troubles", ANY);
+    for point in CrashPoint::ALL {
+        assert!(passed.contains(point), "the model never comes past {point}");
+    }
+}
+
+#[test]
+fn four_troubles() {
+    explore("four troubles", Budget { total: 4, hosts: 0, stale_recovers: 0, cancels: 0, qemu_failures: 0, ..ANY });
+}
+
+/// Without further trouble every history ends: no step that is not trouble lies on a circle. Together with the property
+/// of the states in which nothing is left to do this says: in the end exactly one guest runs.
+#[test]
+fn every_history_ends() {
+    for only in [CRASHES_AND_LOSSES, Budget { total: 2, ..ANY }] {
+        let states = without_circles(&World::new(only.clone(), Mutant::None));
+        println!("{states} states and no circle: {only:?}");
+        assert!(states > 1000);
+    }
+}
+
+/// Depth first along ordinary steps, from the beginning and from every state that trouble leads to. Panics at a state
+/// that lies on the path to itself.
+fn without_circles(world: &World) -> usize {
+    let hasher = RandomState::new();
+    // Whether a state is still on the path.
+    let mut on_path: HashMap<u64, bool> = HashMap::new();
+    let mut roots = world.init_states();
+    let mut path: Vec<(u64, Vec<State>)> = Vec::new();
+    loop {
+        let state = match path.last_mut() {
+            Some((key, next)) => match next.pop() {
+                Some(state) => state,
+                None => {
+                    on_path.insert(*key, false);
+                    path.pop();
+                    continue;
+                }
+            },
+            None => match roots.pop() {
+                Some(state) => state,
+                None => return on_path.len(),
+            },
+        };
+        let key = hasher.hash_one(&state);
+        match on_path.get(&key) {
+            Some(true) => panic!("a circle of ordinary steps through {state:?}"),
+            Some(false) => continue,
+            None => on_path.insert(key, true),
+        };
+        let mut actions = Vec::new();
+        world.actions(&state, &mut actions);
+        let (trouble, ordinary): (Vec<_>, Vec<_>) = actions.into_iter().partition(Happens::trouble);
+        roots.extend(trouble.into_iter().filter_map(|action| world.next_state(&state, action)));
+        path.push((key, ordinary.into_iter().filter_map(|action| world.next_state(&state, action)).collect()));
+    }
+}
+
+#[test]
+fn wrong_drivers_are_caught() {
+    let budget = Budget { total: 2, crashes: 1, qemu_deaths: 0, hosts: 0, cancels: 0, stale_recovers: 0, ..ANY };
+    for &(mutant, property) in MUTANTS {
+        let begun = Instant::now();
+        let caught = HasDiscoveries::AnyOf(BTreeSet::from([property]));
+        // Without a lock nothing else need go wrong, and there is much more to explore.
+        let total = if mutant == Mutant::NoLock { 0 } else { budget.total };
+        let checker = World::new(Budget { total, ..budget.clone() }, mutant)
+            .checker()
+            .threads(threads())
+            .finish_when(caught)
+            .spawn_bfs()
+            .join();
+        let path = checker.discovery(property).unwrap_or_else(|| panic!("{mutant:?} is not caught: {property}"));
+        let steps = path.into_actions();
+        let seconds = begun.elapsed().as_secs_f64();
+        println!("{mutant:?}: broken after {} steps, found in {seconds:.1} s: {property}\n    {steps:?}", steps.len());
+    }
+}

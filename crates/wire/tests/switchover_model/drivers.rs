@@ -1,0 +1,212 @@
+//! The drivers: they perform actions on the world and tell the machines what happened, as the gateway does.
+
+use super::properties::Mutant;
+use super::world::{DestinationProcess, DestinationSterna, SourceProcess, SourceSterna, State, World};
+use sterna_wire::switchover::{
+    DestinationAction, DestinationEnd, DestinationEvent, DestinationState, DestinationSwitchover, Outcome,
+    SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover, SwitchoverMessage as Message,
+};
+
+impl World {
+    pub(crate) fn source_performs(&self, state: &mut State, at: usize) {
+        let Some(mut sterna) = state.source[at].take() else { return };
+        let action = sterna.todo.remove(0);
+        self.pass(state, action.step());
+        match action {
+            SourceAction::WriteRecord(SourceState::Aborted) if self.mutant == Mutant::ResumesWithoutRecord => {
+                sterna.written = Some(true);
+            }
+            SourceAction::WriteRecord(SourceState::Committed) if self.mutant == Mutant::CommitsBeforeDurable => {
+                sterna.late = Some(SourceState::Committed);
+                sterna.written = Some(true);
+            }
+            SourceAction::WriteRecord(record) => {
+                assert!(sterna.todo.is_empty(), "a record is the last action of its list");
+                state.source_disk = Some(record);
+                sterna.late = None;
+                sterna.written = Some(true);
+            }
+            SourceAction::StartMigration => {
+                if state.source_qemu == SourceProcess::Idle {
+                    state.source_qemu = SourceProcess::Migrating;
+                    sterna.seen = Some(SourceQemu::Migrating);
+                }
+            }
+            SourceAction::Send(message) => {
+                if sterna.connected && state.link {
+                    state.to_destination.push(message);
+                }
+            }
+            SourceAction::RelayShut => {
+                if state.source_qemu == SourceProcess::Finishing && !state.return_path_closed {
+                    state.source_qemu = SourceProcess::ShutGiven;
+                    if self.mutant == Mutant::CommitsBeforeCompleted {
+                        sterna.todo = sterna.machine.on(SourceEvent::Qemu(SourceQemu::Completed));
+                    }
+                }
+            }
+            SourceAction::EndMigration => {
+                state.return_path_closed = true;
+                sterna.seen = None;
+            }
+            SourceAction::Cont => {
+                if state.source_qemu == SourceProcess::Completed {
+                    state.source_qemu = SourceProcess::Resumed;
+                }
+            }
+            SourceAction::Connect => sterna.dials = self.mutant != Mutant::NeverReconnects,
+            SourceAction::AnnounceSelf => {}
+            SourceAction::Done(end) => {
+                // The process ends, and its connection with it.
+                state.conflict |= end == SourceEnd::Conflict;
+                state.source_end = Some(end);
+                if sterna.connected {
+                    state.link = false;
+                    state.to_source.clear();
+                }
+                return;
+            }
+        }
+        state.source[at] = Some(sterna);
+    }
+
+    pub(crate) fn destination_performs(&self, state: &mut State) {
+        let Some(mut sterna) = state.destination.take() else { return };
+        let action = sterna.todo.remove(0);
+        self.pass(state, action.step());
+        match action {
+            DestinationAction::WriteRecord(DestinationState::Prepared) if self.mutant == Mutant::PreparedNotWritten => {
+                sterna.written = Some(true);
+            }
+            DestinationAction::WriteRecord(record) => {
+                assert!(sterna.todo.is_empty(), "a record is the last action of its list");
+                state.destination_disk = Some(record);
+                sterna.written = Some(true);
+            }
+            DestinationAction::ClearAutostart => {
+                sterna.cleared = true;
+                state.feeding |= self.mutant == Mutant::FeedsBeforeStop;
+                if let DestinationProcess::Incoming { autostart, .. } = &mut state.destination_qemu {
+                    *autostart = matches!(self.mutant, Mutant::LeavesAutostart | Mutant::FeedsBeforeStop);
+                }
+            }
+            DestinationAction::AcceptStream => state.feeding = true,
+            DestinationAction::Send(message) => {
+                if sterna.connected && state.link {
+                    state.to_source.push(message);
+                }
+            }
+            DestinationAction::Cont => match &mut state.destination_qemu {
+                DestinationProcess::Incoming { autostart, .. } => *autostart = true,
+                DestinationProcess::Paused => state.destination_qemu = DestinationProcess::Running,
+                DestinationProcess::Running | DestinationProcess::Gone => {}
+            },
+            DestinationAction::Quit => {
+                state.destination_qemu = DestinationProcess::Gone;
+                sterna.seen = None;
+            }
+            DestinationAction::AnnounceSelf | DestinationAction::AwaitSource => {}
+            DestinationAction::Done(end) => {
+                state.conflict |= end == DestinationEnd::Conflict;
+                if matches!(end, DestinationEnd::Stuck { .. }) {
+                    crash_destination(state, &sterna);
+                    return;
+                }
+                // It stays to answer the source.
+                sterna.ended = true;
+            }
+        }
+        state.destination = Some(sterna);
+    }
+
+    pub(crate) fn source_recovers(&self, state: &mut State, fenced: bool) {
+        if self.mutant == Mutant::NoLock && state.source[1].is_none() {
+            state.source[1] = state.source[0].take();
+        } else if let Some(old) = state.source[0].take() {
+            crash_source(state, &old);
+        }
+        let qemu = state.source_qemu.shown();
+        let mut record = state.source_disk;
+        if self.mutant == Mutant::RecoverPresumesCommit && record == Some(SourceState::Started) {
+            record = Some(SourceState::Committed);
+        }
+        if record == Some(SourceState::Committed) {
+            state.decided = true;
+        }
+        state.source_fenced |= fenced;
+        state.source_end = None;
+        let (machine, todo) = SourceSwitchover::recover(record, qemu, fenced);
+        state.source[0] = Some(SourceSterna {
+            machine,
+            todo,
+            written: None,
+            late: None,
+            seen: Some(qemu),
+            final_state_sent: true,
+            dials: false,
+            connected: false,
+            failed: false,
+        });
+    }
+
+    pub(crate) fn destination_recovers(state: &mut State, fenced: bool) {
+        if let Some(old) = state.destination.take() {
+            crash_destination(state, &old);
+        }
+        let qemu = state.destination_qemu.shown();
+        let Some(record) = state.destination_disk else { return };
+        state.destination_fenced |= fenced;
+        let (machine, todo) = DestinationSwitchover::recover(record, qemu, fenced);
+        state.destination = Some(DestinationSterna {
+            machine,
+            todo,
+            written: None,
+            seen: Some(qemu),
+            cleared: false,
+            loaded_told: true,
+            connected: false,
+            failed: false,
+            ended: false,
+        });
+    }
+
+    pub(crate) fn source_event(&self, state: &mut State, at: usize, event: SourceEvent) {
+        let Some(sterna) = &mut state.source[at] else { return };
+        let lost = event == SourceEvent::ConnectionLost;
+        sterna.todo = sterna.machine.on(event);
+        // Known to itself as decided from the moment it has been told that the record is written.
+        state.decided |= sterna.machine.decided();
+        if self.mutant == Mutant::ResumesAfterDecision && lost && sterna.machine.decided() {
+            sterna.todo.push(SourceAction::Cont);
+        }
+    }
+
+    pub(crate) fn destination_event(&self, state: &mut State, event: DestinationEvent) {
+        let Some(sterna) = &mut state.destination else { return };
+        let lost = event == DestinationEvent::ConnectionLost;
+        sterna.todo = sterna.machine.on(event);
+        if lost && sterna.machine.unsure() {
+            let outcome = match self.mutant {
+                Mutant::ImpatientDestination => Outcome::Committed,
+                Mutant::ForgetfulDestination => Outcome::Aborted,
+                _ => return,
+            };
+            sterna.todo = sterna.machine.on(DestinationEvent::Message(Message::Outcome(outcome)));
+        }
+    }
+}
+
+pub(crate) fn crash_source(state: &mut State, sterna: &SourceSterna) {
+    if sterna.connected {
+        state.link = false;
+        state.to_source.clear();
+    }
+    state.return_path_closed = true;
+}
+
+pub(crate) fn crash_destination(state: &mut State, sterna: &DestinationSterna) {
+    if sterna.connected {
+        state.link = false;
+        state.to_destination.clear();
+    }
+}

@@ -1,0 +1,109 @@
+//! What must always hold, and the drivers that break it: one is worth nothing without the other.
+
+use super::world::{DestinationProcess, SourceProcess, State, World};
+use stateright::{Model, Property};
+use sterna_wire::switchover::{SourceEnd, SourceState};
+
+/// A driver (or operator) that is wrong in one way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mutant {
+    /// Right in every way.
+    None,
+    /// Leaves out the record `aborted`.
+    ResumesWithoutRecord,
+    /// Never clears the destination QEMU's autostart.
+    LeavesAutostart,
+    /// Feeds the stream before the `stop` is confirmed.
+    FeedsBeforeStop,
+    /// Calls the decision written before it is durable.
+    CommitsBeforeDurable,
+    /// Takes a relayed SHUT for QEMU's `completed`.
+    CommitsBeforeCompleted,
+    /// Resumes the source when the connection breaks after the decision.
+    ResumesAfterDecision,
+    /// Starts the prepared destination when the connection breaks.
+    ImpatientDestination,
+    /// Discards the prepared destination when the connection breaks.
+    ForgetfulDestination,
+    /// Says `Prepared` without having written it.
+    PreparedNotWritten,
+    /// `recover` takes a prepared-looking source without decision for a committed one.
+    RecoverPresumesCommit,
+    /// A source that has decided does not connect again.
+    NeverReconnects,
+    /// `recover --fenced-peer` at the source while the destination is alive.
+    SourceFencesLiving,
+    /// `recover --fenced-peer` at the destination while the source is alive.
+    DestinationFencesLiving,
+    /// No lock: `recover` beside a living `send`.
+    NoLock,
+    /// Nobody calls `recover`.
+    NoRecover,
+}
+
+const NEVER_BOTH: &str = "never do both run";
+const DECIDED_FOR_GOOD: &str = "the source never runs after the decision";
+const NOT_BEFORE_DECISION: &str = "the destination never runs before the decision";
+const EXACTLY_ONE: &str = "where nothing is left to do and a copy is left, exactly one runs";
+const NOT_LOST: &str = "the destination never loses the guest unless its QEMU died by itself";
+const NO_CONFLICT: &str = "no machine ever meets a contradiction";
+
+/// Each mutant and the property that must catch it.
+pub(crate) const MUTANTS: &[(Mutant, &str)] = &[
+    // Not `NEVER_BOTH`: `recover` sees the running guest beside the record `committed` and refuses.
+    (Mutant::ResumesWithoutRecord, NO_CONFLICT),
+    (Mutant::LeavesAutostart, NEVER_BOTH),
+    (Mutant::FeedsBeforeStop, NEVER_BOTH),
+    (Mutant::CommitsBeforeDurable, NEVER_BOTH),
+    (Mutant::CommitsBeforeCompleted, NEVER_BOTH),
+    (Mutant::ResumesAfterDecision, NEVER_BOTH),
+    (Mutant::ImpatientDestination, NEVER_BOTH),
+    (Mutant::ForgetfulDestination, NOT_LOST),
+    (Mutant::PreparedNotWritten, NOT_LOST),
+    (Mutant::RecoverPresumesCommit, NEVER_BOTH),
+    (Mutant::NeverReconnects, EXACTLY_ONE),
+    (Mutant::SourceFencesLiving, NEVER_BOTH),
+    (Mutant::DestinationFencesLiving, NEVER_BOTH),
+    (Mutant::NoLock, NEVER_BOTH),
+    (Mutant::NoRecover, EXACTLY_ONE),
+];
+
+/// What is checked in every state (`always`), and what must be reached at all (`sometimes`).
+pub(crate) fn properties() -> Vec<Property<World>> {
+    fn destination_runs(state: &State) -> bool {
+        state.destination_qemu == DestinationProcess::Running
+    }
+    vec![
+        Property::always(NEVER_BOTH, |_, state: &State| !(state.source_qemu.runs() && destination_runs(state))),
+        Property::always(DECIDED_FOR_GOOD, |_, state: &State| {
+            !(state.decided && !state.source_fenced && state.source_qemu.runs())
+        }),
+        Property::always(NOT_BEFORE_DECISION, |_, state: &State| {
+            !destination_runs(state) || state.decided || state.destination_fenced
+        }),
+        Property::always(EXACTLY_ONE, |world: &World, state: &State| {
+            let mut actions = Vec::new();
+            world.actions(state, &mut actions);
+            // What a source keeps after the guest has run elsewhere is no copy any more.
+            let copies = (state.source_qemu != SourceProcess::Gone && state.source_disk != Some(SourceState::Finished))
+                || matches!(state.destination_qemu, DestinationProcess::Paused | DestinationProcess::Running);
+            actions.iter().any(|action| !action.trouble())
+                || !copies
+                || state.source_qemu.runs() != destination_runs(state)
+        }),
+        Property::always(NOT_LOST, |world: &World, state: &State| {
+            !matches!(state.source_end, Some(SourceEnd::DestinationLost { .. }))
+                || state.left.qemu_deaths < world.budget.qemu_deaths
+                || state.left.hosts < world.budget.hosts
+        }),
+        Property::always(NO_CONFLICT, |_, state: &State| {
+            !state.conflict || state.source_fenced || state.destination_fenced
+        }),
+        Property::sometimes("the guest moves", |_, state: &State| {
+            destination_runs(state) && state.source_end == Some(SourceEnd::Finished)
+        }),
+        Property::sometimes("the guest goes on at the source", |_, state: &State| {
+            state.source_disk == Some(SourceState::Resumed) && state.source_qemu.runs()
+        }),
+    ]
+}

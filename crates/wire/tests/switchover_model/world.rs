@@ -1,0 +1,715 @@
+//! The world around the two machines: what there is, what can happen next, and what it changes.
+
+use super::drivers::{crash_destination, crash_source};
+use super::properties::{Mutant, properties};
+use stateright::{Model, Property};
+use std::collections::HashSet;
+use std::sync::Mutex;
+use sterna_wire::switchover::{
+    CrashPoint, DestinationAction, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover, Moment,
+    SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover, Step,
+    SwitchoverMessage as Message,
+};
+
+/// How much trouble there may still be.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Budget {
+    /// All kinds together.
+    pub(crate) total: u8,
+    /// A sterna process dies.
+    pub(crate) crashes: u8,
+    /// The connection breaks.
+    pub(crate) losses: u8,
+    /// A record cannot be written (old or new content stays), or `cont` fails.
+    pub(crate) failures: u8,
+    /// Someone or something asks for the migration to end.
+    pub(crate) cancels: u8,
+    /// The source QEMU's migration fails by itself.
+    pub(crate) qemu_failures: u8,
+    /// A QEMU process dies.
+    pub(crate) qemu_deaths: u8,
+    /// A host goes, with disk and everything, and never comes back.
+    pub(crate) hosts: u8,
+    /// `recover` is called where everything is settled.
+    pub(crate) stale_recovers: u8,
+}
+
+/// The source's QEMU, finer than QMP shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum SourceProcess {
+    /// Before the migration.
+    Idle,
+    Migrating,
+    /// Stopped; the whole stream is out; waits for SHUT.
+    Finishing,
+    /// Has SHUT in its socket.
+    ShutGiven,
+    Completed,
+    /// Runs again.
+    Resumed,
+    Gone,
+}
+
+impl SourceProcess {
+    pub(crate) fn shown(self) -> SourceQemu {
+        match self {
+            Self::Idle | Self::Resumed => SourceQemu::Running,
+            Self::Migrating | Self::Finishing | Self::ShutGiven => SourceQemu::Migrating,
+            Self::Completed => SourceQemu::Completed,
+            Self::Gone => SourceQemu::Gone,
+        }
+    }
+
+    pub(crate) fn runs(self) -> bool {
+        matches!(self, Self::Idle | Self::Migrating | Self::Resumed)
+    }
+}
+
+/// The destination's QEMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum DestinationProcess {
+    Incoming { autostart: bool, whole: bool },
+    Paused,
+    Running,
+    Gone,
+}
+
+impl DestinationProcess {
+    pub(crate) fn shown(self) -> DestinationQemu {
+        match self {
+            Self::Incoming { .. } => DestinationQemu::Incoming,
+            Self::Paused => DestinationQemu::Paused,
+            Self::Running => DestinationQemu::Running,
+            Self::Gone => DestinationQemu::Gone,
+        }
+    }
+}
+
+/// A `send` or `recover` process at the source.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct SourceSterna {
+    pub(crate) machine: SourceSwitchover,
+    /// Actions not performed yet.
+    pub(crate) todo: Vec<SourceAction>,
+    /// The answer to a write, not given to the machine yet.
+    pub(crate) written: Option<bool>,
+    /// A record called durable that is not (a mutant's).
+    pub(crate) late: Option<SourceState>,
+    /// What the machine knows of QEMU.
+    pub(crate) seen: Option<SourceQemu>,
+    pub(crate) final_state_sent: bool,
+    pub(crate) dials: bool,
+    pub(crate) connected: bool,
+    /// An action failed, the machine has not been told.
+    pub(crate) failed: bool,
+}
+
+/// A `receive` or `recover` process at the destination.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct DestinationSterna {
+    pub(crate) machine: DestinationSwitchover,
+    pub(crate) todo: Vec<DestinationAction>,
+    pub(crate) written: Option<bool>,
+    pub(crate) seen: Option<DestinationQemu>,
+    pub(crate) cleared: bool,
+    pub(crate) loaded_told: bool,
+    pub(crate) connected: bool,
+    pub(crate) failed: bool,
+    pub(crate) ended: bool,
+}
+
+/// Everything.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct State {
+    /// The second place is used only where the lock is missing.
+    pub(crate) source: [Option<SourceSterna>; 2],
+    pub(crate) destination: Option<DestinationSterna>,
+    /// How the source's last process ended, if by itself.
+    pub(crate) source_end: Option<SourceEnd>,
+    pub(crate) source_disk: Option<SourceState>,
+    pub(crate) destination_disk: Option<DestinationState>,
+    pub(crate) source_qemu: SourceProcess,
+    pub(crate) destination_qemu: DestinationProcess,
+    /// QEMU's migration sockets at the source are closed, or it was told to cancel.
+    pub(crate) return_path_closed: bool,
+    /// The whole stream is on its way.
+    pub(crate) stream_sent: bool,
+    /// The destination QEMU's stream was opened.
+    pub(crate) feeding: bool,
+    /// What is sent arrives, or may arrive.
+    pub(crate) link: bool,
+    pub(crate) to_source: Vec<Message>,
+    pub(crate) to_destination: Vec<Message>,
+    pub(crate) source_host: bool,
+    pub(crate) destination_host: bool,
+    /// History: the source has read or written the decision.
+    pub(crate) decided: bool,
+    pub(crate) source_fenced: bool,
+    pub(crate) destination_fenced: bool,
+    pub(crate) conflict: bool,
+    pub(crate) left: Budget,
+}
+
+/// A step of the world.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Happens {
+    // The source's driver; the number says which process.
+    SourcePerforms(usize),
+    SourceWriteFails { at: usize, new_content: bool },
+    SourceContFails(usize),
+    SourceTold(usize),
+    SourceSeesQemu(usize),
+    SourceSendsFinalState(usize),
+    SourceHears(usize),
+    SourceNoticesLoss(usize),
+    SourceFlushes(usize),
+    SourceCancelled(usize),
+    SourceCrashes(usize),
+    SourceRecovers { fenced: bool },
+    SourceRecoversAgain,
+    SourceHostLost,
+    // The destination's driver.
+    DestinationPerforms,
+    DestinationWriteFails { new_content: bool },
+    DestinationContFails,
+    DestinationTold,
+    DestinationSeesQemu,
+    DestinationLoaded,
+    DestinationHears,
+    DestinationNoticesLoss,
+    DestinationCancelled,
+    DestinationCrashes,
+    DestinationRecovers { fenced: bool },
+    DestinationRecoversAgain,
+    DestinationHostLost,
+    // The network.
+    Connects,
+    LinkBreaks,
+    // The source's QEMU.
+    SourceQemuFinishes,
+    SourceQemuCompletes,
+    SourceQemuResumes,
+    SourceQemuFails,
+    SourceQemuDies,
+    // The destination's QEMU.
+    StreamArrives,
+    DestinationQemuLoads,
+    DestinationQemuExits,
+    DestinationQemuDies,
+}
+
+impl Happens {
+    /// Whether this is trouble, of which there is only so much.
+    pub(crate) fn trouble(&self) -> bool {
+        use Happens::*;
+        matches!(
+            self,
+            SourceWriteFails { .. }
+                | SourceContFails(_)
+                | SourceCancelled(_)
+                | SourceCrashes(_)
+                | SourceRecoversAgain
+                | SourceHostLost
+                | DestinationWriteFails { .. }
+                | DestinationContFails
+                | DestinationCancelled
+                | DestinationCrashes
+                | DestinationRecoversAgain
+                | DestinationHostLost
+                | LinkBreaks
+                | SourceQemuFails
+                | SourceQemuDies
+                | DestinationQemuDies
+        )
+    }
+}
+
+/// The model.
+pub(crate) struct World {
+    pub(crate) budget: Budget,
+    pub(crate) mutant: Mutant,
+    pub(crate) passed: Mutex<HashSet<CrashPoint>>,
+}
+
+impl World {
+    pub(crate) fn new(budget: Budget, mutant: Mutant) -> Self {
+        Self { budget, mutant, passed: Mutex::new(HashSet::new()) }
+    }
+
+    /// The crash points around actions that were performed while a crash was possible.
+    pub(crate) fn passed(&self) -> HashSet<CrashPoint> {
+        self.passed.lock().unwrap().clone()
+    }
+
+    pub(crate) fn pass(&self, state: &State, step: Option<Step>) {
+        if let (Some(step), true) = (step, state.left.crashes > 0 && state.left.total > 0) {
+            let mut passed = self.passed.lock().unwrap();
+            passed.insert(CrashPoint { moment: Moment::Before, step });
+            passed.insert(CrashPoint { moment: Moment::After, step });
+        }
+    }
+
+    /// Whether an operator may say that the destination's guest is gone for good.
+    pub(crate) fn may_fence_destination(&self, state: &State) -> bool {
+        state.destination_qemu == DestinationProcess::Gone || self.mutant == Mutant::SourceFencesLiving
+    }
+
+    pub(crate) fn may_fence_source(&self, state: &State) -> bool {
+        state.source_qemu == SourceProcess::Gone || self.mutant == Mutant::DestinationFencesLiving
+    }
+
+    fn source_actions(&self, state: &State, at: usize, actions: &mut Vec<Happens>) {
+        use Happens::*;
+        let Some(sterna) = &state.source[at] else { return };
+        if state.left.crashes > 0 {
+            actions.push(SourceCrashes(at));
+        }
+        if sterna.late.is_some() {
+            actions.push(SourceFlushes(at));
+        }
+        if let Some(action) = sterna.todo.first() {
+            actions.push(SourcePerforms(at));
+            if state.left.failures > 0 {
+                match action {
+                    SourceAction::WriteRecord(_) => {
+                        actions.push(SourceWriteFails { at, new_content: false });
+                        actions.push(SourceWriteFails { at, new_content: true });
+                    }
+                    SourceAction::Cont => actions.push(SourceContFails(at)),
+                    _ => {}
+                }
+            }
+            return;
+        }
+        if sterna.written.is_some() || sterna.failed {
+            actions.push(SourceTold(at));
+        }
+        let shown = state.source_qemu.shown();
+        if sterna.seen != Some(shown) && (shown != SourceQemu::Migrating) {
+            actions.push(SourceSeesQemu(at));
+        }
+        if state.source_qemu == SourceProcess::Finishing && !sterna.final_state_sent && !state.return_path_closed {
+            actions.push(SourceSendsFinalState(at));
+        }
+        if sterna.connected {
+            if !state.to_source.is_empty() {
+                actions.push(SourceHears(at));
+            }
+            if !state.link {
+                actions.push(SourceNoticesLoss(at));
+            }
+        }
+        if state.left.cancels > 0 {
+            actions.push(SourceCancelled(at));
+        }
+        let free = state.destination.as_ref().is_some_and(|other| other.todo.is_empty());
+        if at == 0 && sterna.dials && !sterna.connected && free && state.source[1].is_none() {
+            actions.push(Connects);
+        }
+    }
+
+    fn destination_actions(&self, state: &State, actions: &mut Vec<Happens>) {
+        use Happens::*;
+        let Some(sterna) = &state.destination else { return };
+        if state.left.crashes > 0 {
+            actions.push(DestinationCrashes);
+        }
+        if let Some(action) = sterna.todo.first() {
+            actions.push(DestinationPerforms);
+            if state.left.failures > 0 {
+                match action {
+                    DestinationAction::WriteRecord(_) => {
+                        actions.push(DestinationWriteFails { new_content: false });
+                        actions.push(DestinationWriteFails { new_content: true });
+                    }
+                    DestinationAction::Cont => actions.push(DestinationContFails),
+                    _ => {}
+                }
+            }
+            return;
+        }
+        if sterna.written.is_some() || sterna.cleared || sterna.failed {
+            actions.push(DestinationTold);
+        }
+        let shown = state.destination_qemu.shown();
+        if sterna.seen != Some(shown) && !matches!(shown, DestinationQemu::Paused | DestinationQemu::Incoming) {
+            actions.push(DestinationSeesQemu);
+        }
+        if shown == DestinationQemu::Paused && state.feeding && !sterna.loaded_told {
+            actions.push(DestinationLoaded);
+        }
+        if sterna.connected {
+            if !state.to_destination.is_empty() {
+                actions.push(DestinationHears);
+            }
+            if !state.link {
+                actions.push(DestinationNoticesLoss);
+            }
+        }
+        if state.left.cancels > 0 && !sterna.ended {
+            actions.push(DestinationCancelled);
+        }
+    }
+
+    fn operator_actions(&self, state: &State, actions: &mut Vec<Happens>) {
+        use Happens::*;
+        if self.mutant == Mutant::NoRecover {
+            return;
+        }
+        if state.source_host && state.source_disk.is_some() {
+            let stuck = matches!(state.source_end, None | Some(SourceEnd::Stuck { .. }));
+            let unlocked = self.mutant == Mutant::NoLock && state.source[1].is_none() && !state.decided;
+            match &state.source[0] {
+                None if stuck => actions.push(SourceRecovers { fenced: false }),
+                None if state.left.stale_recovers > 0 => actions.push(SourceRecoversAgain),
+                Some(_) if unlocked => actions.push(SourceRecovers { fenced: false }),
+                _ => {}
+            }
+            let waits = state.source[0].as_ref().is_none_or(|sterna| sterna.machine.decided());
+            let stopped = state.source_qemu != SourceProcess::Gone
+                && !state.source_qemu.runs()
+                && state.source_disk != Some(SourceState::Finished);
+            if waits && stopped && self.may_fence_destination(state) {
+                actions.push(SourceRecovers { fenced: true });
+            }
+        }
+        if state.destination_host && state.destination_disk.is_some() {
+            match &state.destination {
+                None => actions.push(DestinationRecovers { fenced: false }),
+                Some(sterna) if sterna.ended && state.left.stale_recovers > 0 => actions.push(DestinationRecoversAgain),
+                _ => {}
+            }
+            let waits = state.destination.as_ref().is_none_or(|sterna| sterna.machine.unsure());
+            let stopped = state.destination_qemu == DestinationProcess::Paused;
+            if waits && stopped && self.may_fence_source(state) {
+                actions.push(DestinationRecovers { fenced: true });
+            }
+        }
+    }
+
+    fn qemu_actions(&self, state: &State, actions: &mut Vec<Happens>) {
+        use Happens::*;
+        let served = state.source[0].is_some() && !state.return_path_closed;
+        match state.source_qemu {
+            SourceProcess::Migrating | SourceProcess::Finishing => {
+                if served && state.source_qemu == SourceProcess::Migrating {
+                    actions.push(SourceQemuFinishes);
+                }
+                if state.return_path_closed {
+                    actions.push(SourceQemuResumes);
+                } else if state.left.qemu_failures > 0 {
+                    actions.push(SourceQemuFails);
+                }
+            }
+            SourceProcess::ShutGiven => {
+                actions.push(SourceQemuCompletes);
+                // Told to cancel at the same moment, or failing for a reason of its own.
+                if state.return_path_closed {
+                    actions.push(SourceQemuResumes);
+                } else if state.left.qemu_failures > 0 {
+                    actions.push(SourceQemuFails);
+                }
+            }
+            _ => {}
+        }
+        if state.left.qemu_deaths > 0 && state.source_qemu != SourceProcess::Gone {
+            actions.push(SourceQemuDies);
+        }
+        match state.destination_qemu {
+            DestinationProcess::Incoming { whole: true, .. } => actions.push(DestinationQemuLoads),
+            DestinationProcess::Incoming { whole: false, .. } if state.feeding => match &state.destination {
+                Some(sterna) if state.stream_sent && sterna.connected => actions.push(StreamArrives),
+                Some(_) => {}
+                None => actions.push(DestinationQemuExits),
+            },
+            _ => {}
+        }
+        if state.left.qemu_deaths > 0 && state.destination_qemu != DestinationProcess::Gone {
+            actions.push(DestinationQemuDies);
+        }
+    }
+}
+
+impl Model for World {
+    type State = State;
+    type Action = Happens;
+
+    fn init_states(&self) -> Vec<State> {
+        let (machine, todo) = SourceSwitchover::begin();
+        let source = SourceSterna {
+            machine,
+            todo,
+            written: None,
+            late: None,
+            seen: Some(SourceQemu::Running),
+            final_state_sent: false,
+            dials: false,
+            connected: true,
+            failed: false,
+        };
+        let (machine, todo) = DestinationSwitchover::begin();
+        let destination = DestinationSterna {
+            machine,
+            todo,
+            written: None,
+            seen: Some(DestinationQemu::Incoming),
+            cleared: false,
+            loaded_told: false,
+            connected: true,
+            failed: false,
+            ended: false,
+        };
+        vec![State {
+            source: [Some(source), None],
+            destination: Some(destination),
+            source_end: None,
+            source_disk: None,
+            destination_disk: None,
+            source_qemu: SourceProcess::Idle,
+            destination_qemu: DestinationProcess::Incoming { autostart: true, whole: false },
+            return_path_closed: false,
+            stream_sent: false,
+            feeding: false,
+            link: true,
+            to_source: Vec::new(),
+            to_destination: Vec::new(),
+            source_host: true,
+            destination_host: true,
+            decided: false,
+            source_fenced: false,
+            destination_fenced: false,
+            conflict: false,
+            left: self.budget.clone(),
+        }]
+    }
+
+    fn actions(&self, state: &State, actions: &mut Vec<Happens>) {
+        self.source_actions(state, 0, actions);
+        self.source_actions(state, 1, actions);
+        self.destination_actions(state, actions);
+        self.operator_actions(state, actions);
+        self.qemu_actions(state, actions);
+        if state.link && state.left.losses > 0 {
+            actions.push(Happens::LinkBreaks);
+        }
+        if state.left.hosts > 0 {
+            actions.push(Happens::SourceHostLost);
+            actions.push(Happens::DestinationHostLost);
+        }
+        if state.left.total == 0 {
+            actions.retain(|action| !action.trouble());
+        }
+    }
+
+    fn next_state(&self, last: &State, action: Happens) -> Option<State> {
+        use Happens::*;
+        let mut next = last.clone();
+        let state = &mut next;
+        state.left.total -= u8::from(action.trouble());
+        match action {
+            SourcePerforms(at) => self.source_performs(state, at),
+            SourceWriteFails { at, new_content } => {
+                state.left.failures -= 1;
+                let sterna = state.source[at].as_mut()?;
+                if let (SourceAction::WriteRecord(record), true) = (sterna.todo.remove(0), new_content) {
+                    state.source_disk = Some(record);
+                }
+                sterna.written = Some(false);
+            }
+            SourceContFails(at) => {
+                state.left.failures -= 1;
+                let sterna = state.source[at].as_mut()?;
+                sterna.todo.remove(0);
+                sterna.failed = true;
+            }
+            SourceTold(at) => {
+                let sterna = state.source[at].as_mut()?;
+                let event = match sterna.written.take() {
+                    Some(true) => SourceEvent::RecordWritten,
+                    Some(false) => SourceEvent::RecordFailed,
+                    None => {
+                        sterna.failed = false;
+                        SourceEvent::Failed { reason: "cont failed".into() }
+                    }
+                };
+                self.source_event(state, at, event);
+            }
+            SourceSeesQemu(at) => {
+                let shown = state.source_qemu.shown();
+                state.source[at].as_mut()?.seen = Some(shown);
+                self.source_event(state, at, SourceEvent::Qemu(shown));
+            }
+            SourceSendsFinalState(at) => {
+                state.source[at].as_mut()?.final_state_sent = true;
+                self.source_event(state, at, SourceEvent::FinalStateSent);
+            }
+            SourceHears(at) => {
+                let message = state.to_source.remove(0);
+                self.source_event(state, at, SourceEvent::Message(message));
+            }
+            SourceNoticesLoss(at) => {
+                state.to_source.clear();
+                state.source[at].as_mut()?.connected = false;
+                self.source_event(state, at, SourceEvent::ConnectionLost);
+            }
+            SourceFlushes(at) => state.source_disk = state.source[at].as_mut()?.late.take(),
+            SourceCancelled(at) => {
+                state.left.cancels -= 1;
+                self.source_event(state, at, SourceEvent::Failed { reason: "cancelled".into() });
+            }
+            SourceCrashes(at) => {
+                state.left.crashes -= 1;
+                let old = state.source[at].take()?;
+                crash_source(state, &old);
+            }
+            SourceRecovers { fenced } => self.source_recovers(state, fenced),
+            SourceRecoversAgain => {
+                state.left.stale_recovers -= 1;
+                self.source_recovers(state, false);
+            }
+            SourceHostLost => {
+                state.left.hosts -= 1;
+                state.source_host = false;
+                state.source_disk = None;
+                state.source_qemu = SourceProcess::Gone;
+                for at in 0..2 {
+                    if let Some(old) = state.source[at].take() {
+                        crash_source(state, &old);
+                    }
+                }
+            }
+            DestinationPerforms => self.destination_performs(state),
+            DestinationWriteFails { new_content } => {
+                state.left.failures -= 1;
+                let sterna = state.destination.as_mut()?;
+                if let (DestinationAction::WriteRecord(record), true) = (sterna.todo.remove(0), new_content) {
+                    state.destination_disk = Some(record);
+                }
+                sterna.written = Some(false);
+            }
+            DestinationContFails => {
+                state.left.failures -= 1;
+                let sterna = state.destination.as_mut()?;
+                sterna.todo.remove(0);
+                sterna.failed = true;
+            }
+            DestinationTold => {
+                let sterna = state.destination.as_mut()?;
+                let event = match sterna.written.take() {
+                    Some(true) => DestinationEvent::RecordWritten,
+                    Some(false) => DestinationEvent::RecordFailed,
+                    None if sterna.cleared => {
+                        sterna.cleared = false;
+                        DestinationEvent::AutostartCleared
+                    }
+                    None => {
+                        sterna.failed = false;
+                        DestinationEvent::Failed { reason: "cont failed".into() }
+                    }
+                };
+                self.destination_event(state, event);
+            }
+            DestinationSeesQemu => {
+                let shown = state.destination_qemu.shown();
+                state.destination.as_mut()?.seen = Some(shown);
+                self.destination_event(state, DestinationEvent::Qemu(shown));
+            }
+            DestinationLoaded => {
+                let sterna = state.destination.as_mut()?;
+                sterna.loaded_told = true;
+                sterna.seen = Some(DestinationQemu::Paused);
+                self.destination_event(state, DestinationEvent::AllPlacedAndLoaded);
+            }
+            DestinationHears => {
+                let message = state.to_destination.remove(0);
+                self.destination_event(state, DestinationEvent::Message(message));
+            }
+            DestinationNoticesLoss => {
+                state.to_destination.clear();
+                state.destination.as_mut()?.connected = false;
+                self.destination_event(state, DestinationEvent::ConnectionLost);
+            }
+            DestinationCancelled => {
+                state.left.cancels -= 1;
+                self.destination_event(state, DestinationEvent::Failed { reason: "cancelled".into() });
+            }
+            DestinationCrashes => {
+                state.left.crashes -= 1;
+                let old = state.destination.take()?;
+                crash_destination(state, &old);
+            }
+            DestinationRecovers { fenced } => Self::destination_recovers(state, fenced),
+            DestinationRecoversAgain => {
+                state.left.stale_recovers -= 1;
+                Self::destination_recovers(state, false);
+            }
+            DestinationHostLost => {
+                state.left.hosts -= 1;
+                state.destination_host = false;
+                state.destination_disk = None;
+                state.destination_qemu = DestinationProcess::Gone;
+                if let Some(old) = state.destination.take() {
+                    crash_destination(state, &old);
+                }
+            }
+            Connects => {
+                // The destination closes the old connection before it takes the new one. What closing it makes it do
+                // comes first; the source dials again.
+                if state.destination.as_ref()?.connected {
+                    state.to_destination.clear();
+                    state.destination.as_mut()?.connected = false;
+                    self.destination_event(state, DestinationEvent::ConnectionLost);
+                } else {
+                    state.link = true;
+                    state.to_source.clear();
+                    state.to_destination.clear();
+                    let sterna = state.source[0].as_mut()?;
+                    sterna.dials = false;
+                    sterna.connected = true;
+                    state.destination.as_mut()?.connected = true;
+                    self.destination_event(state, DestinationEvent::Connected);
+                    self.source_event(state, 0, SourceEvent::Connected);
+                }
+            }
+            LinkBreaks => {
+                state.left.losses -= 1;
+                state.link = false;
+            }
+            SourceQemuFinishes => {
+                state.source_qemu = SourceProcess::Finishing;
+                state.stream_sent = state.link;
+            }
+            SourceQemuCompletes => state.source_qemu = SourceProcess::Completed,
+            SourceQemuResumes => state.source_qemu = SourceProcess::Resumed,
+            SourceQemuFails => {
+                state.left.qemu_failures -= 1;
+                state.source_qemu = SourceProcess::Resumed;
+            }
+            SourceQemuDies => {
+                state.left.qemu_deaths -= 1;
+                state.source_qemu = SourceProcess::Gone;
+            }
+            StreamArrives => {
+                if let DestinationProcess::Incoming { whole, .. } = &mut state.destination_qemu {
+                    *whole = true;
+                }
+            }
+            DestinationQemuLoads => {
+                state.destination_qemu = match state.destination_qemu {
+                    DestinationProcess::Incoming { autostart: true, .. } => DestinationProcess::Running,
+                    _ => DestinationProcess::Paused,
+                };
+            }
+            DestinationQemuExits => state.destination_qemu = DestinationProcess::Gone,
+            DestinationQemuDies => {
+                state.left.qemu_deaths -= 1;
+                state.destination_qemu = DestinationProcess::Gone;
+            }
+        }
+        Some(next)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        properties()
+    }
+}

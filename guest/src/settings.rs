@@ -1,0 +1,123 @@
+//! What the kernel's command line tells the guest: words of the form `sterna.NAME=VALUE`.
+
+use crate::memory::Pattern;
+use crate::page::Fill;
+
+/// The guest's settings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// `sterna.fill`: what memory is filled with. Corpus if not given.
+    pub fill: Fill,
+    /// `sterna.memory`: bytes to fill; if not given, three quarters of what is free.
+    pub memory: Option<u64>,
+    /// `sterna.dirty-rate`: bytes a second that are written after filling, in whole pages. 0 if not given.
+    pub dirty_rate: u64,
+    /// `sterna.dirty=page|stamp`: rewrite whole pages, or only their stamp. Pages if not given.
+    pub dirty_whole: bool,
+    /// `sterna.dirty-span`: bytes, from the first, that are ever written again; if not given, all.
+    pub dirty_span: Option<u64>,
+    /// `sterna.pattern`: the order in which pages are written. Random if not given.
+    pub pattern: Pattern,
+    /// `sterna.verify`: bytes a second that are verified all the while; 0 is off. 8 MiB if not given.
+    pub verify_rate: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            fill: Fill::Corpus,
+            memory: None,
+            dirty_rate: 0,
+            dirty_whole: true,
+            dirty_span: None,
+            pattern: Pattern::Random,
+            verify_rate: 8 << 20,
+        }
+    }
+}
+
+impl Settings {
+    /// Reads the settings in a kernel command line; words of others are left alone.
+    ///
+    /// # Errors
+    /// The first word that begins with `sterna.` and is not understood, with what would be.
+    pub fn parse(command_line: &str) -> Result<Settings, String> {
+        let mut settings = Settings::default();
+        for word in command_line.split_whitespace() {
+            let Some((name, value)) =
+                word.strip_prefix("sterna.").map(|rest| rest.split_once('=').unwrap_or((rest, "")))
+            else {
+                continue;
+            };
+            match name {
+                "fill" => settings.fill = choice(word, value, &Fill::ALL)?,
+                "pattern" => settings.pattern = choice(word, value, &Pattern::ALL)?,
+                "memory" => settings.memory = Some(size(value).ok_or_else(|| not_a_size(word))?),
+                "dirty-rate" => settings.dirty_rate = size(value).ok_or_else(|| not_a_size(word))?,
+                "dirty-span" => settings.dirty_span = Some(size(value).ok_or_else(|| not_a_size(word))?),
+                "dirty" => settings.dirty_whole = choice(word, value, &[("page", true), ("stamp", false)])?,
+                "verify" => settings.verify_rate = size(value).ok_or_else(|| not_a_size(word))?,
+                _ => return Err(format!("{word}: no such setting")),
+            }
+        }
+        Ok(settings)
+    }
+}
+
+fn choice<T: Copy>(word: &str, value: &str, choices: &[(&str, T)]) -> Result<T, String> {
+    let found = choices.iter().find(|(name, _)| *name == value).map(|&(_, choice)| choice);
+    found.ok_or_else(|| {
+        let names: Vec<&str> = choices.iter().map(|&(name, _)| name).collect();
+        format!("{word}: expected one of {}", names.join(", "))
+    })
+}
+
+fn not_a_size(word: &str) -> String {
+    format!("{word}: expected bytes, as 4096, 512K, 20M or 2G")
+}
+
+/// Bytes, as `4096`, `512K`, `20M` or `2G` (powers of 1024).
+pub fn size(text: &str) -> Option<u64> {
+    let (digits, shift) = match text.char_indices().last()? {
+        (at, 'K' | 'k') => (&text[..at], 10),
+        (at, 'M' | 'm') => (&text[..at], 20),
+        (at, 'G' | 'g') => (&text[..at], 30),
+        _ => (text, 0),
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_line_is_read_and_the_kernels_own_words_are_left_alone() {
+        let line = "console=ttyS0 quiet sterna.fill=mixed sterna.memory=512M sterna.dirty-rate=20M sterna.pattern=hot \
+                    sterna.verify=0 sterna.dirty=stamp sterna.dirty-span=64K panic=-1";
+        let expected = Settings {
+            fill: Fill::Mixed,
+            memory: Some(512 << 20),
+            dirty_rate: 20 << 20,
+            dirty_whole: false,
+            dirty_span: Some(64 << 10),
+            pattern: Pattern::Hot,
+            verify_rate: 0,
+        };
+        assert_eq!(Settings::parse(line), Ok(expected));
+        assert_eq!(Settings::parse("console=ttyS0"), Ok(Settings::default()));
+    }
+
+    #[test]
+    fn a_wrong_word_is_named() {
+        for (line, part) in [
+            ("sterna.fill=snow", "zeros, ones"),
+            ("sterna.memory=lots", "expected bytes"),
+            ("sterna.colour=red", "no such setting"),
+            ("sterna.memory=99999999999999G", "expected bytes"),
+        ] {
+            let error = Settings::parse(line).expect_err(line);
+            assert!(error.starts_with(line) && error.contains(part), "{error}");
+        }
+    }
+}
