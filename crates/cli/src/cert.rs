@@ -99,11 +99,11 @@ fn make(args: &CertArgs) -> Result<bool, CertError> {
             }
         }
     }
-    fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir)
-        .map_err(|source| CertError::File { action: "make", path: dir.clone(), source })?;
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(|source| CertError::File {
+        action: "make",
+        path: dir.clone(),
+        source,
+    })?;
     let (issuer, made) = authority(dir)?;
     for (params, [certificate, key_file]) in [(server, SERVER), (client, CLIENT)] {
         let key = KeyPair::generate()?;
@@ -118,7 +118,8 @@ fn make(args: &CertArgs) -> Result<bool, CertError> {
 fn authority(dir: &Path) -> Result<(Issuer<'static, KeyPair>, bool), CertError> {
     match (dir.join(CA_CERT).exists(), dir.join(CA_KEY).exists()) {
         (true, true) => {
-            let unusable = |error: rcgen::Error| CertError::Authority { dir: dir.to_owned(), reason: error.to_string() };
+            let unusable =
+                |error: rcgen::Error| CertError::Authority { dir: dir.to_owned(), reason: error.to_string() };
             let certificate = get(dir, CA_CERT)?;
             let key = KeyPair::from_pem(&get(dir, CA_KEY)?).map_err(unusable)?;
             Ok((Issuer::from_ca_cert_pem(&certificate, key).map_err(unusable)?, false))

@@ -12,6 +12,7 @@ use sterna_wire::limits::{MAX_CONTENT, MIN_PACKET_SIZE};
 const MAX_DOWNTIME: Duration = Duration::from_secs(2000);
 
 /// One unit: its value is `times / per` of the quantity's base unit.
+#[derive(Debug)]
 struct Unit {
     name: &'static str,
     times: u64,
@@ -28,6 +29,7 @@ const fn bits(name: &'static str, times: u64) -> Unit {
 }
 
 /// What is measured, and in which units.
+#[derive(Debug)]
 struct Quantity {
     /// In which unit the result is counted, for error texts.
     base: &'static str,
@@ -214,7 +216,8 @@ mod tests {
 
     #[test]
     fn what_could_mean_two_things_is_refused_with_an_example() {
-        for text in ["512K", "512k", "1M", "1G", "1KB", "1Mb", "1mb", "1gib", "1Gi", "1e3", "1,5MB", "0x10", "1  MB", "1MB "]
+        for text in
+            ["512K", "512k", "1M", "1G", "1KB", "1Mb", "1mb", "1gib", "1Gi", "1e3", "1,5MB", "0x10", "1  MB", "1MB "]
         {
             let error = size(text).unwrap_err();
             assert!(matches!(error, UnitError::UnknownUnit { .. }), "{text}: {error}");
@@ -252,7 +255,7 @@ mod tests {
     fn options_hold_their_values_to_what_can_work() {
         assert_eq!(packet_size("512KiB"), Ok(512 << 10));
         assert_eq!(packet_size("16MiB"), Ok(16 << 20));
-        for text in ["0", "1", "4095", "5000", "512kB", "17MiB", "1TiB"] {
+        for text in ["0", "1", "4095", "5000", "10kB", "17MiB", "1TiB"] {
             assert!(matches!(packet_size(text), Err(UnitError::Range(_))), "{text}");
         }
         assert_eq!(downtime("300ms"), Ok(Duration::from_millis(300)));
@@ -263,8 +266,9 @@ mod tests {
     }
 
     fn any_unit() -> impl Strategy<Value = (&'static Quantity, &'static Unit)> {
-        prop_oneof![Just(&SIZE), Just(&RATE), Just(&DURATION)]
-            .prop_flat_map(|quantity| (Just(quantity), proptest::sample::select(quantity.units.iter().collect::<Vec<_>>())))
+        prop_oneof![Just(&SIZE), Just(&RATE), Just(&DURATION)].prop_flat_map(|quantity| {
+            (Just(quantity), proptest::sample::select(quantity.units.iter().collect::<Vec<_>>()))
+        })
     }
 
     proptest! {
@@ -290,9 +294,13 @@ mod tests {
 
         #[test]
         fn the_case_of_a_unit_is_never_guessed((quantity, unit) in any_unit(), flips in any::<u8>()) {
-            let name: String = unit.name.chars().enumerate()
-                .map(|(i, c)| if flips >> (i % 8) & 1 == 1 { if c.is_uppercase() { c.to_ascii_lowercase() } else { c.to_ascii_uppercase() } } else { c })
-                .collect();
+            let flipped = |character: char| match character.is_ascii_uppercase() {
+                true => character.to_ascii_lowercase(),
+                false => character.to_ascii_uppercase(),
+            };
+            let chosen = |index: usize| flips >> index & 1 == 1;
+            let letters = unit.name.chars().enumerate();
+            let name: String = letters.map(|(i, letter)| if chosen(i) { flipped(letter) } else { letter }).collect();
             let known = quantity.units.iter().any(|unit| unit.name == name);
             let refused = matches!(parse(&format!("8{name}"), quantity), Err(UnitError::UnknownUnit { .. }));
             prop_assert_eq!(refused, !known);

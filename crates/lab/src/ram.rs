@@ -14,10 +14,10 @@ const PAGE: u64 = 4096;
 /// Threads that compare; more gain nothing where memory is the limit.
 const THREADS: u64 = 2;
 
-/// Where loading devices at a destination may change guest RAM by itself, without any Sterna: the firmware's shadow below
-/// 1 MiB. Every other page of a stopped source and its loaded destination must be equal. Found by comparing after plain
-/// QEMU-to-QEMU migrations (7.2 and 10.0, q35).
-pub const CHANGED_BY_LOADING: std::ops::Range<u64> = 0xc_0000..0x10_0000;
+/// The pages of guest RAM that loading devices at a destination may change by itself, without any Sterna: on q35, the one
+/// where the firmware keeps what it shares with devices (seen with PCI devices; the laboratory's bare machines change none).
+/// Every other page of a stopped source and its loaded destination must be equal.
+pub const CHANGED_BY_LOADING: [u64; 1] = [0xe_8000];
 
 /// The guest RAM of one process.
 #[derive(Debug)]

@@ -90,7 +90,6 @@ fn small_linux(version: QemuVersion, guest: LinuxGuest) -> QemuOptions {
 }
 
 fn unexpected(differing: &[u64]) -> Vec<u64> {
-    eprintln!("pages changed by loading: {differing:x?}");
     differing.iter().copied().filter(|offset| !ram::CHANGED_BY_LOADING.contains(offset)).collect()
 }
 

@@ -37,6 +37,8 @@ pub(crate) enum Exit {
     Cancelled = 3,
     /// The switchover was begun, but is not confirmed.
     Unconfirmed = 4,
+    /// The source's QEMU died, and the guest with it.
+    Lost = 5,
 }
 
 impl From<Exit> for ExitCode {
@@ -52,6 +54,7 @@ impl From<Outcome> for Exit {
             Outcome::Cancelled => Self::Cancelled,
             Outcome::Failed => Self::Failed,
             Outcome::Unconfirmed => Self::Unconfirmed,
+            Outcome::Lost => Self::Lost,
         }
     }
 }
@@ -65,12 +68,12 @@ pub(crate) struct Failure {
 
 impl Failure {
     /// The options cannot be meant like that.
-    fn usage(what: impl ToString) -> Self {
+    fn usage(what: &impl ToString) -> Self {
         Self { exit: Exit::Usage, text: what.to_string() }
     }
 
     /// The options are right, but something is not as they say.
-    fn failed(what: impl ToString) -> Self {
+    fn failed(what: &impl ToString) -> Self {
         Self { exit: Exit::Failed, text: what.to_string() }
     }
 }
@@ -84,7 +87,9 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Proxy(ProxyCommand::Send(args)) => proxy::run_send(args, logging),
         Command::Proxy(ProxyCommand::Receive(args)) => proxy::run_receive(args, logging),
         Command::Recover(args) => recover::run(args, logging),
-        Command::Cert(args) => crate::cert::run(args).map(|()| Exit::Completed).map_err(Failure::failed),
+        Command::Cert(args) => {
+            crate::cert::run(args).map(|()| Exit::Completed).map_err(|error| Failure::failed(&error))
+        }
     }
 }
 
@@ -103,7 +108,7 @@ impl Session {
             let screen = screen.clone();
             move |text| screen.say(text)
         });
-        let watch = watch.map_err(|error| Failure::failed(format!("cannot wait for signals: {error}")))?;
+        let watch = watch.map_err(|error| Failure::failed(&format!("cannot wait for signals: {error}")))?;
         Ok(Self { cancel, screen, watch })
     }
 
@@ -122,7 +127,8 @@ fn gateway_failure(error: &GatewayError, cancelled: bool) -> Failure {
 
 fn method_choice(link: &LinkArgs) -> Result<MethodChoice, Failure> {
     // clap has checked the name, so what is left to be wrong is the level.
-    MethodChoice::parse(&link.method, link.level.as_deref()).map_err(|error| Failure::usage(format!("--level: {error}")))
+    MethodChoice::parse(&link.method, link.level.as_deref())
+        .map_err(|error| Failure::usage(&format!("--level: {error}")))
 }
 
 /// A gateway's report.
@@ -146,7 +152,7 @@ fn migration<R: Summary>(
     migrate: impl FnOnce(&Cancel, &Screen) -> Result<R, GatewayError>,
 ) -> Result<Exit, Failure> {
     // Where the report cannot be written is to be known before the guest is touched.
-    let file = report.json.as_deref().map(ReportFile::reserve).transpose().map_err(Failure::failed)?;
+    let file = report.json.as_deref().map(ReportFile::reserve).transpose().map_err(|error| Failure::failed(&error))?;
     let session = Session::start(screen, logging)?;
     let result = migrate(&session.cancel, &session.screen);
     let cancelled = session.end();
@@ -155,7 +161,8 @@ fn migration<R: Summary>(
     match result {
         Ok(summary) => {
             let text = summary.text();
-            let _ = if on_stdout { writeln!(std::io::stderr(), "{text}") } else { writeln!(std::io::stdout(), "{text}") };
+            let _ =
+                if on_stdout { writeln!(std::io::stderr(), "{text}") } else { writeln!(std::io::stdout(), "{text}") };
             write_json(file, &summary);
             Ok(summary.outcome().into())
         }

@@ -8,7 +8,7 @@ use crate::args::{ProxyReceiveArgs, ProxySendArgs};
 pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Failure> {
     let options = ProxySendOptions {
         unix: args.unix.clone(),
-        opaque: args.opaque.checked().map_err(Failure::usage)?,
+        opaque: args.opaque.checked().map_err(|error| Failure::usage(&error))?,
         to: args.link.to.clone(),
         security: security::source(&args.tls)?,
         channels: args.link.channels,
@@ -25,7 +25,7 @@ pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Fail
 pub(super) fn run_receive(args: &ProxyReceiveArgs, logging: bool) -> Result<Exit, Failure> {
     let options = ProxyReceiveOptions {
         unix: args.unix.clone(),
-        opaque: args.opaque.checked().map_err(Failure::usage)?,
+        opaque: args.opaque.checked().map_err(|error| Failure::usage(&error))?,
         listen: args.listen.clone(),
         security: security::destination(&args.tls)?,
     };

@@ -154,7 +154,8 @@ mod tests {
     #[test]
     fn a_place_that_cannot_be_written_is_an_error_before_anything_begins() {
         let directory = tempfile::tempdir().unwrap();
-        for path in [directory.path().to_owned(), directory.path().join("missing/report.json"), "/".into(), "..".into()] {
+        for path in [directory.path().to_owned(), directory.path().join("missing/report.json"), "/".into(), "..".into()]
+        {
             let error = ReportFile::reserve(&path).unwrap_err().to_string();
             assert!(error.starts_with("--json: cannot write the report to ") && !error.contains('\n'), "{error}");
         }

@@ -9,7 +9,7 @@ use super::Failure;
 use crate::args::{RecoverArgs, TlsAllowArgs, TlsArgs};
 
 /// Makes certificates for a trial; shown where they are missing.
-const HOW_TO_MAKE_CERTIFICATES: &str = "sterna cert …";
+const HOW_TO_MAKE_CERTIFICATES: &str = "sterna cert --dir certs --host dst-host";
 
 pub(super) fn source(args: &TlsArgs) -> Result<Security, Failure> {
     choose(args.tls.as_deref(), args.insecure, "--tls DIR", TlsSettings::client)
@@ -38,11 +38,11 @@ fn choose(
 ) -> Result<Security, Failure> {
     match (tls, insecure) {
         (Some(dir), _) => read(dir).map(Security::Tls).map_err(|error| match error {
-            TlsError::NobodyAllowed => Failure::usage(error),
-            other => Failure::failed(other),
+            TlsError::NobodyAllowed => Failure::usage(&error),
+            other => Failure::failed(&other),
         }),
         (None, true) => Ok(Security::Insecure),
-        (None, false) => Err(Failure::usage(missing(option))),
+        (None, false) => Err(Failure::usage(&missing(option))),
     }
 }
 
@@ -50,8 +50,58 @@ fn missing(option: &str) -> String {
     format!(
         "say how the connection is protected: {option}, or --insecure (nothing was done)\n  \
          --tls: both hosts prove who they are, and the guest's memory is encrypted. Certificates for a trial or a small \
-         site:\n    {HOW_TO_MAKE_CERTIFICATES}\n  \
+         site\n    (dst-host: the name or address that stands in --to): {HOW_TO_MAKE_CERTIFICATES}\n  \
          --insecure: everyone on the network path can read and change the guest's memory, with all keys and passwords in \
          it,\n    and anyone who reaches the port can pose as the other host; for networks that only you can reach"
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::Cli;
+    use crate::commands::Exit;
+    use clap::Parser;
+
+    #[test]
+    fn without_a_choice_the_error_shows_both_and_a_command_that_works() {
+        let failure = source(&TlsArgs { tls: None, insecure: false }).unwrap_err();
+        assert_eq!(failure.exit, Exit::Usage);
+        for part in ["--tls DIR", "--insecure", HOW_TO_MAKE_CERTIFICATES, "nothing was done"] {
+            assert!(failure.text.contains(part), "{}", failure.text);
+        }
+        assert!(
+            failure.text.lines().count() <= 6 && failure.text.lines().all(|line| line.len() <= 120),
+            "{}",
+            failure.text
+        );
+        Cli::try_parse_from(HOW_TO_MAKE_CERTIFICATES.split(' ')).expect("the command in the message");
+    }
+
+    #[test]
+    fn the_receiver_must_say_who_may_send() {
+        let args = TlsAllowArgs { tls: Some("certs".into()), allow: vec![], insecure: false };
+        let failure = destination(&args).unwrap_err();
+        assert_eq!(failure.exit, Exit::Usage);
+        assert!(failure.text.contains("--allow NAME"), "{}", failure.text);
+    }
+
+    #[test]
+    fn certificates_that_are_not_there_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let tls = Some(dir.path().to_owned());
+        let failures = [
+            source(&TlsArgs { tls: tls.clone(), insecure: false }).unwrap_err(),
+            destination(&TlsAllowArgs { tls, allow: vec!["a".to_owned()], insecure: false }).unwrap_err(),
+        ];
+        for failure in failures {
+            assert_eq!(failure.exit, Exit::Failed);
+            assert!(failure.text.contains(".pem") && !failure.text.contains('\n'), "{}", failure.text);
+        }
+    }
+
+    #[test]
+    fn insecure_is_insecure() {
+        assert!(matches!(source(&TlsArgs { tls: None, insecure: true }), Ok(Security::Insecure)));
+    }
 }

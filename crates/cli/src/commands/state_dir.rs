@@ -11,7 +11,7 @@ pub(super) fn choose(args: &StateArgs) -> Result<PathBuf, Failure> {
         Some(dir) => Ok(dir.clone()),
         None => {
             default(rustix::process::geteuid().is_root(), std::env::var_os("XDG_STATE_HOME"), std::env::var_os("HOME"))
-                .ok_or_else(|| Failure::usage("there is no home directory to keep records in; give --state-dir DIR"))
+                .ok_or_else(|| Failure::usage(&"there is no home directory to keep records in; give --state-dir DIR"))
         }
     }
 }

@@ -124,13 +124,7 @@ impl Connection {
         if allowed { Ok(connection) } else { Err(connection.not_allowed()) }
     }
 
-    fn finished(
-        tcp: TcpStream,
-        tls: Option<Established>,
-        address: String,
-        limits: &Limits,
-        deadline: Instant,
-    ) -> Self {
+    fn finished(tcp: TcpStream, tls: Option<Established>, address: String, limits: &Limits, deadline: Instant) -> Self {
         let mut exporter = Vec::new();
         let mut certificate = None;
         let (writer, reader) = match tls {

@@ -178,11 +178,7 @@ impl Doorman {
     }
 }
 
-fn serve(
-    tcp: TcpStream,
-    security: &Security,
-    limits: &Limits,
-) -> Result<(Connection, ChannelHeader), TransportError> {
+fn serve(tcp: TcpStream, security: &Security, limits: &Limits) -> Result<(Connection, ChannelHeader), TransportError> {
     let mut connection = Connection::accept_within(tcp, security, limits)?;
     let header = channel::read_header(&mut connection)?;
     Ok((connection, header))

@@ -21,10 +21,8 @@ pub(super) fn configure(tcp: &TcpStream, silence: Duration) -> io::Result<()> {
     let socket = SockRef::from(tcp);
     socket.set_read_timeout(Some(silence))?;
     socket.set_tcp_nodelay(true)?;
-    let keepalive = TcpKeepalive::new()
-        .with_time(Duration::from_secs(15))
-        .with_interval(Duration::from_secs(5))
-        .with_retries(3);
+    let keepalive =
+        TcpKeepalive::new().with_time(Duration::from_secs(15)).with_interval(Duration::from_secs(5)).with_retries(3);
     socket.set_tcp_keepalive(&keepalive)?;
     // Also ends a write to a peer that acknowledges but no longer reads (tcp(7)); twice the limit, because a peer
     // that is only busy still sends heartbeats on its control channel and is judged by those.

@@ -235,15 +235,13 @@ impl Reader {
     /// `TimedOut`; `UnexpectedEof` if the connection ends inside of `buffer` or, with TLS, without a goodbye;
     /// `ConnectionAborted` after [`Closer::close`]; those of the socket.
     pub fn read_packet_start(&mut self, buffer: &mut [u8]) -> io::Result<bool> {
-        let mut have = self.read_waiting(buffer, Wait::Forever)?;
+        let have = self.read_waiting(buffer, Wait::Forever)?;
         if have == 0 {
             return Ok(buffer.is_empty());
         }
         if have < buffer.len() {
             self.read_exact_until(&mut buffer[have..], Instant::now() + self.silence)?;
-            have = buffer.len();
         }
-        debug_assert_eq!(have, buffer.len());
         Ok(true)
     }
 

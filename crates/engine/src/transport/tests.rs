@@ -8,8 +8,8 @@ use std::thread;
 use std::time::{Duration, SystemTime};
 
 use rcgen::{
-    BasicConstraints, CertificateParams, CertificateRevocationListParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
-    KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SerialNumber,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, SerialNumber,
 };
 use sterna_wire::header::{ChannelHeader, ChannelKind, ChannelReply, MAGIC};
 use sterna_wire::identity::{MigrationId, MigrationKey};
@@ -162,16 +162,15 @@ fn text<T>(result: Result<T, TransportError>) -> String {
 #[test]
 fn a_tls_channel_opens_and_both_ends_know_the_same_session() {
     let site = Site::new();
-    let (opened, (peer, exporter)) =
-        meet(&site.client(), &site.server("source.example"), "localhost", |received| {
-            let (connection, header) = received.unwrap();
-            assert!(header.belongs(&KEY, connection.exporter()), "the proof covers the exporter");
-            assert!(!header.belongs(&KEY, b""));
-            assert_eq!((header.kind, header.index, header.id), (ChannelKind::Ram, 2, ID));
-            let known = (connection.peer(), connection.exporter().to_vec());
-            accept_channel(connection).unwrap();
-            known
-        });
+    let (opened, (peer, exporter)) = meet(&site.client(), &site.server("source.example"), "localhost", |received| {
+        let (connection, header) = received.unwrap();
+        assert!(header.belongs(&KEY, connection.exporter()), "the proof covers the exporter");
+        assert!(!header.belongs(&KEY, b""));
+        assert_eq!((header.kind, header.index, header.id), (ChannelKind::Ram, 2, ID));
+        let known = (connection.peer(), connection.exporter().to_vec());
+        accept_channel(connection).unwrap();
+        known
+    });
 
     opened.unwrap();
     assert_eq!(exporter.len(), 32);

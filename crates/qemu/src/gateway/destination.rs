@@ -549,7 +549,7 @@ impl Driver<'_> {
                 })
             }
             DestinationAction::AwaitSource => {
-                if self.link.is_none() {
+                if self.link.is_none() && self.machine.unsure() {
                     self.observer.note(&format!(
                         "the source is lost and the guest stands loaded here: waiting for the source to say who runs it \
                          (migration {})",

@@ -136,6 +136,8 @@ impl Feeder {
         }
         let variant =
             WireVariant::for_machine(machine).unwrap_or_else(|| WireVariant::from_setup(start.flush_in_setup));
+        // Before QEMU is given anything: it may not answer QMP while it waits for a sync point.
+        let (blocks, lines) = self.target_blocks(&start.ram.blocks)?;
         let connect = || -> std::io::Result<UnixStream> {
             let stream = sockets::connect(&self.socket)?;
             self.abort.on_end(closer(&stream)?);
@@ -161,7 +163,6 @@ impl Feeder {
         }
         main.ram_start(&start.ram, false)?;
         main.end_setup()?;
-        let (blocks, lines) = self.target_blocks(&start.ram.blocks)?;
         let shape = |block: &RamBlockInfo| BlockShape {
             pages: block.used_length / page_size as u64,
             page_size: page_size as u32,

@@ -100,10 +100,13 @@ pub(super) fn lives(identity: ProcessIdentity) -> bool {
     start_ticks(identity.pid) == Some(identity.start_ticks)
 }
 
-/// Field 22 of `/proc/PID/stat`; the name in field 2 may contain anything, so counting starts behind its last bracket.
+/// Start time of a living process: field 22 of `/proc/PID/stat` (proc(5)). The name in field 2 may contain anything, so
+/// counting starts behind its last bracket. A zombie, in field 3, has ended and only waits for its parent.
 fn start_ticks(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
+    let state = fields.next()?;
+    if matches!(state, "Z" | "X") { None } else { fields.nth(18)?.parse().ok() }
 }
 
 /// The first record of a migration.

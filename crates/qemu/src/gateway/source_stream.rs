@@ -122,6 +122,10 @@ impl SyncPoints {
         if state.waiting == self.readers {
             // The others wait for the number to change, so none of their pages comes before the generation's end; the
             // lock is free meanwhile, because handing over may block and `close` must not.
+            // The first sync point comes before the first page, and possibly before the destination is ready.
+            while !state.open && !state.closed {
+                state = self.changed.wait(state).expect("readers do not panic");
+            }
             drop(state);
             pipeline.end_generation(generation + 1)?;
             let mut state = self.state.lock().expect("readers do not panic");

@@ -1,0 +1,225 @@
+//! What the program says and returns when it cannot do what it was told: one message, the right exit code, no harm.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpListener;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use sterna_lab::{Guest, Qemu, QemuOptions, QemuVersion, or_skip};
+
+const ID: &str = "000102030405060708090a0b0c0d0e0f";
+
+fn sterna(home: &Path, line: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sterna"));
+    command.args(line.split_whitespace()).env("HOME", home).env("XDG_STATE_HOME", home.join("state")).current_dir(home);
+    command.env("RUST_BACKTRACE", "1").stdin(Stdio::null());
+    command
+}
+
+fn run(line: &str) -> Output {
+    let home = tempfile::tempdir().unwrap();
+    sterna(home.path(), line).output().unwrap()
+}
+
+/// The message of a command that must fail with `code`: everything on stderr, which begins with the program's name.
+#[track_caller]
+fn refusal(output: &Output, code: i32) -> String {
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{text}");
+    assert!(output.stdout.is_empty(), "{:?}", String::from_utf8_lossy(&output.stdout));
+    assert_eq!(text.matches("sterna: ").count(), 1, "one message: {text}");
+    assert!(!text.contains("panicked") && !text.contains("RUST_BACKTRACE") && !text.contains("Error {"), "{text}");
+    text.strip_prefix("sterna: ").expect("the program's name comes first").trim_end().to_owned()
+}
+
+#[track_caller]
+fn one_line(output: &Output, code: i32) -> String {
+    let text = refusal(output, code);
+    assert!(!text.contains('\n'), "one line: {text}");
+    text
+}
+
+#[test]
+fn without_tls_or_insecure_the_error_says_how_to_make_certificates_and_what_insecure_gives_up() {
+    for line in [
+        "send --qmp q.sock --to host:1",
+        "receive --qmp q.sock --listen 127.0.0.1:0",
+        "proxy send --unix u.sock --to host:1",
+        "proxy receive --unix u.sock --listen 127.0.0.1:0",
+    ] {
+        let text = refusal(&run(line), 2);
+        for part in ["--tls", "sterna cert --dir", "--insecure", "read and change the guest's memory"] {
+            assert!(text.contains(part), "{line}: {text}");
+        }
+        assert!(text.lines().count() <= 6, "a few lines: {text}");
+    }
+}
+
+#[test]
+fn wrong_values_are_one_line_that_names_the_option() {
+    for (option, value) in [
+        ("--bandwidth", "1G"),
+        ("--bandwidth", "100"),
+        ("--downtime", "300"),
+        ("--downtime", "5m"),
+        ("--packet-size", "512K"),
+        ("--packet-size", "5000"),
+        ("--channels", "65"),
+        ("--normal-page-ratio", "101"),
+        ("--method", "lzma"),
+        ("--log", "loud"),
+    ] {
+        let text = one_line(&run(&format!("send --qmp q --to h:1 --insecure {option} {value}")), 2);
+        assert!(text.starts_with(&format!("invalid value '{value}' for '{option} ")), "{text}");
+    }
+    let text = one_line(&run("send --qmp q --to h:1 --insecure --method zstd --level 10"), 2);
+    assert_eq!(text, "--level: method zstd has the levels -5 to 9, not '10'");
+    let text = one_line(&run("send --qmp q --to h:1 --insecure --method lz4 --level 1"), 2);
+    assert!(text.starts_with("--level: method lz4 has no levels"), "{text}");
+}
+
+#[test]
+fn missing_unknown_and_contradicting_options_are_one_line() {
+    for (line, part) in [
+        ("send", "--qmp <PATH>, --to <HOST:PORT>"),
+        ("send --qmp q --to h:1 --insecure --nonsense", "'--nonsense'"),
+        ("send --qmp q --to h:1 --insecure --tls d", "cannot be used with"),
+        ("send --qmp q --to host --insecure", "the port is missing"),
+        ("receive --qmp q --listen :1 --insecure", "the host is missing"),
+        ("receive --qmp q --listen h:1 --tls d", "--allow NAME"),
+        ("proxy send --unix u --to h:1 --insecure --opaque a=b --opaque a=c", "--opaque a=… was given twice"),
+        ("recover 12", "32 hexadecimal digits"),
+        ("move", "unrecognized subcommand 'move'"),
+    ] {
+        let text = one_line(&run(line), 2);
+        assert!(text.contains(part), "{line}: {text}");
+    }
+}
+
+#[test]
+fn help_and_version_go_to_stdout_and_explain_the_exit_codes() {
+    for line in
+        ["--help", "send --help", "receive --help", "proxy send --help", "proxy receive --help", "recover --help"]
+    {
+        let output = run(line);
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success() && output.stderr.is_empty());
+        assert!(text.contains("Exit codes:") && text.contains("4  unconfirmed"), "{line}: {text}");
+    }
+    let version = run("--version");
+    assert_eq!(String::from_utf8(version.stdout).unwrap(), format!("sterna {}\n", env!("CARGO_PKG_VERSION")));
+    assert_eq!(run("").status.code(), Some(2));
+}
+
+#[test]
+fn missing_certificates_are_one_line_that_names_the_file() {
+    for line in
+        ["send --qmp q --to h:1 --tls certs", "receive --qmp q --listen 127.0.0.1:0 --tls certs --allow sterna-sender"]
+    {
+        let text = one_line(&run(line), 1);
+        assert!(text.contains("certs/") && text.contains(".pem"), "{text}");
+    }
+}
+
+#[test]
+fn a_report_that_could_not_be_written_is_refused_before_anything_is_done() {
+    let text = one_line(&run("send --qmp q --to h:1 --insecure --json missing/report.json"), 1);
+    assert!(text.starts_with("--json: cannot write the report to missing/report.json"), "{text}");
+}
+
+#[test]
+fn a_missing_qmp_socket_is_one_line_and_the_json_says_the_same() {
+    for line in ["send --qmp no.sock --to 127.0.0.1:1", "receive --qmp no.sock --listen 127.0.0.1:0"] {
+        let home = tempfile::tempdir().unwrap();
+        let output = sterna(home.path(), &format!("{line} --insecure --quiet --json report.json")).output().unwrap();
+
+        let text = one_line(&output, 1);
+        assert!(text.contains("no.sock"), "{text}");
+        let json = std::fs::read(home.path().join("report.json")).unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&json).unwrap();
+        assert_eq!((json["outcome"].as_str(), json["reason"].as_str()), (Some("failed"), Some(text.as_str())));
+    }
+}
+
+#[test]
+fn an_unknown_migration_cannot_be_recovered() {
+    let text = one_line(&run(&format!("recover {ID} --state-dir records")), 1);
+    assert!(text.contains(ID), "{text}");
+}
+
+/// A QEMU without a guest system: its CPU runs the firmware, and its monitor says so.
+fn qemu() -> Option<Qemu> {
+    or_skip(Qemu::start(&QemuOptions::new(QemuVersion::V7_2, Guest::None)))
+}
+
+/// What `query-status` answers.
+fn status(qemu: &Qemu) -> String {
+    let stream = UnixStream::connect(qemu.qmp_path()).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+    let mut ask = |command: &str| {
+        (&stream).write_all(format!("{{\"execute\":\"{command}\"}}").as_bytes()).unwrap();
+        loop {
+            let answer: serde_json::Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
+            if let Some(value) = answer.get("return") {
+                return value.clone();
+            }
+            assert!(answer.get("error").is_none(), "{answer}");
+        }
+    };
+    ask("qmp_capabilities");
+    ask("query-status")["status"].as_str().unwrap().to_owned()
+}
+
+#[test]
+fn an_unreachable_peer_is_one_line_and_the_guest_runs_on() {
+    let Some(qemu) = qemu() else { return };
+    // A port that was free a moment ago, and that nobody listens on.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let line = format!("send --qmp {} --to 127.0.0.1:{port} --insecure --quiet", qemu.qmp_path().display());
+
+    let text = one_line(&run(&line), 1);
+
+    assert!(text.contains(&format!("127.0.0.1:{port}")), "{text}");
+    assert_eq!(status(&qemu), "running");
+}
+
+#[test]
+fn a_qmp_socket_that_someone_else_uses_is_one_line_and_the_guest_runs_on() {
+    let Some(qemu) = qemu() else { return };
+    let busy = UnixStream::connect(qemu.qmp_path()).unwrap();
+    let mut greeting = String::new();
+    BufReader::new(&busy).read_line(&mut greeting).unwrap();
+    let line = format!("send --qmp {} --to 127.0.0.1:1 --insecure --quiet", qemu.qmp_path().display());
+
+    let text = one_line(&run(&line), 1);
+
+    assert!(text.contains(&qemu.qmp_path().display().to_string()), "{text}");
+    drop(busy);
+    assert_eq!(status(&qemu), "running");
+}
+
+#[test]
+fn a_receiver_that_waits_is_cancelled_by_a_signal() {
+    let Some(qemu) = or_skip(Qemu::start(&QemuOptions::new(QemuVersion::V7_2, Guest::None).incoming())) else { return };
+    let home = tempfile::tempdir().unwrap();
+    let line =
+        format!("receive --qmp {} --listen 127.0.0.1:0 --insecure --json report.json", qemu.qmp_path().display());
+    let mut child = sterna(home.path(), &line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    // The first note: signals are watched from before it on.
+    let mut said = String::new();
+    stderr.read_line(&mut said).unwrap();
+    assert!(!said.starts_with("sterna: "), "{said}");
+
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+
+    stderr.read_to_string(&mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(3), "{said}");
+    assert!(said.contains("SIGTERM: cancelling"), "{said}");
+    let json = std::fs::read(home.path().join("report.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<serde_json::Value>(&json).unwrap()["outcome"], "cancelled");
+}
