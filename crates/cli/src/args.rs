@@ -153,6 +153,9 @@ pub(crate) struct RecoverArgs {
     /// The migration's id, as `sterna send` and `sterna receive` printed it
     #[arg(value_name = "ID")]
     pub(crate) id: MigrationId,
+    /// Which side's record, where this host has both
+    #[arg(long, value_enum)]
+    pub(crate) side: Option<SideArg>,
     /// You assert that the other host is gone for good: its guest does not run and never will again
     #[arg(long)]
     pub(crate) fenced_peer: bool,
@@ -168,6 +171,15 @@ pub(crate) struct RecoverArgs {
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) state: StateArgs,
+}
+
+/// A side of a migration.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum SideArg {
+    /// Where the guest came from
+    Source,
+    /// Where it was going
+    Destination,
 }
 
 /// Where to, and how the pages get there.

@@ -182,7 +182,13 @@ impl Entry {
     }
 
     /// The open batch that takes `page`, a new one where the old cannot.
-    fn batch_for(&mut self, block: u16, offset: u64, page: u64, content: usize) -> Result<&mut PooledBatch, WindowClosed> {
+    fn batch_for(
+        &mut self,
+        block: u16,
+        offset: u64,
+        page: u64,
+        content: usize,
+    ) -> Result<&mut PooledBatch, WindowClosed> {
         let channel = self.pipeline.channel_of(block, offset);
         let fits = |batch: &PooledBatch| {
             batch.block == block

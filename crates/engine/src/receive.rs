@@ -154,7 +154,9 @@ pub fn receive_packets(
             PacketKind::DeviceState => {
                 sink.device_state(DeviceLabel::decode(table)?, content).map_err(refused)?;
             }
-            PacketKind::Opaque if content.is_empty() => return Err(PacketError::Table("an opaque packet without content").into()),
+            PacketKind::Opaque if content.is_empty() => {
+                return Err(PacketError::Table("an opaque packet without content").into());
+            }
             PacketKind::Opaque => sink.opaque(content).map_err(refused)?,
             PacketKind::OpaqueEnd => sink.opaque(&[]).map_err(refused)?,
         }

@@ -143,7 +143,8 @@ impl RecordFile {
 /// The records of `dir` that are not settled yet. What cannot be read is left out: `recover` says what is wrong with it.
 pub fn unsettled(dir: &Path) -> Vec<Record> {
     let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
-    let records = entries.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"));
+    let records =
+        entries.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"));
     records.filter_map(|path| read(&path).ok()).filter(|record| !record.state.settled()).collect()
 }
 

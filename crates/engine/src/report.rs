@@ -87,7 +87,9 @@ impl Report {
     /// Text for a terminal: what a person wants to know first, first.
     pub fn text(&self) -> String {
         let headline = match (self.outcome, &self.reason) {
-            (Outcome::Completed, _) => format!("migration {} completed: the guest runs at {}", self.id, self.destination),
+            (Outcome::Completed, _) => {
+                format!("migration {} completed: the guest runs at {}", self.id, self.destination)
+            }
             (Outcome::Cancelled, _) => format!("migration {} cancelled: the guest runs on at the source", self.id),
             (Outcome::Failed, reason) => format!(
                 "migration {} failed: {}; the guest runs on at the source",
@@ -139,7 +141,10 @@ impl Report {
         );
         line(
             "cpu",
-            format!("source {:.2} s, destination {:.2} s (Sterna's own)", self.source_cpu_seconds, self.destination_cpu_seconds),
+            format!(
+                "source {:.2} s, destination {:.2} s (Sterna's own)",
+                self.source_cpu_seconds, self.destination_cpu_seconds
+            ),
         );
         for placement in &self.placement {
             line("placement", placement.clone());

@@ -280,7 +280,10 @@ impl Sending {
     ) -> Result<(), Box<dyn std::error::Error>> {
         if content.len() > self.context.packet_size {
             let (length, limit) = (content.len(), self.context.packet_size);
-            return Err(format!("a {kind:?} of {length} bytes does not fit a packet of {limit}; use a larger --packet-size").into());
+            return Err(format!(
+                "a {kind:?} of {length} bytes does not fit a packet of {limit}; use a larger --packet-size"
+            )
+            .into());
         }
         if kind == PacketKind::GenerationEnd || kind == PacketKind::OpaqueEnd {
             self.table.clear();

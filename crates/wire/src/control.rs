@@ -186,8 +186,8 @@ impl ControlReader {
             return Err(ControlError::TooLong(length));
         }
         let Some(json) = rest.get(..length) else { return Ok(None) };
-        let message =
-            serde_json::from_slice(json).map_err(|error| ControlError::Malformed(crate::text::cleaned(&error.to_string())))?;
+        let message = serde_json::from_slice(json)
+            .map_err(|error| ControlError::Malformed(crate::text::cleaned(&error.to_string())))?;
         self.pending.drain(..4 + length);
         Ok(Some(message))
     }

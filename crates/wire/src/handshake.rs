@@ -26,7 +26,9 @@ pub enum Refusal {
     #[error("a packet size of {0} bytes is not between {MIN_PACKET_SIZE} and {MAX_CONTENT}")]
     PacketSize(u32),
     /// A feature that one side requires and the other does not have.
-    #[error("the {requirer} requires the capability {feature:?}, which the {lacker} does not have; update the {lacker}'s sterna")]
+    #[error(
+        "the {requirer} requires the capability {feature:?}, which the {lacker} does not have; update the {lacker}'s sterna"
+    )]
     Missing {
         /// The capability.
         feature: String,

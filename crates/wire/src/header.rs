@@ -170,7 +170,9 @@ pub enum ChannelReply {
 
 /// The peer's answer to a channel header makes no sense.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("the peer's answer to the channel header is not one (status {status}, length {length}): not a Sterna receiver?")]
+#[error(
+    "the peer's answer to the channel header is not one (status {status}, length {length}): not a Sterna receiver?"
+)]
 pub struct BadReply {
     status: u8,
     length: u16,

@@ -2,14 +2,19 @@
 
 use std::io::Write;
 
+use sterna::record_file::Side;
 use sterna_qemu::gateway::{RecoverOptions, recover};
 
 use super::{Exit, Failure, Session, gateway_failure, security, state_dir};
-use crate::args::{RecoverArgs, ScreenArgs};
+use crate::args::{RecoverArgs, ScreenArgs, SideArg};
 
 pub(super) fn run(args: &RecoverArgs, logging: bool) -> Result<Exit, Failure> {
     let options = RecoverOptions {
         id: args.id,
+        side: args.side.map(|side| match side {
+            SideArg::Source => Side::Source,
+            SideArg::Destination => Side::Destination,
+        }),
         fenced_peer: args.fenced_peer,
         security: security::recovery(args)?,
         state_dir: state_dir::choose(&args.state)?,

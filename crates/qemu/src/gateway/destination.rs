@@ -17,7 +17,9 @@ use sterna::receive::{ReceiveCounters, Sink, receive_packets};
 use sterna::record_file::RecordFile;
 use sterna::report::Outcome;
 use sterna::transport::{Connection, Limits, Listener, accept_channel, refuse_channel};
-use sterna_wire::control::{ControlMessage, ControlReader, DestinationFigures, Hello, Mode, ReturnPath, Totals, Welcome};
+use sterna_wire::control::{
+    ControlMessage, ControlReader, DestinationFigures, Hello, Mode, ReturnPath, Totals, Welcome,
+};
 use sterna_wire::handshake::choose;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::identity::{MigrationId, MigrationKey};
@@ -243,7 +245,8 @@ fn run_session(
         .map_err(|error| refused(&mut writer, format!("cannot make the private socket directory: {error}")))?;
 
     let (events_in, events) = channel();
-    let link = ControlLink::start(writer, reader, closer, messages, link_events(&events_in, 1)).map_err(GatewayError::new)?;
+    let link =
+        ControlLink::start(writer, reader, closer, messages, link_events(&events_in, 1)).map_err(GatewayError::new)?;
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
     abort.on_end(move || {
@@ -260,8 +263,7 @@ fn run_session(
 
     let blocks_of = qmp.clone();
     let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
-    let feeder =
-        Feeder::new(dialed.channels, &sockets.socket("qemu.sock"), options.placement, find_blocks, &abort);
+    let feeder = Feeder::new(dialed.channels, &sockets.socket("qemu.sock"), options.placement, find_blocks, &abort);
     let doorman = Arc::new(Doorman {
         id: dialed.id,
         key: dialed.key.clone(),
@@ -409,8 +411,9 @@ impl Doorman {
         let (abort, packet_size, counted) = (Arc::clone(&self.abort), self.packet_size, Arc::clone(&counters));
         let thread = std::thread::Builder::new().name(name.clone()).spawn(move || {
             let outcome = match accept_channel(connection) {
-                Ok((writer, reader)) => receive_packets(reader, writer, &mut sink, packet_size, &counted)
-                    .map_err(|error| error.to_string()),
+                Ok((writer, reader)) => {
+                    receive_packets(reader, writer, &mut sink, packet_size, &counted).map_err(|error| error.to_string())
+                }
                 Err(error) => Err(error.to_string()),
             };
             if let Err(reason) = outcome {
@@ -428,7 +431,8 @@ impl Doorman {
         let closer = connection.closer();
         let accepted = accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
             let events = link_events(&self.events_in, incarnation);
-            ControlLink::start(writer, reader, closer, ControlReader::default(), events).map_err(|error| error.to_string())
+            ControlLink::start(writer, reader, closer, ControlReader::default(), events)
+                .map_err(|error| error.to_string())
         });
         match accepted {
             Ok(link) => drop(self.events_in.send(Event::Reconnected(incarnation, link))),

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use sterna::record_file::Side;
 use sterna::report::Progress;
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
@@ -126,6 +127,8 @@ pub struct ProxyReceiveOptions {
 pub struct RecoverOptions {
     /// Which migration.
     pub id: MigrationId,
+    /// Which side's record, where this host has both.
+    pub side: Option<Side>,
     /// The operator asserts that the other host is gone for good and its guest cannot run.
     pub fenced_peer: bool,
     /// TLS or not; needed where the other host must be asked.

@@ -175,4 +175,3 @@ fn new_identity() -> Result<(MigrationId, MigrationKey), GatewayError> {
     let id = MigrationId::from_bytes(id.try_into().expect("16 bytes"));
     Ok((id, MigrationKey::from_bytes(key.try_into().expect("32 bytes"))))
 }
-

@@ -1,10 +1,522 @@
-//! `sterna recover` (filled in next).
-use super::{Cancel, GatewayError, Observer, RecoverOptions};
+//! `sterna recover`: settles a migration from its record, after a crash in the commit window.
+//!
+//! The record says how far this side had come, QEMU says what the guest is doing, and the same state machines that drive
+//! a migration say what follows from the two. A source dials the destination until it is heard; a destination that does
+//! not know what was decided listens where it listened before, until the source comes.
 
-/// Settles a migration.
+use std::path::Path;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use sterna::control_link::{ControlEvent, ControlLink};
+use sterna::record_file::{RecordFile, RecordFileError, Side};
+use sterna::transport::{Limits, Listener, Security, Stop, accept_channel, refuse_channel};
+use sterna_wire::control::{ControlMessage, ControlReader};
+use sterna_wire::header::ChannelKind;
+use sterna_wire::switchover::{
+    DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
+    Moment, Record, RecordState, SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover,
+};
+
+use super::peer::{self, Dialed, Peer};
+use super::{Cancel, GatewayError, Observer, RecoverOptions, destination, fault, qemu};
+use crate::qmp::Qmp;
+
+/// How long the destination is dialled: `recover` may have to be started there first.
+const DIAL_TIME: Duration = Duration::from_secs(60);
+/// How long a source that is settled here tries to tell the destination, which can ask later.
+const TELL_TIME: Duration = Duration::from_secs(3);
+/// How often the loops wake when nothing happens.
+const IDLE: Duration = Duration::from_millis(200);
+
+enum Event {
+    Control(u32, ControlEvent),
+    Connected(u32, Result<ControlLink, String>),
+    Cancelled,
+}
+
+/// Settles a migration at this side; gives a sentence about how.
 ///
 /// # Errors
-/// Always, for now.
-pub fn recover(_: &RecoverOptions, _: &Cancel, _: &dyn Observer) -> Result<String, GatewayError> {
-    Err(GatewayError("not here".into()))
+/// Says why it is not settled and what to do next. It may be repeated.
+pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<String, GatewayError> {
+    let record = open_record(options)?;
+    let qmp = qemu_of(record.record());
+    let (events_in, events) = channel();
+    let cancelled = events_in.clone();
+    cancel.on_cancel(move || {
+        let _ = cancelled.send(Event::Cancelled);
+    });
+    let common = Common { options, observer, record, qmp, events_in, events, link: None, incarnation: 1 };
+    match common.record.record().state {
+        RecordState::Source(state) => common.source(state),
+        RecordState::Destination(state) => common.destination(state),
+    }
+}
+
+/// The record of the side that was asked for, or of the only side there is.
+fn open_record(options: &RecoverOptions) -> Result<RecordFile, GatewayError> {
+    let open = |side| RecordFile::open(&options.state_dir, options.id, side);
+    if let Some(side) = options.side {
+        return open(side).map_err(GatewayError::new);
+    }
+    match (open(Side::Source), open(Side::Destination)) {
+        (Err(RecordFileError::Missing { .. }), other) | (other, Err(RecordFileError::Missing { .. })) => {
+            other.map_err(GatewayError::new)
+        }
+        _ => Err(GatewayError("this host has the records of both sides: say which with --side".into())),
+    }
+}
+
+/// The QEMU of the record: none where it has ended, or where another process answers at its socket.
+fn qemu_of(record: &Record) -> Option<Qmp> {
+    if record.qemu.is_some_and(|identity| !qemu::lives(identity)) {
+        return None;
+    }
+    let qmp = Qmp::connect(Path::new(&record.qmp)).ok()?;
+    let same = record.qemu.is_none() || qemu::identity(&qmp) == record.qemu;
+    same.then_some(qmp)
+}
+
+struct Common<'a> {
+    options: &'a RecoverOptions,
+    observer: &'a dyn Observer,
+    record: RecordFile,
+    qmp: Option<Qmp>,
+    events_in: Sender<Event>,
+    events: std::sync::mpsc::Receiver<Event>,
+    link: Option<ControlLink>,
+    incarnation: u32,
+}
+
+impl Common<'_> {
+    fn security(&self) -> Result<Security, GatewayError> {
+        self.options.security.clone().ok_or_else(|| {
+            GatewayError(
+                "the other host must be asked: give --tls DIR (with --allow NAME on the host that received) or --insecure"
+                    .into(),
+            )
+        })
+    }
+
+    fn say(&self, message: sterna_wire::switchover::SwitchoverMessage) {
+        if let Some(link) = &self.link
+            && let Err(error) = link.send(&ControlMessage::Switchover(message))
+        {
+            // The link's reading side reports the loss.
+            tracing::info!(%error, "the peer did not take a message");
+        }
+    }
+
+    /// Where this process must find QEMU and does not: why.
+    fn no_qemu(&self) -> GatewayError {
+        GatewayError(format!(
+            "QEMU's QMP socket {} does not answer although QEMU lives: is another program connected to it?",
+            self.record.record().qmp
+        ))
+    }
+
+    /// Whether QEMU is there, where the record says that it lives.
+    fn qemu_gone(&self) -> Result<bool, GatewayError> {
+        match (&self.qmp, self.record.record().qemu) {
+            (Some(_), _) => Ok(false),
+            (None, Some(identity)) if qemu::lives(identity) => Err(self.no_qemu()),
+            (None, _) => Ok(true),
+        }
+    }
+
+    fn source(mut self, state: SourceState) -> Result<String, GatewayError> {
+        let gone = self.qemu_gone()?;
+        let qemu_state = match &self.qmp {
+            _ if gone => SourceQemu::Gone,
+            Some(qmp) => qemu::source_state(qmp).map_err(GatewayError::new)?,
+            None => SourceQemu::Gone,
+        };
+        tracing::info!(?state, ?qemu_state, "recovering the source");
+        let (mut machine, mut actions) = SourceSwitchover::recover(Some(state), qemu_state, self.options.fenced_peer);
+        let mut give_up = None;
+        loop {
+            let mut answers = Vec::new();
+            for action in actions {
+                let step = action.step();
+                fault::point(Moment::Before, step);
+                match &action {
+                    SourceAction::Done(end) => return source_end(end),
+                    SourceAction::Connect => {
+                        let time = if machine.decided() { DIAL_TIME } else { TELL_TIME };
+                        give_up.get_or_insert(Instant::now() + time);
+                        self.link = None;
+                        match self.security() {
+                            Ok(security) => self.dial(security),
+                            // The guest runs here, and a destination that was not told can ask.
+                            Err(_) if machine.may_stop() => return Ok(RESUMED.into()),
+                            Err(error) => return Err(error),
+                        }
+                    }
+                    _ => answers.extend(self.perform_source(action)?),
+                }
+                fault::point(Moment::After, step);
+            }
+            actions = Vec::new();
+            for answer in answers {
+                actions.extend(machine.on(answer));
+            }
+            if !actions.is_empty() {
+                continue;
+            }
+            if give_up.is_some_and(|deadline| Instant::now() >= deadline) {
+                if machine.may_stop() {
+                    return Ok(RESUMED.into());
+                }
+                let to = &self.record.record().peer;
+                return Err(GatewayError(format!(
+                    "the guest belongs to the destination, but {to} cannot be reached: run `sterna recover {}` there at \
+                     the same time; only if that host is gone for good, add --fenced-peer here",
+                    self.options.id
+                )));
+            }
+            let event = match self.events.recv_timeout(IDLE) {
+                Ok(event) => event,
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) => unreachable!("a sender is kept here"),
+            };
+            actions = match event {
+                Event::Control(incarnation, ControlEvent::Message(ControlMessage::Switchover(message)))
+                    if incarnation == self.incarnation =>
+                {
+                    machine.on(SourceEvent::Message(message))
+                }
+                Event::Control(incarnation, ControlEvent::Lost(_)) if incarnation == self.incarnation => {
+                    machine.on(SourceEvent::ConnectionLost)
+                }
+                Event::Control(..) => Vec::new(),
+                Event::Connected(incarnation, Ok(link)) => {
+                    self.incarnation = incarnation;
+                    self.link = Some(link);
+                    machine.on(SourceEvent::Connected)
+                }
+                Event::Connected(_, Err(reason)) => {
+                    tracing::info!(reason, "the destination cannot be reached yet");
+                    self.dial(self.security()?);
+                    Vec::new()
+                }
+                Event::Cancelled if machine.may_stop() => return Ok(RESUMED.into()),
+                Event::Cancelled => return Err(GatewayError("cancelled; nothing is settled yet".into())),
+            };
+        }
+    }
+
+    fn perform_source(&mut self, action: SourceAction) -> Result<Option<SourceEvent>, GatewayError> {
+        tracing::debug!(?action, "recovering");
+        let failed =
+            |what: &str, error: &dyn std::fmt::Display| SourceEvent::Failed { reason: format!("{what}: {error}") };
+        Ok(match action {
+            SourceAction::WriteRecord(state) => {
+                let fenced = self.options.fenced_peer;
+                self.record.amend(|record| record.fenced_peer |= fenced);
+                Some(match self.record.write(RecordState::Source(state)) {
+                    Ok(()) => SourceEvent::RecordWritten,
+                    Err(error) => {
+                        self.observer.note(&error.to_string());
+                        SourceEvent::RecordFailed
+                    }
+                })
+            }
+            SourceAction::Send(message) => {
+                self.say(message);
+                None
+            }
+            SourceAction::EndMigration => {
+                let qmp = self.qmp.as_ref().ok_or_else(|| self.no_qemu())?;
+                Some(match qemu::end_migration(qmp) {
+                    Ok(state) => SourceEvent::Qemu(state),
+                    Err(error) => failed("the source QEMU does not end its migration", &error),
+                })
+            }
+            SourceAction::Cont => {
+                let qmp = self.qmp.as_ref().ok_or_else(|| self.no_qemu())?;
+                Some(match qemu::cont(qmp) {
+                    Ok(()) => SourceEvent::Qemu(SourceQemu::Running),
+                    Err(error) => failed("the source QEMU does not resume the guest", &error),
+                })
+            }
+            SourceAction::AnnounceSelf => {
+                self.qmp.iter().for_each(qemu::announce);
+                None
+            }
+            SourceAction::StartMigration | SourceAction::RelayShut | SourceAction::Connect | SourceAction::Done(_) => {
+                tracing::error!(?action, "not an action of recovery");
+                None
+            }
+        })
+    }
+
+    /// Dials on a thread of its own; the outcome comes as an event.
+    fn dial(&self, security: Security) {
+        let record = self.record.record();
+        let dialed = Dialed {
+            id: record.migration,
+            key: record.key.clone(),
+            incarnation: 1,
+            channels: 0,
+            packet_size: 0,
+            round_trip: Duration::ZERO,
+        };
+        let (to, events) = (record.peer.clone(), self.events_in.clone());
+        let incarnation = later_incarnation(self.incarnation);
+        std::thread::spawn(move || {
+            let outcome = peer::dial_again(&to, &security, &dialed, incarnation, link_events(&events, incarnation));
+            if outcome.is_err() {
+                std::thread::sleep(peer::DIAL_PAUSE);
+            }
+            let outcome = outcome.map(|Peer { link }| link).map_err(|error| error.to_string());
+            let _ = events.send(Event::Connected(incarnation, outcome));
+        });
+    }
+
+    fn destination(mut self, state: DestinationState) -> Result<String, GatewayError> {
+        let gone = self.qemu_gone()?;
+        let qemu_state = match &self.qmp {
+            Some(qmp) if !gone => match qmp.status().map_err(GatewayError::new)?.as_str() {
+                "inmigrate" => DestinationQemu::Incoming,
+                "running" => DestinationQemu::Running,
+                _ => DestinationQemu::Paused,
+            },
+            _ => DestinationQemu::Gone,
+        };
+        tracing::info!(?state, ?qemu_state, "recovering the destination");
+        let (mut machine, mut actions) = DestinationSwitchover::recover(state, qemu_state, self.options.fenced_peer);
+        let mut listening = None;
+        let mut end = None;
+        loop {
+            let mut answers = Vec::new();
+            for action in actions {
+                let step = action.step();
+                fault::point(Moment::Before, step);
+                match action {
+                    DestinationAction::Done(reached) => end = Some(reached),
+                    DestinationAction::AwaitSource if listening.is_none() && end.is_none() => {
+                        listening = Some(self.listen()?);
+                        self.observer.note(&format!(
+                            "waiting at {} for the source to say what was decided; run `sterna recover {}` there",
+                            self.record.record().peer,
+                            self.options.id
+                        ));
+                    }
+                    DestinationAction::AwaitSource => {}
+                    action => answers.extend(self.perform_destination(action)),
+                }
+                fault::point(Moment::After, step);
+            }
+            actions = Vec::new();
+            for answer in answers {
+                actions.extend(machine.on(answer));
+            }
+            if !actions.is_empty() {
+                continue;
+            }
+            if let Some(end) = &end
+                && self.link.is_none()
+            {
+                // Settled here. A committed source that still asks is answered for a while.
+                let answer = destination_end(end);
+                if answer.is_ok() {
+                    self.answer_for_a_while(&mut machine, listening.take());
+                }
+                return answer;
+            }
+            let event = match self.events.recv_timeout(IDLE) {
+                Ok(event) => event,
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) => unreachable!("a sender is kept here"),
+            };
+            if matches!(event, Event::Cancelled) {
+                return match &end {
+                    Some(end) => destination_end(end),
+                    None => Err(GatewayError("cancelled; nothing is settled yet".into())),
+                };
+            }
+            actions = self.destination_event(&mut machine, event);
+        }
+    }
+
+    fn destination_event(&mut self, machine: &mut DestinationSwitchover, event: Event) -> Vec<DestinationAction> {
+        match event {
+            Event::Control(incarnation, ControlEvent::Message(ControlMessage::Switchover(message)))
+                if incarnation == self.incarnation =>
+            {
+                machine.on(DestinationEvent::Message(message))
+            }
+            Event::Control(incarnation, ControlEvent::Lost(_)) if incarnation == self.incarnation => {
+                self.link = None;
+                machine.on(DestinationEvent::ConnectionLost)
+            }
+            Event::Connected(incarnation, Ok(link)) => {
+                self.incarnation = incarnation;
+                self.link = Some(link);
+                machine.on(DestinationEvent::Connected)
+            }
+            Event::Connected(_, Err(reason)) => {
+                self.observer.note(&format!("a connection was refused: {reason}"));
+                Vec::new()
+            }
+            Event::Control(..) | Event::Cancelled => Vec::new(),
+        }
+    }
+
+    /// A source whose `Running` was lost dials again; it would otherwise need `recover` here once more.
+    fn answer_for_a_while(&mut self, machine: &mut DestinationSwitchover, listening: Option<Listening>) {
+        let Ok(_listening) = listening.map_or_else(|| self.listen(), Ok) else { return };
+        let mut deadline = Instant::now() + TELL_TIME;
+        while Instant::now() < deadline || self.link.is_some() {
+            let Ok(event) = self.events.recv_timeout(IDLE) else { continue };
+            if matches!(event, Event::Cancelled) {
+                return;
+            }
+            for action in self.destination_event(machine, event) {
+                self.perform_destination(action);
+            }
+            deadline = Instant::now() + TELL_TIME;
+        }
+    }
+
+    fn perform_destination(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
+        tracing::debug!(?action, "recovering");
+        let failed =
+            |what: &str, error: &dyn std::fmt::Display| DestinationEvent::Failed { reason: format!("{what}: {error}") };
+        match action {
+            DestinationAction::WriteRecord(state) => {
+                let fenced = self.options.fenced_peer;
+                self.record.amend(|record| record.fenced_peer |= fenced);
+                Some(match self.record.write(RecordState::Destination(state)) {
+                    Ok(()) => DestinationEvent::RecordWritten,
+                    Err(error) => {
+                        self.observer.note(&error.to_string());
+                        DestinationEvent::RecordFailed
+                    }
+                })
+            }
+            DestinationAction::Send(message) => {
+                self.say(message);
+                None
+            }
+            DestinationAction::Cont => Some(match self.qmp.as_ref().map(qemu::cont) {
+                Some(Ok(())) => DestinationEvent::Qemu(DestinationQemu::Running),
+                Some(Err(error)) => failed("QEMU does not start the guest", &error),
+                None => DestinationEvent::Qemu(DestinationQemu::Gone),
+            }),
+            DestinationAction::AnnounceSelf => {
+                self.qmp.iter().for_each(qemu::announce);
+                None
+            }
+            DestinationAction::Quit => Some(match self.qmp.as_ref().map(|qmp| destination::quit(qmp, &self.record)) {
+                Some(Err(reason)) => DestinationEvent::Failed { reason },
+                Some(Ok(())) | None => DestinationEvent::Qemu(DestinationQemu::Gone),
+            }),
+            DestinationAction::ClearAutostart
+            | DestinationAction::AcceptStream
+            | DestinationAction::AwaitSource
+            | DestinationAction::Done(_) => None,
+        }
+    }
+
+    /// Listens where the migration listened, for control channels of this migration only.
+    fn listen(&self) -> Result<Listening, GatewayError> {
+        let record = self.record.record();
+        let listener = Listener::bind(&record.peer).map_err(GatewayError::new)?;
+        let incoming = listener.start(self.security()?, Limits::default()).map_err(GatewayError::new)?;
+        let listening = Listening(incoming.stop_handle());
+        let (id, key) = (record.migration, record.key.clone());
+        let events = self.events_in.clone();
+        std::thread::spawn(move || {
+            let mut latest = 1;
+            while let Some((connection, header)) = incoming.next() {
+                let wanted = header.id == id
+                    && header.kind == ChannelKind::Control
+                    && header.incarnation > latest
+                    && header.belongs(&key, connection.exporter());
+                if !wanted {
+                    refuse_channel(connection, "only the source of the migration being recovered may connect here");
+                    continue;
+                }
+                latest = header.incarnation;
+                let closer = connection.closer();
+                let link =
+                    accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
+                        let told = link_events(&events, header.incarnation);
+                        ControlLink::start(writer, reader, closer, ControlReader::default(), told)
+                            .map_err(|error| error.to_string())
+                    });
+                if events.send(Event::Connected(header.incarnation, link)).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(listening)
+    }
+}
+
+/// A listener that stops when this is dropped.
+struct Listening(Stop);
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
+const RESUMED: &str = "the guest runs on at the source; a destination that was not told may be ended, or asks by its own \
+                       `sterna recover`";
+
+fn source_end(end: &SourceEnd) -> Result<String, GatewayError> {
+    match end {
+        SourceEnd::Finished => Ok("the guest runs at the destination".into()),
+        SourceEnd::Aborted { .. } => Ok("the guest runs here, at the source".into()),
+        SourceEnd::NotStarted => Ok("nothing was begun; the guest was not touched".into()),
+        SourceEnd::GuestGone => Err(GatewayError(
+            "the source's QEMU has ended: if the destination stands prepared, `sterna recover --fenced-peer` there starts \
+             the guest from its copy"
+                .into(),
+        )),
+        SourceEnd::DestinationLost { never_ran, reason } => Err(GatewayError(format!(
+            "the guest was given to the destination, whose QEMU is gone ({reason}); it {} there. \
+             `sterna recover --fenced-peer` here lets it go on from where it stopped",
+            if *never_ran { "never ran" } else { "may have run, and written to shared disks," }
+        ))),
+        SourceEnd::Stuck { reason } => Err(GatewayError(format!("{reason}; put that right and run this again"))),
+        SourceEnd::Conflict => Err(GatewayError(
+            "the guest runs here although it was given to the destination: somebody started it by hand. If it runs there \
+             too, stop one of the two"
+                .into(),
+        )),
+    }
+}
+
+fn destination_end(end: &DestinationEnd) -> Result<String, GatewayError> {
+    match end {
+        DestinationEnd::Running => Ok("the guest runs here, at the destination".into()),
+        DestinationEnd::Discarded { reason } => Ok(format!("the copy here was discarded ({reason})")),
+        DestinationEnd::Lost { reason } => Err(GatewayError(format!(
+            "the guest was given to this host, but its QEMU is gone ({reason}): `sterna recover --fenced-peer` at the \
+             source lets it go on from where it stopped there"
+        ))),
+        DestinationEnd::Stuck { reason } => Err(GatewayError(format!("{reason}; put that right and run this again"))),
+        DestinationEnd::Conflict => Err(GatewayError(
+            "the record and QEMU contradict each other: somebody else has started or restarted the guest here".into(),
+        )),
+    }
+}
+
+/// An incarnation later than any that the peer has seen: seconds since 2020 grow across processes, too.
+fn later_incarnation(current: u32) -> u32 {
+    const YEAR_2020: u64 = 1_577_836_800_000;
+    let seconds = (sterna::record_file::now_ms().saturating_sub(YEAR_2020) / 1000) as u32;
+    seconds.max(current + 1)
+}
+
+fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
+    let events = events.clone();
+    move |event| {
+        let _ = events.send(Event::Control(incarnation, event));
+    }
 }

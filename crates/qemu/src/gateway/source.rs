@@ -86,16 +86,12 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         machine: machine.clone(),
         mode: sterna_wire::control::Mode::Owner,
     };
-    let (peer, dialed) = peer::dial(&offer, options.method.method(), link_events(&events_in, 1)).map_err(GatewayError::untouched)?;
+    let (peer, dialed) =
+        peer::dial(&offer, options.method.method(), link_events(&events_in, 1)).map_err(GatewayError::untouched)?;
     observer.note(&format!("migration {}: {} accepted it", dialed.id, options.to));
 
-    let record = qemu::new_record(
-        &dialed,
-        RecordState::Source(SourceState::Started),
-        options.to.clone(),
-        &options.qmp,
-        &qmp,
-    );
+    let record =
+        qemu::new_record(&dialed, RecordState::Source(SourceState::Started), options.to.clone(), &options.qmp, &qmp);
     let record = RecordFile::create(&options.state_dir, record).map_err(GatewayError::untouched)?;
 
     let window = Arc::new(Window::new(dialed.packet_size as u64, dialed.round_trip, options.downtime));
@@ -307,13 +303,17 @@ impl Driver<'_> {
                 self.say(&ControlMessage::Switchover(message));
                 None
             }
-            SourceAction::RelayShut => self.return_message(ReturnMessage::Shut(0)).err().map(|error| {
-                SourceEvent::Failed { reason: format!("the source QEMU does not take the end of the migration: {error}") }
-            }),
+            SourceAction::RelayShut => {
+                self.return_message(ReturnMessage::Shut(0)).err().map(|error| SourceEvent::Failed {
+                    reason: format!("the source QEMU does not take the end of the migration: {error}"),
+                })
+            }
             SourceAction::EndMigration => Some(self.end_migration()),
             SourceAction::Cont => Some(match qemu::cont(&self.qmp) {
                 Ok(()) => SourceEvent::Qemu(SourceQemu::Running),
-                Err(error) => SourceEvent::Failed { reason: format!("the source QEMU does not resume the guest: {error}") },
+                Err(error) => {
+                    SourceEvent::Failed { reason: format!("the source QEMU does not resume the guest: {error}") }
+                }
             }),
             SourceAction::AnnounceSelf => {
                 qemu::announce(&self.qmp);
@@ -491,7 +491,8 @@ impl Driver<'_> {
             method: self.options.method,
             packet_size: self.dialed.packet_size,
         };
-        let (ram_channels, stream_channel) = self.dialed.open_channels(&self.options.security, &self.options.to, &context)?;
+        let (ram_channels, stream_channel) =
+            self.dialed.open_channels(&self.options.security, &self.options.to, &context)?;
         let pool = BatchPool::new(batches(self.options.channels), self.dialed.packet_size);
         let pipeline = Arc::new(Pipeline {
             channels: ram_channels,
@@ -568,7 +569,9 @@ impl Driver<'_> {
         self.abort.raise("the migration was aborted");
         match qemu::end_migration(&self.qmp) {
             Ok(state) => SourceEvent::Qemu(state),
-            Err(error) => SourceEvent::Failed { reason: format!("the source QEMU does not end its migration: {error}") },
+            Err(error) => {
+                SourceEvent::Failed { reason: format!("the source QEMU does not end its migration: {error}") }
+            }
         }
     }
 
@@ -665,9 +668,10 @@ impl Driver<'_> {
             End::Machine(SourceEnd::GuestGone) => (Outcome::Lost, Some("the source QEMU died".into())),
             End::Machine(SourceEnd::DestinationLost { reason, .. }) => (Outcome::Unconfirmed, Some(reason)),
             End::Machine(SourceEnd::Stuck { reason }) => (Outcome::Unconfirmed, Some(reason)),
-            End::Machine(SourceEnd::Conflict) => {
-                (Outcome::Unconfirmed, Some("the guest runs here although it was given away: stop one of the two".into()))
-            }
+            End::Machine(SourceEnd::Conflict) => (
+                Outcome::Unconfirmed,
+                Some("the guest runs here although it was given away: stop one of the two".into()),
+            ),
             End::Undelivered if self.machine.decided() => {
                 (Outcome::Unconfirmed, Some("the destination could not be reached any more".into()))
             }

@@ -1,0 +1,34 @@
+# What a person does with this project. Every target installs what it needs (Debian 12, as root or with sudo).
+
+CARGO ?= cargo
+# Two cores are what CI has; tests start QEMUs beside the test threads.
+TEST_THREADS ?= 2
+
+.PHONY: demo test check bench soak setup clean
+
+## Everything that builds, tests and the demo need: QEMU 7.2 and 10.0 and a guest kernel, unpacked under target/tools.
+setup:
+	scripts/setup
+
+## Moves a real Linux guest between two QEMUs and proves that its memory is right; report in target/demo/report.json.
+demo: setup
+	$(CARGO) run --release --quiet -p sterna-cli --bin sterna -- demo
+
+## All tests.
+test: setup
+	scripts/test
+
+## Formatting, lints, documentation, licences.
+check:
+	scripts/check
+
+## The benchmarks of the documents, shortened (--quick); `sterna bench NAME` is the long form.
+bench: setup
+	$(CARGO) run --release --quiet -p sterna-cli --bin sterna -- bench qemu --quick
+
+## Long randomised runs; each prints its seed.
+soak: setup
+	scripts/soak
+
+clean:
+	$(CARGO) clean
