@@ -16,7 +16,9 @@ use sterna_wire::identity::MigrationId;
 use sterna_wire::limits::{MAX_NAME, MAX_OPAQUE_CHANNELS, MAX_RAM_CHANNELS};
 use tracing_subscriber::EnvFilter;
 
+use crate::bench::BenchArgs;
 use crate::cert::CertArgs;
+use crate::demo::DemoArgs;
 use crate::units;
 
 const EXIT_CODES: &str = "\
@@ -55,6 +57,10 @@ pub(crate) enum Command {
     Recover(RecoverArgs),
     /// Make certificates for --tls, for a trial or a small site
     Cert(CertArgs),
+    /// Move a real Linux guest between two QEMUs on this machine, and prove that it came through whole
+    Demo(DemoArgs),
+    /// Measure Sterna beside what it is compared with, and say which targets are met
+    Bench(BenchArgs),
 }
 
 /// The two sides of `sterna proxy`.

@@ -5,8 +5,11 @@
 //! with `sterna: ` and in an exit code that says where the guest is.
 
 mod args;
+mod bench;
 mod cert;
 mod commands;
+mod demo;
+mod hosts;
 mod progress;
 mod signals;
 mod units;

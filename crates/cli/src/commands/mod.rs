@@ -90,6 +90,8 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
         Command::Cert(args) => {
             crate::cert::run(args).map(|()| Exit::Completed).map_err(|error| Failure::failed(&error))
         }
+        Command::Demo(args) => crate::demo::run(args),
+        Command::Bench(args) => crate::bench::run(args),
     }
 }
 

@@ -5,32 +5,27 @@
 
 use std::net::Shutdown;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde_json::json;
 use sterna::abort::Abort;
-use sterna::control_link::{ControlEvent, ControlLink, hear, say};
-use sterna::receive::{ReceiveCounters, Sink, receive_packets};
+use sterna::control_link::{ControlEvent, ControlLink, say};
 use sterna::record_file::RecordFile;
 use sterna::report::Outcome;
-use sterna::transport::{Connection, Limits, Listener, accept_channel, refuse_channel};
+use sterna::transport::{Limits, Listener};
 use sterna_wire::control::{
-    ControlMessage, ControlReader, DestinationFigures, Hello, Mode, ReturnPath, Totals, Welcome,
+    ControlMessage, DestinationFigures, Hello, Mode, ReturnPath, Totals, Welcome,
 };
-use sterna_wire::handshake::choose;
-use sterna_wire::header::{ChannelHeader, ChannelKind};
-use sterna_wire::identity::{MigrationId, MigrationKey};
-use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
     Moment, RecordState, SwitchoverMessage,
 };
 
-use super::feeder::{Feeder, FeederNews, RamSink, StreamSink};
-use super::peer::{Dialed, own_capabilities, program};
+use super::doorman::{DoorNews, Doorman, Session};
+use super::feeder::{Feeder, FeederNews};
 use super::qemu::{self, QemuEvent};
 use super::sockets::SocketDir;
 use super::{Cancel, GatewayError, Observer, ReceiveOptions, fault};
@@ -128,7 +123,7 @@ pub fn receive(
     let session = loop {
         let (connection, header) =
             incoming.next().ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
-        match Session::accept(connection, &header, &guest) {
+        match Session::accept(connection, &header, Mode::Owner, |hello| guest.refusal(hello)) {
             Ok(session) => break session,
             Err(reason) => observer.note(&format!("refused: {reason}")),
         }
@@ -148,70 +143,11 @@ impl Guest {
     }
 
     fn refusal(&self, hello: &Hello) -> Option<String> {
-        if hello.mode != Mode::Owner {
-            return Some("the source is a proxy, and here a QEMU is owned: use `sterna proxy receive`".into());
-        }
         let theirs = &hello.machine.machine_type;
         (*theirs != self.machine_type && !theirs.is_empty() && !self.machine_type.is_empty()).then(|| {
             let ours = &self.machine_type;
             format!("the source's machine type is {theirs}, the destination's {ours}: start it with -M {theirs}")
         })
-    }
-}
-
-/// A migration that was begun by a source.
-struct Session {
-    dialed: Dialed,
-    peer: String,
-    writer: sterna::transport::Writer,
-    reader: sterna::transport::Reader,
-    closer: sterna::transport::Closer,
-    messages: ControlReader,
-    welcome: Welcome,
-}
-
-impl Session {
-    /// Takes a control channel's hello. What is refused has been told so.
-    fn accept(connection: Connection, header: &ChannelHeader, guest: &Guest) -> Result<Self, String> {
-        let peer = connection.peer();
-        if header.kind != ChannelKind::Control || header.incarnation != 1 {
-            let reason = "no migration with this id is under way here";
-            refuse_channel(connection, reason);
-            return Err(format!("{peer}: {reason}"));
-        }
-        let exporter = connection.exporter().to_vec();
-        let closer = connection.closer();
-        let (mut writer, mut reader) = accept_channel(connection).map_err(|error| error.to_string())?;
-        reader.set_timeout(Some(HANDSHAKE_TIME)).map_err(|error| error.to_string())?;
-        let mut messages = ControlReader::default();
-        let hello = match hear(&mut reader, &mut messages) {
-            Ok(ControlMessage::Hello(hello)) => hello,
-            Ok(_) => return Err(format!("{peer}: the first message is no hello")),
-            Err(error) => return Err(format!("{peer}: {error}")),
-        };
-        let refuse = |writer: &mut _, reason: String| {
-            // The peer may be gone; then nobody misses the answer.
-            let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
-            Err(format!("{peer}: {reason}"))
-        };
-        let chosen = choose(&own_capabilities(MAX_CONTENT), header, &exporter, &hello);
-        let (key, chosen) = match chosen {
-            Ok(chosen) => chosen,
-            Err(error) => return refuse(&mut writer, error.to_string()),
-        };
-        if let Some(reason) = guest.refusal(&hello) {
-            return refuse(&mut writer, reason);
-        }
-        let dialed = Dialed {
-            id: header.id,
-            key,
-            incarnation: 1,
-            channels: hello.channels,
-            packet_size: chosen.packet_size as usize,
-            round_trip: Duration::ZERO,
-        };
-        let welcome = Welcome { program: program(), chosen };
-        Ok(Self { dialed, peer, writer, reader, closer, messages, welcome })
     }
 }
 
@@ -263,16 +199,16 @@ fn run_session(
 
     let blocks_of = qmp.clone();
     let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
-    let feeder = Feeder::new(dialed.channels, &sockets.socket("qemu.sock"), options.placement, find_blocks, &abort);
-    let doorman = Arc::new(Doorman {
-        id: dialed.id,
-        key: dialed.key.clone(),
-        packet_size: dialed.packet_size,
-        state: Mutex::new(DoormanState::new(dialed.channels)),
-        feeder,
-        abort: Arc::clone(&abort),
-        events_in: events_in.clone(),
+    let feeder = Feeder::new(&sockets.socket("qemu.sock"), options.placement, find_blocks, &abort);
+    let door_events = events_in.clone();
+    let tell = Arc::new(move |news| {
+        let _ = door_events.send(match news {
+            DoorNews::Feeder(news) => Event::Feeder(news),
+            DoorNews::Reconnected(incarnation, link) => Event::Reconnected(incarnation, link),
+            DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
+        });
     });
+    let doorman = Arc::new(Doorman::new(dialed, feeder, &abort, None, tell));
     let accepting = {
         let doorman = Arc::clone(&doorman);
         std::thread::spawn(move || {
@@ -321,123 +257,6 @@ fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEv
     let events = events.clone();
     move |event| {
         let _ = events.send(Event::Control(incarnation, event));
-    }
-}
-
-/// Matches connections to the migration.
-struct Doorman {
-    id: MigrationId,
-    key: MigrationKey,
-    packet_size: usize,
-    state: Mutex<DoormanState>,
-    feeder: Arc<Feeder>,
-    abort: Arc<Abort>,
-    events_in: Sender<Event>,
-}
-
-struct DoormanState {
-    open: bool,
-    incarnation: u32,
-    ram: Vec<Option<Arc<ReceiveCounters>>>,
-    stream: bool,
-    threads: Vec<JoinHandle<()>>,
-}
-
-impl DoormanState {
-    fn new(channels: u16) -> Self {
-        Self { open: false, incarnation: 1, ram: vec![None; channels.into()], stream: false, threads: Vec::new() }
-    }
-}
-
-impl Doorman {
-    fn admit(&self, connection: Connection, header: &ChannelHeader) {
-        if let Err((connection, reason)) = self.try_admit(connection, header) {
-            tracing::info!(peer = connection.peer(), reason, "refused a connection");
-            refuse_channel(connection, &reason);
-        }
-    }
-
-    fn try_admit(&self, connection: Connection, header: &ChannelHeader) -> Result<(), (Connection, String)> {
-        if header.id != self.id {
-            return Err((connection, "another migration is under way here".into()));
-        }
-        if !header.belongs(&self.key, connection.exporter()) {
-            return Err((connection, "the channel's proof does not belong to this migration".into()));
-        }
-        let mut state = self.state.lock().expect("the doorman does not panic");
-        match header.kind {
-            ChannelKind::Control if header.incarnation > state.incarnation => {
-                state.incarnation = header.incarnation;
-                drop(state);
-                self.admit_control(connection, header.incarnation);
-                Ok(())
-            }
-            ChannelKind::Ram | ChannelKind::DeviceState if !state.open || header.incarnation != 1 => {
-                Err((connection, "no data channels are expected now".into()))
-            }
-            ChannelKind::Ram => match state.ram.get(usize::from(header.index)) {
-                None => Err((connection, format!("only {} RAM channels were agreed on", state.ram.len()))),
-                Some(Some(_)) => Err((connection, format!("RAM channel {} exists already", header.index))),
-                Some(None) => {
-                    let sink = RamSink::new(&self.feeder, header.index);
-                    let counters = self.serve(&mut state, connection, format!("ram-{}", header.index), sink);
-                    state.ram[usize::from(header.index)] = Some(counters);
-                    Ok(())
-                }
-            },
-            ChannelKind::DeviceState if header.index == 0 && !state.stream => {
-                state.stream = true;
-                let events = self.events_in.clone();
-                let sink = StreamSink::new(&self.feeder, move |news| {
-                    let _ = events.send(Event::Feeder(news));
-                });
-                self.serve(&mut state, connection, "stream".into(), sink);
-                Ok(())
-            }
-            kind => Err((connection, format!("a channel of kind {kind:?} is not expected here"))),
-        }
-    }
-
-    fn serve(
-        &self,
-        state: &mut DoormanState,
-        connection: Connection,
-        name: String,
-        mut sink: impl Sink + 'static,
-    ) -> Arc<ReceiveCounters> {
-        let counters = Arc::new(ReceiveCounters::default());
-        let closer = connection.closer();
-        self.abort.on_end(move || closer.close());
-        let (abort, packet_size, counted) = (Arc::clone(&self.abort), self.packet_size, Arc::clone(&counters));
-        let thread = std::thread::Builder::new().name(name.clone()).spawn(move || {
-            let outcome = match accept_channel(connection) {
-                Ok((writer, reader)) => {
-                    receive_packets(reader, writer, &mut sink, packet_size, &counted).map_err(|error| error.to_string())
-                }
-                Err(error) => Err(error.to_string()),
-            };
-            if let Err(reason) = outcome {
-                abort.raise(format_args!("channel {name}: {reason}"));
-            }
-        });
-        match thread {
-            Ok(thread) => state.threads.push(thread),
-            Err(error) => drop(self.abort.raise(format_args!("no thread for a channel: {error}"))),
-        }
-        counters
-    }
-
-    fn admit_control(&self, connection: Connection, incarnation: u32) {
-        let closer = connection.closer();
-        let accepted = accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
-            let events = link_events(&self.events_in, incarnation);
-            ControlLink::start(writer, reader, closer, ControlReader::default(), events)
-                .map_err(|error| error.to_string())
-        });
-        match accepted {
-            Ok(link) => drop(self.events_in.send(Event::Reconnected(incarnation, link))),
-            Err(error) => tracing::info!(error, "the source's new connection failed"),
-        }
     }
 }
 
@@ -520,7 +339,7 @@ impl Driver<'_> {
                 Err(reason) => DestinationEvent::Failed { reason },
             }),
             DestinationAction::AcceptStream => {
-                self.doorman.state.lock().expect("the doorman does not panic").open = true;
+                self.doorman.open();
                 if let Some(welcome) = self.welcome.take() {
                     self.say(&ControlMessage::Welcome(welcome));
                 }
@@ -557,7 +376,7 @@ impl Driver<'_> {
                     self.observer.note(&format!(
                         "the source is lost and the guest stands loaded here: waiting for the source to say who runs it \
                          (migration {})",
-                        self.doorman.id
+                        self.doorman.dialed.id
                     ));
                 }
                 None
@@ -678,13 +497,9 @@ impl Driver<'_> {
     /// Whether QEMU has loaded everything and every channel has placed what the source sent on it.
     fn if_complete(&mut self) -> Option<DestinationEvent> {
         let totals = self.totals.as_ref().filter(|_| self.loaded)?;
-        let state = self.doorman.state.lock().expect("the doorman does not panic");
-        let placed = |counters: &Option<Arc<ReceiveCounters>>| {
-            counters.as_ref().map_or(0, |counters| counters.placed.load(std::sync::atomic::Ordering::Acquire))
-        };
-        let complete = totals.ram.len() == state.ram.len()
-            && state.ram.iter().zip(&totals.ram).all(|(counters, last)| placed(counters) >= *last);
-        drop(state);
+        let placed = self.doorman.placed();
+        let complete =
+            totals.ram.len() == placed.len() && placed.iter().zip(&totals.ram).all(|(placed, last)| placed >= last);
         Some(if complete {
             DestinationEvent::AllPlacedAndLoaded
         } else {
@@ -740,12 +555,12 @@ impl Driver<'_> {
         }
         self.link = None;
         self.abort.finish();
-        let threads = std::mem::take(&mut self.doorman.state.lock().expect("the doorman does not panic").threads);
-        for thread in threads.into_iter().chain(self.return_path.take()) {
+        self.doorman.join();
+        if let Some(thread) = self.return_path.take() {
             let _ = thread.join();
         }
         ReceiveReport {
-            id: self.doorman.id.to_string(),
+            id: self.doorman.dialed.id.to_string(),
             outcome,
             reason,
             source,

@@ -19,6 +19,7 @@ use sterna::abort::Abort;
 use sterna::receive::{Sink, SinkError};
 use sterna_memory::place::{Piece, Place};
 use sterna_memory::received::{Freshness as Fresh, ReceivedBitmap};
+use sterna_wire::limits::MAX_RAM_CHANNELS;
 use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
 
 use super::layout::{self, Prologue, Start, record};
@@ -47,7 +48,6 @@ pub(super) type FindBlocks = Box<dyn Fn() -> Result<Vec<RamBlock>, String> + Sen
 
 /// What the sinks of one migration share.
 pub(super) struct Feeder {
-    ram_channels: usize,
     socket: PathBuf,
     wish: Wish,
     find_blocks: FindBlocks,
@@ -87,16 +87,9 @@ enum Way {
 
 impl Feeder {
     /// A feeder for the QEMU that listens at `socket`.
-    pub(super) fn new(
-        ram_channels: u16,
-        socket: &Path,
-        wish: Wish,
-        find_blocks: FindBlocks,
-        abort: &Arc<Abort>,
-    ) -> Arc<Self> {
-        let generations = Generations { ended: vec![0; ram_channels.into()], closed: 0, over: false };
+    pub(super) fn new(socket: &Path, wish: Wish, find_blocks: FindBlocks, abort: &Arc<Abort>) -> Arc<Self> {
+        let generations = Generations { ended: Vec::new(), closed: 0, over: false };
         let feeder = Arc::new(Self {
-            ram_channels: ram_channels.into(),
             socket: socket.to_owned(),
             wish,
             find_blocks,
@@ -125,8 +118,11 @@ impl Feeder {
 
     /// Connects to QEMU and writes everything up to the end of the RAM setup section.
     fn start(&self, start: &Start) -> Result<FeederNews, SinkError> {
-        if start.multifd_channels > 0 && usize::from(start.multifd_channels) != self.ram_channels {
-            let (qemu, ours) = (start.multifd_channels, self.ram_channels);
+        if start.ram_channels == 0 || start.ram_channels > MAX_RAM_CHANNELS {
+            return Err(format!("{} RAM channels are not possible", start.ram_channels).into());
+        }
+        if start.multifd_channels > 0 && u16::from(start.multifd_channels) != start.ram_channels {
+            let (qemu, ours) = (start.multifd_channels, start.ram_channels);
             return Err(format!("the source QEMU has {qemu} multifd channels, the migration {ours} channels").into());
         }
         let machine = &start.configuration.machine;
@@ -170,6 +166,7 @@ impl Feeder {
         let shapes = start.ram.blocks.iter().map(shape).collect();
         let feeding = Feeding { main: Mutex::new(main), multifd, variant, blocks, shapes };
         feeding.sync_all()?;
+        self.generations().ended = vec![0; start.ram_channels.into()];
         if self.feeding.set(feeding).is_err() {
             return Err("the stream started twice".into());
         }
@@ -232,10 +229,11 @@ impl Feeder {
             multifd.sync_to(next)?;
         }
         let mut generations = self.generations();
-        if generation != generations.ended[channel] + 1 {
-            return Err(format!("generation {generation} follows {}", generations.ended[channel]).into());
+        let ended = generations.ended.get_mut(channel).ok_or("a RAM channel beyond those of the stream")?;
+        if generation != *ended + 1 {
+            return Err(format!("generation {generation} follows {ended}").into());
         }
-        generations.ended[channel] = generation;
+        *ended = generation;
         let all_ended = generations.ended.iter().copied().min().unwrap_or(0);
         while generations.closed < all_ended {
             feeding.main.lock().expect("feeders do not panic").generation_boundary()?;

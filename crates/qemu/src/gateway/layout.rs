@@ -45,6 +45,7 @@ struct StartRecord {
     ram_instance_id: u32,
     ram_version_id: u32,
     block_list: Hex,
+    ram_channels: u16,
     multifd_channels: u8,
     uuid: Hex,
     flush_in_setup: bool,
@@ -59,6 +60,8 @@ pub(super) struct Start {
     pub(super) prologue: Vec<Prologue>,
     /// The RAM setup section.
     pub(super) ram: RamStart,
+    /// How many RAM channels there are between the hosts.
+    pub(super) ram_channels: u16,
     /// How many multifd channels the source QEMU opened; 0: multifd is off.
     pub(super) multifd_channels: u8,
     /// The guest's UUID, as the multifd channels carry it.
@@ -106,6 +109,7 @@ impl Start {
             ram_instance_id: self.ram.instance_id,
             ram_version_id: self.ram.version_id,
             block_list: Hex(self.ram.payload.clone()),
+            ram_channels: self.ram_channels,
             multifd_channels: self.multifd_channels,
             uuid: Hex(self.uuid.to_vec()),
             flush_in_setup: self.flush_in_setup,
@@ -141,6 +145,7 @@ impl Start {
             configuration,
             prologue: record.prologue.into_iter().map(item).collect::<Result<_, _>>()?,
             ram,
+            ram_channels: record.ram_channels,
             multifd_channels: record.multifd_channels,
             uuid,
             flush_in_setup: record.flush_in_setup,
@@ -214,6 +219,7 @@ mod tests {
             configuration: Configuration::parse(&configuration).unwrap(),
             prologue: vec![Prologue::Command(Command::parse(&[8, 0, 2, 0, 4, 0, 0, 0, 1]).unwrap())],
             ram: RamStart::from_payload(2, 0, 4, &blocks, 4096, false).unwrap(),
+            ram_channels: 2,
             multifd_channels: 2,
             uuid: [7; 16],
             flush_in_setup: false,

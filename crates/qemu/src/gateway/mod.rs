@@ -20,6 +20,7 @@ use sterna_codec::MethodChoice;
 use sterna_wire::identity::MigrationId;
 
 mod destination;
+mod doorman;
 mod fault;
 mod feeder;
 mod layout;

@@ -30,12 +30,13 @@ use sterna_wire::switchover::{
 
 use super::peer::{self, Peer};
 use super::qemu::{self, QemuEvent};
+use super::layout::Start;
 use super::sockets::SocketDir;
-use super::source_stream::{MainContext, NormalPageRatio, StreamNews, SyncPoints, closer, read_main, read_multifd};
+use super::source_stream::{MainContext, NormalPageRatio, StreamNews, SyncPoints, closer, read_main, read_multifd, read_start};
 use super::{Cancel, GatewayError, Observer, SendOptions, fault};
 use crate::qmp::Qmp;
 use crate::settings::{Restore, Role, Settings, Wanted};
-use crate::stream::ReturnMessage;
+use crate::stream::{MainReader, ReturnMessage};
 
 /// How often progress is told, and QEMU asked for its figures.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
@@ -539,12 +540,14 @@ impl Driver<'_> {
             sync: Arc::clone(&sync),
             stream_channel: Arc::clone(&stream_channel),
             ratio,
-            multifd_channels: self.options.channels as u8,
-            uuid,
         };
         let news = Mutex::new(self.events_in.clone());
+        let channels = self.options.channels;
         threads.push(self.reader("qemu-main", move || {
-            read_main(connections.main, main, |event| {
+            let mut reader = MainReader::new(connections.main);
+            let start = read_start(&mut reader).map_err(|error| error.to_string())?;
+            let start = Start { ram_channels: channels, multifd_channels: channels as u8, uuid, ..start };
+            read_main(reader, &start, main, |event| {
                 let _ = news.lock().expect("the sender does not panic").send(Event::Stream(event));
             })
             .map_err(|error| error.to_string())

@@ -15,6 +15,7 @@ use sterna::send::{Item, SendChannel};
 use sterna::window::WindowClosed;
 
 use super::layout::{self, Prologue, Start, record};
+use super::qemu::PAGE_SIZE;
 use crate::stream::{
     Event, MainReader, MultifdPacket, MultifdReader, PacketKind, PageBatch, RamStart, SectionKind, StreamError,
 };
@@ -294,23 +295,21 @@ pub(super) struct MainContext {
     pub(super) sync: Arc<SyncPoints>,
     pub(super) stream_channel: Arc<SendChannel>,
     pub(super) ratio: NormalPageRatio,
-    pub(super) multifd_channels: u8,
-    pub(super) uuid: [u8; 16],
 }
 
-/// Reads the main channel to its end. `news` is called on this thread.
+/// Reads the main channel to its end, after [`read_start`]. `news` is called on this thread.
 pub(super) fn read_main(
-    stream: UnixStream,
+    mut reader: MainReader<UnixStream>,
+    start: &Start,
     context: MainContext,
     mut news: impl FnMut(StreamNews),
 ) -> Result<(), ReaderError> {
-    let mut reader = MainReader::new(stream);
-    let MainContext { pipeline, sync, stream_channel, ratio, multifd_channels, uuid } = context;
+    let MainContext { pipeline, sync, stream_channel, ratio } = context;
+    let multifd_channels = start.multifd_channels;
     let page_size = pipeline.page_size;
     let mut common = Common::new(&pipeline, &sync, ratio);
     let send = |record, content| stream_channel.send(Item::Stream { record, content });
 
-    let start = read_start(&mut reader, multifd_channels, uuid, &mut common)?;
     let blocks = sync.announce(Blocks::of(&start.ram, page_size));
     let (ram, machine) = (blocks.lengths.iter().sum(), start.configuration.machine.clone());
     send(record::START, start.encode())?;
@@ -373,17 +372,13 @@ pub(super) fn read_main(
     Ok(())
 }
 
-/// Everything up to the end of the RAM setup section.
-fn read_start(
-    reader: &mut MainReader<UnixStream>,
-    multifd_channels: u8,
-    uuid: [u8; 16],
-    common: &mut Common,
-) -> Result<Start, ReaderError> {
+/// Reads the main channel up to the end of the RAM setup section. By then QEMU has connected all multifd channels: how
+/// many, and the guest's UUID, are for the caller to fill in.
+pub(super) fn read_start(reader: &mut MainReader<UnixStream>) -> Result<Start, ReaderError> {
     let mut configuration = None;
     let mut ram = None;
     let mut prologue = Vec::new();
-    let mut page = vec![0; common.entry.pipeline().page_size];
+    let mut page = [0; PAGE_SIZE];
     loop {
         match reader.next_event(&mut page)? {
             Event::Header | Event::Flush => {}
@@ -400,7 +395,7 @@ fn read_start(
     }
     let (Some(configuration), Some(ram)) = (configuration, ram) else { return Err(ReaderError::Ended) };
     let flush_in_setup = reader.setup_had_flush();
-    Ok(Start { configuration, prologue, ram, multifd_channels, uuid, flush_in_setup })
+    Ok(Start { configuration, prologue, ram, ram_channels: 0, multifd_channels: 0, uuid: [0; 16], flush_in_setup })
 }
 
 impl Blocks {

@@ -1,0 +1,283 @@
+//! Two hosts on one machine, as the demo and the benchmarks need them: this very program as a child process on either
+//! side, in network namespaces or not, on set CPUs or not, and what it said and used.
+
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Read};
+use std::net::{IpAddr, Ipv4Addr};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use sterna_lab::net::{Link, Network, run_in};
+use sterna_lab::usage::Usage;
+use sterna_qemu::gateway::Cancel;
+
+/// How often something that is waited for is asked whether it was cancelled.
+const SLICE: Duration = Duration::from_millis(200);
+
+/// Why the demo or a benchmark could not go on, in words.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct HostsError(pub(crate) String);
+
+impl From<sterna_lab::Error> for HostsError {
+    fn from(error: sterna_lab::Error) -> Self {
+        Self(error.to_string())
+    }
+}
+
+impl From<sterna_qemu::qmp::QmpError> for HostsError {
+    fn from(error: sterna_qemu::qmp::QmpError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// Puts what was being done before an error.
+pub(crate) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl FnOnce(E) -> HostsError {
+    move |error| HostsError(format!("{what}: {error}"))
+}
+
+/// Which of the two hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// The source.
+    A,
+    /// The destination.
+    B,
+}
+
+/// Two hosts, and what joins them.
+#[derive(Debug)]
+pub(crate) struct Hosts {
+    network: Option<Network>,
+    pinned: bool,
+}
+
+impl Hosts {
+    /// Joined by the loopback interface.
+    pub(crate) fn loopback() -> Self {
+        Self { network: None, pinned: false }
+    }
+
+    /// Two network namespaces with a cable.
+    ///
+    /// # Errors
+    /// Where this user may not make them.
+    pub(crate) fn namespaces(link: Link) -> Result<Self, sterna_lab::Error> {
+        Ok(Self { network: Some(Network::new(link)?), pinned: false })
+    }
+
+    /// With the whole of A on CPU 0 and the whole of B on CPU 1.
+    pub(crate) fn pinned(self) -> Self {
+        Self { pinned: true, ..self }
+    }
+
+    /// The namespace of a host, if it has one.
+    pub(crate) fn namespace(&self, side: Side) -> Option<String> {
+        let network = self.network.as_ref()?;
+        Some(match side {
+            Side::A => network.a().to_owned(),
+            Side::B => network.b().to_owned(),
+        })
+    }
+
+    /// The CPUs of a host, as `taskset -c` reads them, if they are set.
+    pub(crate) fn cpus(&self, side: Side) -> Option<String> {
+        self.pinned.then(|| match side {
+            Side::A => "0".to_owned(),
+            Side::B => "1".to_owned(),
+        })
+    }
+
+    /// The address under which A reaches B.
+    pub(crate) fn address_b(&self) -> IpAddr {
+        match self.network {
+            Some(_) => Network::ADDRESS_B.into(),
+            None => Ipv4Addr::LOCALHOST.into(),
+        }
+    }
+
+    /// This program on one of the hosts; options follow. The process is the program itself, not a wrapper.
+    ///
+    /// # Errors
+    /// Where this program does not know its own path.
+    pub(crate) fn sterna(&self, side: Side) -> Result<Command, HostsError> {
+        let program = std::env::current_exe().map_err(doing("finding this program's own path"))?;
+        let mut words: Vec<&OsStr> = Vec::new();
+        let cpus = self.cpus(side);
+        if let Some(cpus) = &cpus {
+            words.extend(["taskset", "-c", cpus].map(OsStr::new));
+        }
+        words.push(program.as_os_str());
+        let mut command = match self.namespace(side) {
+            Some(namespace) => run_in(&namespace, words[0]),
+            None => Command::new(words[0]),
+        };
+        command.args(&words[1..]);
+        Ok(command)
+    }
+}
+
+/// A line that a child wrote.
+enum Line {
+    Error(String),
+    Output(String),
+}
+
+/// A sterna process; ended when dropped.
+pub(crate) struct Sterna {
+    name: String,
+    child: Child,
+    lines: Receiver<Line>,
+    /// Whether its lines go to the terminal, with its name.
+    shown: bool,
+    errors: Vec<String>,
+    output: Vec<String>,
+}
+
+/// What a sterna process left behind.
+pub(crate) struct Ended {
+    pub(crate) status: ExitStatus,
+    /// Its report, line by line.
+    pub(crate) output: Vec<String>,
+    /// Its notes and errors.
+    pub(crate) errors: Vec<String>,
+    /// What it has used, from its start to its end.
+    pub(crate) usage: Usage,
+}
+
+impl Sterna {
+    /// Starts `command`; what it says is shown behind `name`, where that is wanted.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub(crate) fn start(name: &str, mut command: Command, shown: bool) -> Result<Self, HostsError> {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().map_err(doing(format_args!("starting {name}")))?;
+        let (told, lines) = channel();
+        if let (Some(errors), Some(output)) = (child.stderr.take(), child.stdout.take()) {
+            read_lines(errors, told.clone(), Line::Error);
+            read_lines(output, told, Line::Output);
+        }
+        Ok(Self { name: name.to_owned(), child, lines, shown, errors: Vec::new(), output: Vec::new() })
+    }
+
+    /// The process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Waits until it says where it listens.
+    ///
+    /// # Errors
+    /// It ends first, or does not say so in time.
+    pub(crate) fn address(&mut self, limit: Duration, cancel: &Cancel) -> Result<String, HostsError> {
+        const SIGN: &str = "listening on ";
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Some((_, address)) = self.errors.iter().find_map(|line| line.split_once(SIGN)) {
+                return Ok(address.to_owned());
+            }
+            if !self.hear(cancel)? {
+                return Err(HostsError(format!("{} ended: {}", self.name, self.errors.join("; "))));
+            }
+            if Instant::now() >= deadline {
+                return Err(HostsError(format!("{} does not listen after {} s", self.name, limit.as_secs())));
+            }
+        }
+    }
+
+    /// Waits for its end. When cancelled it is asked to end, and waited for all the same: both sides are to settle.
+    ///
+    /// # Errors
+    /// It does not end in time; it is then killed.
+    pub(crate) fn finish(mut self, limit: Duration, cancel: &Cancel) -> Result<Ended, HostsError> {
+        let deadline = Instant::now() + limit;
+        let mut asked = false;
+        loop {
+            match self.hear(cancel) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(_) if asked => {}
+                Err(_) => {
+                    asked = true;
+                    let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+                }
+            }
+            if Instant::now() >= deadline {
+                return Err(HostsError(format!("{} has not ended after {} s", self.name, limit.as_secs())));
+            }
+        }
+        // Ended but not yet waited for, a process still tells what it used.
+        let pid = Pid::from_child(&self.child);
+        while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {}
+        let usage = Usage::of(self.child.id())?;
+        let status = self.child.wait().map_err(doing(format_args!("waiting for {}", self.name)))?;
+        if cancel.is_cancelled() {
+            return Err(cancelled());
+        }
+        Ok(Ended { status, output: std::mem::take(&mut self.output), errors: std::mem::take(&mut self.errors), usage })
+    }
+
+    /// Takes one line, or a rest; false once both streams have ended.
+    fn hear(&mut self, cancel: &Cancel) -> Result<bool, HostsError> {
+        match self.lines.recv_timeout(SLICE) {
+            Ok(Line::Error(line)) => {
+                if self.shown {
+                    println!("  {}: {line}", self.name);
+                }
+                self.errors.push(line);
+            }
+            Ok(Line::Output(line)) => self.output.push(line),
+            Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => return Err(cancelled()),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Ok(false),
+        }
+        Ok(true)
+    }
+}
+
+impl Drop for Sterna {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn read_lines(stream: impl Read + Send + 'static, tell: Sender<Line>, kind: fn(String) -> Line) {
+    std::thread::spawn(move || {
+        for line in BufReader::new(stream).lines().map_while(Result::ok) {
+            if tell.send(kind(line)).is_err() {
+                return;
+            }
+        }
+    });
+}
+
+fn cancelled() -> HostsError {
+    HostsError("cancelled".into())
+}
+
+/// Waits for something of a guest, and looks for cancelling meanwhile: `wait` is called with short limits until it gives
+/// something else than a timeout.
+///
+/// # Errors
+/// What `wait` fails with; its last timeout when `limit` has passed.
+pub(crate) fn patiently<T>(
+    limit: Duration,
+    cancel: &Cancel,
+    mut wait: impl FnMut(Duration) -> Result<T, sterna_lab::Error>,
+) -> Result<T, HostsError> {
+    let deadline = Instant::now() + limit;
+    loop {
+        match wait(SLICE) {
+            Err(sterna_lab::Error::Timeout { .. }) if cancel.is_cancelled() => return Err(cancelled()),
+            Err(sterna_lab::Error::Timeout { waiting_for, last, .. }) if Instant::now() >= deadline => {
+                return Err(sterna_lab::Error::Timeout { waiting_for, limit, last }.into());
+            }
+            Err(sterna_lab::Error::Timeout { .. }) => {}
+            answer => return Ok(answer?),
+        }
+    }
+}

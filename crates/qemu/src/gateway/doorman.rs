@@ -1,0 +1,269 @@
+//! Who may come in: a control channel's hello at the beginning, then the channels of that migration and no others.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use sterna::abort::Abort;
+use sterna::control_link::{ControlEvent, ControlLink, hear, say};
+use sterna::receive::{ReceiveCounters, Sink, receive_packets};
+use sterna::transport::{Closer, Connection, Reader, Writer, accept_channel, refuse_channel};
+use sterna_wire::control::{ControlMessage, ControlReader, Hello, Mode, Welcome};
+use sterna_wire::handshake::choose;
+use sterna_wire::header::{ChannelHeader, ChannelKind};
+use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
+
+use super::feeder::{Feeder, FeederNews, RamSink, StreamSink};
+use super::peer::{Dialed, own_capabilities, program};
+
+/// A migration that a source has begun.
+pub(super) struct Session {
+    pub(super) dialed: Dialed,
+    pub(super) peer: String,
+    pub(super) writer: Writer,
+    pub(super) reader: Reader,
+    pub(super) closer: Closer,
+    pub(super) messages: ControlReader,
+    pub(super) welcome: Welcome,
+}
+
+impl Session {
+    /// Takes a control channel's hello, unless `refusal` has something against it. What is refused has been told so; the
+    /// error is for the log.
+    pub(super) fn accept(
+        connection: Connection,
+        header: &ChannelHeader,
+        mode: Mode,
+        refusal: impl Fn(&Hello) -> Option<String>,
+    ) -> Result<Self, String> {
+        let peer = connection.peer();
+        if header.kind != ChannelKind::Control || header.incarnation != 1 {
+            let reason = "no migration with this id is under way here";
+            refuse_channel(connection, reason);
+            return Err(format!("{peer}: {reason}"));
+        }
+        let exporter = connection.exporter().to_vec();
+        let closer = connection.closer();
+        let (mut writer, mut reader) = accept_channel(connection).map_err(|error| error.to_string())?;
+        reader.set_timeout(Some(HANDSHAKE_TIME)).map_err(|error| error.to_string())?;
+        let mut messages = ControlReader::default();
+        let hello = match hear(&mut reader, &mut messages) {
+            Ok(ControlMessage::Hello(hello)) => hello,
+            Ok(_) => return Err(format!("{peer}: the first message is no hello")),
+            Err(error) => return Err(format!("{peer}: {error}")),
+        };
+        let wrong_mode = match (hello.mode, mode) {
+            (Mode::Proxy, Mode::Owner) => {
+                Some("the source is a proxy, and here a QEMU is owned: use `sterna proxy receive` here".to_owned())
+            }
+            (Mode::Owner, Mode::Proxy) => {
+                Some("the source owns its QEMU, and here is a proxy: use `sterna receive` here".to_owned())
+            }
+            _ => None,
+        };
+        let chosen = choose(&own_capabilities(MAX_CONTENT), header, &exporter, &hello);
+        let objection = wrong_mode.or_else(|| chosen.as_ref().err().map(ToString::to_string)).or_else(|| refusal(&hello));
+        let (key, chosen) = match (objection, chosen) {
+            (None, Ok(chosen)) => chosen,
+            (objection, _) => {
+                let reason = objection.unwrap_or_default();
+                // The peer may be gone; then nobody misses the answer.
+                let _ = say(&mut writer, &ControlMessage::Refused { reason: reason.clone() });
+                return Err(format!("{peer}: {reason}"));
+            }
+        };
+        let dialed = Dialed {
+            id: header.id,
+            key,
+            incarnation: 1,
+            channels: hello.channels,
+            packet_size: chosen.packet_size as usize,
+            round_trip: Duration::ZERO,
+        };
+        let welcome = Welcome { program: program(), chosen };
+        Ok(Self { dialed, peer, writer, reader, closer, messages, welcome })
+    }
+}
+
+/// What the doorman tells the driver.
+pub(super) enum DoorNews {
+    /// From the feeder, on the stream channel's thread.
+    Feeder(FeederNews),
+    /// The source has come back with a new control channel.
+    Reconnected(u32, ControlLink),
+    /// From such a control channel.
+    Control(u32, ControlEvent),
+}
+
+/// Takes opaque channels, where there are any.
+pub(super) type OpaqueDoor = Box<dyn Fn(u16, Connection) -> Result<(), (Connection, String)> + Send + Sync>;
+
+/// Hands news to the driver.
+pub(super) type Tell = Arc<dyn Fn(DoorNews) + Send + Sync>;
+
+/// Matches connections to the migration.
+pub(super) struct Doorman {
+    pub(super) dialed: Dialed,
+    feeder: Arc<Feeder>,
+    abort: Arc<Abort>,
+    opaque: Option<OpaqueDoor>,
+    tell: Tell,
+    state: Mutex<State>,
+}
+
+struct State {
+    open: bool,
+    incarnation: u32,
+    ram: Vec<Option<Arc<ReceiveCounters>>>,
+    stream: bool,
+    threads: Vec<JoinHandle<()>>,
+}
+
+type Admission = Result<(), (Connection, String)>;
+
+impl Doorman {
+    /// A doorman for the migration of `dialed`. Data channels are refused until [`Doorman::open`].
+    pub(super) fn new(
+        dialed: Dialed,
+        feeder: Arc<Feeder>,
+        abort: &Arc<Abort>,
+        opaque: Option<OpaqueDoor>,
+        tell: Tell,
+    ) -> Self {
+        let ram = vec![None; dialed.channels.into()];
+        let state = State { open: false, incarnation: 1, ram, stream: false, threads: Vec::new() };
+        Self { dialed, feeder, abort: Arc::clone(abort), opaque, tell, state: Mutex::new(state) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("the doorman does not panic")
+    }
+
+    /// Data channels may come.
+    pub(super) fn open(&self) {
+        self.state().open = true;
+    }
+
+    /// How many packets each RAM channel has placed.
+    pub(super) fn placed(&self) -> Vec<u64> {
+        let placed = |counters: &Option<Arc<ReceiveCounters>>| {
+            counters.as_ref().map_or(0, |counters| counters.placed.load(std::sync::atomic::Ordering::Acquire))
+        };
+        self.state().ram.iter().map(placed).collect()
+    }
+
+    /// Waits for the channels' threads, whose connections have been closed.
+    pub(super) fn join(&self) {
+        let threads = std::mem::take(&mut self.state().threads);
+        for thread in threads {
+            // A panic there has been printed, and its closed connection was noticed.
+            let _ = thread.join();
+        }
+    }
+
+    /// Lets a connection in, or tells it why not.
+    pub(super) fn admit(&self, connection: Connection, header: &ChannelHeader) {
+        if let Err((connection, reason)) = self.try_admit(connection, header) {
+            tracing::info!(peer = connection.peer(), reason, "refused a connection");
+            refuse_channel(connection, &reason);
+        }
+    }
+
+    fn try_admit(&self, connection: Connection, header: &ChannelHeader) -> Admission {
+        if header.id != self.dialed.id {
+            return Err((connection, "another migration is under way here".into()));
+        }
+        if !header.belongs(&self.dialed.key, connection.exporter()) {
+            return Err((connection, "the channel's proof does not belong to this migration".into()));
+        }
+        let mut state = self.state();
+        match header.kind {
+            ChannelKind::Control if header.incarnation > state.incarnation => {
+                state.incarnation = header.incarnation;
+                drop(state);
+                self.admit_control(connection, header.incarnation);
+                Ok(())
+            }
+            ChannelKind::Ram | ChannelKind::DeviceState | ChannelKind::Opaque
+                if !state.open || header.incarnation != 1 =>
+            {
+                Err((connection, "no data channels are expected now".into()))
+            }
+            ChannelKind::Ram => match state.ram.get(usize::from(header.index)) {
+                None => Err((connection, format!("only {} RAM channels were agreed on", state.ram.len()))),
+                Some(Some(_)) => Err((connection, format!("RAM channel {} exists already", header.index))),
+                Some(None) => {
+                    let sink = RamSink::new(&self.feeder, header.index);
+                    let counters = self.serve(&mut state, connection, format!("ram-{}", header.index), sink);
+                    state.ram[usize::from(header.index)] = Some(counters);
+                    Ok(())
+                }
+            },
+            ChannelKind::DeviceState if header.index == 0 && !state.stream => {
+                state.stream = true;
+                let tell = Arc::clone(&self.tell);
+                let sink = StreamSink::new(&self.feeder, move |news| tell(DoorNews::Feeder(news)));
+                self.serve(&mut state, connection, "stream".into(), sink);
+                Ok(())
+            }
+            ChannelKind::Opaque if let Some(door) = &self.opaque => {
+                drop(state);
+                door(header.index, connection)
+            }
+            kind => Err((connection, format!("a channel of kind {kind:?} is not expected here"))),
+        }
+    }
+
+    fn serve(
+        &self,
+        state: &mut State,
+        connection: Connection,
+        name: String,
+        sink: impl Sink + 'static,
+    ) -> Arc<ReceiveCounters> {
+        let counters = Arc::new(ReceiveCounters::default());
+        match receive_thread(connection, name, sink, self.dialed.packet_size, &self.abort, Arc::clone(&counters)) {
+            Ok(thread) => state.threads.push(thread),
+            Err(error) => drop(self.abort.raise(format_args!("no thread for a channel: {error}"))),
+        }
+        counters
+    }
+
+    fn admit_control(&self, connection: Connection, incarnation: u32) {
+        let closer = connection.closer();
+        let told = Arc::clone(&self.tell);
+        let accepted = accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
+            let events = move |event| told(DoorNews::Control(incarnation, event));
+            ControlLink::start(writer, reader, closer, ControlReader::default(), events)
+                .map_err(|error| error.to_string())
+        });
+        match accepted {
+            Ok(link) => (self.tell)(DoorNews::Reconnected(incarnation, link)),
+            Err(error) => tracing::info!(error, "the source's new connection failed"),
+        }
+    }
+}
+
+/// Accepts the channel and receives its packets on a thread of their own.
+pub(super) fn receive_thread(
+    connection: Connection,
+    name: String,
+    mut sink: impl Sink + 'static,
+    packet_size: usize,
+    abort: &Arc<Abort>,
+    counters: Arc<ReceiveCounters>,
+) -> std::io::Result<JoinHandle<()>> {
+    let closer = connection.closer();
+    abort.on_end(move || closer.close());
+    let abort = Arc::clone(abort);
+    std::thread::Builder::new().name(name.clone()).spawn(move || {
+        let outcome = match accept_channel(connection) {
+            Ok((writer, reader)) => receive_packets(reader, writer, &mut sink, packet_size, &counters)
+                .map_err(|error| error.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(reason) = outcome {
+            abort.raise(format_args!("channel {name}: {reason}"));
+        }
+    })
+}
