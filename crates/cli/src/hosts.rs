@@ -2,7 +2,7 @@
 //! side, in network namespaces or not, on set CPUs or not, and what it said and used.
 
 use std::ffi::OsStr;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -130,8 +130,6 @@ pub(crate) struct Sterna {
     name: String,
     child: Child,
     lines: Receiver<Line>,
-    /// Whether its lines go to the terminal, with its name.
-    shown: bool,
     errors: Vec<String>,
     output: Vec<String>,
 }
@@ -157,10 +155,18 @@ impl Sterna {
         let mut child = command.spawn().map_err(doing(format_args!("starting {name}")))?;
         let (told, lines) = channel();
         if let (Some(errors), Some(output)) = (child.stderr.take(), child.stdout.take()) {
-            read_lines(errors, told.clone(), Line::Error);
+            // Shown when it comes, whatever is being waited for meanwhile.
+            let name = shown.then(|| name.to_owned());
+            read_lines(errors, told.clone(), move |line| {
+                if let Some(name) = &name {
+                    // Nobody may be reading any more.
+                    let _ = writeln!(std::io::stdout(), "  {name}: {line}");
+                }
+                Line::Error(line)
+            });
             read_lines(output, told, Line::Output);
         }
-        Ok(Self { name: name.to_owned(), child, lines, shown, errors: Vec::new(), output: Vec::new() })
+        Ok(Self { name: name.to_owned(), child, lines, errors: Vec::new(), output: Vec::new() })
     }
 
     /// The process.
@@ -223,12 +229,7 @@ impl Sterna {
     /// Takes one line, or a rest; false once both streams have ended.
     fn hear(&mut self, cancel: &Cancel) -> Result<bool, HostsError> {
         match self.lines.recv_timeout(SLICE) {
-            Ok(Line::Error(line)) => {
-                if self.shown {
-                    println!("  {}: {line}", self.name);
-                }
-                self.errors.push(line);
-            }
+            Ok(Line::Error(line)) => self.errors.push(line),
             Ok(Line::Output(line)) => self.output.push(line),
             Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => return Err(cancelled()),
             Err(RecvTimeoutError::Timeout) => {}
@@ -245,7 +246,7 @@ impl Drop for Sterna {
     }
 }
 
-fn read_lines(stream: impl Read + Send + 'static, tell: Sender<Line>, kind: fn(String) -> Line) {
+fn read_lines(stream: impl Read + Send + 'static, tell: Sender<Line>, kind: impl Fn(String) -> Line + Send + 'static) {
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines().map_while(Result::ok) {
             if tell.send(kind(line)).is_err() {

@@ -132,6 +132,21 @@ pub enum ControlMessage {
     ReturnPath(ReturnPath),
     /// Either: a step of the switchover.
     Switchover(SwitchoverMessage),
+    /// Source: an opaque connection has come, for the socket that the destination knows by this name. Where the
+    /// destination agrees, its bytes travel on opaque channel `2 × index` to it, and on `2 × index + 1` back.
+    Opaque {
+        /// Which opaque connection of this migration, from 0.
+        index: u16,
+        /// The socket's name; empty: the one that the virtual machine monitor itself listens on.
+        name: String,
+    },
+    /// Destination: the answer to [`ControlMessage::Opaque`].
+    OpaqueAnswer {
+        /// Which opaque connection.
+        index: u16,
+        /// Why there is no connection; none: the channels may be opened.
+        refusal: Option<String>,
+    },
     /// Destination: figures for the report.
     Figures(DestinationFigures),
     /// Either: something failed, and what. The guest's fate is in the switchover messages.

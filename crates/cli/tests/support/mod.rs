@@ -1,6 +1,9 @@
 //! A migration between two real QEMUs by the real program, as the end-to-end tests need it.
 #![allow(dead_code, reason = "each test file uses its own part of this")]
 
+pub(crate) mod pair;
+
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -85,6 +88,30 @@ impl Sterna {
         let _ = self.child.wait();
     }
 
+    /// Asks it to give up, as Ctrl-C does.
+    pub(crate) fn interrupt(&self) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        // It may have ended just now.
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
+    }
+
+    /// Whether it has ended; what it ended with.
+    pub(crate) fn poll(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().unwrap()
+    }
+
+    /// All lines so far, those of standard error.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        self.said.lines.lock().unwrap().0.clone()
+    }
+
+    /// The migration's id, as `sterna send` and `sterna receive` say it.
+    pub(crate) fn migration(&self) -> String {
+        let line = self.wait_for("migration ");
+        let rest = line.split_once("migration ").unwrap().1;
+        rest.split([' ', ':']).next().unwrap().to_owned()
+    }
+
     /// Its process number.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
@@ -122,4 +149,51 @@ pub(crate) fn send(qmp: &Path, to: &str, state: &Path, json: &Path) -> Command {
 /// The report that `sterna send --json` wrote.
 pub(crate) fn report(json: &PathBuf) -> Value {
     serde_json::from_slice(&std::fs::read(json).expect("the report was written")).expect("the report is JSON")
+}
+
+/// `sterna recover` of one side.
+pub(crate) fn recover(id: &str, side: &str, state: &Path) -> Command {
+    let mut command = sterna();
+    command.args(["recover", id, "--side", side, "--insecure", "--state-dir"]).arg(state);
+    command
+}
+
+/// A place where a sterna stands still until the test lets it go on.
+pub(crate) struct Hold {
+    point: String,
+    opened: std::sync::mpsc::Receiver<File>,
+    path: PathBuf,
+}
+
+impl Hold {
+    /// Has `command` hold at `point`; `scratch` gets a FIFO.
+    pub(crate) fn at(point: &str, scratch: &Path, command: &mut Command) -> Self {
+        let path = scratch.join(format!("{point}.fifo"));
+        rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0).unwrap();
+        command.env("STERNA_FAULT", format!("{point}:hold:{}", path.display())).args(["--log", "warn"]);
+        let (open, opened) = std::sync::mpsc::channel();
+        let fifo = path.clone();
+        // Opening waits for the other end.
+        std::thread::spawn(move || open.send(File::open(fifo).unwrap()));
+        Self { point: point.to_owned(), opened, path }
+    }
+
+    /// Waits until `sterna` has come to the point; it goes on when what is returned is dropped.
+    pub(crate) fn reached(&self, sterna: &Sterna) -> File {
+        sterna.wait_for(&format!("holding at {}", self.point));
+        self.opened.recv_timeout(LONG).expect("it opens the FIFO")
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // Lets the thread that waits for the other end go, where nobody came.
+        let _ = File::options().write(true).read(true).open(&self.path);
+    }
+}
+
+/// Certificates for 127.0.0.1, made by `sterna cert` in `directory`.
+pub(crate) fn certificates(directory: &Path) {
+    let made = sterna().args(["cert", "--host", "127.0.0.1", "--dir"]).arg(directory).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
 }

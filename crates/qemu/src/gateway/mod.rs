@@ -25,6 +25,7 @@ mod fault;
 mod feeder;
 mod layout;
 mod peer;
+mod plane;
 mod proxy;
 mod qemu;
 mod recovery;

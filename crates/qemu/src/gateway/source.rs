@@ -5,21 +5,17 @@
 
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use sterna::abort::Abort;
-use sterna::batch::BatchPool;
 use sterna::control_link::ControlEvent;
-use sterna::entry::Pipeline;
 use sterna::pacer::Pacer;
 use sterna::record_file::RecordFile;
 use sterna::report::{DowntimeParts, Outcome, Progress, Report};
-use sterna::send::{SendChannel, SendContext};
+use sterna::send::SendContext;
 use sterna::transport::Security;
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
@@ -28,11 +24,12 @@ use sterna_wire::switchover::{
     SwitchoverMessage,
 };
 
-use super::peer::{self, Peer};
-use super::qemu::{self, QemuEvent};
 use super::layout::Start;
+use super::peer::{self, Peer};
+use super::plane::{Plane, Sent};
+use super::qemu::{self, QemuEvent};
 use super::sockets::SocketDir;
-use super::source_stream::{MainContext, NormalPageRatio, StreamNews, SyncPoints, closer, read_main, read_multifd, read_start};
+use super::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
 use super::{Cancel, GatewayError, Observer, SendOptions, fault};
 use crate::qmp::Qmp;
 use crate::settings::{Restore, Role, Settings, Wanted};
@@ -138,7 +135,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         window,
         abort,
         events_in,
-        plane: None,
+        moving: None,
         started: Instant::now(),
         moments: Moments::default(),
         figures: DestinationFigures::default(),
@@ -189,14 +186,11 @@ impl Moments {
     }
 }
 
-/// The threads that move bytes, and what they need.
+/// The data plane, and what of QEMU's sockets the driver itself needs.
 #[derive(Debug)]
-struct DataPlane {
-    pipeline: Arc<Pipeline>,
-    stream_channel: Arc<SendChannel>,
-    sync: Arc<SyncPoints>,
+struct Moving {
+    plane: Plane,
     return_path: UnixStream,
-    threads: Vec<JoinHandle<()>>,
     _sockets: SocketDir,
 }
 
@@ -219,7 +213,7 @@ struct Driver<'a> {
     window: Arc<Window>,
     abort: Arc<Abort>,
     events_in: Sender<Event>,
-    plane: Option<DataPlane>,
+    moving: Option<Moving>,
     started: Instant,
     moments: Moments,
     figures: DestinationFigures,
@@ -360,7 +354,7 @@ impl Driver<'_> {
             Event::Stream(news) => self.stream_says(news),
             Event::Drained(ram) => {
                 self.moments.drained = Some(Instant::now());
-                let (normal_pages, zero_pages) = self.pages();
+                let Sent { normal_pages, zero_pages, .. } = self.sent();
                 self.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
                 Some(SourceEvent::FinalStateSent)
             }
@@ -384,8 +378,8 @@ impl Driver<'_> {
             ControlMessage::Ready { placement } => {
                 placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
                 self.placement = placement;
-                if let Some(plane) = &self.plane {
-                    plane.sync.open();
+                if let Some(moving) = &self.moving {
+                    moving.plane.sync.open();
                 }
                 None
             }
@@ -463,28 +457,20 @@ impl Driver<'_> {
         None
     }
 
-    /// Waits, on a thread of its own, until all of RAM is acknowledged.
     fn drain(&mut self) {
-        let Some(plane) = &mut self.plane else { return };
-        let (pipeline, events) = (Arc::clone(&plane.pipeline), self.events_in.clone());
-        plane.threads.push(std::thread::spawn(move || {
-            // Where it fails, the migration is being taken down, and somebody else has said why.
-            if let Ok(ram) = pipeline.channels.iter().map(SendChannel::drained).collect() {
-                let _ = events.send(Event::Drained(ram));
-            }
-        }));
+        let Some(moving) = &mut self.moving else { return };
+        let events = self.events_in.clone();
+        let waiting = moving.plane.when_drained(move |ram| {
+            let _ = events.send(Event::Drained(ram));
+        });
+        if let Err(error) = waiting {
+            self.abort.raise(format_args!("no thread for draining the channels: {error}"));
+        }
     }
 
     fn start_migration(&mut self) -> Result<(), GatewayError> {
-        let id = self.dialed.id;
-        let sockets = SocketDir::create(id, "source", self.qmp.peer_pid())
+        let sockets = SocketDir::create(self.dialed.id, "source", self.qmp.peer_pid())
             .map_err(|error| GatewayError(format!("cannot make the private socket directory: {error}")))?;
-        let plane = self.open_plane(sockets)?;
-        self.plane = Some(plane);
-        Ok(())
-    }
-
-    fn open_plane(&mut self, sockets: SocketDir) -> Result<DataPlane, GatewayError> {
         let context = SendContext {
             window: Arc::clone(&self.window),
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
@@ -492,79 +478,35 @@ impl Driver<'_> {
             method: self.options.method,
             packet_size: self.dialed.packet_size,
         };
-        let (ram_channels, stream_channel) =
-            self.dialed.open_channels(&self.options.security, &self.options.to, &context)?;
-        let pool = BatchPool::new(batches(self.options.channels), self.dialed.packet_size);
-        let pipeline = Arc::new(Pipeline {
-            channels: ram_channels,
-            pool: Arc::clone(&pool),
-            window: Arc::clone(&self.window),
-            page_size: qemu::PAGE_SIZE,
-        });
-        let sync = Arc::new(SyncPoints::new(1 + usize::from(self.options.channels)));
-        {
-            let (window, sync) = (Arc::clone(&self.window), Arc::clone(&sync));
-            self.abort.on_end(move || {
-                window.close();
-                pool.close();
-                sync.close();
-            });
-        }
+        let channels = self.options.channels;
+        let readers = 1 + usize::from(channels);
+        let mut plane = Plane::open(&self.dialed, &self.options.security, &self.options.to, &context, readers)?;
 
-        let listening = |error: io::Error| GatewayError(format!("the private socket for QEMU failed: {error}"));
-        let listener = sockets.listen("qemu.sock").map_err(listening)?;
+        let failed = |error: io::Error| GatewayError(format!("the private sockets for QEMU failed: {error}"));
+        let listener = sockets.listen("qemu.sock").map_err(failed)?;
         self.migrating = true;
         let uri = format!("unix:{}", sockets.socket("qemu.sock").display());
         self.qmp
             .execute("migrate", json!({ "uri": uri }))
             .map_err(|error| GatewayError(format!("the source QEMU does not start the migration: {error}")))?;
-        let connections = qemu::accept_migration(&listener, self.options.channels as u8, CONNECT_TIME)
+        let connections = qemu::accept_migration(&listener, channels as u8, CONNECT_TIME)
             .map_err(|error| GatewayError(format!("the source QEMU did not connect: {error}")))?;
 
-        let return_path = connections.main.try_clone().map_err(listening)?;
-        for stream in connections.multifd.iter().map(|(stream, _)| stream).chain([&connections.main]) {
-            self.abort.on_end(closer(stream).map_err(listening)?);
-        }
-        let ratio = NormalPageRatio::new(self.options.normal_page_ratio);
-        let mut threads = Vec::new();
+        let return_path = connections.main.try_clone().map_err(failed)?;
+        self.abort.on_end(closer(&return_path).map_err(failed)?);
         let uuid = connections.multifd.first().map_or([0; 16], |(_, init)| init.uuid);
-        for (stream, init) in connections.multifd {
-            let (pipeline, sync, ratio) = (Arc::clone(&pipeline), Arc::clone(&sync), ratio.clone());
-            threads.push(self.reader(&format!("qemu-{}", init.id), move || {
-                read_multifd(stream, &pipeline, &sync, ratio).map_err(|error| error.to_string())
-            }));
-        }
-        let stream_channel = Arc::new(stream_channel);
-        let main = MainContext {
-            pipeline: Arc::clone(&pipeline),
-            sync: Arc::clone(&sync),
-            stream_channel: Arc::clone(&stream_channel),
-            ratio,
-        };
-        let news = Mutex::new(self.events_in.clone());
-        let channels = self.options.channels;
-        threads.push(self.reader("qemu-main", move || {
+        let ratio = NormalPageRatio::new(self.options.normal_page_ratio);
+        plane.read_multifd(connections.multifd, &ratio).map_err(failed)?;
+        let start = move || {
             let mut reader = MainReader::new(connections.main);
             let start = read_start(&mut reader).map_err(|error| error.to_string())?;
-            let start = Start { ram_channels: channels, multifd_channels: channels as u8, uuid, ..start };
-            read_main(reader, &start, main, |event| {
-                let _ = news.lock().expect("the sender does not panic").send(Event::Stream(event));
-            })
-            .map_err(|error| error.to_string())
-        }));
-        Ok(DataPlane { pipeline, stream_channel, sync, return_path, threads, _sockets: sockets })
-    }
-
-    fn reader(&self, name: &str, read: impl FnOnce() -> Result<(), String> + Send + 'static) -> JoinHandle<()> {
-        let abort = Arc::clone(&self.abort);
-        std::thread::Builder::new()
-            .name(name.to_owned())
-            .spawn(move || {
-                if let Err(reason) = read() {
-                    abort.raise(reason);
-                }
-            })
-            .expect("a thread can be started")
+            Ok((reader, Start { ram_channels: channels, multifd_channels: channels as u8, uuid, ..start }))
+        };
+        let events = self.events_in.clone();
+        let news = move |news| drop(events.send(Event::Stream(news)));
+        plane.read_main(start, ratio, news).map_err(failed)?;
+        self.moving = Some(Moving { plane, return_path, _sockets: sockets });
+        Ok(())
     }
 
     /// Sees to it that QEMU has no migration under way.
@@ -587,8 +529,8 @@ impl Driver<'_> {
     }
 
     fn return_message(&self, message: ReturnMessage) -> Result<(), crate::stream::StreamError> {
-        match &self.plane {
-            Some(plane) => message.write(&plane.return_path),
+        match &self.moving {
+            Some(moving) => message.write(&moving.return_path),
             None => Ok(()),
         }
     }
@@ -606,24 +548,8 @@ impl Driver<'_> {
         });
     }
 
-    fn pages(&self) -> (u64, u64) {
-        let Some(plane) = &self.plane else { return (0, 0) };
-        let count = |pages: fn(&SendChannel) -> u64| plane.pipeline.channels.iter().map(pages).sum();
-        (
-            count(|channel| channel.counters().normal_pages.load(Ordering::Relaxed)),
-            count(|channel| channel.counters().zero_pages.load(Ordering::Relaxed)),
-        )
-    }
-
-    fn bytes(&self) -> (u64, u64, u64) {
-        let Some(plane) = &self.plane else { return (0, 0, 0) };
-        let channels = || plane.pipeline.channels.iter().chain([&*plane.stream_channel]);
-        let sum = |bytes: fn(&SendChannel) -> u64| channels().map(bytes).sum();
-        (
-            sum(|channel| channel.counters().content_bytes.load(Ordering::Relaxed)),
-            sum(|channel| channel.counters().packet_bytes.load(Ordering::Relaxed)),
-            sum(|channel| channel.counters().wire_bytes.load(Ordering::Relaxed)),
-        )
+    fn sent(&self) -> Sent {
+        self.moving.as_ref().map(|moving| moving.plane.sent()).unwrap_or_default()
     }
 
     /// Asks QEMU for its figures and tells them. An event where QEMU says something that its events did not.
@@ -632,14 +558,13 @@ impl Driver<'_> {
             return None;
         }
         let info = self.qmp.query_migrate().ok()?;
-        let (content, packets, wire) = self.bytes();
-        let (normal_pages, zero_pages) = self.pages();
+        let sent = self.sent();
         let ram = info.ram.unwrap_or_default();
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
         let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
-        let content_rate = content.saturating_sub(self.content_told) as f64 / interval;
-        self.content_told = content;
-        let wire_rate = wire.saturating_sub(self.progress.wire_bytes) as f64 / interval;
+        let content_rate = sent.content_bytes.saturating_sub(self.content_told) as f64 / interval;
+        self.content_told = sent.content_bytes;
+        let wire_rate = sent.wire_bytes.saturating_sub(self.progress.wire_bytes) as f64 / interval;
         let drain = (ram.remaining + self.window.in_flight()) as f64 / content_rate.max(1.0) * 1e3;
         self.progress = Progress {
             phase: info.status,
@@ -647,12 +572,12 @@ impl Driver<'_> {
             round: ram.dirty_sync_count,
             total_bytes: self.progress.total_bytes.max(ram.total),
             remaining_bytes: ram.remaining,
-            normal_pages,
-            zero_pages,
+            normal_pages: sent.normal_pages,
+            zero_pages: sent.zero_pages,
             content_rate,
-            wire_bytes: wire,
+            wire_bytes: sent.wire_bytes,
             wire_rate,
-            ratio: if packets > 0 { content as f64 / packets as f64 } else { 1.0 },
+            ratio: sent.ratio(),
             dirty_rate: (ram.dirty_pages_rate * ram.page_size.max(1)) as f64,
             predicted_downtime_ms: drain + COMMIT_ESTIMATE.as_secs_f64() * 1e3,
         };
@@ -682,8 +607,7 @@ impl Driver<'_> {
             End::Undelivered if self.cancelled => (Outcome::Cancelled, Some("cancelled".into())),
             End::Undelivered => (Outcome::Failed, self.abort.reason()),
         };
-        let (content, packets, wire) = self.bytes();
-        let (normal_pages, zero_pages) = self.pages();
+        let sent = self.sent();
         if outcome == Outcome::Completed {
             // Figures follow the last switchover message on the same channel.
             if let Some(restore) = self.restore.take() {
@@ -692,7 +616,10 @@ impl Driver<'_> {
         }
         self.abort.finish();
         let rounds = self.qmp.query_migrate().ok().and_then(|info| info.ram).map_or(0, |ram| ram.dirty_sync_count);
-        self.close_plane();
+        self.peer = None;
+        if let Some(moving) = self.moving.take() {
+            moving.plane.join();
+        }
         let end = self.moments.running.unwrap_or_else(Instant::now);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         Report {
@@ -705,12 +632,12 @@ impl Driver<'_> {
             downtime_ms: Moments::between(self.moments.stopped, self.moments.running),
             downtime: self.moments.parts(),
             rounds,
-            wire_bytes: wire,
-            content_bytes: content,
-            normal_pages,
-            zero_pages,
-            ratio: if packets > 0 { content as f64 / packets as f64 } else { 1.0 },
-            throughput: wire as f64 / (total_ms / 1e3).max(1e-3),
+            wire_bytes: sent.wire_bytes,
+            content_bytes: sent.content_bytes,
+            normal_pages: sent.normal_pages,
+            zero_pages: sent.zero_pages,
+            ratio: sent.ratio(),
+            throughput: sent.wire_bytes as f64 / (total_ms / 1e3).max(1e-3),
             method: self.options.method.to_string(),
             channels: self.options.channels,
             encrypted: matches!(self.options.security, Security::Tls(_)),
@@ -720,26 +647,4 @@ impl Driver<'_> {
             placement: self.placement.clone(),
         }
     }
-
-    fn close_plane(&mut self) {
-        self.peer = None;
-        let Some(plane) = self.plane.take() else { return };
-        for thread in plane.threads {
-            let _ = thread.join();
-        }
-        // All users of the channels have ended: the last owner ends their threads.
-        if let Ok(channel) = Arc::try_unwrap(plane.stream_channel) {
-            channel.join();
-        }
-        if let Ok(pipeline) = Arc::try_unwrap(plane.pipeline) {
-            pipeline.channels.into_iter().for_each(SendChannel::join);
-        }
-    }
-}
-
-/// Batches for `channels` channels: what readers fill, what waits in queues, what is being sent.
-fn batches(channels: u16) -> usize {
-    let channels = usize::from(channels);
-    // Each reader may hold one open batch per channel while it waits for another.
-    (channels + 1) * (channels + 1) + 8 * channels
 }

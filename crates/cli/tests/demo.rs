@@ -1,0 +1,26 @@
+//! The demo, as `make demo` runs it.
+
+use std::process::Command;
+
+use serde_json::Value;
+use sterna_lab::{QemuVersion, Tools, or_skip};
+
+#[test]
+fn the_demo_moves_a_guest_and_its_report_says_so() {
+    let Some(tools) = or_skip(Tools::locate()) else { return };
+    let (Some(_), Some(_)) = (or_skip(tools.kernel()), or_skip(tools.qemu(QemuVersion::V7_2))) else { return };
+    let scratch = tempfile::tempdir().unwrap();
+    let mut demo = Command::new(env!("CARGO_BIN_EXE_sterna"));
+
+    let shown = demo.arg("demo").arg("--directory").arg(scratch.path()).env("STERNA_TOOLS", tools.directory()).output().unwrap();
+
+    let text = String::from_utf8_lossy(&shown.stdout).into_owned() + &String::from_utf8_lossy(&shown.stderr);
+    assert!(shown.status.success(), "{text}");
+    assert!(text.contains("The counter goes on") && text.contains("bad=0"), "{text}");
+    let report: Value = serde_json::from_slice(&std::fs::read(scratch.path().join("report.json")).unwrap()).unwrap();
+    assert_eq!((&report["outcome"], &report["guest_verified"]), (&"completed".into(), &true.into()), "{report:#}");
+    for figure in ["total_ms", "downtime_ms", "wire_bytes"] {
+        assert!(report[figure].as_f64().is_some_and(|value| value > 0.0), "{figure} in {report:#}");
+    }
+    assert!(report["encrypted"].as_bool().unwrap() && report["guest_first_tick_after"].as_u64() > report["guest_last_tick"].as_u64());
+}

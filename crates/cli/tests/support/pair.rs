@@ -1,0 +1,168 @@
+//! Two watched QEMUs: each has a second monitor, on which its own events tell when its guest ran.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+use sterna_lab::{Guest, Qemu, QemuOptions, QemuVersion, boot_sector, or_skip, ram::Ram};
+use sterna_qemu::qmp::Qmp;
+use tempfile::TempDir;
+
+use super::LONG;
+
+/// A QEMU with a monitor beside the one that sterna uses, so that it can be watched all the while.
+pub(crate) struct Watched {
+    pub(crate) qemu: Qemu,
+    pub(crate) monitor: Qmp,
+    /// When it was killed, in microseconds since 1970.
+    killed: Option<u64>,
+    /// Whether its guest ran from the start.
+    source: bool,
+}
+
+impl Watched {
+    /// Starts a QEMU; its second monitor's socket is `name` in `directory`.
+    pub(crate) fn start(options: &QemuOptions, directory: &Path, name: &str) -> Result<Self, sterna_lab::Error> {
+        let socket = directory.join(format!("{name}.watch"));
+        let mut options = options.clone();
+        options.extra.extend([
+            "-chardev".into(),
+            format!("socket,id=watch,path={},server=on,wait=off", socket.display()),
+            "-mon".into(),
+            "chardev=watch,mode=control".into(),
+        ]);
+        let source = options.role == sterna_lab::Role::Source;
+        let qemu = Qemu::start(&options)?;
+        let monitor = Qmp::connect(&socket).expect("the second monitor answers");
+        Ok(Self { qemu, monitor, killed: None, source })
+    }
+
+    /// Its run state; none where the process has ended.
+    pub(crate) fn status(&self) -> Option<String> {
+        self.monitor.status().ok()
+    }
+
+    /// Whether its guest runs now.
+    pub(crate) fn runs(&self) -> bool {
+        self.status().as_deref() == Some("running")
+    }
+
+    /// Kills it as a crash would.
+    pub(crate) fn kill(&mut self) {
+        self.qemu.kill();
+        self.killed.get_or_insert_with(now);
+    }
+
+    /// Whether it was killed by the test.
+    pub(crate) fn was_killed(&self) -> bool {
+        self.killed.is_some()
+    }
+
+    /// When its guest ran, in microseconds since 1970, by what it said itself: it says STOP after its processors have
+    /// stopped and RESUME before they start, so that the guest certainly stood outside of these.
+    pub(crate) fn ran(&self) -> Vec<(u64, u64)> {
+        let mut ran = Vec::new();
+        let mut since = self.source.then_some(0);
+        while let Ok(Some(event)) = self.monitor.next_event(Instant::now()) {
+            let time = event.time_us.expect("QEMU tells the time");
+            match event.name.as_str() {
+                "RESUME" => since = since.or(Some(time)),
+                "STOP" => ran.extend(since.take().map(|since| (since, time))),
+                _ => {}
+            }
+        }
+        ran.extend(since.map(|since| (since, self.killed.unwrap_or_else(now))));
+        ran
+    }
+
+    /// What `query-migrate-capabilities` and `query-migrate-parameters` say.
+    pub(crate) fn migration_settings(&self) -> [Value; 2] {
+        ["query-migrate-capabilities", "query-migrate-parameters"]
+            .map(|command| self.monitor.execute(command, json!({})).expect("QEMU answers"))
+    }
+
+    /// Stops the boot-sector guest and checks its memory; gives the passes that it had begun.
+    pub(crate) fn checked_passes(&self) -> Result<u32, String> {
+        self.monitor.execute("stop", json!({})).map_err(|error| error.to_string())?;
+        let ram = Ram::open(self.qemu.pid(), self.qemu.memory()).map_err(|error| error.to_string())?;
+        boot_sector::check(&ram).map_err(|error| error.to_string())
+    }
+
+    /// Waits until the boot-sector guest has written another letter: it goes on.
+    pub(crate) fn wait_progress(&self) -> Result<(), String> {
+        let before = self.qemu.console().byte_count();
+        self.qemu.console().wait_for_bytes(before + 1, LONG).map_err(|error| error.to_string())
+    }
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_micros() as u64
+}
+
+/// A source whose guest runs, a destination that waits for it, and a directory for each one's records.
+pub(crate) struct Pair {
+    pub(crate) source: Watched,
+    pub(crate) destination: Watched,
+    pub(crate) scratch: TempDir,
+}
+
+impl Pair {
+    /// Starts both, with the boot-sector guest at work; none where the tools are missing.
+    pub(crate) fn boot_sector(version: QemuVersion) -> Option<Self> {
+        let options = QemuOptions::new(version, Guest::BootSector);
+        let pair = Self::start(&options, &options.incoming())?;
+        // The firmware says nothing on the serial line, so these are the guest's: it is past its first passes.
+        pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
+        Some(pair)
+    }
+
+    /// Starts both; none where the tools are missing.
+    pub(crate) fn start(source: &QemuOptions, destination: &QemuOptions) -> Option<Self> {
+        let scratch = tempfile::tempdir().expect("a directory for the test");
+        let source = or_skip(Watched::start(source, scratch.path(), "source"))?;
+        let destination = Watched::start(destination, scratch.path(), "destination").expect("a second QEMU");
+        Some(Self { source, destination, scratch })
+    }
+
+    /// Where the source's records lie.
+    pub(crate) fn source_state(&self) -> PathBuf {
+        self.scratch.path().join("source-state")
+    }
+
+    /// Where the destination's records lie.
+    pub(crate) fn destination_state(&self) -> PathBuf {
+        self.scratch.path().join("destination-state")
+    }
+
+    /// Where `send` writes its report.
+    pub(crate) fn report(&self) -> PathBuf {
+        self.scratch.path().join("report.json")
+    }
+
+    /// Fails where both guests ran at the same time, ever.
+    pub(crate) fn never_both(&self) -> Result<(), String> {
+        let (source, destination) = (self.source.ran(), self.destination.ran());
+        for (start, end) in &source {
+            for (other_start, other_end) in &destination {
+                if start.max(other_start) < end.min(other_end) {
+                    return Err(format!("BOTH RAN: source {source:?}, destination {destination:?}"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Waits until `done` holds: for what is told by no event. Looks often, and gives up after `limit`.
+pub(crate) fn eventually(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + limit;
+    loop {
+        if done() {
+            return true;
+        }
+        if Instant::now() >= deadline {
+            return false;
+        }
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+}

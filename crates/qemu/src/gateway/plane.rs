@@ -1,0 +1,168 @@
+//! The source's data plane: channels, pipeline, and the threads that read what QEMU writes.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+
+use sterna::abort::Abort;
+use sterna::batch::BatchPool;
+use sterna::entry::Pipeline;
+use sterna::send::{SendChannel, SendContext};
+use sterna::transport::Security;
+
+use super::GatewayError;
+use super::layout::Start;
+use super::peer::Dialed;
+use super::qemu::PAGE_SIZE;
+use super::source_stream::{MainContext, NormalPageRatio, StreamNews, SyncPoints, closer, read_main, read_multifd};
+use crate::stream::{MainReader, MultifdInit};
+
+/// The threads that move bytes, and what they need.
+#[derive(Debug)]
+pub(super) struct Plane {
+    pub(super) pipeline: Arc<Pipeline>,
+    pub(super) stream_channel: Arc<SendChannel>,
+    pub(super) sync: Arc<SyncPoints>,
+    abort: Arc<Abort>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// What went over all channels so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Sent {
+    pub(super) normal_pages: u64,
+    pub(super) zero_pages: u64,
+    pub(super) content_bytes: u64,
+    pub(super) packet_bytes: u64,
+    pub(super) wire_bytes: u64,
+}
+
+impl Sent {
+    /// Content bytes / packet bytes; 1 before anything was sent.
+    pub(super) fn ratio(&self) -> f64 {
+        if self.packet_bytes > 0 { self.content_bytes as f64 / self.packet_bytes as f64 } else { 1.0 }
+    }
+}
+
+impl Plane {
+    /// Opens the channels to the destination. `readers` is how many connections of QEMU will be read.
+    pub(super) fn open(
+        dialed: &Dialed,
+        security: &Security,
+        to: &str,
+        context: &SendContext,
+        readers: usize,
+    ) -> Result<Self, GatewayError> {
+        let (channels, stream_channel) = dialed.open_channels(security, to, context)?;
+        let pool = BatchPool::new(batches(channels.len(), readers), dialed.packet_size);
+        let pipeline = Arc::new(Pipeline {
+            channels,
+            pool: Arc::clone(&pool),
+            window: Arc::clone(&context.window),
+            page_size: PAGE_SIZE,
+        });
+        let sync = Arc::new(SyncPoints::new(readers));
+        let (window, waiting) = (Arc::clone(&context.window), Arc::clone(&sync));
+        context.abort.on_end(move || {
+            window.close();
+            pool.close();
+            waiting.close();
+        });
+        let stream_channel = Arc::new(stream_channel);
+        Ok(Self { pipeline, stream_channel, sync, abort: Arc::clone(&context.abort), threads: Vec::new() })
+    }
+
+    /// Starts reading the multifd channels.
+    pub(super) fn read_multifd(
+        &mut self,
+        connections: Vec<(UnixStream, MultifdInit)>,
+        ratio: &NormalPageRatio,
+    ) -> io::Result<()> {
+        for (stream, init) in connections {
+            self.abort.on_end(closer(&stream)?);
+            let (pipeline, sync, ratio) = (Arc::clone(&self.pipeline), Arc::clone(&self.sync), ratio.clone());
+            self.spawn(&format!("qemu-{}", init.id), move || {
+                read_multifd(stream, &pipeline, &sync, ratio).map_err(|error| error.to_string())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Starts reading the main channel; `start` reads its beginning, on the same thread.
+    pub(super) fn read_main(
+        &mut self,
+        start: impl FnOnce() -> Result<(MainReader<UnixStream>, Start), String> + Send + 'static,
+        ratio: NormalPageRatio,
+        news: impl FnMut(StreamNews) + Send + 'static,
+    ) -> io::Result<()> {
+        let context = MainContext {
+            pipeline: Arc::clone(&self.pipeline),
+            sync: Arc::clone(&self.sync),
+            stream_channel: Arc::clone(&self.stream_channel),
+            ratio,
+        };
+        self.spawn("qemu-main", move || {
+            let (reader, start) = start()?;
+            read_main(reader, &start, context, news).map_err(|error| error.to_string())
+        })
+    }
+
+    /// Calls `drained` with the last sequence number of each RAM channel when all of RAM is acknowledged. Where the
+    /// migration is taken down before that, it is not called: somebody else has said why.
+    pub(super) fn when_drained(&mut self, drained: impl FnOnce(Vec<u64>) + Send + 'static) -> io::Result<()> {
+        let pipeline = Arc::clone(&self.pipeline);
+        self.spawn("drain", move || {
+            if let Ok(last) = pipeline.channels.iter().map(SendChannel::drained).collect() {
+                drained(last);
+            }
+            Ok(())
+        })
+    }
+
+    fn spawn(&mut self, name: &str, run: impl FnOnce() -> Result<(), String> + Send + 'static) -> io::Result<()> {
+        let abort = Arc::clone(&self.abort);
+        self.threads.push(std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+            if let Err(reason) = run() {
+                abort.raise(reason);
+            }
+        })?);
+        Ok(())
+    }
+
+    /// What went over the channels so far.
+    pub(super) fn sent(&self) -> Sent {
+        let mut sent = Sent::default();
+        for channel in self.pipeline.channels.iter().chain([&*self.stream_channel]) {
+            let counters = channel.counters();
+            sent.normal_pages += counters.normal_pages.load(Ordering::Relaxed);
+            sent.zero_pages += counters.zero_pages.load(Ordering::Relaxed);
+            sent.content_bytes += counters.content_bytes.load(Ordering::Relaxed);
+            sent.packet_bytes += counters.packet_bytes.load(Ordering::Relaxed);
+            sent.wire_bytes += counters.wire_bytes.load(Ordering::Relaxed);
+        }
+        sent
+    }
+
+    /// Waits for all threads. The migration has ended: every connection is closed.
+    pub(super) fn join(self) {
+        for thread in self.threads {
+            // A panic there has been printed, and its closed connection was noticed.
+            let _ = thread.join();
+        }
+        // All users of the channels have ended: the last owner ends their threads.
+        if let Ok(channel) = Arc::try_unwrap(self.stream_channel) {
+            channel.join();
+        }
+        if let Ok(pipeline) = Arc::try_unwrap(self.pipeline) {
+            pipeline.channels.into_iter().for_each(SendChannel::join);
+        }
+    }
+}
+
+/// Batches that are enough: what waits in queues and is being sent, and one open batch of each reader for each channel,
+/// since a reader may hold those while it waits for another.
+fn batches(channels: usize, readers: usize) -> usize {
+    readers * (channels + 1) + 8 * channels
+}

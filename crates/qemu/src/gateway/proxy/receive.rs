@@ -1,0 +1,268 @@
+//! The destination's proxy.
+
+use std::collections::HashMap;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use sterna::abort::Abort;
+use sterna::control_link::{ControlEvent, ControlLink, say};
+use sterna::pacer::Pacer;
+use sterna::send::{SendChannel, SendContext};
+use sterna::transport::{Connection, Limits, Listener, accept_channel};
+use sterna::window::Window;
+use sterna_codec::{Method, MethodChoice};
+use sterna_wire::control::{ControlMessage, Mode, ReturnPath};
+
+use super::opaque::{Open, pump_in, pump_out};
+use crate::gateway::doorman::{DoorNews, Doorman, OpaqueDoor, Session};
+use crate::gateway::feeder::{Feeder, FeederNews};
+use crate::gateway::sockets;
+use crate::gateway::source_stream::closer;
+use crate::gateway::{Cancel, GatewayError, Observer, Placement, ProxyReceiveOptions};
+use crate::stream::{ReturnMessage, ReturnPathReader};
+
+enum Event {
+    Control(u32, ControlEvent),
+    Reconnected,
+    Feeder(FeederNews),
+    ReturnPath(Option<ReturnMessage>),
+    OpaqueEnded,
+    Broken,
+    Cancelled,
+}
+
+/// Carries what comes from one source's proxy to the destination QEMU, and opaque connections to their sockets.
+///
+/// # Errors
+/// What broke; the QEMUs' own sockets have been closed, as if the network had failed.
+pub fn proxy_receive(
+    options: &ProxyReceiveOptions,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<(), GatewayError> {
+    let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
+    observer.note(&format!("listening on {}", listener.local_address()));
+    let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
+    let stop = incoming.stop_handle();
+    let stop_at_end = incoming.stop_handle();
+    cancel.on_cancel(move || stop.stop());
+    let session = loop {
+        let (connection, header) =
+            incoming.next().ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
+        match Session::accept(connection, &header, Mode::Proxy, |_| None) {
+            Ok(session) => break session,
+            Err(reason) => observer.note(&format!("refused: {reason}")),
+        }
+    };
+    observer.note(&format!("a proxy's connections from {}", session.peer));
+
+    let Session { dialed, mut writer, reader, closer: closing, messages, welcome, .. } = session;
+    let (events_in, events) = channel();
+    let abort = Arc::new(Abort::default());
+    let broken = events_in.clone();
+    abort.on_end(move || drop(broken.send(Event::Broken)));
+    let cancelled = events_in.clone();
+    cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
+
+    let nowhere = Box::new(|| Err("a proxy does not look into QEMU".to_owned()));
+    let feeder = Feeder::new(&options.unix, Placement::InStream, nowhere, &abort);
+    let packet_size = dialed.packet_size;
+    let opaque = Arc::new(OpaqueConnections {
+        local: Mutex::default(),
+        open: Open::default(),
+        packet_size,
+        abort: Arc::clone(&abort),
+        events_in: events_in.clone(),
+    });
+    let door: OpaqueDoor = {
+        let opaque = Arc::clone(&opaque);
+        Box::new(move |index, connection| opaque.admit(index, connection))
+    };
+    let tell = {
+        let events_in = events_in.clone();
+        Arc::new(move |news| {
+            let _ = events_in.send(match news {
+                DoorNews::Feeder(news) => Event::Feeder(news),
+                DoorNews::Reconnected(..) => Event::Reconnected,
+                DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
+            });
+        })
+    };
+    let doorman = Arc::new(Doorman::new(dialed, feeder, &abort, Some(door), tell));
+    doorman.open();
+    say(&mut writer, &ControlMessage::Welcome(welcome)).map_err(GatewayError::new)?;
+    let told = events_in.clone();
+    let link = ControlLink::start(writer, reader, closing, messages, move |event| {
+        let _ = told.send(Event::Control(1, event));
+    })
+    .map_err(GatewayError::new)?;
+    let accepting = {
+        let doorman = Arc::clone(&doorman);
+        std::thread::spawn(move || {
+            while let Some((connection, header)) = incoming.next() {
+                doorman.admit(connection, &header);
+            }
+        })
+    };
+
+    let mut proxy = Proxy { options, link, opaque, events_in, stream_ended: false, shut: false };
+    let mut outcome = Ok(());
+    for event in events {
+        match proxy.take(event, &abort) {
+            Ok(false) => {}
+            Ok(true) => break,
+            Err(error) => {
+                let _ = proxy.link.send(&ControlMessage::Failed { reason: error.to_string() });
+                outcome = Err(error);
+                break;
+            }
+        }
+    }
+    abort.finish();
+    stop_at_end.stop();
+    let _ = accepting.join();
+    doorman.join();
+    outcome
+}
+
+struct Proxy<'a> {
+    options: &'a ProxyReceiveOptions,
+    link: ControlLink,
+    opaque: Arc<OpaqueConnections>,
+    events_in: Sender<Event>,
+    stream_ended: bool,
+    shut: bool,
+}
+
+impl Proxy<'_> {
+    /// Says whether everything has come to its end.
+    fn take(&mut self, event: Event, abort: &Abort) -> Result<bool, GatewayError> {
+        match event {
+            Event::Control(1, ControlEvent::Message(ControlMessage::Opaque { index, name })) => {
+                let refusal = self.connect_opaque(index, &name).err();
+                self.say(&ControlMessage::OpaqueAnswer { index, refusal });
+            }
+            Event::Control(1, ControlEvent::Message(ControlMessage::Failed { reason })) => {
+                return Err(GatewayError(format!("the source failed: {}", sterna_wire::text::cleaned(&reason))));
+            }
+            Event::Control(1, ControlEvent::Lost(_)) if self.stream_ended => return Ok(true),
+            Event::Control(1, ControlEvent::Lost(reason)) => {
+                return Err(GatewayError(format!("the source's proxy was lost: {reason}; QEMU's connections were closed")));
+            }
+            Event::Control(..) | Event::Reconnected | Event::OpaqueEnded => {}
+            Event::Feeder(FeederNews::Ready(placement, return_path)) => {
+                self.say(&ControlMessage::Ready { placement });
+                self.relay_return_path(return_path);
+            }
+            Event::Feeder(FeederNews::RamPlaced) => {}
+            Event::Feeder(FeederNews::Ended) => self.stream_ended = true,
+            Event::ReturnPath(Some(message)) => {
+                self.shut |= matches!(message, ReturnMessage::Shut(_));
+                self.say(&ControlMessage::ReturnPath(match message {
+                    ReturnMessage::Pong(value) => ReturnPath::Pong(value),
+                    ReturnMessage::SwitchoverAck => ReturnPath::SwitchoverAck,
+                    ReturnMessage::Shut(status) => ReturnPath::Shut(status),
+                }));
+            }
+            // Without a word it has given up, unless no return path was asked for and the stream is over.
+            Event::ReturnPath(None) if self.shut || self.stream_ended => {}
+            Event::ReturnPath(None) => {
+                return Err(GatewayError("the destination QEMU closed its migration socket".into()));
+            }
+            Event::Broken => {
+                if let Some(reason) = abort.reason() {
+                    return Err(GatewayError(format!("{reason}; QEMU's connections were closed")));
+                }
+            }
+            Event::Cancelled => return Err(GatewayError("cancelled; QEMU's connections were closed".into())),
+        }
+        Ok(false)
+    }
+
+    fn say(&self, message: &ControlMessage) {
+        if let Err(error) = self.link.send(message) {
+            // The link's reading side reports the loss.
+            tracing::info!(%error, "the source's proxy did not take a message");
+        }
+    }
+
+    fn connect_opaque(&self, index: u16, name: &str) -> Result<(), String> {
+        let path: &PathBuf = if name.is_empty() {
+            &self.options.unix
+        } else {
+            let known = self.options.opaque.iter().find(|(known, _)| known == name);
+            &known.ok_or_else(|| format!("no socket is known here by the name {name:?}"))?.1
+        };
+        let stream = sockets::connect(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let mut local = self.opaque.local.lock().expect("opaque connections do not panic");
+        local.insert(index, stream);
+        Ok(())
+    }
+
+    fn relay_return_path(&self, mut reader: ReturnPathReader<UnixStream>) {
+        let events = self.events_in.clone();
+        std::thread::spawn(move || {
+            loop {
+                let message = reader.next_message().unwrap_or_else(|error| {
+                    tracing::info!(%error, "the return path broke");
+                    None
+                });
+                let ended = message.is_none();
+                if events.send(Event::ReturnPath(message)).is_err() || ended {
+                    return;
+                }
+            }
+        });
+    }
+}
+
+/// The local ends of opaque connections, by their index.
+struct OpaqueConnections {
+    local: Mutex<HashMap<u16, UnixStream>>,
+    open: Open,
+    packet_size: usize,
+    abort: Arc<Abort>,
+    events_in: Sender<Event>,
+}
+
+impl OpaqueConnections {
+    /// An even channel brings what the source's side says, the odd one after it takes back what this side says.
+    fn admit(&self, channel: u16, connection: Connection) -> Result<(), (Connection, String)> {
+        let local = {
+            let local = self.local.lock().expect("opaque connections do not panic");
+            local.get(&(channel / 2)).map(UnixStream::try_clone)
+        };
+        let Some(Ok(local)) = local else { return Err((connection, "no opaque connection with this index".into())) };
+        if let Err(error) = self.start(channel, connection, local) {
+            tracing::info!(error, "an opaque connection failed");
+        }
+        Ok(())
+    }
+
+    fn start(&self, channel: u16, connection: Connection, local: UnixStream) -> Result<(), String> {
+        let failed = |error: std::io::Error| error.to_string();
+        let closing = connection.closer();
+        self.abort.on_end(move || closing.close());
+        self.abort.on_end(closer(&local).map_err(failed)?);
+        let (writer, reader) = accept_channel(connection).map_err(|error| error.to_string())?;
+        let events = self.events_in.clone();
+        let ended = move || drop(events.send(Event::OpaqueEnded));
+        if channel.is_multiple_of(2) {
+            return pump_in(local, reader, writer, self.packet_size, &self.open, ended).map_err(failed);
+        }
+        let method = Method::from_name("none").ok_or("the method none is missing")?;
+        let context = SendContext {
+            window: Arc::new(Window::new(self.packet_size as u64, Duration::ZERO, Duration::ZERO)),
+            pacer: Arc::new(Pacer::new(None)),
+            abort: Arc::clone(&self.abort),
+            method: MethodChoice::new(method, None).map_err(|error| error.to_string())?,
+            packet_size: self.packet_size,
+        };
+        let name = format!("opaque-{channel}");
+        let channel = SendChannel::start(&name, writer, reader, context).map_err(failed)?;
+        pump_out(local, channel, &self.open, ended).map_err(failed)
+    }
+}
