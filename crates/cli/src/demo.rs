@@ -151,7 +151,9 @@ fn migrate(
     say(&format!("Certificates: {}.", certificates.display()));
 
     let mut command = hosts.sterna(Side::B)?;
-    command.args(["receive", "--allow", "host-a", "--listen", &format!("{host}:0"), "--qmp"]).arg(destination.qmp_path());
+    command
+        .args(["receive", "--allow", "host-a", "--listen", &format!("{host}:0"), "--qmp"])
+        .arg(destination.qmp_path());
     command.arg("--tls").arg(&certificates).arg("--state-dir").arg(directory.join("state-b"));
     let mut receiver = Sterna::start("B", command, true)?;
     let address = receiver.address(LONG, cancel)?;
@@ -166,7 +168,9 @@ fn migrate(
     let started = Instant::now();
     let sent = Sterna::start("A", command, true)?.finish(LONG, cancel)?;
     let elapsed = started.elapsed();
-    if let Some(Value::Object(fields)) = std::fs::read(&sent_report).ok().and_then(|text| serde_json::from_slice(&text).ok()) {
+    if let Some(Value::Object(fields)) =
+        std::fs::read(&sent_report).ok().and_then(|text| serde_json::from_slice(&text).ok())
+    {
         for (name, value) in fields {
             report[name] = value;
         }
@@ -184,7 +188,10 @@ fn migrate(
         return Err(HostsError(format!("sterna receive on host B: {}, {last}", received.status)));
     }
     if report["outcome"] != "completed" {
-        return Err(HostsError(format!("sterna send wrote no report of a completed migration to {}", sent_report.display())));
+        return Err(HostsError(format!(
+            "sterna send wrote no report of a completed migration to {}",
+            sent_report.display()
+        )));
     }
     say(&format!("The guest moved; `sterna send` took {:.1} s in all.", elapsed.as_secs_f64()));
     Ok(())

@@ -217,7 +217,9 @@ impl Sterna {
         }
         // Ended but not yet waited for, a process still tells what it used.
         let pid = Pid::from_child(&self.child);
-        while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {}
+        while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)
+        {
+        }
         let usage = Usage::of(self.child.id())?;
         let status = self.child.wait().map_err(doing(format_args!("waiting for {}", self.name)))?;
         if cancel.is_cancelled() {

@@ -12,7 +12,13 @@ fn the_demo_moves_a_guest_and_its_report_says_so() {
     let scratch = tempfile::tempdir().unwrap();
     let mut demo = Command::new(env!("CARGO_BIN_EXE_sterna"));
 
-    let shown = demo.arg("demo").arg("--directory").arg(scratch.path()).env("STERNA_TOOLS", tools.directory()).output().unwrap();
+    let shown = demo
+        .arg("demo")
+        .arg("--directory")
+        .arg(scratch.path())
+        .env("STERNA_TOOLS", tools.directory())
+        .output()
+        .unwrap();
 
     let text = String::from_utf8_lossy(&shown.stdout).into_owned() + &String::from_utf8_lossy(&shown.stderr);
     assert!(shown.status.success(), "{text}");
@@ -22,5 +28,8 @@ fn the_demo_moves_a_guest_and_its_report_says_so() {
     for figure in ["total_ms", "downtime_ms", "wire_bytes"] {
         assert!(report[figure].as_f64().is_some_and(|value| value > 0.0), "{figure} in {report:#}");
     }
-    assert!(report["encrypted"].as_bool().unwrap() && report["guest_first_tick_after"].as_u64() > report["guest_last_tick"].as_u64());
+    assert!(
+        report["encrypted"].as_bool().unwrap()
+            && report["guest_first_tick_after"].as_u64() > report["guest_last_tick"].as_u64()
+    );
 }

@@ -2,8 +2,8 @@ mod support;
 use serde_json::json;
 use sterna_lab::ram::{CHANGED_BY_LOADING, compare};
 use sterna_lab::{Guest, LinuxGuest, QemuOptions, QemuVersion};
-use support::pair::{Pair, eventually};
 use support::LONG;
+use support::pair::{Pair, eventually};
 #[test]
 fn control() {
     let n: usize = std::env::var("N").map_or(8, |n| n.parse().unwrap());
@@ -14,7 +14,9 @@ fn control() {
         let linux = LinuxGuest { memory: Some(160 << 20), dirty_rate: 20 << 20, ..LinuxGuest::default() };
         let mut options = QemuOptions::new(from, Guest::Linux(linux));
         options.memory = 384 << 20;
-        if std::env::var("MEMFD").is_ok() { options.backend = sterna_lab::Backend::Memfd; }
+        if std::env::var("MEMFD").is_ok() {
+            options.backend = sterna_lab::Backend::Memfd;
+        }
         let mut inc = options.incoming();
         inc.version = to;
         let Some(pair) = Pair::start(&options, &inc) else { return };

@@ -28,7 +28,8 @@ fn committed_corpus_is_read_as_the_fuzz_target_reads_it() {
 
 #[test]
 fn the_documents_start_record_is_one_and_is_written_the_same_way() {
-    let document = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/protocol.md")).unwrap();
+    let document =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/protocol.md")).unwrap();
     let (_, rest) = document.split_once("```json start\n").expect("the document has a start record");
     let (example, _) = rest.split_once("```").unwrap();
 

@@ -4,8 +4,8 @@
 //! accepted and checked by the listener; here they are matched to the migration, and each gets a thread.
 
 use std::net::Shutdown;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -16,9 +16,7 @@ use sterna::control_link::{ControlEvent, ControlLink, say};
 use sterna::record_file::RecordFile;
 use sterna::report::Outcome;
 use sterna::transport::{Limits, Listener};
-use sterna_wire::control::{
-    ControlMessage, DestinationFigures, Hello, Mode, ReturnPath, Totals, Welcome,
-};
+use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, ReturnPath, Totals, Welcome};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
     Moment, RecordState, SwitchoverMessage,

@@ -62,7 +62,8 @@ impl Session {
             _ => None,
         };
         let chosen = choose(&own_capabilities(MAX_CONTENT), header, &exporter, &hello);
-        let objection = wrong_mode.or_else(|| chosen.as_ref().err().map(ToString::to_string)).or_else(|| refusal(&hello));
+        let objection =
+            wrong_mode.or_else(|| chosen.as_ref().err().map(ToString::to_string)).or_else(|| refusal(&hello));
         let (key, chosen) = match (objection, chosen) {
             (None, Ok(chosen)) => chosen,
             (objection, _) => {
@@ -258,8 +259,9 @@ pub(super) fn receive_thread(
     let abort = Arc::clone(abort);
     std::thread::Builder::new().name(name.clone()).spawn(move || {
         let outcome = match accept_channel(connection) {
-            Ok((writer, reader)) => receive_packets(reader, writer, &mut sink, packet_size, &counters)
-                .map_err(|error| error.to_string()),
+            Ok((writer, reader)) => {
+                receive_packets(reader, writer, &mut sink, packet_size, &counters).map_err(|error| error.to_string())
+            }
             Err(error) => Err(error.to_string()),
         };
         if let Err(reason) = outcome {

@@ -150,7 +150,9 @@ impl Proxy<'_> {
             }
             Event::Control(1, ControlEvent::Lost(_)) if self.stream_ended => return Ok(true),
             Event::Control(1, ControlEvent::Lost(reason)) => {
-                return Err(GatewayError(format!("the source's proxy was lost: {reason}; QEMU's connections were closed")));
+                return Err(GatewayError(format!(
+                    "the source's proxy was lost: {reason}; QEMU's connections were closed"
+                )));
             }
             Event::Control(..) | Event::Reconnected | Event::OpaqueEnded => {}
             Event::Feeder(FeederNews::Ready(placement, return_path)) => {

@@ -173,7 +173,10 @@ fn begin_migration(main: UnixStream, listener: &UnixListener) -> Event {
             multifd.push((stream, init));
         }
         if multifd.len() > usize::from(MAX_RAM_CHANNELS) {
-            return Err(format!("{} multifd channels are more than the {MAX_RAM_CHANNELS} that can be carried", multifd.len()));
+            return Err(format!(
+                "{} multifd channels are more than the {MAX_RAM_CHANNELS} that can be carried",
+                multifd.len()
+            ));
         }
         start.multifd_channels = multifd.len() as u8;
         start.uuid = multifd.first().map_or([0; 16], |(_, init)| init.uuid);
@@ -275,7 +278,11 @@ impl Proxy<'_> {
         let dialed = Dialed { channels, ..dialed.clone() };
         let (security, to) = (&self.options.security, &self.options.to);
         let mut plane = Plane::open(&dialed, security, to, &context, 1 + multifd.len())?;
-        self.observer.note(&format!("a migration of {} with {} multifd channels", start.configuration.machine, multifd.len()));
+        self.observer.note(&format!(
+            "a migration of {} with {} multifd channels",
+            start.configuration.machine,
+            multifd.len()
+        ));
         self.abort.on_end(closer(&return_path).map_err(GatewayError::new)?);
         let ratio = NormalPageRatio::new(0);
         plane.read_multifd(multifd, &ratio).map_err(GatewayError::new)?;
@@ -352,6 +359,7 @@ impl Proxy<'_> {
             move || drop(events.send(Event::OpaqueEnded))
         };
         pump_out(stream, channel, &self.open, ended(&self.events_in)).map_err(GatewayError::new)?;
-        pump_in(local, reader, writer, dialed.packet_size, &self.open, ended(&self.events_in)).map_err(GatewayError::new)
+        pump_in(local, reader, writer, dialed.packet_size, &self.open, ended(&self.events_in))
+            .map_err(GatewayError::new)
     }
 }
