@@ -1,17 +1,95 @@
 //! `sterna bench`: measurements beside what Sterna is compared with, and the targets that they must meet.
+//!
+//! Each benchmark is a file that makes cells and targets; what they share is in `harness`.
 
+mod harness;
+mod machine;
+mod memory;
+mod migration;
+mod qemu;
+
+use std::io::Write;
 use std::path::PathBuf;
 
-use crate::commands::{Exit, Failure};
+use sterna_lab::QemuVersion;
+use sterna_qemu::gateway::Cancel;
 
-/// Measure Sterna beside what it is compared with, and say which targets are met
+use crate::commands::{Exit, Failure};
+use crate::signals;
+use harness::Target;
+use machine::Machine;
+
+/// `sterna bench`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BenchArgs {
+    /// What to measure
+    #[arg(value_name = "NAME")]
+    benchmark: Benchmark,
+    /// Smaller guests and fewer runs: at most 5 minutes on two cores
+    #[arg(long)]
+    quick: bool,
     /// Write the figures as JSON
-    #[arg(long, value_name = "FILE", global = true)]
-    pub(crate) json: Option<PathBuf>,
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Only the cells whose name contains one of these, separated by commas; targets that need others are not measured
+    #[arg(long, value_name = "TEXT[,TEXT…]", value_delimiter = ',')]
+    only: Vec<String>,
+    /// Rounds over all cells [default: 5; 3 with --quick]
+    #[arg(long, value_name = "N")]
+    rounds: Option<usize>,
+    /// Release of QEMU that is moved and compared with
+    #[arg(long, default_value = "10.0", value_parser = release)]
+    qemu: QemuVersion,
 }
 
-pub(crate) fn run(_args: &BenchArgs) -> Result<Exit, Failure> {
+/// The benchmarks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Benchmark {
+    /// The same guest moved by QEMU alone and through Sterna
+    Qemu,
+}
+
+fn release(text: &str) -> Result<QemuVersion, String> {
+    let known = QemuVersion::ALL.into_iter().find(|version| version.to_string() == text);
+    known.ok_or_else(|| format!("known are {}", QemuVersion::ALL.map(|version| version.to_string()).join(", ")))
+}
+
+impl BenchArgs {
+    fn rounds(&self) -> usize {
+        self.rounds.unwrap_or(if self.quick { 3 } else { 5 })
+    }
+
+    fn wants(&self, cell: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|part| cell.contains(part.as_str()))
+    }
+}
+
+/// Runs a benchmark. A missed target is no failure of the program: the table says so.
+pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
+    let failed = |text: String| Failure { exit: Exit::Failed, text };
+    let cancel = Cancel::new();
+    let watch = signals::watch(cancel.clone(), tell);
+    let _watch = watch.map_err(|error| failed(format!("cannot wait for signals: {error}")))?;
+    let mut machine = Machine::look();
+    let findings = match args.benchmark {
+        Benchmark::Qemu => qemu::measure(args, &cancel, &tell),
+    };
+    let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
+    machine.look_again();
+    let _ = writeln!(std::io::stdout(), "{}", findings.text(&machine));
+    if let Some(path) = &args.json {
+        std::fs::write(path, format!("{:#}\n", findings.json(&machine)))
+            .map_err(|error| failed(format!("cannot write {}: {error}", path.display())))?;
+    }
+    let missed = findings.targets.iter().filter(|target| !target.met()).map(|target: &Target| target.name.as_str());
+    let missed: Vec<&str> = missed.collect();
+    if !missed.is_empty() {
+        tell(&format!("targets missed or not measured: {}", missed.join("; ")));
+    }
     Ok(Exit::Completed)
+}
+
+fn tell(text: &str) {
+    // Only for whoever watches; the table goes to standard output.
+    let _ = writeln!(std::io::stderr(), "{text}");
 }

@@ -1,3 +1,4 @@
+//! control
 mod support;
 use serde_json::json;
 use sterna_lab::ram::{CHANGED_BY_LOADING, compare};

@@ -113,7 +113,7 @@ impl Batch {
 
 #[derive(Debug, Default)]
 struct Free {
-    batches: Vec<Box<Batch>>,
+    batches: Vec<Batch>,
     closed: bool,
 }
 
@@ -128,7 +128,7 @@ pub struct BatchPool {
 impl BatchPool {
     /// A pool of `count` batches with `capacity` bytes of content each.
     pub fn new(count: usize, capacity: usize) -> Arc<Self> {
-        let batches = (0..count).map(|_| Box::new(Batch::new(capacity))).collect();
+        let batches = (0..count).map(|_| Batch::new(capacity)).collect();
         Arc::new(Self { capacity, free: Mutex::new(Free { batches, closed: false }), returned: Condvar::new() })
     }
 
@@ -163,7 +163,7 @@ impl BatchPool {
 /// A batch that goes back to its pool when dropped.
 #[derive(Debug)]
 pub struct PooledBatch {
-    batch: Option<Box<Batch>>,
+    batch: Option<Batch>,
     pool: Arc<BatchPool>,
 }
 
@@ -171,13 +171,13 @@ impl Deref for PooledBatch {
     type Target = Batch;
 
     fn deref(&self) -> &Batch {
-        self.batch.as_deref().expect("only drop takes the batch out")
+        self.batch.as_ref().expect("only drop takes the batch out")
     }
 }
 
 impl DerefMut for PooledBatch {
     fn deref_mut(&mut self) -> &mut Batch {
-        self.batch.as_deref_mut().expect("only drop takes the batch out")
+        self.batch.as_mut().expect("only drop takes the batch out")
     }
 }
 

@@ -243,7 +243,8 @@ impl QemuOptions {
             Backend::File { path } => {
                 // QEMU's option syntax doubles commas.
                 let path = path.display().to_string().replace(',', ",,");
-                format!("memory-backend-file,id=pc.ram,size={size},mem-path={path},share=on{preallocate}")
+                // Aligned, or the kernel maps no huge page of a tmpfs.
+                format!("memory-backend-file,id=pc.ram,size={size},mem-path={path},share=on,align=2M{preallocate}")
             }
         };
         let mut words = vec!["-m".to_owned(), format!("{}K", size / 1024)];

@@ -35,6 +35,8 @@ pub(crate) struct Cell<'a> {
 #[derive(Clone, Debug)]
 pub(crate) struct Row {
     pub(crate) name: String,
+    /// What else the table says of it.
+    pub(crate) detail: String,
     /// A line of figures for each round; empty where the cell is void.
     pub(crate) runs: Vec<Vec<f64>>,
     /// Why it is void, where it is.
@@ -99,8 +101,10 @@ pub(crate) fn interleaved(
     cancel: &Cancel,
     mut tell: impl FnMut(&str),
 ) -> Result<Vec<Row>, HostsError> {
-    let mut rows: Vec<Row> =
-        cells.iter().map(|cell| Row { name: cell.name.clone(), runs: Vec::new(), void: None }).collect();
+    let mut rows: Vec<Row> = cells
+        .iter()
+        .map(|cell| Row { name: cell.name.clone(), detail: String::new(), runs: Vec::new(), void: None })
+        .collect();
     for round in 1..=rounds {
         for (cell, row) in cells.iter_mut().zip(&mut rows) {
             if row.void.is_some() {
@@ -162,7 +166,8 @@ impl Findings {
         let mut lines = vec![vec!["cell".to_owned(), "runs".to_owned()]];
         lines[0].extend(self.columns.iter().map(|column| column.title.to_owned()));
         for row in &self.rows {
-            let mut line = vec![row.name.clone(), row.runs.len().to_string()];
+            let name = if row.detail.is_empty() { row.name.clone() } else { format!("{} ({})", row.name, row.detail) };
+            let mut line = vec![name, row.runs.len().to_string()];
             for (index, column) in self.columns.iter().enumerate() {
                 let values: Vec<f64> = row.runs.iter().map(|run| run[index] / column.scale).collect();
                 line.push(Spread::of(&values).map_or("-".into(), |spread| shown(spread, column.places)));
@@ -181,7 +186,9 @@ impl Findings {
                 lines.push(vec![
                     target.name.clone(),
                     format!("≤ {}", number(target.limit)),
-                    target.value.map_or("not measured".into(), |value| shown(value, if target.limit < 10.0 { 2 } else { 0 })),
+                    target
+                        .value
+                        .map_or("not measured".into(), |value| shown(value, if target.limit < 10.0 { 2 } else { 0 })),
                     target.unit.to_owned(),
                     if target.met() { "met" } else { "MISSED" }.to_owned(),
                 ]);
@@ -217,7 +224,7 @@ impl Findings {
     }
 
     fn row_json(&self, row: &Row) -> Value {
-        let mut value = json!({ "name": row.name, "runs": row.runs.len(), "void": row.void });
+        let mut value = json!({ "name": row.name, "detail": row.detail, "runs": row.runs.len(), "void": row.void });
         for (index, column) in self.columns.iter().enumerate() {
             let values: Vec<f64> = row.runs.iter().map(|run| run[index]).collect();
             if let Some(Spread { median, min, max }) = Spread::of(&values) {
@@ -268,6 +275,7 @@ mod tests {
     fn findings(rows: &[(&str, &[f64])]) -> Findings {
         let row = |&(name, runs): &(&str, &[f64])| Row {
             name: name.into(),
+            detail: String::new(),
             runs: runs.iter().map(|&run| vec![run]).collect(),
             void: None,
         };
@@ -289,7 +297,8 @@ mod tests {
 
     #[test]
     fn a_target_is_met_at_its_limit_and_missed_above_it_or_unmeasured() {
-        let mut findings = findings(&[("ours", &[160.0, 150.0, 170.0]), ("theirs", &[100.0, 100.0, 100.0]), ("none", &[])]);
+        let mut findings =
+            findings(&[("ours", &[160.0, 150.0, 170.0]), ("theirs", &[100.0, 100.0, 100.0]), ("none", &[])]);
         findings.at_most("at", 1.6, "ours", "theirs", "total_ms");
         findings.at_most("above", 1.59, "ours", "theirs", "total_ms");
         findings.at_most("unmeasured", 9.0, "ours", "none", "total_ms");
@@ -328,7 +337,10 @@ mod tests {
         let machine = Machine::look();
         let text = findings.text(&machine);
         assert!(text.contains("| ours   | 3    | 1500 (1400–1600) |"), "{text}");
-        assert!(text.lines().any(|line| line.contains("fast") && line.contains("≤ 1.6") && line.contains("met")), "{text}");
+        assert!(
+            text.lines().any(|line| line.contains("fast") && line.contains("≤ 1.6") && line.contains("met")),
+            "{text}"
+        );
         let json = findings.json(&machine);
         assert_eq!(json["rows"][0]["total_ms"]["median"], 1500.0);
         assert_eq!(json["targets"][0]["met"], true);

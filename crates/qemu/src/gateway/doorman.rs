@@ -96,8 +96,11 @@ pub(super) enum DoorNews {
     Control(u32, ControlEvent),
 }
 
+/// A connection that may not come in, and why.
+pub(super) type Refused = Box<(Connection, String)>;
+
 /// Takes opaque channels, where there are any.
-pub(super) type OpaqueDoor = Box<dyn Fn(u16, Connection) -> Result<(), (Connection, String)> + Send + Sync>;
+pub(super) type OpaqueDoor = Box<dyn Fn(u16, Connection) -> Result<(), Refused> + Send + Sync>;
 
 /// Hands news to the driver.
 pub(super) type Tell = Arc<dyn Fn(DoorNews) + Send + Sync>;
@@ -119,8 +122,6 @@ struct State {
     stream: bool,
     threads: Vec<JoinHandle<()>>,
 }
-
-type Admission = Result<(), (Connection, String)>;
 
 impl Doorman {
     /// A doorman for the migration of `dialed`. Data channels are refused until [`Doorman::open`].
@@ -164,18 +165,19 @@ impl Doorman {
 
     /// Lets a connection in, or tells it why not.
     pub(super) fn admit(&self, connection: Connection, header: &ChannelHeader) {
-        if let Err((connection, reason)) = self.try_admit(connection, header) {
+        if let Err(refused) = self.try_admit(connection, header) {
+            let (connection, reason) = *refused;
             tracing::info!(peer = connection.peer(), reason, "refused a connection");
             refuse_channel(connection, &reason);
         }
     }
 
-    fn try_admit(&self, connection: Connection, header: &ChannelHeader) -> Admission {
+    fn try_admit(&self, connection: Connection, header: &ChannelHeader) -> Result<(), Refused> {
         if header.id != self.dialed.id {
-            return Err((connection, "another migration is under way here".into()));
+            return Err(Box::new((connection, "another migration is under way here".into())));
         }
         if !header.belongs(&self.dialed.key, connection.exporter()) {
-            return Err((connection, "the channel's proof does not belong to this migration".into()));
+            return Err(Box::new((connection, "the channel's proof does not belong to this migration".into())));
         }
         let mut state = self.state();
         match header.kind {
@@ -188,11 +190,11 @@ impl Doorman {
             ChannelKind::Ram | ChannelKind::DeviceState | ChannelKind::Opaque
                 if !state.open || header.incarnation != 1 =>
             {
-                Err((connection, "no data channels are expected now".into()))
+                Err(Box::new((connection, "no data channels are expected now".into())))
             }
             ChannelKind::Ram => match state.ram.get(usize::from(header.index)) {
-                None => Err((connection, format!("only {} RAM channels were agreed on", state.ram.len()))),
-                Some(Some(_)) => Err((connection, format!("RAM channel {} exists already", header.index))),
+                None => Err(Box::new((connection, format!("only {} RAM channels were agreed on", state.ram.len())))),
+                Some(Some(_)) => Err(Box::new((connection, format!("RAM channel {} exists already", header.index)))),
                 Some(None) => {
                     let sink = RamSink::new(&self.feeder, header.index);
                     let counters = self.serve(&mut state, connection, format!("ram-{}", header.index), sink);
@@ -211,7 +213,7 @@ impl Doorman {
                 drop(state);
                 door(header.index, connection)
             }
-            kind => Err((connection, format!("a channel of kind {kind:?} is not expected here"))),
+            kind => Err(Box::new((connection, format!("a channel of kind {kind:?} is not expected here")))),
         }
     }
 

@@ -17,7 +17,7 @@ use sterna_codec::{Method, MethodChoice};
 use sterna_wire::control::{ControlMessage, Mode, ReturnPath};
 
 use super::opaque::{Open, pump_in, pump_out};
-use crate::gateway::doorman::{DoorNews, Doorman, OpaqueDoor, Session};
+use crate::gateway::doorman::{DoorNews, Doorman, OpaqueDoor, Refused, Session};
 use crate::gateway::feeder::{Feeder, FeederNews};
 use crate::gateway::sockets;
 use crate::gateway::source_stream::closer;
@@ -232,12 +232,14 @@ struct OpaqueConnections {
 
 impl OpaqueConnections {
     /// An even channel brings what the source's side says, the odd one after it takes back what this side says.
-    fn admit(&self, channel: u16, connection: Connection) -> Result<(), (Connection, String)> {
+    fn admit(&self, channel: u16, connection: Connection) -> Result<(), Refused> {
         let local = {
             let local = self.local.lock().expect("opaque connections do not panic");
             local.get(&(channel / 2)).map(UnixStream::try_clone)
         };
-        let Some(Ok(local)) = local else { return Err((connection, "no opaque connection with this index".into())) };
+        let Some(Ok(local)) = local else {
+            return Err(Box::new((connection, "no opaque connection with this index".into())));
+        };
         if let Err(error) = self.start(channel, connection, local) {
             tracing::info!(error, "an opaque connection failed");
         }

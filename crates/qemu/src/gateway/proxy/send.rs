@@ -89,11 +89,11 @@ pub fn proxy_send(options: &ProxySendOptions, cancel: &Cancel, observer: &dyn Ob
             }
         }
     }
-    if outcome.is_ok() {
-        if let Some(plane) = &proxy.plane {
-            // What was handed over last must have arrived before the connections are closed.
-            let _ = plane.stream_channel.drained();
-        }
+    if outcome.is_ok()
+        && let Some(plane) = &proxy.plane
+    {
+        // What was handed over last must have arrived before the connections are closed.
+        let _ = plane.stream_channel.drained();
     }
     proxy.abort.finish();
     if let Some(plane) = proxy.plane.take() {

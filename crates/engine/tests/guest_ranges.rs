@@ -1,0 +1,195 @@
+//! The pipeline from end to end with its second entry: memory that is written while it is read.
+//!
+//! Real sockets, all methods, a thread that writes the "guest's" memory all the while. What arrives must be what was
+//! read at some moment, page by page (the checksum of each packet sees to it), and after a last round over the memory at
+//! rest both sides must be equal.
+
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use sterna::abort::Abort;
+use sterna::batch::BatchPool;
+use sterna::entry::{Entry, Pipeline};
+use sterna::pacer::Pacer;
+use sterna::receive::{ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna::send::{SendChannel, SendContext};
+use sterna::transport::{Connection, Security};
+use sterna::window::Window;
+use sterna_codec::MethodChoice;
+use sterna_memory::place::{OwnMemory, Place};
+use sterna_memory::received::{Freshness, ReceivedBitmap};
+use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
+
+const PAGE: usize = 4096;
+const PAGES: usize = 4096;
+const CHANNELS: usize = 3;
+const PACKET: usize = 128 * PAGE;
+
+/// A guest's memory: words that other threads write.
+fn memory() -> Box<[AtomicU64]> {
+    // Pages must start at page boundaries.
+    let words = PAGES * PAGE / 8;
+    let layout = std::alloc::Layout::from_size_align(words * 8, PAGE).unwrap();
+    // SAFETY: the layout is that of `words` AtomicU64 (align 8 divides a page); zeroed memory is a valid value of them.
+    // Freed through a layout with smaller alignment it would not be: so it is leaked by the callers.
+    unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(std::alloc::alloc_zeroed(layout).cast(), words)) }
+}
+
+struct ToMemory {
+    place: Arc<OwnMemory>,
+    received: Arc<ReceivedBitmap>,
+    generations: Arc<AtomicU64>,
+}
+
+impl Sink for ToMemory {
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        Ok(Arc::new([BlockShape { pages: PAGES as u64, page_size: PAGE as u32 }]))
+    }
+
+    fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
+        assert_eq!(block, 0);
+        let mut rest = content;
+        for run in runs {
+            match run.kind {
+                RunKind::Normal => {
+                    let (now, later) = rest.split_at(run.count as usize * PAGE);
+                    rest = later;
+                    self.received.mark(run.first..run.end());
+                    self.place.write(run.first * PAGE as u64, now)?;
+                }
+                RunKind::Zero => self.received.zero(run.first..run.end(), Freshness::Fresh, |part| {
+                    self.place.zero(part.start * PAGE as u64, (part.end - part.start) * PAGE as u64).unwrap();
+                }),
+            }
+        }
+        Ok(())
+    }
+
+    fn generation_end(&mut self, _: u64) -> Result<(), SinkError> {
+        self.generations.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn stream(&mut self, _: u16, _: &[u8]) -> Result<(), SinkError> {
+        Err("no stream here".into())
+    }
+
+    fn device_state(&mut self, _: DeviceLabel<'_>, _: &[u8]) -> Result<(), SinkError> {
+        Err("no devices here".into())
+    }
+
+    fn opaque(&mut self, _: &[u8]) -> Result<(), SinkError> {
+        Err("nothing opaque here".into())
+    }
+}
+
+fn connection() -> (Connection, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let accepting = std::thread::spawn(move || listener.accept().unwrap().0);
+    (Connection::connect(&address, &Security::Insecure).unwrap(), accepting.join().unwrap())
+}
+
+fn move_memory(method: &str) {
+    let (source, destination): (&'static [AtomicU64], &'static [AtomicU64]) =
+        (Box::leak(memory()), Box::leak(memory()));
+    // A third of the pages stays zero; every other word elsewhere differs.
+    for (index, word) in source.iter().enumerate().filter(|(index, _)| index * 8 / PAGE % 3 != 0) {
+        word.store(index as u64 | 1, Ordering::Relaxed);
+    }
+    // SAFETY: the memory is leaked, so it is there for ever; it is written by atomics or through this place only.
+    let place = unsafe { OwnMemory::new(destination.as_ptr().cast_mut().cast(), PAGES * PAGE) };
+    let place = Arc::new(place);
+    let received = Arc::new(ReceivedBitmap::new(PAGES as u64));
+    let generations = Arc::new(AtomicU64::new(0));
+
+    let abort = Arc::new(Abort::default());
+    let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::from_millis(100)));
+    let context = SendContext {
+        window: Arc::clone(&window),
+        pacer: Arc::new(Pacer::new(None)),
+        abort: Arc::clone(&abort),
+        method: MethodChoice::parse(method, None).unwrap(),
+        packet_size: PACKET,
+    };
+    let mut channels = Vec::new();
+    let mut receivers = Vec::new();
+    for index in 0..CHANNELS {
+        let (near, far) = connection();
+        let (writer, reader) = near.split();
+        channels.push(SendChannel::start(&format!("ram-{index}"), writer, reader, context.clone()).unwrap());
+        let mut sink = ToMemory {
+            place: Arc::clone(&place),
+            received: Arc::clone(&received),
+            generations: Arc::clone(&generations),
+        };
+        receivers.push(std::thread::spawn(move || {
+            let (writer, reader) = Connection::accept(far, &Security::Insecure).unwrap().split();
+            receive_packets(reader, writer, &mut sink, PACKET, &ReceiveCounters::default())
+        }));
+    }
+    let pool = BatchPool::new(4 * CHANNELS, PACKET);
+    let pipeline = Arc::new(Pipeline { channels, pool, window, page_size: PAGE });
+    let mut entry = Entry::new(Arc::clone(&pipeline));
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let writer = {
+        let stop = Arc::clone(&stop);
+        std::thread::spawn(move || {
+            let mut state = 0x9e37_79b9_7f4a_7c15u64;
+            let mut writes = 0u64;
+            while !stop.load(Ordering::Relaxed) {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                source[(state >> 33) as usize % source.len()].store(state, Ordering::Relaxed);
+                writes += 1;
+            }
+            writes
+        })
+    };
+    let mut round = |generation| {
+        // SAFETY: the memory is leaked, and PAGES pages long.
+        unsafe { entry.guest(0, 0, source.as_ptr().cast(), PAGES) }.unwrap();
+        entry.flush().unwrap();
+        pipeline.end_generation(generation).unwrap();
+    };
+    round(1);
+    round(2);
+    stop.store(true, Ordering::Relaxed);
+    let writes = writer.join().unwrap();
+    round(3);
+
+    for channel in &pipeline.channels {
+        channel.drained().unwrap();
+    }
+    assert_eq!(generations.load(Ordering::Relaxed), 3 * CHANNELS as u64);
+    assert_eq!(pipeline.window.in_flight(), 0);
+    drop(entry);
+    abort.finish();
+    Arc::try_unwrap(pipeline).expect("nobody else holds it").channels.into_iter().for_each(SendChannel::join);
+    for receiver in receivers {
+        receiver.join().unwrap().unwrap();
+    }
+    assert!(writes > 0);
+    let differing = source
+        .iter()
+        .zip(destination)
+        .filter(|(source, destination)| source.load(Ordering::Relaxed) != destination.load(Ordering::Relaxed));
+    assert_eq!(differing.count(), 0);
+}
+
+#[test]
+fn memory_that_is_written_while_it_is_read_arrives_raw() {
+    move_memory("none");
+}
+
+#[test]
+fn memory_that_is_written_while_it_is_read_arrives_by_lz4() {
+    move_memory("lz4");
+}
+
+#[test]
+fn memory_that_is_written_while_it_is_read_arrives_by_zstd() {
+    move_memory("zstd");
+}
