@@ -317,8 +317,15 @@ impl Sending {
             detail,
         };
         let header = header.encode(&self.table);
-        self.context.pacer.pace(header.len() + self.table.len() + payload.len());
-        self.writer.write_all_vectored(&[&header, &self.table, payload])?;
+        // A limit is kept by small pieces: a whole packet at once would be many milliseconds of a slow link.
+        let piece = self.context.pacer.limit().map_or(payload.len(), |_| self.context.pacer.piece());
+        let (first, rest) = payload.split_at(piece.min(payload.len()));
+        self.context.pacer.pace(header.len() + self.table.len() + first.len());
+        self.writer.write_all_vectored(&[&header, &self.table, first])?;
+        for part in rest.chunks(piece.max(1)) {
+            self.context.pacer.pace(part.len());
+            self.writer.write_all_vectored(&[part])?;
+        }
 
         let counters = &self.shared.counters;
         counters.packets.fetch_add(1, Ordering::Relaxed);

@@ -64,8 +64,9 @@ impl Plane {
             page_size: PAGE_SIZE,
         });
         let sync = Arc::new(SyncPoints::new(readers));
-        let (window, waiting) = (Arc::clone(&context.window), Arc::clone(&sync));
+        let (window, waiting, pacer) = (Arc::clone(&context.window), Arc::clone(&sync), Arc::clone(&context.pacer));
         context.abort.on_end(move || {
+            pacer.set_limit(None);
             window.close();
             pool.close();
             waiting.close();
