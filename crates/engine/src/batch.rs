@@ -21,13 +21,14 @@ pub struct Batch {
     content: Box<[u8]>,
     filled: usize,
     in_window: u64,
+    checksum: Option<u32>,
 }
 
 impl Batch {
     fn new(capacity: usize) -> Self {
         // Zeroed memory of this size comes from the kernel untouched: a buffer costs memory when it is first used.
         let content = vec![0; capacity].into_boxed_slice();
-        Self { block: 0, runs: Vec::with_capacity(256), content, filled: 0, in_window: 0 }
+        Self { block: 0, runs: Vec::with_capacity(256), content, filled: 0, in_window: 0, checksum: None }
     }
 
     /// Which pages there are, ascending.
@@ -48,6 +49,16 @@ impl Batch {
     /// Says how many bytes of the window this batch holds.
     pub fn set_in_window(&mut self, bytes: u64) {
         self.in_window = bytes;
+    }
+
+    /// The CRC-32C of the content, where whoever filled the batch has computed it on the way.
+    pub fn checksum(&self) -> Option<u32> {
+        self.checksum
+    }
+
+    /// Says what the CRC-32C of the whole content is.
+    pub fn set_checksum(&mut self, checksum: u32) {
+        self.checksum = Some(checksum);
     }
 
     /// Whether there is nothing in it.
@@ -108,6 +119,7 @@ impl Batch {
         self.runs.clear();
         self.filled = 0;
         self.in_window = 0;
+        self.checksum = None;
     }
 }
 

@@ -166,6 +166,7 @@ impl Entry {
             }
         }
         debug_assert_eq!(result.normal_bytes(), batch.content().len());
+        batch.set_checksum(result.checksum);
         batch.content().len() as u64
     }
 

@@ -17,6 +17,9 @@ use sterna_wire::switchover::{Record, RecordError, RecordState};
 /// Records longer than this are none of ours.
 const LONGEST: u64 = 64 << 10;
 
+/// How long settled records are kept, in milliseconds: a week.
+const KEPT_MS: u64 = 7 * 24 * 3600 * 1000;
+
 /// Which side of a migration a record is of. Both may lie in one directory when a guest moves within a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
@@ -98,6 +101,7 @@ impl RecordFile {
             .mode(0o700)
             .create(dir)
             .map_err(|source| failed("create the state directory", dir, source))?;
+        remove_old(dir, now_ms());
         let path = path_of(dir, record.migration, Side::of(record.state));
         let lock = lock(&path)?;
         Ok(Self { path, record, written: false, _lock: lock })
@@ -137,6 +141,20 @@ impl RecordFile {
         self.record = record;
         self.written = true;
         Ok(())
+    }
+}
+
+/// Removes records that were settled long ago. Until then the other side may still ask for the outcome.
+fn remove_old(dir: &Path, now_ms: u64) {
+    let Ok(entries) = fs::read_dir(dir) else { return };
+    for path in entries.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"))
+    {
+        let old = |record: &Record| record.state.settled() && record.updated_ms + KEPT_MS < now_ms;
+        if read(&path).is_ok_and(|record| old(&record)) {
+            // Whoever else is at it has the same in mind.
+            let _ = fs::remove_file(&path);
+            let _ = fs::remove_file(path.with_extension("lock"));
+        }
     }
 }
 
@@ -266,6 +284,21 @@ mod tests {
         assert!(matches!(RecordFile::open(dir.path(), id, Side::Source), Err(RecordFileError::Missing { .. })));
         fs::write(&path, "half a rec").unwrap();
         assert!(matches!(RecordFile::open(dir.path(), id, Side::Source), Err(RecordFileError::Content { .. })));
+    }
+
+    #[test]
+    fn records_settled_long_ago_are_removed_and_others_are_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
+        file.write(RecordState::Source(SourceState::Committed)).unwrap();
+        remove_old(dir.path(), now_ms() + 2 * KEPT_MS);
+        assert!(file.path.exists());
+
+        file.write(RecordState::Source(SourceState::Finished)).unwrap();
+        remove_old(dir.path(), now_ms());
+        assert!(file.path.exists());
+        remove_old(dir.path(), now_ms() + 2 * KEPT_MS);
+        assert!(!file.path.exists());
     }
 
     #[test]

@@ -209,6 +209,21 @@ impl Shared {
     }
 }
 
+/// What a packet carries.
+struct Content<'a> {
+    bytes: &'a [u8],
+    /// Its CRC-32C, where it is known already.
+    checksum: Option<u32>,
+    /// Bytes of the window that its acknowledgement frees.
+    in_window: u64,
+}
+
+impl<'a> Content<'a> {
+    fn of(bytes: &'a [u8]) -> Self {
+        Self { bytes, checksum: None, in_window: 0 }
+    }
+}
+
 /// The state of a sending thread.
 struct Sending {
     writer: Writer,
@@ -232,20 +247,24 @@ impl Sending {
         for item in items {
             match item {
                 Item::Pages(batch) => self.pages(&batch)?,
-                Item::GenerationEnd(generation) => self.packet(PacketKind::GenerationEnd, 0, generation, &[], 0)?,
+                Item::GenerationEnd(generation) => {
+                    self.packet(PacketKind::GenerationEnd, 0, generation, Content::of(&[]))?
+                }
                 Item::Stream { record, content } => {
                     self.table.clear();
-                    self.packet(PacketKind::Stream, record, 0, &content, 0)?;
+                    self.packet(PacketKind::Stream, record, 0, Content::of(&content))?;
                 }
                 Item::DeviceState { name, instance, content } => {
                     self.table.clear();
                     self.table.extend_from_slice(&DeviceLabel { name: &name, instance }.encode());
-                    self.packet(PacketKind::DeviceState, 0, 0, &content, 0)?;
+                    self.packet(PacketKind::DeviceState, 0, 0, Content::of(&content))?;
                 }
-                Item::Opaque(content) if content.is_empty() => self.packet(PacketKind::OpaqueEnd, 0, 0, &[], 0)?,
+                Item::Opaque(content) if content.is_empty() => {
+                    self.packet(PacketKind::OpaqueEnd, 0, 0, Content::of(&[]))?
+                }
                 Item::Opaque(content) => {
                     self.table.clear();
-                    self.packet(PacketKind::Opaque, 0, 0, &content, 0)?;
+                    self.packet(PacketKind::Opaque, 0, 0, Content::of(&content))?;
                 }
             }
         }
@@ -266,7 +285,8 @@ impl Sending {
         let counters = &self.shared.counters;
         counters.normal_pages.fetch_add(normal, Ordering::Relaxed);
         counters.zero_pages.fetch_add(zero, Ordering::Relaxed);
-        self.packet(PacketKind::Pages, batch.block, 0, batch.content(), batch.in_window())
+        let content = Content { bytes: batch.content(), checksum: batch.checksum(), in_window: batch.in_window() };
+        self.packet(PacketKind::Pages, batch.block, 0, content)
     }
 
     /// Writes one packet with `self.table`.
@@ -275,9 +295,9 @@ impl Sending {
         kind: PacketKind,
         subject: u16,
         detail: u64,
-        content: &[u8],
-        in_window: u64,
+        content: Content<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
+        let Content { bytes: content, checksum, in_window } = content;
         if content.len() > self.context.packet_size {
             let (length, limit) = (content.len(), self.context.packet_size);
             return Err(format!(
@@ -313,7 +333,7 @@ impl Sending {
             table_length: self.table.len() as u32,
             payload_length: payload.len() as u32,
             content_length: content.len() as u32,
-            content_checksum: crc32c(content),
+            content_checksum: checksum.unwrap_or_else(|| crc32c(content)),
             detail,
         };
         let header = header.encode(&self.table);

@@ -102,8 +102,7 @@ fn replies_and_the_length_of_a_message_are_those_of_the_document() {
 
 #[test]
 fn packets_and_acknowledgements_are_those_of_the_document() {
-    let runs =
-        [Run { kind: RunKind::Normal, first: 3, count: 1 }, Run { kind: RunKind::Zero, first: 4, count: 256 }];
+    let runs = [Run { kind: RunKind::Normal, first: 3, count: 1 }, Run { kind: RunKind::Zero, first: 4, count: 256 }];
     let table: Vec<u8> = runs.iter().flat_map(Run::encode).collect();
     let pages = PacketHeader {
         kind: PacketKind::Pages,
