@@ -283,12 +283,16 @@ fn mark_touched(received: &ReceivedBitmap, freshness: &Freshness) {
 }
 
 impl Feeding {
-    /// Brings every multifd channel up to the main channel's count of sync points. Only while no channel is feeding
-    /// pages, or where a SYNC more or less does no harm to them.
+    /// Brings every multifd channel that is behind up to the main channel's count of sync points. A SYNC more within a
+    /// generation does no harm to its pages. A channel that is ahead has ended a generation that others have not, and
+    /// the main channel will follow.
     fn sync_all(&self) -> Result<(), SinkError> {
         let points = self.main.lock().expect("feeders do not panic").sync_points();
         for multifd in &self.multifd {
-            multifd.lock().expect("feeders do not panic").sync_to(points)?;
+            let mut multifd = multifd.lock().expect("feeders do not panic");
+            if multifd.syncs() < points {
+                multifd.sync_to(points)?;
+            }
         }
         Ok(())
     }

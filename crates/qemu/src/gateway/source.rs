@@ -71,6 +71,13 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     if !refusals.is_empty() {
         return Err(GatewayError::untouched(format_args!("this guest cannot be moved: {}", refusals.join("; "))));
     }
+    if settings.status != "running" {
+        // The destination starts what it has been given: a guest that somebody paused must not run because it moved.
+        return Err(GatewayError::untouched(format_args!(
+            "the guest does not run (its state is {}): only running guests are moved; let it run first",
+            settings.status
+        )));
+    }
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
     let machine = qemu::machine(&qmp, options.downtime);
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
