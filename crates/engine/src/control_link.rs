@@ -4,8 +4,8 @@
 //! that is for the driver to say. So the link only reports it.
 
 use std::io::{self, Read, Write};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
-use std::thread::JoinHandle;
 
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::limits::{HEARTBEAT_INTERVAL, SILENCE_LIMIT};
@@ -27,7 +27,6 @@ pub struct ControlLink {
     writer: Arc<Mutex<Writer>>,
     closer: Closer,
     beating: Arc<Beating>,
-    threads: Vec<JoinHandle<()>>,
 }
 
 #[derive(Debug, Default)]
@@ -49,18 +48,16 @@ impl ControlLink {
         let writer = Arc::new(Mutex::new(writer));
         let beating = Arc::new(Beating::default());
 
-        let reading = std::thread::Builder::new().name("control".into()).spawn(move || {
+        std::thread::Builder::new().name("control".into()).spawn(move || {
             let reason = match read_messages(&mut reader, &mut messages, &mut events) {
                 Ok(()) => "the peer closed the control channel".into(),
                 Err(error) => error.to_string(),
             };
             events(ControlEvent::Lost(reason));
         })?;
-        let beat = {
-            let (writer, beating) = (Arc::clone(&writer), Arc::clone(&beating));
-            std::thread::Builder::new().name("heartbeat".into()).spawn(move || beating.run(&writer))?
-        };
-        Ok(Self { writer, closer, beating, threads: vec![reading, beat] })
+        let (kept_writer, kept_beating) = (Arc::clone(&writer), Arc::clone(&beating));
+        std::thread::Builder::new().name("heartbeat".into()).spawn(move || kept_beating.run(&kept_writer))?;
+        Ok(Self { writer, closer, beating })
     }
 
     /// Says something to the peer.
@@ -78,12 +75,8 @@ impl Drop for ControlLink {
     fn drop(&mut self) {
         *self.beating.ended.lock().expect("the heartbeat does not panic") = true;
         self.beating.changed.notify_all();
+        // Both threads end by themselves now; they are not waited for, since their owner's events may be held back.
         self.closer.close();
-        for thread in self.threads.drain(..) {
-            if thread.thread().id() != std::thread::current().id() {
-                let _ = thread.join();
-            }
-        }
     }
 }
 
@@ -103,6 +96,24 @@ impl Beating {
 
 fn send(writer: &Mutex<Writer>, message: &ControlMessage) -> io::Result<()> {
     writer.lock().expect("writers do not panic").write_all(&message.encode())
+}
+
+/// Keeps a link's events back while this lives.
+#[derive(Debug)]
+pub struct Gate(#[expect(dead_code, reason = "dropping it is what it is for")] Sender<()>);
+
+/// Holds the events of a link back until the gate is dropped, so that its owner hears of a new link before it hears from
+/// it.
+pub fn held_back(
+    mut events: impl FnMut(ControlEvent) + Send + 'static,
+) -> (impl FnMut(ControlEvent) + Send + 'static, Gate) {
+    let (gate, opened) = channel();
+    let wait_and_tell = move |event| {
+        // Ends with an error as soon as the gate has been dropped, now and every time after.
+        let _ = opened.recv();
+        events(event);
+    };
+    (wait_and_tell, Gate(gate))
 }
 
 /// Sends a message on a connection that has no link yet.

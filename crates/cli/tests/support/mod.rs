@@ -2,9 +2,10 @@
 #![allow(dead_code, reason = "each test file uses its own part of this")]
 
 pub(crate) mod pair;
+pub(crate) mod settle;
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
@@ -27,6 +28,7 @@ pub(crate) struct Sterna {
     child: Child,
     said: Arc<Said>,
     listening: Option<JoinHandle<()>>,
+    output: Option<JoinHandle<String>>,
 }
 
 #[derive(Default)]
@@ -50,7 +52,17 @@ impl Sterna {
             ear.lines.lock().unwrap().1 = true;
             ear.more.notify_all();
         });
-        Self { child, said, listening: Some(listening) }
+        let stdout = BufReader::new(child.stdout.take().unwrap()).lines();
+        let output = std::thread::spawn(move || {
+            let mut output = String::new();
+            for line in stdout.map_while(Result::ok) {
+                eprintln!("{name}: {line}");
+                output.push_str(&line);
+                output.push('\n');
+            }
+            output
+        });
+        Self { child, said, listening: Some(listening), output: Some(output) }
     }
 
     /// Waits for a line that contains `text`, and gives it.
@@ -74,12 +86,9 @@ impl Sterna {
 
     /// Waits for its end; gives standard output.
     pub(crate) fn finish(mut self) -> (ExitStatus, String) {
-        let mut output = String::new();
-        self.child.stdout.take().unwrap().read_to_string(&mut output).unwrap();
         let status = self.child.wait().unwrap();
         self.listening.take().unwrap().join().unwrap();
-        eprintln!("{output}");
-        (status, output)
+        (status, self.output.take().unwrap().join().unwrap())
     }
 
     /// Kills it as a crash would.

@@ -1,5 +1,6 @@
 //! Two watched QEMUs: each has a second monitor, on which its own events tell when its guest ran.
 
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -18,6 +19,8 @@ pub(crate) struct Watched {
     killed: Option<u64>,
     /// Whether its guest ran from the start.
     source: bool,
+    /// Its STOPs (false) and RESUMEs (true) so far, in microseconds since 1970.
+    turns: RefCell<Vec<(bool, u64)>>,
 }
 
 impl Watched {
@@ -34,7 +37,7 @@ impl Watched {
         let source = options.role == sterna_lab::Role::Source;
         let qemu = Qemu::start(&options)?;
         let monitor = Qmp::connect(&socket).expect("the second monitor answers");
-        Ok(Self { qemu, monitor, killed: None, source })
+        Ok(Self { qemu, monitor, killed: None, source, turns: RefCell::default() })
     }
 
     /// Its run state; none where the process has ended.
@@ -61,14 +64,19 @@ impl Watched {
     /// When its guest ran, in microseconds since 1970, by what it said itself: it says STOP after its processors have
     /// stopped and RESUME before they start, so that the guest certainly stood outside of these.
     pub(crate) fn ran(&self) -> Vec<(u64, u64)> {
+        let mut turns = self.turns.borrow_mut();
+        while let Ok(Some(event)) = self.monitor.next_event(Instant::now()) {
+            if let "RESUME" | "STOP" = event.name.as_str() {
+                turns.push((event.name == "RESUME", event.time_us.expect("QEMU tells the time")));
+            }
+        }
         let mut ran = Vec::new();
         let mut since = self.source.then_some(0);
-        while let Ok(Some(event)) = self.monitor.next_event(Instant::now()) {
-            let time = event.time_us.expect("QEMU tells the time");
-            match event.name.as_str() {
-                "RESUME" => since = since.or(Some(time)),
-                "STOP" => ran.extend(since.take().map(|since| (since, time))),
-                _ => {}
+        for &(runs, time) in &*turns {
+            if runs {
+                since = since.or(Some(time));
+            } else {
+                ran.extend(since.take().map(|since| (since, time)));
             }
         }
         ran.extend(since.map(|since| (since, self.killed.unwrap_or_else(now))));

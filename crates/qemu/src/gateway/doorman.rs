@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use sterna::abort::Abort;
-use sterna::control_link::{ControlEvent, ControlLink, hear, say};
+use sterna::control_link::{ControlEvent, ControlLink, hear, held_back, say};
 use sterna::receive::{ReceiveCounters, Sink, receive_packets};
 use sterna::transport::{Closer, Connection, Reader, Writer, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader, Hello, Mode, Welcome};
@@ -235,8 +235,8 @@ impl Doorman {
     fn admit_control(&self, connection: Connection, incarnation: u32) {
         let closer = connection.closer();
         let told = Arc::clone(&self.tell);
+        let (events, gate) = held_back(move |event| told(DoorNews::Control(incarnation, event)));
         let accepted = accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
-            let events = move |event| told(DoorNews::Control(incarnation, event));
             ControlLink::start(writer, reader, closer, ControlReader::default(), events)
                 .map_err(|error| error.to_string())
         });
@@ -244,6 +244,7 @@ impl Doorman {
             Ok(link) => (self.tell)(DoorNews::Reconnected(incarnation, link)),
             Err(error) => tracing::info!(error, "the source's new connection failed"),
         }
+        drop(gate);
     }
 }
 

@@ -66,6 +66,13 @@ struct Generations {
     over: bool,
 }
 
+impl Generations {
+    /// Whether all channels have ended a generation that is not closed on the main channel yet.
+    fn may_close(&self) -> bool {
+        self.ended.iter().all(|ended| *ended > self.closed)
+    }
+}
+
 /// The open stream to QEMU.
 struct Feeding {
     main: Mutex<MainWriter<UnixStream>>,
@@ -228,18 +235,22 @@ impl Feeder {
             let next = multifd.syncs() + 1;
             multifd.sync_to(next)?;
         }
-        let mut generations = self.generations();
-        let ended = generations.ended.get_mut(channel).ok_or("a RAM channel beyond those of the stream")?;
-        if generation != *ended + 1 {
-            return Err(format!("generation {generation} follows {ended}").into());
+        {
+            let mut generations = self.generations();
+            let ended = generations.ended.get_mut(channel).ok_or("a RAM channel beyond those of the stream")?;
+            if generation != *ended + 1 {
+                return Err(format!("generation {generation} follows {ended}").into());
+            }
+            *ended = generation;
         }
-        *ended = generation;
-        let all_ended = generations.ended.iter().copied().min().unwrap_or(0);
-        while generations.closed < all_ended {
-            feeding.main.lock().expect("feeders do not panic").generation_boundary()?;
-            generations.closed += 1;
+        // Writing may block, and taking the migration down must not wait for it: so the main channel is what keeps
+        // others out here, not the generations.
+        let mut main = feeding.main.lock().expect("feeders do not panic");
+        while self.generations().may_close() {
+            main.generation_boundary()?;
+            self.generations().closed += 1;
+            self.changed.notify_all();
         }
-        self.changed.notify_all();
         Ok(())
     }
 

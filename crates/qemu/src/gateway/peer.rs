@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Read;
 use std::time::Duration;
 
-use sterna::control_link::{ControlEvent, ControlLink, hear, say};
+use sterna::control_link::{ControlEvent, ControlLink, Gate, hear, held_back, say};
 use sterna::send::{SendChannel, SendContext};
 use sterna::transport::{Connection, Security, open_channel};
 use sterna_codec::Method;
@@ -115,20 +115,21 @@ pub(super) fn dial(
 }
 
 /// Comes back to the destination after the connection was lost: a control channel of a new incarnation, on which the
-/// destination speaks first.
+/// destination speaks first. What it says is held back until the gate is dropped.
 pub(super) fn dial_again(
     to: &str,
     security: &Security,
     dialed: &Dialed,
     incarnation: u32,
     events: impl FnMut(ControlEvent) + Send + 'static,
-) -> Result<Peer, GatewayError> {
+) -> Result<(Peer, Gate), GatewayError> {
     let connection = Connection::connect(to, security).map_err(GatewayError::new)?;
     let closer = connection.closer();
     let opened = open_channel(connection, &dialed.key, dialed.id, ChannelKind::Control, 0, incarnation);
     let (writer, reader, _) = opened.map_err(GatewayError::new)?;
+    let (events, gate) = held_back(events);
     let link = ControlLink::start(writer, reader, closer, ControlReader::default(), events);
-    Ok(Peer { link: link.map_err(GatewayError::new)? })
+    Ok((Peer { link: link.map_err(GatewayError::new)? }, gate))
 }
 
 impl Dialed {

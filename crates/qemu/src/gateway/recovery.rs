@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use sterna::control_link::{ControlEvent, ControlLink};
+use sterna::control_link::{ControlEvent, ControlLink, held_back};
 use sterna::record_file::{RecordFile, RecordFileError, Side};
 use sterna::transport::{Limits, Listener, Security, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader};
@@ -265,12 +265,16 @@ impl Common<'_> {
         let (to, events) = (record.peer.clone(), self.events_in.clone());
         let incarnation = later_incarnation(self.incarnation);
         std::thread::spawn(move || {
-            let outcome = peer::dial_again(&to, &security, &dialed, incarnation, link_events(&events, incarnation));
-            if outcome.is_err() {
-                std::thread::sleep(peer::DIAL_PAUSE);
-            }
-            let outcome = outcome.map(|Peer { link }| link).map_err(|error| error.to_string());
+            let told = link_events(&events, incarnation);
+            let (outcome, gate) = match peer::dial_again(&to, &security, &dialed, incarnation, told) {
+                Ok((Peer { link }, gate)) => (Ok(link), Some(gate)),
+                Err(error) => {
+                    std::thread::sleep(peer::DIAL_PAUSE);
+                    (Err(error.to_string()), None)
+                }
+            };
             let _ = events.send(Event::Connected(incarnation, outcome));
+            drop(gate);
         });
     }
 
@@ -441,13 +445,15 @@ impl Common<'_> {
                 }
                 latest = header.incarnation;
                 let closer = connection.closer();
+                let (told, gate) = held_back(link_events(&events, header.incarnation));
                 let link =
                     accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
-                        let told = link_events(&events, header.incarnation);
                         ControlLink::start(writer, reader, closer, ControlReader::default(), told)
                             .map_err(|error| error.to_string())
                     });
-                if events.send(Event::Connected(header.incarnation, link)).is_err() {
+                let unheard = events.send(Event::Connected(header.incarnation, link));
+                drop(gate);
+                if unheard.is_err() {
                     return;
                 }
             }

@@ -547,11 +547,16 @@ impl Driver<'_> {
         let (to, dialed) = (self.options.to.clone(), self.dialed.clone());
         std::thread::spawn(move || {
             let incarnation = dialed.incarnation + 1;
-            let outcome = peer::dial_again(&to, &security, &dialed, incarnation, link_events(&events, incarnation));
-            if outcome.is_err() {
-                std::thread::sleep(peer::DIAL_PAUSE);
-            }
-            let _ = events.send(Event::Reconnected(Box::new(outcome.map_err(|error| error.to_string()))));
+            let told = link_events(&events, incarnation);
+            let (outcome, gate) = match peer::dial_again(&to, &security, &dialed, incarnation, told) {
+                Ok((peer, gate)) => (Ok(peer), Some(gate)),
+                Err(error) => {
+                    std::thread::sleep(peer::DIAL_PAUSE);
+                    (Err(error.to_string()), None)
+                }
+            };
+            let _ = events.send(Event::Reconnected(Box::new(outcome)));
+            drop(gate);
         });
     }
 

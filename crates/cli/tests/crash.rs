@@ -1,0 +1,168 @@
+//! Every named crash point of the switchover, of either sterna: the process dies there as by SIGKILL, with the other one
+//! and both real QEMUs living on. Then `sterna recover` is run where it died. Never do both guests run; in the end exactly
+//! one does, and its memory is whole.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use sterna_lab::QemuVersion;
+use sterna_wire::switchover::{CrashPoint, Step};
+use support::pair::Pair;
+use support::settle::{Migration, Side, killed};
+
+/// Cases at once; most of each is waiting.
+const WORKERS: usize = 4;
+/// So slow that a migration is certainly under way when it is cancelled.
+const SLOW: &[&str] = &["--bandwidth", "20MB/s"];
+
+/// How a crash point is reached.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// By a migration that nothing else disturbs.
+    Migration,
+    /// By a migration that is cancelled at the point's own side.
+    Cancelled,
+    /// By `recover` of the point's side, after its migration crashed at the point of this name.
+    Recovery(&'static str),
+    /// As [`Way::Recovery`], with the destination's QEMU killed before.
+    RecoveryWithoutQemu(&'static str),
+}
+
+/// The way to each step. No step is without one: where a new one is added, this does not compile.
+fn way(step: Step) -> Way {
+    use Step::*;
+    match step {
+        SourceRecordStarted
+        | SourceStartMigration
+        | SourceSendPrepare
+        | SourceRelayShut
+        | SourceRecordCommitted
+        | SourceSendCommit
+        | SourceRecordFinished => Way::Migration,
+        SourceRecordAborted | SourceEndMigration | SourceSendAbort | SourceRecordResumed => Way::Cancelled,
+        // QEMU completed and the decision was not written: `recover` takes the guest back.
+        SourceCont | SourceSendOutcomeAborted => Way::Recovery("source.before-record-committed"),
+        SourceSendOutcomeCommitted => Way::Recovery("source.after-record-committed"),
+        DestinationRecordStarted
+        | DestinationClearAutostart
+        | DestinationAcceptStream
+        | DestinationRecordPrepared
+        | DestinationSendPrepared
+        | DestinationRecordCommitted
+        | DestinationCont
+        | DestinationRecordRunning
+        | DestinationSendRunning => Way::Migration,
+        DestinationRecordAborted | DestinationQuit | DestinationSendAbort => Way::Cancelled,
+        DestinationAskOutcome => Way::Recovery("destination.after-record-prepared"),
+        DestinationSendLost => Way::RecoveryWithoutQemu("destination.after-record-committed"),
+    }
+}
+
+fn side(point: CrashPoint) -> Side {
+    if point.to_string().starts_with("source.") { Side::Source } else { Side::Destination }
+}
+
+fn start(pair: Pair, words: &[&str], side: Side, fault: &str) -> Migration {
+    let (source, destination) = match side {
+        Side::Source => (Some(fault), None),
+        Side::Destination => (None, Some(fault)),
+    };
+    Migration::start(pair, words, source, destination)
+}
+
+/// Crashes at `point`, recovers, and says who runs the guest in the end.
+fn case(pair: Pair, point: CrashPoint) -> Result<Side, String> {
+    let crashing = side(point);
+    let fault = format!("{point}:crash");
+    let mut migration;
+    match way(point.step) {
+        Way::Migration => {
+            migration = start(pair, &[], crashing, &fault);
+            migration.wait_crash(crashing)?;
+        }
+        Way::Cancelled => {
+            migration = start(pair, SLOW, crashing, &fault);
+            let (Some(sender), Some(receiver)) = (&migration.sender, &migration.receiver) else { unreachable!() };
+            sender.wait_for("placement: ");
+            if crashing == Side::Source {
+                sender.interrupt()
+            } else {
+                receiver.interrupt()
+            }
+            migration.wait_crash(crashing)?;
+        }
+        Way::Recovery(first) => {
+            migration = start(pair, &[], crashing, &format!("{first}:crash"));
+            migration.wait_crash(crashing)?;
+            let recovery = crashing.recover(&migration.pair, &[], Some(&fault)).ok_or("no record was left")?;
+            killed(recovery.finish().0)?;
+        }
+        Way::RecoveryWithoutQemu(first) => {
+            migration = start(pair, &[], crashing, &format!("{first}:crash"));
+            migration.wait_crash(crashing)?;
+            migration.pair.destination.kill();
+            let recovery = crashing.recover(&migration.pair, &[], Some(&fault)).ok_or("no record was left")?;
+            killed(recovery.finish().0)?;
+            return without_qemu(migration);
+        }
+    }
+    migration.pair.never_both()?;
+    migration.settle()?;
+    migration.exactly_one()
+}
+
+/// The guest was given to a destination whose QEMU is gone: no side may start it by itself. An operator does.
+fn without_qemu(mut migration: Migration) -> Result<Side, String> {
+    let settled = migration.settle();
+    if settled.is_ok() || migration.pair.source.runs() {
+        return Err("the guest was given away, and taken back without an operator's word".into());
+    }
+    let recovery = Side::Source.recover(&migration.pair, &["--fenced-peer"], None).ok_or("no record was left")?;
+    let (status, _) = recovery.finish();
+    if !status.success() {
+        return Err(format!("recover --fenced-peer: {status}"));
+    }
+    migration.exactly_one()
+}
+
+#[test]
+fn after_a_crash_at_any_point_exactly_one_guest_runs_and_is_whole() {
+    let Some(probe) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    drop(probe);
+    // One case alone: STERNA_CRASH_POINT=source.before-cont.
+    let wanted = std::env::var("STERNA_CRASH_POINT").ok();
+    let points = CrashPoint::ALL.iter().filter(|point| wanted.as_ref().is_none_or(|name| *name == point.to_string()));
+    let queue = Mutex::new(points);
+    let ends = Mutex::new(BTreeMap::new());
+    std::thread::scope(|scope| {
+        for _ in 0..WORKERS {
+            scope.spawn(|| {
+                loop {
+                    let Some(point) = queue.lock().unwrap().next() else { return };
+                    let pair = Pair::boot_sector(QemuVersion::V10_0).expect("there were tools before");
+                    let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| case(pair, *point)))
+                        .unwrap_or_else(|_| Err("the test panicked, see above".into()));
+                    ends.lock().unwrap().insert(*point, end);
+                }
+            });
+        }
+    });
+    let ends = ends.into_inner().unwrap();
+    for (point, end) in &ends {
+        match end {
+            Ok(side) => println!("{point}: the guest runs at the {}", side.name()),
+            Err(error) => println!("{point}: FAILED: {error}"),
+        }
+    }
+    let failed: Vec<_> = ends.iter().filter(|(_, end)| end.is_err()).map(|(point, _)| point.to_string()).collect();
+    assert!(failed.is_empty(), "{} of {} crash points failed: {failed:?}", failed.len(), ends.len());
+    if wanted.is_none() {
+        assert_eq!(ends.len(), CrashPoint::ALL.len(), "each point was passed");
+        // The decision is what divides them.
+        let end = |name: &str| ends[&name.parse::<CrashPoint>().unwrap()].clone().unwrap();
+        assert_eq!(end("source.before-record-committed"), Side::Source);
+        assert_eq!(end("source.after-record-committed"), Side::Destination);
+    }
+}

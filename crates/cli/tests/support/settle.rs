@@ -1,0 +1,208 @@
+//! What an operator does after a crash: `sterna recover` where a sterna died, on both hosts where both did.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::Value;
+use sterna_wire::switchover::{Record, RecordState};
+
+use super::pair::{Pair, eventually};
+use super::{LONG, Sterna, receive, recover, send};
+
+/// How long a process may work before the other side is recovered as well: longer than one that has a partner needs.
+const PATIENCE: Duration = Duration::from_secs(7);
+/// The exit code of a migration whose end is not confirmed.
+const UNCONFIRMED: i32 = 4;
+
+/// Which side of the migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    Source,
+    Destination,
+}
+
+impl Side {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Source => "source",
+            Self::Destination => "destination",
+        }
+    }
+
+    pub(crate) fn other(self) -> Self {
+        match self {
+            Self::Source => Self::Destination,
+            Self::Destination => Self::Source,
+        }
+    }
+
+    fn state_dir(self, pair: &Pair) -> PathBuf {
+        match self {
+            Self::Source => pair.source_state(),
+            Self::Destination => pair.destination_state(),
+        }
+    }
+
+    /// This side's record, where there is one.
+    pub(crate) fn record(self, pair: &Pair) -> Option<Record> {
+        let end = format!(".{}.json", self.name());
+        let files = std::fs::read_dir(self.state_dir(pair)).ok()?;
+        let mut paths = files.flatten().map(|file| file.path());
+        let path = paths.find(|path| path.to_string_lossy().ends_with(&end))?;
+        Some(Record::from_json(&std::fs::read(path).unwrap()).expect("a record is whole whenever it is read"))
+    }
+
+    /// How far its record says that it had come.
+    pub(crate) fn state(self, pair: &Pair) -> Option<RecordState> {
+        self.record(pair).map(|record| record.state)
+    }
+
+    /// `sterna recover` on this side; none where it has no record.
+    pub(crate) fn recover(self, pair: &Pair, words: &[&str], fault: Option<&str>) -> Option<Sterna> {
+        let record = self.record(pair)?;
+        let mut command = recover(&record.migration.to_string(), self.name(), &self.state_dir(pair));
+        command.args(words);
+        if let Some(fault) = fault {
+            command.env("STERNA_FAULT", fault).args(["--log", "warn"]);
+        }
+        let name = match self {
+            Self::Source => "recover source",
+            Self::Destination => "recover destination",
+        };
+        Some(Sterna::start(name, &mut command))
+    }
+}
+
+/// A process that settles its side.
+struct Working {
+    side: Side,
+    recovery: bool,
+    process: Sterna,
+}
+
+impl Working {
+    /// Whether this process, which has ended, says that its side is settled.
+    fn settled(self) -> bool {
+        let (status, _) = self.process.finish();
+        // A migration may well fail; what it may not is leave open how it ended.
+        if self.recovery { status.success() } else { status.code().is_some_and(|code| code != UNCONFIRMED) }
+    }
+}
+
+/// A migration of the boot-sector guest under way.
+pub(crate) struct Migration {
+    pub(crate) pair: Pair,
+    pub(crate) sender: Option<Sterna>,
+    pub(crate) receiver: Option<Sterna>,
+}
+
+/// The longest downtime that is aimed at, so high that the guest, which writes all its memory all the while, converges.
+const DOWNTIME: &str = "2s";
+
+impl Migration {
+    /// Starts `receive` and `send`; `words` are more of send's options, each side may be given a fault.
+    pub(crate) fn start(pair: Pair, words: &[&str], source: Option<&str>, destination: Option<&str>) -> Self {
+        let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+        command.arg("--insecure");
+        if let Some(fault) = destination {
+            command.env("STERNA_FAULT", fault).args(["--log", "warn"]);
+        }
+        let receiver = Sterna::start("receive", &mut command);
+        let address = receiver.address();
+        let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
+        command.args(["--insecure", "--downtime", DOWNTIME]).args(words);
+        if let Some(fault) = source {
+            command.env("STERNA_FAULT", fault).args(["--log", "warn"]);
+        }
+        let sender = Sterna::start("send", &mut command);
+        Self { pair, sender: Some(sender), receiver: Some(receiver) }
+    }
+
+    /// Waits until the process of `side` has ended, which must be by SIGKILL.
+    pub(crate) fn wait_crash(&mut self, side: Side) -> Result<(), String> {
+        let process = match side {
+            Side::Source => &mut self.sender,
+            Side::Destination => &mut self.receiver,
+        };
+        let (status, _) = process.take().expect("it was started").finish();
+        killed(status)
+    }
+
+    /// Recovers each side whose process is gone, and lets the others end by themselves. Where one side still waits for
+    /// another that has ended, or is not settled, recovers that one too, as the documents say.
+    pub(crate) fn settle(&mut self) -> Result<(), String> {
+        let mut working = Vec::new();
+        for (side, process) in [(Side::Source, self.sender.take()), (Side::Destination, self.receiver.take())] {
+            let recovery = process.is_none();
+            let process = process.or_else(|| side.recover(&self.pair, &[], None));
+            working.extend(process.map(|process| Working { side, recovery, process }));
+        }
+        let mut not_settled = Vec::new();
+        let mut recovered = Vec::new();
+        loop {
+            eventually(PATIENCE, || working.iter_mut().all(|work| work.process.poll().is_some()));
+            for mut work in std::mem::take(&mut working) {
+                if work.process.poll().is_none() {
+                    working.push(work);
+                } else if !work.settled() {
+                    not_settled.push(work.side);
+                }
+            }
+            // Each side gets another `recover`, once.
+            let waited_for = working.first().filter(|_| working.len() == 1).map(|work| work.side.other());
+            let again: Vec<Side> = waited_for.into_iter().chain(not_settled.iter().copied()).collect();
+            let again: Vec<Side> = again.into_iter().filter(|side| !recovered.contains(side)).collect();
+            for side in again {
+                recovered.push(side);
+                not_settled.retain(|other| *other != side);
+                let process = side.recover(&self.pair, &[], None);
+                working.extend(process.map(|process| Working { side, recovery: true, process }));
+            }
+            if working.is_empty() {
+                break;
+            }
+        }
+        if not_settled.is_empty() { Ok(()) } else { Err(format!("not settled: {not_settled:?}, {:?}", self.records())) }
+    }
+
+    /// Fails unless exactly one of the two guests runs, went on and is whole.
+    pub(crate) fn exactly_one(&self) -> Result<Side, String> {
+        let Pair { source, destination, .. } = &self.pair;
+        // `recover` may be quicker than what it told its QEMU.
+        eventually(LONG / 8, || source.runs() != destination.runs());
+        let side = match (source.runs(), destination.runs()) {
+            (true, false) => Side::Source,
+            (false, true) => Side::Destination,
+            (both, _) => {
+                let told = [source.status(), destination.status()];
+                let word = if both { "BOTH RUN" } else { "NEITHER RUNS" };
+                return Err(format!("{word}: {told:?}, records {:?}", self.records()));
+            }
+        };
+        self.pair.never_both()?;
+        let runs = if side == Side::Source { source } else { destination };
+        runs.wait_progress()?;
+        let passes = runs.checked_passes().map_err(|error| format!("CORRUPTED at the {}: {error}", side.name()))?;
+        if passes == 0 { Err("the guest has lost its passes".into()) } else { Ok(side) }
+    }
+
+    /// How far the two records say that their sides had come.
+    pub(crate) fn records(&self) -> [Option<RecordState>; 2] {
+        [Side::Source, Side::Destination].map(|side| side.state(&self.pair))
+    }
+}
+
+/// Whether a process ended by SIGKILL.
+pub(crate) fn killed(status: std::process::ExitStatus) -> Result<(), String> {
+    use std::os::unix::process::ExitStatusExt;
+    match status.signal() {
+        Some(9) => Ok(()),
+        _ => Err(format!("it ended with {status} and never came to the crash point")),
+    }
+}
+
+/// The outcome in a report file, where there is one.
+pub(crate) fn outcome(report: &Path) -> Option<String> {
+    let report: Value = serde_json::from_slice(&std::fs::read(report).ok()?).ok()?;
+    report["outcome"].as_str().map(str::to_owned)
+}
