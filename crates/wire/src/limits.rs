@@ -7,7 +7,8 @@ use std::time::Duration;
 
 /// Most RAM channels in one migration.
 pub const MAX_RAM_CHANNELS: u16 = 64;
-/// Most opaque connections (NBD, libvirt's control socket) that one proxy carries at once.
+/// Most opaque channels of one migration. Each opaque connection (NBD, libvirt's control socket) takes two, and their
+/// numbers are not used again.
 pub const MAX_OPAQUE_CHANNELS: u16 = 256;
 /// Largest control message, in bytes of JSON.
 pub const MAX_CONTROL_MESSAGE: usize = 1 << 20;

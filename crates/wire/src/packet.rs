@@ -307,7 +307,7 @@ impl PageTable {
     }
 }
 
-/// Names the device that a buffer of device state belongs to: `instance u32, index u32, flags u32, name`.
+/// Names the device that a buffer of device state belongs to: `instance u32, name`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceLabel<'a> {
     /// The device's name, at most [`MAX_NAME`] bytes.
