@@ -1,5 +1,5 @@
 //! Measures every method, and `lz4_flex` beside the LZ4 in use, on batches of 512 KiB:
-//! `cargo run --release -p sterna-codec --example throughput -- FILE…`
+//! `cargo run --release -p sterna-codec --example codec_throughput -- FILE…`
 //!
 //! FILEs are memory dumps or anything like guest RAM; zero pages are left out, as a sender does. Without one, the
 //! example's own executable. One thread, everything in memory, best of three passes.

@@ -1,5 +1,5 @@
 //! Measures the zero test, the snapshot and the checksum on this machine:
-//! `cargo run --release -p sterna-memory --example throughput`
+//! `cargo run --release -p sterna-memory --example memory_throughput`
 //!
 //! One thread. Source memory is larger than the caches and walked in batches of 128 pages, as a sender does; the
 //! destination is one pooled buffer. Ways are interleaved and the median of the rounds is shown, in GiB/s of source.
