@@ -31,8 +31,8 @@ pub(crate) struct BenchArgs {
     /// Write the figures as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Only the cells whose name contains one of these, separated by commas; targets that need others are not measured
-    #[arg(long, value_name = "TEXT[,TEXT…]", value_delimiter = ',')]
+    /// Only the cells whose name contains this; can be given again. Targets that need other cells are not measured
+    #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
     /// Rounds over all cells [default: 5; 3 with --quick]
     #[arg(long, value_name = "N")]

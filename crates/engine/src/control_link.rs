@@ -6,6 +6,7 @@
 use std::io::{self, Read, Write};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Instant;
 
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::limits::{HEARTBEAT_INTERVAL, SILENCE_LIMIT};
@@ -121,14 +122,30 @@ pub fn say(writer: &mut Writer, message: &ControlMessage) -> io::Result<()> {
     writer.write_all(&message.encode())
 }
 
-/// Reads the next message that is not a heartbeat from a connection that has no link yet.
-pub fn hear(reader: &mut Reader, messages: &mut ControlReader) -> io::Result<ControlMessage> {
+/// Reads the next message from a connection that has no link yet, until `deadline`, however the peer trickles.
+pub fn hear(reader: &mut Reader, messages: &mut ControlReader, deadline: Instant) -> io::Result<ControlMessage> {
+    next_message(reader, messages, Some(deadline))
+}
+
+/// The next message that is not a heartbeat.
+fn next_message(
+    reader: &mut Reader,
+    messages: &mut ControlReader,
+    deadline: Option<Instant>,
+) -> io::Result<ControlMessage> {
     let mut bytes = [0; 4096];
     loop {
         match messages.next_message().map_err(invalid)? {
             Some(ControlMessage::Heartbeat) => continue,
             Some(message) => return Ok(message),
             None => {}
+        }
+        if let Some(deadline) = deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::Error::new(io::ErrorKind::TimedOut, "it took too long to say what was due"));
+            }
+            reader.set_timeout(Some(left))?;
         }
         match reader.read(&mut bytes)? {
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -143,7 +160,7 @@ fn read_messages(
     events: &mut impl FnMut(ControlEvent),
 ) -> io::Result<()> {
     loop {
-        match hear(reader, messages) {
+        match next_message(reader, messages, None) {
             Ok(message) => events(ControlEvent::Message(message)),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {

@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use sterna_memory::snapshot::snapshot;
-use sterna_wire::packet::Run;
+use sterna_wire::packet::{Run, RunKind};
 
 use crate::batch::{BatchPool, PooledBatch};
 use crate::send::{Item, SendChannel};
@@ -67,32 +67,55 @@ impl Entry {
         &self.pipeline
     }
 
-    /// The channel that all of `offsets` (bytes in the block, at least one) take, if it is one and the pages ascend:
-    /// then [`Entry::bytes`] moves them without a copy.
-    pub fn common_channel(&self, block: u16, offsets: &[u64]) -> Option<usize> {
-        let channel = self.pipeline.channel_of(block, *offsets.first()?);
-        let ascending = offsets.windows(2).all(|pair| pair[0] < pair[1]);
-        (ascending && offsets.iter().all(|offset| self.pipeline.channel_of(block, *offset) == channel))
-            .then_some(channel)
+    /// The channel that all pages at `offsets` (bytes in the block) take, if it is one and they ascend: then
+    /// [`Entry::bytes`] moves them without a copy.
+    pub fn common_channel(&self, block: u16, offsets: impl IntoIterator<Item = u64>) -> Option<usize> {
+        let mut offsets = offsets.into_iter();
+        let mut last = offsets.next()?;
+        let channel = self.pipeline.channel_of(block, last);
+        let fits = offsets.all(|offset| {
+            let ascends = offset > last;
+            last = offset;
+            ascends && self.pipeline.channel_of(block, offset) == channel
+        });
+        fits.then_some(channel)
     }
 
-    /// Owned bytes, without a copy: a batch of the pages at `offsets`, filled by `fill`, straight to `channel` (from
-    /// [`Entry::common_channel`]). Their bytes have entered the window.
+    /// Waits until `bytes` may be in flight. What waits here in open batches is handed over first if need be: it would
+    /// otherwise never be acknowledged.
+    pub fn enter(&mut self, bytes: u64) -> Result<(), WindowClosed> {
+        if self.pipeline.window.try_enter(bytes)? {
+            return Ok(());
+        }
+        self.flush()?;
+        self.pipeline.window.enter(bytes)
+    }
+
+    /// Owned bytes, without a copy: one batch of `pages` (offset in bytes, and whether it is zero), straight to `channel`
+    /// (from [`Entry::common_channel`]). `fill` is given the place for the content of those that are not zero, in this
+    /// order. Their bytes have entered the window.
     pub fn bytes<E: From<WindowClosed>>(
         &mut self,
         channel: usize,
         block: u16,
-        offsets: &[u64],
+        pages: impl IntoIterator<Item = (u64, RunKind)>,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.flush_channel(channel)?;
         let page_size = self.pipeline.page_size;
         let mut batch = self.pipeline.pool.take(block)?;
-        for offset in offsets {
-            batch.push_normal(offset / page_size as u64, 1, page_size);
+        for (offset, kind) in pages {
+            let page = offset / page_size as u64;
+            match kind {
+                RunKind::Normal => {
+                    batch.push_normal(page, 1, page_size);
+                }
+                RunKind::Zero => batch.push_zero(page, 1),
+            }
         }
-        batch.set_in_window((offsets.len() * page_size) as u64);
         fill(batch.content_mut())?;
+        let in_window = batch.content().len() as u64;
+        batch.set_in_window(in_window);
         self.pipeline.channels[channel].send(Item::Pages(batch))?;
         Ok(())
     }
@@ -136,7 +159,7 @@ impl Entry {
             let mut batch = self.pipeline.pool.take(block)?;
             let to_region_end = (region_end - at) as usize / page_size;
             let count = (pages - done).min(to_region_end.max(1)).min(batch.capacity() / page_size);
-            self.pipeline.window.enter((count * page_size) as u64)?;
+            self.enter((count * page_size) as u64)?;
             // SAFETY: the caller vouches for `pages` pages at `memory`; `done + count` stays within them.
             let content = unsafe { self.snapshot_into(&mut batch, at, memory.add(done * page_size), count) };
             self.pipeline.window.give_back((count * page_size) as u64 - content);

@@ -17,6 +17,8 @@ pub enum Outcome {
     Failed,
     /// The decision is made, but the destination has not confirmed that the guest runs: `sterna recover` settles it.
     Unconfirmed,
+    /// Nothing was decided for the destination, but what the guest is doing at the source could not be told.
+    Stuck,
     /// The source's monitor died during the migration, and the guest with it.
     Lost,
 }
@@ -95,6 +97,12 @@ impl Report {
                 "migration {} failed: {}; the guest runs on at the source",
                 self.id,
                 reason.as_deref().unwrap_or("no reason given")
+            ),
+            (Outcome::Stuck, reason) => format!(
+                "migration {} did not come to an end: {}; look whether the guest runs here, then `sterna recover {}`",
+                self.id,
+                reason.as_deref().unwrap_or("no reason given"),
+                self.id
             ),
             (Outcome::Lost, reason) => format!(
                 "migration {}: the guest is lost: {}; if the destination stands prepared, `sterna recover {} \

@@ -79,6 +79,8 @@ struct Progress {
     sequence: SendSequence,
     /// Window bytes of each packet not yet acknowledged, oldest first.
     in_flight: VecDeque<u64>,
+    /// Nothing more will be sent: the peer may close the channel.
+    finished: bool,
     ended: bool,
 }
 
@@ -125,9 +127,9 @@ impl SendChannel {
 
         let sender = Sending::new(writer, Arc::clone(&shared), context.clone()).map_err(io::Error::other)?;
         let sending = {
-            let (abort, name) = (Arc::clone(&abort), name.to_owned());
+            let (abort, name, shared) = (Arc::clone(&abort), name.to_owned(), Arc::clone(&shared));
             std::thread::Builder::new().name(format!("send-{name}")).spawn(move || {
-                if let Err(error) = sender.run(&items) {
+                if let Err(error) = sender.run(&items, &shared) {
                     abort.raise(format_args!("channel {name}: sending failed: {error}"));
                 }
             })?
@@ -205,7 +207,11 @@ impl Shared {
                 window.leave(released);
             }
         }
-        Ok(())
+        let progress = self.progress.lock().expect("no thread of the channel panics");
+        if progress.finished && progress.sequence.outstanding() == 0 {
+            return Ok(());
+        }
+        Err("it closed the channel before the end".into())
     }
 }
 
@@ -243,7 +249,7 @@ impl Sending {
         Ok(Self { writer, shared, context, encoder, method, encoded, table: Vec::with_capacity(MAX_TABLE) })
     }
 
-    fn run(mut self, items: &Receiver<Item>) -> Result<(), Box<dyn std::error::Error>> {
+    fn run(mut self, items: &Receiver<Item>, shared: &Shared) -> Result<(), Box<dyn std::error::Error>> {
         for item in items {
             match item {
                 Item::Pages(batch) => self.pages(&batch)?,
@@ -268,6 +274,8 @@ impl Sending {
                 }
             }
         }
+        // Before the writing half is closed by dropping it, so that the peer's closing in return is no surprise.
+        shared.progress.lock().expect("no thread of the channel panics").finished = true;
         Ok(())
     }
 

@@ -104,6 +104,20 @@ impl Window {
         Ok(())
     }
 
+    /// As [`Window::enter`], but says no instead of waiting.
+    pub fn try_enter(&self, bytes: u64) -> Result<bool, WindowClosed> {
+        let mut state = self.lock();
+        if state.closed {
+            return Err(WindowClosed);
+        }
+        if state.in_flight > 0 && state.in_flight + bytes > state.budget.bytes {
+            state.budget.interval_limited = true;
+            return Ok(false);
+        }
+        state.in_flight += bytes;
+        Ok(true)
+    }
+
     /// `bytes` were acknowledged.
     pub fn leave(&self, bytes: u64) {
         let mut state = self.lock();

@@ -9,6 +9,9 @@ use crate::identity::MigrationKey;
 use crate::limits::{MAX_CONTENT, MAX_RAM_CHANNELS, MIN_PACKET_SIZE};
 use crate::text::cleaned;
 
+/// Most bytes of packets that all channels together may make a destination buffer, whatever packet size is asked for.
+const MAX_BUFFERED: u32 = 256 << 20;
+
 /// Why a migration was refused at its beginning.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -66,7 +69,7 @@ pub fn choose(
     require(local, offered, "destination", "source")?;
     let chosen = Capabilities {
         methods: common(&local.methods, &offered.methods),
-        packet_size: local.packet_size.min(offered.packet_size),
+        packet_size: local.packet_size.min(offered.packet_size).min(MAX_BUFFERED / u32::from(hello.channels)),
         features: common(&local.features, &offered.features),
         required: Vec::new(),
     };

@@ -53,7 +53,7 @@ impl From<Outcome> for Exit {
             Outcome::Completed => Self::Completed,
             Outcome::Cancelled => Self::Cancelled,
             Outcome::Failed => Self::Failed,
-            Outcome::Unconfirmed => Self::Unconfirmed,
+            Outcome::Unconfirmed | Outcome::Stuck => Self::Unconfirmed,
             Outcome::Lost => Self::Lost,
         }
     }

@@ -66,7 +66,7 @@ impl ReceiveReport {
         let reason = self.reason.as_deref().unwrap_or("no reason given");
         let headline = match self.outcome {
             Outcome::Completed => format!("migration {} from {} completed: the guest runs here", self.id, self.source),
-            Outcome::Unconfirmed | Outcome::Lost => format!(
+            Outcome::Unconfirmed | Outcome::Stuck | Outcome::Lost => format!(
                 "migration {} from {}: {reason}; run `sterna recover {}` on both hosts",
                 self.id, self.source, self.id
             ),
@@ -121,7 +121,7 @@ pub fn receive(
     let session = loop {
         let (connection, header) =
             incoming.next().ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
-        match Session::accept(connection, &header, Mode::Owner, |hello| guest.refusal(hello)) {
+        match Session::accept(connection, &header, Mode::Owner, cancel, |hello| guest.refusal(hello)) {
             Ok(session) => break session,
             Err(reason) => observer.note(&format!("refused: {reason}")),
         }
@@ -207,14 +207,13 @@ fn run_session(
         });
     });
     let doorman = Arc::new(Doorman::new(dialed, feeder, &abort, None, tell));
-    let accepting = {
-        let doorman = Arc::clone(&doorman);
-        std::thread::spawn(move || {
-            while let Some((connection, header)) = incoming.next() {
-                doorman.admit(connection, &header);
-            }
-        })
-    };
+    let stop_listening = incoming.stop_handle();
+    let admitting = Arc::clone(&doorman);
+    std::thread::spawn(move || {
+        while let Some((connection, header)) = incoming.next() {
+            admitting.admit(connection, &header);
+        }
+    });
 
     let (machine, first) = DestinationSwitchover::begin();
     let faults_before = qmp.peer_pid().map_or(0, qemu::faults);
@@ -243,11 +242,9 @@ fn run_session(
         guest_stopped: false,
     };
     driver.run(&events, first);
-    let stop_listening = cancel.clone();
     let report = driver.finish(peer);
-    // Wakes the accepting thread: nobody is waited for any more.
-    stop_listening.cancel();
-    let _ = accepting.join();
+    // The accepting thread ends by itself; a handshake that is under way is not waited for.
+    stop_listening.stop();
     Ok(report)
 }
 
@@ -380,6 +377,13 @@ impl Driver<'_> {
                 None
             }
             DestinationAction::Done(end) => {
+                if let DestinationEnd::Stuck { reason } = &end {
+                    self.tell_failure(reason);
+                }
+                if matches!(end, DestinationEnd::Stuck { .. } | DestinationEnd::Conflict) {
+                    // The source waits for nothing that could still come.
+                    self.link = None;
+                }
                 self.end = Some(end);
                 None
             }
@@ -405,7 +409,13 @@ impl Driver<'_> {
                 self.link = Some(link);
                 Some(DestinationEvent::Connected)
             }
-            Event::Qemu(QemuEvent::Gone) => Some(DestinationEvent::Qemu(DestinationQemu::Gone)),
+            Event::Qemu(QemuEvent::Gone) if qemu::has_ended(self.record.record().qemu) => {
+                Some(DestinationEvent::Qemu(DestinationQemu::Gone))
+            }
+            Event::Qemu(QemuEvent::Gone) => {
+                Some(DestinationEvent::Failed { reason: "QEMU closed its QMP socket".into() })
+            }
+            Event::Qemu(QemuEvent::Resumed) => Some(DestinationEvent::Qemu(DestinationQemu::Running)),
             Event::Qemu(QemuEvent::Migration(status)) if status == "failed" => {
                 let why = self.qmp.query_migrate().ok().and_then(|info| info.error_desc);
                 let reason = format!("QEMU could not load the guest: {}", why.as_deref().unwrap_or("see its output"));
@@ -431,8 +441,16 @@ impl Driver<'_> {
                 self.tell_failure(&reason);
                 Some(DestinationEvent::Failed { reason })
             }
-            Event::Cancelled if self.end.is_none() => Some(DestinationEvent::Failed { reason: "cancelled".into() }),
-            Event::Cancelled => None,
+            Event::Cancelled if self.end.is_some() => {
+                self.link = None;
+                None
+            }
+            Event::Cancelled => {
+                if self.machine.unsure() {
+                    self.observer.note("the guest stands loaded here and the source decides: this cannot be cancelled");
+                }
+                Some(DestinationEvent::Failed { reason: "cancelled".into() })
+            }
         }
     }
 
@@ -548,8 +566,10 @@ impl Driver<'_> {
             None => (Outcome::Failed, self.abort.reason()),
         };
         if let Some(restore) = self.restore.take() {
-            // A QEMU that has taken a guest, or has exited, needs nothing put back.
-            restore.keep();
+            if self.record.written() {
+                // A QEMU that has taken a guest, or has exited, needs nothing put back.
+                restore.keep();
+            }
         }
         self.link = None;
         self.abort.finish();

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sterna::abort::Abort;
 use sterna::control_link::{ControlEvent, ControlLink, hear, held_back, say};
@@ -13,6 +13,7 @@ use sterna_wire::handshake::choose;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
 
+use super::Cancel;
 use super::feeder::{Feeder, FeederNews, RamSink, StreamSink};
 use super::peer::{Dialed, own_capabilities, program};
 
@@ -34,6 +35,7 @@ impl Session {
         connection: Connection,
         header: &ChannelHeader,
         mode: Mode,
+        cancel: &Cancel,
         refusal: impl Fn(&Hello) -> Option<String>,
     ) -> Result<Self, String> {
         let peer = connection.peer();
@@ -45,9 +47,10 @@ impl Session {
         let exporter = connection.exporter().to_vec();
         let closer = connection.closer();
         let (mut writer, mut reader) = accept_channel(connection).map_err(|error| error.to_string())?;
-        reader.set_timeout(Some(HANDSHAKE_TIME)).map_err(|error| error.to_string())?;
+        let interrupted = closer.clone();
+        cancel.on_cancel(move || interrupted.close());
         let mut messages = ControlReader::default();
-        let hello = match hear(&mut reader, &mut messages) {
+        let hello = match hear(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME) {
             Ok(ControlMessage::Hello(hello)) => hello,
             Ok(_) => return Err(format!("{peer}: the first message is no hello")),
             Err(error) => return Err(format!("{peer}: {error}")),

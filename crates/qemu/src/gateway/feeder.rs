@@ -27,7 +27,9 @@ use super::source_stream::closer;
 use super::{Placement as Wish, qemu, sockets};
 use crate::discover::{Freshness, RamBlock};
 use crate::placement::{Placement, choose};
-use crate::stream::{Command, MainWriter, MultifdInit, MultifdWriter, RamBlockInfo, ReturnPathReader, WireVariant};
+use crate::stream::{
+    Command, MainWriter, MultifdInit, MultifdWriter, RamBlockInfo, ReturnPathReader, StreamError, WireVariant,
+};
 
 /// Pages in one multifd packet of 4 KiB pages.
 const PAGES_PER_PACKET: usize = 128;
@@ -157,22 +159,23 @@ impl Feeder {
             multifd.push(Mutex::new(MultifdWriter::new(stream, variant, page_size)?));
         }
 
-        main.configuration(&start.configuration)?;
-        for item in &start.prologue {
-            match item {
-                Prologue::Command(command) => main.command(command)?,
-                Prologue::DeviceSection(piece) => main.device_section(piece)?,
-            }
-        }
-        main.ram_start(&start.ram, false)?;
-        main.end_setup()?;
         let shape = |block: &RamBlockInfo| BlockShape {
             pages: block.used_length / page_size as u64,
             page_size: page_size as u32,
         };
         let shapes = start.ram.blocks.iter().map(shape).collect();
         let feeding = Feeding { main: Mutex::new(main), multifd, variant, blocks, shapes };
-        feeding.sync_all()?;
+        feeding.on_main(|main| {
+            main.configuration(&start.configuration)?;
+            for item in &start.prologue {
+                match item {
+                    Prologue::Command(command) => main.command(command)?,
+                    Prologue::DeviceSection(piece) => main.device_section(piece)?,
+                }
+            }
+            main.ram_start(&start.ram, false)?;
+            main.end_setup()
+        })?;
         self.generations().ended = vec![0; start.ram_channels.into()];
         if self.feeding.set(feeding).is_err() {
             return Err("the stream started twice".into());
@@ -267,13 +270,10 @@ impl Feeder {
 
     fn end_ram(&self, generation: u64) -> Result<(), SinkError> {
         self.wait_closed(generation)?;
-        let feeding = self.feeding()?;
-        {
-            let mut main = feeding.main.lock().expect("feeders do not panic");
+        self.feeding()?.on_main(|main| {
             main.begin_complete()?;
-            main.end_complete()?;
-        }
-        feeding.sync_all()
+            main.end_complete()
+        })
     }
 }
 
@@ -294,16 +294,21 @@ fn mark_touched(received: &ReceivedBitmap, freshness: &Freshness) {
 }
 
 impl Feeding {
-    /// Brings every multifd channel that is behind up to the main channel's count of sync points. A SYNC more within a
-    /// generation does no harm to its pages. A channel that is ahead has ended a generation that others have not, and
-    /// the main channel will follow.
-    fn sync_all(&self) -> Result<(), SinkError> {
-        let points = self.main.lock().expect("feeders do not panic").sync_points();
+    /// Does something on the main channel that may write sync points, and gives every multifd channel as many SYNCs.
+    ///
+    /// As many to each, whatever its count: one that has ended a generation before others is ahead, and has to stay so.
+    fn on_main(
+        &self,
+        act: impl FnOnce(&mut MainWriter<UnixStream>) -> Result<(), StreamError>,
+    ) -> Result<(), SinkError> {
+        let mut main = self.main.lock().expect("feeders do not panic");
+        let before = main.sync_points();
+        act(&mut main)?;
+        let added = main.sync_points() - before;
         for multifd in &self.multifd {
             let mut multifd = multifd.lock().expect("feeders do not panic");
-            if multifd.syncs() < points {
-                multifd.sync_to(points)?;
-            }
+            let syncs = multifd.syncs() + added;
+            multifd.sync_to(syncs)?;
         }
         Ok(())
     }
@@ -476,15 +481,12 @@ impl<F: FnMut(FeederNews) + Send> Sink for StreamSink<F> {
                 (self.news)(news);
             }
             record::COMMAND => {
-                let feeding = self.feeder.feeding()?;
-                feeding.main.lock().expect("feeders do not panic").command(&Command::parse(content)?)?;
-                feeding.sync_all()?;
+                let command = Command::parse(content)?;
+                self.feeder.feeding()?.on_main(|main| main.command(&command))?;
             }
             record::DEVICE_SECTION => {
-                let feeding = self.feeder.feeding()?;
                 let piece = layout::decode_device_section(content)?;
-                feeding.main.lock().expect("feeders do not panic").device_section(&piece)?;
-                feeding.sync_all()?;
+                self.feeder.feeding()?.on_main(|main| main.device_section(&piece))?;
             }
             record::RAM_END => {
                 self.feeder.end_ram(layout::decode_ram_end(content)?)?;

@@ -2,7 +2,9 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use sterna::control_link::{ControlEvent, ControlLink, Gate, hear, held_back, say};
 use sterna::send::{SendChannel, SendContext};
@@ -14,7 +16,7 @@ use sterna_wire::header::ChannelKind;
 use sterna_wire::identity::{MigrationId, MigrationKey};
 use sterna_wire::limits::HANDSHAKE_TIME;
 
-use super::GatewayError;
+use super::{Cancel, GatewayError};
 
 /// Pause between attempts to reach a destination that was lost.
 pub(super) const DIAL_PAUSE: Duration = Duration::from_millis(500);
@@ -69,11 +71,21 @@ pub(super) fn program() -> String {
 pub(super) fn dial(
     offer: &Offer<'_>,
     method: Method,
+    cancel: &Cancel,
     events: impl FnMut(ControlEvent) + Send + 'static,
 ) -> Result<(Peer, Dialed), GatewayError> {
     let (id, key) = new_identity()?;
     let connection = Connection::connect(offer.to, offer.security).map_err(GatewayError::new)?;
     let closer = connection.closer();
+    let interrupted = closer.clone();
+    let dialled = Arc::new(AtomicBool::new(false));
+    let finished = Arc::clone(&dialled);
+    // Only while dialling: later a cancelled migration still has something to say on this connection.
+    cancel.on_cancel(move || {
+        if !finished.load(Ordering::Acquire) {
+            interrupted.close();
+        }
+    });
     let opened = open_channel(connection, &key, id, ChannelKind::Control, 0, 1);
     let (mut writer, mut reader, round_trip) = opened.map_err(GatewayError::new)?;
     let offered = own_capabilities(offer.packet_size);
@@ -88,9 +100,8 @@ pub(super) fn dial(
     let lost = |error| GatewayError(format!("{} was lost during the handshake: {error}", offer.to));
     say(&mut writer, &ControlMessage::Hello(hello)).map_err(lost)?;
     // The destination asks its QEMU before it answers: that may take longer than a bare handshake.
-    reader.set_timeout(Some(2 * HANDSHAKE_TIME)).map_err(GatewayError::new)?;
     let mut messages = ControlReader::default();
-    let welcome: Welcome = match hear(&mut reader, &mut messages).map_err(lost)? {
+    let welcome: Welcome = match hear(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME).map_err(lost)? {
         ControlMessage::Welcome(welcome) => welcome,
         ControlMessage::Refused { reason } | ControlMessage::Failed { reason } => {
             return Err(GatewayError(format!("{} refuses: {}", offer.to, sterna_wire::text::cleaned(&reason))));
@@ -102,6 +113,7 @@ pub(super) fn dial(
         let known = chosen.methods.join(", ");
         return Err(GatewayError(format!("{} cannot decode {}; both sides know {known}", offer.to, method.name())));
     }
+    dialled.store(true, Ordering::Release);
     let link = ControlLink::start(writer, reader, closer, messages, events).map_err(GatewayError::new)?;
     let dialed = Dialed {
         id,

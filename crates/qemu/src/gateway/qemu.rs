@@ -20,6 +20,8 @@ use crate::stream::MultifdInit;
 pub(super) const PAGE_SIZE: usize = 4096;
 /// How long QEMU may take to end a migration that was cancelled.
 const CANCEL_TIME: Duration = Duration::from_secs(30);
+/// How long a QEMU whose QMP connection has ended may take to exit.
+const EXIT_TIME: Duration = Duration::from_secs(1);
 /// Pause between two looks at a state that QEMU tells by no event.
 const LOOK_PAUSE: Duration = Duration::from_millis(5);
 
@@ -93,6 +95,19 @@ pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), Gatew
 pub(super) fn identity(qmp: &Qmp) -> Option<ProcessIdentity> {
     let pid = u32::try_from(qmp.peer_pid()?).ok()?;
     Some(ProcessIdentity { pid, start_ticks: start_ticks(pid)? })
+}
+
+/// Whether the process has ended, where its QMP connection has: the connection can fail alone, and an exit takes a moment.
+pub(super) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
+    let Some(identity) = identity else { return false };
+    let deadline = Instant::now() + EXIT_TIME;
+    while lives(identity) {
+        if Instant::now() >= deadline {
+            return false;
+        }
+        std::thread::sleep(LOOK_PAUSE);
+    }
+    true
 }
 
 /// Whether the process that the record names still lives.

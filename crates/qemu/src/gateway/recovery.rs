@@ -4,6 +4,7 @@
 //! a migration say what follows from the two. A source dials the destination until it is heard; a destination that does
 //! not know what was decided listens where it listened before, until the source comes.
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -121,7 +122,12 @@ impl Common<'_> {
         match (&self.qmp, self.record.record().qemu) {
             (Some(_), _) => Ok(false),
             (None, Some(identity)) if qemu::lives(identity) => Err(self.no_qemu()),
-            (None, _) => Ok(true),
+            (None, Some(_)) => Ok(true),
+            // It is not known which process it was: only a socket that nobody serves says that it has ended.
+            (None, None) => match std::os::unix::net::UnixStream::connect(&self.record.record().qmp) {
+                Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => Ok(true),
+                _ => Err(self.no_qemu()),
+            },
         }
     }
 
@@ -284,7 +290,13 @@ impl Common<'_> {
             Some(qmp) if !gone => match qmp.status().map_err(GatewayError::new)?.as_str() {
                 "inmigrate" => DestinationQemu::Incoming,
                 "running" => DestinationQemu::Running,
-                _ => DestinationQemu::Paused,
+                "paused" => DestinationQemu::Paused,
+                other => {
+                    return Err(GatewayError(format!(
+                        "QEMU is in the state {other}, which no migration of Sterna leaves behind: somebody else has been at \
+                         it, and nothing is touched"
+                    )));
+                }
             },
             _ => DestinationQemu::Gone,
         };
@@ -322,9 +334,9 @@ impl Common<'_> {
             if let Some(end) = &end
                 && self.link.is_none()
             {
-                // Settled here. A committed source that still asks is answered for a while.
+                // Settled here, or lost. A committed source that still asks is answered for a while.
                 let answer = destination_end(end);
-                if answer.is_ok() {
+                if answer.is_ok() || matches!(end, DestinationEnd::Lost { .. }) {
                     self.answer_for_a_while(&mut machine, listening.take());
                 }
                 return answer;
@@ -378,7 +390,10 @@ impl Common<'_> {
                 return;
             }
             for action in self.destination_event(machine, event) {
+                let step = action.step();
+                fault::point(Moment::Before, step);
                 self.perform_destination(action);
+                fault::point(Moment::After, step);
             }
             deadline = Instant::now() + TELL_TIME;
         }
@@ -474,7 +489,7 @@ impl Drop for Listening {
 const RESUMED: &str = "the guest runs on at the source; a destination that was not told may be ended, or asks by its own \
                        `sterna recover`";
 
-fn source_end(end: &SourceEnd) -> Result<String, GatewayError> {
+pub(super) fn source_end(end: &SourceEnd) -> Result<String, GatewayError> {
     match end {
         SourceEnd::Finished => Ok("the guest runs at the destination".into()),
         SourceEnd::Aborted { .. } => Ok("the guest runs here, at the source".into()),

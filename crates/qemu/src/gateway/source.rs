@@ -28,6 +28,7 @@ use super::layout::Start;
 use super::peer::{self, Peer};
 use super::plane::{Plane, Sent};
 use super::qemu::{self, QemuEvent};
+use super::recovery::source_end;
 use super::sockets::SocketDir;
 use super::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
 use super::{Cancel, GatewayError, Observer, SendOptions, fault};
@@ -45,6 +46,8 @@ const DELIVERY_TIME: Duration = Duration::from_secs(60);
 const TELLING_TIME: Duration = Duration::from_secs(5);
 /// What commit and start take besides loading: two records made durable on each side, and `cont`.
 const COMMIT_ESTIMATE: Duration = Duration::from_millis(20);
+/// The guest stands while the destination loads and QEMU completes: neither may take this long without reason.
+const SHORTEST_STEP_LIMIT: Duration = Duration::from_secs(30);
 /// QEMU takes no smaller downtime limit than this as one that can be reached.
 const SMALLEST_LIMIT: Duration = Duration::from_millis(1);
 
@@ -91,9 +94,12 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         machine: machine.clone(),
         mode: sterna_wire::control::Mode::Owner,
     };
-    let (peer, dialed) =
-        peer::dial(&offer, options.method.method(), link_events(&events_in, 1)).map_err(GatewayError::untouched)?;
+    let (peer, dialed) = peer::dial(&offer, options.method.method(), cancel, link_events(&events_in, 1))
+        .map_err(GatewayError::untouched)?;
     observer.note(&format!("migration {}: {} accepted it", dialed.id, options.to));
+    if cancel.is_cancelled() {
+        return Err(GatewayError::untouched("cancelled"));
+    }
 
     let record =
         qemu::new_record(&dialed, RecordState::Source(SourceState::Started), options.to.clone(), &options.qmp, &qmp);
@@ -152,6 +158,9 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         cancelled: false,
         migrating: false,
         give_up: None,
+        due: None,
+        undelivered: None,
+        cancel,
         machine_name: format!("{} {}", machine.monitor, machine.machine_type),
     };
     let end = driver.run(&events, first_actions);
@@ -231,6 +240,11 @@ struct Driver<'a> {
     cancelled: bool,
     migrating: bool,
     give_up: Option<Instant>,
+    /// When the step at hand must be done, and which it is.
+    due: Option<(Instant, &'static str)>,
+    /// Why the decision could not be delivered, where the destination said so.
+    undelivered: Option<String>,
+    cancel: &'a Cancel,
     machine_name: String,
 }
 
@@ -256,8 +270,19 @@ impl Driver<'_> {
             if !actions.is_empty() {
                 continue;
             }
+            if self.machine.may_stop() {
+                self.give_up.get_or_insert(Instant::now() + TELLING_TIME);
+            }
             if self.give_up.is_some_and(|deadline| Instant::now() >= deadline) {
                 return End::Undelivered;
+            }
+            if let Some((deadline, what)) = self.due
+                && Instant::now() >= deadline
+            {
+                self.due = None;
+                let reason = format!("{what} took too long");
+                actions = self.machine.on(SourceEvent::Failed { reason });
+                continue;
             }
             match events.recv_timeout(next_progress.saturating_duration_since(Instant::now())) {
                 Ok(event) => {
@@ -267,9 +292,7 @@ impl Driver<'_> {
                 }
                 Err(RecvTimeoutError::Timeout) => {
                     next_progress = Instant::now() + PROGRESS_INTERVAL;
-                    if let Some(event) = self.tick() {
-                        actions = self.machine.on(event);
-                    }
+                    self.tick();
                 }
                 Err(RecvTimeoutError::Disconnected) => unreachable!("the driver itself holds a sender"),
             }
@@ -286,8 +309,10 @@ impl Driver<'_> {
                 }
                 match self.record.write(RecordState::Source(state)) {
                     Ok(()) => {
+                        self.due = None;
                         if state == SourceState::Committed {
                             self.moments.decided = Some(Instant::now());
+                            self.give_up = Some(Instant::now() + DELIVERY_TIME);
                         }
                         Some(SourceEvent::RecordWritten)
                     }
@@ -306,6 +331,7 @@ impl Driver<'_> {
                 None
             }
             SourceAction::RelayShut => {
+                self.due = Some((Instant::now() + self.step_time(), "completing at the source QEMU"));
                 self.return_message(ReturnMessage::Shut(0)).err().map(|error| SourceEvent::Failed {
                     reason: format!("the source QEMU does not take the end of the migration: {error}"),
                 })
@@ -347,7 +373,6 @@ impl Driver<'_> {
             Event::Control(..) => None,
             Event::Reconnected(outcome) => match *outcome {
                 Ok(peer) => {
-                    self.dialed.incarnation += 1;
                     self.peer = Some(peer);
                     Some(SourceEvent::Connected)
                 }
@@ -361,6 +386,7 @@ impl Driver<'_> {
             Event::Stream(news) => self.stream_says(news),
             Event::Drained(ram) => {
                 self.moments.drained = Some(Instant::now());
+                self.due = Some((Instant::now() + self.step_time(), "loading at the destination"));
                 let Sent { normal_pages, zero_pages, .. } = self.sent();
                 self.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
                 Some(SourceEvent::FinalStateSent)
@@ -370,6 +396,10 @@ impl Driver<'_> {
                 Some(SourceEvent::Failed { reason })
             }
             Event::Cancelled => {
+                if self.machine.may_stop() {
+                    self.give_up = Some(Instant::now());
+                    return None;
+                }
                 if self.machine.decided() {
                     self.observer.note("too late to cancel: the guest already belongs to the destination");
                     return None;
@@ -417,6 +447,12 @@ impl Driver<'_> {
             }
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
                 let reason = format!("the destination failed: {}", sterna_wire::text::cleaned(&reason));
+                if self.machine.decided() {
+                    self.observer.note(&reason);
+                    self.undelivered = Some(reason);
+                    self.give_up = Some(Instant::now());
+                    return None;
+                }
                 Some(SourceEvent::Failed { reason })
             }
             unexpected => {
@@ -434,9 +470,10 @@ impl Driver<'_> {
             }
             QemuEvent::Resumed => {
                 self.moments.stopped = None;
-                None
+                // Somebody has started by hand what was given away.
+                self.machine.decided().then_some(SourceEvent::Qemu(SourceQemu::Running))
             }
-            QemuEvent::Gone if self.migrating => Some(SourceEvent::Qemu(SourceQemu::Gone)),
+            QemuEvent::Gone if qemu::has_ended(self.record.record().qemu) => Some(SourceEvent::Qemu(SourceQemu::Gone)),
             QemuEvent::Gone => Some(SourceEvent::Failed { reason: "the source QEMU closed its QMP socket".into() }),
             QemuEvent::Migration(_) if !self.migrating => None,
             QemuEvent::Migration(status) => match status.as_str() {
@@ -491,6 +528,9 @@ impl Driver<'_> {
 
         let failed = |error: io::Error| GatewayError(format!("the private sockets for QEMU failed: {error}"));
         let listener = sockets.listen("qemu.sock").map_err(failed)?;
+        if self.cancel.is_cancelled() {
+            return Err(GatewayError("cancelled".into()));
+        }
         self.migrating = true;
         let uri = format!("unix:{}", sockets.socket("qemu.sock").display());
         self.qmp
@@ -542,11 +582,13 @@ impl Driver<'_> {
         }
     }
 
-    fn reconnect(&self) {
+    fn reconnect(&mut self) {
+        // Counts attempts: one that failed here may have been accepted there, and none is accepted twice.
+        self.dialed.incarnation += 1;
         let (events, security) = (self.events_in.clone(), self.options.security.clone());
         let (to, dialed) = (self.options.to.clone(), self.dialed.clone());
         std::thread::spawn(move || {
-            let incarnation = dialed.incarnation + 1;
+            let incarnation = dialed.incarnation;
             let told = link_events(&events, incarnation);
             let (outcome, gate) = match peer::dial_again(&to, &security, &dialed, incarnation, told) {
                 Ok((peer, gate)) => (Ok(peer), Some(gate)),
@@ -564,12 +606,17 @@ impl Driver<'_> {
         self.moving.as_ref().map(|moving| moving.plane.sent()).unwrap_or_default()
     }
 
-    /// Asks QEMU for its figures and tells them. An event where QEMU says something that its events did not.
-    fn tick(&mut self) -> Option<SourceEvent> {
+    /// How long a step with the guest stopped may take before it is given up.
+    fn step_time(&self) -> Duration {
+        SHORTEST_STEP_LIMIT.max(10 * self.options.downtime)
+    }
+
+    /// Asks QEMU for its figures and tells them.
+    fn tick(&mut self) {
         if !self.migrating || self.abort.is_over() {
-            return None;
+            return;
         }
-        let info = self.qmp.query_migrate().ok()?;
+        let Ok(info) = self.qmp.query_migrate() else { return };
         let sent = self.sent();
         let ram = info.ram.unwrap_or_default();
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
@@ -594,7 +641,6 @@ impl Driver<'_> {
             predicted_downtime_ms: drain + COMMIT_ESTIMATE.as_secs_f64() * 1e3,
         };
         self.observer.progress(&self.progress);
-        None
     }
 
     fn finish(mut self, end: End) -> Report {
@@ -606,14 +652,15 @@ impl Driver<'_> {
                 (Outcome::Failed, Some("the migration's record could not be written".into()))
             }
             End::Machine(SourceEnd::GuestGone) => (Outcome::Lost, Some("the source QEMU died".into())),
-            End::Machine(SourceEnd::DestinationLost { reason, .. }) => (Outcome::Unconfirmed, Some(reason)),
-            End::Machine(SourceEnd::Stuck { reason }) => (Outcome::Unconfirmed, Some(reason)),
-            End::Machine(SourceEnd::Conflict) => (
-                Outcome::Unconfirmed,
-                Some("the guest runs here although it was given away: stop one of the two".into()),
-            ),
+            End::Machine(end @ SourceEnd::DestinationLost { .. }) => {
+                (Outcome::Unconfirmed, source_end(&end).err().map(|error| error.to_string()))
+            }
+            End::Machine(end @ (SourceEnd::Stuck { .. } | SourceEnd::Conflict)) => {
+                (Outcome::Stuck, source_end(&end).err().map(|error| error.to_string()))
+            }
             End::Undelivered if self.machine.decided() => {
-                (Outcome::Unconfirmed, Some("the destination could not be reached any more".into()))
+                let unreachable = || "the destination did not confirm it in time".to_owned();
+                (Outcome::Unconfirmed, Some(self.undelivered.take().unwrap_or_else(unreachable)))
             }
             // The abort is on disk and the guest runs; a destination that was not told asks, and presumes it.
             End::Undelivered if self.cancelled => (Outcome::Cancelled, Some("cancelled".into())),

@@ -6,13 +6,14 @@
 //!
 //! Without multifd there is one reader, and no sync points are needed.
 
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex};
 
 use sterna::entry::{Entry, Pipeline};
 use sterna::send::{Item, SendChannel};
 use sterna::window::WindowClosed;
+use sterna_wire::packet::RunKind;
 
 use super::layout::{self, Prologue, Start, record};
 use super::qemu::PAGE_SIZE;
@@ -192,7 +193,7 @@ impl Common {
         if !self.ratio.is_normal() {
             return self.entry.zero_page(block, offset);
         }
-        self.entry.pipeline().window.enter(self.zeros.len() as u64)?;
+        self.entry.enter(self.zeros.len() as u64)?;
         self.entry.page(block, offset, &self.zeros)
     }
 
@@ -213,7 +214,7 @@ pub(super) fn read_multifd(
     let mut reader = MultifdReader::new(stream, page_size)?;
     let mut packet = MultifdPacket::default();
     let mut common = Common::new(pipeline, sync, ratio);
-    let mut scratch = Vec::new();
+    let mut scratch = Scratch::default();
     let mut blocks = None;
     loop {
         match reader.read_header(&mut packet)? {
@@ -254,38 +255,95 @@ impl Blocks {
     }
 }
 
+/// Pages of a packet that are read into their places at once; QEMU's packets have no more of 4 KiB.
+const MOST_PAGES: usize = 128;
+
+/// What a multifd reader keeps from packet to packet, so that nothing is allocated for each.
+#[derive(Default)]
+struct Scratch {
+    /// The pages of a packet, ascending: offset, and position among the packet's normal pages (none: a zero page).
+    pages: Vec<(u64, Option<usize>)>,
+    bytes: Vec<u8>,
+}
+
+/// Hands the pages of a packet on, as one batch wherever they belong to one channel.
+///
+/// Since QEMU 9.0 the multifd threads themselves look for zero pages, and exchange pages until all normal ones come
+/// first: where the two kinds lie mixed, a packet's pages no longer ascend. A batch takes ascending pages only, and
+/// without sorting there would be one for every few of them.
 fn read_pages(
     reader: &mut MultifdReader<UnixStream>,
     packet: &MultifdPacket,
     block: u16,
     common: &mut Common,
-    scratch: &mut Vec<u8>,
+    scratch: &mut Scratch,
 ) -> Result<(), ReaderError> {
+    let page_size = common.entry.pipeline().page_size;
     let length = packet.payload_len;
+    // Where tests have some zero pages sent as normal ones, all of them go one by one.
+    let zeros_apart = common.ratio.percent > 0;
+    let pages = &mut scratch.pages;
+    pages.clear();
+    pages.extend(packet.normal.iter().enumerate().map(|(position, offset)| (*offset, Some(position))));
+    if zeros_apart {
+        for offset in &packet.zero {
+            common.zero_page(block, *offset)?;
+        }
+    } else {
+        pages.extend(packet.zero.iter().map(|offset| (*offset, None)));
+    }
+    pages.sort_unstable_by_key(|(offset, _)| *offset);
+
     if length > 0 {
-        let pipeline = Arc::clone(common.entry.pipeline());
-        pipeline.window.enter(length as u64)?;
-        let fits = length <= pipeline.pool.capacity();
-        match common.entry.common_channel(block, &packet.normal) {
-            Some(channel) if fits => {
-                common.entry.bytes(channel, block, &packet.normal, |content| {
-                    reader.read_payload(content).map_err(ReaderError::from)
-                })?;
-            }
-            _ => {
-                scratch.resize(length, 0);
-                reader.read_payload(scratch)?;
-                for (offset, page) in packet.normal.iter().zip(scratch.chunks_exact(pipeline.page_size)) {
-                    common.entry.page(block, *offset, page)?;
+        common.entry.enter(length as u64)?;
+    }
+    let fits = length <= common.entry.pipeline().pool.capacity() && packet.normal.len() <= MOST_PAGES;
+    match common.entry.common_channel(block, pages.iter().map(|(offset, _)| *offset)) {
+        Some(channel) if fits => {
+            let kind = |position: Option<usize>| if position.is_some() { RunKind::Normal } else { RunKind::Zero };
+            let kinds = pages.iter().map(|(offset, position)| (*offset, kind(*position)));
+            common.entry.bytes(channel, block, kinds, |content| read_into_places(reader, content, pages, page_size))?;
+        }
+        _ => {
+            scratch.bytes.resize(length, 0);
+            reader.read_payload(&mut scratch.bytes)?;
+            for (offset, position) in pages {
+                match position {
+                    Some(position) => {
+                        let page = &scratch.bytes[*position * page_size..][..page_size];
+                        common.entry.page(block, *offset, page)?;
+                    }
+                    None => common.entry.zero_page(block, *offset)?,
                 }
             }
         }
     }
-    for offset in &packet.zero {
-        common.zero_page(block, *offset)?;
-    }
     // Nothing waits here for company: what QEMU has given away counts as sent, and may be all there is.
     Ok(common.entry.flush()?)
+}
+
+/// Reads a packet's content: its pages come in the packet's order, and stand in that of `pages`.
+fn read_into_places(
+    reader: &mut MultifdReader<UnixStream>,
+    content: &mut [u8],
+    pages: &[(u64, Option<usize>)],
+    page_size: usize,
+) -> Result<(), ReaderError> {
+    let positions = pages.iter().filter_map(|(_, position)| *position);
+    if positions.clone().enumerate().all(|(place, position)| place == position) {
+        return Ok(reader.read_payload(content)?);
+    }
+    let mut places = [const { None }; MOST_PAGES];
+    for (position, place) in positions.zip(content.chunks_exact_mut(page_size)) {
+        places[position] = Some(place);
+    }
+    let mut slices = std::array::from_fn::<_, MOST_PAGES, _>(|_| IoSliceMut::new(&mut []));
+    let mut count = 0;
+    for place in places.into_iter().flatten() {
+        slices[count] = IoSliceMut::new(place);
+        count += 1;
+    }
+    Ok(reader.read_payload_vectored(&mut slices[..count])?)
 }
 
 /// What the main reader is given beside its socket.
@@ -327,7 +385,7 @@ pub(super) fn read_main(
         let pages = reader.next_pages(&mut buffer, &mut batch)?;
         if pages > 0 {
             // After reading: how much there would be to read is not known before, and it may take long to come.
-            pipeline.window.enter((pages * page_size) as u64)?;
+            common.entry.enter((pages * page_size) as u64)?;
             for (offset, page) in batch.offsets.iter().zip(buffer.chunks_exact(page_size)) {
                 common.entry.page(batch.block as u16, *offset, page)?;
             }
@@ -335,7 +393,7 @@ pub(super) fn read_main(
         }
         match reader.next_event(&mut buffer)? {
             Event::Page { block, offset } => {
-                pipeline.window.enter(page_size as u64)?;
+                common.entry.enter(page_size as u64)?;
                 common.entry.page(block as u16, offset, &buffer[..page_size])?;
             }
             Event::ZeroPage { block, offset } => common.zero_page(block as u16, offset)?,

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -15,6 +16,7 @@ use sterna::transport::{Connection, Limits, Listener, accept_channel};
 use sterna::window::Window;
 use sterna_codec::{Method, MethodChoice};
 use sterna_wire::control::{ControlMessage, Mode, ReturnPath};
+use sterna_wire::limits::MAX_OPAQUE_CHANNELS;
 
 use super::opaque::{Open, pump_in, pump_out};
 use crate::gateway::doorman::{DoorNews, Doorman, OpaqueDoor, Refused, Session};
@@ -52,7 +54,7 @@ pub fn proxy_receive(
     let session = loop {
         let (connection, header) =
             incoming.next().ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
-        match Session::accept(connection, &header, Mode::Proxy, |_| None) {
+        match Session::accept(connection, &header, Mode::Proxy, cancel, |_| None) {
             Ok(session) => break session,
             Err(reason) => observer.note(&format!("refused: {reason}")),
         }
@@ -72,6 +74,7 @@ pub fn proxy_receive(
     let packet_size = dialed.packet_size;
     let opaque = Arc::new(OpaqueConnections {
         local: Mutex::default(),
+        next: AtomicU16::new(0),
         open: Open::default(),
         packet_size,
         abort: Arc::clone(&abort),
@@ -192,6 +195,9 @@ impl Proxy<'_> {
     }
 
     fn connect_opaque(&self, index: u16, name: &str) -> Result<(), String> {
+        if index != self.opaque.next.fetch_add(1, Ordering::Relaxed) || index >= MAX_OPAQUE_CHANNELS / 2 {
+            return Err(format!("opaque connection {index} is out of order or one too many"));
+        }
         let path: &PathBuf = if name.is_empty() {
             &self.options.unix
         } else {
@@ -200,7 +206,7 @@ impl Proxy<'_> {
         };
         let stream = sockets::connect(path).map_err(|error| format!("{}: {error}", path.display()))?;
         let mut local = self.opaque.local.lock().expect("opaque connections do not panic");
-        local.insert(index, stream);
+        local.insert(index, Waiting { stream, taken: [false; 2] });
         Ok(())
     }
 
@@ -221,9 +227,17 @@ impl Proxy<'_> {
     }
 }
 
+/// The local end of an opaque connection whose two channels have not both come yet.
+struct Waiting {
+    stream: UnixStream,
+    taken: [bool; 2],
+}
+
 /// The local ends of opaque connections, by their index.
 struct OpaqueConnections {
-    local: Mutex<HashMap<u16, UnixStream>>,
+    local: Mutex<HashMap<u16, Waiting>>,
+    /// The index of the next opaque connection.
+    next: AtomicU16,
     open: Open,
     packet_size: usize,
     abort: Arc<Abort>,
@@ -234,8 +248,16 @@ impl OpaqueConnections {
     /// An even channel brings what the source's side says, the odd one after it takes back what this side says.
     fn admit(&self, channel: u16, connection: Connection) -> Result<(), Refused> {
         let local = {
-            let local = self.local.lock().expect("opaque connections do not panic");
-            local.get(&(channel / 2)).map(UnixStream::try_clone)
+            let mut local = self.local.lock().expect("opaque connections do not panic");
+            let free = local.get_mut(&(channel / 2)).filter(|waiting| !waiting.taken[usize::from(channel % 2)]);
+            let stream = free.map(|waiting| {
+                waiting.taken[usize::from(channel % 2)] = true;
+                (waiting.stream.try_clone(), waiting.taken == [true; 2])
+            });
+            if let Some((_, true)) = stream {
+                local.remove(&(channel / 2));
+            }
+            stream.map(|(stream, _)| stream)
         };
         let Some(Ok(local)) = local else {
             return Err(Box::new((connection, "no opaque connection with this index".into())));

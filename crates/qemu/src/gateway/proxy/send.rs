@@ -68,6 +68,7 @@ pub fn proxy_send(options: &ProxySendOptions, cancel: &Cancel, observer: &dyn Ob
     let mut proxy = Proxy {
         options,
         observer,
+        cancel,
         events_in,
         abort,
         dialed: None,
@@ -188,6 +189,7 @@ fn begin_migration(main: UnixStream, listener: &UnixListener) -> Event {
 struct Proxy<'a> {
     options: &'a ProxySendOptions,
     observer: &'a dyn Observer,
+    cancel: &'a Cancel,
     events_in: Sender<Event>,
     abort: Arc<Abort>,
     dialed: Option<(Peer, Dialed)>,
@@ -244,7 +246,7 @@ impl Proxy<'_> {
             };
             let events = self.events_in.clone();
             let told = move |event| drop(events.send(Event::Control(event)));
-            self.dialed = Some(peer::dial(&offer, self.options.method.method(), told)?);
+            self.dialed = Some(peer::dial(&offer, self.options.method.method(), self.cancel, told)?);
         }
         Ok(self.dialed.as_ref().expect("just made"))
     }
