@@ -68,17 +68,40 @@ fn protection(tls: bool, certs: &Path, receiver: bool) -> Vec<String> {
     }
 }
 
+/// How often a row whose source is QEMU 7.2 is tried.
+///
+/// Emulating, it loses writes by itself: a migration between two QEMU 7.2 without Sterna shows differing pages, or a crashed
+/// guest, in about one of ten runs on a busy machine, one between two QEMU 10.0 in none. It does not see what a guest
+/// writes through translations that it had cached before a round began (QEMU's commit 03bfc2188f, "Fix migration dirty
+/// bitmap coherency with TCG memory access", and its like). So pages that differ there say nothing about Sterna, unless
+/// they always do; rows 15 and 16 have the same streams from a QEMU 10.0, which must be right at once.
+const TRIES_OF_7_2: usize = 3;
+
 fn run(row: &Row) {
-    let linux = LinuxGuest { memory: Some(FILLED), dirty_rate: DIRTY_RATE, ..LinuxGuest::default() };
+    let tries = if row.from == V7_2 { TRIES_OF_7_2 } else { 1 };
+    for left in (0..tries).rev() {
+        match moved(row) {
+            Ok(()) => return,
+            Err(differing) if left > 0 => eprintln!("QEMU 7.2 as the source, once more: {differing}"),
+            Err(differing) => panic!("{differing}"),
+        }
+    }
+}
+
+/// Moves a guest as the row says. An error where RAM differs before the destination's guest starts.
+fn moved(row: &Row) -> Result<(), String> {
+    // With separate page tables for the kernel each interrupt drops cached translations, and most of the loss with them.
+    let kernel_words = if row.from == V7_2 { "pti=on".into() } else { String::new() };
+    let linux = LinuxGuest { memory: Some(FILLED), dirty_rate: DIRTY_RATE, kernel_words, ..LinuxGuest::default() };
     let mut options = QemuOptions::new(row.from, Guest::Linux(linux));
     options.machine = row.machine.into();
     options.memory = MEMORY;
     let mut incoming = options.incoming();
     incoming.version = row.to;
-    let Some((source_backend, _source_mount, _source_pages)) = backend(row.source, "source") else { return };
-    let Some((destination_backend, _mount, _pages)) = backend(row.destination, "destination") else { return };
+    let Some((source_backend, _source_mount, _source_pages)) = backend(row.source, "source") else { return Ok(()) };
+    let Some((destination_backend, _mount, _pages)) = backend(row.destination, "destination") else { return Ok(()) };
     (options.backend, incoming.backend) = (source_backend, destination_backend);
-    let Some(pair) = Pair::start(&options, &incoming) else { return };
+    let Some(pair) = Pair::start(&options, &incoming) else { return Ok(()) };
     let certs = pair.scratch.path().join("certs");
     if row.tls {
         certificates(&certs);
@@ -100,7 +123,9 @@ fn run(row: &Row) {
     assert_eq!(pair.destination.status().as_deref(), Some("paused"));
     let mut differing = compare(pair.source.qemu.pid(), pair.destination.qemu.pid(), MEMORY).unwrap();
     differing.retain(|page| !CHANGED_BY_LOADING.contains(page));
-    assert!(differing.is_empty(), "{} pages differ, the first at {:#x}", differing.len(), differing[0]);
+    if let Some(first) = differing.first() {
+        return Err(format!("{} pages differ, the first at {first:#x}", differing.len()));
+    }
     drop(held);
 
     let (sent, _) = sender.finish();
@@ -128,6 +153,7 @@ fn run(row: &Row) {
     assert!(!pair.source.runs() && pair.destination.runs());
     // The source's guest was given away and must be of no use any more.
     assert_eq!(pair.source.monitor.execute("query-status", json!({})).unwrap()["running"], false);
+    Ok(())
 }
 
 macro_rules! table {
@@ -167,4 +193,6 @@ table! {
     row_12_8_2:                 V10_0 V10_0 "pc-q35-8.2"       8  plain "none" Anonymous Memfd       "auto";
     row_13_8_2_in_stream:       V10_0 V10_0 "pc-q35-8.2"       1  tls   "lz4"  Anonymous Anonymous   "in-stream";
     row_14_hugetlb:             V10_0 V10_0 "pc-q35-9.0"       2  tls   "lz4"  Anonymous Hugetlb     "auto";
+    row_15_old_stream:          V10_0 V10_0 "pc-q35-7.2"       8  plain "lz4"  Anonymous Tmpfs       "auto";
+    row_16_old_in_stream:       V10_0 V10_0 "pc-i440fx-7.2"    2  tls   "zstd" Anonymous Memfd       "in-stream";
 }

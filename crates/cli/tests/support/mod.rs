@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its own part of this")]
 
 pub(crate) mod pair;
+pub(crate) mod relay;
 pub(crate) mod settle;
 
 use std::fs::File;
@@ -91,6 +92,14 @@ impl Sterna {
         (status, self.output.take().unwrap().join().unwrap())
     }
 
+    /// Waits for its end; gives the lines of standard error.
+    pub(crate) fn finish_with_lines(self) -> (ExitStatus, Vec<String>) {
+        let said = Arc::clone(&self.said);
+        let (status, _) = self.finish();
+        let lines = said.lines.lock().unwrap().0.clone();
+        (status, lines)
+    }
+
     /// Kills it as a crash would.
     pub(crate) fn kill(&mut self) {
         let _ = self.child.kill();
@@ -107,11 +116,6 @@ impl Sterna {
     /// Whether it has ended; what it ended with.
     pub(crate) fn poll(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().unwrap()
-    }
-
-    /// All lines so far, those of standard error.
-    pub(crate) fn lines(&self) -> Vec<String> {
-        self.said.lines.lock().unwrap().0.clone()
     }
 
     /// The migration's id, as `sterna send` and `sterna receive` say it.

@@ -142,10 +142,11 @@ impl Migration {
         loop {
             eventually(PATIENCE, || working.iter_mut().all(|work| work.process.poll().is_some()));
             for mut work in std::mem::take(&mut working) {
+                let side = work.side;
                 if work.process.poll().is_none() {
                     working.push(work);
                 } else if !work.settled() {
-                    not_settled.push(work.side);
+                    not_settled.push(side);
                 }
             }
             // Each side gets another `recover`, once.

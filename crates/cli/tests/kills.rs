@@ -1,0 +1,186 @@
+//! Random kills: any of the four processes of a migration, at any moment of it. Never do both guests run, and nothing is
+//! corrupted; exactly one guest runs in the end, unless the killed QEMU held the only copy.
+//!
+//! `STERNA_KILLS=200` for the full proof; `STERNA_SEED=…` repeats a run.
+
+mod support;
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use sterna_lab::QemuVersion;
+use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
+use support::pair::{Pair, eventually};
+use support::settle::{Migration, Side, outcome};
+
+/// Kills in an ordinary test run.
+const FEW: u64 = 20;
+/// Cases at once; most of each is waiting.
+const WORKERS: u64 = 3;
+/// Such that a migration of the 100 MiB takes about as long as [`LONGEST`].
+const BANDWIDTH: &[&str] = &["--bandwidth", "150MB/s"];
+/// The last moment at which a process is killed, after `send` was started; some migrations are over by then.
+const LONGEST: Duration = Duration::from_millis(1600);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Victim {
+    Send,
+    Receive,
+    SourceQemu,
+    DestinationQemu,
+}
+
+/// A small generator of numbers (SplitMix64, Steele and others 2014): what matters is that a seed repeats them.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % bound
+    }
+}
+
+/// One kill; says how it ended.
+fn case(pair: Pair, victim: Victim, moment: Duration) -> Result<String, String> {
+    let mut migration = Migration::start(pair, BANDWIDTH, None, None);
+    // The moment is the point of the test: nothing is waited for, and a migration that ends earlier is none the worse.
+    eventually(moment, || false);
+    match victim {
+        Victim::Send | Victim::Receive => {
+            let process = if victim == Victim::Send { &mut migration.sender } else { &mut migration.receiver };
+            let mut process = process.take().expect("it was started");
+            // One that has ended by itself needs no recovery, but bears it.
+            process.kill();
+            drop(process);
+            migration.settle()?;
+            if Side::Source.record(&migration.pair).is_none() && victim == Victim::Receive {
+                migration.receiver = None;
+            }
+            Ok(format!("guest at the {}", migration.exactly_one()?.name()))
+        }
+        Victim::SourceQemu => {
+            migration.pair.source.kill();
+            without_source(migration)
+        }
+        Victim::DestinationQemu => {
+            migration.pair.destination.kill();
+            without_destination(migration)
+        }
+    }
+}
+
+/// The source's QEMU is gone. A destination that stands prepared may be started by an operator; another is incomplete.
+fn without_source(mut migration: Migration) -> Result<String, String> {
+    let (status, _) = migration.sender.take().expect("it was started").finish();
+    let decided = matches!(
+        Side::Source.state(&migration.pair),
+        Some(RecordState::Source(SourceState::Committed | SourceState::Finished))
+    );
+    let mut receiver = migration.receiver.take().expect("it was started");
+    let prepared = Some(RecordState::Destination(DestinationState::Prepared));
+    // It ends by itself unless it stands prepared, with nobody to ask any more.
+    eventually(LIMIT, || receiver.poll().is_some() || Side::Destination.state(&migration.pair) == prepared);
+    if decided {
+        receiver.finish();
+        return Ok(format!("guest at the {}", migration.exactly_one()?.name()));
+    }
+    if receiver.poll().is_none() {
+        receiver.kill();
+        let recovery = Side::Destination.recover(&migration.pair, &["--fenced-peer"], None).ok_or("no record")?;
+        let (recovered, _) = recovery.finish();
+        if !recovered.success() {
+            return Err(format!("recover --fenced-peer at the destination: {recovered}"));
+        }
+        if migration.exactly_one()? == Side::Source {
+            return Err("a dead source runs".into());
+        }
+        return Ok("guest started at the destination by its operator".into());
+    }
+    if status.success() || migration.pair.destination.runs() {
+        return Err(format!("send {status}, destination {:?}", migration.pair.destination.status()));
+    }
+    Ok("the only copy is gone".into())
+}
+
+/// How long a process may take to see what happened.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The destination's QEMU is gone. The source goes on, by itself before the decision, by its operator after it.
+fn without_destination(mut migration: Migration) -> Result<String, String> {
+    let (_, said) = migration.sender.take().expect("it was started").finish();
+    let mut receiver = migration.receiver.take().expect("it was started");
+    // A receiver that no source reached waits for one.
+    if Side::Destination.record(&migration.pair).is_none() {
+        receiver.kill();
+    }
+    receiver.finish();
+    if outcome(&migration.pair.report()).as_deref() == Some("completed") {
+        migration.pair.never_both()?;
+        // It had taken the guest over, and died as any QEMU may.
+        return if migration.pair.source.runs() {
+            Err(format!("both had it: {said}"))
+        } else {
+            Ok("the only copy is gone".into())
+        };
+    }
+    if let Some(RecordState::Source(SourceState::Committed)) = Side::Source.state(&migration.pair) {
+        if migration.pair.source.runs() {
+            return Err("the guest was given away, and taken back without an operator's word".into());
+        }
+        let recovery = Side::Source.recover(&migration.pair, &["--fenced-peer"], None).ok_or("no record")?;
+        let (recovered, _) = recovery.finish();
+        if !recovered.success() {
+            return Err(format!("recover --fenced-peer at the source: {recovered}"));
+        }
+        migration.exactly_one()?;
+        return Ok("guest resumed at the source by its operator".into());
+    }
+    match migration.exactly_one()? {
+        Side::Source => Ok("guest at the source".into()),
+        Side::Destination => Err("a dead destination runs".into()),
+    }
+}
+
+#[test]
+fn a_kill_of_any_process_at_any_moment_leaves_one_whole_guest() {
+    let Some(probe) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    drop(probe);
+    let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
+    let seed = number("STERNA_SEED").unwrap_or_else(|| u64::from(std::process::id()) << 20);
+    let kills = number("STERNA_KILLS").unwrap_or(FEW);
+    println!("STERNA_SEED={seed} STERNA_KILLS={kills}");
+    let mut random = Random(seed);
+    let victims = [Victim::Send, Victim::Receive, Victim::SourceQemu, Victim::DestinationQemu];
+    let cases: Vec<_> = (0..kills)
+        .map(|number| {
+            let victim = victims[random.below(4) as usize];
+            (number, victim, Duration::from_micros(random.below(LONGEST.as_micros() as u64)))
+        })
+        .collect();
+    let (queue, ends) = (Mutex::new(cases.into_iter()), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..WORKERS {
+            scope.spawn(|| {
+                loop {
+                    let Some((number, victim, moment)) = queue.lock().unwrap().next() else { return };
+                    let pair = Pair::boot_sector(QemuVersion::V10_0).expect("there were tools before");
+                    let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| case(pair, victim, moment)))
+                        .unwrap_or_else(|_| Err("the test panicked, see above".into()));
+                    ends.lock().unwrap().push((number, victim, moment, end));
+                }
+            });
+        }
+    });
+    let mut ends = ends.into_inner().unwrap();
+    ends.sort_by_key(|end| end.0);
+    let mut failed = 0;
+    for (number, victim, moment, end) in &ends {
+        failed += usize::from(end.is_err());
+        println!("kill {number}: {victim:?} after {moment:?}: {end:?}");
+    }
+    assert_eq!(failed, 0, "{failed} of {kills} kills failed; STERNA_SEED={seed} repeats them");
+    assert_eq!(ends.len() as u64, kills);
+}
