@@ -7,7 +7,7 @@ use support::{LONG, Sterna, busy_guest, receive, report, send};
 
 #[test]
 fn a_busy_linux_guest_moves_and_its_memory_is_right() {
-    let options = busy_guest(QemuVersion::V7_2, "pc-q35-7.2");
+    let options = busy_guest(QemuVersion::V10_0, "pc-q35-10.0");
     let Some(source) = or_skip(Qemu::start(&options)) else { return };
     let destination = Qemu::start(&options.incoming()).unwrap();
     source.guest().wait_ready(LONG).unwrap();

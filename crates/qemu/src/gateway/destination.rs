@@ -118,14 +118,14 @@ pub fn receive(
     cancel.on_cancel(move || stop.stop());
 
     let guest = Guest::of(&qmp);
-    let session = loop {
-        let (connection, header) =
-            incoming.next().ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
-        match Session::accept(connection, &header, Mode::Owner, cancel, |hello| guest.refusal(hello)) {
-            Ok(session) => break session,
-            Err(reason) => observer.note(&format!("refused: {reason}")),
-        }
-    };
+    let first = Session::first(
+        &incoming,
+        Mode::Owner,
+        cancel,
+        move |hello| guest.refusal(hello),
+        |reason| observer.note(&format!("refused: {reason}")),
+    );
+    let session = first.ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
     observer.note(&format!("migration {} from {}", session.dialed.id, session.peer));
     run_session(session, options, &address, qmp, incoming, cancel, observer)
 }

@@ -1,5 +1,7 @@
 //! Who may come in: a control channel's hello at the beginning, then the channels of that migration and no others.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -7,7 +9,7 @@ use std::time::{Duration, Instant};
 use sterna::abort::Abort;
 use sterna::control_link::{ControlEvent, ControlLink, hear, held_back, say};
 use sterna::receive::{ReceiveCounters, Sink, receive_packets};
-use sterna::transport::{Closer, Connection, Reader, Writer, accept_channel, refuse_channel};
+use sterna::transport::{Closer, Connection, Incoming, Reader, Writer, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader, Hello, Mode, Welcome};
 use sterna_wire::handshake::choose;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
@@ -16,6 +18,11 @@ use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
 use super::Cancel;
 use super::feeder::{Feeder, FeederNews, RamSink, StreamSink};
 use super::peer::{Dialed, own_capabilities, program};
+
+/// Connections whose hello is waited for at once.
+const MOST_GREETED: usize = 32;
+/// How often new connections are looked for while others have not said their hello.
+const LOOK_PAUSE: Duration = Duration::from_millis(10);
 
 /// A migration that a source has begun.
 pub(super) struct Session {
@@ -29,9 +36,66 @@ pub(super) struct Session {
 }
 
 impl Session {
+    /// The first migration that a source begins here; none once it is cancelled. Each hello is waited for on a thread of
+    /// its own, so that a stranger who connects and says nothing keeps no source waiting. `refused` hears of the others.
+    pub(super) fn first(
+        incoming: &Incoming,
+        mode: Mode,
+        cancel: &Cancel,
+        refusal: impl Fn(&Hello) -> Option<String> + Send + Sync + 'static,
+        refused: impl Fn(&str),
+    ) -> Option<Self> {
+        let refusal = Arc::new(refusal);
+        let (greeted, sessions) = channel::<Result<Self, String>>();
+        let mut waited_for = 0;
+        loop {
+            // Nobody to wait for: then without looking again and again.
+            let arrived = if waited_for == 0 {
+                incoming.next().ok_or(RecvTimeoutError::Disconnected)
+            } else {
+                match sessions.recv_timeout(LOOK_PAUSE) {
+                    Ok(Ok(session)) => {
+                        sessions.try_iter().flatten().for_each(Self::too_late);
+                        return Some(session);
+                    }
+                    Ok(Err(reason)) => {
+                        waited_for -= 1;
+                        refused(&reason);
+                    }
+                    Err(_) => {}
+                }
+                incoming.next_within(Duration::ZERO)
+            };
+            let (connection, header) = match arrived {
+                Ok(arrived) => arrived,
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) => return None,
+            };
+            if waited_for == MOST_GREETED {
+                refuse_channel(connection, "too many connections are being opened at once; try again in a moment");
+                continue;
+            }
+            waited_for += 1;
+            let (greeted, refusal, cancel) = (greeted.clone(), Arc::clone(&refusal), cancel.clone());
+            std::thread::spawn(move || {
+                let session = Self::accept(connection, &header, mode, &cancel, &*refusal);
+                if let Err(unheard) = greeted.send(session) {
+                    unheard.0.into_iter().for_each(Self::too_late);
+                }
+            });
+        }
+    }
+
+    /// Refuses a source that another one came before.
+    fn too_late(mut self) {
+        let reason = "another migration is under way here".to_owned();
+        // It may be gone; then nobody misses the answer.
+        let _ = say(&mut self.writer, &ControlMessage::Refused { reason });
+    }
+
     /// Takes a control channel's hello, unless `refusal` has something against it. What is refused has been told so; the
     /// error is for the log.
-    pub(super) fn accept(
+    fn accept(
         connection: Connection,
         header: &ChannelHeader,
         mode: Mode,
@@ -47,10 +111,18 @@ impl Session {
         let exporter = connection.exporter().to_vec();
         let closer = connection.closer();
         let (mut writer, mut reader) = accept_channel(connection).map_err(|error| error.to_string())?;
-        let interrupted = closer.clone();
-        cancel.on_cancel(move || interrupted.close());
+        // Only until then: later it is for the driver to say how a cancellation ends.
+        let greeted = Arc::new(AtomicBool::new(false));
+        let (interrupted, already) = (closer.clone(), Arc::clone(&greeted));
+        cancel.on_cancel(move || {
+            if !already.load(Ordering::Acquire) {
+                interrupted.close();
+            }
+        });
         let mut messages = ControlReader::default();
-        let hello = match hear(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME) {
+        let heard = hear(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME);
+        greeted.store(true, Ordering::Release);
+        let hello = match heard {
             Ok(ControlMessage::Hello(hello)) => hello,
             Ok(_) => return Err(format!("{peer}: the first message is no hello")),
             Err(error) => return Err(format!("{peer}: {error}")),
@@ -152,7 +224,7 @@ impl Doorman {
     /// How many packets each RAM channel has placed.
     pub(super) fn placed(&self) -> Vec<u64> {
         let placed = |counters: &Option<Arc<ReceiveCounters>>| {
-            counters.as_ref().map_or(0, |counters| counters.placed.load(std::sync::atomic::Ordering::Acquire))
+            counters.as_ref().map_or(0, |counters| counters.placed.load(Ordering::Acquire))
         };
         self.state().ram.iter().map(placed).collect()
     }

@@ -21,7 +21,7 @@ pub(super) const PAGE_SIZE: usize = 4096;
 /// How long QEMU may take to end a migration that was cancelled.
 const CANCEL_TIME: Duration = Duration::from_secs(30);
 /// How long a QEMU whose QMP connection has ended may take to exit.
-const EXIT_TIME: Duration = Duration::from_secs(1);
+const EXIT_TIME: Duration = Duration::from_secs(5);
 /// Pause between two looks at a state that QEMU tells by no event.
 const LOOK_PAUSE: Duration = Duration::from_millis(5);
 
@@ -193,7 +193,9 @@ pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceQemu, QmpError> {
         match source_state(qmp)? {
             SourceQemu::Migrating if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
             SourceQemu::Migrating => {
-                let reason = format!("it is still migrating {} s after that", CANCEL_TIME.as_secs());
+                let (status, run_state) = (qmp.query_migrate()?.status, qmp.status()?);
+                let seconds = CANCEL_TIME.as_secs();
+                let reason = format!("{seconds} s after that its migration is {status}, the guest {run_state}");
                 return Err(QmpError::Unexpected { command: "migrate_cancel".into(), reason });
             }
             state => return Ok(state),

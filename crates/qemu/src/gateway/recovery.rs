@@ -21,7 +21,7 @@ use sterna_wire::switchover::{
 
 use super::peer::{self, Dialed, Peer};
 use super::{Cancel, GatewayError, Observer, RecoverOptions, destination, fault, qemu};
-use crate::qmp::Qmp;
+use crate::qmp::{Qmp, QmpError};
 
 /// How long the destination is dialled: `recover` may have to be started there first.
 const DIAL_TIME: Duration = Duration::from_secs(60);
@@ -236,6 +236,9 @@ impl Common<'_> {
                 let qmp = self.qmp.as_ref().ok_or_else(|| self.no_qemu())?;
                 Some(match qemu::end_migration(qmp) {
                     Ok(state) => SourceEvent::Qemu(state),
+                    Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().qemu) => {
+                        SourceEvent::Qemu(SourceQemu::Gone)
+                    }
                     Err(error) => failed("the source QEMU does not end its migration", &error),
                 })
             }

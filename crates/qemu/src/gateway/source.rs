@@ -32,7 +32,7 @@ use super::recovery::source_end;
 use super::sockets::SocketDir;
 use super::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
 use super::{Cancel, GatewayError, Observer, SendOptions, fault};
-use crate::qmp::Qmp;
+use crate::qmp::{Qmp, QmpError};
 use crate::settings::{Restore, Role, Settings, Wanted};
 use crate::stream::{MainReader, ReturnMessage};
 
@@ -561,6 +561,9 @@ impl Driver<'_> {
         self.abort.raise("the migration was aborted");
         match qemu::end_migration(&self.qmp) {
             Ok(state) => SourceEvent::Qemu(state),
+            Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().qemu) => {
+                SourceEvent::Qemu(SourceQemu::Gone)
+            }
             Err(error) => {
                 SourceEvent::Failed { reason: format!("the source QEMU does not end its migration: {error}") }
             }

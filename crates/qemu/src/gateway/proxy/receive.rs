@@ -51,14 +51,9 @@ pub fn proxy_receive(
     let stop = incoming.stop_handle();
     let stop_at_end = incoming.stop_handle();
     cancel.on_cancel(move || stop.stop());
-    let session = loop {
-        let (connection, header) =
-            incoming.next().ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
-        match Session::accept(connection, &header, Mode::Proxy, cancel, |_| None) {
-            Ok(session) => break session,
-            Err(reason) => observer.note(&format!("refused: {reason}")),
-        }
-    };
+    let refused = |reason: &str| observer.note(&format!("refused: {reason}"));
+    let first = Session::first(&incoming, Mode::Proxy, cancel, |_| None, refused);
+    let session = first.ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
     observer.note(&format!("a proxy's connections from {}", session.peer));
 
     let Session { dialed, mut writer, reader, closer: closing, messages, welcome, .. } = session;
