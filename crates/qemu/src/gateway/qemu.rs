@@ -20,6 +20,8 @@ use crate::stream::MultifdInit;
 pub(super) const PAGE_SIZE: usize = 4096;
 /// How long QEMU may take to end a migration that was cancelled.
 const CANCEL_TIME: Duration = Duration::from_secs(30);
+/// How long a running guest's migration may be `cancelling` before it is taken for stuck there.
+const CANCELLING_TIME: Duration = Duration::from_secs(5);
 /// How long a QEMU whose QMP connection has ended may take to exit.
 const EXIT_TIME: Duration = Duration::from_secs(5);
 /// Pause between two looks at a state that QEMU tells by no event.
@@ -188,9 +190,12 @@ pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceQemu, QmpError> {
         // There may be none to cancel; the state decides.
         tracing::debug!(%error, "migrate_cancel");
     }
-    let deadline = Instant::now() + CANCEL_TIME;
+    let (patience, deadline) = (Instant::now() + CANCELLING_TIME, Instant::now() + CANCEL_TIME);
     loop {
         match source_state(qmp)? {
+            SourceQemu::Migrating if Instant::now() >= patience && cancelling_for_good(qmp)? => {
+                return Ok(SourceQemu::Running);
+            }
             SourceQemu::Migrating if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
             SourceQemu::Migrating => {
                 let (status, run_state) = (qmp.query_migrate()?.status, qmp.status()?);
@@ -201,6 +206,12 @@ pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceQemu, QmpError> {
             state => return Ok(state),
         }
     }
+}
+
+/// Whether QEMU will never end a migration that it is cancelling, as 10.0 may when its sockets are closed during the setup.
+/// There is no way from `cancelling` to `completed`, and the guest runs: so nothing is left to wait for.
+fn cancelling_for_good(qmp: &Qmp) -> Result<bool, QmpError> {
+    Ok(qmp.query_migrate()?.status == "cancelling" && qmp.status()? == "running")
 }
 
 /// The connections of an outgoing migration.
