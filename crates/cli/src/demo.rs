@@ -78,7 +78,7 @@ fn show(directory: &Path, cancel: &Cancel, report: &mut Value) -> Result<(), Hos
     };
 
     let guest = LinuxGuest { memory: Some(FILLED), dirty_rate: DIRTY_RATE, ..LinuxGuest::default() };
-    let version = QemuVersion::V7_2;
+    let version = QemuVersion::V10_0;
     let mut options = QemuOptions::new(version, Guest::Linux(guest));
     options.memory = RAM;
     options.namespace = hosts.namespace(Side::A);
