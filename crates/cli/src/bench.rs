@@ -37,6 +37,9 @@ pub(crate) struct BenchArgs {
     /// Rounds over all cells [default: 5; 3 with --quick]
     #[arg(long, value_name = "N")]
     rounds: Option<usize>,
+    /// CPUs that the source side has to itself, and as many that the destination side has
+    #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
+    cpus: u16,
     /// Release of QEMU that is moved and compared with
     #[arg(long, default_value = "10.0", value_parser = release)]
     qemu: QemuVersion,

@@ -51,13 +51,14 @@ pub(crate) enum Side {
 #[derive(Debug)]
 pub(crate) struct Hosts {
     network: Option<Network>,
-    pinned: bool,
+    /// CPUs that each host has to itself, if they are set.
+    cpus: Option<u16>,
 }
 
 impl Hosts {
     /// Joined by the loopback interface.
     pub(crate) fn loopback() -> Self {
-        Self { network: None, pinned: false }
+        Self { network: None, cpus: None }
     }
 
     /// Two network namespaces with a cable.
@@ -65,12 +66,12 @@ impl Hosts {
     /// # Errors
     /// Where this user may not make them.
     pub(crate) fn namespaces(link: Link) -> Result<Self, sterna_lab::Error> {
-        Ok(Self { network: Some(Network::new(link)?), pinned: false })
+        Ok(Self { network: Some(Network::new(link)?), cpus: None })
     }
 
-    /// With the whole of A on CPU 0 and the whole of B on CPU 1.
-    pub(crate) fn pinned(self) -> Self {
-        Self { pinned: true, ..self }
+    /// With the whole of A on the machine's first `cpus` CPUs and the whole of B on as many that follow.
+    pub(crate) fn pinned(self, cpus: u16) -> Self {
+        Self { cpus: Some(cpus), ..self }
     }
 
     /// The namespace of a host, if it has one.
@@ -84,9 +85,9 @@ impl Hosts {
 
     /// The CPUs of a host, as `taskset -c` reads them, if they are set.
     pub(crate) fn cpus(&self, side: Side) -> Option<String> {
-        self.pinned.then(|| match side {
-            Side::A => "0".to_owned(),
-            Side::B => "1".to_owned(),
+        self.cpus.map(|cpus| match side {
+            Side::A => format!("0-{}", cpus - 1),
+            Side::B => format!("{cpus}-{}", 2 * cpus - 1),
         })
     }
 

@@ -45,6 +45,11 @@ impl Watched {
         self.monitor.status().ok()
     }
 
+    /// The state of its migration; none where the process has ended.
+    pub(crate) fn migration_status(&self) -> Option<String> {
+        self.monitor.query_migrate().ok().map(|info| info.status)
+    }
+
     /// Whether its guest runs now.
     pub(crate) fn runs(&self) -> bool {
         self.status().as_deref() == Some("running")
@@ -54,11 +59,6 @@ impl Watched {
     pub(crate) fn kill(&mut self) {
         self.qemu.kill();
         self.killed.get_or_insert_with(now);
-    }
-
-    /// Whether it was killed by the test.
-    pub(crate) fn was_killed(&self) -> bool {
-        self.killed.is_some()
     }
 
     /// When its guest ran, in microseconds since 1970, by what it said itself: it says STOP after its processors have

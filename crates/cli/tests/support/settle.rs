@@ -163,7 +163,13 @@ impl Migration {
                 break;
             }
         }
-        if not_settled.is_empty() { Ok(()) } else { Err(format!("not settled: {not_settled:?}, {:?}", self.records())) }
+        if not_settled.is_empty() {
+            return Ok(());
+        }
+        let Pair { source, destination, .. } = &self.pair;
+        let (status, statuses) = (source.migration_status(), [source.status(), destination.status()]);
+        let records = self.records();
+        Err(format!("not settled: {not_settled:?}, records {records:?}, guests {statuses:?}, migration {status:?}"))
     }
 
     /// Fails unless exactly one of the two guests runs, went on and is whole.

@@ -448,6 +448,9 @@ impl Driver<'_> {
             Event::Cancelled => {
                 if self.machine.unsure() {
                     self.observer.note("the guest stands loaded here and the source decides: this cannot be cancelled");
+                } else {
+                    // Before the channels are closed, which says less.
+                    self.tell_failure("cancelled");
                 }
                 Some(DestinationEvent::Failed { reason: "cancelled".into() })
             }

@@ -1,0 +1,426 @@
+//! What is wrong, or hostile: each gets a refusal in words, the source's guest runs on, and memory stays bounded.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use sterna_lab::{Guest, QemuOptions, QemuVersion};
+use sterna_qemu::qmp::Qmp;
+use sterna_wire::control::{Capabilities, ControlMessage, Hello, Machine, Mode};
+use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
+use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
+use support::pair::{Pair, eventually};
+use support::relay::{Spoil, relay};
+use support::settle::{Migration, Side, outcome};
+use support::{LONG, Sterna, certificates, receive, send, sterna};
+
+const FAILED: Option<i32> = Some(1);
+const CANCELLED: Option<i32> = Some(3);
+/// So slow that a migration is under way for seconds.
+const SLOW: &[&str] = &["--bandwidth", "20MB/s"];
+/// What a sterna may have in memory, whatever is thrown at it, in KiB: without a migration there is no window.
+const MOST_MEMORY: u64 = 48 << 10;
+
+/// Two machines that run nothing, which is enough for a refusal.
+fn idle_pair() -> Option<Pair> {
+    let options = QemuOptions::new(QemuVersion::V10_0, Guest::None);
+    Pair::start(&options, &options.incoming())
+}
+
+/// Runs `send` to its end, which must be a refusal in one line that has all of `words`; the guest runs on as it was.
+fn refused_send(pair: &Pair, to: &str, options: &[&str], words: &[&str]) {
+    let before = pair.source.migration_settings();
+    let mut command = send(pair.source.qemu.qmp_path(), to, &pair.source_state(), &pair.report());
+    command.arg("--quiet").args(options);
+    refusal("send", Sterna::start("send", &mut command), words);
+    assert!(pair.source.runs(), "the guest runs on");
+    assert_eq!(pair.source.migration_settings(), before, "QEMU's settings are as they were");
+    assert_eq!(outcome(&pair.report()).as_deref(), Some("failed"));
+}
+
+fn refusal(name: &str, process: Sterna, words: &[&str]) {
+    let (status, lines) = process.finish_with_lines();
+    assert_eq!(status.code(), FAILED, "{name}: {lines:?}");
+    let errors: Vec<_> = lines.iter().filter(|line| line.starts_with("sterna: ")).collect();
+    assert_eq!(errors.len(), 1, "{name} says one line: {lines:?}");
+    for word in words {
+        assert!(errors[0].contains(word), "{name} speaks of {word:?}: {}", errors[0]);
+    }
+}
+
+/// An address at which nobody listens.
+fn nobody() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+}
+
+/// Resident memory in KiB.
+fn resident(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+#[test]
+fn what_cannot_be_carried_is_refused_before_the_guest_is_touched() {
+    let Some(pair) = idle_pair() else { return };
+    let to = nobody();
+    let monitor = &pair.source.monitor;
+    let set = |command: &str, arguments: Value| drop(monitor.execute(command, arguments).unwrap());
+    let capability = |name: &str, on: bool| {
+        set("migrate-set-capabilities", json!({ "capabilities": [{ "capability": name, "state": on }] }));
+    };
+    for (name, word) in [("postcopy-ram", "post-copy"), ("xbzrle", "xbzrle"), ("background-snapshot", "snapshot")] {
+        capability(name, true);
+        refused_send(&pair, &to, &["--insecure"], &[word]);
+        capability(name, false);
+    }
+    capability("multifd", true);
+    for method in ["zlib", "zstd"] {
+        set("migrate-set-parameters", json!({ "multifd-compression": method }));
+        refused_send(&pair, &to, &["--insecure"], &["multifd-compression", method, "--method"]);
+    }
+    set("migrate-set-parameters", json!({ "multifd-compression": "none", "tls-creds": "credentials" }));
+    refused_send(&pair, &to, &["--insecure"], &["tls-creds", "--tls"]);
+    set("migrate-set-parameters", json!({ "tls-creds": "" }));
+    // Now nothing is in the way but that nobody listens.
+    refused_send(&pair, &to, &["--insecure"], &[&to, "not touched"]);
+}
+
+#[test]
+fn a_qemu_that_does_not_wait_for_a_guest_is_refused_as_destination() {
+    let Some(pair) = idle_pair() else { return };
+    let mut command = receive(pair.source.qemu.qmp_path(), &pair.destination_state());
+    refusal("receive", Sterna::start("receive", command.args(["--quiet", "--insecure"])), &["-incoming defer"]);
+    assert!(pair.source.runs());
+    let mut command = send(pair.destination.qemu.qmp_path(), &nobody(), &pair.source_state(), &pair.report());
+    refusal("send", Sterna::start("send", command.args(["--quiet", "--insecure"])), &["destination"]);
+}
+
+#[test]
+fn machine_types_must_be_the_same() {
+    let source = QemuOptions::new(QemuVersion::V10_0, Guest::None);
+    let mut destination = source.incoming();
+    destination.machine = "pc-q35-9.0".into();
+    let Some(pair) = Pair::start(&source, &destination) else { return };
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let mut receiver = Sterna::start("receive", command.arg("--insecure"));
+    refused_send(&pair, &receiver.address(), &["--insecure"], &["machine type", "pc-q35-10.0", "pc-q35-9.0"]);
+    receiver.wait_for("refused");
+    assert!(receiver.poll().is_none(), "the receiver waits for a better source");
+    assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
+}
+
+#[test]
+fn a_qmp_socket_that_is_busy_missing_or_no_monitor_is_named() {
+    let Some(pair) = idle_pair() else { return };
+    let other = Qmp::connect(pair.source.qemu.qmp_path()).unwrap();
+    refused_send(&pair, &nobody(), &["--insecure"], &["QMP socket busy"]);
+    drop(other);
+    let missing = pair.scratch.path().join("missing.sock");
+    let mut command = send(&missing, &nobody(), &pair.source_state(), &pair.report());
+    refusal("send", Sterna::start("send", command.args(["--quiet", "--insecure"])), &["missing.sock"]);
+}
+
+#[test]
+fn a_peer_that_is_silent_or_speaks_something_else_is_refused() {
+    let Some(pair) = idle_pair() else { return };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let web = std::thread::spawn(move || {
+        // The second is left without an answer until `send` gives up.
+        let (mut first, _) = listener.accept().unwrap();
+        first.write_all(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n").unwrap();
+        drop(first);
+        let (mut second, _) = listener.accept().unwrap();
+        let _ = second.read_to_end(&mut Vec::new());
+    });
+    refused_send(&pair, &address, &["--insecure"], &["not a Sterna receiver"]);
+    refused_send(&pair, &address, &["--insecure"], &[&address]);
+    web.join().unwrap();
+}
+
+/// Signs a certificate for the client that ended long ago, by the directory's authority.
+fn expire_client(certs: &Path) {
+    let read = |name: &str| std::fs::read_to_string(certs.join(name)).unwrap();
+    let authority = rcgen::KeyPair::from_pem(&read("ca-key.pem")).unwrap();
+    let issuer = rcgen::Issuer::from_ca_cert_pem(&read("ca-cert.pem"), authority).unwrap();
+    let mut params = rcgen::CertificateParams::new(["sterna-sender".to_owned()]).unwrap();
+    params.extended_key_usages = vec![rcgen::ExtendedKeyUsagePurpose::ClientAuth];
+    params.not_before = rcgen::date_time_ymd(2001, 1, 1);
+    params.not_after = rcgen::date_time_ymd(2002, 1, 1);
+    let key = rcgen::KeyPair::generate().unwrap();
+    std::fs::write(certs.join("client-cert.pem"), params.signed_by(&key, &issuer).unwrap().pem()).unwrap();
+    std::fs::write(certs.join("client-key.pem"), key.serialize_pem()).unwrap();
+}
+
+#[test]
+fn a_certificate_that_is_foreign_not_allowed_or_expired_is_refused_and_the_right_one_taken() {
+    let Some(pair) = idle_pair() else { return };
+    let directory = |name: &str| {
+        let directory = pair.scratch.path().join(name);
+        certificates(&directory);
+        directory
+    };
+    let (good, foreign) = (directory("good"), directory("foreign"));
+    let copy = |name: &str| {
+        let directory = pair.scratch.path().join(name);
+        std::fs::create_dir(&directory).unwrap();
+        for file in std::fs::read_dir(&good).unwrap().flatten() {
+            std::fs::copy(file.path(), directory.join(file.file_name())).unwrap();
+        }
+        directory
+    };
+    let (expired, stranger) = (copy("expired"), copy("stranger"));
+    expire_client(&expired);
+    let renamed = sterna()
+        .args(["cert", "--force", "--host", "127.0.0.1", "--client", "somebody-else", "--dir"])
+        .arg(&stranger)
+        .output()
+        .unwrap();
+    assert!(renamed.status.success());
+
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    command.args(["--allow", "sterna-sender", "--log", "warn", "--tls"]).arg(&good);
+    let mut receiver = Sterna::start("receive", &mut command);
+    let address = receiver.address();
+    let tls = |directory: &Path| ["--tls".to_owned(), directory.display().to_string()];
+    let refused = |directory: &Path, words: &[&str]| {
+        let options = tls(directory);
+        refused_send(&pair, &address, &options.each_ref().map(String::as_str), words);
+    };
+    refused(&foreign, &["certificate"]);
+    refused(&expired, &["expired"]);
+    refused(&stranger, &["somebody-else", "--allow"]);
+    refused_send(&pair, &address, &["--insecure"], &[]);
+    assert!(receiver.poll().is_none() && resident(receiver.pid()) < MOST_MEMORY);
+    assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
+
+    let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
+    let (sent, _) = Sterna::start("send", command.args(tls(&good))).finish();
+    let (received, _) = receiver.finish();
+    assert!(sent.success() && received.success() && pair.destination.runs());
+    pair.never_both().unwrap();
+}
+
+/// A source that follows the protocol as far as it likes.
+struct Fake {
+    id: MigrationId,
+    key: MigrationKey,
+}
+
+impl Fake {
+    fn new() -> Self {
+        Self { id: MigrationId::from_bytes([7; 16]), key: MigrationKey::from_bytes([8; 32]) }
+    }
+
+    fn header(&self, kind: ChannelKind, index: u16) -> [u8; CHANNEL_HEADER_LENGTH] {
+        let subject = ProofSubject { id: self.id, kind, index, incarnation: 1, exporter: b"" };
+        ChannelHeader::new(&self.key, &subject).encode()
+    }
+
+    fn hello(&self, change: impl FnOnce(&mut Hello)) -> Vec<u8> {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        let mut hello = Hello {
+            program: "a stranger".into(),
+            key: self.key.to_hex(),
+            mode: Mode::Owner,
+            channels: 2,
+            capabilities: Capabilities {
+                methods: names(&["none", "lz4", "zstd"]),
+                packet_size: 512 << 10,
+                features: names(&["qemu-stream-1"]),
+                required: Vec::new(),
+            },
+            machine: Machine { machine_type: "pc-q35-10.0".into(), ..Machine::default() },
+        };
+        change(&mut hello);
+        ControlMessage::Hello(hello).encode()
+    }
+}
+
+/// Sends `bytes`; gives what came until the connection was closed, which must be before long.
+fn answer_to(address: &str, bytes: &[u8]) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    // It may be closed before all has been sent, and refused for what came first.
+    let _ = stream.write_all(bytes);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+#[test]
+fn whatever_is_thrown_at_a_waiting_receiver_it_answers_in_words_and_then_takes_a_guest() {
+    let Some(pair) = idle_pair() else { return };
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let mut receiver = Sterna::start("receive", command.args(["--insecure", "--log", "warn"]));
+    let address = receiver.address();
+    let fake = Fake::new();
+    let control = fake.header(ChannelKind::Control, 0);
+    let with = |more: &[u8]| [&control[..], more].concat();
+    let mut other_version = control;
+    other_version[8] = 9;
+    let mut damaged = control;
+    damaged[30] ^= 1;
+    let cases: Vec<(&str, Vec<u8>, &str)> = vec![
+        ("garbage", vec![0x5a; 1 << 20], "magic"),
+        ("a web browser", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n".repeat(100), "magic"),
+        ("another version", other_version.to_vec(), "version 9"),
+        ("a damaged header", damaged.to_vec(), "checksum"),
+        ("a RAM channel of no migration", fake.header(ChannelKind::Ram, 0).to_vec(), "no migration"),
+        ("an oversized message", with(&u32::MAX.to_le_bytes()), ""),
+        ("no JSON", with(&[4, 0, 0, 0, b'{', b'{', b'{', b'{']), ""),
+        ("JSON of great depth", with(&[&(1u32 << 19).to_le_bytes()[..], &[b'['; 1 << 19]].concat()), ""),
+        ("no hello", with(&ControlMessage::Failed { reason: "x".into() }.encode()), ""),
+        ("65535 channels", with(&fake.hello(|hello| hello.channels = u16::MAX)), "channels"),
+        ("no channels", with(&fake.hello(|hello| hello.channels = 0)), "channels"),
+        ("tiny packets", with(&fake.hello(|hello| hello.capabilities.packet_size = 1)), "packet"),
+        ("no key", with(&fake.hello(|hello| hello.key = "00".into())), "key"),
+        ("another key", with(&fake.hello(|hello| hello.key = MigrationKey::from_bytes([9; 32]).to_hex())), "proof"),
+        ("no common method", with(&fake.hello(|hello| hello.capabilities.methods.clear())), "method"),
+        ("an unknown need", with(&fake.hello(|hello| hello.capabilities.required.push("magic-1".into()))), "magic-1"),
+        ("a proxy", with(&fake.hello(|hello| hello.mode = Mode::Proxy)), "proxy"),
+        (
+            "another machine",
+            with(&fake.hello(|hello| hello.machine.machine_type = "pc-q35-2.0".into())),
+            "machine type",
+        ),
+    ];
+    for (name, bytes, word) in cases {
+        let answer = answer_to(&address, &bytes);
+        assert!(answer.to_lowercase().contains(word), "{name}: answered {answer:?}, without {word:?}");
+        assert!(receiver.poll().is_none(), "{name}: the receiver lives");
+    }
+    // More than are served at once, all silent, and one that says that it is a control channel and then nothing.
+    let silent: Vec<_> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
+    let said = answer_to(&address, b"");
+    assert!(said.contains("too many connections"), "the next one is told why: {said:?}");
+    assert!(resident(receiver.pid()) < MOST_MEMORY, "{} KiB", resident(receiver.pid()));
+    drop(silent);
+    assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
+
+    let mut half = TcpStream::connect(&address).unwrap();
+    half.write_all(&control).unwrap();
+    let mut reply = [0; 4];
+    half.read_exact(&mut reply).unwrap();
+    let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
+    let (sent, _) = Sterna::start("send", command.arg("--insecure")).finish();
+    assert!(sent.success(), "a silent stranger does not keep a guest from moving");
+    let (received, _) = receiver.finish();
+    assert!(received.success() && pair.destination.runs());
+    pair.never_both().unwrap();
+}
+
+#[test]
+fn strangers_do_not_disturb_a_migration_under_way() {
+    let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    let mut migration = Migration::start(pair, SLOW, None, None);
+    let (sender, receiver) = (migration.sender.as_ref().unwrap(), migration.receiver.as_ref().unwrap());
+    sender.wait_for("placement: ");
+    let address = receiver.address();
+    let fake = Fake::new();
+    // Of another migration, then with the id of this one but without its key.
+    let id = receiver.migration().parse().unwrap();
+    let impostor = Fake { id, key: MigrationKey::from_bytes([1; 32]) };
+    for kind in [ChannelKind::Control, ChannelKind::Ram, ChannelKind::DeviceState] {
+        let answer = answer_to(&address, &fake.header(kind, 0));
+        assert!(answer.contains("another migration"), "{kind:?}: {answer:?}");
+        let answer = answer_to(&address, &impostor.header(kind, 0));
+        assert!(answer.contains("proof"), "{kind:?}: {answer:?}");
+    }
+    answer_to(&address, &[0; 4096]);
+    sender.interrupt();
+    let (sent, _) = migration.sender.take().unwrap().finish();
+    assert_eq!(sent.code(), CANCELLED, "nothing ended it before");
+    migration.settle().unwrap();
+    assert_eq!(migration.exactly_one().unwrap(), Side::Source);
+}
+
+#[test]
+fn a_spoilt_packet_ends_the_migration_in_words_and_the_guest_runs_on() {
+    // By threads of their own: one of them waits for the limit of silence.
+    std::thread::scope(|scope| {
+        let cases = Spoil::ALL.map(|spoil| (spoil, scope.spawn(move || spoilt(spoil))));
+        for (spoil, case) in cases {
+            assert!(case.join().is_ok(), "{spoil:?}, see above");
+        }
+    });
+}
+
+fn spoilt(spoil: Spoil) {
+    let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    let before = pair.source.migration_settings();
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let mut receiver = Sterna::start("receive", command.arg("--insecure"));
+    let (address, done) = relay(&receiver.address(), spoil);
+    let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
+    command.args(["--insecure", "--channels", "1", "--bandwidth", "50MB/s"]);
+    let sender = Sterna::start("send", &mut command);
+    let mut reached = || eventually(LONG, || receiver.poll().is_some() || done.load(Ordering::Acquire));
+    assert!(reached(), "{spoil:?}: a packet was spoilt");
+    let (sent, lines) = sender.finish_with_lines();
+    assert_eq!(sent.code(), FAILED, "{spoil:?}: {lines:?}");
+    let (received, _) = receiver.finish();
+    assert_eq!(received.code(), FAILED, "{spoil:?}");
+    assert_eq!(outcome(&pair.report()).as_deref(), Some("failed"), "{spoil:?}");
+    let text = support::report(&pair.report())["reason"].as_str().unwrap_or_default().to_owned();
+    println!("{spoil:?}: {text}");
+    assert!(text.len() > 20, "{spoil:?}: it is said why: {text:?}");
+    assert_eq!(pair.source.migration_settings(), before, "{spoil:?}: QEMU's settings are as they were");
+    let migration = Migration { pair, sender: None, receiver: None };
+    assert_eq!(migration.exactly_one(), Ok(Side::Source), "{spoil:?}");
+}
+
+#[test]
+fn ctrl_c_at_the_source_ends_it_cleanly_and_puts_the_settings_back() {
+    for version in QemuVersion::ALL {
+        let Some(pair) = Pair::boot_sector(version) else { return };
+        let before = pair.source.migration_settings();
+        let mut migration = Migration::start(pair, SLOW, None, None);
+        let sender = migration.sender.take().unwrap();
+        sender.wait_for("placement: ");
+        assert_ne!(migration.pair.source.migration_settings(), before, "they were changed");
+        sender.interrupt();
+        let (sent, _) = sender.finish();
+        assert_eq!(sent.code(), CANCELLED);
+        assert_eq!(outcome(&migration.pair.report()).as_deref(), Some("cancelled"));
+        assert_eq!(migration.pair.source.migration_settings(), before);
+        let (received, _) = migration.receiver.take().unwrap().finish();
+        assert_eq!(received.code(), FAILED);
+        // It was told to quit, or saw its stream break off first.
+        migration.pair.destination.qemu.wait_exit(Duration::from_secs(10)).unwrap();
+        assert_eq!(migration.exactly_one(), Ok(Side::Source));
+    }
+}
+
+#[test]
+fn ctrl_c_at_the_destination_leaves_the_guest_at_the_source() {
+    let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    let before = pair.source.migration_settings();
+    let mut migration = Migration::start(pair, SLOW, None, None);
+    let (sender, receiver) = (migration.sender.take().unwrap(), migration.receiver.take().unwrap());
+    sender.wait_for("placement: ");
+    receiver.interrupt();
+    receiver.finish();
+    let (sent, _) = sender.finish();
+    assert_eq!(sent.code(), FAILED);
+    assert!(support::report(&migration.pair.report())["reason"].as_str().unwrap().contains("cancelled"));
+    assert_eq!(migration.pair.source.migration_settings(), before);
+    assert_eq!(migration.exactly_one(), Ok(Side::Source));
+}
+
+#[test]
+fn ctrl_c_at_a_receiver_that_waits_ends_it_and_leaves_its_qemu_alone() {
+    let Some(pair) = idle_pair() else { return };
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let receiver = Sterna::start("receive", command.arg("--insecure"));
+    receiver.address();
+    receiver.interrupt();
+    assert_eq!(receiver.finish().0.code(), CANCELLED);
+    assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
+}
