@@ -23,7 +23,8 @@ pub enum DestinationEvent {
     RecordWritten,
     /// Writing the record failed: the old or the new content may be on the disk.
     RecordFailed,
-    /// The source has connected again, proof included; channels of an older connection are closed.
+    /// The source has connected again, proof included; channels of an older connection are closed, whether or not its
+    /// `ConnectionLost` was told.
     Connected,
     /// The connection is gone, or silent for too long.
     ConnectionLost,
@@ -278,6 +279,10 @@ impl DestinationSwitchover {
             // Not asked for: a driver that repeats an answer changes nothing.
             DestinationEvent::RecordWritten | DestinationEvent::RecordFailed => {}
             DestinationEvent::Connected => {
+                if self.connected {
+                    // The source noticed before this side did that the older one broke.
+                    self.lose_connection(actions);
+                }
                 self.connected = true;
                 match self.phase {
                     Phase::Prepared => self.send(SwitchoverMessage::AskOutcome, actions),
@@ -288,14 +293,7 @@ impl DestinationSwitchover {
                     _ => {}
                 }
             }
-            DestinationEvent::ConnectionLost => {
-                self.connected = false;
-                if self.phase.unprepared() {
-                    self.abort("the connection to the source was lost", actions);
-                } else if !self.fenced_peer && self.phase != Phase::Conflict {
-                    actions.push(DestinationAction::AwaitSource);
-                }
-            }
+            DestinationEvent::ConnectionLost => self.lose_connection(actions),
             DestinationEvent::Message(message) => self.hear(message, actions),
             DestinationEvent::AutostartCleared => {
                 if self.phase == Phase::ClearingAutostart {
@@ -315,6 +313,15 @@ impl DestinationSwitchover {
                 }
                 _ => {}
             },
+        }
+    }
+
+    fn lose_connection(&mut self, actions: &mut Vec<DestinationAction>) {
+        self.connected = false;
+        if self.phase.unprepared() {
+            self.abort("the connection to the source was lost", actions);
+        } else if !self.fenced_peer && self.phase != Phase::Conflict {
+            actions.push(DestinationAction::AwaitSource);
         }
     }
 

@@ -314,7 +314,10 @@ impl SourceSwitchover {
             M::AskOutcome if self.phase == Phase::Committed => {
                 actions.push(SourceAction::Send(M::Outcome(Outcome::Committed)));
             }
-            M::AskOutcome if told_to_abort => actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted))),
+            // Prepared after all, because it did not hear of the abort.
+            M::AskOutcome | M::Prepared if told_to_abort => {
+                actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)))
+            }
             M::Abort { reason } | M::Lost { reason } if self.phase.undecided() => {
                 self.destination_gone = true;
                 self.abort(&format!("the destination gave up: {}", cleaned(&reason)), actions);
@@ -332,7 +335,7 @@ impl SourceSwitchover {
                 }
             }
             _ if self.phase.undecided() => self.abort("the destination said something out of turn", actions),
-            // Late or repeated: `Prepared` after an abort, `Running` after the end.
+            // Late or repeated: `Prepared` while the abort is written down, `Running` after the end.
             _ => {}
         }
     }

@@ -653,23 +653,16 @@ impl Model for World {
                 }
             }
             Connects => {
-                // The destination closes the old connection before it takes the new one. What closing it makes it do
-                // comes first; the source dials again.
-                if state.destination.as_ref()?.connected {
-                    state.to_destination.clear();
-                    state.destination.as_mut()?.connected = false;
-                    self.destination_event(state, DestinationEvent::ConnectionLost);
-                } else {
-                    state.link = true;
-                    state.to_source.clear();
-                    state.to_destination.clear();
-                    let sterna = state.source[0].as_mut()?;
-                    sterna.dials = false;
-                    sterna.connected = true;
-                    state.destination.as_mut()?.connected = true;
-                    self.destination_event(state, DestinationEvent::Connected);
-                    self.source_event(state, 0, SourceEvent::Connected);
-                }
+                // Where the destination has not noticed that the old connection broke, the new one tells it.
+                state.link = true;
+                state.to_source.clear();
+                state.to_destination.clear();
+                let sterna = state.source[0].as_mut()?;
+                sterna.dials = false;
+                sterna.connected = true;
+                state.destination.as_mut()?.connected = true;
+                self.destination_event(state, DestinationEvent::Connected);
+                self.source_event(state, 0, SourceEvent::Connected);
             }
             LinkBreaks => {
                 state.left.losses -= 1;
