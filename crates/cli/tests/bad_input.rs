@@ -424,3 +424,22 @@ fn ctrl_c_at_a_receiver_that_waits_ends_it_and_leaves_its_qemu_alone() {
     assert_eq!(receiver.finish().0.code(), CANCELLED);
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
 }
+
+#[test]
+fn a_guest_that_is_paused_during_its_migration_stays_paused_at_the_source() {
+    for version in QemuVersion::ALL {
+        let Some(pair) = Pair::boot_sector(version) else { return };
+        let mut migration = Migration::start(pair, SLOW, None, None);
+        let sender = migration.sender.take().unwrap();
+        sender.wait_for("placement: ");
+        migration.pair.source.monitor.execute("stop", json!({})).unwrap();
+        assert_eq!(sender.finish().0.code(), FAILED);
+        let reason = support::report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
+        assert!(reason.contains("paused"), "{reason}");
+        migration.receiver.take().unwrap().finish();
+        let source = &migration.pair.source;
+        assert_eq!(source.status().as_deref(), Some("paused"), "it was somebody else who paused it");
+        source.monitor.execute("cont", json!({})).unwrap();
+        assert_eq!(migration.exactly_one(), Ok(Side::Source));
+    }
+}

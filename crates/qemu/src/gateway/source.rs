@@ -466,7 +466,7 @@ impl Driver<'_> {
         match event {
             QemuEvent::Stopped => {
                 self.moments.stopped.get_or_insert_with(Instant::now);
-                None
+                self.stopped_by_another()
             }
             QemuEvent::Resumed => {
                 self.moments.stopped = None;
@@ -487,6 +487,16 @@ impl Driver<'_> {
                 _ => None,
             },
         }
+    }
+
+    /// The destination starts what it is given, so a guest that somebody paused meanwhile, or that stopped of itself,
+    /// is not given to it.
+    fn stopped_by_another(&self) -> Option<SourceEvent> {
+        let status = self.qmp.status().ok()?;
+        let stands = !matches!(status.as_str(), "running" | "finish-migrate" | "postmigrate");
+        (stands && !self.machine.decided()).then(|| SourceEvent::Failed {
+            reason: format!("the guest stopped during the migration (QEMU: {status}); only a running guest is moved"),
+        })
     }
 
     fn stream_says(&mut self, news: StreamNews) -> Option<SourceEvent> {
