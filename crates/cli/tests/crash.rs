@@ -76,6 +76,7 @@ fn start(pair: Pair, words: &[&str], side: Side, fault: &str) -> Migration {
 fn case(pair: Pair, point: CrashPoint) -> Result<Side, String> {
     let crashing = side(point);
     let fault = format!("{point}:crash");
+    let settings = pair.source.migration_settings();
     let mut migration;
     match way(point.step) {
         Way::Migration => {
@@ -87,9 +88,9 @@ fn case(pair: Pair, point: CrashPoint) -> Result<Side, String> {
             let (Some(sender), Some(receiver)) = (&migration.sender, &migration.receiver) else { unreachable!() };
             sender.wait_for("placement: ");
             if crashing == Side::Source {
-                sender.interrupt()
+                sender.interrupt();
             } else {
-                receiver.interrupt()
+                receiver.interrupt();
             }
             migration.wait_crash(crashing)?;
         }
@@ -110,7 +111,17 @@ fn case(pair: Pair, point: CrashPoint) -> Result<Side, String> {
     }
     migration.pair.never_both()?;
     migration.settle()?;
-    migration.exactly_one()
+    let side = migration.exactly_one()?;
+    if side == Side::Source && migration.pair.source.migration_settings() != settings {
+        return Err("QEMU's migration settings are not as they were".into());
+    }
+    if let Some(record) = crashing.record(&migration.pair) {
+        let left = std::env::temp_dir().join(format!("sterna-{}-{}", record.migration, crashing.name()));
+        if left.exists() {
+            return Err(format!("{} was left", left.display()));
+        }
+    }
+    Ok(side)
 }
 
 /// The guest was given to a destination whose QEMU is gone: no side may start it by itself. An operator does.

@@ -77,6 +77,11 @@ fn without_source(mut migration: Migration) -> Result<String, String> {
         Some(RecordState::Source(SourceState::Committed | SourceState::Finished))
     );
     let mut receiver = migration.receiver.take().expect("it was started");
+    // A receiver that no source reached waits for one.
+    let reached = Side::Destination.record(&migration.pair).is_some();
+    if !reached {
+        receiver.kill();
+    }
     let prepared = Some(RecordState::Destination(DestinationState::Prepared));
     // It ends by itself unless it stands prepared, with nobody to ask any more.
     eventually(LIMIT, || receiver.poll().is_some() || Side::Destination.state(&migration.pair) == prepared);

@@ -239,6 +239,7 @@ mod tests {
             peer: "dst:4920".into(),
             qmp: "src.qmp".into(),
             qemu: None,
+            settings_before: None,
             key: MigrationKey::from_bytes([2; 32]),
             pid: 0,
             created_ms: now_ms(),

@@ -254,23 +254,23 @@ impl Sending {
             match item {
                 Item::Pages(batch) => self.pages(&batch)?,
                 Item::GenerationEnd(generation) => {
-                    self.packet(PacketKind::GenerationEnd, 0, generation, Content::of(&[]))?
+                    self.packet(PacketKind::GenerationEnd, 0, generation, &Content::of(&[]))?;
                 }
                 Item::Stream { record, content } => {
                     self.table.clear();
-                    self.packet(PacketKind::Stream, record, 0, Content::of(&content))?;
+                    self.packet(PacketKind::Stream, record, 0, &Content::of(&content))?;
                 }
                 Item::DeviceState { name, instance, content } => {
                     self.table.clear();
                     self.table.extend_from_slice(&DeviceLabel { name: &name, instance }.encode());
-                    self.packet(PacketKind::DeviceState, 0, 0, Content::of(&content))?;
+                    self.packet(PacketKind::DeviceState, 0, 0, &Content::of(&content))?;
                 }
                 Item::Opaque(content) if content.is_empty() => {
-                    self.packet(PacketKind::OpaqueEnd, 0, 0, Content::of(&[]))?
+                    self.packet(PacketKind::OpaqueEnd, 0, 0, &Content::of(&[]))?;
                 }
                 Item::Opaque(content) => {
                     self.table.clear();
-                    self.packet(PacketKind::Opaque, 0, 0, Content::of(&content))?;
+                    self.packet(PacketKind::Opaque, 0, 0, &Content::of(&content))?;
                 }
             }
         }
@@ -294,7 +294,7 @@ impl Sending {
         counters.normal_pages.fetch_add(normal, Ordering::Relaxed);
         counters.zero_pages.fetch_add(zero, Ordering::Relaxed);
         let content = Content { bytes: batch.content(), checksum: batch.checksum(), in_window: batch.in_window() };
-        self.packet(PacketKind::Pages, batch.block, 0, content)
+        self.packet(PacketKind::Pages, batch.block, 0, &content)
     }
 
     /// Writes one packet with `self.table`.
@@ -303,9 +303,9 @@ impl Sending {
         kind: PacketKind,
         subject: u16,
         detail: u64,
-        content: Content<'_>,
+        content: &Content<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
-        let Content { bytes: content, checksum, in_window } = content;
+        let &Content { bytes: content, checksum, in_window } = content;
         if content.len() > self.context.packet_size {
             let (length, limit) = (content.len(), self.context.packet_size);
             return Err(format!(

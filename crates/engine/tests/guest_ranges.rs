@@ -96,7 +96,7 @@ fn move_memory(method: &str) {
     let (source, destination): (&'static [AtomicU64], &'static [AtomicU64]) =
         (Box::leak(memory()), Box::leak(memory()));
     // A third of the pages stays zero; every other word elsewhere differs.
-    for (index, word) in source.iter().enumerate().filter(|(index, _)| index * 8 / PAGE % 3 != 0) {
+    for (index, word) in source.iter().enumerate().filter(|(index, _)| !(index * 8 / PAGE).is_multiple_of(3)) {
         word.store(index as u64 | 1, Ordering::Relaxed);
     }
     // SAFETY: the memory is leaked, so it is there for ever; it is written by atomics or through this place only.

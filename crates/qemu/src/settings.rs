@@ -13,6 +13,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::qmp::{MigrationInfo, Qmp, QmpError, Version};
@@ -201,12 +202,12 @@ impl Settings {
         reasons.push(reason);
     }
 
-    /// Judges this QEMU and, if nothing is in the way, makes the settings that a migration through Sterna needs.
+    /// Judges this QEMU and, if nothing is in the way, says what must be set for a migration through Sterna. Changes nothing.
     ///
     /// Both ends: multifd with that many channels (or off), return-path, late-block-activate, events. The source also: no
     /// bandwidth limit (the pace is Sterna's), the downtime limit, pause-before-switchover. The destination also: no multifd
     /// compression, since Sterna feeds raw pages.
-    pub fn apply(qmp: &Qmp, wanted: &Wanted) -> Result<Restore, SettingsError> {
+    pub fn plan(qmp: &Qmp, wanted: &Wanted) -> Result<Plan, SettingsError> {
         if wanted.downtime_limit.is_some_and(|limit| limit > MAX_DOWNTIME_LIMIT) {
             return Err(SettingsError::Invalid(format!(
                 "a downtime limit of {:?} is longer than QEMU accepts ({MAX_DOWNTIME_LIMIT:?})",
@@ -218,13 +219,18 @@ impl Settings {
         if !reasons.is_empty() {
             return Err(SettingsError::Refused { role: wanted.role, reasons });
         }
-        let mut restore = Restore { qmp: qmp.clone(), capabilities: BTreeMap::new(), parameters: Map::new() };
-        settings.set_capabilities(wanted, &mut restore)?;
-        settings.set_parameters(wanted, &mut restore)?;
-        Ok(restore)
+        let mut plan = Plan { qmp: qmp.clone(), wanted: Values::default(), before: Values::default() };
+        settings.plan_capabilities(wanted, &mut plan);
+        settings.plan_parameters(wanted, &mut plan);
+        Ok(plan)
     }
 
-    fn set_capabilities(&self, wanted: &Wanted, restore: &mut Restore) -> Result<(), QmpError> {
+    /// [`Settings::plan`], carried out.
+    pub fn apply(qmp: &Qmp, wanted: &Wanted) -> Result<Restore, SettingsError> {
+        Ok(Self::plan(qmp, wanted)?.carry_out()?)
+    }
+
+    fn plan_capabilities(&self, wanted: &Wanted, plan: &mut Plan) {
         let mut desired = vec![
             ("multifd", wanted.channels > 0),
             ("return-path", true),
@@ -234,21 +240,17 @@ impl Settings {
         if wanted.role == Role::Source {
             desired.push(("pause-before-switchover", wanted.pause_before_switchover));
         }
-        let mut change = BTreeMap::new();
         for (name, on) in desired {
             // One that this QEMU does not know (any more) needs no setting: those without which it cannot work were asked for
             // in `refusals`.
             if let Some(was) = self.capabilities.get(name).filter(|was| **was != on) {
-                change.insert(name.to_owned(), on);
-                // Noted before it is sent: without an answer it is unknown whether it was done, and putting back twice is
-                // harmless.
-                restore.capabilities.insert(name.to_owned(), *was);
+                plan.wanted.capabilities.insert(name.to_owned(), on);
+                plan.before.capabilities.insert(name.to_owned(), *was);
             }
         }
-        send_capabilities(&restore.qmp, &change)
     }
 
-    fn set_parameters(&self, wanted: &Wanted, restore: &mut Restore) -> Result<(), QmpError> {
+    fn plan_parameters(&self, wanted: &Wanted, plan: &mut Plan) {
         let mut desired = Map::new();
         if wanted.channels > 0 {
             desired.insert("multifd-channels".into(), wanted.channels.into());
@@ -266,9 +268,50 @@ impl Settings {
         }
         desired.retain(|name, value| self.parameters.get(name).is_some_and(|was| was != value));
         for name in desired.keys() {
-            restore.parameters.insert(name.clone(), self.parameters[name].clone());
+            plan.before.parameters.insert(name.clone(), self.parameters[name].clone());
         }
-        send_parameters(&restore.qmp, &desired)
+        plan.wanted.parameters = desired;
+    }
+}
+
+/// Values of some settings.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Values {
+    capabilities: BTreeMap<String, bool>,
+    parameters: Map<String, Value>,
+}
+
+impl Values {
+    /// Sets them. QEMU refuses while a migration is under way.
+    ///
+    /// # Errors
+    /// The first that came. Both kinds are tried, whatever becomes of the one.
+    pub fn set(&self, qmp: &Qmp) -> Result<(), QmpError> {
+        let first = send_parameters(qmp, &self.parameters);
+        send_capabilities(qmp, &self.capabilities).and(first)
+    }
+}
+
+/// Which settings must change.
+#[derive(Debug)]
+pub struct Plan {
+    qmp: Qmp,
+    wanted: Values,
+    before: Values,
+}
+
+impl Plan {
+    /// What those settings are now.
+    pub fn before(&self) -> &Values {
+        &self.before
+    }
+
+    /// Makes the settings. What was made before an error is put back.
+    pub fn carry_out(self) -> Result<Restore, QmpError> {
+        // First, because without an answer it is unknown whether it was done, and putting back twice is harmless.
+        let restore = Restore { qmp: self.qmp, before: Some(self.before) };
+        self.wanted.set(&restore.qmp)?;
+        Ok(restore)
     }
 }
 
@@ -277,8 +320,7 @@ impl Settings {
 #[must_use = "dropping it puts the settings back at once"]
 pub struct Restore {
     qmp: Qmp,
-    capabilities: BTreeMap<String, bool>,
-    parameters: Map<String, Value>,
+    before: Option<Values>,
 }
 
 impl Restore {
@@ -289,17 +331,12 @@ impl Restore {
 
     /// Leaves the settings as they are now.
     pub fn keep(mut self) {
-        self.capabilities.clear();
-        self.parameters.clear();
+        self.before = None;
     }
 
     fn put_back(&mut self) -> Result<(), QmpError> {
         // Taken first: what failed once is not tried again by drop.
-        let parameters = std::mem::take(&mut self.parameters);
-        let capabilities = std::mem::take(&mut self.capabilities);
-        // Both are tried, whatever becomes of the first.
-        let first = send_parameters(&self.qmp, &parameters);
-        send_capabilities(&self.qmp, &capabilities).and(first)
+        self.before.take().map_or(Ok(()), |before| before.set(&self.qmp))
     }
 }
 

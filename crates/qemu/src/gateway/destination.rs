@@ -568,11 +568,11 @@ impl Driver<'_> {
             }
             None => (Outcome::Failed, self.abort.reason()),
         };
-        if let Some(restore) = self.restore.take() {
-            if self.record.written() {
-                // A QEMU that has taken a guest, or has exited, needs nothing put back.
-                restore.keep();
-            }
+        // A QEMU that has taken a guest, or has exited, needs nothing put back.
+        if self.record.written()
+            && let Some(restore) = self.restore.take()
+        {
+            restore.keep();
         }
         self.link = None;
         self.abort.finish();

@@ -138,6 +138,7 @@ pub(super) fn new_record(dialed: &Dialed, state: RecordState, peer: String, sock
         peer,
         qmp: socket.display().to_string(),
         qemu: identity(qmp),
+        settings_before: None,
         key: dialed.key.clone(),
         pid: std::process::id(),
         created_ms: now_ms(),

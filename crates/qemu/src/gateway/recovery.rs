@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use serde::Deserialize;
 use sterna::control_link::{ControlEvent, ControlLink, held_back};
 use sterna::record_file::{RecordFile, RecordFileError, Side};
 use sterna::transport::{Limits, Listener, Security, Stop, accept_channel, refuse_channel};
@@ -20,8 +21,10 @@ use sterna_wire::switchover::{
 };
 
 use super::peer::{self, Dialed, Peer};
+use super::sockets::SocketDir;
 use super::{Cancel, GatewayError, Observer, RecoverOptions, destination, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
+use crate::settings::Values;
 
 /// How long the destination is dialled: `recover` may have to be started there first.
 const DIAL_TIME: Duration = Duration::from_secs(60);
@@ -42,6 +45,12 @@ enum Event {
 /// Says why it is not settled and what to do next. It may be repeated.
 pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<String, GatewayError> {
     let record = open_record(options)?;
+    let side = match record.record().state {
+        RecordState::Source(_) => "source",
+        RecordState::Destination(_) => "destination",
+    };
+    // The lock is held here, so nobody works with them any more.
+    SocketDir::remove_left(options.id, side);
     let qmp = qemu_of(record.record());
     let (events_in, events) = channel();
     let cancelled = events_in.clone();
@@ -212,6 +221,15 @@ impl Common<'_> {
         }
     }
 
+    /// The guest stays: its QEMU is left as `send` found it.
+    fn put_settings_back(&self) {
+        let (Some(qmp), Some(before)) = (&self.qmp, &self.record.record().settings_before) else { return };
+        let put_back = Values::deserialize(before).map_err(|error| error.to_string());
+        if let Err(error) = put_back.and_then(|before| before.set(qmp).map_err(|error| error.to_string())) {
+            self.observer.note(&format!("QEMU's migration settings could not be put back: {error}"));
+        }
+    }
+
     fn perform_source(&mut self, action: SourceAction) -> Result<Option<SourceEvent>, GatewayError> {
         tracing::debug!(?action, "recovering");
         let failed =
@@ -250,6 +268,7 @@ impl Common<'_> {
                 })
             }
             SourceAction::AnnounceSelf => {
+                self.put_settings_back();
                 self.qmp.iter().for_each(qemu::announce);
                 None
             }

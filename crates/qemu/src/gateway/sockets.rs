@@ -22,8 +22,7 @@ pub(super) struct SocketDir {
 impl SocketDir {
     /// Makes the directory. `qemu` is the process that must be able to use it.
     pub(super) fn create(id: MigrationId, side: &str, qemu: Option<i32>) -> io::Result<Self> {
-        // Unix socket paths are short (107 bytes), so not below the state directory, which the user chooses.
-        let path = std::env::temp_dir().join(format!("sterna-{id}-{side}"));
+        let path = Self::path(id, side);
         DirBuilder::new().mode(0o700).create(&path)?;
         let dir = Self { path };
         if let Some(pid) = qemu
@@ -33,6 +32,17 @@ impl SocketDir {
             chown(&dir.path, Some(owner.uid()), Some(owner.gid()))?;
         }
         Ok(dir)
+    }
+
+    fn path(id: MigrationId, side: &str) -> PathBuf {
+        // Unix socket paths are short (107 bytes), so not below the state directory, which the user chooses.
+        std::env::temp_dir().join(format!("sterna-{id}-{side}"))
+    }
+
+    /// Removes what a process that crashed has left.
+    pub(super) fn remove_left(id: MigrationId, side: &str) {
+        // Usually there is nothing; and what cannot be removed does no harm.
+        let _ = fs::remove_dir_all(Self::path(id, side));
     }
 
     /// The path of a socket in it.

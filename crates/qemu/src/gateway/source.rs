@@ -33,7 +33,7 @@ use super::sockets::SocketDir;
 use super::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
 use super::{Cancel, GatewayError, Observer, SendOptions, fault};
 use crate::qmp::{Qmp, QmpError};
-use crate::settings::{Restore, Role, Settings, Wanted};
+use crate::settings::{Plan, Restore, Role, Settings, Wanted};
 use crate::stream::{MainReader, ReturnMessage};
 
 /// How often progress is told, and QEMU asked for its figures.
@@ -103,7 +103,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
 
     let record =
         qemu::new_record(&dialed, RecordState::Source(SourceState::Started), options.to.clone(), &options.qmp, &qmp);
-    let record = RecordFile::create(&options.state_dir, record).map_err(GatewayError::untouched)?;
+    let mut record = RecordFile::create(&options.state_dir, record).map_err(GatewayError::untouched)?;
 
     let window = Arc::new(Window::new(dialed.packet_size as u64, dialed.round_trip, options.downtime));
     let ours = window.allowance() + COMMIT_ESTIMATE;
@@ -114,7 +114,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         downtime_limit: Some(limit),
         pause_before_switchover: false,
     };
-    let restore = Settings::apply(&qmp, &wanted).map_err(GatewayError::untouched)?;
+    let plan = Settings::plan(&qmp, &wanted).map_err(GatewayError::untouched)?;
+    record.amend(|record| record.settings_before = serde_json::to_value(plan.before()).ok());
     observer.note(&format!(
         "QEMU's downtime-limit is {} ms: {} ms less what draining, loading and committing take",
         limit.as_millis(),
@@ -141,7 +142,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         observer,
         qmp,
         record,
-        restore: Some(restore),
+        plan: Some(plan),
+        restore: None,
         machine: machine_states,
         peer: Some(peer),
         dialed,
@@ -222,6 +224,8 @@ struct Driver<'a> {
     observer: &'a dyn Observer,
     qmp: Qmp,
     record: RecordFile,
+    /// What is to be set when the record is on the disk.
+    plan: Option<Plan>,
     restore: Option<Restore>,
     machine: SourceSwitchover,
     peer: Option<Peer>,
@@ -344,6 +348,8 @@ impl Driver<'_> {
                 }
             }),
             SourceAction::AnnounceSelf => {
+                // The guest stays: its QEMU is left as it was found.
+                self.restore = None;
                 qemu::announce(&self.qmp);
                 None
             }
@@ -540,6 +546,10 @@ impl Driver<'_> {
         let listener = sockets.listen("qemu.sock").map_err(failed)?;
         if self.cancel.is_cancelled() {
             return Err(GatewayError("cancelled".into()));
+        }
+        if let Some(plan) = self.plan.take() {
+            let failed = |error| GatewayError(format!("the source QEMU does not take the settings: {error}"));
+            self.restore = Some(plan.carry_out().map_err(failed)?);
         }
         self.migrating = true;
         let uri = format!("unix:{}", sockets.socket("qemu.sock").display());

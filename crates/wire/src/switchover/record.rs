@@ -95,6 +95,10 @@ pub struct Record {
     /// The QEMU process behind that socket when the migration began, where it could be told.
     #[serde(default)]
     pub qemu: Option<ProcessIdentity>,
+    /// Source: what settings of the virtual machine monitor were before they were changed, to be put back if the guest
+    /// stays. Only the driver knows their form.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub settings_before: Option<serde_json::Value>,
     /// The migration's key, in 64 hexadecimal digits.
     #[serde(with = "key_as_hex")]
     pub key: MigrationKey,
@@ -201,6 +205,7 @@ mod tests {
             peer: "dst-host:4920".into(),
             qmp: "src.qmp".into(),
             qemu: Some(ProcessIdentity { pid: 7, start_ticks: 99 }),
+            settings_before: None,
             key: MigrationKey::from_bytes([0xab; 32]),
             pid: 11,
             created_ms: 1,

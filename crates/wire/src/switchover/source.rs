@@ -316,7 +316,7 @@ impl SourceSwitchover {
             }
             // Prepared after all, because it did not hear of the abort.
             M::AskOutcome | M::Prepared if told_to_abort => {
-                actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)))
+                actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)));
             }
             M::Abort { reason } | M::Lost { reason } if self.phase.undecided() => {
                 self.destination_gone = true;
