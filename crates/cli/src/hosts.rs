@@ -69,7 +69,8 @@ impl Hosts {
         Ok(Self { network: Some(Network::new(link)?), cpus: None })
     }
 
-    /// With the whole of A on the machine's first `cpus` CPUs and the whole of B on as many that follow.
+    /// With the whole of A on the first `cpus` CPUs of the machine's first half, and the whole of B on those of its second:
+    /// neighbours are often two threads of one core, even where a virtual machine is not told so.
     pub(crate) fn pinned(self, cpus: u16) -> Self {
         Self { cpus: Some(cpus), ..self }
     }
@@ -87,7 +88,11 @@ impl Hosts {
     pub(crate) fn cpus(&self, side: Side) -> Option<String> {
         self.cpus.map(|cpus| match side {
             Side::A => format!("0-{}", cpus - 1),
-            Side::B => format!("{cpus}-{}", 2 * cpus - 1),
+            Side::B => {
+                let all = std::thread::available_parallelism().map_or(1, usize::from);
+                let first = (all / 2).max(usize::from(cpus));
+                format!("{first}-{}", first + usize::from(cpus) - 1)
+            }
         })
     }
 

@@ -89,15 +89,18 @@ fn check_len(len: usize) -> Result<(), CodecError> {
     if len > MAX_CONTENT { Err(CodecError::TooLong { len }) } else { Ok(()) }
 }
 
-/// How long the encoded form of `input` bytes may be so that it is worth decoding it, within `output` bytes of room.
+/// Most bytes that the encoded form of `input` bytes may have so that decoding it pays, and no more than the `output`
+/// bytes of room.
 fn worthwhile(input: usize, output: usize) -> usize {
     // Less than 1/64 saved on the wire does not pay for the decoder's pass over the content.
     (input - input.div_ceil(64)).min(output)
 }
 
-/// Feeds arbitrary bytes to the decoders, for a fuzzer: byte 0 picks the method, bytes 1 to 3 the length of the output.
+/// Feeds arbitrary bytes to the decoders, for a fuzzer: byte 0 picks the method, the lower 20 bits of bytes 1 to 3
+/// (little-endian) are the length of the output in bytes, the rest is what to decode.
 ///
-/// Panics when a decoder writes past its output or says yes to a wrong length; anything else is fine.
+/// # Panics
+/// When a decoder writes outside its output, which is the failure looked for; decoding or not is all the same.
 pub fn fuzz_decode(data: &[u8]) {
     const GUARD: usize = 64;
     let Some((&[method, a, b, c], encoded)) = data.split_first_chunk() else { return };

@@ -1,7 +1,7 @@
 //! Method `lz4`: one LZ4 block, as `doc/lz4_Block_format.md` of the LZ4 project describes it, without any header.
 //!
 //! The C library: its decoder is over a third faster than `lz4_flex`'s, with that crate's bounds-checked code or its
-//! `unsafe` one, and its encoder is no slower (`examples/throughput.rs` has the former beside it).
+//! `unsafe` one, and its encoder is no slower (`examples/codec_throughput.rs` has the former beside it).
 //! The 16 KiB of table that encoding needs live on the stack, so there is no context.
 
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len, worthwhile};

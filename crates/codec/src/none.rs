@@ -2,24 +2,24 @@
 
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len};
 
-struct None;
+struct Unchanged;
 
 pub(crate) fn encoder(_level: i32) -> Result<Box<dyn Encoder>, CodecError> {
-    Ok(Box::new(None))
+    Ok(Box::new(Unchanged))
 }
 
 pub(crate) fn decoder() -> Result<Box<dyn Decoder>, CodecError> {
-    Ok(Box::new(None))
+    Ok(Box::new(Unchanged))
 }
 
-impl Encoder for None {
+impl Encoder for Unchanged {
     fn encode(&mut self, input: &[u8], _output: &mut [u8]) -> Result<Encoded, CodecError> {
         check_len(input.len())?;
         Ok(Encoded::Incompressible)
     }
 }
 
-impl Decoder for None {
+impl Decoder for Unchanged {
     fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
         check_len(output.len())?;
         if input.len() != output.len() {

@@ -1,15 +1,13 @@
 //! Method `zstd`: one Zstandard frame (RFC 8878) without content size and checksum.
 //!
 //! The packet knows the length and has a checksum of its own. One context per channel, used for every batch: its
-//! tables are reserved at the first batch and grow only if batches do. The window never exceeds a packet.
+//! tables are reserved at the first batch and grow only if batches do. A packet is decoded in one call, straight into
+//! its place: whatever window or size a frame claims, nothing is reserved for it.
 
-use crate::{CodecError, Decoder, Encoded, Encoder, MAX_CONTENT, check_len, worthwhile};
-use zstd_safe::{CCtx, CParameter, DCtx, DParameter, ErrorCode, get_error_name};
+use crate::{CodecError, Decoder, Encoded, Encoder, check_len, worthwhile};
+use zstd_safe::{CCtx, CParameter, DCtx, ErrorCode, get_error_name};
 
 const NAME: &str = "zstd";
-
-/// The window that holds the largest packet.
-const WINDOW_LOG: u32 = MAX_CONTENT.ilog2();
 
 struct ZstdEncoder(CCtx<'static>);
 
@@ -26,8 +24,7 @@ pub(crate) fn encoder(level: i32) -> Result<Box<dyn Encoder>, CodecError> {
 }
 
 pub(crate) fn decoder() -> Result<Box<dyn Decoder>, CodecError> {
-    let mut context = DCtx::try_create().ok_or(CodecError::Library { method: NAME, reason: "no memory" })?;
-    context.set_parameter(DParameter::WindowLogMax(WINDOW_LOG)).map_err(failed)?;
+    let context = DCtx::try_create().ok_or(CodecError::Library { method: NAME, reason: "no memory" })?;
     Ok(Box::new(ZstdDecoder(context)))
 }
 

@@ -1,6 +1,7 @@
 //! Every method and level gives back every kind of content, from contexts that are used over and over.
 
 use proptest::prelude::*;
+use proptest::test_runner::contextualize_config;
 use sterna_codec::{CodecError, Decoder, Encoded, Encoder, MAX_CONTENT, METHODS, Method, MethodChoice};
 
 /// All choices there are.
@@ -150,7 +151,8 @@ fn packets_decode_in_any_order_and_by_any_decoder_of_the_method() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
+    // A default, which PROPTEST_CASES replaces.
+    #![proptest_config(contextualize_config(ProptestConfig::with_cases(150)))]
     #[test]
     fn content_made_of_random_pieces_comes_back(
         pieces in proptest::collection::vec((any::<u64>(), 1u64..40, 1usize..3000), 0..40),

@@ -2,6 +2,7 @@
 //! and the next honest packet decodes.
 
 use proptest::prelude::*;
+use proptest::test_runner::contextualize_config;
 use sterna_codec::{CodecError, Decoder, Encoded, METHODS, MethodRow, fuzz_decode};
 
 const LEN: usize = 8192;
@@ -100,7 +101,8 @@ fn a_zstd_frame_that_claims_an_enormous_window_or_size_reserves_nothing() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    // A default, which PROPTEST_CASES replaces.
+    #![proptest_config(contextualize_config(ProptestConfig::with_cases(2000)))]
 
     #[test]
     fn random_bytes_do_no_harm(data in proptest::collection::vec(any::<u8>(), 0..2000)) {

@@ -2,12 +2,10 @@
 //! `cargo run --release -p sterna-memory --example memory_throughput`
 //!
 //! One thread. Source memory is larger than the caches and walked in batches of 128 pages, as a sender does; the
-//! destination is one pooled buffer. Ways are interleaved and the median of the rounds is shown, in GiB/s of source.
+//! destination is one buffer. Ways are interleaved and the median of the rounds is shown, in GiB/s of source.
 
 use std::hint::black_box;
 use std::time::Instant;
-use sterna_memory::checksum::Crc32c;
-use sterna_memory::pool::BufferPool;
 use sterna_memory::scan::Implementation;
 use sterna_memory::{PAGE_SIZE, snapshot::Snapshot};
 
@@ -19,8 +17,7 @@ const ROUNDS: usize = 7;
 type Way<'a> = (String, Box<dyn Fn(&[u8], &mut [u8], &mut [u64]) + 'a>);
 
 fn main() {
-    let pool = BufferPool::new(1, BATCH * PAGE_SIZE).expect("a small pool");
-    let mut buffer = pool.take();
+    let mut buffer = vec![0; BATCH * PAGE_SIZE];
     let mut memory = vec![1u8; PAGES * PAGE_SIZE];
     for (content, zero_of_8) in [("no zero page", 0), ("half of the pages zero", 4), ("all pages zero", 8)] {
         for (number, page) in memory.chunks_mut(PAGE_SIZE).enumerate() {
@@ -40,7 +37,7 @@ fn main() {
 }
 
 fn checksum(bytes: &[u8]) {
-    black_box(Crc32c::new().update(bytes).finish());
+    black_box(crc_fast::crc32_iscsi(bytes));
 }
 
 fn ways() -> Vec<Way<'static>> {

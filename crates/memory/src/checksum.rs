@@ -3,47 +3,39 @@
 //! The Castagnoli polynomial (as in iSCSI, RFC 3720 appendix B.4), because that is what the CRC generation operation of
 //! Intel DSA computes: an accelerator and a CPU must come to the same number. Value for `"123456789"`: `e306_9283`.
 //!
+//! `sterna-wire` has the same function for itself: neither crate uses the other (`ARCHITECTURE.md`).
+//!
 //! `crc-fast` picks its implementation at run time; with carry-less vector multiplication it reads faster than memory.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
 /// A CRC-32C under way: bytes may come in any number of pieces.
-#[derive(Clone, Debug)]
-pub struct Crc32c(Digest);
+#[derive(Debug)]
+pub(crate) struct Crc32c(Digest);
 
 impl Crc32c {
     /// The checksum of nothing yet.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(Digest::new(CrcAlgorithm::Crc32Iscsi))
     }
 
     /// Adds the next bytes.
-    #[must_use = "returns the checksum with the bytes added"]
-    pub fn update(mut self, bytes: &[u8]) -> Self {
-        self.add(bytes);
-        self
-    }
-
-    /// Adds the next bytes, in place.
-    pub fn add(&mut self, bytes: &[u8]) {
+    pub(crate) fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
-    /// The checksum of all bytes so far.
-    pub fn finish(&self) -> u32 {
+    /// The checksum of all bytes.
+    pub(crate) fn finish(self) -> u32 {
         u32::try_from(self.0.finalize()).expect("a 32-bit CRC fits 32 bits")
     }
 }
 
-impl Default for Crc32c {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 /// The CRC-32C of `bytes`.
-pub fn crc32c(bytes: &[u8]) -> u32 {
-    crc_fast::crc32_iscsi(bytes)
+#[cfg(test)]
+pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
+    let mut checksum = Crc32c::new();
+    checksum.update(bytes);
+    checksum.finish()
 }
 
 #[cfg(test)]
@@ -85,7 +77,8 @@ mod tests {
             let mut at: Vec<usize> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
             at.extend([0, bytes.len()]);
             at.sort_unstable();
-            let pieces = at.windows(2).fold(Crc32c::new(), |crc, cut| crc.update(&bytes[cut[0]..cut[1]]));
+            let mut pieces = Crc32c::new();
+            at.windows(2).for_each(|cut| pieces.update(&bytes[cut[0]..cut[1]]));
             prop_assert_eq!(pieces.finish(), by_definition(&bytes));
             prop_assert_eq!(crc32c(&bytes), by_definition(&bytes));
         }

@@ -58,7 +58,7 @@ pub enum HoleError {
 pub struct PageMap {
     file: File,
     way: Way,
-    regions: Box<[PmRegion; REGIONS]>,
+    regions: Box<[PageRegion; REGIONS]>,
     entries: Box<[u8; ENTRIES * ENTRY]>,
 }
 
@@ -88,7 +88,7 @@ impl PageMap {
         let mut map = Self {
             file,
             way: Way::Scan,
-            regions: Box::new([PmRegion::default(); REGIONS]),
+            regions: Box::new([PageRegion::default(); REGIONS]),
             entries: Box::new([0; ENTRIES * ENTRY]),
         };
         // An empty range asks only whether the operation exists: older kernels answer ENOTTY.
@@ -142,8 +142,8 @@ impl PageMap {
     }
 
     fn scan_once(&mut self, range: Range<usize>) -> io::Result<(usize, usize)> {
-        let mut argument = PmScanArg {
-            size: size_of::<PmScanArg>() as u64,
+        let mut argument = ScanArgument {
+            size: size_of::<ScanArgument>() as u64,
             flags: 0,
             start: range.start as u64,
             end: range.end as u64,
@@ -235,7 +235,7 @@ const ENTRY_SWAPPED: u64 = 1 << 62;
 /// `struct page_region` of `include/uapi/linux/fs.h`.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
-struct PmRegion {
+struct PageRegion {
     start: u64,
     end: u64,
     categories: u64,
@@ -243,7 +243,7 @@ struct PmRegion {
 
 /// `struct pm_scan_arg` of `include/uapi/linux/fs.h`.
 #[repr(C)]
-struct PmScanArg {
+struct ScanArgument {
     size: u64,
     flags: u64,
     start: u64,
@@ -264,13 +264,14 @@ const PAGE_IS_SWAPPED: u64 = 1 << 4;
 const PAGE_IS_PFNZERO: u64 = 1 << 5;
 
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
-const PAGEMAP_SCAN: u64 = 3 << 30 | (size_of::<PmScanArg>() as u64) << 16 | (b'f' as u64) << 8 | 16;
+const PAGEMAP_SCAN: u64 = 3 << 30 | (size_of::<ScanArgument>() as u64) << 16 | (b'f' as u64) << 8 | 16;
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::test_util::Area;
     use proptest::prelude::*;
+    use proptest::test_runner::contextualize_config;
 
     /// Both ways, or the one this kernel has.
     fn ways() -> Vec<PageMap> {
@@ -293,7 +294,8 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(40))]
+        // A default, which PROPTEST_CASES replaces.
+        #![proptest_config(contextualize_config(ProptestConfig::with_cases(40)))]
         #[test]
         fn exactly_the_pages_ever_written_are_found(
             written in proptest::collection::btree_set(0usize..9000, 0..700),

@@ -1,10 +1,9 @@
 //! Guest RAM: bitmaps, page scans, snapshots, and the ways to place pages into it.
 
 pub mod bitmap;
-pub mod checksum;
+mod checksum;
 pub mod holes;
 pub mod place;
-pub mod pool;
 pub mod received;
 pub mod scan;
 pub mod snapshot;

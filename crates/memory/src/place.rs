@@ -110,6 +110,14 @@ pub enum PlaceError {
         /// The process.
         pid: i32,
     },
+    /// The process cannot be held, so another that gets its id could be taken for it.
+    #[error("cannot hold process {pid} by a pidfd, which needs Linux 5.3 and a free file descriptor: {source}")]
+    NotHeld {
+        /// The process.
+        pid: i32,
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// The kernel does not let us write this process's memory.
     #[error(
         "not permitted to write the memory of process {pid}: run as the same user with equal capabilities, or as root \

@@ -1,6 +1,5 @@
 //! What the destination has received, so that a zero page costs a page fault only where it must.
 //!
-//! Rules R1 and R2 of the requirements:
 //! * A page is marked *before* content is decoded into it. If decoding fails half way, the page is no longer fresh.
 //! * A zero page for a page that is fresh (never received, in memory known to be zero) is left alone: not even read.
 //! * A zero page for anything else is cleared, without looking at it first.

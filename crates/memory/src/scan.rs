@@ -42,8 +42,8 @@ impl Implementation {
 
     /// The one in use.
     ///
-    /// AVX2 goes before AVX-512: where it was measured (Zen 4, `examples/throughput.rs`) the wider one was slower from
-    /// DRAM and no faster on early exits beyond noise, and on some older CPUs 512-bit vectors lower the clock.
+    /// AVX2 goes before AVX-512: where it was measured (Zen 4, `examples/memory_throughput.rs`) the wider one was slower
+    /// from DRAM and no faster on early exits beyond noise, and on some older CPUs 512-bit vectors lower the clock.
     pub fn chosen() -> Self {
         static CHOSEN: LazyLock<Implementation> = LazyLock::new(|| {
             let available = Implementation::available();

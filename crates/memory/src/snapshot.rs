@@ -44,7 +44,7 @@ pub struct Snapshot<'a> {
 }
 
 /// The checksum follows the copy after this many normal pages, while they are in the first-level cache. Of 1 to 128 pages
-/// this was the fastest, by a little (`examples/throughput.rs`); prefetching the next page made every case slower.
+/// this was the fastest, by a little (`examples/memory_throughput.rs`); prefetching the next page made every case slower.
 const CHECKSUM_PAGES: usize = 4;
 
 /// Copies one page unless it is zero, and says whether it was zero.
@@ -90,9 +90,10 @@ impl<'a> Snapshot<'a> {
         self.add_to_checksum(first_normal);
     }
 
-    /// As [`Self::read`], but takes every page as normal, zero or not.
+    /// As [`Self::read`], but takes every page as normal, zero or not: for pages whose zero test was done elsewhere.
     ///
-    /// For pages whose zero test was done elsewhere, and for tests that dial the share of normal pages.
+    /// # Panics
+    /// As [`Self::read`].
     ///
     /// # Safety
     /// As [`Self::read`].
@@ -129,7 +130,7 @@ impl<'a> Snapshot<'a> {
     }
 
     fn add_to_checksum(&mut self, first_normal: usize) {
-        self.checksum.add(&self.copy[first_normal * PAGE_SIZE..self.normal * PAGE_SIZE]);
+        self.checksum.update(&self.copy[first_normal * PAGE_SIZE..self.normal * PAGE_SIZE]);
     }
 }
 

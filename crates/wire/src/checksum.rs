@@ -11,7 +11,7 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
 }
 
 /// A CRC-32C over several pieces.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Crc32c(crc_fast::Digest);
 
 impl Crc32c {

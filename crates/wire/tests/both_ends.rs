@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use proptest::prelude::*;
+use proptest::test_runner::contextualize_config;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::control::{Capabilities, ControlMessage, ControlReader, Hello, Machine, Mode, Totals, Welcome};
 use sterna_wire::handshake::{choose, conclude};
@@ -235,7 +236,8 @@ fn switch_over(complete: bool) -> (bool, bool) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    // A default, which PROPTEST_CASES replaces.
+    #![proptest_config(contextualize_config(ProptestConfig::with_cases(400)))]
     #[test]
     fn pages_arrive_in_any_pieces_and_the_newest_content_wins(
         writes in proptest::collection::vec((0..PAGES, any::<u8>()), 1..80),

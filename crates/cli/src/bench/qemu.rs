@@ -32,8 +32,6 @@ const COLUMNS: &[Column] = &[
 const CHANNELS: u16 = 2;
 /// QEMU's multifd channels that are tried.
 const QEMU_CHANNELS: [u8; 3] = [1, 2, 4];
-/// What a guest needs beside the memory that it fills.
-const BESIDE_FILL: u64 = 256 << 20;
 /// The share of the pages of content `mixed` that are not zero, as `sterna-guest dump mixed` shows.
 const NON_ZERO: f64 = 0.54;
 const SLOW: u64 = 1_000_000_000;
@@ -76,7 +74,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
             .into(),
     );
 
-    let huge = HugeTmpfs::mount(fast_fill + BESIDE_FILL + (64 << 20));
+    let huge = HugeTmpfs::mount(ram_for(fast_fill) + (64 << 20));
     let huge = huge.map_err(|error| findings.notes.push(format!("No cells on huge pages: {error}."))).ok();
     for (speed, fill, link) in [
         ("unlimited", fast_fill, Link::default()),
@@ -104,12 +102,17 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         ));
         let guest = LinuxGuest { fill: Fill::Mixed, memory: Some(fill), verify_rate: 0, ..LinuxGuest::default() };
         let mut options = QemuOptions::new(args.qemu, Guest::Linux(guest));
-        options.memory = fill + BESIDE_FILL;
+        options.memory = ram_for(fill);
         let bench = RefCell::new(Bench::start(hosts, options, cancel)?);
         findings.rows.extend(part(args, speed, limited, huge.as_ref(), &bench, cancel, tell)?);
     }
-    judge(&mut findings, fast_fill + BESIDE_FILL);
+    judge(&mut findings, ram_for(fast_fill));
     Ok(findings)
+}
+
+/// The RAM of a guest that fills `bytes`: its kernel needs room too, and describes each page of RAM.
+const fn ram_for(bytes: u64) -> u64 {
+    bytes + bytes / 16 + (256 << 20)
 }
 
 /// MiB that are not zero, of a guest that fills `bytes`.

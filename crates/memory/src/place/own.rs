@@ -20,8 +20,8 @@ impl OwnMemory {
     /// Takes `size` bytes of guest RAM at `start`.
     ///
     /// # Safety
-    /// The range stays mapped and writable until the value is dropped. No Rust reference to it exists meanwhile, and no
-    /// two calls write the same bytes at the same time.
+    /// The range stays mapped and writable until the value is dropped. No Rust reference to it exists meanwhile, except
+    /// to atomics that nobody accesses during a call, and no two calls write the same bytes at the same time.
     pub unsafe fn new(start: *mut u8, size: usize) -> Self {
         Self { start, size: size as u64 }
     }

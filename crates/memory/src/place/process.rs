@@ -12,6 +12,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
 use super::{Piece, Place, PlaceError, VECTOR, Way, ZEROS, check, check_pieces};
@@ -30,8 +31,7 @@ impl TargetProcess {
     /// Takes hold of the process that has this id now.
     pub fn open(pid: i32) -> Result<Self, PlaceError> {
         let target = Pid::from_raw(pid).ok_or(PlaceError::Gone { pid })?;
-        let pidfd = rustix::process::pidfd_open(target, PidfdFlags::empty())
-            .map_err(|errno| explain(pid, 0, 0, errno.into()))?;
+        let pidfd = rustix::process::pidfd_open(target, PidfdFlags::empty()).map_err(|errno| not_held(pid, errno))?;
         Ok(Self { pid, pidfd })
     }
 
@@ -46,9 +46,9 @@ impl TargetProcess {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         // A pidfd is readable once the process has ended.
         match rustix::event::poll(&mut polled, Some(&now)) {
-            Ok(0) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Ok(0) | Err(Errno::INTR) => Ok(()),
             Ok(_) => Err(PlaceError::Gone { pid: self.pid }),
-            Err(errno) => Err(explain(self.pid, 0, 0, errno.into())),
+            Err(errno) => Err(not_held(self.pid, errno)),
         }
     }
 }
@@ -203,6 +203,10 @@ fn advance(vector: &mut &mut [libc::iovec], mut bytes: usize) {
         first.iov_len -= bytes;
     }
     *vector = rest;
+}
+
+fn not_held(pid: i32, errno: Errno) -> PlaceError {
+    if errno == Errno::SRCH { PlaceError::Gone { pid } } else { PlaceError::NotHeld { pid, source: errno.into() } }
 }
 
 fn explain(pid: i32, address: u64, offset: u64, error: io::Error) -> PlaceError {

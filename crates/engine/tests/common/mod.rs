@@ -1,0 +1,94 @@
+//! What the tests of the channels share.
+
+// Each test program uses a part of it.
+#![allow(dead_code)]
+
+use std::net::{TcpListener, TcpStream};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use sterna::receive::{Sink, SinkError};
+use sterna::transport::{Connection, Reader, Security, Writer};
+use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
+
+/// Bytes of a page.
+pub(crate) const PAGE: usize = 4096;
+
+/// No test here works for longer than a few seconds: what has not come after this long does not come.
+pub(crate) const HANGS: Duration = Duration::from_secs(60);
+
+/// Both ends of a TCP connection over loopback.
+pub(crate) fn sockets() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    // It is established before it is accepted.
+    let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (near, listener.accept().unwrap().0)
+}
+
+/// One end as the channels want it, without TLS.
+pub(crate) fn halves(end: TcpStream) -> (Writer, Reader) {
+    Connection::accept(end, &Security::Insecure).unwrap().split()
+}
+
+/// Runs `test` in a thread of its own; panics as it does, and when it hangs.
+pub(crate) fn within_a_minute(test: impl FnOnce() + Send + 'static) {
+    let (done, result) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        test();
+        done.send(()).expect("somebody waits for it");
+    });
+    match result.recv_timeout(HANGS) {
+        Ok(()) => {}
+        Err(RecvTimeoutError::Timeout) => panic!("it hangs"),
+        Err(RecvTimeoutError::Disconnected) => std::panic::resume_unwind(thread.join().unwrap_err()),
+    }
+}
+
+/// A page's number and its content; nothing for a zero page.
+pub(crate) type PlacedPage = (u64, Vec<u8>);
+
+/// A sink that remembers each page placed, in the order of arrival.
+#[derive(Clone, Default)]
+pub(crate) struct Placed(Arc<Mutex<Vec<PlacedPage>>>);
+
+impl Placed {
+    /// What was placed since this was asked last.
+    pub(crate) fn take(&self) -> Vec<PlacedPage> {
+        std::mem::take(&mut *self.0.lock().unwrap())
+    }
+}
+
+impl Sink for Placed {
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        Ok(Arc::new([BlockShape { pages: 1 << 20, page_size: PAGE as u32 }]))
+    }
+
+    fn pages(&mut self, _: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
+        let mut contents = content.chunks_exact(PAGE);
+        let mut placed = self.0.lock().unwrap();
+        for run in runs {
+            placed.extend((run.first..run.end()).map(|page| match run.kind {
+                RunKind::Normal => (page, contents.next().unwrap().to_vec()),
+                RunKind::Zero => (page, Vec::new()),
+            }));
+        }
+        Ok(())
+    }
+
+    fn generation_end(&mut self, _: u64) -> Result<(), SinkError> {
+        Ok(())
+    }
+
+    fn stream(&mut self, _: u16, _: &[u8]) -> Result<(), SinkError> {
+        Err("no stream here".into())
+    }
+
+    fn device_state(&mut self, _: DeviceLabel<'_>, _: &[u8]) -> Result<(), SinkError> {
+        Err("no devices here".into())
+    }
+
+    fn opaque(&mut self, _: &[u8]) -> Result<(), SinkError> {
+        Err("nothing opaque here".into())
+    }
+}
