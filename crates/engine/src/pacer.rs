@@ -3,7 +3,7 @@
 //! The bytes of all channels lie one behind the other on a line, and a point moves along it with the limit's speed. Who
 //! wants to send takes the next piece of the line and waits until the point reaches its start. So the sum keeps to the
 //! limit however many channels there are, and channels that ask in equal pieces get equal shares, in the order in which
-//! they ask. The arithmetic ([`Line`]) is told the time, so it is tested without waiting.
+//! they ask. The arithmetic (`Line`) is told the time, so it is tested without waiting.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -4,8 +4,8 @@
 //! ([`Listener`]), says what it is for (the channel header), is answered, and then splits into a [`Writer`] and a
 //! [`Reader`] that two threads use at the same time. A [`Closer`] ends it from a third.
 //!
-//! * [`socket`]: options and waiting with a time limit; [`stream`]: the two halves and the TLS between them;
-//! * [`connection`]: connecting and accepting; [`channel`]: header and reply; [`listener`]: many at once, bounded.
+//! * `socket`: options and waiting with a time limit; `stream`: the two halves and the TLS between them;
+//! * `connection`: connecting and accepting; `channel`: header and reply; `listener`: many at once, bounded.
 
 mod channel;
 mod connection;
