@@ -12,11 +12,12 @@
 //! all the same.
 
 use crate::PAGE_SIZE;
+use crate::pagemap_scan::{PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, Query, Scanner};
 use rustix::fs::{SeekFrom, seek};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use thiserror::Error;
 
@@ -56,9 +57,8 @@ pub enum HoleError {
 /// The page map of a process: tells the populated parts of its private anonymous memory.
 #[derive(Debug)]
 pub struct PageMap {
-    file: File,
+    scanner: Scanner,
     way: Way,
-    regions: Box<[PageRegion; REGIONS]>,
     entries: Box<[u8; ENTRIES * ENTRY]>,
 }
 
@@ -85,14 +85,9 @@ impl PageMap {
 
     fn open(path: String) -> Result<Self, HoleError> {
         let file = File::open(&path).map_err(|source| HoleError::Open { path, source })?;
-        let mut map = Self {
-            file,
-            way: Way::Scan,
-            regions: Box::new([PageRegion::default(); REGIONS]),
-            entries: Box::new([0; ENTRIES * ENTRY]),
-        };
+        let mut map = Self { scanner: Scanner::new(file), way: Way::Scan, entries: Box::new([0; ENTRIES * ENTRY]) };
         // An empty range asks only whether the operation exists: older kernels answer ENOTTY.
-        if map.scan_once(0..0).is_err() {
+        if map.scanner.scan(0..0, POPULATED).is_err() {
             map.way = Way::Read;
         }
         Ok(map)
@@ -131,8 +126,8 @@ impl PageMap {
     /// One step by `PAGEMAP_SCAN`; returns where to go on.
     fn scan(&mut self, range: Range<usize>, populated: &mut impl FnMut(Range<usize>)) -> io::Result<usize> {
         let start = range.start;
-        let (found, walked_to) = self.scan_once(range)?;
-        for region in &self.regions[..found] {
+        let (regions, walked_to) = self.scanner.scan(range, POPULATED)?;
+        for region in regions {
             populated(region.start as usize..region.end as usize);
         }
         if walked_to <= start {
@@ -141,36 +136,11 @@ impl PageMap {
         Ok(walked_to)
     }
 
-    fn scan_once(&mut self, range: Range<usize>) -> io::Result<(usize, usize)> {
-        let mut argument = ScanArgument {
-            size: size_of::<ScanArgument>() as u64,
-            flags: 0,
-            start: range.start as u64,
-            end: range.end as u64,
-            walk_end: 0,
-            vec: self.regions.as_mut_ptr().expose_provenance() as u64,
-            vec_len: REGIONS as u64,
-            max_pages: 0,
-            // Wanted: not the zero page, and either present or swapped.
-            category_inverted: PAGE_IS_PFNZERO,
-            category_mask: PAGE_IS_PFNZERO,
-            category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-            return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-        };
-        // SAFETY: the argument is the structure this operation takes; `vec` points to `vec_len` regions that we own and
-        // that nothing else accesses during the call. The flags ask for no change of the address space.
-        let found = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN as _, &raw mut argument) };
-        if found < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(((found as usize).min(REGIONS), argument.walk_end as usize))
-    }
-
     /// One step by reading entries; returns where to go on.
     fn read(&mut self, range: Range<usize>, populated: &mut impl FnMut(Range<usize>)) -> io::Result<usize> {
         let pages = (range.len() / PAGE_SIZE).min(ENTRIES);
         let entries = &mut self.entries[..pages * ENTRY];
-        self.file.read_exact_at(entries, (range.start / PAGE_SIZE * ENTRY) as u64)?;
+        self.scanner.file().read_exact_at(entries, (range.start / PAGE_SIZE * ENTRY) as u64)?;
         let mut run = range.start..range.start;
         for entry in entries.chunks_exact(ENTRY) {
             let entry = u64::from_ne_bytes(entry.try_into().expect("chunks are as long as an entry"));
@@ -222,8 +192,14 @@ pub fn file_data(file: impl AsFd, range: Range<u64>, mut data: impl FnMut(Range<
     Ok(())
 }
 
-/// Regions fetched by one call: 24 bytes each.
-const REGIONS: usize = 512;
+/// Wanted: not the zero page, and either present or swapped.
+const POPULATED: Query = Query {
+    flags: 0,
+    inverted: PAGE_IS_PFNZERO,
+    all_of: PAGE_IS_PFNZERO,
+    any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+    returned: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+};
 /// Entries read by one call.
 const ENTRIES: usize = 4096;
 /// Bytes of an entry of `/proc/PID/pagemap`.
@@ -231,40 +207,6 @@ const ENTRY: usize = 8;
 /// Entry bits, `Documentation/admin-guide/mm/pagemap.rst`.
 const ENTRY_PRESENT: u64 = 1 << 63;
 const ENTRY_SWAPPED: u64 = 1 << 62;
-
-/// `struct page_region` of `include/uapi/linux/fs.h`.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-struct PageRegion {
-    start: u64,
-    end: u64,
-    categories: u64,
-}
-
-/// `struct pm_scan_arg` of `include/uapi/linux/fs.h`.
-#[repr(C)]
-struct ScanArgument {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    vec: u64,
-    vec_len: u64,
-    max_pages: u64,
-    category_inverted: u64,
-    category_mask: u64,
-    category_anyof_mask: u64,
-    return_mask: u64,
-}
-
-/// Page categories of `include/uapi/linux/fs.h`.
-const PAGE_IS_PRESENT: u64 = 1 << 3;
-const PAGE_IS_SWAPPED: u64 = 1 << 4;
-const PAGE_IS_PFNZERO: u64 = 1 << 5;
-
-/// `_IOWR('f', 16, struct pm_scan_arg)`.
-const PAGEMAP_SCAN: u64 = 3 << 30 | (size_of::<ScanArgument>() as u64) << 16 | (b'f' as u64) << 8 | 16;
 
 #[cfg(test)]
 mod tests {

@@ -2,11 +2,14 @@
 
 pub mod bitmap;
 mod checksum;
+pub mod dirty;
 pub mod holes;
+mod pagemap_scan;
 pub mod place;
 pub mod received;
 pub mod scan;
 pub mod snapshot;
+pub mod userfault;
 
 #[cfg(test)]
 mod test_util;

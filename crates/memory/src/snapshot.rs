@@ -90,27 +90,6 @@ impl<'a> Snapshot<'a> {
         self.add_to_checksum(first_normal);
     }
 
-    /// As [`Self::read`], but takes every page as normal, zero or not: for pages whose zero test was done elsewhere.
-    ///
-    /// # Panics
-    /// As [`Self::read`].
-    ///
-    /// # Safety
-    /// As [`Self::read`].
-    pub unsafe fn read_as_normal(&mut self, source: *const u8, pages: usize) {
-        self.admit(source, pages);
-        let first_normal = self.normal;
-        let target = &mut self.copy[self.normal * PAGE_SIZE..][..pages * PAGE_SIZE];
-        // SAFETY: the caller vouches for the source and that it does not overlap; the target is as long. Bytes that
-        // change meanwhile come out as one value or the other, and only the copy is looked at after this.
-        unsafe { std::ptr::copy_nonoverlapping(source, target.as_mut_ptr(), target.len()) };
-        for _ in 0..pages {
-            self.note(false);
-        }
-        self.normal += pages;
-        self.add_to_checksum(first_normal);
-    }
-
     /// The result. The destination buffer and the zero map now hold what it describes.
     pub fn finish(self) -> SnapshotResult {
         SnapshotResult { pages: self.pages, normal: self.normal, checksum: self.checksum.finish() }
@@ -288,22 +267,6 @@ mod tests {
                 prop_assert!(copy[..offset].iter().chain(&copy[offset + PAGE_SIZE..]).all(|byte| *byte == 0xaa));
             }
         }
-    }
-
-    #[test]
-    fn pages_taken_as_normal_keep_their_place_even_when_zero() {
-        let guest = pages_of(&[(0, 0), (7, 9), (0, 0)]);
-        let (mut copy, mut map) = (vec![1; 3 * PAGE_SIZE], [u64::MAX]);
-        let mut taking = Snapshot::new(&mut copy, &mut map);
-        // SAFETY: the area has three pages.
-        unsafe {
-            taking.read_as_normal(guest.ptr(), 2);
-            taking.read(guest.ptr().add(2 * PAGE_SIZE), 1);
-        }
-        let result = taking.finish();
-        assert_eq!((result.pages, result.normal, map), (3, 2, [0b100]));
-        assert_eq!(copy[..2 * PAGE_SIZE], guest.bytes()[..2 * PAGE_SIZE]);
-        assert_eq!(result.checksum, crc32c(&guest.bytes()[..2 * PAGE_SIZE]));
     }
 
     #[test]

@@ -1,0 +1,157 @@
+//! Which pages of guest RAM are written: the dirty logs that the rounds of a migration read.
+//!
+//! One small interface, [`DirtyLog`], and ready-made logs behind it:
+//!
+//! | log | sees writes of | cost |
+//! |---|---|---|
+//! | [`write_protect`] | this process, and KVM vCPUs that run on its memory | a fault per page and round |
+//! | [`kvm_log`] | KVM vCPUs | a fault per page and round (or the CPU's own log); a bitmap of the guest's size per round |
+//! | [`kvm_ring`] | KVM vCPUs | as above, but by what is dirty, not by the size of the guest |
+//! | [`handed_in`] | whoever says so: device models, DMA | an atomic operation per write |
+//! | [`union`] | all of several logs | their sum |
+//!
+//! The log of a guest is the union of every writer's. What no log sees is lost to the destination: the monitor's own
+//! threads and vhost devices where a KVM log is used (it sees vCPUs only), memory pinned for device DMA always. Those hand
+//! in what they write.
+//!
+//! Order, for whoever reads a log: `start` before searching holes; then for each round `collect` *before* reading the
+//! pages it names; the last `collect` after every writer has stopped.
+
+mod kvm;
+
+pub mod handed_in;
+pub mod kvm_log;
+pub mod kvm_ring;
+pub mod union;
+pub mod write_protect;
+
+pub use kvm::KvmSlot;
+
+use crate::bitmap::PageBitmap;
+use crate::userfault::UserfaultError;
+use std::io;
+use std::ops::Range;
+use thiserror::Error;
+
+/// Notes which pages of guest RAM are written. RAM is made of blocks, numbered from 0; pages are of
+/// [`PAGE_SIZE`](crate::PAGE_SIZE), numbered from 0 in each block.
+pub trait DirtyLog: Send {
+    /// From now on writes are noted. What was written before is not: the first round sends everything anyway.
+    ///
+    /// After an error nothing is noted and memory is as before.
+    fn start(&mut self) -> Result<(), DirtyLogError>;
+
+    /// Adds to `dirty` the pages of RAM block `block` written since `start` or the last call, and notes them anew. Pages
+    /// already set in `dirty` stay set.
+    ///
+    /// A page written while this runs is in this answer or in the next. Its content may be read only after this has
+    /// returned: clear, then read. A log may name a page that was not written; each says when.
+    ///
+    /// After an error `dirty` may hold part of the answer, and those pages are not told again: keep it, or give up.
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError>;
+
+    /// Stops noting; leaves memory as it was before `start`. Does nothing on a log that is not started.
+    fn stop(&mut self) -> Result<(), DirtyLogError>;
+}
+
+/// Why a dirty log does not work.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DirtyLogError {
+    /// `start` on a started log.
+    #[error("the dirty log is started already; stop it first")]
+    AlreadyStarted,
+    /// `collect` on a log that is not started.
+    #[error("the dirty log is not started, so it knows of no writes; start it first")]
+    NotStarted,
+    /// No such RAM block.
+    #[error("there is no RAM block {block}; the dirty log has {blocks}")]
+    NoSuchBlock {
+        /// The number given.
+        block: usize,
+        /// How many blocks the log has.
+        blocks: usize,
+    },
+    /// The bitmap is of another block.
+    #[error("RAM block {block} has {pages} pages, but the bitmap to fill has {given}")]
+    BitmapSize {
+        /// The block.
+        block: usize,
+        /// Its pages.
+        pages: u64,
+        /// Pages of the bitmap.
+        given: u64,
+    },
+    /// A block is not made of whole pages.
+    #[error("RAM block {block} at addresses {:#x}..{:#x} is not a range of whole pages of 4 KiB", .range.start, .range.end)]
+    Unaligned {
+        /// The block.
+        block: usize,
+        /// Its addresses.
+        range: Range<usize>,
+    },
+    /// Part of a block is not mapped.
+    #[error("RAM block {block} at addresses {:#x}..{:#x} is not mapped in this process, or not all of it", .range.start, .range.end)]
+    Unmapped {
+        /// The block.
+        block: usize,
+        /// Its addresses.
+        range: Range<usize>,
+    },
+    /// A KVM memory slot does not fit its RAM block.
+    #[error("KVM memory slot {slot}: {problem}")]
+    Slot {
+        /// Slot number, with the address space in the upper 16 bits.
+        slot: u32,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The system lacks what this log is made of.
+    #[error("{what} is not to be had here: {instead}")]
+    Missing {
+        /// What is missing.
+        what: &'static str,
+        /// What to do about it.
+        instead: &'static str,
+    },
+    /// A KVM dirty ring was full, so KVM has overwritten entries.
+    #[error(
+        "the dirty ring of vCPU {vcpu} overflowed: KVM did not stop the vCPU in time and pages are lost (the kernel log \
+         has a warning from kvm_dirty_ring_push). This VM's rings cannot be used any more; use KVM's dirty log"
+    )]
+    RingOverflow {
+        /// Which of the vCPUs given, from 0.
+        vcpu: usize,
+    },
+    /// userfaultfd refused.
+    #[error(transparent)]
+    Userfault(#[from] UserfaultError),
+    /// The system refused.
+    #[error("cannot {what}: {source}")]
+    System {
+        /// What was tried, on what.
+        what: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+impl DirtyLogError {
+    /// For `map_err`.
+    fn system(what: impl Into<String>) -> impl FnOnce(io::Error) -> Self {
+        let what = what.into();
+        move |source| Self::System { what, source }
+    }
+}
+
+/// The checks every log begins a `collect` with.
+fn check_collect(started: bool, blocks: &[u64], block: usize, dirty: &PageBitmap) -> Result<(), DirtyLogError> {
+    if !started {
+        return Err(DirtyLogError::NotStarted);
+    }
+    let pages = *blocks.get(block).ok_or(DirtyLogError::NoSuchBlock { block, blocks: blocks.len() })?;
+    if dirty.pages() != pages {
+        return Err(DirtyLogError::BitmapSize { block, pages, given: dirty.pages() });
+    }
+    Ok(())
+}

@@ -1,0 +1,75 @@
+//! The dirty log of those who say what they write: device models, vhost back ends, DMA of devices.
+//!
+//! A bitmap per RAM block, set by [`DirtyMarker`] from any thread and taken by [`HandedInLog`].
+
+use super::{DirtyLog, DirtyLogError, check_collect};
+use crate::bitmap::{AtomicPageBitmap, PageBitmap};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Notes pages for a [`HandedInLog`]; cheap to clone, one for each thread that writes.
+///
+/// **Write first, then mark.** A mark set before the write can be taken, and the old content read, before the new is
+/// there.
+#[derive(Clone, Debug)]
+pub struct DirtyMarker {
+    blocks: Arc<[AtomicPageBitmap]>,
+}
+
+impl DirtyMarker {
+    /// `pages` of RAM block `block` have been written. Also outside of migrations: then it costs no more than reading a
+    /// bit that is set already.
+    ///
+    /// # Panics
+    /// When there is no such block or the pages are not within it.
+    pub fn mark(&self, block: usize, pages: Range<u64>) {
+        self.blocks[block].set(pages);
+    }
+}
+
+/// The log that takes what was marked. Names exactly that.
+#[derive(Debug)]
+pub struct HandedInLog {
+    marker: DirtyMarker,
+    pages: Vec<u64>,
+    started: bool,
+}
+
+impl HandedInLog {
+    /// For RAM blocks of these numbers of pages.
+    pub fn new(pages: &[u64]) -> Self {
+        let blocks = pages.iter().map(|pages| AtomicPageBitmap::new(*pages)).collect();
+        Self { marker: DirtyMarker { blocks }, pages: pages.to_vec(), started: false }
+    }
+
+    /// What writers mark with.
+    pub fn marker(&self) -> DirtyMarker {
+        self.marker.clone()
+    }
+}
+
+impl DirtyLog for HandedInLog {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        if self.started {
+            return Err(DirtyLogError::AlreadyStarted);
+        }
+        // Markers do not ask whether the log is started: a writer could read "no" and then be overtaken by the first
+        // round. What they marked so far was written before it was marked, and so before the first round reads it.
+        for block in self.marker.blocks.iter() {
+            block.clear(0..block.pages());
+        }
+        self.started = true;
+        Ok(())
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        check_collect(self.started, &self.pages, block, dirty)?;
+        self.marker.blocks[block].take_runs(0..self.pages[block], |run| dirty.set(run));
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.started = false;
+        Ok(())
+    }
+}

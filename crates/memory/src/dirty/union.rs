@@ -1,0 +1,41 @@
+//! Several dirty logs as one: for example KVM's for the vCPUs and a handed-in one for a device that writes from user
+//! space.
+
+use super::{DirtyLog, DirtyLogError};
+use crate::bitmap::PageBitmap;
+
+/// A page is dirty when any of the logs says so. All logs number the same RAM blocks in the same way.
+pub struct UnionLog {
+    logs: Vec<Box<dyn DirtyLog>>,
+}
+
+impl UnionLog {
+    /// All of `logs`.
+    pub fn new(logs: Vec<Box<dyn DirtyLog>>) -> Self {
+        Self { logs }
+    }
+}
+
+impl DirtyLog for UnionLog {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        for index in 0..self.logs.len() {
+            if let Err(error) = self.logs[index].start() {
+                for started in &mut self.logs[..index] {
+                    // The first error is the one that says why; a log that cannot even stop adds nothing to it.
+                    let _ = started.stop();
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        self.logs.iter_mut().try_for_each(|log| log.collect(block, dirty))
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        // Each is stopped, whatever the others say.
+        self.logs.iter_mut().map(|log| log.stop()).fold(Ok(()), Result::and)
+    }
+}

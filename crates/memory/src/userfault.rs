@@ -1,0 +1,310 @@
+//! A small wrapper of userfaultfd: the kernel hands page faults of chosen memory to us, or, for dirty tracking, lifts a
+//! write protection by itself and remembers that it did.
+//!
+//! Two ways to get one. `/dev/userfaultfd` (Linux 6.1): who may open the device may use it in full. The system call:
+//! without `CAP_SYS_PTRACE` or `vm.unprivileged_userfaultfd=1` only for faults of user space (Linux 5.11); container
+//! run times often forbid the call. The device is tried first, then the call.
+//!
+//! Source: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`, `userfaultfd(2)`.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use thiserror::Error;
+
+/// Why a userfaultfd could not be had or did not do what was asked.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum UserfaultError {
+    /// None could be opened.
+    #[error(
+        "no userfaultfd: /dev/userfaultfd: {device}; the userfaultfd system call: {call}. \
+         Give this user access to /dev/userfaultfd or CAP_SYS_PTRACE, or set vm.unprivileged_userfaultfd=1, and allow \
+         the call where a container's seccomp profile forbids it"
+    )]
+    NotAllowed {
+        /// What the device answered.
+        device: io::Error,
+        /// What the system call answered.
+        call: io::Error,
+    },
+    /// The kernel has userfaultfd, but not all that is needed.
+    #[error("this kernel's userfaultfd lacks {missing}; it needs Linux {since} or newer")]
+    Features {
+        /// Names of what is missing.
+        missing: String,
+        /// The first version that has all of it.
+        since: &'static str,
+    },
+    /// An operation on a range of memory failed.
+    #[error("cannot {what} addresses {:#x}..{:#x} by userfaultfd: {source}{}", .range.start, .range.end, advice(.source))]
+    Range {
+        /// What was to be done.
+        what: &'static str,
+        /// To which addresses.
+        range: Range<usize>,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The kernel refused the handshake.
+    #[error("the userfaultfd handshake failed: {0}")]
+    Handshake(io::Error),
+}
+
+/// What usually is behind an error number of a range operation.
+fn advice(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EBUSY) => " (another userfaultfd watches part of it: close that one first)",
+        Some(libc::EINVAL) => {
+            " (unmapped, not aligned to its page size, or neither anonymous, shared memory nor hugetlb)"
+        }
+        Some(libc::EPERM) => " (the mapping is of a file that may not be written)",
+        _ => "",
+    }
+}
+
+/// Whose faults are delivered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Faults {
+    /// Only those of user space; a fault inside a system call or of a KVM guest fails instead. Needs no privilege.
+    /// Enough where the kernel answers all faults by itself, as it does under [`WP_ASYNC`].
+    OfUserSpace,
+    /// All, also those that the kernel takes on behalf of the process, as KVM does for its guest.
+    All,
+}
+
+/// Protection of shared memory and hugetlb (Linux 5.19).
+pub const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+/// Protection of anonymous pages that do not exist yet (Linux 6.4).
+pub const WP_UNPOPULATED: u64 = 1 << 13;
+/// A write lifts the protection without waiting for anyone (Linux 6.7).
+pub const WP_ASYNC: u64 = 1 << 15;
+
+/// Features by name and the version they came with, oldest first.
+const FEATURES: [(u64, &str, &str); 3] = [
+    (WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM", "5.19"),
+    (WP_UNPOPULATED, "WP_UNPOPULATED", "6.4"),
+    (WP_ASYNC, "WP_ASYNC", "6.7"),
+];
+
+/// An open userfaultfd. Closing it ends every registration and protection.
+#[derive(Debug)]
+pub struct Userfault {
+    fd: OwnedFd,
+}
+
+impl Userfault {
+    /// Opens one that has all of `features`, a sum of this module's constants.
+    pub fn open(faults: Faults, features: u64) -> Result<Self, UserfaultError> {
+        let fd = match open_by_device(faults) {
+            Ok(fd) => fd,
+            Err(device) => open_by_call(faults).map_err(|call| UserfaultError::NotAllowed { device, call })?,
+        };
+        let userfault = Self { fd };
+        match userfault.handshake(features) {
+            Ok(_) => Ok(userfault),
+            // The refused handshake left the descriptor as it was: ask what there is.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                let offered = userfault.handshake(0).map_err(UserfaultError::Handshake)?;
+                let missing = FEATURES.iter().filter(|(bit, ..)| features & !offered & bit != 0);
+                match missing.clone().next_back() {
+                    Some((_, _, since)) => Err(UserfaultError::Features {
+                        missing: missing.map(|(_, name, _)| *name).collect::<Vec<_>>().join(" and "),
+                        since,
+                    }),
+                    None => Err(UserfaultError::Handshake(error)),
+                }
+            }
+            Err(error) => Err(UserfaultError::Handshake(error)),
+        }
+    }
+
+    /// `UFFDIO_API`: fixes the features, once; returns those that the kernel knows.
+    fn handshake(&self, features: u64) -> io::Result<u64> {
+        let mut api = Api { api: UFFD_API, features, ioctls: 0 };
+        // SAFETY: the operation reads and writes one `struct uffdio_api`.
+        unsafe { call(self.fd.as_fd(), UFFDIO_API, (&raw mut api).cast())? };
+        Ok(api.features)
+    }
+
+    /// Watches `range` for writes to pages that [`Self::write_protect`] protects. The range is aligned to the page size
+    /// of its backing.
+    ///
+    /// Parts that are not mapped are passed over without an error, as long as something in the range is mapped.
+    pub fn register_write_protect(&self, range: Range<usize>) -> Result<(), UserfaultError> {
+        let mut register = Register { range: range.clone().into(), mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
+        // SAFETY: the operation reads and writes one `struct uffdio_register`. It changes no content and no permission.
+        unsafe { call(self.fd.as_fd(), UFFDIO_REGISTER, (&raw mut register).cast()) }
+            .map_err(|source| UserfaultError::Range { what: "watch", range, source })
+    }
+
+    /// Watches `range` no longer.
+    pub fn unregister(&self, range: Range<usize>) -> Result<(), UserfaultError> {
+        let mut argument = RawRange::from(range.clone());
+        // SAFETY: the operation reads one `struct uffdio_range`.
+        unsafe { call(self.fd.as_fd(), UFFDIO_UNREGISTER, (&raw mut argument).cast()) }
+            .map_err(|source| UserfaultError::Range { what: "stop watching", range, source })
+    }
+
+    /// Protects the pages of a watched range, or lifts their protection and wakes who waits for that.
+    pub fn write_protect(&self, range: Range<usize>, protect: bool) -> Result<(), UserfaultError> {
+        let mode = if protect { UFFDIO_WRITEPROTECT_MODE_WP } else { 0 };
+        let mut argument = WriteProtect { range: range.clone().into(), mode };
+        loop {
+            // SAFETY: the operation reads one `struct uffdio_writeprotect`. A write to a protected page waits or, under
+            // WP_ASYNC, goes on at once; content stays as it is.
+            match unsafe { call(self.fd.as_fd(), UFFDIO_WRITEPROTECT, (&raw mut argument).cast()) } {
+                // The address space is changing (userfaultfd(2)): again.
+                Err(source) if source.raw_os_error() == Some(libc::EAGAIN) => {}
+                result => {
+                    let what = if protect { "write-protect" } else { "unprotect" };
+                    return result.map_err(|source| UserfaultError::Range { what, range, source });
+                }
+            }
+        }
+    }
+}
+
+impl AsFd for Userfault {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// The flags of the device's operation and of the system call are the same.
+fn flags(faults: Faults) -> libc::c_int {
+    let user_only = if faults == Faults::OfUserSpace { UFFD_USER_MODE_ONLY } else { 0 };
+    libc::O_CLOEXEC | libc::O_NONBLOCK | user_only
+}
+
+fn open_by_device(faults: Faults) -> io::Result<OwnedFd> {
+    let device = File::open("/dev/userfaultfd")?;
+    // SAFETY: the operation takes an integer and returns a new descriptor or an error.
+    owned(unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW as _, flags(faults)) })
+}
+
+fn open_by_call(faults: Faults) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes an integer and returns a new descriptor or an error.
+    owned(unsafe { libc::syscall(libc::SYS_userfaultfd, flags(faults)) } as libc::c_int)
+}
+
+fn owned(fd: libc::c_int) -> io::Result<OwnedFd> {
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// # Safety
+/// `argument` must point to the structure that `operation` reads and writes.
+unsafe fn call(fd: BorrowedFd<'_>, operation: u64, argument: *mut libc::c_void) -> io::Result<()> {
+    // SAFETY: as the caller promises.
+    if unsafe { libc::ioctl(fd.as_raw_fd(), operation as _, argument) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// `struct uffdio_api`.
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+/// `struct uffdio_range`.
+#[repr(C)]
+struct RawRange {
+    start: u64,
+    len: u64,
+}
+
+impl From<Range<usize>> for RawRange {
+    fn from(range: Range<usize>) -> Self {
+        Self { start: range.start as u64, len: range.len() as u64 }
+    }
+}
+
+/// `struct uffdio_register`.
+#[repr(C)]
+struct Register {
+    range: RawRange,
+    mode: u64,
+    ioctls: u64,
+}
+
+/// `struct uffdio_writeprotect`.
+#[repr(C)]
+struct WriteProtect {
+    range: RawRange,
+    mode: u64,
+}
+const _: () = assert!(size_of::<Api>() == 24 && size_of::<RawRange>() == 16);
+const _: () = assert!(size_of::<Register>() == 32 && size_of::<WriteProtect>() == 24);
+
+// Values of `include/uapi/linux/userfaultfd.h`. The header says why UNREGISTER is read where it should be written.
+const UFFD_API: u64 = 0xAA;
+const UFFD_USER_MODE_ONLY: libc::c_int = 1;
+const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
+const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
+const USERFAULTFD_IOC_NEW: u64 = operation(0, 0x00, 0);
+const UFFDIO_API: u64 = operation(READ | WRITE, 0x3F, size_of::<Api>());
+const UFFDIO_REGISTER: u64 = operation(READ | WRITE, 0x00, size_of::<Register>());
+const UFFDIO_UNREGISTER: u64 = operation(READ, 0x01, size_of::<RawRange>());
+const UFFDIO_WRITEPROTECT: u64 = operation(READ | WRITE, 0x06, size_of::<WriteProtect>());
+
+const WRITE: u64 = 1;
+const READ: u64 = 2;
+
+/// `_IOC` of `include/uapi/asm-generic/ioctl.h` with userfaultfd's type.
+const fn operation(direction: u64, number: u64, size: usize) -> u64 {
+    direction << 30 | (size as u64) << 16 | 0xAA << 8 | number
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::PAGE_SIZE;
+    use crate::test_util::Area;
+
+    #[test]
+    fn a_feature_that_no_kernel_has_is_refused_and_known_ones_are_named() {
+        let unknown = Userfault::open(Faults::OfUserSpace, 1 << 63).unwrap_err();
+        assert!(matches!(unknown, UserfaultError::Handshake(_) | UserfaultError::NotAllowed { .. }), "{unknown}");
+        let missing = UserfaultError::Features { missing: "WP_ASYNC".to_owned(), since: "6.7" };
+        assert_eq!(missing.to_string(), "this kernel's userfaultfd lacks WP_ASYNC; it needs Linux 6.7 or newer");
+    }
+
+    #[test]
+    fn the_system_call_needs_no_privilege_for_faults_of_user_space() {
+        match open_by_call(Faults::OfUserSpace) {
+            Ok(_) => {}
+            Err(error) => println!("skipped: the userfaultfd system call is not to be had here: {error}"),
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_range_is_said_in_words() {
+        let userfault = match Userfault::open(Faults::OfUserSpace, 0) {
+            Ok(userfault) => userfault,
+            Err(error) => return println!("skipped: {error}"),
+        };
+        let area = Area::small_pages(4 * PAGE_SIZE);
+        let start = area.ptr().addr();
+        let unaligned = userfault.register_write_protect(start..start + 100).unwrap_err().to_string();
+        assert!(unaligned.starts_with("cannot watch addresses 0x"), "{unaligned}");
+        assert!(unaligned.contains("not aligned to its page size"), "{unaligned}");
+        let unwatched = userfault.write_protect(start..start + PAGE_SIZE, true).unwrap_err().to_string();
+        assert!(unwatched.starts_with("cannot write-protect addresses 0x"), "{unwatched}");
+
+        let other = Userfault::open(Faults::OfUserSpace, 0).unwrap();
+        other.register_write_protect(start..start + PAGE_SIZE).unwrap();
+        let taken = userfault.register_write_protect(start..start + PAGE_SIZE).unwrap_err().to_string();
+        assert!(taken.contains("another userfaultfd watches part of it"), "{taken}");
+        other.unregister(start..start + PAGE_SIZE).unwrap();
+        userfault.register_write_protect(start..start + PAGE_SIZE).unwrap();
+    }
+}

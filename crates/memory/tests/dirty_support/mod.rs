@@ -1,0 +1,354 @@
+//! What the tests of dirty logs share: memory of every kind, and the rounds of a migration against racing writers.
+
+// Each test file uses a part of this.
+#![allow(dead_code, unreachable_pub)]
+
+pub mod guest;
+
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use std::fs::File;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::bitmap::PageBitmap;
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
+
+pub const HUGE: usize = 2 << 20;
+pub const WORDS: usize = PAGE_SIZE / 8;
+
+/// Memory that is unmapped when dropped.
+pub struct Memory {
+    base: *mut u8,
+    len: usize,
+    mapped: (*mut u8, usize),
+}
+
+// SAFETY: plain memory, accessed by atomics only.
+unsafe impl Sync for Memory {}
+// SAFETY: as above; the mapping belongs to the process.
+unsafe impl Send for Memory {}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: mapped with this length; borrows of it have ended.
+        unsafe { munmap(self.mapped.0.cast(), self.mapped.1).unwrap() };
+    }
+}
+
+impl Memory {
+    /// Anonymous, private, at a multiple of 2 MiB.
+    fn anonymous(pages: usize, advice: Advice) -> Self {
+        let (len, mapped) = (pages * PAGE_SIZE, pages * PAGE_SIZE + HUGE);
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        let start: *mut u8 = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), mapped, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+                .unwrap()
+                .cast()
+        };
+        let base = start.wrapping_add(start.addr().next_multiple_of(HUGE) - start.addr());
+        // SAFETY: advice on our own mapping.
+        unsafe { madvise(base.cast(), len, advice).unwrap() };
+        Self { base, len, mapped: (start, mapped) }
+    }
+
+    pub fn small(pages: usize) -> Self {
+        Self::anonymous(pages, Advice::LinuxNoHugepage)
+    }
+
+    pub fn transparent_huge(pages: usize) -> Self {
+        Self::anonymous(pages, Advice::LinuxHugepage)
+    }
+
+    pub fn shared_file(file: impl AsFd, pages: usize) -> Self {
+        let len = pages * PAGE_SIZE;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: as in `anonymous`.
+        let base: *mut u8 =
+            unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, file, 0).unwrap().cast() };
+        Self { base, len, mapped: (base, len) }
+    }
+
+    /// Shared, of a file opened for reading.
+    pub fn read_only_file(file: impl AsFd, pages: usize) -> Self {
+        let len = pages * PAGE_SIZE;
+        // SAFETY: as in `anonymous`.
+        let base: *mut u8 =
+            unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, file, 0).unwrap().cast() };
+        Self { base, len, mapped: (base, len) }
+    }
+
+    /// A shared file on a disk, or whatever the build directory is on.
+    pub fn disk(pages: usize) -> Self {
+        let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        file.set_len((pages * PAGE_SIZE) as u64).unwrap();
+        Self::shared_file(file, pages)
+    }
+
+    pub fn memfd(pages: usize) -> Self {
+        let file = File::from(memfd_create("dirty", MemfdFlags::CLOEXEC).unwrap());
+        file.set_len((pages * PAGE_SIZE) as u64).unwrap();
+        Self::shared_file(file, pages)
+    }
+
+    /// With huge pages where the kernel gives them to shared memory on advice.
+    pub fn memfd_transparent_huge(pages: usize) -> Self {
+        let memory = Self::memfd(pages);
+        // SAFETY: advice on our own mapping.
+        let _ = unsafe { madvise(memory.base.cast(), memory.len, Advice::LinuxHugepage) };
+        memory
+    }
+
+    /// A file on tmpfs, or none where there is no tmpfs.
+    pub fn tmpfs(pages: usize) -> Option<Self> {
+        let file = tempfile::tempfile_in("/dev/shm").ok()?;
+        file.set_len((pages * PAGE_SIZE) as u64).ok()?;
+        Some(Self::shared_file(file, pages))
+    }
+
+    /// hugetlb pages of 2 MiB, from the pool or, where that is allowed, as surplus for as long as the test runs.
+    pub fn hugetlb(pages: usize) -> Option<Self> {
+        let _surplus = Surplus::allow(pages * PAGE_SIZE / HUGE);
+        Self::hugetlb_of(pages, libc::MAP_HUGE_2MB | libc::MAP_PRIVATE)
+    }
+
+    /// hugetlb pages of 1 GiB, from the pool: the kernel finds room for them only early.
+    pub fn hugetlb_1_gib(pages: usize, sharing: libc::c_int) -> Option<Self> {
+        Self::hugetlb_of(pages, libc::MAP_HUGE_1GB | sharing)
+    }
+
+    fn hugetlb_of(pages: usize, flags: libc::c_int) -> Option<Self> {
+        let len = pages * PAGE_SIZE;
+        // SAFETY: as in `anonymous`.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                flags | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB,
+                -1,
+                0,
+            )
+        };
+        (base != libc::MAP_FAILED).then(|| Self { base: base.cast(), len, mapped: (base.cast(), len) })
+    }
+
+    pub fn pages(&self) -> u64 {
+        (self.len / PAGE_SIZE) as u64
+    }
+
+    pub fn addresses(&self) -> Range<usize> {
+        self.base.expose_provenance()..self.base.addr() + self.len
+    }
+
+    pub fn word(&self, page: u64, word: usize) -> &AtomicU64 {
+        assert!(page < self.pages() && word < WORDS);
+        // SAFETY: within the mapping, aligned, and borrowed from `self`; everyone uses atomics.
+        unsafe { &*self.base.add(page as usize * PAGE_SIZE + word * 8).cast::<AtomicU64>() }
+    }
+
+    pub fn write(&self, page: u64) {
+        self.word(page, page as usize % WORDS).fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn populate(&self) {
+        (0..self.pages()).for_each(|page| self.write(page));
+    }
+
+    pub fn advise(&self, pages: Range<u64>, advice: Advice) -> rustix::io::Result<()> {
+        assert!(pages.end <= self.pages());
+        let len = (pages.end - pages.start) as usize * PAGE_SIZE;
+        // SAFETY: advice on our own mapping; discarded content is content that the test expects to be gone.
+        unsafe { madvise(self.base.add(pages.start as usize * PAGE_SIZE).cast(), len, advice) }
+    }
+
+    /// Whether the page is in memory.
+    pub fn is_resident(&self, page: u64) -> bool {
+        let mut resident = 0_u8;
+        // SAFETY: within our mapping; the call writes one byte per page.
+        let result =
+            unsafe { libc::mincore(self.base.add(page as usize * PAGE_SIZE).cast(), PAGE_SIZE, &raw mut resident) };
+        assert_eq!(result, 0);
+        resident & 1 != 0
+    }
+
+    pub fn bytes(&self) -> *mut u8 {
+        self.base
+    }
+}
+
+/// More huge pages allowed, until dropped: those that are mapped by then stay.
+struct Surplus {
+    before: Option<u64>,
+}
+
+const OVERCOMMIT: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
+
+impl Surplus {
+    fn allow(pages: usize) -> Self {
+        let before = std::fs::read_to_string(OVERCOMMIT).ok().and_then(|text| text.trim().parse::<u64>().ok());
+        let allowed = before.and_then(|b| std::fs::write(OVERCOMMIT, (b + pages as u64).to_string()).ok());
+        Self { before: allowed.and(before) }
+    }
+}
+
+impl Drop for Surplus {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            let _ = std::fs::write(OVERCOMMIT, before.to_string());
+        }
+    }
+}
+
+/// Numbers that look random; the seed is in the name of the thread that uses it.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+/// The pages one `collect` names.
+pub fn collected(log: &mut dyn DirtyLog, block: usize, pages: u64) -> Vec<u64> {
+    let mut dirty = PageBitmap::new(pages);
+    log.collect(block, &mut dirty).unwrap();
+    let mut all = Vec::new();
+    dirty.for_each_run(|run| all.extend(run));
+    all
+}
+
+/// A thread that writes until it is told to stop.
+pub type Writer<'a> = Box<dyn FnOnce(&Writers) + Send + 'a>;
+
+/// What writers and rounds tell each other.
+pub struct Writers {
+    /// Rises with each write, or with each few.
+    pub writes: AtomicU64,
+    pub stop: AtomicBool,
+}
+
+impl Writers {
+    pub fn new() -> Self {
+        Self { writes: AtomicU64::new(0), stop: AtomicBool::new(false) }
+    }
+
+    pub fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// Ends the writers when the rounds panic, so that the test fails instead of hanging.
+struct StopOnDrop<'a>(&'a Writers);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What rounds did.
+pub struct Outcome {
+    /// Pages named by each round while writers ran.
+    pub named: Vec<u64>,
+}
+
+/// The key property: rounds of "collect, then copy what was named" while `writer` runs on `threads` threads, then one
+/// more with the writers stopped: the copy equals the memory.
+pub fn rounds_against_writers(
+    log: &mut dyn DirtyLog,
+    memories: &[&Memory],
+    rounds: usize,
+    writes_per_round: u64,
+    threads: Vec<Writer<'_>>,
+) -> Outcome {
+    let writers = Writers::new();
+    let mut copies: Vec<Vec<u64>> = memories.iter().map(|memory| vec![0; memory.pages() as usize * WORDS]).collect();
+    let mut named = Vec::new();
+    std::thread::scope(|scope| {
+        let handles: Vec<_> = threads
+            .into_iter()
+            .map(|thread| {
+                let writers = &writers;
+                scope.spawn(move || thread(writers))
+            })
+            .collect();
+        let stop = StopOnDrop(&writers);
+        wait_for(&writers, writes_per_round, &handles);
+        log.start().unwrap();
+        for (memory, copy) in memories.iter().zip(&mut copies) {
+            copy_pages(memory, 0..memory.pages(), copy);
+        }
+        for _ in 0..rounds {
+            wait_for(&writers, writes_per_round, &handles);
+            named.push(round(log, memories, &mut copies));
+        }
+        drop(stop);
+        for handle in handles {
+            handle.join().unwrap();
+        }
+    });
+    round(log, memories, &mut copies);
+    for (block, (memory, copy)) in memories.iter().zip(&copies).enumerate() {
+        for page in 0..memory.pages() {
+            for word in 0..WORDS {
+                let (there, here) =
+                    (memory.word(page, word).load(Ordering::Relaxed), copy[page as usize * WORDS + word]);
+                assert_eq!(there, here, "block {block}, page {page}, word {word}: a write was lost");
+            }
+        }
+    }
+    Outcome { named }
+}
+
+/// Until so many more writes were made, or a writer has ended on its own.
+fn wait_for<T>(writers: &Writers, count: u64, handles: &[std::thread::ScopedJoinHandle<'_, T>]) {
+    let target = writers.writes.load(Ordering::Relaxed) + count;
+    while writers.writes.load(Ordering::Relaxed) < target {
+        assert!(!handles.iter().any(|handle| handle.is_finished()), "a writer ended before it was told to");
+        std::thread::yield_now();
+    }
+}
+
+fn round(log: &mut dyn DirtyLog, memories: &[&Memory], copies: &mut [Vec<u64>]) -> u64 {
+    let mut named = 0;
+    for (block, (memory, copy)) in memories.iter().zip(copies).enumerate() {
+        let mut dirty = PageBitmap::new(memory.pages());
+        log.collect(block, &mut dirty).unwrap();
+        dirty.for_each_run(|run| copy_pages(memory, run, copy));
+        named += dirty.count();
+    }
+    named
+}
+
+fn copy_pages(memory: &Memory, pages: Range<u64>, copy: &mut [u64]) {
+    for page in pages {
+        for word in 0..WORDS {
+            copy[page as usize * WORDS + word] = memory.word(page, word).load(Ordering::Relaxed);
+        }
+    }
+}
+
+/// What every log does alike: wrong order, wrong block, wrong bitmap; stop is allowed always, and start works again.
+pub fn misuse_is_refused(log: &mut dyn DirtyLog, pages: &[u64]) {
+    let mut dirty = PageBitmap::new(pages[0]);
+    log.stop().unwrap();
+    assert!(matches!(log.collect(0, &mut dirty), Err(DirtyLogError::NotStarted)));
+    log.start().unwrap();
+    assert!(matches!(log.start(), Err(DirtyLogError::AlreadyStarted)));
+    let error = log.collect(pages.len(), &mut dirty).unwrap_err();
+    assert!(matches!(error, DirtyLogError::NoSuchBlock { block, blocks } if block == pages.len() && blocks == block));
+    let error = log.collect(0, &mut PageBitmap::new(pages[0] + 1)).unwrap_err();
+    assert!(matches!(error, DirtyLogError::BitmapSize { block: 0, .. }), "{error}");
+    log.collect(0, &mut dirty).unwrap();
+    log.stop().unwrap();
+    log.stop().unwrap();
+    assert!(matches!(log.collect(0, &mut dirty), Err(DirtyLogError::NotStarted)));
+    log.start().unwrap();
+    log.collect(0, &mut dirty).unwrap();
+    log.stop().unwrap();
+}
