@@ -12,7 +12,8 @@ setup:
 
 ## Moves a real Linux guest between two QEMUs and proves that its memory is right; report in target/demo/report.json.
 demo: setup
-	$(CARGO) run --release --quiet -p sterna-cli --bin sterna -- demo
+	@echo "Building sterna (a few minutes the first time), then moving a guest ..."
+	$(CARGO) run --release -p sterna-cli --bin sterna -- demo
 
 ## All tests.
 test: setup
@@ -24,7 +25,7 @@ check:
 
 ## The benchmarks of the documents, shortened (--quick); `sterna bench NAME` is the long form.
 bench: setup
-	$(CARGO) run --release --quiet -p sterna-cli --bin sterna -- bench qemu --quick
+	$(CARGO) run --release -p sterna-cli --bin sterna -- bench qemu --quick
 
 ## Long randomised runs; each prints its seed.
 soak: setup

@@ -209,13 +209,13 @@ pub(crate) struct LinkArgs {
     #[arg(long, allow_hyphen_values = true, requires = "method")]
     pub(crate) level: Option<String>,
     /// Most bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
-    #[arg(long, value_name = "RATE", value_parser = units::rate)]
+    #[arg(long, value_name = "RATE", allow_hyphen_values = true, value_parser = units::rate)]
     pub(crate) bandwidth: Option<u64>,
     /// Longest time without a running guest that is aimed at
-    #[arg(long, value_name = "DURATION", default_value = "300ms", value_parser = units::downtime)]
+    #[arg(long, value_name = "DURATION", default_value = "300ms", allow_hyphen_values = true, value_parser = units::downtime)]
     pub(crate) downtime: Duration,
     /// Most bytes of pages in one packet
-    #[arg(long, value_name = "SIZE", default_value = "512KiB", value_parser = units::packet_size)]
+    #[arg(long, value_name = "SIZE", default_value = "512KiB", allow_hyphen_values = true, value_parser = units::packet_size)]
     pub(crate) packet_size: usize,
 }
 
@@ -508,6 +508,10 @@ mod tests {
             ("--bandwidth", "0B/s", "leave the option out for no limit"),
             ("--downtime", "300", "the unit is missing"),
             ("--downtime", "0ms", "1ms to 2000s"),
+            ("--downtime", "-5ms", "it cannot be negative"),
+            ("--bandwidth", "-1GB/s", "it cannot be negative"),
+            ("--downtime", "--quiet", "it must begin with a number, followed by us, ms, s or min, such as 300ms"),
+            ("--packet-size", "-1", "it cannot be negative"),
             ("--packet-size", "512K", "such as 512KiB"),
             ("--packet-size", "1GiB", "4KiB to 16MiB"),
             ("--normal-page-ratio", "101", "101 is not in 0..=100"),

@@ -65,19 +65,36 @@ impl BenchArgs {
     fn wants(&self, cell: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|part| cell.contains(part.as_str()))
     }
+
+    /// Every `--only` must mean something: a typing error would else measure less than was asked for, or nothing.
+    fn check_only(&self, cells: &[String]) -> Result<(), Failure> {
+        match self.only.iter().find(|part| !cells.iter().any(|cell| cell.contains(part.as_str()))) {
+            None => Ok(()),
+            Some(part) => Err(Failure {
+                exit: Exit::Usage,
+                text: format!("--only: no cell's name contains '{part}'; the cells are\n  {}", cells.join("\n  ")),
+            }),
+        }
+    }
 }
 
 /// Runs a benchmark. A missed target is no failure of the program: the table says so.
 pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
     let failed = |text: String| Failure { exit: Exit::Failed, text };
+    args.check_only(&match args.benchmark {
+        Benchmark::Qemu => qemu::cells(),
+    })?;
     let cancel = Cancel::new();
-    let watch = signals::watch(cancel.clone(), tell);
+    let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, tell);
     let _watch = watch.map_err(|error| failed(format!("cannot wait for signals: {error}")))?;
     let mut machine = Machine::look();
     let findings = match args.benchmark {
         Benchmark::Qemu => qemu::measure(args, &cancel, &tell),
     };
     let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
+    if findings.rows.is_empty() {
+        return Err(failed(format!("nothing could be measured: {}", findings.notes.join(" "))));
+    }
     machine.look_again();
     let _ = writeln!(std::io::stdout(), "{}", findings.text(&machine));
     if let Some(path) = &args.json {

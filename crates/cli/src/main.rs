@@ -1,8 +1,9 @@
 //! The `sterna` program: moves running guests between hosts.
 //!
-//! It has no logic of its own: options are read (`args`, `units`), handed to the library (`commands`), and what happens
-//! is shown (`progress`) until it ends or is cancelled (`signals`). Whatever goes wrong ends in one message that begins
-//! with `sterna: ` and in an exit code that says where the guest is.
+//! Of a migration it decides nothing: options are read (`args`, `units`), handed to the library (`commands`), and what
+//! happens is shown (`progress`) until it ends or is cancelled (`signals`). Whatever goes wrong ends in one message that
+//! begins with `sterna: ` and in an exit code that says where the guest is. `demo` and `bench` start the program itself as
+//! processes on two `hosts`.
 
 mod args;
 mod bench;

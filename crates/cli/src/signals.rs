@@ -11,17 +11,48 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use sterna_qemu::gateway::Cancel;
 
+/// What cancelling means for what is running, as a person is told it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Meaning {
+    /// What the first signal brings about.
+    pub(crate) first: &'static str,
+    /// What those after it are answered.
+    pub(crate) again: &'static str,
+}
+
+impl Meaning {
+    /// A migration that is ours, its switchover included.
+    pub(crate) const MIGRATION: Self = Self {
+        first: "cancelling; unless the switchover is already decided, the guest goes on at the source",
+        again: "it is already being cancelled, waiting until both sides have settled",
+    };
+    /// A migration that someone else drives: about its guest nothing is claimed.
+    pub(crate) const RELAY: Self = Self {
+        first: "cancelling; all connections are closed, as if the network had failed, and who drives the migration \
+                decides what becomes of the guest",
+        again: "it is already being cancelled, the connections are being closed",
+    };
+    /// Settling a migration after a crash.
+    pub(crate) const RECOVERY: Self = Self {
+        first: "cancelling; nothing more is decided here, and `sterna recover` can be run again",
+        again: "it is already being cancelled",
+    };
+    /// A demonstration or measurement: its guests are its own.
+    pub(crate) const TRIAL: Self =
+        Self { first: "cancelling; the guests of this run end with it", again: "it is already being cancelled" };
+}
+
 /// Cancels on signals until it is dropped.
 pub(crate) struct Watch {
     handle: Handle,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Cancels `cancel` on the first signal, and has every signal answered through `say`.
+/// Cancels `cancel` on the first signal, and has every signal answered through `say`, as `meaning` has it.
 ///
 /// # Errors
 /// The system has no thread, descriptor or memory left for it.
-pub(crate) fn watch(cancel: Cancel, say: impl Fn(&str) + Send + 'static) -> io::Result<Watch> {
+pub(crate) fn watch(cancel: Cancel, meaning: Meaning, say: impl Fn(&str) + Send + 'static) -> io::Result<Watch> {
     let mut watched = vec![SIGINT, SIGTERM];
     if !is_ignored(SIGHUP) {
         watched.push(SIGHUP);
@@ -30,7 +61,7 @@ pub(crate) fn watch(cancel: Cancel, say: impl Fn(&str) + Send + 'static) -> io::
     let handle = signals.handle();
     let thread = std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for signal in signals.forever() {
-            say(&answer(signal, cancel.is_cancelled()));
+            say(&answer(signal, meaning, cancel.is_cancelled()));
             cancel.cancel();
         }
     })?;
@@ -47,13 +78,9 @@ impl Drop for Watch {
     }
 }
 
-fn answer(signal: i32, already: bool) -> String {
+fn answer(signal: i32, meaning: Meaning, already: bool) -> String {
     let name = signal_hook::low_level::signal_name(signal).unwrap_or("signal");
-    if already {
-        format!("{name}: it is already being cancelled, waiting until both sides have settled")
-    } else {
-        format!("{name}: cancelling; unless the switchover is already decided, the guest goes on at the source")
-    }
+    format!("{name}: {}", if already { meaning.again } else { meaning.first })
 }
 
 /// Whether the process was started with the signal ignored, as `nohup` does with SIGHUP; then that is to stay so.
@@ -75,7 +102,7 @@ mod tests {
     fn the_first_signal_cancels_and_the_second_says_that_it_is_under_way() {
         let cancel = Cancel::new();
         let (said, heard) = mpsc::channel();
-        let watch = watch(cancel.clone(), move |text| said.send(text.to_owned()).unwrap()).unwrap();
+        let watch = watch(cancel.clone(), Meaning::MIGRATION, move |text| said.send(text.to_owned()).unwrap()).unwrap();
         assert!(!cancel.is_cancelled());
 
         let hear = || heard.recv_timeout(Duration::from_secs(30)).expect("an answer to the signal");

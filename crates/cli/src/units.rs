@@ -87,6 +87,9 @@ const DURATION: Quantity = Quantity {
 /// Why a text is not the quantity that it should be. The text itself is not repeated: clap shows it with the option.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum UnitError {
+    /// It begins with a minus sign and a number.
+    #[error("it cannot be negative")]
+    Negative,
     /// It does not begin with a number.
     #[error("it must begin with a number, followed by {0}")]
     NoNumber(&'static str),
@@ -156,6 +159,9 @@ pub(crate) fn packet_size(text: &str) -> Result<usize, UnitError> {
 }
 
 fn parse(text: &str, quantity: &Quantity) -> Result<u64, UnitError> {
+    if text.strip_prefix('-').is_some_and(|rest| rest.starts_with(|character: char| character.is_ascii_digit())) {
+        return Err(UnitError::Negative);
+    }
     let end = text.find(|character: char| !character.is_ascii_digit() && character != '.').unwrap_or(text.len());
     let (number, name) = text.split_at(end);
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
@@ -239,9 +245,10 @@ mod tests {
 
     #[test]
     fn what_is_no_number_or_no_whole_one_is_refused() {
-        for text in ["", " 1MB", "MB", "-1MB", "+1MB", ".5MB", "1.", "1.MB", "1.2.3MB", "..", "ten"] {
+        for text in ["", " 1MB", "MB", "-MB", "+1MB", ".5MB", "1.", "1.MB", "1.2.3MB", "..", "ten"] {
             assert_eq!(size(text), Err(UnitError::NoNumber(SIZE.help)), "{text}");
         }
+        assert_eq!(size("-1MB"), Err(UnitError::Negative));
         assert_eq!(size("1.5"), Err(UnitError::NotWhole("bytes")));
         assert_eq!(size("0.3KiB"), Err(UnitError::NotWhole("bytes")));
         assert_eq!(rate("4bit/s"), Err(UnitError::NotWhole("bytes per second")));

@@ -25,6 +25,8 @@ const CANCELLED: Option<i32> = Some(3);
 const SLOW: &[&str] = &["--bandwidth", "20MB/s"];
 /// What a sterna may have in memory, whatever is thrown at it, in KiB: without a migration there is no window.
 const MOST_MEMORY: u64 = 48 << 10;
+/// More than a text may be that quotes a peer, in bytes.
+const LONGEST_TEXT: usize = 8 << 10;
 
 /// Two machines that run nothing, which is enough for a refusal.
 fn idle_pair() -> Option<Pair> {
@@ -290,30 +292,94 @@ fn whatever_is_thrown_at_a_waiting_receiver_it_answers_in_words_and_then_takes_a
             with(&fake.hello(|hello| hello.machine.machine_type = "pc-q35-2.0".into())),
             "machine type",
         ),
+        (
+            "a machine of a megabyte",
+            with(&fake.hello(|hello| hello.machine.machine_type = format!("\x1b[2J{}", "A".repeat(900_000)))),
+            "machine type",
+        ),
     ];
     for (name, bytes, word) in cases {
         let answer = answer_to(&address, &bytes);
         assert!(answer.to_lowercase().contains(word), "{name}: answered {answer:?}, without {word:?}");
+        assert!(answer.len() < LONGEST_TEXT, "{name}: an answer of {} bytes", answer.len());
         assert!(receiver.poll().is_none(), "{name}: the receiver lives");
     }
-    // More than are served at once, all silent, and one that says that it is a control channel and then nothing.
-    let silent: Vec<_> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
-    let said = answer_to(&address, b"");
-    assert!(said.contains("too many connections"), "the next one is told why: {said:?}");
+    // More than are served at once, all silent. They stay, and so do more than are waited for that say that they are
+    // control channels and then nothing.
+    let mut silent: Vec<_> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
+    silent[0].set_read_timeout(Some(LONG)).unwrap();
+    let mut said = Vec::new();
+    silent[0].read_to_end(&mut said).unwrap();
+    let said = String::from_utf8_lossy(&said);
+    assert!(said.contains("too many connections"), "who makes room is told why: {said:?}");
+    let halves = std::iter::repeat_with(|| {
+        let mut half = TcpStream::connect(&address).unwrap();
+        half.write_all(&control).unwrap();
+        half.read_exact(&mut [0; 4]).unwrap();
+        half
+    });
+    let halves: Vec<_> = halves.take(40).collect();
     assert!(resident(receiver.pid()) < MOST_MEMORY, "{} KiB", resident(receiver.pid()));
-    drop(silent);
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
 
-    let mut half = TcpStream::connect(&address).unwrap();
-    half.write_all(&control).unwrap();
-    let mut reply = [0; 4];
-    half.read_exact(&mut reply).unwrap();
     let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
     let (sent, _) = Sterna::start("send", command.arg("--insecure")).finish();
-    assert!(sent.success(), "a silent stranger does not keep a guest from moving");
-    let (received, _) = receiver.finish();
+    assert!(sent.success(), "silent strangers do not keep a guest from moving");
+    drop((silent, halves));
+    let (received, lines) = receiver.finish_with_lines();
     assert!(received.success() && pair.destination.runs());
+    assert!(lines.iter().all(|line| line.len() < LONGEST_TEXT && !line.contains(char::is_control)), "{lines:?}");
     pair.never_both().unwrap();
+}
+
+#[test]
+fn a_source_that_floods_a_receiver_busy_with_its_qemu_has_to_wait() {
+    let Some(pair) = idle_pair() else { return };
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let receiver = Sterna::start("receive", command.args(["--insecure", "--log", "warn"]));
+    let fake = Fake::new();
+    let mut source = TcpStream::connect(receiver.address()).unwrap();
+    source.set_read_timeout(Some(LONG)).unwrap();
+    source.write_all(&[&fake.header(ChannelKind::Control, 0)[..], &fake.hello(|_| {})].concat()).unwrap();
+    source.read_exact(&mut [0; 64]).unwrap(); // of the welcome
+    let qemu = rustix::process::Pid::from_raw(pair.destination.qemu.pid() as i32).unwrap();
+    rustix::process::kill_process(qemu, rustix::process::Signal::STOP).unwrap();
+    // It asks QEMU to quit, and waits for that.
+    source.write_all(&ControlMessage::Failed { reason: "over".into() }.encode()).unwrap();
+    let message = ControlMessage::Ready { placement: vec!["x".repeat(1_000_000)] }.encode();
+    source.set_write_timeout(Some(Duration::from_millis(500))).unwrap();
+    let mut pushed_back = false;
+    for _ in 0..256 {
+        pushed_back = source.write_all(&message).is_err();
+        if pushed_back {
+            break;
+        }
+    }
+    let memory = resident(receiver.pid());
+    rustix::process::kill_process(qemu, rustix::process::Signal::CONT).unwrap();
+    assert!(pushed_back && memory < MOST_MEMORY, "{memory} KiB");
+    drop(source);
+    assert_eq!(receiver.finish().0.code(), FAILED);
+}
+
+#[test]
+fn a_receiver_that_could_not_go_on_says_so_before_it_listens() {
+    let Some(pair) = idle_pair() else { return };
+    let refused = |state: &Path, temporary: &Path, word: &str| {
+        let mut command = receive(pair.destination.qemu.qmp_path(), state);
+        command.args(["--quiet", "--insecure"]).env("TMPDIR", temporary);
+        refusal("receive", Sterna::start("receive", &mut command), &[word]);
+        assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"), "its QEMU is left alone");
+    };
+    let (state, scratch) = (pair.destination_state(), pair.scratch.path());
+    let long = scratch.join("l".repeat(100));
+    std::fs::create_dir(&long).unwrap();
+    refused(&state, &long, "TMPDIR");
+    assert_eq!(std::fs::read_dir(&long).unwrap().count(), 0, "nothing is left there");
+    refused(&state, &scratch.join("missing"), "TMPDIR");
+    refused(&state, Path::new("relative"), "TMPDIR");
+    std::fs::write(scratch.join("file"), "").unwrap();
+    refused(&scratch.join("file/state"), scratch, "state directory");
 }
 
 #[test]
@@ -406,7 +472,7 @@ fn ctrl_c_at_the_destination_leaves_the_guest_at_the_source() {
     let (sender, receiver) = (migration.sender.take().unwrap(), migration.receiver.take().unwrap());
     sender.wait_for("placement: ");
     receiver.interrupt();
-    receiver.finish();
+    assert_eq!(receiver.finish().0.code(), CANCELLED);
     let (sent, _) = sender.finish();
     assert_eq!(sent.code(), FAILED);
     assert!(support::report(&migration.pair.report())["reason"].as_str().unwrap().contains("cancelled"));

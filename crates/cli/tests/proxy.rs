@@ -63,6 +63,11 @@ fn move_through_proxies(options: &QemuOptions, channels: u8, method: &str) {
     migrate(&source_qmp, &destination_qmp, &from, &to, channels);
     wait_migration(&source_qmp, "completed");
     wait_migration(&destination_qmp, "completed");
+    // QEMU says that it has completed a moment before it is in the state that follows.
+    let deadline = Instant::now() + LONG;
+    while source_qmp.status().unwrap() == "finish-migrate" {
+        assert!(Instant::now() < deadline, "the source QEMU stays at the end of its migration");
+    }
     assert_eq!(source_qmp.status().unwrap(), "postmigrate");
 
     let verified = destination.guest().verify(LONG).unwrap();
@@ -132,4 +137,34 @@ fn opaque_connections_are_carried_unchanged_with_their_half_closes() {
     let mut refused = UnixStream::connect(path("unknown.sock")).unwrap();
     assert_eq!(refused.read(&mut [0; 1]).unwrap(), 0);
     sender.wait_for("no socket is known here by the name");
+}
+
+#[test]
+fn a_proxy_takes_over_the_socket_of_one_that_was_killed_and_no_other() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("from.sock");
+    let start = || {
+        let mut command = sterna();
+        command.args(["proxy", "send", "--insecure", "--to", "127.0.0.1:1", "--unix"]).arg(&path);
+        Sterna::start("proxy send", &mut command)
+    };
+    let mut killed = start();
+    killed.wait_for("listening on ");
+    killed.kill();
+    assert!(path.exists(), "a killed process cannot remove its socket");
+
+    let second = start();
+    second.wait_for("listening on ");
+
+    let third = start();
+    third.wait_for("another process listens there");
+    let (status, _) = third.finish();
+    assert_eq!(status.code(), Some(1));
+
+    second.interrupt();
+    let line = second.wait_for("SIGINT: ");
+    assert!(line.contains("who drives the migration decides") && !line.contains("switchover"), "{line}");
+    let (status, _) = second.finish();
+    assert_eq!(status.code(), Some(3));
+    assert!(!path.exists());
 }

@@ -64,6 +64,7 @@ fn wrong_values_are_one_line_that_names_the_option() {
         ("--bandwidth", "100"),
         ("--downtime", "300"),
         ("--downtime", "5m"),
+        ("--downtime", "-5ms"),
         ("--packet-size", "512K"),
         ("--packet-size", "5000"),
         ("--channels", "65"),
@@ -126,7 +127,19 @@ fn missing_certificates_are_one_line_that_names_the_file() {
 #[test]
 fn a_report_that_could_not_be_written_is_refused_before_anything_is_done() {
     let text = one_line(&run("send --qmp q --to h:1 --insecure --json missing/report.json"), 1);
-    assert!(text.starts_with("--json: cannot write the report to missing/report.json"), "{text}");
+    assert_eq!(
+        text,
+        "--json: cannot write the report to missing/report.json: there is no directory missing; make it, or give another path"
+    );
+}
+
+#[test]
+fn a_benchmark_of_no_known_cell_is_refused_with_the_cells_that_there_are() {
+    let text = refusal(&run("bench qemu --only memfd --only zzz"), 2);
+    assert!(text.starts_with("--only: no cell's name contains 'zzz'"), "{text}");
+    for cell in ["unlimited, QEMU none, memfd", "unlimited, Sterna none, huge pages", "1 Gbit/s, Sterna zstd"] {
+        assert!(text.lines().any(|line| line.trim() == cell), "{text}");
+    }
 }
 
 #[test]

@@ -2,22 +2,35 @@
 //!
 //! The loss of the control channel is not a failure by itself: what it means depends on where the switchover stands, and
 //! that is for the driver to say. So the link only reports it.
+//!
+//! A driver may be busy for seconds (QMP, the disk) while a peer talks on. What has been read but not handled is bounded:
+//! beyond 1 MiB the link stops reading, and TCP makes the peer wait.
 
 use std::io::{self, Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
 use sterna_wire::control::{ControlMessage, ControlReader};
-use sterna_wire::limits::{HEARTBEAT_INTERVAL, SILENCE_LIMIT};
+use sterna_wire::limits::{HEARTBEAT_INTERVAL, MAX_CONTROL_MESSAGE, SILENCE_LIMIT};
+use sterna_wire::text::cleaned;
 
 use crate::transport::{Closer, Reader, Writer};
+
+/// How far the links of a driver read ahead of it, in bytes on the wire: the largest message, or many small ones.
+const MOST_AHEAD: usize = MAX_CONTROL_MESSAGE;
+/// Links of one allowance that have not been dropped.
+const MOST_LINKS: usize = 8;
+/// What a message counts at least, in bytes: a short one takes more in memory than on the wire.
+const LEAST_COUNTED: usize = 1 << 10;
 
 /// What the link tells its driver.
 #[derive(Debug)]
 pub enum ControlEvent {
-    /// The peer said something (heartbeats are kept back).
-    Message(ControlMessage),
+    /// The peer said something (heartbeats are kept back). Whoever has handled the message drops its share of the
+    /// link's memory, which lets the link read on.
+    Message(ControlMessage, Share),
     /// The connection is gone, and why. Nothing follows.
     Lost(String),
 }
@@ -28,6 +41,90 @@ pub struct ControlLink {
     writer: Arc<Mutex<Writer>>,
     closer: Closer,
     beating: Arc<Beating>,
+    open: Open,
+}
+
+/// What the links of one driver may read ahead, all together. Clones are the same allowance.
+#[derive(Clone, Debug, Default)]
+pub struct Allowance(Arc<Unhandled>);
+
+/// What has been read and not handled yet.
+#[derive(Debug, Default)]
+struct Unhandled {
+    counts: Mutex<Counts>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    bytes: usize,
+    links: usize,
+}
+
+/// One message's share of what a link may read ahead, given back when dropped.
+#[derive(Debug)]
+pub struct Share {
+    unhandled: Arc<Unhandled>,
+    bytes: usize,
+}
+
+/// A link's place among those of its allowance, given back when dropped, and whether this side has closed it.
+#[derive(Debug)]
+struct Open {
+    unhandled: Arc<Unhandled>,
+    closed: Arc<AtomicBool>,
+}
+
+impl Unhandled {
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().expect("counting does not panic")
+    }
+
+    /// Counts a message in, once there is room for it; an error when this side has closed the link meanwhile.
+    ///
+    /// Where nothing is unhandled there always is room, so the driver only has to go on handling.
+    fn take(self: &Arc<Self>, bytes: usize, closed: &AtomicBool) -> io::Result<Share> {
+        let full = |counts: &mut Counts| {
+            !closed.load(Ordering::Acquire) && counts.bytes > 0 && counts.bytes + bytes > MOST_AHEAD
+        };
+        let mut counts = self.changed.wait_while(self.counts(), full).expect("counting does not panic");
+        if closed.load(Ordering::Acquire) {
+            return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the connection was closed on this side"));
+        }
+        counts.bytes += bytes;
+        Ok(Share { unhandled: Arc::clone(self), bytes })
+    }
+
+    fn open(self: &Arc<Self>) -> io::Result<Open> {
+        let mut counts = self.counts();
+        if counts.links == MOST_LINKS {
+            return Err(io::Error::other("too many control channels have come that were not dealt with yet"));
+        }
+        counts.links += 1;
+        Ok(Open { unhandled: Arc::clone(self), closed: Arc::default() })
+    }
+}
+
+impl Open {
+    fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        // Nobody is between looking at it and waiting while this is locked.
+        drop(self.unhandled.counts());
+        self.unhandled.changed.notify_all();
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.unhandled.counts().links -= 1;
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.unhandled.counts().bytes -= self.bytes;
+        self.unhandled.changed.notify_all();
+    }
 }
 
 #[derive(Debug, Default)]
@@ -40,17 +137,36 @@ impl ControlLink {
     /// Takes an accepted control channel into service. `events` is called on the link's own thread.
     pub fn start(
         writer: Writer,
+        reader: Reader,
+        closer: Closer,
+        messages: ControlReader,
+        events: impl FnMut(ControlEvent) + Send + 'static,
+    ) -> io::Result<Self> {
+        Self::start_within(&Allowance::default(), writer, reader, closer, messages, events)
+    }
+
+    /// [`ControlLink::start`] for one of several links of the same driver, such as those of a peer that comes back again
+    /// and again.
+    ///
+    /// # Errors
+    /// There are 8 links of the allowance already, or the system has no thread.
+    pub fn start_within(
+        allowance: &Allowance,
+        writer: Writer,
         mut reader: Reader,
         closer: Closer,
         mut messages: ControlReader,
         mut events: impl FnMut(ControlEvent) + Send + 'static,
     ) -> io::Result<Self> {
+        let open = allowance.0.open()?;
         reader.set_timeout(Some(SILENCE_LIMIT))?;
         let writer = Arc::new(Mutex::new(writer));
         let beating = Arc::new(Beating::default());
 
+        let (unhandled, closed) = (Arc::clone(&allowance.0), Arc::clone(&open.closed));
         std::thread::Builder::new().name("control".into()).spawn(move || {
-            let reason = match read_messages(&mut reader, &mut messages, &mut events) {
+            let take = |bytes| unhandled.take(bytes, &closed);
+            let reason = match read_messages(&mut reader, &mut messages, take, &mut events) {
                 Ok(()) => "the peer closed the control channel".into(),
                 Err(error) => error.to_string(),
             };
@@ -58,7 +174,7 @@ impl ControlLink {
         })?;
         let (kept_writer, kept_beating) = (Arc::clone(&writer), Arc::clone(&beating));
         std::thread::Builder::new().name("heartbeat".into()).spawn(move || kept_beating.run(&kept_writer))?;
-        Ok(Self { writer, closer, beating })
+        Ok(Self { writer, closer, beating, open })
     }
 
     /// Says something to the peer.
@@ -69,6 +185,7 @@ impl ControlLink {
     /// Closes the connection; the reading thread reports the loss.
     pub fn close(&self) {
         self.closer.close();
+        self.open.close();
     }
 }
 
@@ -77,7 +194,7 @@ impl Drop for ControlLink {
         *self.beating.ended.lock().expect("the heartbeat does not panic") = true;
         self.beating.changed.notify_all();
         // Both threads end by themselves now; they are not waited for, since their owner's events may be held back.
-        self.closer.close();
+        self.close();
     }
 }
 
@@ -96,7 +213,7 @@ impl Beating {
 }
 
 fn send(writer: &Mutex<Writer>, message: &ControlMessage) -> io::Result<()> {
-    writer.lock().expect("writers do not panic").write_all(&message.encode())
+    writer.lock().expect("writers do not panic").write_all(&encoded(message))
 }
 
 /// Keeps a link's events back while this lives.
@@ -119,7 +236,16 @@ pub fn held_back(
 
 /// Sends a message on a connection that has no link yet.
 pub fn say(writer: &mut Writer, message: &ControlMessage) -> io::Result<()> {
-    writer.write_all(&message.encode())
+    writer.write_all(&encoded(message))
+}
+
+/// The message as it travels. A reason may quote what the peer sent, or QEMU said: it is cut, so that the peer takes it.
+fn encoded(message: &ControlMessage) -> Vec<u8> {
+    match message {
+        ControlMessage::Refused { reason } => ControlMessage::Refused { reason: cleaned(reason) }.encode(),
+        ControlMessage::Failed { reason } => ControlMessage::Failed { reason: cleaned(reason) }.encode(),
+        other => other.encode(),
+    }
 }
 
 /// Reads the next message from a connection that has no link yet, until `deadline`, however the peer trickles.
@@ -157,11 +283,19 @@ fn next_message(
 fn read_messages(
     reader: &mut Reader,
     messages: &mut ControlReader,
+    take: impl Fn(usize) -> io::Result<Share>,
     events: &mut impl FnMut(ControlEvent),
 ) -> io::Result<()> {
+    let mut counted = reader.bytes_read();
     loop {
         match next_message(reader, messages, None) {
-            Ok(message) => events(ControlEvent::Message(message)),
+            Ok(message) => {
+                // What came with a message but behind it is counted with it, and not again.
+                let arrived = usize::try_from(reader.bytes_read() - counted).unwrap_or(MOST_AHEAD);
+                counted = reader.bytes_read();
+                let share = take(arrived.clamp(LEAST_COUNTED, MOST_AHEAD))?;
+                events(ControlEvent::Message(message, share));
+            }
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
                 let silence = format!("nothing was heard from the peer for {} s", SILENCE_LIMIT.as_secs());
@@ -174,4 +308,163 @@ fn read_messages(
 
 fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::mpsc::{Receiver, channel};
+    use std::time::Duration;
+
+    use sterna_wire::limits::MAX_TEXT;
+
+    use super::*;
+    use crate::transport::{Connection, Security};
+
+    /// Long enough that a correct test never reaches it, short enough that a hanging one ends.
+    const PATIENCE: Duration = Duration::from_secs(10);
+    /// More than the kernel's buffers of both ends hold, in bytes.
+    const FLOOD: usize = 64 << 20;
+
+    /// A link whose events nobody handles unless they are taken from the receiver, and its peer.
+    fn link() -> (ControlLink, Receiver<ControlEvent>, TcpStream) {
+        let (link, events, peer) = link_within(&Allowance::default());
+        (link.unwrap(), events, peer)
+    }
+
+    fn link_within(allowance: &Allowance) -> (io::Result<ControlLink>, Receiver<ControlEvent>, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        peer.set_read_timeout(Some(PATIENCE)).unwrap();
+        let connection = Connection::accept(listener.accept().unwrap().0, &Security::Insecure).unwrap();
+        let closer = connection.closer();
+        let (writer, reader) = connection.split();
+        let (tell, events) = channel();
+        let told = move |event| drop(tell.send(event));
+        let link = ControlLink::start_within(allowance, writer, reader, closer, ControlReader::default(), told);
+        (link, events, peer)
+    }
+
+    fn message(length: usize) -> ControlMessage {
+        ControlMessage::Ready { placement: vec!["x".repeat(length)] }
+    }
+
+    /// Writes of `flood` what the link and the kernel take; how much that was.
+    fn pour(peer: &mut TcpStream, flood: &[u8]) -> usize {
+        peer.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+        let mut written = 0;
+        while written < flood.len() {
+            match peer.write(&flood[written..]) {
+                Ok(length) => written += length,
+                Err(error) => {
+                    assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}");
+                    break;
+                }
+            }
+        }
+        written
+    }
+
+    #[test]
+    fn a_peer_that_floods_a_busy_driver_has_to_wait_and_nothing_is_lost() {
+        for length in [100, 60_000, 1_000_000] {
+            let (_link, events, mut peer) = link();
+            let one = message(length).encode();
+            let count = FLOOD / one.len() + 1;
+            let flood = one.repeat(count);
+            let written = pour(&mut peer, &flood);
+            assert!(written < flood.len(), "{length}: all of it was taken");
+            let mut waiting = vec![events.recv_timeout(PATIENCE).unwrap()];
+            waiting.extend(events.try_iter());
+            assert!(waiting.len() <= MOST_AHEAD / one.len().max(LEAST_COUNTED) + 1, "{length}: {}", waiting.len());
+
+            let sending = std::thread::spawn(move || {
+                peer.set_write_timeout(Some(PATIENCE)).unwrap();
+                peer.write_all(&flood[written..]).unwrap();
+                // Closed by its drop only when all has been handled: heartbeats that it has not read would reset it.
+                peer
+            });
+            let mut handled = waiting.len();
+            drop(waiting);
+            while handled < count {
+                match events.recv_timeout(PATIENCE).unwrap() {
+                    ControlEvent::Message(heard, _) => assert_eq!(heard, message(length)),
+                    ControlEvent::Lost(reason) => panic!("{length}: after {handled}: {reason}"),
+                }
+                handled += 1;
+            }
+            drop(sending.join().unwrap());
+            let end = events.recv_timeout(PATIENCE).unwrap();
+            assert!(matches!(end, ControlEvent::Lost(_)), "{length}: {end:?}");
+        }
+    }
+
+    #[test]
+    fn a_link_that_waits_for_its_driver_ends_when_it_is_closed_or_dropped() {
+        for dropped in [false, true] {
+            let (link, events, mut peer) = link();
+            let flood = message(1_000_000).encode().repeat(FLOOD / 1_000_000);
+            assert!(pour(&mut peer, &flood) < flood.len());
+            // Kept, as by a driver that never comes to it.
+            let ControlEvent::Message(_, _unhandled) = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
+            let kept = if dropped {
+                drop(link);
+                None
+            } else {
+                link.close();
+                Some(link)
+            };
+            let ControlEvent::Lost(reason) = events.recv_timeout(PATIENCE).unwrap() else { panic!("a message") };
+            assert!(reason.contains("closed on this side"), "{reason}");
+            assert!(events.recv_timeout(PATIENCE).is_err(), "the reading thread has ended");
+            drop(kept);
+        }
+    }
+
+    #[test]
+    fn links_of_one_allowance_share_it_and_are_few() {
+        let allowance = Allowance::default();
+        let long = message(1_000_000).encode();
+        let (first, of_first, mut peer) = link_within(&allowance);
+        peer.write_all(&long).unwrap();
+        let ControlEvent::Message(_, share) = of_first.recv_timeout(PATIENCE).unwrap() else { panic!() };
+        // What the first has read counts also when it is gone, and keeps the second from reading on.
+        drop(first);
+        let (second, of_second, mut peer) = link_within(&allowance);
+        assert!(pour(&mut peer, &long.repeat(FLOOD / long.len())) < FLOOD / long.len() * long.len());
+        assert!(of_second.try_recv().is_err());
+        drop(share);
+        assert!(matches!(of_second.recv_timeout(PATIENCE).unwrap(), ControlEvent::Message(..)));
+
+        let mut links = vec![second.unwrap()];
+        while links.len() < MOST_LINKS {
+            links.push(link_within(&allowance).0.unwrap());
+        }
+        let refused = link_within(&allowance).0.unwrap_err();
+        assert!(refused.to_string().contains("too many"), "{refused}");
+        links.pop();
+        assert!(link_within(&allowance).0.is_ok());
+    }
+
+    #[test]
+    fn a_long_reason_is_cut_before_it_is_sent() {
+        let (link, _events, mut peer) = link();
+        let reason = "\u{1b}".repeat(2 * MAX_CONTROL_MESSAGE);
+        for said in [ControlMessage::Failed { reason: reason.clone() }, ControlMessage::Refused { reason }] {
+            link.send(&said).unwrap();
+        }
+        let mut heard = ControlReader::default();
+        let mut bytes = [0; 4096];
+        let mut reasons = Vec::new();
+        while reasons.len() < 2 {
+            let length = peer.read(&mut bytes).unwrap();
+            heard.push(&bytes[..length]);
+            match heard.next_message().unwrap() {
+                Some(ControlMessage::Failed { reason } | ControlMessage::Refused { reason }) => reasons.push(reason),
+                Some(ControlMessage::Heartbeat) | None => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        assert!(reasons.iter().all(|reason| reason.len() <= MAX_TEXT && !reason.contains('\u{1b}')));
+    }
 }

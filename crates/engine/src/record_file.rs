@@ -12,7 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{FlockOperation, flock};
 use sterna_wire::identity::MigrationId;
-use sterna_wire::switchover::{Record, RecordError, RecordState};
+use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordError, RecordState};
 
 /// Records longer than this are none of ours.
 const LONGEST: u64 = 64 << 10;
@@ -96,11 +96,7 @@ pub struct RecordFile {
 impl RecordFile {
     /// Locks the place for a new record in `dir`, which is made if it is missing. Nothing is written yet.
     pub fn create(dir: &Path, record: Record) -> Result<Self, RecordFileError> {
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(dir)
-            .map_err(|source| failed("create the state directory", dir, source))?;
+        make(dir)?;
         remove_old(dir, now_ms());
         let path = path_of(dir, record.migration, Side::of(record.state));
         let lock = lock(&path)?;
@@ -144,18 +140,65 @@ impl RecordFile {
     }
 }
 
-/// Removes records that were settled long ago. Until then the other side may still ask for the outcome.
+/// Makes the state directory if it is missing, and finds out whether a record can be written there.
+///
+/// # Errors
+/// It cannot be made, or not be written to.
+pub fn prepare(dir: &Path) -> Result<(), RecordFileError> {
+    make(dir)?;
+    let probe = dir.join(format!(".probe-{}", std::process::id()));
+    let written = File::create(&probe).and_then(|mut file| file.write_all(b"probe").and_then(|()| file.sync_all()));
+    // Nothing is left of it where it could not be made.
+    let _ = fs::remove_file(&probe);
+    written.map_err(|source| failed("write to the state directory", dir, source))
+}
+
+fn make(dir: &Path) -> Result<(), RecordFileError> {
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
+    made.map_err(|source| failed("create the state directory", dir, source))
+}
+
+/// Removes records that were settled long ago, and what crashes have left. Until then the other side may still ask for
+/// the outcome.
 fn remove_old(dir: &Path, now_ms: u64) {
     let Ok(entries) = fs::read_dir(dir) else { return };
-    for path in entries.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"))
-    {
-        let old = |record: &Record| record.state.settled() && record.updated_ms + KEPT_MS < now_ms;
-        if read(&path).is_ok_and(|record| old(&record)) {
-            // Whoever else is at it has the same in mind.
-            let _ = fs::remove_file(&path);
-            let _ = fs::remove_file(path.with_extension("lock"));
+    for path in entries.flatten().map(|entry| entry.path()) {
+        match path.extension().and_then(|extension| extension.to_str()) {
+            Some("json") => {
+                let old = |record: &Record| is_over(record) && record.updated_ms + KEPT_MS < now_ms;
+                if read(&path).is_ok_and(|record| old(&record)) {
+                    // Whoever else is at it has the same in mind.
+                    let _ = fs::remove_file(&path);
+                    let _ = fs::remove_file(path.with_extension("lock"));
+                }
+            }
+            Some("lock" | "new") if is_leftover(&path, now_ms) => {
+                let _ = fs::remove_file(&path);
+            }
+            _ => {}
         }
     }
+}
+
+/// Whether nobody needs the record any more. An aborted destination does as long as its QEMU lives, which then has to be
+/// ended still; that another process may have its number by now only keeps the record for longer.
+fn is_over(record: &Record) -> bool {
+    let gone = |qemu: ProcessIdentity| !Path::new("/proc").join(qemu.pid.to_string()).exists();
+    let aborted = record.state == RecordState::Destination(DestinationState::Aborted);
+    record.state.settled() || aborted && record.qemu.is_some_and(gone)
+}
+
+/// Whether an auxiliary file belongs to a record that does not exist, was made long ago and is not in use.
+fn is_leftover(path: &Path, now_ms: u64) -> bool {
+    let stem = path.file_stem().and_then(|stem| stem.to_str()).and_then(|stem| stem.rsplit_once('.'));
+    let ours = stem.is_some_and(|(id, side)| {
+        id.parse::<MigrationId>().is_ok() && [Side::Source, Side::Destination].iter().any(|known| known.name() == side)
+    });
+    let made = fs::metadata(path).and_then(|file| file.modified()).ok();
+    let made_ms = made.and_then(|made| made.duration_since(UNIX_EPOCH).ok()).map(|since| since.as_millis() as u64);
+    ours && made_ms.is_some_and(|made_ms| made_ms + KEPT_MS < now_ms)
+        && !path.with_extension("json").exists()
+        && File::open(path).is_ok_and(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok())
 }
 
 /// The records of `dir` that are not settled yet. What cannot be read is left out: `recover` says what is wrong with it.
@@ -240,6 +283,7 @@ mod tests {
             qmp: "src.qmp".into(),
             qemu: None,
             settings_before: None,
+            completion_permitted: false,
             key: MigrationKey::from_bytes([2; 32]),
             pid: 0,
             created_ms: now_ms(),
@@ -300,6 +344,57 @@ mod tests {
         assert!(file.path.exists());
         remove_old(dir.path(), now_ms() + 2 * KEPT_MS);
         assert!(!file.path.exists());
+    }
+
+    #[test]
+    fn an_aborted_destination_is_forgotten_once_its_qemu_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let qemu = |pid| Some(ProcessIdentity { pid, start_ticks: 1 });
+        for (qemu, kept) in [(qemu(child.id()), false), (qemu(std::process::id()), true), (None, true)] {
+            let record = Record { qemu, ..record(SourceState::Started) };
+            let started = Record { state: RecordState::Destination(DestinationState::Started), ..record };
+            let mut file = RecordFile::create(dir.path(), started).unwrap();
+            file.write(RecordState::Destination(DestinationState::Prepared)).unwrap();
+            remove_old(dir.path(), now_ms() + 2 * KEPT_MS);
+            assert!(file.path.exists(), "not settled");
+            file.write(RecordState::Destination(DestinationState::Aborted)).unwrap();
+            remove_old(dir.path(), now_ms());
+            assert!(file.path.exists(), "not old");
+            remove_old(dir.path(), now_ms() + 2 * KEPT_MS);
+            assert_eq!(file.path.exists(), kept, "{qemu:?}");
+        }
+    }
+
+    #[test]
+    fn what_crashes_left_is_removed_and_what_is_in_use_or_not_ours_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let later = now_ms() + 2 * KEPT_MS;
+        let name = |end: &str| dir.path().join(format!("{}{end}", MigrationId::from_bytes([9; 16])));
+        let left = [name(".source.lock"), name(".destination.lock"), name(".source.new")];
+        let not_ours = [dir.path().join("my.lock"), name(".other.lock"), dir.path().join("notes.new")];
+        for path in left.iter().chain(&not_ours) {
+            fs::write(path, "").unwrap();
+        }
+        let used = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
+        remove_old(dir.path(), now_ms());
+        assert!(left.iter().all(|path| path.exists()), "not old");
+        remove_old(dir.path(), later);
+        assert!(!left.iter().any(|path| path.exists()));
+        assert!(not_ours.iter().all(|path| path.exists()));
+        assert!(used.path.with_extension("lock").exists(), "its record is about to be written");
+    }
+
+    #[test]
+    fn a_state_directory_that_cannot_be_written_to_is_known_beforehand() {
+        let dir = tempfile::tempdir().unwrap();
+        let made = dir.path().join("a/b");
+        prepare(&made).unwrap();
+        assert_eq!(fs::read_dir(&made).unwrap().count(), 0, "nothing is left in it");
+        fs::write(dir.path().join("file"), "").unwrap();
+        let error = prepare(&dir.path().join("file/state")).unwrap_err();
+        assert!(error.to_string().contains("state directory"), "{error}");
     }
 
     #[test]

@@ -4,6 +4,10 @@
 //! added. Times are in milliseconds, sizes in bytes, rates in bytes per second.
 
 use serde::{Deserialize, Serialize};
+use sterna_wire::text::cleaned;
+
+/// Placements that are shown on a terminal: a destination may have thousands of RAM blocks, or claim so.
+const MOST_PLACEMENTS: usize = 64;
 
 /// How a migration ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,6 +91,9 @@ pub struct Report {
 
 impl Report {
     /// Text for a terminal: what a person wants to know first, first.
+    ///
+    /// Part of it is the destination's word, so each line is printed without control characters: no escape sequence
+    /// reaches the terminal and no line is forged.
     pub fn text(&self) -> String {
         let headline = match (self.outcome, &self.reason) {
             (Outcome::Completed, _) => {
@@ -120,8 +127,8 @@ impl Report {
                 self.id
             ),
         };
-        let mut text: String = headline;
-        let mut line = |name: &str, value: String| text.push_str(&format!("\n  {name:<12} {value}"));
+        let mut text = cleaned(&headline);
+        let mut line = |name: &str, value: String| text.push_str(&format!("\n  {name:<12} {}", cleaned(&value)));
         line("machine", self.machine.clone());
         line("total time", format!("{:.0} ms", self.total_ms));
         if self.outcome == Outcome::Completed {
@@ -154,8 +161,11 @@ impl Report {
                 self.source_cpu_seconds, self.destination_cpu_seconds
             ),
         );
-        for placement in &self.placement {
+        for placement in self.placement.iter().take(MOST_PLACEMENTS) {
             line("placement", placement.clone());
+        }
+        if let Some(more) = self.placement.len().checked_sub(MOST_PLACEMENTS).filter(|more| *more > 0) {
+            line("placement", format!("and {more} more, in the report of --json"));
         }
         text
     }
@@ -225,5 +235,65 @@ mod tests {
         assert_eq!(bytes(512.0), "512 B");
         assert_eq!(bytes(1.5 * 1024.0 * 1024.0 * 1024.0), "1.50 GiB");
         assert_eq!(rate(118e6), "118.00 MB/s");
+    }
+
+    fn report(outcome: Outcome) -> Report {
+        Report {
+            id: "0".repeat(32),
+            outcome,
+            reason: None,
+            machine: "pc-q35-10.0".into(),
+            destination: "dst-host:4920".into(),
+            total_ms: 1000.0,
+            downtime_ms: 100.0,
+            downtime: DowntimeParts::default(),
+            rounds: 2,
+            wire_bytes: 1 << 20,
+            content_bytes: 1 << 20,
+            normal_pages: 256,
+            zero_pages: 0,
+            ratio: 1.0,
+            throughput: 1e6,
+            method: "none".into(),
+            channels: 2,
+            encrypted: true,
+            source_cpu_seconds: 1.0,
+            destination_cpu_seconds: 1.0,
+            destination_faults: 0,
+            placement: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn what_the_peer_said_brings_neither_escape_sequences_nor_lines_of_its_own() {
+        let plain = report(Outcome::Failed).text().lines().count();
+        let evil = "x\x1b[2J\r\nmigration completed\u{9b}31m\u{7f}";
+        let forged = Report {
+            reason: Some(evil.into()),
+            machine: evil.into(),
+            destination: evil.into(),
+            method: evil.into(),
+            placement: vec![evil.into(), evil.into()],
+            ..report(Outcome::Failed)
+        };
+        for outcome in [Outcome::Completed, Outcome::Failed, Outcome::Unconfirmed, Outcome::Stuck, Outcome::Lost] {
+            let text = Report { outcome, ..forged.clone() }.text();
+            assert!(text.chars().all(|character| character == '\n' || !character.is_control()), "{text:?}");
+            assert!(!text.lines().any(|line| line.starts_with("migration completed")), "{text}");
+        }
+        assert_eq!(forged.text().lines().count(), plain + 2, "one line for each placement");
+    }
+
+    #[test]
+    fn of_many_placements_the_first_are_shown_and_the_rest_is_counted() {
+        let placed = |count: usize| {
+            let placement = (0..count).map(|number| format!("block {number}")).collect();
+            let text = Report { placement, ..report(Outcome::Completed) }.text();
+            text.lines().filter(|line| line.starts_with("  placement")).map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(placed(MOST_PLACEMENTS).len(), MOST_PLACEMENTS);
+        let many = placed(1000);
+        assert_eq!(many.len(), MOST_PLACEMENTS + 1);
+        assert!(many[MOST_PLACEMENTS].contains("and 936 more"), "{many:?}");
     }
 }

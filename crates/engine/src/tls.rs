@@ -152,17 +152,21 @@ fn authorities(dir: &Path) -> Result<Arc<RootCertStore>, TlsError> {
 }
 
 fn revocations(dir: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, TlsError> {
-    let what = "the list of revoked certificates";
+    // No `File` error: the advice to make certificates would not help.
+    let unusable = |reason: String| TlsError::Unusable {
+        dir: dir.to_owned(),
+        reason: format!("the list of revoked ones, ca-crl.pem, {reason}"),
+    };
     let path = dir.join("ca-crl.pem");
     let text = match std::fs::read(&path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(file_error(what, &path, error)),
+        Err(error) => return Err(unusable(format!("cannot be read: {error}"))),
     };
     let found: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(&text).collect();
-    let found = found.map_err(|error| file_error(what, &path, error))?;
+    let found = found.map_err(|error| unusable(format!("is damaged: {error}")))?;
     // An empty file must not pass for "nobody is revoked".
-    if found.is_empty() { Err(file_error(what, &path, "there is no list in it")) } else { Ok(found) }
+    if found.is_empty() { Err(unusable("has no list in it: remove it if nobody is revoked".into())) } else { Ok(found) }
 }
 
 type Identity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);

@@ -2,18 +2,27 @@
 //!
 //! What is in flight when the guest stops is downtime, and a VMM that feeds us must see the network's real speed rather
 //! than the depth of our buffers. So the bytes between reading from the guest (or from QEMU's socket) and their
-//! acknowledgement, of all channels together, are held to *rate × (round trip + allowance)*: the allowance is what the
-//! switchover can bear, and the rate is measured from the acknowledgements themselves.
+//! acknowledgement, of all channels together, are held to *rate × (round trip + queueing)*: how long packets may queue is
+//! what the switchover can bear, and the rate is measured from the acknowledgements themselves.
 //!
 //! While the window is what holds the sender back, the measured rate is what the path can do within the window, and the
-//! next window is larger than that by the allowance: it grows until packets queue for as long as the allowance says,
-//! and no further. An interval in which nobody waited says nothing about the path and changes nothing.
+//! next window is larger than that by the queueing: it grows until packets queue for as long as they may, and no
+//! further. An interval in which nobody waited says nothing about the path and changes nothing.
+//!
+//! The round trip is first what the handshake took, where one late answer can make it seconds too long. So it is measured
+//! again all the while, and the shortest counts. A measurement is the time until as many bytes were acknowledged as were in
+//! flight at its beginning: by then one that entered at its beginning or later has gone there and back, so it is never
+//! too short. (Too short would be worse than too long: a window below the path's round trip shrinks until nothing is
+//! left of the rate.)
 
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Longest allowance, however long a downtime was permitted.
+/// Longest time for what queues beyond the round trip, however long a downtime was permitted.
 pub const LONGEST_ALLOWANCE: Duration = Duration::from_millis(50);
+/// What queues, and the round trip, are each counted as at most this part of the downtime: at least half of it stays for
+/// the rest of the switchover.
+const PART_OF_DOWNTIME: u32 = 4;
 /// Largest window, in bytes: what one migration may hold in buffers and sockets.
 pub const LARGEST_WINDOW: u64 = 256 << 20;
 /// The rate is measured over intervals of this length.
@@ -24,7 +33,10 @@ const DECAY: f64 = 0.9;
 /// Arithmetic of the window, with time passed in.
 #[derive(Debug)]
 struct Budget {
-    allowance: Duration,
+    round_trip: Duration,
+    queueing: Duration,
+    /// The measurement of the round trip under way: since when, and the bytes still to be acknowledged until its end.
+    probe: Option<(Instant, u64)>,
     smallest: u64,
     bytes: u64,
     rate: f64,
@@ -34,7 +46,22 @@ struct Budget {
 }
 
 impl Budget {
+    /// Bytes were let in, and `in_flight` are now under way.
+    fn entered(&mut self, in_flight: u64, now: impl FnOnce() -> Instant) {
+        if self.probe.is_none() {
+            self.probe = Some((now(), in_flight));
+        }
+    }
+
     fn acknowledged(&mut self, bytes: u64, now: Instant) {
+        match &mut self.probe {
+            Some((since, left)) if *left <= bytes => {
+                self.round_trip = self.round_trip.min(now.saturating_duration_since(*since));
+                self.probe = None;
+            }
+            Some((_, left)) => *left -= bytes,
+            None => {}
+        }
         let start = *self.interval_start.get_or_insert(now);
         self.interval_bytes += bytes;
         let elapsed = now.saturating_duration_since(start);
@@ -44,7 +71,7 @@ impl Budget {
         let rate = self.interval_bytes as f64 / elapsed.as_secs_f64();
         if self.interval_limited {
             self.rate = rate.max(self.rate * DECAY);
-            let wanted = self.rate * self.allowance.as_secs_f64();
+            let wanted = self.rate * (self.round_trip + self.queueing).as_secs_f64();
             self.bytes = (wanted as u64).clamp(self.smallest, LARGEST_WINDOW.max(self.smallest));
         }
         self.interval_start = Some(now);
@@ -60,11 +87,19 @@ struct State {
     closed: bool,
 }
 
+impl State {
+    fn let_in(&mut self, bytes: u64) {
+        self.in_flight += bytes;
+        self.budget.entered(self.in_flight, Instant::now);
+    }
+}
+
 /// The window of one migration, shared by all its channels.
 #[derive(Debug)]
 pub struct Window {
     state: Mutex<State>,
     changed: Condvar,
+    allowance: Duration,
 }
 
 /// The migration is being taken down: nothing more enters the window.
@@ -74,12 +109,16 @@ pub struct WindowClosed;
 
 impl Window {
     /// A window for batches of at most `batch` bytes; at least two of them are always let in. `round_trip` is the
-    /// path's, `downtime` what the switchover may take.
+    /// path's as far as it is known, `downtime` what the switchover may take.
     pub fn new(batch: u64, round_trip: Duration, downtime: Duration) -> Self {
-        let allowance = round_trip + LONGEST_ALLOWANCE.min(downtime / 4);
+        let part = downtime / PART_OF_DOWNTIME;
+        let queueing = LONGEST_ALLOWANCE.min(part);
+        let allowance = round_trip.min(part) + queueing;
         let smallest = 2 * batch;
         let budget = Budget {
-            allowance,
+            round_trip,
+            queueing,
+            probe: None,
             smallest,
             bytes: smallest.max(4 << 20),
             rate: 0.0,
@@ -87,7 +126,7 @@ impl Window {
             interval_bytes: 0,
             interval_limited: false,
         };
-        Self { state: Mutex::new(State { budget, in_flight: 0, closed: false }), changed: Condvar::new() }
+        Self { state: Mutex::new(State { budget, in_flight: 0, closed: false }), changed: Condvar::new(), allowance }
     }
 
     /// Waits until `bytes` may be in flight, and counts them. An empty window lets in anything.
@@ -100,7 +139,7 @@ impl Window {
         if state.closed {
             return Err(WindowClosed);
         }
-        state.in_flight += bytes;
+        state.let_in(bytes);
         Ok(())
     }
 
@@ -114,7 +153,7 @@ impl Window {
             state.budget.interval_limited = true;
             return Ok(false);
         }
-        state.in_flight += bytes;
+        state.let_in(bytes);
         Ok(true)
     }
 
@@ -151,9 +190,16 @@ impl Window {
         self.lock().budget.bytes
     }
 
-    /// How long what is in flight may take: this much of the downtime is ours.
+    /// How much of the downtime is to be set aside for what is in flight, never more than half of it: of the round trip
+    /// that the handshake measured at most a quarter counts, because a single answer that came late must not take the
+    /// whole downtime. Where the path really is that slow the downtime is exceeded by the rest, whatever is set aside.
     pub fn allowance(&self) -> Duration {
-        self.lock().budget.allowance
+        self.allowance
+    }
+
+    /// The shortest round trip that was measured, in the handshake or since.
+    pub fn round_trip(&self) -> Duration {
+        self.lock().budget.round_trip
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -165,9 +211,11 @@ impl Window {
 mod tests {
     use super::*;
 
-    fn budget(allowance_ms: u64) -> Budget {
+    fn budget(round_trip_ms: u64) -> Budget {
         Budget {
-            allowance: Duration::from_millis(allowance_ms),
+            round_trip: Duration::from_millis(round_trip_ms),
+            queueing: Duration::from_millis(50),
+            probe: None,
             smallest: 1 << 20,
             bytes: 1 << 20,
             rate: 0.0,
@@ -184,6 +232,7 @@ mod tests {
             // A full window is acknowledged after the longer of the path's delay and its transmission time.
             let time = delay.as_secs_f64().max(budget.bytes as f64 / rate);
             let bytes = budget.bytes;
+            budget.entered(bytes, || now);
             now += Duration::from_secs_f64(time);
             budget.interval_limited = true;
             budget.acknowledged(bytes, now);
@@ -194,7 +243,7 @@ mod tests {
     #[test]
     fn a_full_window_settles_at_rate_times_allowance() {
         for (rate, delay) in [(100e6, 1), (3e9, 1), (1e9, 20)] {
-            let mut budget = budget(delay + 50);
+            let mut budget = budget(delay);
             let size = settled(&mut budget, rate, Duration::from_millis(delay)) as f64;
             let wanted = rate * (delay as f64 + 50.0) / 1e3;
             assert!((size / wanted - 1.0).abs() < 0.05, "rate {rate}, delay {delay}: {size} for {wanted}");
@@ -202,8 +251,40 @@ mod tests {
     }
 
     #[test]
+    fn a_late_answer_in_the_handshake_is_corrected_by_the_first_acknowledgements() {
+        let mut budget = budget(3000);
+        let size = settled(&mut budget, 1e9, Duration::from_millis(2)) as f64;
+        assert_eq!(budget.round_trip, Duration::from_millis(2));
+        assert!((size / (1e9 * 0.052) - 1.0).abs() < 0.05, "{size}");
+    }
+
+    #[test]
+    fn a_path_whose_round_trip_is_longer_than_the_downtime_bears_keeps_its_rate() {
+        let mut budget = budget(400);
+        let size = settled(&mut budget, 100e6, Duration::from_millis(400)) as f64;
+        assert!((size / (100e6 * 0.45) - 1.0).abs() < 0.05, "{size}");
+    }
+
+    #[test]
+    fn a_round_trip_is_over_when_as_much_was_acknowledged_as_was_in_flight_at_its_beginning() {
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let mut budget = budget(3000);
+        budget.entered(10, || at(0));
+        budget.entered(30, || at(5));
+        budget.acknowledged(4, at(8));
+        assert_eq!(budget.round_trip, Duration::from_secs(3), "6 bytes are still to come");
+        budget.acknowledged(20, at(12));
+        assert_eq!(budget.round_trip, Duration::from_millis(12));
+        // A longer one that follows changes nothing.
+        budget.entered(40, || at(20));
+        budget.acknowledged(40, at(90));
+        assert_eq!(budget.round_trip, Duration::from_millis(12));
+    }
+
+    #[test]
     fn an_interval_in_which_nobody_waited_changes_nothing() {
-        let mut budget = budget(50);
+        let mut budget = budget(1);
         settled(&mut budget, 1e9, Duration::from_millis(1));
         let before = budget.bytes;
         let mut now = Instant::now() + Duration::from_secs(1000);
@@ -216,8 +297,19 @@ mod tests {
 
     #[test]
     fn the_window_never_shrinks_below_two_batches() {
-        let mut budget = budget(50);
+        let mut budget = budget(1);
         assert_eq!(settled(&mut budget, 1000.0, Duration::from_millis(1)), 1 << 20);
+    }
+
+    #[test]
+    fn a_late_answer_in_the_handshake_takes_no_more_than_a_quarter_of_the_downtime() {
+        let ms = Duration::from_millis;
+        for (round_trip, downtime, allowance) in
+            [(1, 300, 51), (75, 300, 125), (3000, 300, 125), (3000, 1000, 300), (3000, 40, 20), (1, 0, 0)]
+        {
+            let window = Window::new(1 << 20, ms(round_trip), ms(downtime));
+            assert_eq!(window.allowance(), ms(allowance), "round trip {round_trip} ms, downtime {downtime} ms");
+        }
     }
 
     #[test]

@@ -89,7 +89,12 @@ pub fn conclude(offered: &Capabilities, welcome: &Welcome) -> Result<Capabilitie
     }
     require(offered, chosen, "source", "destination")?;
     check(chosen)?;
-    Ok(chosen.clone())
+    // Each name once, however often it was said.
+    Ok(Capabilities {
+        methods: common(&offered.methods, &chosen.methods),
+        features: common(&offered.features, &chosen.features),
+        ..chosen.clone()
+    })
 }
 
 fn check(chosen: &Capabilities) -> Result<(), Refusal> {
@@ -189,6 +194,14 @@ mod tests {
         let mut tiny = good;
         tiny.capabilities.packet_size = 12;
         assert_eq!(choose(&local, &header, b"tls", &tiny).unwrap_err(), Refusal::PacketSize(12));
+    }
+
+    #[test]
+    fn a_choice_that_is_repeated_counts_once() {
+        let offered = capabilities(&["none", "zstd"], &["a"], &[]);
+        let chosen = capabilities(&["zstd"; 1000], &["a"; 1000], &[]);
+        let welcome = Welcome { program: String::new(), chosen };
+        assert_eq!(conclude(&offered, &welcome), Ok(capabilities(&["zstd"], &["a"], &[])));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! their own, one each unless `--cpus` says more, whoever carries the guest; QEMU has the best of 1, 2 and 4 channels, found beforehand.
 
 use std::cell::RefCell;
+use std::path::Path;
 
 use sterna_lab::huge::HugeTmpfs;
 use sterna_lab::net::Link;
@@ -35,6 +36,8 @@ const QEMU_CHANNELS: [u8; 3] = [1, 2, 4];
 /// The share of the pages of content `mixed` that are not zero, as `sterna-guest dump mixed` shows.
 const NON_ZERO: f64 = 0.54;
 const SLOW: u64 = 1_000_000_000;
+/// The two parts: their names, and whether the cable is limited.
+const PARTS: [(&str, bool); 2] = [("unlimited", false), ("1 Gbit/s", true)];
 
 const NONE: &[&str] = &["--method", "none"];
 const LZ4: &[&str] = &["--method", "lz4"];
@@ -47,6 +50,14 @@ struct Plan {
     name: String,
     way: Way,
     backend: Backend,
+}
+
+/// The names of all cells, those included that this machine may be unable to measure.
+pub(crate) fn cells() -> Vec<String> {
+    let named = |(speed, limited)| {
+        plans(limited, Some(Path::new(""))).into_iter().map(move |plan| format!("{speed}, {}", plan.name))
+    };
+    PARTS.into_iter().flat_map(named).collect()
 }
 
 /// Measures all cells and judges the targets.
@@ -76,13 +87,13 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
 
     let huge = HugeTmpfs::mount(ram_for(fast_fill) + (64 << 20));
     let huge = huge.map_err(|error| findings.notes.push(format!("No cells on huge pages: {error}."))).ok();
-    for (speed, fill, link) in [
-        ("unlimited", fast_fill, Link::default()),
-        ("1 Gbit/s", slow_fill, Link { bits_per_second: Some(SLOW), delay: None }),
-    ] {
+    let huge_pages = huge.as_ref().map(HugeTmpfs::path);
+    for (speed, limited) in PARTS {
+        let fill = if limited { slow_fill } else { fast_fill };
+        let link = if limited { Link { bits_per_second: Some(SLOW), delay: None } } else { Link::default() };
         let hosts = match Hosts::namespaces(link) {
             Ok(hosts) => hosts.pinned(args.cpus),
-            Err(error) if link.bits_per_second.is_some() => {
+            Err(error) if limited => {
                 findings.notes.push(format!("No cells at 1 Gbit/s: {error}."));
                 continue;
             }
@@ -91,8 +102,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
                 Hosts::loopback().pinned(args.cpus)
             }
         };
-        let limited = link.bits_per_second.is_some();
-        if !plans(limited, huge.as_ref()).iter().any(|plan| args.wants(&format!("{speed}, {}", plan.name))) {
+        if !plans(limited, huge_pages).iter().any(|plan| args.wants(&format!("{speed}, {}", plan.name))) {
             continue;
         }
         tell(&format!(
@@ -104,7 +114,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         let mut options = QemuOptions::new(args.qemu, Guest::Linux(guest));
         options.memory = ram_for(fill);
         let bench = RefCell::new(Bench::start(hosts, options, cancel)?);
-        findings.rows.extend(part(args, speed, limited, huge.as_ref(), &bench, cancel, tell)?);
+        findings.rows.extend(part(args, speed, limited, huge_pages, &bench, cancel, tell)?);
     }
     judge(&mut findings, ram_for(fast_fill));
     Ok(findings)
@@ -125,7 +135,7 @@ fn part(
     args: &BenchArgs,
     speed: &str,
     limited: bool,
-    huge: Option<&HugeTmpfs>,
+    huge: Option<&Path>,
     bench: &RefCell<Bench>,
     cancel: &Cancel,
     tell: &dyn Fn(&str),
@@ -175,7 +185,7 @@ fn part(
 }
 
 /// The cells of a part; QEMU's channels are still to be chosen.
-fn plans(limited: bool, huge: Option<&HugeTmpfs>) -> Vec<Plan> {
+fn plans(limited: bool, huge: Option<&Path>) -> Vec<Plan> {
     let qemu = |compression: &'static str, place: &str, backend: &Backend| Plan {
         name: format!("QEMU {compression}{place}"),
         // Until the best number is known.
@@ -209,7 +219,7 @@ fn plans(limited: bool, huge: Option<&HugeTmpfs>) -> Vec<Plan> {
         sterna("none", NONE, false, ", memfd", &Backend::Memfd),
     ];
     if let Some(huge) = huge {
-        let backend = Backend::File { path: huge.path().to_owned() };
+        let backend = Backend::File { path: huge.to_owned() };
         plans.push(qemu("none", ", huge pages", &backend));
         plans.push(sterna("none", NONE, false, ", huge pages", &backend));
     }

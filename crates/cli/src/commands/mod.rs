@@ -21,7 +21,7 @@ use sterna_qemu::gateway::{Cancel, GatewayError};
 
 use crate::args::{Cli, Command, LinkArgs, ProxyCommand, ReportArgs, ScreenArgs};
 use crate::progress::Screen;
-use crate::signals::{self, Watch};
+use crate::signals::{self, Meaning, Watch};
 use report_file::ReportFile;
 
 /// Exit codes; `--help` explains them.
@@ -103,10 +103,10 @@ struct Session {
 }
 
 impl Session {
-    fn start(screen: &ScreenArgs, logging: bool) -> Result<Self, Failure> {
+    fn start(screen: &ScreenArgs, logging: bool, cancelling: Meaning) -> Result<Self, Failure> {
         let cancel = Cancel::new();
         let screen = Arc::new(Screen::new(screen.quiet, logging, cancel.clone()));
-        let watch = signals::watch(cancel.clone(), {
+        let watch = signals::watch(cancel.clone(), cancelling, {
             let screen = screen.clone();
             move |text| screen.say(text)
         });
@@ -155,7 +155,7 @@ fn migration<R: Summary>(
 ) -> Result<Exit, Failure> {
     // Where the report cannot be written is to be known before the guest is touched.
     let file = report.json.as_deref().map(ReportFile::reserve).transpose().map_err(|error| Failure::failed(&error))?;
-    let session = Session::start(screen, logging)?;
+    let session = Session::start(screen, logging, Meaning::MIGRATION)?;
     let result = migrate(&session.cancel, &session.screen);
     let cancelled = session.end();
 

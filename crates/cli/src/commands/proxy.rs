@@ -4,6 +4,7 @@ use sterna_qemu::gateway::{GatewayError, ProxyReceiveOptions, ProxySendOptions, 
 
 use super::{Exit, Failure, Session, gateway_failure, method_choice, security};
 use crate::args::{ProxyReceiveArgs, ProxySendArgs};
+use crate::signals::Meaning;
 
 pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Failure> {
     let options = ProxySendOptions {
@@ -17,7 +18,7 @@ pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Fail
         downtime: args.link.downtime,
         packet_size: args.link.packet_size,
     };
-    let session = Session::start(&args.screen, logging)?;
+    let session = Session::start(&args.screen, logging, Meaning::RELAY)?;
     let result = proxy_send(&options, &session.cancel, &*session.screen);
     end(session, result)
 }
@@ -29,7 +30,7 @@ pub(super) fn run_receive(args: &ProxyReceiveArgs, logging: bool) -> Result<Exit
         listen: args.listen.clone(),
         security: security::destination(&args.tls)?,
     };
-    let session = Session::start(&args.screen, logging)?;
+    let session = Session::start(&args.screen, logging, Meaning::RELAY)?;
     let result = proxy_receive(&options, &session.cancel, &*session.screen);
     end(session, result)
 }

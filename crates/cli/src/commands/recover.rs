@@ -7,6 +7,7 @@ use sterna_qemu::gateway::{RecoverOptions, recover};
 
 use super::{Exit, Failure, Session, gateway_failure, security, state_dir};
 use crate::args::{RecoverArgs, ScreenArgs, SideArg};
+use crate::signals::Meaning;
 
 pub(super) fn run(args: &RecoverArgs, logging: bool) -> Result<Exit, Failure> {
     let options = RecoverOptions {
@@ -19,7 +20,7 @@ pub(super) fn run(args: &RecoverArgs, logging: bool) -> Result<Exit, Failure> {
         security: security::recovery(args)?,
         state_dir: state_dir::choose(&args.state)?,
     };
-    let session = Session::start(&ScreenArgs { quiet: false }, logging)?;
+    let session = Session::start(&ScreenArgs { quiet: false }, logging, Meaning::RECOVERY)?;
     let result = recover(&options, &session.cancel, &*session.screen);
     let cancelled = session.end();
     let text = result.map_err(|error| gateway_failure(&error, cancelled))?;

@@ -27,10 +27,29 @@ pub(super) enum ReportFile {
 
 /// The report cannot be written.
 #[derive(Debug, thiserror::Error)]
-#[error("--json: cannot write the report to {path}: {source}", path = path.display())]
+#[error("--json: cannot write the report to {path}: {why}", path = path.display(), why = self.why())]
 pub(super) struct ReportFileError {
     path: PathBuf,
     source: io::Error,
+}
+
+impl ReportFileError {
+    /// The reason, with what to do about it where that is known.
+    fn why(&self) -> String {
+        match self.source.kind() {
+            io::ErrorKind::NotFound => {
+                let directory = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
+                let directory = directory.unwrap_or(Path::new("."));
+                format!("there is no directory {}; make it, or give another path", directory.display())
+            }
+            io::ErrorKind::NotADirectory => "a part of the path is no directory; give another path".to_owned(),
+            io::ErrorKind::IsADirectory => "it is a directory; give the path of a file".to_owned(),
+            io::ErrorKind::PermissionDenied => {
+                "permission denied; give a path in a directory that you may write to".to_owned()
+            }
+            _ => self.source.to_string(),
+        }
+    }
 }
 
 impl ReportFile {

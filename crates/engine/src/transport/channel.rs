@@ -10,6 +10,12 @@ use sterna_wire::limits::MAX_TEXT;
 use super::connection::classify;
 use super::{Connection, Reader, TransportError, Writer};
 
+/// How a TLS connection begins: a handshake record, major version 3 (RFC 8446, section 5.1).
+const TLS_HANDSHAKE: [u8; 2] = [22, 3];
+/// What a sender with TLS is told where there is none; it gets to see it because it came before any other answer.
+const NO_TLS: &str =
+    "this receiver does not take TLS: start it with --tls, or the sender with --insecure instead of --tls";
+
 /// Opens a channel on a connection made by [`Connection::connect`]: says what it is, proves that it belongs to the
 /// migration, and waits for the answer. The duration is the round trip from the header to the answer.
 ///
@@ -70,7 +76,8 @@ pub fn read_header(connection: &mut Connection) -> Result<ChannelHeader, Transpo
     let arrived = connection.reader.read_exact_until(&mut bytes, connection.deadline);
     arrived.map_err(|error| classify(peer.clone(), error, "saying what the connection is for", &connection.limits))?;
     ChannelHeader::decode(&bytes).map_err(|source| {
-        answer(&mut connection.writer, &ChannelReply::Refused(source.to_string()));
+        let reason = if bytes.starts_with(&TLS_HANDSHAKE) { NO_TLS.to_owned() } else { source.to_string() };
+        answer(&mut connection.writer, &ChannelReply::Refused(reason));
         TransportError::Header { peer, source }
     })
 }

@@ -272,7 +272,12 @@ fn host_of(to: &str) -> Option<&str> {
 
 fn dial(to: &str, limit: Duration) -> Result<TcpStream, TransportError> {
     let deadline = Instant::now() + limit;
-    let addresses: Vec<_> = to.to_socket_addrs().map_err(|error| bad_address(to, &error.to_string()))?.collect();
+    let addresses: Vec<_> = match to.to_socket_addrs() {
+        Ok(addresses) => addresses.collect(),
+        // The standard library's word for a port that is no number; a resolver has other errors.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => return Err(bad_address(to, &error.to_string())),
+        Err(source) => return Err(TransportError::Lookup { address: to.to_owned(), source }),
+    };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for (tried, address) in addresses.iter().enumerate() {
         // A share of what is left, so that one address that swallows everything leaves time for the others.
@@ -280,6 +285,7 @@ fn dial(to: &str, limit: Duration) -> Result<TcpStream, TransportError> {
         let share = left / (addresses.len() - tried) as u32;
         match TcpStream::connect_timeout(address, share.max(Duration::from_millis(1))) {
             Ok(tcp) => return Ok(tcp),
+            Err(error) if address.to_string() == to => last = error,
             Err(error) => last = io::Error::new(error.kind(), format!("{address}: {error}")),
         }
     }

@@ -1,10 +1,10 @@
 //! Many incoming connections at once, each bounded in time, all bounded in number, until they have said what they are.
 
 use std::io::{self, IoSlice, Read};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::net::{IpAddr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -18,6 +18,8 @@ use super::{Connection, Limits, Security, TransportError, channel, socket};
 const HANDSHAKE_STACK: usize = 512 << 10;
 /// Pause after a failed accept (out of file descriptors), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// What is said to a connection for which there is no place.
+const TOO_MANY: &str = "too many connections are being opened at once; try again in a moment";
 
 /// A bound address.
 #[derive(Debug)]
@@ -68,8 +70,11 @@ impl Listener {
     }
 
     /// Starts accepting on a thread of its own. Each connection is shaken hands with on another one, within
-    /// `limits.handshake`; at most `limits.pending` at once, counted until they have been taken from [`Incoming`];
-    /// further ones are refused in words.
+    /// `limits.handshake`; at most `limits.pending` at once, counted until they have been taken from [`Incoming`].
+    ///
+    /// A further one takes the place of one that has not said yet what it is for: of those from the host that has the
+    /// most, the oldest. So strangers who connect and are silent keep nobody out. It is told so in words, and so is the
+    /// new one where none can make room.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -79,7 +84,7 @@ impl Listener {
         let stop = Stop { socket: Arc::clone(&socket), stopped: Arc::new(AtomicBool::new(false)) };
         // A rendezvous: a handshake's thread keeps its place until the connection has been taken.
         let (arrive, arrived) = sync_channel(0);
-        let doorman = Doorman { security: Arc::new(security), limits, arrive, pending: Arc::new(AtomicUsize::new(0)) };
+        let doorman = Doorman { security: Arc::new(security), limits, arrive, places: Arc::default() };
         let stopped = Arc::clone(&stop.stopped);
         let thread = thread::Builder::new()
             .name("listener".to_owned())
@@ -123,15 +128,75 @@ struct Doorman {
     security: Arc<Security>,
     limits: Limits,
     arrive: SyncSender<(Connection, ChannelHeader)>,
-    pending: Arc<AtomicUsize>,
+    places: Arc<Mutex<Vec<Place>>>,
 }
 
-/// One of the places for connections that have not been taken yet; given back when dropped.
-struct Place(Arc<AtomicUsize>);
+/// What is kept of a connection whose thread has not ended, oldest first.
+#[derive(Debug)]
+struct Place {
+    tcp: Arc<TcpStream>,
+    host: IpAddr,
+    stage: Stage,
+}
 
-impl Drop for Place {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// It has not said yet what it is for.
+    Silent,
+    /// It has, and waits to be taken.
+    Arrived,
+    /// It was closed to make room.
+    Closed,
+}
+
+/// A thread's hold on its place, given back when dropped.
+struct Hold {
+    tcp: Arc<TcpStream>,
+    places: Arc<Mutex<Vec<Place>>>,
+}
+
+impl Hold {
+    /// The connection has said what it is for.
+    fn arrived(&self) {
+        let mut places = lock(&self.places);
+        if let Some(place) = places.iter_mut().find(|place| Arc::ptr_eq(&place.tcp, &self.tcp))
+            && place.stage == Stage::Silent
+        {
+            place.stage = Stage::Arrived;
+        }
+    }
+}
+
+impl Drop for Hold {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
+        lock(&self.places).retain(|place| !Arc::ptr_eq(&place.tcp, &self.tcp));
+    }
+}
+
+fn lock(places: &Mutex<Vec<Place>>) -> MutexGuard<'_, Vec<Place>> {
+    places.lock().expect("nothing panics with the places in hand")
+}
+
+/// Closes the connection that makes room for another one; `false` if there is none.
+fn make_room(places: &mut [Place]) -> bool {
+    let silent = |place: &&Place| place.stage == Stage::Silent;
+    let from = |host: IpAddr| places.iter().filter(silent).filter(|place| place.host == host).count();
+    // The first of several with the same count, which is the oldest.
+    let most = places.iter().filter(silent).map(|place| from(place.host)).max();
+    let chosen = places.iter().position(|place| silent(&place) && Some(from(place.host)) == most);
+    let Some(chosen) = chosen else { return false };
+    refuse_unread(&places[chosen].tcp, TOO_MANY);
+    // Its thread, which waits for it to say something, is woken by the end.
+    let _ = places[chosen].tcp.shutdown(Shutdown::Both);
+    places[chosen].stage = Stage::Closed;
+    true
+}
+
+/// Whom an address belongs to: whoever has one of an IPv6 network of 64 bits has them all.
+fn host(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
+        v4 => v4,
     }
 }
 
@@ -154,20 +219,19 @@ impl Doorman {
     }
 
     fn admit(&self, tcp: TcpStream, peer: SocketAddr) {
-        // Only this thread adds, so the count cannot pass the limit between the look and the addition.
-        if self.pending.load(Ordering::Acquire) >= self.limits.pending {
+        let Some(hold) = self.place(&tcp, peer) else {
             tracing::warn!(%peer, limit = self.limits.pending, "too many connections at once, refused one");
-            refuse_unread(&tcp, "too many connections are being opened at once; try again in a moment");
+            refuse_unread(&tcp, TOO_MANY);
             return;
-        }
-        self.pending.fetch_add(1, Ordering::AcqRel);
-        let place = Place(Arc::clone(&self.pending));
+        };
         let (security, limits, arrive) = (Arc::clone(&self.security), self.limits, self.arrive.clone());
         let serve = move || {
-            let _place = place;
             match serve(tcp, &security, &limits) {
                 // The receiver is gone if the listener's owner is; the connection is then dropped, which ends it.
-                Ok(arrival) => drop(arrive.send(arrival)),
+                Ok(arrival) => {
+                    hold.arrived();
+                    drop(arrive.send(arrival));
+                }
                 Err(error) => tracing::warn!("{error}"),
             }
         };
@@ -175,6 +239,17 @@ impl Doorman {
         if let Err(error) = spawned {
             tracing::warn!(%peer, %error, "cannot start a thread for a connection");
         }
+    }
+
+    /// A place for a connection, where there is one or can be made one.
+    fn place(&self, tcp: &TcpStream, peer: SocketAddr) -> Option<Hold> {
+        let mut places = lock(&self.places);
+        let open = places.iter().filter(|place| place.stage != Stage::Closed).count();
+        // The threads of closed ones end at once, but not before the processor is free for them.
+        let room = places.len() < 2 * self.limits.pending && (open < self.limits.pending || make_room(&mut places));
+        let tcp = Arc::new(room.then(|| tcp.try_clone().ok()).flatten()?);
+        places.push(Place { tcp: Arc::clone(&tcp), host: host(peer.ip()), stage: Stage::Silent });
+        Some(Hold { tcp, places: Arc::clone(&self.places) })
     }
 }
 
@@ -184,7 +259,7 @@ fn serve(tcp: TcpStream, security: &Security, limits: &Limits) -> Result<(Connec
     Ok((connection, header))
 }
 
-/// Refuses without a handshake, in clear text also where TLS is expected (the sender understands it), without waiting.
+/// Refuses where nothing has been read, in clear text also where TLS is expected (the sender understands it), without waiting.
 fn refuse_unread(mut tcp: &TcpStream, reason: &str) {
     let reply = ChannelReply::Refused(reason.to_owned()).encode();
     let _ = socket::send_all(tcp, &mut [IoSlice::new(&reply)], SendFlags::DONTWAIT);
@@ -192,5 +267,46 @@ fn refuse_unread(mut tcp: &TcpStream, reason: &str) {
     // What has arrived by now is taken, because closing over unread bytes resets the connection.
     if tcp.set_nonblocking(true).is_ok() {
         let _ = tcp.read(&mut [0; 4096]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn places(hosts: &[&str]) -> Vec<Place> {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let place = |address: &&str| Place {
+            tcp: Arc::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap()),
+            host: host(address.parse().unwrap()),
+            stage: Stage::Silent,
+        };
+        hosts.iter().map(place).collect()
+    }
+
+    /// Which connections make room, one after the other.
+    fn order(mut places: Vec<Place>) -> Vec<usize> {
+        let mut order = Vec::new();
+        while make_room(&mut places) {
+            let closed = |at: &usize| places[*at].stage == Stage::Closed && !order.contains(at);
+            order.extend((0..places.len()).find(closed));
+        }
+        order
+    }
+
+    #[test]
+    fn the_host_with_the_most_silent_connections_makes_room_and_of_those_the_oldest() {
+        let known = ["192.0.2.1", "192.0.2.2", "192.0.2.2", "192.0.2.3", "192.0.2.2"];
+        assert_eq!(order(places(&known)), [1, 2, 0, 3, 4]);
+        let networks = ["2001:db8::1", "2001:db8:1::1", "2001:db8:1::2", "::ffff:192.0.2.1"];
+        assert_eq!(order(places(&networks)), [1, 0, 2, 3]);
+    }
+
+    #[test]
+    fn what_has_said_what_it_is_for_makes_no_room() {
+        let mut places = places(&["192.0.2.1", "192.0.2.1", "192.0.2.2"]);
+        places[0].stage = Stage::Arrived;
+        places[1].stage = Stage::Arrived;
+        assert_eq!(order(places), [2]);
     }
 }

@@ -59,13 +59,21 @@ impl Default for Limits {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransportError {
-    /// The address cannot be understood or found.
+    /// The address cannot be understood.
     #[error("cannot use the address {address:?}: {reason}; expected HOST:PORT")]
     Address {
         /// The address given.
         address: String,
         /// What is wrong with it.
         reason: String,
+    },
+    /// The host's name is not known.
+    #[error("cannot find the host of {address}: {source}")]
+    Lookup {
+        /// The address given.
+        address: String,
+        /// What the resolver said.
+        source: io::Error,
     },
     /// No address of the host answered.
     #[error("cannot connect to {address}: {source}")]

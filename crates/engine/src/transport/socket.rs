@@ -24,8 +24,10 @@ pub(super) fn configure(tcp: &TcpStream, silence: Duration) -> io::Result<()> {
     let keepalive =
         TcpKeepalive::new().with_time(Duration::from_secs(15)).with_interval(Duration::from_secs(5)).with_retries(3);
     socket.set_tcp_keepalive(&keepalive)?;
-    // Also ends a write to a peer that acknowledges but no longer reads (tcp(7)); twice the limit, because a peer
-    // that is only busy still sends heartbeats on its control channel and is judged by those.
+    // Counts data that is not acknowledged, and data that is not sent because the peer's window is closed (tcp(7)). So it
+    // ends the channel of a peer that is gone, and also of one that lives but has read nothing for so long, such as a
+    // receiver whose QEMU is stopped: one that is slow reads something and is left alone. Twice the limit, since a lost
+    // peer is noticed earlier by the silence on its control channel, which says more.
     socket.set_tcp_user_timeout(Some(silence * 2))?;
     socket.set_tcp_notsent_lowat(NOT_SENT_LOW_WATER)
 }

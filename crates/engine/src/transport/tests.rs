@@ -350,7 +350,7 @@ fn an_empty_revocation_list_does_not_pass_for_nobody_is_revoked() {
     let site = Site::new();
     std::fs::write(site.path().join("ca-crl.pem"), "").unwrap();
     let refused = TlsSettings::server(site.path(), &["a".to_owned()]).unwrap_err();
-    assert!(matches!(refused, TlsError::File { .. }) && refused.to_string().contains("ca-crl.pem"), "{refused}");
+    assert!(matches!(refused, TlsError::Unusable { .. }) && refused.to_string().contains("ca-crl.pem"), "{refused}");
 }
 
 #[test]
@@ -397,7 +397,7 @@ fn tls_on_one_side_only_is_said_in_words_on_the_other() {
 
     let (opened, received) = meet(&site.client(), &Security::Insecure, "localhost", text);
     let said = text(opened);
-    assert!(said.contains("without TLS") && said.contains("magic"), "{said}");
+    assert!(said.contains("does not take TLS") && said.contains("--insecure"), "{said}");
     assert!(received.contains("does not begin with Sterna's magic"), "{received}");
 }
 
@@ -422,6 +422,26 @@ fn settings_of_the_wrong_side_are_an_error() {
     assert!(matches!(refused, TransportError::WrongSide(_)), "{refused}");
     let refused = Connection::connect("localhost", &site.client()).unwrap_err();
     assert!(matches!(refused, TransportError::Address { .. }), "{refused}");
+}
+
+#[test]
+fn an_address_that_leads_nowhere_is_named_once_and_with_the_right_reason() {
+    let said = |to: &str| Connection::connect(to, &Security::Insecure).unwrap_err().to_string();
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let refused = said(&nobody.to_string());
+    assert_eq!(refused.matches(&nobody.to_string()).count(), 1, "{refused}");
+    let refused = said(&format!("localhost:{}", nobody.port()));
+    assert!(
+        refused.contains("localhost") && (refused.contains("127.0.0.1") || refused.contains("[::1]")),
+        "which of its addresses: {refused}"
+    );
+    // RFC 6761: never the name of a host.
+    let unknown = said("no-such-host.invalid:4920");
+    assert!(unknown.contains("cannot find the host") && !unknown.contains("expected HOST:PORT"), "{unknown}");
+    for port in ["", "x", "65536"] {
+        let bad = said(&format!("127.0.0.1:{port}"));
+        assert!(bad.contains("expected HOST:PORT"), "{bad}");
+    }
 }
 
 // ---- Hostile and broken peers ----------------------------------------------------------------------------------------
@@ -609,30 +629,35 @@ fn a_listener_hands_out_channels_with_their_headers() {
 }
 
 #[test]
-fn beyond_the_limit_connections_are_refused_in_words_and_places_come_free_again() {
+fn beyond_the_limit_the_oldest_silent_connection_is_told_so_and_makes_room() {
     let site = Site::new();
     let source = site.client();
     for (security, source) in [(Security::Insecure, &Security::Insecure), (site.server("source.example"), &source)] {
         let (incoming, to) = listening(security, Limits { pending: 2, ..Limits::default() });
-        let silent = [TcpStream::connect(&to).unwrap(), TcpStream::connect(&to).unwrap()];
-
-        let refused = open(&to, source).unwrap_err();
-        assert!(matches!(refused, TransportError::Refused { .. }), "{refused}");
-        assert!(refused.to_string().contains("too many connections"), "{refused}");
-
-        drop(silent);
+        let mut silent = [TcpStream::connect(&to).unwrap(), TcpStream::connect(&to).unwrap()];
         thread::scope(|scope| {
-            let opening = scope.spawn(|| {
-                loop {
-                    match open(&to, source) {
-                        Err(TransportError::Refused { .. }) => {} // the ends of the silent ones are still on their way
-                        opened => return opened,
-                    }
-                }
-            });
+            let opening = scope.spawn(|| open(&to, source));
             accept_channel(incoming.next_within(PATIENCE).unwrap().0).unwrap();
             opening.join().unwrap().unwrap();
         });
+        let mut said = Vec::new();
+        silent[0].set_read_timeout(Some(PATIENCE)).unwrap();
+        silent[0].read_to_end(&mut said).unwrap();
+        assert!(String::from_utf8_lossy(&said).contains("too many connections"), "{said:?}");
+        silent[1].set_nonblocking(true).unwrap();
+        assert_eq!(silent[1].read(&mut [0]).unwrap_err().kind(), io::ErrorKind::WouldBlock, "it may still speak");
+    }
+}
+
+#[test]
+fn where_nothing_can_make_room_a_connection_is_refused_in_words() {
+    let site = Site::new();
+    let source = site.client();
+    for (security, source) in [(Security::Insecure, &Security::Insecure), (site.server("source.example"), &source)] {
+        let (_incoming, to) = listening(security, Limits { pending: 0, ..Limits::default() });
+        let refused = open(&to, source).unwrap_err();
+        assert!(matches!(refused, TransportError::Refused { .. }), "{refused}");
+        assert!(refused.to_string().contains("too many connections"), "{refused}");
     }
 }
 

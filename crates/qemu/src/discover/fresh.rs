@@ -26,14 +26,20 @@ pub enum Freshness {
 }
 
 impl Freshness {
-    /// Whether `len` bytes at `offset` read as zeros because nobody wrote them.
-    pub fn is_fresh(&self, offset: u64, len: u64) -> bool {
+    /// The pages that may have been written, of a block of `pages` pages of `page_size` bytes: every page of which a
+    /// byte may have been.
+    ///
+    /// # Errors
+    /// All of them may; the reason, for the log.
+    pub fn written_pages(
+        &self,
+        pages: u64,
+        page_size: u64,
+    ) -> Result<impl Iterator<Item = Range<u64>> + '_, &'static str> {
         match self {
-            Freshness::Touched(_) => false,
+            Freshness::Touched(why) => Err(why),
             Freshness::Fresh(touched) => {
-                let end = offset.saturating_add(len);
-                let at = touched.partition_point(|range| range.end <= offset);
-                touched.get(at).is_none_or(|range| range.start >= end)
+                Ok(touched.iter().map(move |range| range.start / page_size..range.end.div_ceil(page_size).min(pages)))
             }
         }
     }

@@ -21,6 +21,7 @@ use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
     Moment, RecordState, SwitchoverMessage,
 };
+use sterna_wire::text::cleaned;
 
 use super::doorman::{DoorNews, Doorman, Session};
 use super::feeder::{Feeder, FeederNews};
@@ -38,6 +39,8 @@ const PAUSE_TIME: Duration = Duration::from_secs(10);
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 /// How long QEMU may take to exit.
 const QUIT_TIME: Duration = Duration::from_secs(10);
+/// The reason where it was cancelled on this side.
+const CANCELLED: &str = "cancelled";
 /// How often the loop wakes when nothing happens.
 const IDLE: Duration = Duration::from_secs(1);
 
@@ -104,12 +107,15 @@ pub fn receive(
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
     let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::new)?;
+    // Until the end, whatever else is connected to this QEMU.
+    let _claim = qemu::claim(&qmp)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::new)?;
     let refusals = settings.refusals(Role::Destination);
     if !refusals.is_empty() {
         return Err(GatewayError(format!("this QEMU cannot take a guest: {}", refusals.join("; "))));
     }
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
+    qemu::check_directories(&options.state_dir, &qmp)?;
     let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
     let address = listener.local_address().to_string();
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
@@ -141,8 +147,9 @@ impl Guest {
     }
 
     fn refusal(&self, hello: &Hello) -> Option<String> {
-        let theirs = &hello.machine.machine_type;
-        (*theirs != self.machine_type && !theirs.is_empty() && !self.machine_type.is_empty()).then(|| {
+        // It is shown in the log here and on the terminal there.
+        let theirs = cleaned(&hello.machine.machine_type);
+        (theirs != self.machine_type && !theirs.is_empty() && !self.machine_type.is_empty()).then(|| {
             let ours = &self.machine_type;
             format!("the source's machine type is {theirs}, the destination's {ours}: start it with -M {theirs}")
         })
@@ -240,6 +247,7 @@ fn run_session(
         return_path: None,
         end: None,
         guest_stopped: false,
+        cancelled: false,
     };
     driver.run(&events, first);
     let report = driver.finish(peer);
@@ -278,6 +286,7 @@ struct Driver<'a> {
     return_path: Option<JoinHandle<()>>,
     end: Option<DestinationEnd>,
     guest_stopped: bool,
+    cancelled: bool,
 }
 
 impl Driver<'_> {
@@ -393,7 +402,7 @@ impl Driver<'_> {
     fn translate(&mut self, event: Event) -> Option<DestinationEvent> {
         match event {
             Event::Control(incarnation, event) if incarnation == self.incarnation => match event {
-                ControlEvent::Message(message) => self.heard(message),
+                ControlEvent::Message(message, _) => self.heard(message),
                 ControlEvent::Lost(reason) => {
                     self.link = None;
                     if self.end.is_none() {
@@ -450,9 +459,10 @@ impl Driver<'_> {
                     self.observer.note("the guest stands loaded here and the source decides: this cannot be cancelled");
                 } else {
                     // Before the channels are closed, which says less.
-                    self.tell_failure("cancelled");
+                    self.tell_failure(CANCELLED);
+                    self.cancelled = true;
                 }
-                Some(DestinationEvent::Failed { reason: "cancelled".into() })
+                Some(DestinationEvent::Failed { reason: CANCELLED.into() })
             }
         }
     }
@@ -465,7 +475,7 @@ impl Driver<'_> {
             }
             ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
-                let reason = format!("the source failed: {}", sterna_wire::text::cleaned(&reason));
+                let reason = format!("the source failed: {}", cleaned(&reason));
                 Some(DestinationEvent::Failed { reason })
             }
             unexpected => {
@@ -560,6 +570,10 @@ impl Driver<'_> {
     fn finish(mut self, source: String) -> ReceiveReport {
         let (outcome, reason) = match self.end.take() {
             Some(DestinationEnd::Running) => (Outcome::Completed, None),
+            // Whichever came first is the reason, and the source may have cancelled too.
+            Some(DestinationEnd::Discarded { reason }) if self.cancelled && reason == CANCELLED => {
+                (Outcome::Cancelled, Some(reason))
+            }
             Some(DestinationEnd::Discarded { reason }) => (Outcome::Failed, Some(reason)),
             Some(DestinationEnd::Lost { reason }) => (Outcome::Lost, Some(reason)),
             Some(DestinationEnd::Stuck { reason }) => (Outcome::Unconfirmed, Some(reason)),

@@ -1,13 +1,14 @@
 //! Who may come in: a control channel's hello at the beginning, then the channels of that migration and no others.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use sterna::abort::Abort;
-use sterna::control_link::{ControlEvent, ControlLink, hear, held_back, say};
+use sterna::control_link::{Allowance, ControlEvent, ControlLink, hear, held_back, say};
 use sterna::receive::{ReceiveCounters, Sink, receive_packets};
 use sterna::transport::{Closer, Connection, Incoming, Reader, Writer, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader, Hello, Mode, Welcome};
@@ -23,6 +24,62 @@ use super::peer::{Dialed, own_capabilities, program};
 const MOST_GREETED: usize = 32;
 /// How often new connections are looked for while others have not said their hello.
 const LOOK_PAUSE: Duration = Duration::from_millis(10);
+
+/// What is said to whoever comes during another migration.
+const UNDER_WAY: &str = "another migration is under way here";
+
+/// The connections whose hello is waited for, by the order of their arrival.
+#[derive(Default)]
+struct Greeters(Mutex<GreetersState>);
+
+#[derive(Default)]
+struct GreetersState {
+    next: u64,
+    cancelled: bool,
+    waited_for: BTreeMap<u64, Closer>,
+}
+
+/// One of them, until this is dropped.
+struct Greeter {
+    number: u64,
+    all: Arc<Greeters>,
+}
+
+impl Greeters {
+    fn state(&self) -> MutexGuard<'_, GreetersState> {
+        self.0.lock().expect("closing does not panic")
+    }
+
+    fn add(self: &Arc<Self>, closer: Closer) -> Greeter {
+        let mut state = self.state();
+        if state.cancelled {
+            closer.close();
+        }
+        let number = state.next;
+        state.next += 1;
+        state.waited_for.insert(number, closer);
+        Greeter { number, all: Arc::clone(self) }
+    }
+
+    fn close_oldest(&self) {
+        // It stays until its thread has noticed.
+        if let Some(oldest) = self.state().waited_for.first_entry() {
+            oldest.get().close();
+        }
+    }
+
+    fn close_all(&self) {
+        let mut state = self.state();
+        state.cancelled = true;
+        state.waited_for.values().for_each(Closer::close);
+    }
+}
+
+impl Drop for Greeter {
+    fn drop(&mut self) {
+        self.all.state().waited_for.remove(&self.number);
+    }
+}
 
 /// A migration that a source has begun.
 pub(super) struct Session {
@@ -47,6 +104,10 @@ impl Session {
     ) -> Option<Self> {
         let refusal = Arc::new(refusal);
         let (greeted, sessions) = channel::<Result<Self, String>>();
+        let greeters = Arc::new(Greeters::default());
+        // Only until a hello has been heard: later it is for the driver to say how a cancellation ends.
+        let interrupted = Arc::clone(&greeters);
+        cancel.on_cancel(move || interrupted.close_all());
         let mut waited_for = 0;
         loop {
             // Nobody to wait for: then without looking again and again.
@@ -71,14 +132,26 @@ impl Session {
                 Err(RecvTimeoutError::Timeout) => continue,
                 Err(RecvTimeoutError::Disconnected) => return None,
             };
-            if waited_for == MOST_GREETED {
-                refuse_channel(connection, "too many connections are being opened at once; try again in a moment");
-                continue;
+            while waited_for == MOST_GREETED {
+                // A source says its hello at once, so who has been silent for longest makes room.
+                greeters.close_oldest();
+                match sessions.recv().expect("this function itself holds a sender") {
+                    Ok(session) => {
+                        refuse_channel(connection, UNDER_WAY);
+                        sessions.try_iter().flatten().for_each(Self::too_late);
+                        return Some(session);
+                    }
+                    Err(reason) => {
+                        waited_for -= 1;
+                        refused(&reason);
+                    }
+                }
             }
             waited_for += 1;
-            let (greeted, refusal, cancel) = (greeted.clone(), Arc::clone(&refusal), cancel.clone());
+            let greeter = greeters.add(connection.closer());
+            let (greeted, refusal) = (greeted.clone(), Arc::clone(&refusal));
             std::thread::spawn(move || {
-                let session = Self::accept(connection, &header, mode, &cancel, &*refusal);
+                let session = Self::accept(connection, &header, mode, greeter, &*refusal);
                 if let Err(unheard) = greeted.send(session) {
                     unheard.0.into_iter().for_each(Self::too_late);
                 }
@@ -88,7 +161,7 @@ impl Session {
 
     /// Refuses a source that another one came before.
     fn too_late(mut self) {
-        let reason = "another migration is under way here".to_owned();
+        let reason = UNDER_WAY.to_owned();
         // It may be gone; then nobody misses the answer.
         let _ = say(&mut self.writer, &ControlMessage::Refused { reason });
     }
@@ -99,7 +172,7 @@ impl Session {
         connection: Connection,
         header: &ChannelHeader,
         mode: Mode,
-        cancel: &Cancel,
+        greeter: Greeter,
         refusal: impl Fn(&Hello) -> Option<String>,
     ) -> Result<Self, String> {
         let peer = connection.peer();
@@ -111,17 +184,9 @@ impl Session {
         let exporter = connection.exporter().to_vec();
         let closer = connection.closer();
         let (mut writer, mut reader) = accept_channel(connection).map_err(|error| error.to_string())?;
-        // Only until then: later it is for the driver to say how a cancellation ends.
-        let greeted = Arc::new(AtomicBool::new(false));
-        let (interrupted, already) = (closer.clone(), Arc::clone(&greeted));
-        cancel.on_cancel(move || {
-            if !already.load(Ordering::Acquire) {
-                interrupted.close();
-            }
-        });
         let mut messages = ControlReader::default();
         let heard = hear(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME);
-        greeted.store(true, Ordering::Release);
+        drop(greeter);
         let hello = match heard {
             Ok(ControlMessage::Hello(hello)) => hello,
             Ok(_) => return Err(format!("{peer}: the first message is no hello")),
@@ -187,6 +252,8 @@ pub(super) struct Doorman {
     abort: Arc<Abort>,
     opaque: Option<OpaqueDoor>,
     tell: Tell,
+    /// For all control channels that the source comes back with.
+    allowance: Allowance,
     state: Mutex<State>,
 }
 
@@ -209,7 +276,15 @@ impl Doorman {
     ) -> Self {
         let ram = vec![None; dialed.channels.into()];
         let state = State { open: false, incarnation: 1, ram, stream: false, threads: Vec::new() };
-        Self { dialed, feeder, abort: Arc::clone(abort), opaque, tell, state: Mutex::new(state) }
+        Self {
+            dialed,
+            feeder,
+            abort: Arc::clone(abort),
+            opaque,
+            tell,
+            allowance: Allowance::default(),
+            state: Mutex::new(state),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -249,7 +324,7 @@ impl Doorman {
 
     fn try_admit(&self, connection: Connection, header: &ChannelHeader) -> Result<(), Refused> {
         if header.id != self.dialed.id {
-            return Err(Box::new((connection, "another migration is under way here".into())));
+            return Err(Box::new((connection, UNDER_WAY.into())));
         }
         if !header.belongs(&self.dialed.key, connection.exporter()) {
             return Err(Box::new((connection, "the channel's proof does not belong to this migration".into())));
@@ -312,7 +387,7 @@ impl Doorman {
         let told = Arc::clone(&self.tell);
         let (events, gate) = held_back(move |event| told(DoorNews::Control(incarnation, event)));
         let accepted = accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
-            ControlLink::start(writer, reader, closer, ControlReader::default(), events)
+            ControlLink::start_within(&self.allowance, writer, reader, closer, ControlReader::default(), events)
                 .map_err(|error| error.to_string())
         });
         match accepted {
@@ -346,4 +421,76 @@ pub(super) fn receive_thread(
             abort.raise(format_args!("channel {name}: {reason}"));
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
+
+    use sterna::transport::{Limits, Listener, Security};
+    use sterna_wire::control::Machine;
+    use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
+
+    use super::*;
+
+    #[test]
+    fn however_many_are_silent_a_source_is_heard_and_nothing_of_them_is_left() {
+        let listener = Listener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_address();
+        let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+        let cancel = Cancel::new();
+        let waiting = std::thread::spawn({
+            let cancel = cancel.clone();
+            move || Session::first(&incoming, Mode::Owner, &cancel, |_| None, |_| {})
+        });
+        let (id, key) = (MigrationId::from_bytes([1; 16]), MigrationKey::from_bytes([2; 32]));
+        let subject = ProofSubject { id, kind: ChannelKind::Control, index: 0, incarnation: 1, exporter: b"" };
+        let header = ChannelHeader::new(&key, &subject).encode();
+        let connect = || {
+            let mut stream = TcpStream::connect(to).unwrap();
+            stream.set_read_timeout(Some(HANDSHAKE_TIME)).unwrap();
+            stream.write_all(&header).unwrap();
+            stream.read_exact(&mut [0; 4]).unwrap();
+            stream
+        };
+        let mut silent: Vec<_> = (0..2 * MOST_GREETED).map(|_| connect()).collect();
+        // The oldest have made room: they are at their end before the time for a hello is over.
+        let mut rest = Vec::new();
+        silent[0].read_to_end(&mut rest).unwrap();
+        assert_eq!(rest, b"");
+
+        let hello = ControlMessage::Hello(Hello {
+            program: "a source".into(),
+            key: key.to_hex(),
+            mode: Mode::Owner,
+            channels: 1,
+            capabilities: own_capabilities(MAX_CONTENT),
+            machine: Machine::default(),
+        });
+        connect().write_all(&hello.encode()).unwrap();
+        let session = waiting.join().unwrap().expect("the source is heard");
+        assert_eq!(session.dialed.id, id);
+        assert_eq!(cancel.0.lock().unwrap().wakers.len(), 1, "one for all of them");
+    }
+
+    #[test]
+    fn cancelling_ends_the_wait_for_a_hello() {
+        let listener = Listener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_address();
+        let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+        let mut stream = TcpStream::connect(to).unwrap();
+        let key = MigrationKey::from_bytes([2; 32]);
+        let id = MigrationId::from_bytes([1; 16]);
+        let subject = ProofSubject { id, kind: ChannelKind::Control, index: 0, incarnation: 1, exporter: b"" };
+        stream.write_all(&ChannelHeader::new(&key, &subject).encode()).unwrap();
+        let (connection, _) = incoming.next().unwrap();
+        let greeters = Arc::new(Greeters::default());
+        let greeter = greeters.add(connection.closer());
+        greeters.close_all();
+        stream.set_read_timeout(Some(HANDSHAKE_TIME)).unwrap();
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0, "closed");
+        drop(greeter);
+        assert!(greeters.state().waited_for.is_empty());
+    }
 }

@@ -18,14 +18,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use sterna::abort::Abort;
 use sterna::receive::{Sink, SinkError};
 use sterna_memory::place::{Piece, Place};
-use sterna_memory::received::{Freshness as Fresh, ReceivedBitmap};
+use sterna_memory::received::{Freshness, ReceivedBitmap};
 use sterna_wire::limits::MAX_RAM_CHANNELS;
 use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
 
 use super::layout::{self, Prologue, Start, record};
 use super::source_stream::closer;
 use super::{Placement as Wish, qemu, sockets};
-use crate::discover::{Freshness, RamBlock};
+use crate::discover::RamBlock;
 use crate::placement::{Placement, choose};
 use crate::stream::{
     Command, MainWriter, MultifdInit, MultifdWriter, RamBlockInfo, ReturnPathReader, StreamError, WireVariant,
@@ -205,11 +205,16 @@ impl Feeder {
             match choose(&block) {
                 Placement::Direct { place, why } => {
                     let received = ReceivedBitmap::new(announced.used_length / qemu::PAGE_SIZE as u64);
-                    let freshness = block.freshness();
-                    mark_touched(&received, &freshness);
-                    let fresh = match freshness {
-                        Freshness::Touched(why) => format!("not fresh: {why}"),
-                        Freshness::Fresh(_) => "fresh".into(),
+                    // Pages written before count as received: only then a zero page is a reason to clear them.
+                    let fresh = match block.freshness().written_pages(received.pages(), qemu::PAGE_SIZE as u64) {
+                        Ok(written) => {
+                            written.for_each(|pages| received.mark(pages));
+                            "fresh".into()
+                        }
+                        Err(why) => {
+                            received.mark(0..received.pages());
+                            format!("not fresh: {why}")
+                        }
                     };
                     lines.push(format!("{name}: {}, {why}, {fresh}", place.way()));
                     TargetBlock { name, way: Way::Direct { place, received } }
@@ -280,19 +285,6 @@ impl Feeder {
 /// Blocks larger than this are worth a line of their own in log and report, bytes.
 const LARGE_BLOCK: u64 = 8 << 20;
 
-/// Pages that were written before count as received: only then a zero page is a reason to clear them.
-fn mark_touched(received: &ReceivedBitmap, freshness: &Freshness) {
-    let page = qemu::PAGE_SIZE as u64;
-    match freshness {
-        Freshness::Touched(_) => received.mark(0..received.pages()),
-        Freshness::Fresh(ranges) => {
-            for range in ranges {
-                received.mark(range.start / page..range.end.div_ceil(page).min(received.pages()));
-            }
-        }
-    }
-}
-
 impl Feeding {
     /// Does something on the main channel that may write sync points, and gives every multifd channel as many SYNCs.
     ///
@@ -305,6 +297,12 @@ impl Feeding {
         let before = main.sync_points();
         act(&mut main)?;
         let added = main.sync_points() - before;
+        // Others must not be kept from the main channel while a multifd channel is waited for. Who writes to that may be
+        // blocked until QEMU has passed a sync point, and that is still to be written here.
+        drop(main);
+        if added == 0 {
+            return Ok(());
+        }
         for multifd in &self.multifd {
             let mut multifd = multifd.lock().expect("feeders do not panic");
             let syncs = multifd.syncs() + added;
@@ -351,7 +349,8 @@ impl RamSink {
                 }
                 RunKind::Zero => {
                     let mut outcome = Ok(());
-                    received.zero(run.first..run.end(), Fresh::Fresh, |part| {
+                    // What was written before has been marked, so whatever has no mark is fresh.
+                    received.zero(run.first..run.end(), Freshness::Fresh, |part| {
                         if outcome.is_ok() {
                             outcome = place.zero(part.start * page_size, (part.end - part.start) * page_size);
                         }
@@ -507,5 +506,36 @@ impl<F: FnMut(FeederNews) + Send> Sink for StreamSink<F> {
 
     fn opaque(&mut self, _: &[u8]) -> Result<(), SinkError> {
         Err("opaque bytes on the stream channel".into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    #[test]
+    fn what_needs_no_sync_point_does_not_wait_for_a_multifd_channel_that_is_blocked() {
+        let (main, _qemu_main) = UnixStream::pair().unwrap();
+        let (multifd, _qemu_multifd) = UnixStream::pair().unwrap();
+        let variant = WireVariant::SwitchoverStart;
+        let feeding = Arc::new(Feeding {
+            main: Mutex::new(MainWriter::new(main, variant, true)),
+            multifd: vec![Mutex::new(MultifdWriter::new(multifd, variant, qemu::PAGE_SIZE).unwrap())],
+            variant,
+            blocks: Vec::new(),
+            shapes: Arc::new([]),
+        });
+        // As its writer holds it while QEMU does not read.
+        let blocked = feeding.multifd[0].lock().unwrap();
+
+        let (done, ended) = channel();
+        let other = Arc::clone(&feeding);
+        std::thread::spawn(move || done.send(other.on_main(MainWriter::header).is_ok()));
+
+        assert_eq!(ended.recv_timeout(Duration::from_secs(30)), Ok(true));
+        assert!(feeding.main.try_lock().is_ok(), "the main channel is free for sync points");
+        drop(blocked);
     }
 }

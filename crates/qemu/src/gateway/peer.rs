@@ -151,8 +151,12 @@ impl Dialed {
         security: &Security,
         to: &str,
         context: &SendContext,
+        cancel: &Cancel,
     ) -> Result<(Vec<SendChannel>, SendChannel), GatewayError> {
-        let ram = (0..self.channels).map(|index| self.open(security, to, ChannelKind::Ram, index, context));
+        let ram = (0..self.channels).map(|index| match cancel.is_cancelled() {
+            true => Err(GatewayError("cancelled".into())),
+            false => self.open(security, to, ChannelKind::Ram, index, context),
+        });
         Ok((ram.collect::<Result<_, _>>()?, self.open(security, to, ChannelKind::DeviceState, 0, context)?))
     }
 

@@ -1,6 +1,7 @@
 //! The source's data plane: channels, pipeline, and the threads that read what QEMU writes.
 
-use std::io;
+use std::io::{self, Read};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,12 +13,23 @@ use sterna::entry::Pipeline;
 use sterna::send::{SendChannel, SendContext};
 use sterna::transport::Security;
 
-use super::GatewayError;
 use super::layout::Start;
 use super::peer::Dialed;
 use super::qemu::PAGE_SIZE;
-use super::source_stream::{MainContext, NormalPageRatio, StreamNews, SyncPoints, closer, read_main, read_multifd};
+use super::source_stream::{MainContext, NormalPageRatio, StreamNews, SyncPoints, read_main, read_multifd};
+use super::{Cancel, GatewayError};
 use crate::stream::{MainReader, MultifdInit};
+
+/// What becomes of QEMU's connections when the migration is taken down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum WhenAborted {
+    /// They are closed at once, by which QEMU learns of it.
+    Close,
+    /// They are read to nowhere until [`Plane::release`]; QEMU is told by QMP. A QEMU whose multifd connections end in its
+    /// last round can wait for its own threads for good, with the guest stopped and the monitor dead (10.0.2,
+    /// `multifd_send_sync_main`).
+    Drain,
+}
 
 /// The threads that move bytes, and what they need.
 #[derive(Debug)]
@@ -26,6 +38,8 @@ pub(super) struct Plane {
     pub(super) stream_channel: Arc<SendChannel>,
     pub(super) sync: Arc<SyncPoints>,
     abort: Arc<Abort>,
+    when_aborted: WhenAborted,
+    connections: Connections,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -54,8 +68,10 @@ impl Plane {
         to: &str,
         context: &SendContext,
         readers: usize,
+        cancel: &Cancel,
+        when_aborted: WhenAborted,
     ) -> Result<Self, GatewayError> {
-        let (channels, stream_channel) = dialed.open_channels(security, to, context)?;
+        let (channels, stream_channel) = dialed.open_channels(security, to, context, cancel)?;
         let pool = BatchPool::new(batches(channels.len(), readers), dialed.packet_size);
         let pipeline = Arc::new(Pipeline {
             channels,
@@ -72,7 +88,15 @@ impl Plane {
             waiting.close();
         });
         let stream_channel = Arc::new(stream_channel);
-        Ok(Self { pipeline, stream_channel, sync, abort: Arc::clone(&context.abort), threads: Vec::new() })
+        Ok(Self {
+            pipeline,
+            stream_channel,
+            sync,
+            abort: Arc::clone(&context.abort),
+            when_aborted,
+            connections: Connections(Vec::new()),
+            threads: Vec::new(),
+        })
     }
 
     /// Starts reading the multifd channels.
@@ -82,18 +106,19 @@ impl Plane {
         ratio: &NormalPageRatio,
     ) -> io::Result<()> {
         for (stream, init) in connections {
-            self.abort.on_end(closer(&stream)?);
+            let rest = self.connection(&stream)?;
             let (pipeline, sync, ratio) = (Arc::clone(&self.pipeline), Arc::clone(&self.sync), ratio.clone());
-            self.spawn(&format!("qemu-{}", init.id), move || {
+            self.spawn(&format!("qemu-{}", init.id), rest, move || {
                 read_multifd(stream, &pipeline, &sync, ratio).map_err(|error| error.to_string())
             })?;
         }
         Ok(())
     }
 
-    /// Starts reading the main channel; `start` reads its beginning, on the same thread.
+    /// Starts reading the main channel, `stream`; `start` reads its beginning, on the same thread.
     pub(super) fn read_main(
         &mut self,
+        stream: &UnixStream,
         start: impl FnOnce() -> Result<(MainReader<UnixStream>, Start), String> + Send + 'static,
         ratio: NormalPageRatio,
         news: impl FnMut(StreamNews) + Send + 'static,
@@ -104,7 +129,8 @@ impl Plane {
             stream_channel: Arc::clone(&self.stream_channel),
             ratio,
         };
-        self.spawn("qemu-main", move || {
+        let rest = self.connection(stream)?;
+        self.spawn("qemu-main", rest, move || {
             let (reader, start) = start()?;
             read_main(reader, &start, context, news).map_err(|error| error.to_string())
         })
@@ -114,7 +140,7 @@ impl Plane {
     /// migration is taken down before that, it is not called: somebody else has said why.
     pub(super) fn when_drained(&mut self, drained: impl FnOnce(Vec<u64>) + Send + 'static) -> io::Result<()> {
         let pipeline = Arc::clone(&self.pipeline);
-        self.spawn("drain", move || {
+        self.spawn("drain", None, move || {
             if let Ok(last) = pipeline.channels.iter().map(SendChannel::drained).collect() {
                 drained(last);
             }
@@ -122,14 +148,38 @@ impl Plane {
         })
     }
 
-    fn spawn(&mut self, name: &str, run: impl FnOnce() -> Result<(), String> + Send + 'static) -> io::Result<()> {
+    /// Keeps a connection of QEMU; gives what is to be drained when the migration was taken down.
+    fn connection(&mut self, stream: &UnixStream) -> io::Result<Option<UnixStream>> {
+        self.connections.0.push(stream.try_clone()?);
+        let other = stream.try_clone()?;
+        if self.when_aborted == WhenAborted::Drain {
+            return Ok(Some(other));
+        }
+        self.abort.on_end(move || close(&other));
+        Ok(None)
+    }
+
+    fn spawn(
+        &mut self,
+        name: &str,
+        rest: Option<UnixStream>,
+        run: impl FnOnce() -> Result<(), String> + Send + 'static,
+    ) -> io::Result<()> {
         let abort = Arc::clone(&self.abort);
         self.threads.push(std::thread::Builder::new().name(name.to_owned()).spawn(move || {
             if let Err(reason) = run() {
                 abort.raise(reason);
+                if let Some(rest) = rest {
+                    drain(&rest);
+                }
             }
         })?);
         Ok(())
+    }
+
+    /// Closes QEMU's connections: it needs them no more.
+    pub(super) fn release(&self) {
+        self.connections.close();
     }
 
     /// What went over the channels so far.
@@ -146,8 +196,9 @@ impl Plane {
         sent
     }
 
-    /// Waits for all threads. The migration has ended: every connection is closed.
+    /// Waits for all threads. The migration has ended: every connection to the destination is closed.
     pub(super) fn join(self) {
+        self.release();
         for thread in self.threads {
             // A panic there has been printed, and its closed connection was noticed.
             let _ = thread.join();
@@ -160,6 +211,33 @@ impl Plane {
             pipeline.channels.into_iter().for_each(SendChannel::join);
         }
     }
+}
+
+/// QEMU's, closed at the latest when they are dropped: threads have clones of them.
+#[derive(Debug)]
+struct Connections(Vec<UnixStream>);
+
+impl Connections {
+    fn close(&self) {
+        self.0.iter().for_each(close);
+    }
+}
+
+impl Drop for Connections {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn close(stream: &UnixStream) {
+    // It may have been closed by the other side already.
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+/// Reads to nowhere until the connection ends.
+fn drain(mut stream: &UnixStream) {
+    let mut nowhere = vec![0; 256 << 10];
+    while stream.read(&mut nowhere).is_ok_and(|length| length > 0) {}
 }
 
 /// Batches that are enough: what waits in queues and is being sent, and one open batch of each reader for each channel,

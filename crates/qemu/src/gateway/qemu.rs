@@ -1,18 +1,19 @@
 //! What both drivers ask of their QEMU by QMP, beyond settings.
 
 use std::io;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use sterna::record_file::{now_ms, unsettled};
+use sterna::record_file::{now_ms, prepare, unsettled};
 use sterna_wire::control::Machine;
 use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceQemu};
 
 use super::GatewayError;
 use super::peer::Dialed;
-use super::sockets::accept_until;
+use super::sockets::{SocketDir, accept_until};
 use crate::qmp::{Qmp, QmpError};
 use crate::stream::MultifdInit;
 
@@ -93,6 +94,28 @@ pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), Gatew
     }
 }
 
+/// What would end the migration when the other side is there already, and with it the destination's QEMU, is better known
+/// before: whether records and private sockets can be made.
+pub(super) fn check_directories(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
+    prepare(state_dir).map_err(GatewayError::new)?;
+    SocketDir::probe(qmp.peer_pid()).map_err(|error| GatewayError(format!("{error}; set TMPDIR to another directory")))
+}
+
+/// Keeps other programs of this kind from working on the same QEMU, through whatever monitor and with whatever state
+/// directory, for as long as the answer lives. An abstract socket (unix(7)) goes with its process.
+pub(super) fn claim(qmp: &Qmp) -> Result<Option<UnixListener>, GatewayError> {
+    let Some(ProcessIdentity { pid, start_ticks }) = identity(qmp) else { return Ok(None) };
+    let name = format!("sterna-qemu-{pid}-{start_ticks}");
+    let claimed = SocketAddr::from_abstract_name(name).and_then(|address| UnixListener::bind_addr(&address));
+    match claimed {
+        Ok(claim) => Ok(Some(claim)),
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            Err(GatewayError(format!("another sterna is at work on this QEMU (process {pid})")))
+        }
+        Err(error) => Err(GatewayError(format!("QEMU (process {pid}) cannot be claimed: {error}"))),
+    }
+}
+
 /// Which process answers at the QMP socket.
 pub(super) fn identity(qmp: &Qmp) -> Option<ProcessIdentity> {
     let pid = u32::try_from(qmp.peer_pid()?).ok()?;
@@ -139,6 +162,7 @@ pub(super) fn new_record(dialed: &Dialed, state: RecordState, peer: String, sock
         qmp: socket.display().to_string(),
         qemu: identity(qmp),
         settings_before: None,
+        completion_permitted: false,
         key: dialed.key.clone(),
         pid: std::process::id(),
         created_ms: now_ms(),
@@ -183,6 +207,21 @@ pub(super) fn source_state(qmp: &Qmp) -> Result<SourceQemu, QmpError> {
         "finish-migrate" => SourceQemu::Migrating,
         _ => SourceQemu::Running,
     })
+}
+
+/// Whether the migration under way still sends after a while. One whose sockets went with the process that crashed does
+/// not: it ends by itself, or is stuck.
+pub(super) fn goes_on(qmp: &Qmp) -> Result<bool, QmpError> {
+    let deadline = Instant::now() + CANCELLING_TIME;
+    let sent = |qmp: &Qmp| Ok(qmp.query_migrate()?.ram.map(|ram| ram.transferred + ram.multifd_bytes));
+    let first = sent(qmp)?;
+    while source_state(qmp)? == SourceQemu::Migrating {
+        if Instant::now() >= deadline {
+            return Ok(sent(qmp)? != first);
+        }
+        std::thread::sleep(LOOK_PAUSE);
+    }
+    Ok(false)
 }
 
 /// Cancels the migration and waits until QEMU has none under way. Its sockets have been closed.

@@ -51,7 +51,9 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     };
     // The lock is held here, so nobody works with them any more.
     SocketDir::remove_left(options.id, side);
-    let qmp = qemu_of(record.record());
+    // What is settled needs no QEMU, which may have gone on with its life.
+    let qmp = if record.record().state.settled() { None } else { qemu_of(record.record()) };
+    let _claim = qmp.as_ref().map(qemu::claim).transpose()?;
     let (events_in, events) = channel();
     let cancelled = events_in.clone();
     cancel.on_cancel(move || {
@@ -140,14 +142,35 @@ impl Common<'_> {
         }
     }
 
+    /// A migration that QEMU has under way or completed, and that cannot be the one of this record, is somebody else's:
+    /// to end it, or to let its guest go on, would make two guests of one.
+    fn refuse_if_not_ours(&self, state: SourceQemu) -> Result<(), GatewayError> {
+        let Some(qmp) = &self.qmp else { return Ok(()) };
+        let permitted = self.record.record().completion_permitted;
+        let whose = match state {
+            SourceQemu::Completed if !permitted => {
+                "was moved away by another migration; end this QEMU if it runs there"
+            }
+            SourceQemu::Migrating if !permitted && qemu::goes_on(qmp).map_err(GatewayError::new)? => {
+                "is being moved by another migration; wait for its end or cancel it, then try again"
+            }
+            _ => return Ok(()),
+        };
+        Err(GatewayError(format!("the guest {whose}. Nothing was touched")))
+    }
+
     fn source(mut self, state: SourceState) -> Result<String, GatewayError> {
-        let gone = self.qemu_gone()?;
+        let settled = RecordState::Source(state).settled();
         let qemu_state = match &self.qmp {
-            _ if gone => SourceQemu::Gone,
+            None if settled => SourceQemu::Running,
+            _ if self.qemu_gone()? => SourceQemu::Gone,
             Some(qmp) => qemu::source_state(qmp).map_err(GatewayError::new)?,
             None => SourceQemu::Gone,
         };
         tracing::info!(?state, ?qemu_state, "recovering the source");
+        if matches!(state, SourceState::Started | SourceState::Aborted) {
+            self.refuse_if_not_ours(qemu_state)?;
+        }
         let (mut machine, mut actions) = SourceSwitchover::recover(Some(state), qemu_state, self.options.fenced_peer);
         let mut give_up = None;
         loop {
@@ -196,7 +219,7 @@ impl Common<'_> {
                 Err(RecvTimeoutError::Disconnected) => unreachable!("a sender is kept here"),
             };
             actions = match event {
-                Event::Control(incarnation, ControlEvent::Message(ControlMessage::Switchover(message)))
+                Event::Control(incarnation, ControlEvent::Message(ControlMessage::Switchover(message), _))
                     if incarnation == self.incarnation =>
                 {
                     machine.on(SourceEvent::Message(message))
@@ -307,9 +330,11 @@ impl Common<'_> {
     }
 
     fn destination(mut self, state: DestinationState) -> Result<String, GatewayError> {
-        let gone = self.qemu_gone()?;
+        let settled = RecordState::Destination(state).settled();
         let qemu_state = match &self.qmp {
-            Some(qmp) if !gone => match qmp.status().map_err(GatewayError::new)?.as_str() {
+            None if settled => DestinationQemu::Running,
+            _ if self.qemu_gone()? => DestinationQemu::Gone,
+            Some(qmp) => match qmp.status().map_err(GatewayError::new)?.as_str() {
                 "inmigrate" => DestinationQemu::Incoming,
                 "running" => DestinationQemu::Running,
                 "paused" => DestinationQemu::Paused,
@@ -320,7 +345,7 @@ impl Common<'_> {
                     )));
                 }
             },
-            _ => DestinationQemu::Gone,
+            None => DestinationQemu::Gone,
         };
         tracing::info!(?state, ?qemu_state, "recovering the destination");
         let (mut machine, mut actions) = DestinationSwitchover::recover(state, qemu_state, self.options.fenced_peer);
@@ -380,7 +405,7 @@ impl Common<'_> {
 
     fn destination_event(&mut self, machine: &mut DestinationSwitchover, event: Event) -> Vec<DestinationAction> {
         match event {
-            Event::Control(incarnation, ControlEvent::Message(ControlMessage::Switchover(message)))
+            Event::Control(incarnation, ControlEvent::Message(ControlMessage::Switchover(message), _))
                 if incarnation == self.incarnation =>
             {
                 machine.on(DestinationEvent::Message(message))

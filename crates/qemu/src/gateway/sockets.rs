@@ -9,6 +9,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use sterna_wire::identity::MigrationId;
@@ -32,6 +33,26 @@ impl SocketDir {
             chown(&dir.path, Some(owner.uid()), Some(owner.gid()))?;
         }
         Ok(dir)
+    }
+
+    /// Finds out whether such a directory can be made and used, before there is a migration.
+    pub(super) fn probe(qemu: Option<i32>) -> io::Result<()> {
+        // As long as a migration's, and different from those of other processes and threads.
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let mut id = [0xff; 16];
+        id[..4].copy_from_slice(&std::process::id().to_le_bytes());
+        id[4..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+        let id = MigrationId::from_bytes(id);
+        let path = Self::path(id, "destination");
+        let failed = |error: io::Error| {
+            io::Error::new(error.kind(), format!("cannot make private sockets in {}: {error}", path.display()))
+        };
+        if !path.is_absolute() {
+            // QEMU may have another working directory.
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "the path is not absolute")));
+        }
+        Self::remove_left(id, "destination");
+        Self::create(id, "destination", qemu).and_then(|dir| dir.listen("qemu.sock").map(drop)).map_err(failed)
     }
 
     fn path(id: MigrationId, side: &str) -> PathBuf {

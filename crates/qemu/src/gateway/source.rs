@@ -4,6 +4,7 @@
 //! says what to do, and it is done in that order. Everything that moves bytes runs on threads of its own.
 
 use std::io;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -26,11 +27,11 @@ use sterna_wire::switchover::{
 
 use super::layout::Start;
 use super::peer::{self, Peer};
-use super::plane::{Plane, Sent};
+use super::plane::{Plane, Sent, WhenAborted};
 use super::qemu::{self, QemuEvent};
 use super::recovery::source_end;
 use super::sockets::SocketDir;
-use super::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
+use super::source_stream::{NormalPageRatio, StreamNews, read_start};
 use super::{Cancel, GatewayError, Observer, SendOptions, fault};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{Plan, Restore, Role, Settings, Wanted};
@@ -69,6 +70,8 @@ enum Event {
 /// Only for what is found before the guest is touched; every other end is told by the report.
 pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<Report, GatewayError> {
     let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::untouched)?;
+    // Until the end, whatever else is connected to this QEMU.
+    let _claim = qemu::claim(&qmp).map_err(GatewayError::untouched)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
     let refusals = settings.refusals(Role::Source);
     if !refusals.is_empty() {
@@ -82,6 +85,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         )));
     }
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
+    qemu::check_directories(&options.state_dir, &qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
 
@@ -159,6 +163,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         content_told: 0,
         cancelled: false,
         migrating: false,
+        accepted: false,
         give_up: None,
         due: None,
         undelivered: None,
@@ -243,6 +248,8 @@ struct Driver<'a> {
     content_told: u64,
     cancelled: bool,
     migrating: bool,
+    /// QEMU has taken our `migrate`, as far as is known: what migration it has is ours.
+    accepted: bool,
     give_up: Option<Instant>,
     /// When the step at hand must be done, and which it is.
     due: Option<(Instant, &'static str)>,
@@ -309,7 +316,7 @@ impl Driver<'_> {
         match action {
             SourceAction::WriteRecord(state) => {
                 if state == SourceState::Aborted {
-                    self.abort.raise("the migration was aborted");
+                    self.abort.raise(self.machine.reason());
                 }
                 match self.record.write(RecordState::Source(state)) {
                     Ok(()) => {
@@ -328,7 +335,11 @@ impl Driver<'_> {
             }
             SourceAction::StartMigration => match self.start_migration() {
                 Ok(()) => None,
-                Err(error) => Some(SourceEvent::Failed { reason: error.to_string() }),
+                Err(error) => {
+                    // The event may still lie in the queue.
+                    self.cancelled |= self.cancel.is_cancelled();
+                    Some(SourceEvent::Failed { reason: error.to_string() })
+                }
             },
             SourceAction::Send(message) => {
                 self.say(&ControlMessage::Switchover(message));
@@ -336,9 +347,7 @@ impl Driver<'_> {
             }
             SourceAction::RelayShut => {
                 self.due = Some((Instant::now() + self.step_time(), "completing at the source QEMU"));
-                self.return_message(ReturnMessage::Shut(0)).err().map(|error| SourceEvent::Failed {
-                    reason: format!("the source QEMU does not take the end of the migration: {error}"),
-                })
+                self.permit_completion().err().map(|reason| SourceEvent::Failed { reason })
             }
             SourceAction::EndMigration => Some(self.end_migration()),
             SourceAction::Cont => Some(match qemu::cont(&self.qmp) {
@@ -350,7 +359,9 @@ impl Driver<'_> {
             SourceAction::AnnounceSelf => {
                 // The guest stays: its QEMU is left as it was found.
                 self.restore = None;
-                qemu::announce(&self.qmp);
+                if self.accepted {
+                    qemu::announce(&self.qmp);
+                }
                 None
             }
             SourceAction::Connect => {
@@ -368,7 +379,7 @@ impl Driver<'_> {
     fn translate(&mut self, event: Event) -> Option<SourceEvent> {
         match event {
             Event::Control(incarnation, event) if incarnation == self.dialed.incarnation => match event {
-                ControlEvent::Message(message) => self.heard(message),
+                ControlEvent::Message(message, _) => self.heard(message),
                 ControlEvent::Lost(reason) => {
                     self.observer.note(&format!("the connection to the destination is lost: {reason}"));
                     self.peer = None;
@@ -472,10 +483,14 @@ impl Driver<'_> {
         match event {
             QemuEvent::Stopped => {
                 self.moments.stopped.get_or_insert_with(Instant::now);
+                if self.moments.drained.is_none() && self.accepted {
+                    self.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
+                }
                 self.stopped_by_another()
             }
             QemuEvent::Resumed => {
                 self.moments.stopped = None;
+                self.due = None;
                 // Somebody has started by hand what was given away.
                 self.machine.decided().then_some(SourceEvent::Qemu(SourceQemu::Running))
             }
@@ -540,7 +555,8 @@ impl Driver<'_> {
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);
-        let mut plane = Plane::open(&self.dialed, &self.options.security, &self.options.to, &context, readers)?;
+        let (security, to) = (&self.options.security, &self.options.to);
+        let mut plane = Plane::open(&self.dialed, security, to, &context, readers, self.cancel, WhenAborted::Drain)?;
 
         let failed = |error: io::Error| GatewayError(format!("the private sockets for QEMU failed: {error}"));
         let listener = sockets.listen("qemu.sock").map_err(failed)?;
@@ -553,14 +569,25 @@ impl Driver<'_> {
         }
         self.migrating = true;
         let uri = format!("unix:{}", sockets.socket("qemu.sock").display());
-        self.qmp
-            .execute("migrate", json!({ "uri": uri }))
-            .map_err(|error| GatewayError(format!("the source QEMU does not start the migration: {error}")))?;
+        let failed_to_start =
+            |why: &dyn std::fmt::Display| GatewayError(format!("the source QEMU does not start the migration: {why}"));
+        match self.qmp.status() {
+            Ok(status) if status != "running" => return Err(failed_to_start(&format_args!("its guest is {status}"))),
+            Ok(_) => {}
+            Err(error) => return Err(failed_to_start(&error)),
+        }
+        let answer = self.qmp.execute("migrate", json!({ "uri": uri }));
+        // Without an answer it may have been taken.
+        self.accepted = !matches!(answer, Err(QmpError::Refused { .. }));
+        answer.map_err(|error| failed_to_start(&error))?;
         let connections = qemu::accept_migration(&listener, channels as u8, CONNECT_TIME)
             .map_err(|error| GatewayError(format!("the source QEMU did not connect: {error}")))?;
 
         let return_path = connections.main.try_clone().map_err(failed)?;
-        self.abort.on_end(closer(&return_path).map_err(failed)?);
+        let ending = return_path.try_clone().map_err(failed)?;
+        // A QEMU that has sent its last page waits for the return path: its end is a failure, and the guest goes on.
+        self.abort.on_end(move || drop(ending.shutdown(Shutdown::Write)));
+        let main = connections.main.try_clone().map_err(failed)?;
         let uuid = connections.multifd.first().map_or([0; 16], |(_, init)| init.uuid);
         let ratio = NormalPageRatio::new(self.options.normal_page_ratio);
         plane.read_multifd(connections.multifd, &ratio).map_err(failed)?;
@@ -571,15 +598,28 @@ impl Driver<'_> {
         };
         let events = self.events_in.clone();
         let news = move |news| drop(events.send(Event::Stream(news)));
-        plane.read_main(start, ratio, news).map_err(failed)?;
+        plane.read_main(&main, start, ratio, news).map_err(failed)?;
         self.moving = Some(Moving { plane, return_path, _sockets: sockets });
         Ok(())
     }
 
     /// Sees to it that QEMU has no migration under way.
     fn end_migration(&mut self) -> SourceEvent {
-        self.abort.raise("the migration was aborted");
-        match qemu::end_migration(&self.qmp) {
+        self.abort.raise(self.machine.reason());
+        if !self.accepted {
+            // Whatever QEMU does is somebody else's.
+            return SourceEvent::Qemu(SourceQemu::Running);
+        }
+        let ended = qemu::end_migration(&self.qmp);
+        if let Some(moving) = &self.moving {
+            moving.plane.release();
+        }
+        match ended {
+            Ok(SourceQemu::Completed) if !self.record.record().completion_permitted => SourceEvent::Failed {
+                reason: "QEMU completed a migration although this one was not at its end: somebody else has moved the \
+                         guest, or turned off the return path"
+                    .into(),
+            },
             Ok(state) => SourceEvent::Qemu(state),
             Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().qemu) => {
                 SourceEvent::Qemu(SourceQemu::Gone)
@@ -588,6 +628,14 @@ impl Driver<'_> {
                 SourceEvent::Failed { reason: format!("the source QEMU does not end its migration: {error}") }
             }
         }
+    }
+
+    /// Lets QEMU complete, which it does at SHUT(0). That it may have is noted before, for `recover`.
+    fn permit_completion(&mut self) -> Result<(), String> {
+        self.record.amend(|record| record.completion_permitted = true);
+        self.record.write(RecordState::Source(SourceState::Started)).map_err(|error| error.to_string())?;
+        self.return_message(ReturnMessage::Shut(0))
+            .map_err(|error| format!("the source QEMU does not take the end of the migration: {error}"))
     }
 
     fn say(&self, message: &ControlMessage) {
@@ -687,7 +735,7 @@ impl Driver<'_> {
             }
             // The abort is on disk and the guest runs; a destination that was not told asks, and presumes it.
             End::Undelivered if self.cancelled => (Outcome::Cancelled, Some("cancelled".into())),
-            End::Undelivered => (Outcome::Failed, self.abort.reason()),
+            End::Undelivered => (Outcome::Failed, Some(self.machine.reason().to_owned())),
         };
         let sent = self.sent();
         if outcome == Outcome::Completed {

@@ -99,6 +99,10 @@ pub struct Record {
     /// stays. Only the driver knows their form.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings_before: Option<serde_json::Value>,
+    /// Source: the destination's word that it is prepared was about to be passed on to the virtual machine monitor. Only
+    /// then can the monitor have completed this migration: a guest moved away without it was moved by somebody else.
+    #[serde(default)]
+    pub completion_permitted: bool,
     /// The migration's key, in 64 hexadecimal digits.
     #[serde(with = "key_as_hex")]
     pub key: MigrationKey,
@@ -206,6 +210,7 @@ mod tests {
             qmp: "src.qmp".into(),
             qemu: Some(ProcessIdentity { pid: 7, start_ticks: 99 }),
             settings_before: None,
+            completion_permitted: false,
             key: MigrationKey::from_bytes([0xab; 32]),
             pid: 11,
             created_ms: 1,

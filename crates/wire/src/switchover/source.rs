@@ -193,6 +193,11 @@ impl SourceSwitchover {
         matches!(self.phase, Phase::Committed | Phase::WritingFinished)
     }
 
+    /// Why the migration does not go on; empty before that.
+    pub fn reason(&self) -> &str {
+        &self.reason
+    }
+
     /// Whether the process may end now without leaving the guest standing: the machine is done, or only the message that
     /// it aborted is still to be delivered (`recover` can do that later).
     pub fn may_stop(&self) -> bool {

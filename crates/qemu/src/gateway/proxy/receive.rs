@@ -139,11 +139,11 @@ impl Proxy<'_> {
     /// Says whether everything has come to its end.
     fn take(&mut self, event: Event, abort: &Abort) -> Result<bool, GatewayError> {
         match event {
-            Event::Control(1, ControlEvent::Message(ControlMessage::Opaque { index, name })) => {
+            Event::Control(1, ControlEvent::Message(ControlMessage::Opaque { index, name }, _)) => {
                 let refusal = self.connect_opaque(index, &name).err();
                 self.say(&ControlMessage::OpaqueAnswer { index, refusal });
             }
-            Event::Control(1, ControlEvent::Message(ControlMessage::Failed { reason })) => {
+            Event::Control(1, ControlEvent::Message(ControlMessage::Failed { reason }, _)) => {
                 return Err(GatewayError(format!("the source failed: {}", sterna_wire::text::cleaned(&reason))));
             }
             Event::Control(1, ControlEvent::Lost(_)) if self.stream_ended => return Ok(true),

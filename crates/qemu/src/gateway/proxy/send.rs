@@ -1,8 +1,9 @@
 //! The source's proxy.
 
 use std::collections::HashMap;
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
@@ -21,7 +22,7 @@ use sterna_wire::limits::{HANDSHAKE_TIME, MAX_OPAQUE_CHANNELS, MAX_RAM_CHANNELS}
 use super::opaque::{Open, pump_in, pump_out};
 use crate::gateway::layout::Start;
 use crate::gateway::peer::{self, Dialed, Peer};
-use crate::gateway::plane::Plane;
+use crate::gateway::plane::{Plane, WhenAborted};
 use crate::gateway::sockets::{accept_until, first_bytes};
 use crate::gateway::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
 use crate::gateway::{Cancel, GatewayError, Observer, ProxySendOptions};
@@ -111,9 +112,17 @@ struct Socket {
 
 impl Socket {
     fn listen(path: &Path) -> Result<Self, GatewayError> {
-        let failed = |error| GatewayError(format!("cannot listen on {}: {error}", path.display()));
-        let listener = UnixListener::bind(path).map_err(failed)?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
+        let failed =
+            |error: &dyn std::fmt::Display| GatewayError(format!("cannot listen on {}: {error}", path.display()));
+        let bound = match UnixListener::bind(path) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                remove_left(path).map_err(|reason| failed(&reason))?;
+                UnixListener::bind(path)
+            }
+            bound => bound,
+        };
+        let listener = bound.map_err(|error| failed(&error))?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(|error| failed(&error))?;
         Ok(Self { listener, path: path.to_owned() })
     }
 
@@ -153,6 +162,25 @@ impl Socket {
 impl Drop for Socket {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Removes a socket that a process which was killed has left at `path`; says why not where it is anything else.
+fn remove_left(path: &Path) -> Result<(), String> {
+    let found = std::fs::symlink_metadata(path).map_err(|error| error.to_string())?;
+    if !found.file_type().is_socket() {
+        return Err("something else than a socket is there; remove it or give another path".into());
+    }
+    // Asked as a datagram socket: whoever listens there notices nothing, because the kernel refuses the type, with
+    // another error than for a socket that no process has any more (unix(7): EPROTOTYPE, ECONNREFUSED).
+    match UnixDatagram::unbound().and_then(|probe| probe.connect(path)) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path).map_err(|error| format!("the socket left there cannot be removed: {error}"))
+        }
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            Err("a socket of someone else is there; remove it or give another path".into())
+        }
+        _ => Err("another process listens there; end it or give another path".into()),
     }
 }
 
@@ -211,7 +239,7 @@ impl Proxy<'_> {
         match event {
             Event::Migration(begun, return_path, multifd) => self.migrate(*begun, return_path, multifd),
             Event::Opaque(name, stream) => self.offer_opaque(name, stream),
-            Event::Control(ControlEvent::Message(message)) => self.heard(message),
+            Event::Control(ControlEvent::Message(message, _)) => self.heard(message),
             Event::Control(ControlEvent::Lost(_)) if self.is_done() => Ok(()),
             Event::Control(ControlEvent::Lost(reason)) => {
                 Err(GatewayError(format!("the destination's proxy was lost: {reason}; QEMU's connections were closed")))
@@ -279,7 +307,8 @@ impl Proxy<'_> {
         let (_, dialed) = self.dialed()?;
         let dialed = Dialed { channels, ..dialed.clone() };
         let (security, to) = (&self.options.security, &self.options.to);
-        let mut plane = Plane::open(&dialed, security, to, &context, 1 + multifd.len())?;
+        let mut plane =
+            Plane::open(&dialed, security, to, &context, 1 + multifd.len(), self.cancel, WhenAborted::Close)?;
         self.observer.note(&format!(
             "a migration of {} with {} multifd channels",
             start.configuration.machine,
@@ -290,7 +319,7 @@ impl Proxy<'_> {
         plane.read_multifd(multifd, &ratio).map_err(GatewayError::new)?;
         let events = self.events_in.clone();
         let news = move |news| drop(events.send(Event::Stream(news)));
-        plane.read_main(move || Ok((reader, start)), ratio, news).map_err(GatewayError::new)?;
+        plane.read_main(&return_path, move || Ok((reader, start)), ratio, news).map_err(GatewayError::new)?;
         self.return_path = Some(return_path);
         self.plane = Some(plane);
         Ok(())
@@ -363,5 +392,50 @@ impl Proxy<'_> {
         pump_out(stream, channel, &self.open, ended(&self.events_in)).map_err(GatewayError::new)?;
         pump_in(local, reader, writer, dialed.packet_size, &self.open, ended(&self.events_in))
             .map_err(GatewayError::new)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_that_a_killed_process_left_is_taken_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("from.sock");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists(), "the kernel leaves the name");
+
+        let socket = Socket::listen(&path).unwrap();
+
+        drop(UnixStream::connect(&path).unwrap());
+        socket.listener.accept().unwrap();
+        drop(socket);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_socket_in_use_is_left_alone_and_not_even_disturbed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("from.sock");
+        let socket = Socket::listen(&path).unwrap();
+
+        let error = Socket::listen(&path).err().expect("it is in use").to_string();
+
+        assert!(error.contains("from.sock") && error.contains("another process listens there"), "{error}");
+        socket.listener.set_nonblocking(true).unwrap();
+        assert_eq!(socket.listener.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "nobody has connected");
+    }
+
+    #[test]
+    fn what_is_no_socket_is_never_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("from.sock");
+        std::fs::write(&path, "precious").unwrap();
+
+        let error = Socket::listen(&path).err().expect("it is a file").to_string();
+
+        assert!(error.contains("something else than a socket"), "{error}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
     }
 }

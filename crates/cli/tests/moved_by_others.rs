@@ -1,0 +1,41 @@
+//! Somebody else moves the guest, past a sterna that crashed: it is theirs then, and is not started again here.
+
+mod support;
+
+use std::time::Duration;
+
+use serde_json::json;
+use sterna_lab::QemuVersion;
+use support::pair::{Pair, eventually};
+use support::settle::{Migration, Side};
+
+/// So slow that a migration is under way for seconds.
+const SLOW: &[&str] = &["--bandwidth", "20MB/s"];
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[test]
+fn recover_does_not_start_a_guest_that_was_moved_away_after_the_crash() {
+    for version in QemuVersion::ALL {
+        let Some(pair) = Pair::boot_sector(version) else { return };
+        let mut migration = Migration::start(pair, SLOW, None, None);
+        let mut sender = migration.sender.take().unwrap();
+        sender.wait_for("placement: ");
+        sender.kill();
+        let source = &migration.pair.source;
+        let status = || source.migration_status().unwrap();
+        assert!(eventually(LIMIT, || ["failed", "cancelled"].contains(&status().as_str())), "{}", status());
+
+        // To nowhere, as far as this host can see.
+        let off = |name: &str| json!({ "capability": name, "state": false });
+        let plain = json!({ "capabilities": [off("multifd"), off("return-path")] });
+        source.monitor.execute("migrate-set-capabilities", plain).unwrap();
+        source.monitor.execute("migrate", json!({ "uri": "exec:cat > /dev/null" })).unwrap();
+        assert!(eventually(LIMIT, || status() == "completed"), "{}", status());
+
+        let recovery = Side::Source.recover(&migration.pair, &[], None).expect("there is a record");
+        let (ended, lines) = recovery.finish_with_lines();
+        assert_eq!(ended.code(), Some(1), "{lines:?}");
+        assert!(lines.iter().any(|line| line.contains("moved away by another migration")), "{lines:?}");
+        assert_eq!(source.status().as_deref(), Some("postmigrate"), "{version}: it was not touched");
+    }
+}
