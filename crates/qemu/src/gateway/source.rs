@@ -3,6 +3,8 @@
 //! One thread, one loop: events come in (the peer, QEMU, the readers, cancellation, time), the switchover's state machine
 //! says what to do, and it is done in that order. Everything that moves bytes runs on threads of its own.
 
+mod report;
+
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -15,9 +17,8 @@ use sterna::abort::Abort;
 use sterna::control_link::ControlEvent;
 use sterna::pacer::Pacer;
 use sterna::record_file::RecordFile;
-use sterna::report::{DowntimeParts, Outcome, Progress, Report};
+use sterna::report::{Progress, Report};
 use sterna::send::SendContext;
-use sterna::transport::Security;
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{
@@ -25,11 +26,11 @@ use sterna_wire::switchover::{
     SwitchoverMessage,
 };
 
+use self::report::Moments;
 use super::layout::Start;
 use super::peer::{self, Peer};
 use super::plane::{Plane, Sent, WhenAborted};
 use super::qemu::{self, QemuEvent};
-use super::recovery::source_end;
 use super::sockets::SocketDir;
 use super::source_stream::{NormalPageRatio, StreamNews, read_start};
 use super::{Cancel, GatewayError, Observer, SendOptions, fault};
@@ -178,34 +179,6 @@ fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEv
     let events = events.clone();
     move |event| {
         let _ = events.send(Event::Control(incarnation, event));
-    }
-}
-
-/// The moments that the downtime's parts lie between.
-#[derive(Debug, Default)]
-struct Moments {
-    stopped: Option<Instant>,
-    drained: Option<Instant>,
-    prepared: Option<Instant>,
-    decided: Option<Instant>,
-    running: Option<Instant>,
-}
-
-impl Moments {
-    fn between(from: Option<Instant>, to: Option<Instant>) -> f64 {
-        match (from, to) {
-            (Some(from), Some(to)) => to.saturating_duration_since(from).as_secs_f64() * 1e3,
-            _ => 0.0,
-        }
-    }
-
-    fn parts(&self) -> DowntimeParts {
-        DowntimeParts {
-            last_round_ms: Self::between(self.stopped, self.drained),
-            load_ms: Self::between(self.drained, self.prepared),
-            commit_ms: Self::between(self.prepared, self.decided),
-            start_ms: Self::between(self.decided, self.running),
-        }
     }
 }
 
@@ -673,108 +646,8 @@ impl Driver<'_> {
         });
     }
 
-    fn sent(&self) -> Sent {
-        self.moving.as_ref().map(|moving| moving.plane.sent()).unwrap_or_default()
-    }
-
     /// How long a step with the guest stopped may take before it is given up.
     fn step_time(&self) -> Duration {
         SHORTEST_STEP_LIMIT.max(10 * self.options.downtime)
-    }
-
-    /// Asks QEMU for its figures and tells them.
-    fn tick(&mut self) {
-        if !self.migrating || self.abort.is_over() {
-            return;
-        }
-        let Ok(info) = self.qmp.query_migrate() else { return };
-        let sent = self.sent();
-        let ram = info.ram.unwrap_or_default();
-        let elapsed_ms = self.started.elapsed().as_millis() as u64;
-        let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
-        let content_rate = sent.content_bytes.saturating_sub(self.content_told) as f64 / interval;
-        self.content_told = sent.content_bytes;
-        let wire_rate = sent.wire_bytes.saturating_sub(self.progress.wire_bytes) as f64 / interval;
-        let drain = (ram.remaining + self.window.in_flight()) as f64 / content_rate.max(1.0) * 1e3;
-        self.progress = Progress {
-            phase: info.status,
-            elapsed_ms,
-            round: ram.dirty_sync_count,
-            total_bytes: self.progress.total_bytes.max(ram.total),
-            remaining_bytes: ram.remaining,
-            normal_pages: sent.normal_pages,
-            zero_pages: sent.zero_pages,
-            content_rate,
-            wire_bytes: sent.wire_bytes,
-            wire_rate,
-            ratio: sent.ratio(),
-            dirty_rate: (ram.dirty_pages_rate * ram.page_size.max(1)) as f64,
-            predicted_downtime_ms: drain + COMMIT_ESTIMATE.as_secs_f64() * 1e3,
-        };
-        self.observer.progress(&self.progress);
-    }
-
-    fn finish(mut self, end: End) -> Report {
-        let (outcome, reason) = match end {
-            End::Machine(SourceEnd::Finished) => (Outcome::Completed, None),
-            End::Machine(SourceEnd::Aborted { reason }) if self.cancelled => (Outcome::Cancelled, Some(reason)),
-            End::Machine(SourceEnd::Aborted { reason }) => (Outcome::Failed, Some(reason)),
-            End::Machine(SourceEnd::NotStarted) => {
-                (Outcome::Failed, Some("the migration's record could not be written".into()))
-            }
-            End::Machine(SourceEnd::GuestGone) => (Outcome::Lost, Some("the source QEMU died".into())),
-            End::Machine(end @ SourceEnd::DestinationLost { .. }) => {
-                (Outcome::Unconfirmed, source_end(&end).err().map(|error| error.to_string()))
-            }
-            End::Machine(end @ (SourceEnd::Stuck { .. } | SourceEnd::Conflict)) => {
-                (Outcome::Stuck, source_end(&end).err().map(|error| error.to_string()))
-            }
-            End::Undelivered if self.machine.decided() => {
-                let unreachable = || "the destination did not confirm it in time".to_owned();
-                (Outcome::Unconfirmed, Some(self.undelivered.take().unwrap_or_else(unreachable)))
-            }
-            // The abort is on disk and the guest runs; a destination that was not told asks, and presumes it.
-            End::Undelivered if self.cancelled => (Outcome::Cancelled, Some("cancelled".into())),
-            End::Undelivered => (Outcome::Failed, Some(self.machine.reason().to_owned())),
-        };
-        let sent = self.sent();
-        if outcome == Outcome::Completed {
-            // Figures follow the last switchover message on the same channel.
-            if let Some(restore) = self.restore.take() {
-                restore.keep();
-            }
-        }
-        self.abort.finish();
-        let rounds = self.qmp.query_migrate().ok().and_then(|info| info.ram).map_or(0, |ram| ram.dirty_sync_count);
-        self.peer = None;
-        if let Some(moving) = self.moving.take() {
-            moving.plane.join();
-        }
-        let end = self.moments.running.unwrap_or_else(Instant::now);
-        let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
-        Report {
-            id: self.dialed.id.to_string(),
-            outcome,
-            reason,
-            machine: self.machine_name.clone(),
-            destination: self.options.to.clone(),
-            total_ms,
-            downtime_ms: Moments::between(self.moments.stopped, self.moments.running),
-            downtime: self.moments.parts(),
-            rounds,
-            wire_bytes: sent.wire_bytes,
-            content_bytes: sent.content_bytes,
-            normal_pages: sent.normal_pages,
-            zero_pages: sent.zero_pages,
-            ratio: sent.ratio(),
-            throughput: sent.wire_bytes as f64 / (total_ms / 1e3).max(1e-3),
-            method: self.options.method.to_string(),
-            channels: self.options.channels,
-            encrypted: matches!(self.options.security, Security::Tls(_)),
-            source_cpu_seconds: qemu::own_cpu_seconds(),
-            destination_cpu_seconds: self.figures.cpu_seconds,
-            destination_faults: self.figures.faults,
-            placement: self.placement.clone(),
-        }
     }
 }

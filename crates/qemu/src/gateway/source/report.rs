@@ -1,0 +1,142 @@
+//! What the source's driver tells: progress while it runs, and the report at its end.
+
+use std::time::Instant;
+
+use sterna::report::{DowntimeParts, Outcome, Progress, Report};
+use sterna::transport::Security;
+use sterna_wire::switchover::SourceEnd;
+
+use super::{COMMIT_ESTIMATE, Driver, End};
+use crate::gateway::plane::Sent;
+use crate::gateway::qemu;
+use crate::gateway::recovery::source_end;
+
+/// The moments that the downtime's parts lie between.
+#[derive(Debug, Default)]
+pub(super) struct Moments {
+    pub(super) stopped: Option<Instant>,
+    pub(super) drained: Option<Instant>,
+    pub(super) prepared: Option<Instant>,
+    pub(super) decided: Option<Instant>,
+    pub(super) running: Option<Instant>,
+}
+
+impl Moments {
+    fn between(from: Option<Instant>, to: Option<Instant>) -> f64 {
+        match (from, to) {
+            (Some(from), Some(to)) => to.saturating_duration_since(from).as_secs_f64() * 1e3,
+            _ => 0.0,
+        }
+    }
+
+    fn parts(&self) -> DowntimeParts {
+        DowntimeParts {
+            last_round_ms: Self::between(self.stopped, self.drained),
+            load_ms: Self::between(self.drained, self.prepared),
+            commit_ms: Self::between(self.prepared, self.decided),
+            start_ms: Self::between(self.decided, self.running),
+        }
+    }
+}
+
+impl Driver<'_> {
+    pub(super) fn sent(&self) -> Sent {
+        self.moving.as_ref().map(|moving| moving.plane.sent()).unwrap_or_default()
+    }
+
+    /// Asks QEMU for its figures and tells them.
+    pub(super) fn tick(&mut self) {
+        if !self.migrating || self.abort.is_over() {
+            return;
+        }
+        let Ok(info) = self.qmp.query_migrate() else { return };
+        let sent = self.sent();
+        let ram = info.ram.unwrap_or_default();
+        let elapsed_ms = self.started.elapsed().as_millis() as u64;
+        let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
+        let content_rate = sent.content_bytes.saturating_sub(self.content_told) as f64 / interval;
+        self.content_told = sent.content_bytes;
+        let wire_rate = sent.wire_bytes.saturating_sub(self.progress.wire_bytes) as f64 / interval;
+        let drain = (ram.remaining + self.window.in_flight()) as f64 / content_rate.max(1.0) * 1e3;
+        self.progress = Progress {
+            phase: info.status,
+            elapsed_ms,
+            round: ram.dirty_sync_count,
+            total_bytes: self.progress.total_bytes.max(ram.total),
+            remaining_bytes: ram.remaining,
+            normal_pages: sent.normal_pages,
+            zero_pages: sent.zero_pages,
+            content_rate,
+            wire_bytes: sent.wire_bytes,
+            wire_rate,
+            ratio: sent.ratio(),
+            dirty_rate: (ram.dirty_pages_rate * ram.page_size.max(1)) as f64,
+            predicted_downtime_ms: drain + COMMIT_ESTIMATE.as_secs_f64() * 1e3,
+        };
+        self.observer.progress(&self.progress);
+    }
+
+    pub(super) fn finish(mut self, end: End) -> Report {
+        let (outcome, reason) = match end {
+            End::Machine(SourceEnd::Finished) => (Outcome::Completed, None),
+            End::Machine(SourceEnd::Aborted { reason }) if self.cancelled => (Outcome::Cancelled, Some(reason)),
+            End::Machine(SourceEnd::Aborted { reason }) => (Outcome::Failed, Some(reason)),
+            End::Machine(SourceEnd::NotStarted) => {
+                (Outcome::Failed, Some("the migration's record could not be written".into()))
+            }
+            End::Machine(SourceEnd::GuestGone) => (Outcome::Lost, Some("the source QEMU died".into())),
+            End::Machine(end @ SourceEnd::DestinationLost { .. }) => {
+                (Outcome::Unconfirmed, source_end(&end).err().map(|error| error.to_string()))
+            }
+            End::Machine(end @ (SourceEnd::Stuck { .. } | SourceEnd::Conflict)) => {
+                (Outcome::Stuck, source_end(&end).err().map(|error| error.to_string()))
+            }
+            End::Undelivered if self.machine.decided() => {
+                let unreachable = || "the destination did not confirm it in time".to_owned();
+                (Outcome::Unconfirmed, Some(self.undelivered.take().unwrap_or_else(unreachable)))
+            }
+            // The abort is on disk and the guest runs; a destination that was not told asks, and presumes it.
+            End::Undelivered if self.cancelled => (Outcome::Cancelled, Some("cancelled".into())),
+            End::Undelivered => (Outcome::Failed, Some(self.machine.reason().to_owned())),
+        };
+        let sent = self.sent();
+        if outcome == Outcome::Completed {
+            // Figures follow the last switchover message on the same channel.
+            if let Some(restore) = self.restore.take() {
+                restore.keep();
+            }
+        }
+        self.abort.finish();
+        let rounds = self.qmp.query_migrate().ok().and_then(|info| info.ram).map_or(0, |ram| ram.dirty_sync_count);
+        self.peer = None;
+        if let Some(moving) = self.moving.take() {
+            moving.plane.join();
+        }
+        let end = self.moments.running.unwrap_or_else(Instant::now);
+        let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
+        Report {
+            id: self.dialed.id.to_string(),
+            outcome,
+            reason,
+            machine: self.machine_name.clone(),
+            destination: self.options.to.clone(),
+            total_ms,
+            downtime_ms: Moments::between(self.moments.stopped, self.moments.running),
+            downtime: self.moments.parts(),
+            rounds,
+            wire_bytes: sent.wire_bytes,
+            content_bytes: sent.content_bytes,
+            normal_pages: sent.normal_pages,
+            zero_pages: sent.zero_pages,
+            ratio: sent.ratio(),
+            throughput: sent.wire_bytes as f64 / (total_ms / 1e3).max(1e-3),
+            method: self.options.method.to_string(),
+            channels: self.options.channels,
+            encrypted: matches!(self.options.security, Security::Tls(_)),
+            source_cpu_seconds: qemu::own_cpu_seconds(),
+            destination_cpu_seconds: self.figures.cpu_seconds,
+            destination_faults: self.figures.faults,
+            placement: self.placement.clone(),
+        }
+    }
+}
