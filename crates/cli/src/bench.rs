@@ -11,8 +11,8 @@ mod qemu;
 use std::io::Write;
 use std::path::PathBuf;
 
+use sterna::cancel::Cancel;
 use sterna_lab::QemuVersion;
-use sterna_qemu::gateway::Cancel;
 
 use crate::commands::{Exit, Failure};
 use crate::signals;

@@ -9,9 +9,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use sterna::cancel::Cancel;
 use sterna_lab::net::{Link, Network, run_in};
 use sterna_lab::usage::Usage;
-use sterna_qemu::gateway::Cancel;
 
 /// How often something that is waited for is asked whether it was cancelled.
 const SLICE: Duration = Duration::from_millis(200);

@@ -8,8 +8,9 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use sterna::cancel::Cancel;
 use sterna::report::{self, Progress};
-use sterna_qemu::gateway::{Cancel, Observer};
+use sterna_qemu::gateway::Observer;
 
 /// Plain lines come no more often than this.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);

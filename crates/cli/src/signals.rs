@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
-use sterna_qemu::gateway::Cancel;
+use sterna::cancel::Cancel;
 
 /// What cancelling means for what is running, as a person is told it.
 #[derive(Clone, Copy, Debug)]

@@ -8,6 +8,7 @@
 
 pub mod abort;
 pub mod batch;
+pub mod cancel;
 pub mod control_link;
 pub mod entry;
 pub mod pacer;
@@ -15,6 +16,7 @@ pub mod receive;
 pub mod record_file;
 pub mod report;
 pub mod send;
+pub mod session;
 pub mod tls;
 pub mod transport;
 pub mod window;

@@ -21,25 +21,42 @@ use crate::transport::{Reader, Writer};
 /// What a sink reports when it cannot take what arrived.
 pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Where the packets of one channel go. Called by that channel's thread only, in the order of arrival.
+/// Where the packets of one channel go. Called by that channel's thread only, in the order of arrival. A sink has the
+/// methods of what belongs on its channel; everything else is refused, which ends the migration.
 pub trait Sink: Send {
     /// The RAM blocks, by index. Asked before the first page only.
-    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError>;
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        misplaced("pages")
+    }
 
     /// Pages of `block`; `content` holds those of the normal runs. Returns when they are placed.
-    fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError>;
+    fn pages(&mut self, _block: u16, _runs: &[Run], _content: &[u8]) -> Result<(), SinkError> {
+        misplaced("pages")
+    }
 
     /// All of `generation` that travels on this channel has been handed to [`Sink::pages`].
-    fn generation_end(&mut self, generation: u64) -> Result<(), SinkError>;
+    fn generation_end(&mut self, _generation: u64) -> Result<(), SinkError> {
+        misplaced("the end of a generation")
+    }
 
     /// A record of the virtual machine's own stream.
-    fn stream(&mut self, record: u16, content: &[u8]) -> Result<(), SinkError>;
+    fn stream(&mut self, _record: u16, _content: &[u8]) -> Result<(), SinkError> {
+        misplaced("a stream record")
+    }
 
     /// A buffer of device state.
-    fn device_state(&mut self, device: DeviceLabel<'_>, content: &[u8]) -> Result<(), SinkError>;
+    fn device_state(&mut self, _device: DeviceLabel<'_>, _content: &[u8]) -> Result<(), SinkError> {
+        misplaced("device state")
+    }
 
     /// Bytes of an opaque connection; none: the peer has closed its writing half.
-    fn opaque(&mut self, content: &[u8]) -> Result<(), SinkError>;
+    fn opaque(&mut self, _content: &[u8]) -> Result<(), SinkError> {
+        misplaced("opaque bytes")
+    }
+}
+
+fn misplaced<T>(what: &str) -> Result<T, SinkError> {
+    Err(format!("{what} on a channel that is not for it").into())
 }
 
 /// Why a channel of the destination failed. Nothing after the packet at fault was placed.

@@ -21,7 +21,7 @@ use sterna::window::Window;
 use sterna_codec::MethodChoice;
 use sterna_memory::place::{OwnMemory, Place};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
-use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
+use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 const PAGES: usize = 4096;
 const CHANNELS: usize = 3;
@@ -70,18 +70,6 @@ impl Sink for ToMemory {
     fn generation_end(&mut self, _: u64) -> Result<(), SinkError> {
         self.generations.fetch_add(1, Ordering::Relaxed);
         Ok(())
-    }
-
-    fn stream(&mut self, _: u16, _: &[u8]) -> Result<(), SinkError> {
-        Err("no stream here".into())
-    }
-
-    fn device_state(&mut self, _: DeviceLabel<'_>, _: &[u8]) -> Result<(), SinkError> {
-        Err("no devices here".into())
-    }
-
-    fn opaque(&mut self, _: &[u8]) -> Result<(), SinkError> {
-        Err("nothing opaque here".into())
     }
 }
 

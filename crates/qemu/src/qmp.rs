@@ -93,13 +93,6 @@ pub enum QmpError {
     },
 }
 
-impl QmpError {
-    /// True when this QEMU does not have the command at all.
-    pub fn is_unknown_command(&self) -> bool {
-        matches!(self, QmpError::Refused { class, .. } if class == "CommandNotFound")
-    }
-}
-
 /// An asynchronous message from QEMU.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {

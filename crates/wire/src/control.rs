@@ -17,6 +17,8 @@ pub enum Mode {
     Owner,
     /// Somebody else drives them; Sterna relays, and claims nothing about the switchover.
     Proxy,
+    /// Sterna is part of the virtual machine monitors themselves.
+    Embedded,
 }
 
 /// What one side can do; see [`crate::handshake`] for how two of them meet.

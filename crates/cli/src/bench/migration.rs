@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use sterna::cancel::Cancel;
 use sterna_lab::net::run_in;
 use sterna_lab::usage::Usage;
 use sterna_lab::{Backend, Qemu, QemuOptions, Role, warm_memory};
-use sterna_qemu::gateway::Cancel;
 use sterna_qemu::qmp::Qmp;
 use tempfile::TempDir;
 

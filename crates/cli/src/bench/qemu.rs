@@ -7,10 +7,10 @@
 use std::cell::RefCell;
 use std::path::Path;
 
+use sterna::cancel::Cancel;
 use sterna_lab::huge::HugeTmpfs;
 use sterna_lab::net::Link;
 use sterna_lab::{Backend, Fill, Guest, LinuxGuest, QemuOptions};
-use sterna_qemu::gateway::Cancel;
 
 use super::BenchArgs;
 use super::harness::{Cell, Column, Findings, Row, Spread, Target, interleaved};

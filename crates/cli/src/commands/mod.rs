@@ -15,9 +15,10 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use serde::Serialize;
+use sterna::cancel::Cancel;
 use sterna::report::Outcome;
 use sterna_codec::MethodChoice;
-use sterna_qemu::gateway::{Cancel, GatewayError};
+use sterna_qemu::gateway::GatewayError;
 
 use crate::args::{Cli, Command, LinkArgs, ProxyCommand, ReportArgs, ScreenArgs};
 use crate::progress::Screen;

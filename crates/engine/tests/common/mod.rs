@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use sterna::receive::{Sink, SinkError};
 use sterna::transport::{Connection, Reader, Security, Writer};
-use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
+use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 /// Bytes of a page.
 pub(crate) const PAGE: usize = 4096;
@@ -78,17 +78,5 @@ impl Sink for Placed {
 
     fn generation_end(&mut self, _: u64) -> Result<(), SinkError> {
         Ok(())
-    }
-
-    fn stream(&mut self, _: u16, _: &[u8]) -> Result<(), SinkError> {
-        Err("no stream here".into())
-    }
-
-    fn device_state(&mut self, _: DeviceLabel<'_>, _: &[u8]) -> Result<(), SinkError> {
-        Err("no devices here".into())
-    }
-
-    fn opaque(&mut self, _: &[u8]) -> Result<(), SinkError> {
-        Err("nothing opaque here".into())
     }
 }

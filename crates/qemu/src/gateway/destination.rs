@@ -12,22 +12,24 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::json;
 use sterna::abort::Abort;
+use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink, say};
 use sterna::record_file::RecordFile;
 use sterna::report::Outcome;
+use sterna::session::{DoorNews, Doorman, Greeted, Greeting};
 use sterna::transport::{Limits, Listener};
-use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, ReturnPath, Totals, Welcome};
+use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
     Moment, RecordState, SwitchoverMessage,
 };
 use sterna_wire::text::cleaned;
 
-use super::doorman::{DoorNews, Doorman, Session};
-use super::feeder::{Feeder, FeederNews};
+use super::features::FEATURES;
+use super::feeder::{Feeder, FeederNews, FeederSinks};
 use super::qemu::{self, QemuEvent};
 use super::sockets::SocketDir;
-use super::{Cancel, GatewayError, Observer, ReceiveOptions, fault};
+use super::{GatewayError, Observer, ReceiveOptions, fault};
 use crate::discover::discover;
 use crate::qmp::Qmp;
 use crate::settings::{Restore, Role, Settings, Wanted};
@@ -124,16 +126,11 @@ pub fn receive(
     cancel.on_cancel(move || stop.stop());
 
     let guest = Guest::of(&qmp);
-    let first = Session::first(
-        &incoming,
-        Mode::Owner,
-        cancel,
-        move |hello| guest.refusal(hello),
-        |reason| observer.note(&format!("refused: {reason}")),
-    );
-    let session = first.ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
-    observer.note(&format!("migration {} from {}", session.dialed.id, session.peer));
-    run_session(session, options, &address, qmp, incoming, cancel, observer)
+    let greeting = Greeting { mode: Mode::Owner, features: FEATURES, refusal: &|hello| guest.refusal(hello) };
+    let first = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
+    let greeted = first.ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
+    observer.note(&format!("migration {} from {}", greeted.session.id, greeted.peer));
+    run_session(greeted, options, &address, qmp, incoming, cancel, observer)
 }
 
 /// What the destination's QEMU must have in common with the source's.
@@ -157,7 +154,7 @@ impl Guest {
 }
 
 fn run_session(
-    session: Session,
+    greeted: Greeted,
     options: &ReceiveOptions,
     address: &str,
     qmp: Qmp,
@@ -165,7 +162,7 @@ fn run_session(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let Session { dialed, peer, mut writer, reader, closer, messages, welcome } = session;
+    let Greeted { session, peer, mut writer, reader, closer, messages, welcome } = greeted;
     let refused = |writer: &mut _, error: String| {
         // The peer may be gone; then nobody misses the answer.
         let _ = say(writer, &ControlMessage::Refused { reason: error.clone() });
@@ -173,16 +170,16 @@ fn run_session(
     };
     let wanted = Wanted {
         role: Role::Destination,
-        channels: dialed.channels as u8,
+        channels: session.channels as u8,
         downtime_limit: None,
         pause_before_switchover: false,
     };
     let restore = Settings::apply(&qmp, &wanted).map_err(|error| refused(&mut writer, error.to_string()))?;
     let state = RecordState::Destination(DestinationState::Started);
-    let record = qemu::new_record(&dialed, state, address.to_owned(), &options.qmp, &qmp);
+    let record = qemu::new_record(&session, state, address.to_owned(), &options.qmp, &qmp);
     let record =
         RecordFile::create(&options.state_dir, record).map_err(|error| refused(&mut writer, error.to_string()))?;
-    let sockets = SocketDir::create(dialed.id, "destination", qmp.peer_pid())
+    let sockets = SocketDir::create(session.id, "destination", qmp.peer_pid())
         .map_err(|error| refused(&mut writer, format!("cannot make the private socket directory: {error}")))?;
 
     let (events_in, events) = channel();
@@ -205,15 +202,16 @@ fn run_session(
     let blocks_of = qmp.clone();
     let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
     let feeder = Feeder::new(&sockets.socket("qemu.sock"), options.placement, find_blocks, &abort);
+    let fed = events_in.clone();
+    let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
     let door_events = events_in.clone();
     let tell = Arc::new(move |news| {
         let _ = door_events.send(match news {
-            DoorNews::Feeder(news) => Event::Feeder(news),
             DoorNews::Reconnected(incarnation, link) => Event::Reconnected(incarnation, link),
             DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
         });
     });
-    let doorman = Arc::new(Doorman::new(dialed, feeder, &abort, None, tell));
+    let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, None, tell));
     let stop_listening = incoming.stop_handle();
     let admitting = Arc::clone(&doorman);
     std::thread::spawn(move || {
@@ -380,7 +378,7 @@ impl Driver<'_> {
                     self.observer.note(&format!(
                         "the source is lost and the guest stands loaded here: waiting for the source to say who runs it \
                          (migration {})",
-                        self.doorman.dialed.id
+                        self.doorman.session().id
                     ));
                 }
                 None
@@ -500,12 +498,7 @@ impl Driver<'_> {
     }
 
     fn return_message(&mut self, message: ReturnMessage) -> Option<DestinationEvent> {
-        let relayed = match message {
-            ReturnMessage::Pong(value) => ReturnPath::Pong(value),
-            ReturnMessage::SwitchoverAck => ReturnPath::SwitchoverAck,
-            ReturnMessage::Shut(status) => ReturnPath::Shut(status),
-        };
-        self.say(&ControlMessage::ReturnPath(relayed));
+        self.say(&ControlMessage::ReturnPath(message.into()));
         match message {
             ReturnMessage::Shut(0) => {
                 self.figures.load_ms = self.ram_placed.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
@@ -595,7 +588,7 @@ impl Driver<'_> {
             let _ = thread.join();
         }
         ReceiveReport {
-            id: self.doorman.dialed.id.to_string(),
+            id: self.doorman.session().id.to_string(),
             outcome,
             reason,
             source,

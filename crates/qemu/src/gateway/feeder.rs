@@ -17,6 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 
 use sterna::abort::Abort;
 use sterna::receive::{Sink, SinkError};
+use sterna::session::Sinks;
 use sterna_memory::place::{Piece, Place};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
 use sterna_wire::limits::MAX_RAM_CHANNELS;
@@ -199,6 +200,7 @@ impl Feeder {
                 return TargetBlock { name, way: Way::InStream };
             };
             if block.used != announced.used_length {
+                in_stream += 1;
                 lines.push(format!("{name}: in-stream, its length differs and QEMU has to adapt it"));
                 return TargetBlock { name, way: Way::InStream };
             }
@@ -431,48 +433,47 @@ impl Sink for RamSink {
         Ok(())
     }
 
-    fn stream(&mut self, _: u16, _: &[u8]) -> Result<(), SinkError> {
-        Err("a stream record on a RAM channel".into())
-    }
-
     fn device_state(&mut self, device: DeviceLabel<'_>, content: &[u8]) -> Result<(), SinkError> {
         let feeding = self.feeder.feeding()?;
         let name = std::str::from_utf8(device.name).map_err(|_| "a device's name is not text")?;
         let multifd = feeding.multifd.get(self.channel).ok_or("device state without multifd channels")?;
         Ok(multifd.lock().expect("feeders do not panic").device_state(name, device.instance, content)?)
     }
+}
 
-    fn opaque(&mut self, _: &[u8]) -> Result<(), SinkError> {
-        Err("opaque bytes on a RAM channel".into())
+/// The feeder's sinks, for the doorman.
+pub(super) struct FeederSinks {
+    feeder: Arc<Feeder>,
+    news: News,
+}
+
+/// Takes the feeder's news, on the stream channel's thread.
+type News = Arc<dyn Fn(FeederNews) + Send + Sync>;
+
+impl FeederSinks {
+    /// `news` is called on the stream channel's thread.
+    pub(super) fn new(feeder: Arc<Feeder>, news: impl Fn(FeederNews) + Send + Sync + 'static) -> Self {
+        Self { feeder, news: Arc::new(news) }
+    }
+}
+
+impl Sinks for FeederSinks {
+    fn ram(&self, index: u16) -> Box<dyn Sink> {
+        Box::new(RamSink::new(&self.feeder, index))
+    }
+
+    fn stream(&self) -> Box<dyn Sink> {
+        Box::new(StreamSink { feeder: Arc::clone(&self.feeder), news: Arc::clone(&self.news) })
     }
 }
 
 /// The sink of the stream channel.
-pub(super) struct StreamSink<F> {
+struct StreamSink {
     feeder: Arc<Feeder>,
-    news: F,
+    news: News,
 }
 
-impl<F: FnMut(FeederNews) + Send> StreamSink<F> {
-    /// `news` is called on the channel's thread.
-    pub(super) fn new(feeder: &Arc<Feeder>, news: F) -> Self {
-        Self { feeder: Arc::clone(feeder), news }
-    }
-}
-
-impl<F: FnMut(FeederNews) + Send> Sink for StreamSink<F> {
-    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
-        Err("pages on the stream channel".into())
-    }
-
-    fn pages(&mut self, _: u16, _: &[Run], _: &[u8]) -> Result<(), SinkError> {
-        Err("pages on the stream channel".into())
-    }
-
-    fn generation_end(&mut self, _: u64) -> Result<(), SinkError> {
-        Err("the end of a generation on the stream channel".into())
-    }
-
+impl Sink for StreamSink {
     fn stream(&mut self, kind: u16, content: &[u8]) -> Result<(), SinkError> {
         match kind {
             record::START => {
@@ -498,14 +499,6 @@ impl<F: FnMut(FeederNews) + Send> Sink for StreamSink<F> {
             unknown => return Err(layout::LayoutError::Kind(unknown).into()),
         }
         Ok(())
-    }
-
-    fn device_state(&mut self, _: DeviceLabel<'_>, _: &[u8]) -> Result<(), SinkError> {
-        Err("device state of its own on the stream channel".into())
-    }
-
-    fn opaque(&mut self, _: &[u8]) -> Result<(), SinkError> {
-        Err("opaque bytes on the stream channel".into())
     }
 }
 

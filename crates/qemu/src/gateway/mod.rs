@@ -10,21 +10,20 @@
 //! themselves, and claim nothing. [`recover`] settles what a crash in the commit window left open.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sterna::record_file::Side;
 use sterna::report::Progress;
+use sterna::session::SessionError;
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
 use sterna_wire::identity::MigrationId;
 
 mod destination;
-mod doorman;
 mod fault;
+mod features;
 mod feeder;
 mod layout;
-mod peer;
 mod plane;
 mod proxy;
 mod qemu;
@@ -154,6 +153,12 @@ pub trait Observer: Send + Sync {
 #[error("{0}")]
 pub struct GatewayError(pub String);
 
+impl From<SessionError> for GatewayError {
+    fn from(error: SessionError) -> Self {
+        Self(error.to_string())
+    }
+}
+
 impl GatewayError {
     fn new(what: impl std::fmt::Display) -> Self {
         Self(what.to_string())
@@ -162,51 +167,5 @@ impl GatewayError {
     /// An error that came before anything was done to the guest.
     fn untouched(what: impl std::fmt::Display) -> Self {
         Self(format!("{what} (the guest was not touched)"))
-    }
-}
-
-type Waker = Box<dyn Fn() + Send>;
-
-#[derive(Default)]
-struct CancelState {
-    cancelled: bool,
-    wakers: Vec<Waker>,
-}
-
-/// Cancels a migration from another thread, such as one that waits for signals.
-#[derive(Clone, Default)]
-pub struct Cancel(Arc<Mutex<CancelState>>);
-
-impl std::fmt::Debug for Cancel {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Cancel").field(&self.is_cancelled()).finish()
-    }
-}
-
-impl Cancel {
-    /// Not cancelled yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Cancels. Before the decision the guest goes on at the source; after it this does nothing.
-    pub fn cancel(&self) {
-        let mut state = self.0.lock().expect("wakers do not panic");
-        state.cancelled = true;
-        state.wakers.iter().for_each(|waker| waker());
-    }
-
-    /// Whether it was cancelled.
-    pub fn is_cancelled(&self) -> bool {
-        self.0.lock().expect("wakers do not panic").cancelled
-    }
-
-    /// Has `wake` called when it is cancelled, or at once if it was.
-    fn on_cancel(&self, wake: impl Fn() + Send + 'static) {
-        let mut state = self.0.lock().expect("wakers do not panic");
-        if state.cancelled {
-            wake();
-        }
-        state.wakers.push(Box::new(wake));
     }
 }

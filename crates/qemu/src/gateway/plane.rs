@@ -9,15 +9,16 @@ use std::thread::JoinHandle;
 
 use sterna::abort::Abort;
 use sterna::batch::BatchPool;
+use sterna::cancel::Cancel;
 use sterna::entry::Pipeline;
 use sterna::send::{SendChannel, SendContext};
+use sterna::session::Session;
 use sterna::transport::Security;
 
+use super::GatewayError;
 use super::layout::Start;
-use super::peer::Dialed;
 use super::qemu::PAGE_SIZE;
 use super::source_stream::{MainContext, NormalPageRatio, StreamNews, SyncPoints, read_main, read_multifd};
-use super::{Cancel, GatewayError};
 use crate::stream::{MainReader, MultifdInit};
 
 /// What becomes of QEMU's connections when the migration is taken down.
@@ -63,7 +64,7 @@ impl Sent {
 impl Plane {
     /// Opens the channels to the destination. `readers` is how many connections of QEMU will be read.
     pub(super) fn open(
-        dialed: &Dialed,
+        session: &Session,
         security: &Security,
         to: &str,
         context: &SendContext,
@@ -71,8 +72,8 @@ impl Plane {
         cancel: &Cancel,
         when_aborted: WhenAborted,
     ) -> Result<Self, GatewayError> {
-        let (channels, stream_channel) = dialed.open_channels(security, to, context, cancel)?;
-        let pool = BatchPool::new(batches(channels.len(), readers), dialed.packet_size);
+        let (channels, stream_channel) = session.open_channels(security, to, context, cancel)?;
+        let pool = BatchPool::new(batches(channels.len(), readers), session.packet_size);
         let pipeline = Arc::new(Pipeline {
             channels,
             pool: Arc::clone(&pool),

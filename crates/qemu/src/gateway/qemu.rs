@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use sterna::record_file::{now_ms, prepare, unsettled};
+use sterna::session::Session;
 use sterna_wire::control::Machine;
 use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceQemu};
 
 use super::GatewayError;
-use super::peer::Dialed;
 use super::sockets::{SocketDir, accept_until};
 use crate::qmp::{Qmp, QmpError};
 use crate::stream::MultifdInit;
@@ -150,12 +150,12 @@ fn start_ticks(pid: u32) -> Option<u64> {
 }
 
 /// The first record of a migration.
-pub(super) fn new_record(dialed: &Dialed, state: RecordState, peer: String, socket: &Path, qmp: &Qmp) -> Record {
+pub(super) fn new_record(session: &Session, state: RecordState, peer: String, socket: &Path, qmp: &Qmp) -> Record {
     // `recover` may be started in another directory.
     let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
     Record {
         version: RECORD_VERSION,
-        migration: dialed.id,
+        migration: session.id,
         state,
         fenced_peer: false,
         peer,
@@ -163,7 +163,7 @@ pub(super) fn new_record(dialed: &Dialed, state: RecordState, peer: String, sock
         qemu: identity(qmp),
         settings_before: None,
         completion_permitted: false,
-        key: dialed.key.clone(),
+        key: session.key.clone(),
         pid: std::process::id(),
         created_ms: now_ms(),
         updated_ms: now_ms(),

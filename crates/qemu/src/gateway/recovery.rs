@@ -10,8 +10,10 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
+use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink, held_back};
 use sterna::record_file::{RecordFile, RecordFileError, Side};
+use sterna::session::{self, Session};
 use sterna::transport::{Limits, Listener, Security, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::ChannelKind;
@@ -20,9 +22,8 @@ use sterna_wire::switchover::{
     Moment, Record, RecordState, SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover,
 };
 
-use super::peer::{self, Dialed, Peer};
 use super::sockets::SocketDir;
-use super::{Cancel, GatewayError, Observer, RecoverOptions, destination, fault, qemu};
+use super::{GatewayError, Observer, RecoverOptions, destination, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
@@ -305,22 +306,23 @@ impl Common<'_> {
     /// Dials on a thread of its own; the outcome comes as an event.
     fn dial(&self, security: Security) {
         let record = self.record.record();
-        let dialed = Dialed {
+        let session = Session {
             id: record.migration,
             key: record.key.clone(),
             incarnation: 1,
             channels: 0,
             packet_size: 0,
+            features: Vec::new(),
             round_trip: Duration::ZERO,
         };
         let (to, events) = (record.peer.clone(), self.events_in.clone());
         let incarnation = later_incarnation(self.incarnation);
         std::thread::spawn(move || {
             let told = link_events(&events, incarnation);
-            let (outcome, gate) = match peer::dial_again(&to, &security, &dialed, incarnation, told) {
-                Ok((Peer { link }, gate)) => (Ok(link), Some(gate)),
+            let (outcome, gate) = match session::dial_again(&to, &security, &session, incarnation, told) {
+                Ok((link, gate)) => (Ok(link), Some(gate)),
                 Err(error) => {
-                    std::thread::sleep(peer::DIAL_PAUSE);
+                    std::thread::sleep(session::DIAL_PAUSE);
                     (Err(error.to_string()), None)
                 }
             };

@@ -14,11 +14,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use sterna::abort::Abort;
-use sterna::control_link::ControlEvent;
+use sterna::cancel::Cancel;
+use sterna::control_link::{ControlEvent, ControlLink};
 use sterna::pacer::Pacer;
 use sterna::record_file::RecordFile;
 use sterna::report::{Progress, Report};
 use sterna::send::SendContext;
+use sterna::session::{self, Offer, Session};
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{
@@ -27,13 +29,13 @@ use sterna_wire::switchover::{
 };
 
 use self::report::Moments;
+use super::features::FEATURES;
 use super::layout::Start;
-use super::peer::{self, Peer};
 use super::plane::{Plane, Sent, WhenAborted};
 use super::qemu::{self, QemuEvent};
 use super::sockets::SocketDir;
 use super::source_stream::{NormalPageRatio, StreamNews, read_start};
-use super::{Cancel, GatewayError, Observer, SendOptions, fault};
+use super::{GatewayError, Observer, SendOptions, fault};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{Plan, Restore, Role, Settings, Wanted};
 use crate::stream::{MainReader, ReturnMessage};
@@ -57,7 +59,7 @@ const SMALLEST_LIMIT: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 enum Event {
     Control(u32, ControlEvent),
-    Reconnected(Box<Result<Peer, String>>),
+    Reconnected(Box<Result<ControlLink, String>>),
     Qemu(QemuEvent),
     Stream(StreamNews),
     Drained(Vec<u64>),
@@ -91,26 +93,27 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
 
     let (events_in, events) = channel();
-    let offer = peer::Offer {
+    let offer = Offer {
         to: &options.to,
         security: &options.security,
         channels: options.channels,
         packet_size: options.packet_size,
         machine: machine.clone(),
         mode: sterna_wire::control::Mode::Owner,
+        features: FEATURES,
+        method: options.method.method(),
     };
-    let (peer, dialed) = peer::dial(&offer, options.method.method(), cancel, link_events(&events_in, 1))
-        .map_err(GatewayError::untouched)?;
-    observer.note(&format!("migration {}: {} accepted it", dialed.id, options.to));
+    let (link, session) = session::dial(&offer, cancel, link_events(&events_in, 1)).map_err(GatewayError::untouched)?;
+    observer.note(&format!("migration {}: {} accepted it", session.id, options.to));
     if cancel.is_cancelled() {
         return Err(GatewayError::untouched("cancelled"));
     }
 
     let record =
-        qemu::new_record(&dialed, RecordState::Source(SourceState::Started), options.to.clone(), &options.qmp, &qmp);
+        qemu::new_record(&session, RecordState::Source(SourceState::Started), options.to.clone(), &options.qmp, &qmp);
     let mut record = RecordFile::create(&options.state_dir, record).map_err(GatewayError::untouched)?;
 
-    let window = Arc::new(Window::new(dialed.packet_size as u64, dialed.round_trip, options.downtime));
+    let window = Arc::new(Window::new(session.packet_size as u64, session.round_trip, options.downtime));
     let ours = window.allowance() + COMMIT_ESTIMATE;
     let limit = options.downtime.saturating_sub(ours).max(SMALLEST_LIMIT);
     let wanted = Wanted {
@@ -150,8 +153,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         plan: Some(plan),
         restore: None,
         machine: machine_states,
-        peer: Some(peer),
-        dialed,
+        link: Some(link),
+        session,
         window,
         abort,
         events_in,
@@ -206,8 +209,8 @@ struct Driver<'a> {
     plan: Option<Plan>,
     restore: Option<Restore>,
     machine: SourceSwitchover,
-    peer: Option<Peer>,
-    dialed: peer::Dialed,
+    link: Option<ControlLink>,
+    session: Session,
     window: Arc<Window>,
     abort: Arc<Abort>,
     events_in: Sender<Event>,
@@ -338,7 +341,7 @@ impl Driver<'_> {
                 None
             }
             SourceAction::Connect => {
-                self.peer = None;
+                self.link = None;
                 let time = if self.machine.decided() { DELIVERY_TIME } else { TELLING_TIME };
                 self.give_up.get_or_insert(Instant::now() + time);
                 self.reconnect();
@@ -351,19 +354,19 @@ impl Driver<'_> {
     /// What an event means to the machine, after what it means to the driver was done.
     fn translate(&mut self, event: Event) -> Option<SourceEvent> {
         match event {
-            Event::Control(incarnation, event) if incarnation == self.dialed.incarnation => match event {
+            Event::Control(incarnation, event) if incarnation == self.session.incarnation => match event {
                 ControlEvent::Message(message, _) => self.heard(message),
                 ControlEvent::Lost(reason) => {
                     self.observer.note(&format!("the connection to the destination is lost: {reason}"));
-                    self.peer = None;
+                    self.link = None;
                     self.abort.raise(format_args!("the destination was lost: {reason}"));
                     Some(SourceEvent::ConnectionLost)
                 }
             },
             Event::Control(..) => None,
             Event::Reconnected(outcome) => match *outcome {
-                Ok(peer) => {
-                    self.peer = Some(peer);
+                Ok(link) => {
+                    self.link = Some(link);
                     Some(SourceEvent::Connected)
                 }
                 Err(reason) => {
@@ -411,17 +414,17 @@ impl Driver<'_> {
                 None
             }
             ControlMessage::ReturnPath(message) => {
-                let message = match message {
-                    ReturnPath::Pong(value) => ReturnMessage::Pong(value),
-                    ReturnPath::SwitchoverAck => ReturnMessage::SwitchoverAck,
+                match message {
                     // A good end is told by `Prepared`, and relayed when the switchover says so.
                     ReturnPath::Shut(0) => return None,
                     ReturnPath::Shut(status) => {
                         let reason = format!("the destination QEMU could not load the guest (status {status})");
                         return Some(SourceEvent::Failed { reason });
                     }
-                };
-                self.return_message(message).err().map(|error| SourceEvent::Failed { reason: error.to_string() })
+                    ReturnPath::Pong(_) | ReturnPath::SwitchoverAck => {}
+                }
+                let relayed = self.return_message(message.into());
+                relayed.err().map(|error| SourceEvent::Failed { reason: error.to_string() })
             }
             ControlMessage::Switchover(message) => {
                 match message {
@@ -517,19 +520,19 @@ impl Driver<'_> {
     }
 
     fn start_migration(&mut self) -> Result<(), GatewayError> {
-        let sockets = SocketDir::create(self.dialed.id, "source", self.qmp.peer_pid())
+        let sockets = SocketDir::create(self.session.id, "source", self.qmp.peer_pid())
             .map_err(|error| GatewayError(format!("cannot make the private socket directory: {error}")))?;
         let context = SendContext {
             window: Arc::clone(&self.window),
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
             abort: Arc::clone(&self.abort),
             method: self.options.method,
-            packet_size: self.dialed.packet_size,
+            packet_size: self.session.packet_size,
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);
         let (security, to) = (&self.options.security, &self.options.to);
-        let mut plane = Plane::open(&self.dialed, security, to, &context, readers, self.cancel, WhenAborted::Drain)?;
+        let mut plane = Plane::open(&self.session, security, to, &context, readers, self.cancel, WhenAborted::Drain)?;
 
         let failed = |error: io::Error| GatewayError(format!("the private sockets for QEMU failed: {error}"));
         let listener = sockets.listen("qemu.sock").map_err(failed)?;
@@ -612,8 +615,8 @@ impl Driver<'_> {
     }
 
     fn say(&self, message: &ControlMessage) {
-        let Some(peer) = &self.peer else { return };
-        if let Err(error) = peer.link.send(message) {
+        let Some(link) = &self.link else { return };
+        if let Err(error) = link.send(message) {
             // The link's reading side reports the loss.
             tracing::info!(%error, "the destination did not take a message");
         }
@@ -628,16 +631,16 @@ impl Driver<'_> {
 
     fn reconnect(&mut self) {
         // Counts attempts: one that failed here may have been accepted there, and none is accepted twice.
-        self.dialed.incarnation += 1;
+        self.session.incarnation += 1;
         let (events, security) = (self.events_in.clone(), self.options.security.clone());
-        let (to, dialed) = (self.options.to.clone(), self.dialed.clone());
+        let (to, session) = (self.options.to.clone(), self.session.clone());
         std::thread::spawn(move || {
-            let incarnation = dialed.incarnation;
+            let incarnation = session.incarnation;
             let told = link_events(&events, incarnation);
-            let (outcome, gate) = match peer::dial_again(&to, &security, &dialed, incarnation, told) {
-                Ok((peer, gate)) => (Ok(peer), Some(gate)),
+            let (outcome, gate) = match session::dial_again(&to, &security, &session, incarnation, told) {
+                Ok((link, gate)) => (Ok(link), Some(gate)),
                 Err(error) => {
-                    std::thread::sleep(peer::DIAL_PAUSE);
+                    std::thread::sleep(session::DIAL_PAUSE);
                     (Err(error.to_string()), None)
                 }
             };

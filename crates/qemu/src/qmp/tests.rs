@@ -145,7 +145,6 @@ fn refusal_carries_qemus_words() {
     });
     let qmp = Qmp::connect(&path).unwrap();
     let error = qmp.execute("foo", json!({})).unwrap_err();
-    assert!(error.is_unknown_command());
     assert_eq!(error.to_string(), "QEMU refused foo: The command foo has not been found");
     server.join().unwrap();
 }

@@ -1,6 +1,7 @@
 //! The return path: what the destination QEMU tells the source, backwards on the main channel's socket.
 
 use std::io::{IoSlice, Read, Write};
+use sterna_wire::control::ReturnPath;
 
 use super::StreamError;
 use super::input::Input;
@@ -25,6 +26,27 @@ pub enum ReturnMessage {
     Pong(u32),
     /// All devices have what they need for the guest to stop at the source (QEMU from 8.1, capability `switchover-ack`).
     SwitchoverAck,
+}
+
+/// Between two gateways the same messages travel on the control channel.
+impl From<ReturnMessage> for ReturnPath {
+    fn from(message: ReturnMessage) -> Self {
+        match message {
+            ReturnMessage::Shut(status) => Self::Shut(status),
+            ReturnMessage::Pong(value) => Self::Pong(value),
+            ReturnMessage::SwitchoverAck => Self::SwitchoverAck,
+        }
+    }
+}
+
+impl From<ReturnPath> for ReturnMessage {
+    fn from(message: ReturnPath) -> Self {
+        match message {
+            ReturnPath::Shut(status) => Self::Shut(status),
+            ReturnPath::Pong(value) => Self::Pong(value),
+            ReturnPath::SwitchoverAck => Self::SwitchoverAck,
+        }
+    }
 }
 
 impl ReturnMessage {

@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use sterna::receive::{ReceiveCounters, Sink, SinkError, receive_packets};
 use sterna::send::{Item, SendChannel};
 use sterna::transport::{Reader, Writer};
-use sterna_wire::packet::{BlockShape, DeviceLabel, Run};
 
 /// Bytes that are read from a connection at once.
 const BUFFER: usize = 64 << 10;
@@ -94,33 +93,7 @@ pub(super) fn pump_in(
 
 struct OpaqueSink(UnixStream);
 
-impl OpaqueSink {
-    fn not_here<T>() -> Result<T, SinkError> {
-        Err("a packet that does not belong on an opaque channel".into())
-    }
-}
-
 impl Sink for OpaqueSink {
-    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
-        Self::not_here()
-    }
-
-    fn pages(&mut self, _: u16, _: &[Run], _: &[u8]) -> Result<(), SinkError> {
-        Self::not_here()
-    }
-
-    fn generation_end(&mut self, _: u64) -> Result<(), SinkError> {
-        Self::not_here()
-    }
-
-    fn stream(&mut self, _: u16, _: &[u8]) -> Result<(), SinkError> {
-        Self::not_here()
-    }
-
-    fn device_state(&mut self, _: DeviceLabel<'_>, _: &[u8]) -> Result<(), SinkError> {
-        Self::not_here()
-    }
-
     fn opaque(&mut self, content: &[u8]) -> Result<(), SinkError> {
         if content.is_empty() {
             // The local side may have closed already.

@@ -9,21 +9,23 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sterna::abort::Abort;
+use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink, say};
 use sterna::pacer::Pacer;
 use sterna::send::{SendChannel, SendContext};
+use sterna::session::{DoorNews, Doorman, Greeted, Greeting, OpaqueDoor, Refused};
 use sterna::transport::{Connection, Limits, Listener, accept_channel};
 use sterna::window::Window;
 use sterna_codec::{Method, MethodChoice};
-use sterna_wire::control::{ControlMessage, Mode, ReturnPath};
+use sterna_wire::control::{ControlMessage, Mode};
 use sterna_wire::limits::MAX_OPAQUE_CHANNELS;
 
 use super::opaque::{Open, pump_in, pump_out};
-use crate::gateway::doorman::{DoorNews, Doorman, OpaqueDoor, Refused, Session};
-use crate::gateway::feeder::{Feeder, FeederNews};
+use crate::gateway::features::FEATURES;
+use crate::gateway::feeder::{Feeder, FeederNews, FeederSinks};
 use crate::gateway::sockets;
 use crate::gateway::source_stream::closer;
-use crate::gateway::{Cancel, GatewayError, Observer, Placement, ProxyReceiveOptions};
+use crate::gateway::{GatewayError, Observer, Placement, ProxyReceiveOptions};
 use crate::stream::{ReturnMessage, ReturnPathReader};
 
 enum Event {
@@ -52,11 +54,12 @@ pub fn proxy_receive(
     let stop_at_end = incoming.stop_handle();
     cancel.on_cancel(move || stop.stop());
     let refused = |reason: &str| observer.note(&format!("refused: {reason}"));
-    let first = Session::first(&incoming, Mode::Proxy, cancel, |_| None, refused);
-    let session = first.ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
-    observer.note(&format!("a proxy's connections from {}", session.peer));
+    let greeting = Greeting { mode: Mode::Proxy, features: FEATURES, refusal: &|_| None };
+    let greeted = greeting.first(&incoming, cancel, refused);
+    let greeted = greeted.ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
+    observer.note(&format!("a proxy's connections from {}", greeted.peer));
 
-    let Session { dialed, mut writer, reader, closer: closing, messages, welcome, .. } = session;
+    let Greeted { session, mut writer, reader, closer: closing, messages, welcome, .. } = greeted;
     let (events_in, events) = channel();
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
@@ -66,7 +69,9 @@ pub fn proxy_receive(
 
     let nowhere = Box::new(|| Err("a proxy does not look into QEMU".to_owned()));
     let feeder = Feeder::new(&options.unix, Placement::InStream, nowhere, &abort);
-    let packet_size = dialed.packet_size;
+    let fed = events_in.clone();
+    let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
+    let packet_size = session.packet_size;
     let opaque = Arc::new(OpaqueConnections {
         local: Mutex::default(),
         next: AtomicU16::new(0),
@@ -83,13 +88,12 @@ pub fn proxy_receive(
         let events_in = events_in.clone();
         Arc::new(move |news| {
             let _ = events_in.send(match news {
-                DoorNews::Feeder(news) => Event::Feeder(news),
                 DoorNews::Reconnected(..) => Event::Reconnected,
                 DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
             });
         })
     };
-    let doorman = Arc::new(Doorman::new(dialed, feeder, &abort, Some(door), tell));
+    let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(door), tell));
     doorman.open();
     say(&mut writer, &ControlMessage::Welcome(welcome)).map_err(GatewayError::new)?;
     let told = events_in.clone();
@@ -161,11 +165,7 @@ impl Proxy<'_> {
             Event::Feeder(FeederNews::Ended) => self.stream_ended = true,
             Event::ReturnPath(Some(message)) => {
                 self.shut |= matches!(message, ReturnMessage::Shut(_));
-                self.say(&ControlMessage::ReturnPath(match message {
-                    ReturnMessage::Pong(value) => ReturnPath::Pong(value),
-                    ReturnMessage::SwitchoverAck => ReturnPath::SwitchoverAck,
-                    ReturnMessage::Shut(status) => ReturnPath::Shut(status),
-                }));
+                self.say(&ControlMessage::ReturnPath(message.into()));
             }
             // Without a word it has given up, unless no return path was asked for and the stream is over.
             Event::ReturnPath(None) if self.shut || self.stream_ended => {}

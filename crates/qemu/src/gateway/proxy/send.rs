@@ -10,22 +10,24 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use sterna::abort::Abort;
-use sterna::control_link::ControlEvent;
+use sterna::cancel::Cancel;
+use sterna::control_link::{ControlEvent, ControlLink};
 use sterna::pacer::Pacer;
 use sterna::send::SendContext;
+use sterna::session::{self, Offer, Session};
 use sterna::transport::{Connection, open_channel};
 use sterna::window::Window;
-use sterna_wire::control::{ControlMessage, Machine, Mode, ReturnPath};
+use sterna_wire::control::{ControlMessage, Machine, Mode};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_OPAQUE_CHANNELS, MAX_RAM_CHANNELS};
 
 use super::opaque::{Open, pump_in, pump_out};
+use crate::gateway::features::FEATURES;
 use crate::gateway::layout::Start;
-use crate::gateway::peer::{self, Dialed, Peer};
 use crate::gateway::plane::{Plane, WhenAborted};
 use crate::gateway::sockets::{accept_until, first_bytes};
 use crate::gateway::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
-use crate::gateway::{Cancel, GatewayError, Observer, ProxySendOptions};
+use crate::gateway::{GatewayError, Observer, ProxySendOptions};
 use crate::stream::{ChannelSniff, MainReader, MultifdInit, ReturnMessage};
 
 /// How long a connection on the migration socket may take to say what it is. QEMU from 9.0 connects everything first.
@@ -220,7 +222,7 @@ struct Proxy<'a> {
     cancel: &'a Cancel,
     events_in: Sender<Event>,
     abort: Arc<Abort>,
-    dialed: Option<(Peer, Dialed)>,
+    dialed: Option<(ControlLink, Session)>,
     plane: Option<Plane>,
     return_path: Option<UnixStream>,
     /// Opaque connections that the destination has not answered for yet.
@@ -262,19 +264,21 @@ impl Proxy<'_> {
     }
 
     /// The way to the destination's proxy, made when it is first needed.
-    fn dialed(&mut self) -> Result<&(Peer, Dialed), GatewayError> {
+    fn dialed(&mut self) -> Result<&(ControlLink, Session), GatewayError> {
         if self.dialed.is_none() {
-            let offer = peer::Offer {
+            let offer = Offer {
                 to: &self.options.to,
                 security: &self.options.security,
                 channels: MAX_RAM_CHANNELS,
                 packet_size: self.options.packet_size,
                 machine: Machine::default(),
                 mode: Mode::Proxy,
+                features: FEATURES,
+                method: self.options.method.method(),
             };
             let events = self.events_in.clone();
             let told = move |event| drop(events.send(Event::Control(event)));
-            self.dialed = Some(peer::dial(&offer, self.options.method.method(), self.cancel, told)?);
+            self.dialed = Some(session::dial(&offer, self.cancel, told)?);
         }
         Ok(self.dialed.as_ref().expect("just made"))
     }
@@ -305,7 +309,7 @@ impl Proxy<'_> {
         let channels = if multifd.is_empty() { self.options.channels } else { multifd.len() as u16 };
         let start = Start { ram_channels: channels, ..start };
         let (_, dialed) = self.dialed()?;
-        let dialed = Dialed { channels, ..dialed.clone() };
+        let dialed = Session { channels, ..dialed.clone() };
         let (security, to) = (&self.options.security, &self.options.to);
         let mut plane =
             Plane::open(&dialed, security, to, &context, 1 + multifd.len(), self.cancel, WhenAborted::Close)?;
@@ -333,11 +337,7 @@ impl Proxy<'_> {
                 }
             }
             ControlMessage::ReturnPath(message) => {
-                let message = match message {
-                    ReturnPath::Pong(value) => ReturnMessage::Pong(value),
-                    ReturnPath::Shut(status) => ReturnMessage::Shut(status),
-                    ReturnPath::SwitchoverAck => ReturnMessage::SwitchoverAck,
-                };
+                let message = ReturnMessage::from(message);
                 if let Some(return_path) = &self.return_path
                     && let Err(error) = message.write(return_path)
                 {
@@ -369,8 +369,8 @@ impl Proxy<'_> {
         }
         self.next_opaque += 1;
         self.waiting.insert(index, stream);
-        let (peer, _) = self.dialed()?;
-        peer.link.send(&ControlMessage::Opaque { index, name }).map_err(GatewayError::new)
+        let (link, _) = self.dialed()?;
+        link.send(&ControlMessage::Opaque { index, name }).map_err(GatewayError::new)
     }
 
     fn open_opaque(&mut self, index: u16, stream: UnixStream) -> Result<(), GatewayError> {

@@ -108,14 +108,14 @@ impl Driver<'_> {
         }
         self.abort.finish();
         let rounds = self.qmp.query_migrate().ok().and_then(|info| info.ram).map_or(0, |ram| ram.dirty_sync_count);
-        self.peer = None;
+        self.link = None;
         if let Some(moving) = self.moving.take() {
             moving.plane.join();
         }
         let end = self.moments.running.unwrap_or_else(Instant::now);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         Report {
-            id: self.dialed.id.to_string(),
+            id: self.session.id.to_string(),
             outcome,
             reason,
             machine: self.machine_name.clone(),

@@ -1,0 +1,182 @@
+//! The source's way to the destination: dialing, the handshake, and the channels.
+
+use std::fs::File;
+use std::io::Read;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use sterna_codec::Method;
+use sterna_wire::control::{ControlMessage, ControlReader, Hello, Machine, Mode, Welcome};
+use sterna_wire::handshake::conclude;
+use sterna_wire::header::ChannelKind;
+use sterna_wire::identity::{MigrationId, MigrationKey};
+use sterna_wire::limits::HANDSHAKE_TIME;
+
+use super::{Features, Session, SessionError, program};
+use crate::cancel::Cancel;
+use crate::control_link::{ControlEvent, ControlLink, Gate, hear, held_back, say};
+use crate::send::{SendChannel, SendContext};
+use crate::transport::{Connection, Security, open_channel};
+
+/// Pause between attempts to reach a destination that was lost.
+pub const DIAL_PAUSE: Duration = Duration::from_millis(500);
+
+/// What the source asks for.
+#[derive(Debug)]
+pub struct Offer<'a> {
+    /// Where it listens.
+    pub to: &'a str,
+    /// TLS or not.
+    pub security: &'a Security,
+    /// RAM channels.
+    pub channels: u16,
+    /// Most bytes of content in a packet.
+    pub packet_size: usize,
+    /// What will be moved.
+    pub machine: Machine,
+    /// How the virtual machines are driven.
+    pub mode: Mode,
+    /// What can be done beyond the protocol's basis.
+    pub features: Features<'a>,
+    /// How pages will be compressed.
+    pub method: Method,
+}
+
+/// Begins a migration with the destination: control channel, hello, welcome.
+///
+/// # Errors
+/// It cannot be reached, refuses (with its reason), cannot decode `offer.method`, or `cancel` came first.
+pub fn dial(
+    offer: &Offer<'_>,
+    cancel: &Cancel,
+    events: impl FnMut(ControlEvent) + Send + 'static,
+) -> Result<(ControlLink, Session), SessionError> {
+    let (id, key) = new_identity()?;
+    let connection = Connection::connect(offer.to, offer.security).map_err(SessionError::new)?;
+    let closer = connection.closer();
+    let interrupted = closer.clone();
+    let dialled = Arc::new(AtomicBool::new(false));
+    let finished = Arc::clone(&dialled);
+    // Only while dialling: later a cancelled migration still has something to say on this connection.
+    cancel.on_cancel(move || {
+        if !finished.load(Ordering::Acquire) {
+            interrupted.close();
+        }
+    });
+    let opened = open_channel(connection, &key, id, ChannelKind::Control, 0, 1);
+    let (mut writer, mut reader, round_trip) = opened.map_err(SessionError::new)?;
+    let offered = offer.features.capabilities(offer.packet_size);
+    let hello = Hello {
+        program: program(),
+        key: key.to_hex(),
+        mode: offer.mode,
+        channels: offer.channels,
+        capabilities: offered.clone(),
+        machine: offer.machine.clone(),
+    };
+    let lost = |error| SessionError(format!("{} was lost during the handshake: {error}", offer.to));
+    say(&mut writer, &ControlMessage::Hello(hello)).map_err(lost)?;
+    // The destination asks its monitor before it answers: that may take longer than a bare handshake.
+    let mut messages = ControlReader::default();
+    let welcome: Welcome = match hear(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME).map_err(lost)? {
+        ControlMessage::Welcome(welcome) => welcome,
+        ControlMessage::Refused { reason } | ControlMessage::Failed { reason } => {
+            return Err(SessionError(format!("{} refuses: {}", offer.to, sterna_wire::text::cleaned(&reason))));
+        }
+        other => return Err(SessionError(format!("{} answered a hello with {other:?}", offer.to))),
+    };
+    let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
+    if !chosen.methods.iter().any(|name| name == offer.method.name()) {
+        let (known, wanted) = (chosen.methods.join(", "), offer.method.name());
+        return Err(SessionError(format!("{} cannot decode {wanted}; both sides know {known}", offer.to)));
+    }
+    dialled.store(true, Ordering::Release);
+    let link = ControlLink::start(writer, reader, closer, messages, events).map_err(SessionError::new)?;
+    let session = Session {
+        id,
+        key,
+        incarnation: 1,
+        channels: offer.channels,
+        packet_size: chosen.packet_size as usize,
+        features: chosen.features,
+        round_trip,
+    };
+    Ok((link, session))
+}
+
+/// Comes back to the destination after the connection was lost: a control channel of a new incarnation, on which the
+/// destination speaks first. What it says is held back until the gate is dropped.
+///
+/// # Errors
+/// It cannot be reached, or refuses.
+pub fn dial_again(
+    to: &str,
+    security: &Security,
+    session: &Session,
+    incarnation: u32,
+    events: impl FnMut(ControlEvent) + Send + 'static,
+) -> Result<(ControlLink, Gate), SessionError> {
+    let connection = Connection::connect(to, security).map_err(SessionError::new)?;
+    let closer = connection.closer();
+    let opened = open_channel(connection, &session.key, session.id, ChannelKind::Control, 0, incarnation);
+    let (writer, reader, _) = opened.map_err(SessionError::new)?;
+    let (events, gate) = held_back(events);
+    let link = ControlLink::start(writer, reader, closer, ControlReader::default(), events);
+    Ok((link.map_err(SessionError::new)?, gate))
+}
+
+impl Session {
+    /// Opens the RAM channels and the stream channel.
+    ///
+    /// # Errors
+    /// The destination cannot be reached, refuses, or `cancel` came first.
+    pub fn open_channels(
+        &self,
+        security: &Security,
+        to: &str,
+        context: &SendContext,
+        cancel: &Cancel,
+    ) -> Result<(Vec<SendChannel>, SendChannel), SessionError> {
+        let ram = (0..self.channels).map(|index| match cancel.is_cancelled() {
+            true => Err(SessionError("cancelled".into())),
+            false => self.open(security, to, ChannelKind::Ram, index, context),
+        });
+        Ok((ram.collect::<Result<_, _>>()?, self.open(security, to, ChannelKind::DeviceState, 0, context)?))
+    }
+
+    /// Opens one channel.
+    ///
+    /// # Errors
+    /// The destination cannot be reached, or refuses.
+    pub fn open(
+        &self,
+        security: &Security,
+        to: &str,
+        kind: ChannelKind,
+        index: u16,
+        context: &SendContext,
+    ) -> Result<SendChannel, SessionError> {
+        let connection = Connection::connect(to, security).map_err(SessionError::new)?;
+        let closer = connection.closer();
+        let opened = open_channel(connection, &self.key, self.id, kind, index, self.incarnation);
+        let (writer, reader, _) = opened.map_err(SessionError::new)?;
+        context.abort.on_end(move || closer.close());
+        let name = match kind {
+            ChannelKind::Ram => format!("ram-{index}"),
+            ChannelKind::DeviceState => "stream".to_owned(),
+            _ => format!("opaque-{index}"),
+        };
+        SendChannel::start(&name, writer, reader, context.clone()).map_err(SessionError::new)
+    }
+}
+
+fn new_identity() -> Result<(MigrationId, MigrationKey), SessionError> {
+    let mut random = [0; 48];
+    File::open("/dev/urandom")
+        .and_then(|mut source| source.read_exact(&mut random))
+        .map_err(|error| SessionError(format!("no random numbers for the migration's key: {error}")))?;
+    let (id, key) = random.split_at(16);
+    let id = MigrationId::from_bytes(id.try_into().expect("16 bytes"));
+    Ok((id, MigrationKey::from_bytes(key.try_into().expect("32 bytes"))))
+}

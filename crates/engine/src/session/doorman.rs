@@ -1,0 +1,227 @@
+//! Who may come in once a migration has begun: its own channels, each once, and its source when it comes back.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+
+use sterna_wire::control::ControlReader;
+use sterna_wire::header::{ChannelHeader, ChannelKind};
+
+use super::Session;
+use crate::abort::Abort;
+use crate::control_link::{Allowance, ControlEvent, ControlLink, held_back};
+use crate::receive::{ReceiveCounters, Sink, receive_packets};
+use crate::transport::{Connection, accept_channel, refuse_channel};
+
+/// What is said to whoever comes during another migration.
+pub(super) const UNDER_WAY: &str = "another migration is under way here";
+
+/// What the doorman tells the driver.
+pub enum DoorNews {
+    /// The source has come back with a new control channel.
+    Reconnected(u32, ControlLink),
+    /// From such a control channel.
+    Control(u32, ControlEvent),
+}
+
+/// Where the packets of the migration's channels go. Asked once for each channel, when it has come.
+pub trait Sinks: Send + Sync {
+    /// Of RAM channel `index`.
+    fn ram(&self, index: u16) -> Box<dyn Sink>;
+
+    /// Of the stream channel.
+    fn stream(&self) -> Box<dyn Sink>;
+}
+
+/// A connection that may not come in, and why.
+pub type Refused = Box<(Connection, String)>;
+
+/// Takes opaque channels, where there are any.
+pub type OpaqueDoor = Box<dyn Fn(u16, Connection) -> Result<(), Refused> + Send + Sync>;
+
+/// Hands news to the driver.
+pub type Tell = Arc<dyn Fn(DoorNews) + Send + Sync>;
+
+/// Matches connections to the migration.
+pub struct Doorman {
+    session: Session,
+    sinks: Box<dyn Sinks>,
+    abort: Arc<Abort>,
+    opaque: Option<OpaqueDoor>,
+    tell: Tell,
+    /// For all control channels that the source comes back with.
+    allowance: Allowance,
+    state: Mutex<State>,
+}
+
+struct State {
+    open: bool,
+    incarnation: u32,
+    ram: Vec<Option<Arc<ReceiveCounters>>>,
+    stream: bool,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Doorman {
+    /// A doorman for the migration of `session`. Data channels are refused until [`Doorman::open`].
+    pub fn new(
+        session: Session,
+        sinks: Box<dyn Sinks>,
+        abort: &Arc<Abort>,
+        opaque: Option<OpaqueDoor>,
+        tell: Tell,
+    ) -> Self {
+        let ram = vec![None; session.channels.into()];
+        let state = State { open: false, incarnation: 1, ram, stream: false, threads: Vec::new() };
+        Self {
+            session,
+            sinks,
+            abort: Arc::clone(abort),
+            opaque,
+            tell,
+            allowance: Allowance::default(),
+            state: Mutex::new(state),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("the doorman does not panic")
+    }
+
+    /// The migration.
+    pub fn session(&self) -> &Session {
+        &self.session
+    }
+
+    /// Data channels may come.
+    pub fn open(&self) {
+        self.state().open = true;
+    }
+
+    /// How many packets each RAM channel has placed.
+    pub fn placed(&self) -> Vec<u64> {
+        let placed = |counters: &Option<Arc<ReceiveCounters>>| {
+            counters.as_ref().map_or(0, |counters| counters.placed.load(Ordering::Acquire))
+        };
+        self.state().ram.iter().map(placed).collect()
+    }
+
+    /// Waits for the channels' threads, whose connections have been closed.
+    pub fn join(&self) {
+        let threads = std::mem::take(&mut self.state().threads);
+        for thread in threads {
+            // A panic there has been printed, and its closed connection was noticed.
+            let _ = thread.join();
+        }
+    }
+
+    /// Lets a connection in, or tells it why not.
+    pub fn admit(&self, connection: Connection, header: &ChannelHeader) {
+        if let Err(refused) = self.try_admit(connection, header) {
+            let (connection, reason) = *refused;
+            tracing::info!(peer = connection.peer(), reason, "refused a connection");
+            refuse_channel(connection, &reason);
+        }
+    }
+
+    fn try_admit(&self, connection: Connection, header: &ChannelHeader) -> Result<(), Refused> {
+        if header.id != self.session.id {
+            return Err(Box::new((connection, UNDER_WAY.into())));
+        }
+        if !header.belongs(&self.session.key, connection.exporter()) {
+            return Err(Box::new((connection, "the channel's proof does not belong to this migration".into())));
+        }
+        let mut state = self.state();
+        match header.kind {
+            ChannelKind::Control if header.incarnation > state.incarnation => {
+                state.incarnation = header.incarnation;
+                drop(state);
+                self.admit_control(connection, header.incarnation);
+                Ok(())
+            }
+            ChannelKind::Ram | ChannelKind::DeviceState | ChannelKind::Opaque
+                if !state.open || header.incarnation != 1 =>
+            {
+                Err(Box::new((connection, "no data channels are expected now".into())))
+            }
+            ChannelKind::Ram => match state.ram.get(usize::from(header.index)) {
+                None => Err(Box::new((connection, format!("only {} RAM channels were agreed on", state.ram.len())))),
+                Some(Some(_)) => Err(Box::new((connection, format!("RAM channel {} exists already", header.index)))),
+                Some(None) => {
+                    let sink = self.sinks.ram(header.index);
+                    let counters = self.serve(&mut state, connection, format!("ram-{}", header.index), sink);
+                    state.ram[usize::from(header.index)] = Some(counters);
+                    Ok(())
+                }
+            },
+            ChannelKind::DeviceState if header.index == 0 && !state.stream => {
+                state.stream = true;
+                self.serve(&mut state, connection, "stream".into(), self.sinks.stream());
+                Ok(())
+            }
+            ChannelKind::Opaque if let Some(door) = &self.opaque => {
+                drop(state);
+                door(header.index, connection)
+            }
+            kind => Err(Box::new((connection, format!("a channel of kind {kind:?} is not expected here")))),
+        }
+    }
+
+    fn serve(
+        &self,
+        state: &mut State,
+        connection: Connection,
+        name: String,
+        sink: Box<dyn Sink>,
+    ) -> Arc<ReceiveCounters> {
+        let counters = Arc::new(ReceiveCounters::default());
+        match receive_thread(connection, name, sink, self.session.packet_size, &self.abort, Arc::clone(&counters)) {
+            Ok(thread) => state.threads.push(thread),
+            Err(error) => drop(self.abort.raise(format_args!("no thread for a channel: {error}"))),
+        }
+        counters
+    }
+
+    fn admit_control(&self, connection: Connection, incarnation: u32) {
+        let closer = connection.closer();
+        let told = Arc::clone(&self.tell);
+        let (events, gate) = held_back(move |event| told(DoorNews::Control(incarnation, event)));
+        let accepted = accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
+            ControlLink::start_within(&self.allowance, writer, reader, closer, ControlReader::default(), events)
+                .map_err(|error| error.to_string())
+        });
+        match accepted {
+            Ok(link) => (self.tell)(DoorNews::Reconnected(incarnation, link)),
+            Err(error) => tracing::info!(error, "the source's new connection failed"),
+        }
+        drop(gate);
+    }
+}
+
+/// Accepts the channel and receives its packets on a thread of their own.
+///
+/// # Errors
+/// The system has no thread.
+pub fn receive_thread(
+    connection: Connection,
+    name: String,
+    mut sink: Box<dyn Sink>,
+    packet_size: usize,
+    abort: &Arc<Abort>,
+    counters: Arc<ReceiveCounters>,
+) -> std::io::Result<JoinHandle<()>> {
+    let closer = connection.closer();
+    abort.on_end(move || closer.close());
+    let abort = Arc::clone(abort);
+    std::thread::Builder::new().name(name.clone()).spawn(move || {
+        let outcome = match accept_channel(connection) {
+            Ok((writer, reader)) => {
+                receive_packets(reader, writer, &mut *sink, packet_size, &counters).map_err(|error| error.to_string())
+            }
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(reason) = outcome {
+            abort.raise(format_args!("channel {name}: {reason}"));
+        }
+    })
+}

@@ -1,0 +1,88 @@
+//! How the two sides of one migration meet: the source dials and offers, the destination greets, chooses and lets in.
+//!
+//! ```text
+//! source                                   destination
+//! dial ── control channel, Hello ────────> Greeting::first: the first source that may send here
+//!      <───────────────────── Welcome ────
+//! Session::open_channels ─ RAM, stream ──> Doorman: channels of this migration and no others
+//! dial_again ── control, incarnation + 1 > Doorman: tells the driver that the source came back
+//! ```
+//! The gateway beside QEMU and the embedded library use the same code: what differs is said in [`Features`], in the
+//! [`Mode`](sterna_wire::control::Mode), and by the sinks that the [`Doorman`] is given.
+
+mod dial;
+mod doorman;
+mod greet;
+
+use std::time::Duration;
+
+use sterna_codec::Method;
+use sterna_wire::control::Capabilities;
+use sterna_wire::identity::{MigrationId, MigrationKey};
+
+pub use self::dial::{DIAL_PAUSE, Offer, dial, dial_again};
+pub use self::doorman::{DoorNews, Doorman, OpaqueDoor, Refused, Sinks, Tell, receive_thread};
+pub use self::greet::{Greeted, Greeting};
+
+/// Why there is no migration with the other side, in words.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct SessionError(pub String);
+
+impl SessionError {
+    fn new(what: impl std::fmt::Display) -> Self {
+        Self(what.to_string())
+    }
+}
+
+/// One migration as both sides agreed on it, and what the source needs to come back.
+#[derive(Clone, Debug)]
+pub struct Session {
+    /// The migration's id.
+    pub id: MigrationId,
+    /// Its key, by which channels prove that they belong to it.
+    pub key: MigrationKey,
+    /// Counts the source's attempts to connect, from 1.
+    pub incarnation: u32,
+    /// RAM channels.
+    pub channels: u16,
+    /// Most bytes of content in a packet.
+    pub packet_size: usize,
+    /// Names of the features that both sides have.
+    pub features: Vec<String>,
+    /// The path's round trip as the handshake measured it; zero where it did not.
+    pub round_trip: Duration,
+}
+
+impl Session {
+    /// Whether both sides have `feature`.
+    pub fn has(&self, feature: &str) -> bool {
+        self.features.iter().any(|name| name == feature)
+    }
+}
+
+/// What a program can do beyond the protocol's basis, by name.
+#[derive(Clone, Copy, Debug)]
+pub struct Features<'a> {
+    /// All that it has.
+    pub offered: &'a [&'a str],
+    /// Those of them without which it does not go on.
+    pub required: &'a [&'a str],
+}
+
+impl Features<'_> {
+    fn capabilities(&self, packet_size: usize) -> Capabilities {
+        let names = |list: &[&str]| list.iter().map(ToString::to_string).collect();
+        Capabilities {
+            methods: Method::all().map(|method| method.name().to_owned()).collect(),
+            packet_size: packet_size as u32,
+            features: names(self.offered),
+            required: names(self.required),
+        }
+    }
+}
+
+/// Name and version of this program, for the peer's log.
+fn program() -> String {
+    format!("sterna {}", env!("CARGO_PKG_VERSION"))
+}
