@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use sterna::cancel::Cancel;
-use sterna::report::{self, Progress};
-use sterna_qemu::gateway::Observer;
+use sterna::report::{self, Observer, Progress};
 
 /// Plain lines come no more often than this.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);

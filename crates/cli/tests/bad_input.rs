@@ -241,7 +241,7 @@ impl Fake {
             machine: Machine { machine_type: "pc-q35-10.0".into(), ..Machine::default() },
         };
         change(&mut hello);
-        ControlMessage::Hello(hello).encode()
+        ControlMessage::Hello(Box::new(hello)).encode()
     }
 }
 

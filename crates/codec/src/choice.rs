@@ -44,6 +44,13 @@ pub enum ChoiceError {
     },
 }
 
+/// No compression.
+impl Default for MethodChoice {
+    fn default() -> Self {
+        Self { method: Method::from_wire(0).expect("0 is none, in every version"), level: 0 }
+    }
+}
+
 impl MethodChoice {
     /// `method` at `level`, or at its default level.
     pub fn new(method: Method, level: Option<i32>) -> Result<Self, ChoiceError> {

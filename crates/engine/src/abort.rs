@@ -11,6 +11,7 @@ type Waker = Box<dyn Fn() + Send>;
 #[derive(Default)]
 struct State {
     reason: Option<String>,
+    lost: bool,
     over: bool,
     wakers: Vec<Waker>,
 }
@@ -31,15 +32,30 @@ impl Abort {
     /// Takes the migration down because of `reason`. Only the first reason counts: those that follow are echoes.
     /// Says whether this was the first.
     pub fn raise(&self, reason: impl fmt::Display) -> bool {
+        self.take_down(reason.to_string(), false)
+    }
+
+    /// As [`Abort::raise`], where all that is known is that a connection broke: the peer may have said, or may be about to
+    /// say on another connection, why.
+    pub fn lost(&self, reason: impl fmt::Display) -> bool {
+        self.take_down(reason.to_string(), true)
+    }
+
+    fn take_down(&self, reason: String, lost: bool) -> bool {
         let mut state = self.state.lock().expect("wakers do not panic");
         if state.reason.is_some() || state.over {
             return false;
         }
-        state.reason = Some(reason.to_string());
+        (state.reason, state.lost) = (Some(reason), lost);
         for waker in &state.wakers {
             waker();
         }
         true
+    }
+
+    /// Whether the first reason was a broken connection.
+    pub fn was_lost(&self) -> bool {
+        self.state.lock().expect("wakers do not panic").lost
     }
 
     /// The migration has come to its end and its connections are closed on purpose: what threads report from now on is
@@ -91,7 +107,7 @@ mod tests {
         });
 
         assert!(abort.raise("first"));
-        assert!(!abort.raise("second"));
+        assert!(!abort.lost("second") && !abort.was_lost());
 
         assert_eq!(abort.reason().as_deref(), Some("first"));
         assert_eq!(woken.load(Ordering::Relaxed), 1);

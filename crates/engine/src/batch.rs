@@ -25,7 +25,8 @@ pub struct Batch {
 }
 
 impl Batch {
-    fn new(capacity: usize) -> Self {
+    /// An empty batch with room for `capacity` bytes of content.
+    pub(crate) fn new(capacity: usize) -> Self {
         // Zeroed memory of this size comes from the kernel untouched: a buffer costs memory when it is first used.
         let content = vec![0; capacity].into_boxed_slice();
         Self { block: 0, runs: Vec::with_capacity(256), content, filled: 0, in_window: 0, checksum: None }
@@ -44,6 +45,11 @@ impl Batch {
     /// The bytes that this batch holds in the window.
     pub fn in_window(&self) -> u64 {
         self.in_window
+    }
+
+    /// All pages in it, zero or not.
+    pub fn pages(&self) -> u64 {
+        self.runs.iter().map(|run| u64::from(run.count)).sum()
     }
 
     /// Says how many bytes of the window this batch holds.
@@ -115,7 +121,8 @@ impl Batch {
         self.runs.push(Run { kind, first, count });
     }
 
-    fn clear(&mut self) {
+    /// Empties it.
+    pub(crate) fn clear(&mut self) {
         self.runs.clear();
         self.filled = 0;
         self.in_window = 0;

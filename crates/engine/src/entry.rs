@@ -1,15 +1,17 @@
 //! The pipeline's entries: how pages become batches, and which channel each of them takes.
 //!
-//! There are two. *Owned bytes*: content that somebody has already read, such as the packets of a QEMU ([`Entry::bytes`]
-//! and [`Entry::page`]). *Guest ranges*: memory of a guest that runs and writes while it is read ([`Entry::guest`]); it
-//! is read exactly once, into the batch, with the zero test in the same pass.
+//! There are two. *Owned bytes*: content that somebody has already read, such as the packets of a QEMU ([`Entry`]).
+//! *Guest ranges*: memory of a guest that runs and writes while it is read ([`PageSearch`]): here it is only said which
+//! pages; the channel's own thread reads them, exactly once, with the zero test in the same pass.
 //!
 //! **Affinity.** All pages of one 2 MiB region take the same channel, and a channel delivers in order, so a newer copy of
 //! a page never overtakes an older one and rounds need no barrier across channels.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use sterna_memory::snapshot::snapshot;
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::ram::GuestRam;
 use sterna_wire::packet::{Run, RunKind};
 
 use crate::batch::{BatchPool, PooledBatch};
@@ -51,15 +53,13 @@ impl Pipeline {
 pub struct Entry {
     pipeline: Arc<Pipeline>,
     open: Vec<Option<PooledBatch>>,
-    /// Scratch for the zero map of a snapshot: one bit per page of a batch.
-    zero_map: Vec<u64>,
 }
 
 impl Entry {
     /// An entry into `pipeline`.
     pub fn new(pipeline: Arc<Pipeline>) -> Self {
         let open = pipeline.channels.iter().map(|_| None).collect();
-        Self { pipeline, open, zero_map: Vec::new() }
+        Self { pipeline, open }
     }
 
     /// The pipeline behind.
@@ -137,62 +137,6 @@ impl Entry {
         Ok(())
     }
 
-    /// Guest ranges: `pages` pages at `memory`, which are those from `offset` on in `block`. Reads each byte once, while
-    /// the guest may be writing it; enters the window itself.
-    ///
-    /// # Safety
-    /// `memory` must be readable for `pages` pages while this runs. Others may write it meanwhile.
-    pub unsafe fn guest(
-        &mut self,
-        block: u16,
-        offset: u64,
-        memory: *const u8,
-        pages: usize,
-    ) -> Result<(), WindowClosed> {
-        let page_size = self.pipeline.page_size;
-        let mut done = 0;
-        while done < pages {
-            let at = offset + (done * page_size) as u64;
-            let region_end = (at / REGION + 1) * REGION;
-            let channel = self.pipeline.channel_of(block, at);
-            self.flush_channel(channel)?;
-            let mut batch = self.pipeline.pool.take(block)?;
-            let to_region_end = (region_end - at) as usize / page_size;
-            let count = (pages - done).min(to_region_end.max(1)).min(batch.capacity() / page_size);
-            self.enter((count * page_size) as u64)?;
-            // SAFETY: the caller vouches for `pages` pages at `memory`; `done + count` stays within them.
-            let content = unsafe { self.snapshot_into(&mut batch, at, memory.add(done * page_size), count) };
-            self.pipeline.window.give_back((count * page_size) as u64 - content);
-            batch.set_in_window(content);
-            self.pipeline.channels[channel].send(Item::Pages(batch))?;
-            done += count;
-        }
-        Ok(())
-    }
-
-    /// Reads `count` pages into `batch`; gives the bytes of content.
-    ///
-    /// # Safety
-    /// As [`Entry::guest`].
-    unsafe fn snapshot_into(&mut self, batch: &mut PooledBatch, offset: u64, memory: *const u8, count: usize) -> u64 {
-        let page_size = self.pipeline.page_size;
-        self.zero_map.clear();
-        self.zero_map.resize(count.div_ceil(64), 0);
-        // SAFETY: the caller's promise about `memory` is the one that is asked for here.
-        let result = unsafe { snapshot(memory, count, batch.spare_mut(), &mut self.zero_map) };
-        let first = offset / page_size as u64;
-        for page in 0..count {
-            if self.zero_map[page / 64] >> (page % 64) & 1 == 1 {
-                batch.push_zero(first + page as u64, 1);
-            } else {
-                batch.push_normal(first + page as u64, 1, page_size);
-            }
-        }
-        debug_assert_eq!(result.normal_bytes(), batch.content().len());
-        batch.set_checksum(result.checksum);
-        batch.content().len() as u64
-    }
-
     /// Hands all open batches to their channels.
     pub fn flush(&mut self) -> Result<(), WindowClosed> {
         (0..self.open.len()).try_for_each(|channel| self.flush_channel(channel))
@@ -224,5 +168,72 @@ impl Entry {
             self.open[channel] = Some(self.pipeline.pool.take(block)?);
         }
         Ok(self.open[channel].as_mut().expect("just put there"))
+    }
+}
+
+/// Guest ranges on their way into the pipeline: which pages are to be read and sent. They wait in open batches, one per
+/// channel, until [`PageSearch::flush`] or until they are full.
+#[derive(Debug)]
+pub struct PageSearch {
+    pipeline: Arc<Pipeline>,
+    ram: GuestRam,
+    open: Vec<Option<PooledBatch>>,
+    /// Pages in a full batch: those of one packet.
+    batch_pages: u64,
+    handed_over: u64,
+}
+
+impl PageSearch {
+    /// A way for pages of `ram` into `pipeline`, `packet_size` bytes at a time. The pipeline's batches need no room for
+    /// content.
+    pub fn new(pipeline: Arc<Pipeline>, ram: GuestRam, packet_size: usize) -> Self {
+        let open = pipeline.channels.iter().map(|_| None).collect();
+        Self { pipeline, ram, open, batch_pages: (packet_size / PAGE_SIZE) as u64, handed_over: 0 }
+    }
+
+    /// The pipeline behind.
+    pub fn pipeline(&self) -> &Arc<Pipeline> {
+        &self.pipeline
+    }
+
+    /// Pages handed over so far, those in open batches included.
+    pub fn handed_over(&self) -> u64 {
+        self.handed_over
+    }
+
+    /// Has the pages of `run` in `block` read and sent. Waits while the channels are busy.
+    pub fn pages(&mut self, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
+        const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
+        let mut at = run.start;
+        while at < run.end {
+            let channel = self.pipeline.channel_of(block, at * PAGE_SIZE as u64);
+            let region_end = (at / REGION_PAGES + 1) * REGION_PAGES;
+            if !self.open[channel].as_ref().is_some_and(|batch| batch.block == block && batch.takes(at, 0)) {
+                self.flush_channel(channel)?;
+                self.open[channel] = Some(self.pipeline.pool.take(block)?);
+            }
+            let batch = self.open[channel].as_mut().expect("just put there");
+            let room = self.batch_pages - batch.pages();
+            let count = room.min(region_end.min(run.end) - at);
+            batch.push_normal(at, count as u32, 0);
+            at += count;
+            self.handed_over += count;
+            if count == room {
+                self.flush_channel(channel)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Hands all open batches to their channels.
+    pub fn flush(&mut self) -> Result<(), WindowClosed> {
+        (0..self.open.len()).try_for_each(|channel| self.flush_channel(channel))
+    }
+
+    fn flush_channel(&mut self, channel: usize) -> Result<(), WindowClosed> {
+        match self.open[channel].take() {
+            Some(batch) => self.pipeline.channels[channel].send(Item::Guest(self.ram.clone(), batch)),
+            None => Ok(()),
+        }
     }
 }

@@ -29,9 +29,14 @@ pub enum Outcome {
 
 /// Where the downtime went, each in milliseconds. Their sum is the downtime as Sterna sees it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct DowntimeParts {
-    /// From the guest's stop to the last page and byte of state read from the source's monitor.
+    /// Stopping the guest, where Sterna does it itself.
+    pub stop_ms: f64,
+    /// From the guest's stop to the last page acknowledged (beside QEMU: and the last byte of its state).
     pub last_round_ms: f64,
+    /// From there to the last byte of the monitor's state handed over; beside QEMU part of the last round.
+    pub state_ms: f64,
     /// From there until the destination has loaded everything.
     pub load_ms: f64,
     /// From there to the decision on disk.
@@ -61,6 +66,9 @@ pub struct Report {
     pub downtime: DowntimeParts,
     /// Rounds over the dirty pages, as the source's monitor counts them.
     pub rounds: u64,
+    /// Why the rounds did not converge by themselves and what was done about it, where they did not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub convergence: Option<String>,
     /// Bytes on the network, both directions' headers and TLS included, source to destination.
     pub wire_bytes: u64,
     /// Bytes of page content before compression.
@@ -136,10 +144,19 @@ impl Report {
             line(
                 "downtime",
                 format!(
-                    "{:.0} ms = last round {:.0} + load {:.0} + commit {:.0} + start {:.0}",
-                    self.downtime_ms, parts.last_round_ms, parts.load_ms, parts.commit_ms, parts.start_ms
+                    "{:.0} ms = stop {:.0} + last round {:.0} + state {:.0} + load {:.0} + commit {:.0} + start {:.0}",
+                    self.downtime_ms,
+                    parts.stop_ms,
+                    parts.last_round_ms,
+                    parts.state_ms,
+                    parts.load_ms,
+                    parts.commit_ms,
+                    parts.start_ms
                 ),
             );
+        }
+        if let Some(convergence) = &self.convergence {
+            line("convergence", convergence.clone());
         }
         line("pages", format!("{} normal, {} zero, in {} rounds", self.normal_pages, self.zero_pages, self.rounds));
         line(
@@ -166,6 +183,47 @@ impl Report {
         }
         if let Some(more) = self.placement.len().checked_sub(MOST_PLACEMENTS).filter(|more| *more > 0) {
             line("placement", format!("and {more} more, in the report of --json"));
+        }
+        text
+    }
+}
+
+/// What the destination tells at its end.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ReceiveReport {
+    /// The migration's id.
+    pub id: String,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// Why, where it did not complete.
+    pub reason: Option<String>,
+    /// Who sent.
+    pub source: String,
+    /// How each RAM block was placed, and why.
+    pub placement: Vec<String>,
+    /// Milliseconds from the end of RAM to the guest loaded and paused.
+    pub load_ms: f64,
+    /// Milliseconds from the decision to the guest running.
+    pub start_ms: f64,
+}
+
+impl ReceiveReport {
+    /// Text for a terminal.
+    pub fn text(&self) -> String {
+        let reason = self.reason.as_deref().unwrap_or("no reason given");
+        let headline = match self.outcome {
+            Outcome::Completed => format!("migration {} from {} completed: the guest runs here", self.id, self.source),
+            Outcome::Unconfirmed | Outcome::Stuck | Outcome::Lost => format!(
+                "migration {} from {}: {reason}; run `sterna recover {}` on both hosts",
+                self.id, self.source, self.id
+            ),
+            Outcome::Failed | Outcome::Cancelled => {
+                format!("migration {} from {} ended: {reason}; nothing runs here", self.id, self.source)
+            }
+        };
+        let mut text = headline;
+        for line in &self.placement {
+            text.push_str(&format!("\n  placement    {line}"));
         }
         text
     }
@@ -226,6 +284,22 @@ pub struct Progress {
     pub predicted_downtime_ms: f64,
 }
 
+/// What a migration tells while it runs. Called on the driver's thread.
+pub trait Observer: Send + Sync {
+    /// Figures, a few times a second.
+    fn progress(&self, progress: &Progress);
+
+    /// A step worth a line: phases, choices and their reasons.
+    fn note(&self, text: &str);
+}
+
+/// For who does not want to know.
+impl Observer for () {
+    fn progress(&self, _: &Progress) {}
+
+    fn note(&self, _: &str) {}
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -248,6 +322,7 @@ mod tests {
             downtime_ms: 100.0,
             downtime: DowntimeParts::default(),
             rounds: 2,
+            convergence: None,
             wire_bytes: 1 << 20,
             content_bytes: 1 << 20,
             normal_pages: 256,

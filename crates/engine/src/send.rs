@@ -13,6 +13,9 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
 use sterna_codec::{Adaptive, Encoded, Encoder, MethodChoice};
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::ram::GuestRam;
+use sterna_memory::snapshot::Snapshot;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::packet::{
     ACK_LENGTH, Ack, DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind,
@@ -20,7 +23,7 @@ use sterna_wire::packet::{
 use sterna_wire::sequence::SendSequence;
 
 use crate::abort::Abort;
-use crate::batch::PooledBatch;
+use crate::batch::{Batch, PooledBatch};
 use crate::pacer::Pacer;
 use crate::transport::{Reader, Writer};
 use crate::window::{Window, WindowClosed};
@@ -33,6 +36,8 @@ const QUEUE_LENGTH: usize = 16;
 pub enum Item {
     /// Pages.
     Pages(PooledBatch),
+    /// Pages that are still to be read from guest RAM: the batch says which, by normal runs without content.
+    Guest(GuestRam, PooledBatch),
     /// All pages of this generation that go by this channel have been handed over.
     GenerationEnd(u64),
     /// A record of the virtual machine's own stream.
@@ -72,6 +77,54 @@ pub struct SendCounters {
     pub raw_packets: AtomicU64,
     /// Packets.
     pub packets: AtomicU64,
+}
+
+impl SendCounters {
+    /// Pages of either kind.
+    pub fn pages(&self) -> u64 {
+        self.normal_pages.load(Ordering::Relaxed) + self.zero_pages.load(Ordering::Relaxed)
+    }
+
+    /// Bytes on the wire.
+    pub fn wire(&self) -> u64 {
+        self.wire_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// What went over several channels.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sent {
+    /// Normal pages.
+    pub normal_pages: u64,
+    /// Zero pages.
+    pub zero_pages: u64,
+    /// Bytes of content, before compression.
+    pub content_bytes: u64,
+    /// Bytes of packets, before TLS.
+    pub packet_bytes: u64,
+    /// Bytes on the wire.
+    pub wire_bytes: u64,
+}
+
+impl Sent {
+    /// The sum over `channels` so far.
+    pub fn over<'a>(channels: impl IntoIterator<Item = &'a SendChannel>) -> Self {
+        let mut sent = Self::default();
+        for channel in channels {
+            let counters = channel.counters();
+            sent.normal_pages += counters.normal_pages.load(Ordering::Relaxed);
+            sent.zero_pages += counters.zero_pages.load(Ordering::Relaxed);
+            sent.content_bytes += counters.content_bytes.load(Ordering::Relaxed);
+            sent.packet_bytes += counters.packet_bytes.load(Ordering::Relaxed);
+            sent.wire_bytes += counters.wire_bytes.load(Ordering::Relaxed);
+        }
+        sent
+    }
+
+    /// Content bytes / packet bytes; 1 before anything was sent.
+    pub fn ratio(&self) -> f64 {
+        if self.packet_bytes > 0 { self.content_bytes as f64 / self.packet_bytes as f64 } else { 1.0 }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -130,7 +183,12 @@ impl SendChannel {
             let (abort, name, shared) = (Arc::clone(&abort), name.to_owned(), Arc::clone(&shared));
             std::thread::Builder::new().name(format!("send-{name}")).spawn(move || {
                 if let Err(error) = sender.run(&items, &shared) {
-                    abort.raise(format_args!("channel {name}: sending failed: {error}"));
+                    let reason = format!("channel {name}: sending failed: {error}");
+                    if error.is::<io::Error>() {
+                        abort.lost(reason)
+                    } else {
+                        abort.raise(reason)
+                    };
                 }
             })?
         };
@@ -138,7 +196,7 @@ impl SendChannel {
             let (shared, window, name) = (Arc::clone(&shared), context.window, name.to_owned());
             std::thread::Builder::new().name(format!("ack-{name}")).spawn(move || {
                 if let Err(error) = shared.take_acknowledgements(reader, &window) {
-                    abort.raise(format_args!("channel {name}: the destination was lost: {error}"));
+                    abort.lost(format_args!("channel {name}: the destination was lost: {error}"));
                 }
                 shared.end();
             })?
@@ -239,6 +297,43 @@ struct Sending {
     method: u8,
     encoded: Vec<u8>,
     table: Vec<u8>,
+    /// Made when the first pages are to be read from guest RAM.
+    reading: Option<Reading>,
+}
+
+/// What guest RAM is read into.
+struct Reading {
+    batch: Batch,
+    /// One bit per page of a batch.
+    zero_map: Vec<u64>,
+}
+
+impl Reading {
+    fn new(packet_size: usize) -> Self {
+        Self { batch: Batch::new(packet_size), zero_map: vec![0; (packet_size / PAGE_SIZE).div_ceil(64)] }
+    }
+
+    fn read(&mut self, ram: &GuestRam, wanted: &Batch) {
+        let block = &ram.blocks()[usize::from(wanted.block)];
+        self.batch.clear();
+        self.batch.block = wanted.block;
+        let mut snapshot = Snapshot::new(self.batch.spare_mut(), &mut self.zero_map);
+        for run in wanted.runs() {
+            block.read(run.first..run.end(), &mut snapshot);
+        }
+        let result = snapshot.finish();
+        let pages = wanted.runs().iter().flat_map(|run| run.first..run.end());
+        for (seen, page) in pages.enumerate() {
+            if self.zero_map[seen / 64] >> (seen % 64) & 1 == 1 {
+                self.batch.push_zero(page, 1);
+            } else {
+                self.batch.push_normal(page, 1, PAGE_SIZE);
+            }
+        }
+        debug_assert_eq!(result.normal_bytes(), self.batch.content().len());
+        self.batch.set_checksum(result.checksum);
+        self.batch.set_in_window(result.normal_bytes() as u64);
+    }
 }
 
 impl Sending {
@@ -246,13 +341,23 @@ impl Sending {
         let encoder = context.method.encoder()?;
         let method = context.method.method().wire();
         let encoded = vec![0; context.packet_size];
-        Ok(Self { writer, shared, context, encoder, method, encoded, table: Vec::with_capacity(MAX_TABLE) })
+        Ok(Self {
+            writer,
+            shared,
+            context,
+            encoder,
+            method,
+            encoded,
+            table: Vec::with_capacity(MAX_TABLE),
+            reading: None,
+        })
     }
 
     fn run(mut self, items: &Receiver<Item>, shared: &Shared) -> Result<(), Box<dyn std::error::Error>> {
         for item in items {
             match item {
                 Item::Pages(batch) => self.pages(&batch)?,
+                Item::Guest(ram, wanted) => self.guest(&ram, &wanted)?,
                 Item::GenerationEnd(generation) => {
                     self.packet(PacketKind::GenerationEnd, 0, generation, &Content::of(&[]))?;
                 }
@@ -279,7 +384,21 @@ impl Sending {
         Ok(())
     }
 
-    fn pages(&mut self, batch: &PooledBatch) -> Result<(), Box<dyn std::error::Error>> {
+    /// Reads what `wanted` says from guest RAM, which the guest may be writing, and sends it. It is read here, by the
+    /// thread that encodes and writes it, so that it stays in this core's cache and one buffer per channel is enough.
+    fn guest(&mut self, ram: &GuestRam, wanted: &PooledBatch) -> Result<(), Box<dyn std::error::Error>> {
+        let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.packet_size));
+        let asked = wanted.pages() * PAGE_SIZE as u64;
+        // What is in flight is counted from here, because from here on it grows old.
+        self.context.window.enter(asked)?;
+        reading.read(ram, wanted);
+        self.context.window.give_back(asked - reading.batch.in_window());
+        let sent = self.pages(&reading.batch);
+        self.reading = Some(reading);
+        sent
+    }
+
+    fn pages(&mut self, batch: &Batch) -> Result<(), Box<dyn std::error::Error>> {
         self.table.clear();
         let (mut normal, mut zero) = (0, 0);
         for run in batch.runs() {

@@ -6,6 +6,7 @@
 
 mod common;
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -13,13 +14,14 @@ use std::time::Duration;
 use common::{PAGE, halves, sockets};
 use sterna::abort::Abort;
 use sterna::batch::BatchPool;
-use sterna::entry::{Entry, Pipeline};
+use sterna::entry::{PageSearch, Pipeline};
 use sterna::pacer::Pacer;
 use sterna::receive::{ReceiveCounters, Sink, SinkError, receive_packets};
 use sterna::send::{SendChannel, SendContext};
 use sterna::window::Window;
 use sterna_codec::MethodChoice;
 use sterna_memory::place::{OwnMemory, Place};
+use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
@@ -111,9 +113,13 @@ fn move_memory(method: &str) {
             receive_packets(reader, writer, &mut sink, PACKET, &ReceiveCounters::default())
         }));
     }
-    let pool = BatchPool::new(4 * CHANNELS, PACKET);
+    let pool = BatchPool::new(4 * CHANNELS, 0);
     let pipeline = Arc::new(Pipeline { channels, pool, window: Arc::clone(&window), page_size: PAGE });
-    let mut entry = Entry::new(Arc::clone(&pipeline));
+    let start = NonNull::from(source).cast();
+    // SAFETY: the memory is leaked, and written by atomics only.
+    let block = unsafe { RamBlock::new("ram", start, PAGES * PAGE, Backing::Other) };
+    let ram = GuestRam::new(vec![block]).unwrap();
+    let mut search = PageSearch::new(Arc::clone(&pipeline), ram, PACKET);
 
     let stop = Arc::new(AtomicBool::new(false));
     let writer = {
@@ -130,9 +136,8 @@ fn move_memory(method: &str) {
         })
     };
     let mut round = |generation| {
-        // SAFETY: the memory is leaked, and PAGES pages long.
-        unsafe { entry.guest(0, 0, source.as_ptr().cast(), PAGES) }.unwrap();
-        entry.flush().unwrap();
+        search.pages(0, 0..PAGES as u64).unwrap();
+        search.flush().unwrap();
         pipeline.end_generation(generation).unwrap();
     };
     round(1);
@@ -145,7 +150,7 @@ fn move_memory(method: &str) {
         channel.drained().unwrap();
     }
     assert_eq!(generations.load(Ordering::Relaxed), 3 * CHANNELS as u64);
-    drop(entry);
+    drop(search);
     abort.finish();
     Arc::try_unwrap(pipeline).expect("nobody else holds it").channels.into_iter().for_each(SendChannel::join);
     for receiver in receivers {

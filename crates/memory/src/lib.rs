@@ -3,9 +3,12 @@
 pub mod bitmap;
 mod checksum;
 pub mod dirty;
+pub mod discard;
 pub mod holes;
+pub mod missing;
 mod pagemap_scan;
 pub mod place;
+pub mod ram;
 pub mod received;
 pub mod scan;
 pub mod snapshot;

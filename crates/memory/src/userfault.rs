@@ -1,6 +1,8 @@
 //! A small wrapper of userfaultfd: the kernel hands page faults of chosen memory to us, or, for dirty tracking, lifts a
 //! write protection by itself and remembers that it did.
 //!
+//! Here: opening one and choosing what it watches. [`fill`]: putting missing pages in place. [`wait`]: taking faults.
+//!
 //! Two ways to get one. `/dev/userfaultfd` (Linux 6.1): who may open the device may use it in full. The system call:
 //! without `CAP_SYS_PTRACE` or `vm.unprivileged_userfaultfd=1` only for faults of user space (Linux 5.11); container
 //! run times often forbid the call. The device is tried first, then the call.
@@ -12,6 +14,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use thiserror::Error;
+
+pub mod fill;
+pub mod wait;
 
 /// Why a userfaultfd could not be had or did not do what was asked.
 #[derive(Debug, Error)]
@@ -47,6 +52,20 @@ pub enum UserfaultError {
         /// The system's answer.
         source: io::Error,
     },
+    /// Page faults could not be taken from the kernel.
+    #[error("cannot wait for page faults by userfaultfd: {0}")]
+    Wait(io::Error),
+    /// The kernel reported something else than a missing page, which is all that is asked for.
+    #[error(
+        "userfaultfd reported event {event:#x} with flags {flags:#x} instead of a missing page; \
+         use one userfaultfd for missing pages only"
+    )]
+    UnexpectedEvent {
+        /// `event` of `struct uffd_msg`.
+        event: u8,
+        /// `arg.pagefault.flags` of `struct uffd_msg`.
+        flags: u64,
+    },
     /// The kernel refused the handshake.
     #[error("the userfaultfd handshake failed: {0}")]
     Handshake(io::Error),
@@ -60,6 +79,10 @@ fn advice(error: &io::Error) -> &'static str {
             " (unmapped, not aligned to its page size, or neither anonymous, shared memory nor hugetlb)"
         }
         Some(libc::EPERM) => " (the mapping is of a file that may not be written)",
+        Some(libc::ENOENT) => " (unmapped, more than one mapping, or not watched by this userfaultfd)",
+        Some(libc::ESRCH) => " (the process of this memory has ended)",
+        Some(libc::ENOMEM) => " (out of memory, of the memory limit of this cgroup, or of huge pages in the pool)",
+        Some(libc::EFAULT) => " (past the end of the file, or the content is not readable)",
         _ => "",
     }
 }
@@ -74,6 +97,10 @@ pub enum Faults {
     All,
 }
 
+/// Missing pages of hugetlb (Linux 4.11).
+pub const MISSING_HUGETLBFS: u64 = 1 << 4;
+/// Missing pages of shared memory: memfd, tmpfs (Linux 4.11). Those of anonymous memory need no feature.
+pub const MISSING_SHMEM: u64 = 1 << 5;
 /// Protection of shared memory and hugetlb (Linux 5.19).
 pub const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 /// Protection of anonymous pages that do not exist yet (Linux 6.4).
@@ -82,13 +109,23 @@ pub const WP_UNPOPULATED: u64 = 1 << 13;
 pub const WP_ASYNC: u64 = 1 << 15;
 
 /// Features by name and the version they came with, oldest first.
-const FEATURES: [(u64, &str, &str); 3] = [
+const FEATURES: [(u64, &str, &str); 5] = [
+    (MISSING_HUGETLBFS, "MISSING_HUGETLBFS", "4.11"),
+    (MISSING_SHMEM, "MISSING_SHMEM", "4.11"),
     (WP_HUGETLBFS_SHMEM, "WP_HUGETLBFS_SHMEM", "5.19"),
     (WP_UNPOPULATED, "WP_UNPOPULATED", "6.4"),
     (WP_ASYNC, "WP_ASYNC", "6.7"),
 ];
 
-/// An open userfaultfd. Closing it ends every registration and protection.
+/// What the kernel can do in a range that is watched for missing pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Registered {
+    /// Whether [`Userfault::zero`] works there. It does not on hugetlb, nor on shared memory before Linux 4.14: copy zeros.
+    pub zero_page: bool,
+}
+
+/// An open userfaultfd. Closing it ends every registration and protection, and wakes who waits: missing pages read as
+/// zero from then on.
 #[derive(Debug)]
 pub struct Userfault {
     fd: OwnedFd,
@@ -133,13 +170,29 @@ impl Userfault {
     ///
     /// Parts that are not mapped are passed over without an error, as long as something in the range is mapped.
     pub fn register_write_protect(&self, range: Range<usize>) -> Result<(), UserfaultError> {
-        let mut register = Register { range: range.clone().into(), mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
-        // SAFETY: the operation reads and writes one `struct uffdio_register`. It changes no content and no permission.
-        unsafe { call(self.fd.as_fd(), UFFDIO_REGISTER, (&raw mut register).cast()) }
-            .map_err(|source| UserfaultError::Range { what: "watch", range, source })
+        self.register(range, UFFDIO_REGISTER_MODE_WP).map(|_| ())
     }
 
-    /// Watches `range` no longer.
+    /// Watches `range` for accesses to pages that do not exist. Who accesses one waits until it is there ([`fill`]), and
+    /// the fault is told to who [waits for faults](Self::wait_faults). The range is aligned to the page size of its
+    /// backing. To be opened with [`MISSING_SHMEM`] or [`MISSING_HUGETLBFS`] where the range is that.
+    ///
+    /// Parts that are not mapped are passed over without an error, as long as something in the range is mapped.
+    pub fn register_missing(&self, range: Range<usize>) -> Result<Registered, UserfaultError> {
+        let offered = self.register(range, UFFDIO_REGISTER_MODE_MISSING)?;
+        Ok(Registered { zero_page: offered & (1 << (UFFDIO_ZEROPAGE & 0xFF)) != 0 })
+    }
+
+    /// Returns the operations that work in the range, bit `n` for the operation of number `n`.
+    fn register(&self, range: Range<usize>, mode: u64) -> Result<u64, UserfaultError> {
+        let mut register = Register { range: range.clone().into(), mode, ioctls: 0 };
+        // SAFETY: the operation reads and writes one `struct uffdio_register`. It changes no content and no permission.
+        unsafe { call(self.fd.as_fd(), UFFDIO_REGISTER, (&raw mut register).cast()) }
+            .map_err(|source| UserfaultError::Range { what: "watch", range, source })?;
+        Ok(register.ioctls)
+    }
+
+    /// Watches `range` no longer, and wakes who waits for a page of it: pages that do not exist read as zero.
     pub fn unregister(&self, range: Range<usize>) -> Result<(), UserfaultError> {
         let mut argument = RawRange::from(range.clone());
         // SAFETY: the operation reads one `struct uffdio_range`.
@@ -248,12 +301,16 @@ const _: () = assert!(size_of::<Register>() == 32 && size_of::<WriteProtect>() =
 // Values of `include/uapi/linux/userfaultfd.h`. The header says why UNREGISTER is read where it should be written.
 const UFFD_API: u64 = 0xAA;
 const UFFD_USER_MODE_ONLY: libc::c_int = 1;
+const UFFDIO_REGISTER_MODE_MISSING: u64 = 1 << 0;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 const USERFAULTFD_IOC_NEW: u64 = operation(0, 0x00, 0);
 const UFFDIO_API: u64 = operation(READ | WRITE, 0x3F, size_of::<Api>());
 const UFFDIO_REGISTER: u64 = operation(READ | WRITE, 0x00, size_of::<Register>());
 const UFFDIO_UNREGISTER: u64 = operation(READ, 0x01, size_of::<RawRange>());
+const UFFDIO_WAKE: u64 = operation(READ, 0x02, size_of::<RawRange>());
+const UFFDIO_COPY: u64 = operation(READ | WRITE, 0x03, size_of::<fill::Copy>());
+const UFFDIO_ZEROPAGE: u64 = operation(READ | WRITE, 0x04, size_of::<fill::ZeroPage>());
 const UFFDIO_WRITEPROTECT: u64 = operation(READ | WRITE, 0x06, size_of::<WriteProtect>());
 
 const WRITE: u64 = 1;

@@ -62,6 +62,20 @@ pub struct Machine {
     pub ram: u64,
     /// The downtime that the source promises, in milliseconds, 0 where nothing is promised.
     pub downtime_ms: u64,
+    /// The RAM blocks, by number, where the two sides must agree on them before anything moves.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub blocks: Vec<Block>,
+}
+
+/// A RAM block, as both sides must have it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Block {
+    /// Its name.
+    pub name: String,
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// Bytes in a page of its backing: what is missing in post-copy is missing in pages of this size.
+    pub page_size: u64,
 }
 
 /// The destination takes the migration.
@@ -115,7 +129,7 @@ pub struct DestinationFigures {
 #[non_exhaustive]
 pub enum ControlMessage {
     /// Source: what will be moved and what the source can do.
-    Hello(Hello),
+    Hello(Box<Hello>),
     /// Destination: it will take it, and what was chosen.
     Welcome(Welcome),
     /// Either: the migration is not possible, and why. The connection is closed after it.
@@ -149,6 +163,15 @@ pub enum ControlMessage {
         /// Why there is no connection; none: the channels may be opened.
         refusal: Option<String>,
     },
+    /// Destination: what the source sent ahead is loaded, the guest may be paused.
+    SwitchoverAck,
+    /// Source: the guest will go on before all of its RAM is there. Every page sent so far is placed.
+    PostCopy,
+    /// Destination: missing pages are watched, discards and the post-copy channel may come; after a lost connection: so may
+    /// all data channels of this incarnation.
+    PostCopyReady,
+    /// Destination: no page is missing any more.
+    PostCopyDone,
     /// Destination: figures for the report.
     Figures(DestinationFigures),
     /// Either: something failed, and what. The guest's fate is in the switchover messages.

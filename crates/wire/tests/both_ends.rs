@@ -133,14 +133,14 @@ fn capabilities() -> Capabilities {
 fn shake_hands() -> Capabilities {
     let (key, id) = (MigrationKey::from_bytes([1; 32]), MigrationId::from_bytes([2; 16]));
     let subject = ProofSubject { id, kind: ChannelKind::Control, index: 0, incarnation: 1, exporter: b"" };
-    let hello = ControlMessage::Hello(Hello {
+    let hello = ControlMessage::Hello(Box::new(Hello {
         program: "both ends".into(),
         key: key.to_hex(),
         mode: Mode::Owner,
         channels: 2,
         capabilities: capabilities(),
         machine: Machine::default(),
-    });
+    }));
     let mut bytes = ChannelHeader::new(&key, &subject).encode().to_vec();
     bytes.extend(hello.encode());
 

@@ -1,7 +1,7 @@
 //! `sterna receive`: the destination's side of a migration.
 
-use sterna::report::Outcome;
-use sterna_qemu::gateway::{ReceiveOptions, ReceiveReport, receive};
+use sterna::report::{Outcome, ReceiveReport};
+use sterna_qemu::gateway::{ReceiveOptions, receive};
 
 use super::{Exit, Failure, Summary, migration, security, state_dir};
 use crate::args::ReceiveArgs;

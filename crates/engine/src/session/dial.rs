@@ -76,7 +76,7 @@ pub fn dial(
         machine: offer.machine.clone(),
     };
     let lost = |error| SessionError(format!("{} was lost during the handshake: {error}", offer.to));
-    say(&mut writer, &ControlMessage::Hello(hello)).map_err(lost)?;
+    say(&mut writer, &ControlMessage::Hello(Box::new(hello))).map_err(lost)?;
     // The destination asks its monitor before it answers: that may take longer than a bare handshake.
     let mut messages = ControlReader::default();
     let welcome: Welcome = match hear(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME).map_err(lost)? {

@@ -10,7 +10,7 @@ use sterna_wire::header::{ChannelHeader, ChannelKind};
 use super::Session;
 use crate::abort::Abort;
 use crate::control_link::{Allowance, ControlEvent, ControlLink, held_back};
-use crate::receive::{ReceiveCounters, Sink, receive_packets};
+use crate::receive::{ReceiveCounters, ReceiveError, Sink, receive_packets};
 use crate::transport::{Connection, accept_channel, refuse_channel};
 
 /// What is said to whoever comes during another migration.
@@ -213,15 +213,12 @@ pub fn receive_thread(
     let closer = connection.closer();
     abort.on_end(move || closer.close());
     let abort = Arc::clone(abort);
-    std::thread::Builder::new().name(name.clone()).spawn(move || {
-        let outcome = match accept_channel(connection) {
-            Ok((writer, reader)) => {
-                receive_packets(reader, writer, &mut *sink, packet_size, &counters).map_err(|error| error.to_string())
-            }
-            Err(error) => Err(error.to_string()),
-        };
-        if let Err(reason) = outcome {
-            abort.raise(format_args!("channel {name}: {reason}"));
-        }
+    std::thread::Builder::new().name(name.clone()).spawn(move || match accept_channel(connection) {
+        Ok((writer, reader)) => match receive_packets(reader, writer, &mut *sink, packet_size, &counters) {
+            Ok(()) => {}
+            Err(error @ ReceiveError::Connection(_)) => drop(abort.lost(format_args!("channel {name}: {error}"))),
+            Err(error) => drop(abort.raise(format_args!("channel {name}: {error}"))),
+        },
+        Err(error) => drop(abort.lost(format_args!("channel {name}: {error}"))),
     })
 }

@@ -182,7 +182,7 @@ impl Greeting<'_> {
         let heard = hear(&mut reader, &mut messages, Instant::now() + HANDSHAKE_TIME);
         drop(greeter);
         let hello = match heard {
-            Ok(ControlMessage::Hello(hello)) => hello,
+            Ok(ControlMessage::Hello(hello)) => *hello,
             Ok(_) => return Err(format!("{peer}: the first message is no hello")),
             Err(error) => return Err(format!("{peer}: {error}")),
         };
@@ -276,14 +276,14 @@ mod tests {
         silent[0].read_to_end(&mut rest).unwrap();
         assert_eq!(rest, b"");
 
-        let hello = ControlMessage::Hello(Hello {
+        let hello = ControlMessage::Hello(Box::new(Hello {
             program: "a source".into(),
             key: key.to_hex(),
             mode: Mode::Owner,
             channels: 1,
             capabilities: FEATURES.capabilities(MAX_CONTENT),
             machine: Machine::default(),
-        });
+        }));
         connect().write_all(&hello.encode()).unwrap();
         let greeted = waiting.join().unwrap().expect("the source is heard");
         assert_eq!(greeted.session.id, id);

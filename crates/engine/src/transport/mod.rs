@@ -153,3 +153,6 @@ pub enum TransportError {
         source: BadReply,
     },
 }
+
+/// Where a destination listens.
+pub type Address = String;

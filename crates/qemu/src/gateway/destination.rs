@@ -9,13 +9,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
 use serde_json::json;
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink, say};
+use sterna::process;
 use sterna::record_file::RecordFile;
-use sterna::report::Outcome;
+use sterna::report::{Observer, Outcome, ReceiveReport};
 use sterna::session::{DoorNews, Doorman, Greeted, Greeting};
 use sterna::transport::{Limits, Listener};
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
@@ -29,7 +29,7 @@ use super::features::FEATURES;
 use super::feeder::{Feeder, FeederNews, FeederSinks};
 use super::qemu::{self, QemuEvent};
 use super::sockets::SocketDir;
-use super::{GatewayError, Observer, ReceiveOptions, fault};
+use super::{GatewayError, ReceiveOptions, fault};
 use crate::discover::discover;
 use crate::qmp::Qmp;
 use crate::settings::{Restore, Role, Settings, Wanted};
@@ -45,47 +45,6 @@ const QUIT_TIME: Duration = Duration::from_secs(10);
 const CANCELLED: &str = "cancelled";
 /// How often the loop wakes when nothing happens.
 const IDLE: Duration = Duration::from_secs(1);
-
-/// What `sterna receive` tells at its end.
-#[derive(Clone, Debug, Serialize)]
-pub struct ReceiveReport {
-    /// The migration's id.
-    pub id: String,
-    /// How it ended.
-    pub outcome: Outcome,
-    /// Why, where it did not complete.
-    pub reason: Option<String>,
-    /// Who sent.
-    pub source: String,
-    /// How each RAM block was placed, and why.
-    pub placement: Vec<String>,
-    /// Milliseconds from the end of RAM to the guest loaded and paused.
-    pub load_ms: f64,
-    /// Milliseconds from the decision to the guest running.
-    pub start_ms: f64,
-}
-
-impl ReceiveReport {
-    /// Text for a terminal.
-    pub fn text(&self) -> String {
-        let reason = self.reason.as_deref().unwrap_or("no reason given");
-        let headline = match self.outcome {
-            Outcome::Completed => format!("migration {} from {} completed: the guest runs here", self.id, self.source),
-            Outcome::Unconfirmed | Outcome::Stuck | Outcome::Lost => format!(
-                "migration {} from {}: {reason}; run `sterna recover {}` on both hosts",
-                self.id, self.source, self.id
-            ),
-            Outcome::Failed | Outcome::Cancelled => {
-                format!("migration {} from {} ended: {reason}; nothing runs here", self.id, self.source)
-            }
-        };
-        let mut text = headline;
-        for line in &self.placement {
-            text.push_str(&format!("\n  placement    {line}"));
-        }
-        text
-    }
-}
 
 /// What wakes the driver.
 #[derive(Debug)]
@@ -221,7 +180,7 @@ fn run_session(
     });
 
     let (machine, first) = DestinationSwitchover::begin();
-    let faults_before = qmp.peer_pid().map_or(0, qemu::faults);
+    let faults_before = faults(&qmp);
     let mut driver = Driver {
         observer,
         qmp,
@@ -544,8 +503,8 @@ impl Driver<'_> {
     }
 
     fn count_figures(&mut self) {
-        self.figures.cpu_seconds = qemu::own_cpu_seconds();
-        self.figures.faults = self.qmp.peer_pid().map_or(0, qemu::faults).saturating_sub(self.faults_before);
+        self.figures.cpu_seconds = process::own_cpu_seconds();
+        self.figures.faults = faults(&self.qmp).saturating_sub(self.faults_before);
     }
 
     fn tell_failure(&self, reason: &str) {
@@ -615,6 +574,11 @@ fn read_return_path(mut reader: ReturnPathReader<std::os::unix::net::UnixStream>
     let _ = reader.get_ref().shutdown(Shutdown::Read);
 }
 
+/// QEMU's page faults so far.
+fn faults(qmp: &Qmp) -> u64 {
+    qmp.peer_pid().and_then(|pid| u32::try_from(pid).ok()).map_or(0, process::faults)
+}
+
 fn wait_paused(qmp: &Qmp) -> Result<(), String> {
     let deadline = Instant::now() + PAUSE_TIME;
     loop {
@@ -634,7 +598,7 @@ pub(super) fn quit(qmp: &Qmp, record: &RecordFile) -> Result<(), String> {
         tracing::debug!(%error, "quit");
     }
     let deadline = Instant::now() + QUIT_TIME;
-    while qemu::lives(identity) {
+    while process::lives(identity) {
         if Instant::now() >= deadline {
             return Err(format!("QEMU (process {}) does not exit", identity.pid));
         }

@@ -13,7 +13,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use sterna::record_file::Side;
-use sterna::report::Progress;
 use sterna::session::SessionError;
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
@@ -32,7 +31,7 @@ mod sockets;
 mod source;
 mod source_stream;
 
-pub use destination::{ReceiveReport, receive};
+pub use destination::receive;
 pub use proxy::{proxy_receive, proxy_send};
 pub use recovery::recover;
 pub use source::send;
@@ -136,15 +135,6 @@ pub struct RecoverOptions {
     pub security: Option<Security>,
     /// Where the records of migrations are kept.
     pub state_dir: PathBuf,
-}
-
-/// What a migration tells while it runs. Called on the driver's thread.
-pub trait Observer: Send + Sync {
-    /// Figures, a few times a second.
-    fn progress(&self, progress: &Progress);
-
-    /// A step worth a line: phases, choices and their reasons.
-    fn note(&self, text: &str);
 }
 
 /// Why a migration could not be begun, or what it ended in where there is no report. The guest's state is part of the

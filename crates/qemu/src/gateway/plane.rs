@@ -4,14 +4,13 @@ use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 
 use sterna::abort::Abort;
 use sterna::batch::BatchPool;
 use sterna::cancel::Cancel;
 use sterna::entry::Pipeline;
-use sterna::send::{SendChannel, SendContext};
+use sterna::send::{SendChannel, SendContext, Sent};
 use sterna::session::Session;
 use sterna::transport::Security;
 
@@ -42,23 +41,6 @@ pub(super) struct Plane {
     when_aborted: WhenAborted,
     connections: Connections,
     threads: Vec<JoinHandle<()>>,
-}
-
-/// What went over all channels so far.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Sent {
-    pub(super) normal_pages: u64,
-    pub(super) zero_pages: u64,
-    pub(super) content_bytes: u64,
-    pub(super) packet_bytes: u64,
-    pub(super) wire_bytes: u64,
-}
-
-impl Sent {
-    /// Content bytes / packet bytes; 1 before anything was sent.
-    pub(super) fn ratio(&self) -> f64 {
-        if self.packet_bytes > 0 { self.content_bytes as f64 / self.packet_bytes as f64 } else { 1.0 }
-    }
 }
 
 impl Plane {
@@ -185,16 +167,7 @@ impl Plane {
 
     /// What went over the channels so far.
     pub(super) fn sent(&self) -> Sent {
-        let mut sent = Sent::default();
-        for channel in self.pipeline.channels.iter().chain([&*self.stream_channel]) {
-            let counters = channel.counters();
-            sent.normal_pages += counters.normal_pages.load(Ordering::Relaxed);
-            sent.zero_pages += counters.zero_pages.load(Ordering::Relaxed);
-            sent.content_bytes += counters.content_bytes.load(Ordering::Relaxed);
-            sent.packet_bytes += counters.packet_bytes.load(Ordering::Relaxed);
-            sent.wire_bytes += counters.wire_bytes.load(Ordering::Relaxed);
-        }
-        sent
+        Sent::over(self.pipeline.channels.iter().chain([&*self.stream_channel]))
     }
 
     /// Waits for all threads. The migration has ended: every connection to the destination is closed.

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use sterna::process;
 use sterna::record_file::{now_ms, prepare, unsettled};
 use sterna::session::Session;
 use sterna_wire::control::Machine;
@@ -79,6 +80,7 @@ pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
         machine_type,
         ram: memory.and_then(|summary| summary["base-memory"].as_u64()).unwrap_or(0),
         downtime_ms: downtime.as_millis() as u64,
+        blocks: Vec::new(),
     }
 }
 
@@ -118,35 +120,20 @@ pub(super) fn claim(qmp: &Qmp) -> Result<Option<UnixListener>, GatewayError> {
 
 /// Which process answers at the QMP socket.
 pub(super) fn identity(qmp: &Qmp) -> Option<ProcessIdentity> {
-    let pid = u32::try_from(qmp.peer_pid()?).ok()?;
-    Some(ProcessIdentity { pid, start_ticks: start_ticks(pid)? })
+    process::identity(u32::try_from(qmp.peer_pid()?).ok()?)
 }
 
 /// Whether the process has ended, where its QMP connection has: the connection can fail alone, and an exit takes a moment.
 pub(super) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
     let Some(identity) = identity else { return false };
     let deadline = Instant::now() + EXIT_TIME;
-    while lives(identity) {
+    while process::lives(identity) {
         if Instant::now() >= deadline {
             return false;
         }
         std::thread::sleep(LOOK_PAUSE);
     }
     true
-}
-
-/// Whether the process that the record names still lives.
-pub(super) fn lives(identity: ProcessIdentity) -> bool {
-    start_ticks(identity.pid) == Some(identity.start_ticks)
-}
-
-/// Start time of a living process: field 22 of `/proc/PID/stat` (proc(5)). The name in field 2 may contain anything, so
-/// counting starts behind its last bracket. A zombie, in field 3, has ended and only waits for its parent.
-fn start_ticks(pid: u32) -> Option<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
-    let state = fields.next()?;
-    if matches!(state, "Z" | "X") { None } else { fields.nth(18)?.parse().ok() }
 }
 
 /// The first record of a migration.
@@ -284,19 +271,4 @@ pub(super) fn accept_migration(listener: &UnixListener, multifd: u8, time: Durat
 
 fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
-}
-
-/// CPU-seconds of this process so far.
-pub(super) fn own_cpu_seconds() -> f64 {
-    use rustix::time::{ClockId, clock_gettime};
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
-}
-
-/// Minor and major page faults of a process so far, fields 10 and 12 of `/proc/PID/stat`.
-pub(super) fn faults(pid: i32) -> u64 {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
-    let field = |number: usize| fields.split_ascii_whitespace().nth(number).and_then(|text| text.parse::<u64>().ok());
-    field(7).unwrap_or(0) + field(9).unwrap_or(0)
 }

@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink, held_back};
+use sterna::process;
 use sterna::record_file::{RecordFile, RecordFileError, Side};
+use sterna::report::Observer;
 use sterna::session::{self, Session};
 use sterna::transport::{Limits, Listener, Security, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader};
@@ -23,7 +25,7 @@ use sterna_wire::switchover::{
 };
 
 use super::sockets::SocketDir;
-use super::{GatewayError, Observer, RecoverOptions, destination, fault, qemu};
+use super::{GatewayError, RecoverOptions, destination, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
@@ -83,7 +85,7 @@ fn open_record(options: &RecoverOptions) -> Result<RecordFile, GatewayError> {
 
 /// The QEMU of the record: none where it has ended, or where another process answers at its socket.
 fn qemu_of(record: &Record) -> Option<Qmp> {
-    if record.qemu.is_some_and(|identity| !qemu::lives(identity)) {
+    if record.qemu.is_some_and(|identity| !process::lives(identity)) {
         return None;
     }
     let qmp = Qmp::connect(Path::new(&record.qmp)).ok()?;
@@ -133,7 +135,7 @@ impl Common<'_> {
     fn qemu_gone(&self) -> Result<bool, GatewayError> {
         match (&self.qmp, self.record.record().qemu) {
             (Some(_), _) => Ok(false),
-            (None, Some(identity)) if qemu::lives(identity) => Err(self.no_qemu()),
+            (None, Some(identity)) if process::lives(identity) => Err(self.no_qemu()),
             (None, Some(_)) => Ok(true),
             // It is not known which process it was: only a socket that nobody serves says that it has ended.
             (None, None) => match std::os::unix::net::UnixStream::connect(&self.record.record().qmp) {

@@ -36,6 +36,9 @@ pub enum DestinationEvent {
     AllPlacedAndLoaded,
     /// QEMU's state changed, or is the answer to [`DestinationAction::Cont`] or [`DestinationAction::Quit`].
     Qemu(DestinationQemu),
+    /// An operator asserts that the source is gone for good and its guest cannot run. Without its process there is no
+    /// record to recover from, so a prepared destination commits itself.
+    SourceFenced,
     /// The migration shall not go on: cancelled, a time limit, an error of the data plane; or the action at hand failed.
     /// Once prepared the destination may not give up by itself, and this is ignored.
     Failed {
@@ -306,6 +309,17 @@ impl DestinationSwitchover {
                 self.prepare(actions);
             }
             DestinationEvent::Qemu(state) => self.qemu(state, actions),
+            DestinationEvent::SourceFenced => match self.phase {
+                phase if phase.unprepared() => {
+                    self.fenced_peer = true;
+                    self.abort("the source is gone for good, and not all of the guest is here", actions);
+                }
+                Phase::Prepared => {
+                    self.fenced_peer = true;
+                    self.write(Phase::WritingCommitted, Some(DestinationState::Committed), actions);
+                }
+                _ => {}
+            },
             DestinationEvent::Failed { reason } => match self.phase {
                 phase if phase.unprepared() => self.abort(&reason, actions),
                 Phase::StartingGuest | Phase::Quitting => {

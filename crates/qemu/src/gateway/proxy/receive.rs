@@ -12,6 +12,7 @@ use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink, say};
 use sterna::pacer::Pacer;
+use sterna::report::Observer;
 use sterna::send::{SendChannel, SendContext};
 use sterna::session::{DoorNews, Doorman, Greeted, Greeting, OpaqueDoor, Refused};
 use sterna::transport::{Connection, Limits, Listener, accept_channel};
@@ -25,7 +26,7 @@ use crate::gateway::features::FEATURES;
 use crate::gateway::feeder::{Feeder, FeederNews, FeederSinks};
 use crate::gateway::sockets;
 use crate::gateway::source_stream::closer;
-use crate::gateway::{GatewayError, Observer, Placement, ProxyReceiveOptions};
+use crate::gateway::{GatewayError, Placement, ProxyReceiveOptions};
 use crate::stream::{ReturnMessage, ReturnPathReader};
 
 enum Event {

@@ -13,6 +13,7 @@ use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink};
 use sterna::pacer::Pacer;
+use sterna::report::Observer;
 use sterna::send::SendContext;
 use sterna::session::{self, Offer, Session};
 use sterna::transport::{Connection, open_channel};
@@ -27,7 +28,7 @@ use crate::gateway::layout::Start;
 use crate::gateway::plane::{Plane, WhenAborted};
 use crate::gateway::sockets::{accept_until, first_bytes};
 use crate::gateway::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
-use crate::gateway::{GatewayError, Observer, ProxySendOptions};
+use crate::gateway::{GatewayError, ProxySendOptions};
 use crate::stream::{ChannelSniff, MainReader, MultifdInit, ReturnMessage};
 
 /// How long a connection on the migration socket may take to say what it is. QEMU from 9.0 connects everything first.

@@ -2,13 +2,13 @@
 
 use std::time::Instant;
 
+use sterna::process::own_cpu_seconds;
 use sterna::report::{DowntimeParts, Outcome, Progress, Report};
+use sterna::send::Sent;
 use sterna::transport::Security;
 use sterna_wire::switchover::SourceEnd;
 
 use super::{COMMIT_ESTIMATE, Driver, End};
-use crate::gateway::plane::Sent;
-use crate::gateway::qemu;
 use crate::gateway::recovery::source_end;
 
 /// The moments that the downtime's parts lie between.
@@ -31,7 +31,9 @@ impl Moments {
 
     fn parts(&self) -> DowntimeParts {
         DowntimeParts {
+            stop_ms: 0.0,
             last_round_ms: Self::between(self.stopped, self.drained),
+            state_ms: 0.0,
             load_ms: Self::between(self.drained, self.prepared),
             commit_ms: Self::between(self.prepared, self.decided),
             start_ms: Self::between(self.decided, self.running),
@@ -124,6 +126,7 @@ impl Driver<'_> {
             downtime_ms: Moments::between(self.moments.stopped, self.moments.running),
             downtime: self.moments.parts(),
             rounds,
+            convergence: None,
             wire_bytes: sent.wire_bytes,
             content_bytes: sent.content_bytes,
             normal_pages: sent.normal_pages,
@@ -133,7 +136,7 @@ impl Driver<'_> {
             method: self.options.method.to_string(),
             channels: self.options.channels,
             encrypted: matches!(self.options.security, Security::Tls(_)),
-            source_cpu_seconds: qemu::own_cpu_seconds(),
+            source_cpu_seconds: own_cpu_seconds(),
             destination_cpu_seconds: self.figures.cpu_seconds,
             destination_faults: self.figures.faults,
             placement: self.placement.clone(),

@@ -1,0 +1,482 @@
+//! The destination's driver: as the source's, one thread and one loop over events, led by the switchover's state machine.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
+use sterna_wire::switchover::{
+    DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
+    RecordState, SwitchoverMessage,
+};
+use sterna_wire::text::cleaned;
+
+use super::target::{RamSink, Target};
+use super::{Destination, Listening};
+use crate::abort::Abort;
+use crate::cancel::Cancel;
+use crate::control_link::{ControlEvent, ControlLink, say};
+use crate::ledger::Ledger;
+use crate::migration::{FEATURES, GuestState, MigrationError, Phase, Side, difference, machine};
+use crate::process;
+use crate::receive::Sink;
+use crate::report::{Observer, Outcome, ReceiveReport};
+use crate::session::{DoorNews, Doorman, Greeted, Greeting, Sinks};
+use crate::state::{Part, StateReader, StateSink, state_sink};
+use crate::vmm::DestinationVmm;
+
+/// How often the loop wakes when nothing happens.
+const IDLE: Duration = Duration::from_secs(1);
+/// How long, after a channel broke, a word of the peer about the reason is waited for: it travels on another connection.
+const LAST_WORDS: Duration = Duration::from_millis(100);
+/// The reason where it was cancelled on this side.
+const CANCELLED: &str = "cancelled";
+
+/// What wakes the driver.
+#[derive(Debug)]
+enum Event {
+    Control(u32, ControlEvent),
+    Reconnected(u32, ControlLink),
+    State(Part),
+    Fenced,
+    Broken,
+    Cancelled,
+}
+
+pub(super) fn run(
+    listening: Listening,
+    vmm: &mut dyn DestinationVmm,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<ReceiveReport, MigrationError> {
+    let Listening { destination, address, incoming, fence } = listening;
+    let Destination { ram, before, prefault, state_dir } = destination;
+    observer.note(&format!("listening on {address}"));
+    let stop = incoming.stop_handle();
+    cancel.on_cancel(move || stop.stop());
+    let ours = machine(vmm.name(), &ram, 0).blocks;
+    let refusal = |hello: &Hello| difference(&hello.machine.blocks, &ours);
+    let greeting = Greeting { mode: Mode::Embedded, features: FEATURES, refusal: &refusal };
+    let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
+    let Some(greeted) = greeted else {
+        let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
+        return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_taken(reason) });
+    };
+    let Greeted { session, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    observer.note(&format!("migration {} from {peer}", session.id));
+
+    let refused = |writer: &mut _, reason: String| {
+        // The peer may be gone; then nobody misses the answer.
+        let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
+        MigrationError::not_taken(reason)
+    };
+    let target = Arc::new(Target::new(ram));
+    target.prepare(before, prefault).map_err(|error| refused(&mut writer, error))?;
+    let state = RecordState::Destination(DestinationState::Started);
+    let ledger = Ledger::new(state_dir.as_deref(), &session, state, address.to_string());
+    let ledger = ledger.map_err(|error| refused(&mut writer, error.to_string()))?;
+
+    let (events_in, events) = channel();
+    let link = ControlLink::start(writer, reader, closer, messages, link_events(&events_in, 1));
+    let link = link.map_err(MigrationError::not_taken)?;
+    let abort = Arc::new(Abort::default());
+    let broken = events_in.clone();
+    abort.on_end(move || drop(broken.send(Event::Broken)));
+    let cancelled = events_in.clone();
+    cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
+    let fenced = events_in.clone();
+    fence.0.on_cancel(move || drop(fenced.send(Event::Fenced)));
+
+    let begun = events_in.clone();
+    let (state_sink, ahead, last) = state_sink(move |part| drop(begun.send(Event::State(part))));
+    let sinks = TargetSinks { target: Arc::clone(&target), state: std::sync::Mutex::new(Some(state_sink)) };
+    let door = events_in.clone();
+    let tell = Arc::new(move |news| {
+        let _ = door.send(match news {
+            DoorNews::Reconnected(incarnation, link) => Event::Reconnected(incarnation, link),
+            DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
+        });
+    });
+    let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, None, tell));
+    let stop_listening = incoming.stop_handle();
+    let admitting = Arc::clone(&doorman);
+    std::thread::spawn(move || {
+        while let Some((connection, header)) = incoming.next() {
+            admitting.admit(connection, &header);
+        }
+    });
+
+    let (switchover, first) = DestinationSwitchover::begin();
+    let faults_before = process::faults(std::process::id());
+    let mut driver = Driver {
+        vmm,
+        observer,
+        target,
+        switchover,
+        ledger,
+        link: Some(link),
+        incarnation: 1,
+        welcome: Some(welcome),
+        doorman,
+        abort,
+        ahead: Some(ahead),
+        last: Some(last),
+        totals: None,
+        loaded: false,
+        state_begun: false,
+        decided: None,
+        phase: Phase::SettingUp,
+        figures: DestinationFigures::default(),
+        faults_before,
+        broken: None,
+        end: None,
+        cancelled: false,
+    };
+    driver.run(&events, first);
+    let report = driver.finish(peer);
+    // The accepting thread ends by itself; a handshake that is under way is not waited for.
+    stop_listening.stop();
+    report
+}
+
+fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
+    let events = events.clone();
+    move |event| drop(events.send(Event::Control(incarnation, event)))
+}
+
+/// The sinks of this migration's channels.
+struct TargetSinks<F> {
+    target: Arc<Target>,
+    state: std::sync::Mutex<Option<StateSink<F>>>,
+}
+
+impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
+    fn ram(&self, _: u16) -> Box<dyn Sink> {
+        Box::new(RamSink(Arc::clone(&self.target)))
+    }
+
+    fn stream(&self) -> Box<dyn Sink> {
+        let sink = self.state.lock().expect("nobody panics with it").take();
+        Box::new(sink.expect("the doorman lets one stream channel in"))
+    }
+}
+
+struct Driver<'a> {
+    vmm: &'a mut dyn DestinationVmm,
+    observer: &'a dyn Observer,
+    target: Arc<Target>,
+    switchover: DestinationSwitchover,
+    ledger: Ledger,
+    link: Option<ControlLink>,
+    incarnation: u32,
+    welcome: Option<Welcome>,
+    doorman: Arc<Doorman>,
+    abort: Arc<Abort>,
+    /// The state's readers, until they have been read.
+    ahead: Option<StateReader>,
+    last: Option<StateReader>,
+    totals: Option<Totals>,
+    loaded: bool,
+    state_begun: bool,
+    decided: Option<Instant>,
+    phase: Phase,
+    figures: DestinationFigures,
+    faults_before: u64,
+    /// Until when a word about a broken channel is waited for.
+    broken: Option<Instant>,
+    end: Option<DestinationEnd>,
+    cancelled: bool,
+}
+
+impl Driver<'_> {
+    fn run(&mut self, events: &Receiver<Event>, first: Vec<DestinationAction>) {
+        let mut actions = first;
+        loop {
+            let mut answers = Vec::new();
+            for action in actions {
+                answers.extend(self.perform(action));
+            }
+            actions = Vec::new();
+            for answer in answers {
+                actions.extend(self.switchover.on(answer));
+            }
+            if !actions.is_empty() {
+                continue;
+            }
+            // Once it has ended, the source is answered until it hangs up.
+            if self.end.is_some() && self.link.is_none() {
+                return;
+            }
+            let waits = self.broken.map_or(IDLE, |deadline| deadline.saturating_duration_since(Instant::now()));
+            if waits.is_zero() {
+                self.broken = None;
+                if let Some(event) = self.broken() {
+                    actions = self.switchover.on(event);
+                }
+                continue;
+            }
+            match events.recv_timeout(waits) {
+                Ok(event) => {
+                    if let Some(event) = self.translate(event) {
+                        actions.extend(self.switchover.on(event));
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the doorman holds a sender"),
+            }
+        }
+    }
+
+    fn perform(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
+        tracing::debug!(?action, "switchover");
+        match action {
+            DestinationAction::WriteRecord(state) => {
+                if state == DestinationState::Committed {
+                    self.decided = Some(Instant::now());
+                    self.phase = Phase::Committed;
+                }
+                match self.ledger.write(RecordState::Destination(state)) {
+                    Ok(()) => Some(DestinationEvent::RecordWritten),
+                    Err(error) => {
+                        self.observer.note(&error.to_string());
+                        Some(DestinationEvent::RecordFailed)
+                    }
+                }
+            }
+            // The guest starts when this driver has it started, and not before.
+            DestinationAction::ClearAutostart => Some(DestinationEvent::AutostartCleared),
+            DestinationAction::AcceptStream => {
+                self.phase = Phase::Rounds;
+                self.doorman.open();
+                if let Some(welcome) = self.welcome.take() {
+                    self.say(&ControlMessage::Welcome(welcome));
+                    self.say(&ControlMessage::Ready { placement: self.target.placement() });
+                }
+                None
+            }
+            DestinationAction::Send(message) => {
+                if message == SwitchoverMessage::Running {
+                    self.figures.cpu_seconds = process::own_cpu_seconds();
+                    self.figures.faults = process::faults(std::process::id()).saturating_sub(self.faults_before);
+                    self.say(&ControlMessage::Figures(self.figures.clone()));
+                }
+                self.say(&ControlMessage::Switchover(message));
+                None
+            }
+            DestinationAction::Cont => Some(match self.vmm.resume() {
+                Ok(()) => {
+                    self.figures.start_ms = self.decided.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
+                    DestinationEvent::Qemu(DestinationQemu::Running)
+                }
+                Err(error) => {
+                    DestinationEvent::Failed { reason: format!("the monitor does not start the guest: {error}") }
+                }
+            }),
+            DestinationAction::AnnounceSelf => None,
+            // What this side has of the guest is not used any more: that is all there is to end.
+            DestinationAction::Quit => {
+                self.abort.raise("the migration was aborted");
+                Some(DestinationEvent::Qemu(DestinationQemu::Gone))
+            }
+            DestinationAction::AwaitSource => {
+                if self.link.is_none() && self.switchover.unsure() {
+                    self.observer.note(&format!(
+                        "the source is lost and the guest stands loaded here: waiting for the source to say who runs it \
+                         (migration {})",
+                        self.doorman.session().id
+                    ));
+                }
+                None
+            }
+            DestinationAction::Done(end) => {
+                if let DestinationEnd::Stuck { reason } = &end {
+                    self.tell_failure(reason);
+                }
+                if matches!(end, DestinationEnd::Stuck { .. } | DestinationEnd::Conflict) {
+                    // The source waits for nothing that could still come.
+                    self.link = None;
+                }
+                self.end = Some(end);
+                None
+            }
+        }
+    }
+
+    fn translate(&mut self, event: Event) -> Option<DestinationEvent> {
+        match event {
+            Event::Control(incarnation, event) if incarnation == self.incarnation => match event {
+                ControlEvent::Message(message, _) => self.heard(message),
+                ControlEvent::Lost(reason) => {
+                    self.link = None;
+                    if self.end.is_none() {
+                        self.observer.note(&format!("the connection to the source is lost: {reason}"));
+                        self.abort.lost(format_args!("the source was lost: {reason}"));
+                    }
+                    Some(DestinationEvent::ConnectionLost)
+                }
+            },
+            Event::Control(..) => None,
+            Event::Reconnected(incarnation, link) => {
+                self.incarnation = incarnation;
+                self.link = Some(link);
+                Some(DestinationEvent::Connected)
+            }
+            Event::State(Part::Ahead) => self.load_ahead(),
+            Event::State(Part::Final) => {
+                self.phase = Phase::SwitchingOver;
+                self.state_begun = true;
+                self.load_if_complete()
+            }
+            Event::Fenced => {
+                self.observer.note("an operator says that the source is gone for good");
+                self.link = None;
+                Some(DestinationEvent::SourceFenced)
+            }
+            Event::Broken if self.abort.was_lost() => {
+                self.broken = Some(Instant::now() + LAST_WORDS);
+                None
+            }
+            Event::Broken => self.broken(),
+            Event::Cancelled if self.end.is_some() => {
+                self.link = None;
+                None
+            }
+            Event::Cancelled => {
+                if self.switchover.unsure() {
+                    self.observer.note("the guest stands loaded here and the source decides: this cannot be cancelled");
+                } else {
+                    self.tell_failure(CANCELLED);
+                    self.cancelled = true;
+                }
+                Some(DestinationEvent::Failed { reason: CANCELLED.into() })
+            }
+        }
+    }
+
+    /// The data plane has failed.
+    fn broken(&mut self) -> Option<DestinationEvent> {
+        let reason = self.abort.reason()?;
+        self.tell_failure(&reason);
+        Some(DestinationEvent::Failed { reason })
+    }
+
+    fn heard(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
+        match message {
+            ControlMessage::Totals(totals) => {
+                let placed = self.doorman.placed();
+                let complete =
+                    totals.ram.len() == placed.len() && placed.iter().zip(&totals.ram).all(|(has, last)| has >= last);
+                if !complete {
+                    let reason = "pages are missing: the totals of the source are not what was placed";
+                    return Some(DestinationEvent::Failed { reason: reason.into() });
+                }
+                self.totals = Some(totals);
+                self.load_if_complete()
+            }
+            ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
+            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
+                let reason = format!("the source failed: {}", cleaned(&reason));
+                Some(DestinationEvent::Failed { reason })
+            }
+            unexpected => {
+                tracing::warn!(?unexpected, "not expected from a source");
+                None
+            }
+        }
+    }
+
+    fn load_ahead(&mut self) -> Option<DestinationEvent> {
+        let mut reader = self.ahead.take()?;
+        let loaded = self.vmm.load_ahead(&mut reader).map_err(|error| error.to_string());
+        match loaded.and_then(|()| reader.finish().map_err(|error| error.to_string())) {
+            Ok(_) => {
+                self.say(&ControlMessage::SwitchoverAck);
+                None
+            }
+            Err(error) => self.failed_to_load(&format!("loading state ahead failed: {error}")),
+        }
+    }
+
+    /// Loads the guest's state once all of its RAM is here.
+    fn load_if_complete(&mut self) -> Option<DestinationEvent> {
+        if !self.state_begun || self.totals.is_none() {
+            return None;
+        }
+        let mut reader = self.last.take()?;
+        let since = Instant::now();
+        let loaded = self.vmm.load(&mut reader).map_err(|error| error.to_string());
+        match loaded.and_then(|()| reader.finish().map_err(|error| error.to_string())) {
+            Ok(_) => {
+                self.figures.load_ms = since.elapsed().as_secs_f64() * 1e3;
+                self.loaded = true;
+                Some(DestinationEvent::AllPlacedAndLoaded)
+            }
+            Err(error) => self.failed_to_load(&format!("loading the guest's state failed: {error}")),
+        }
+    }
+
+    fn failed_to_load(&self, reason: &str) -> Option<DestinationEvent> {
+        // Where the migration is being taken down already, that reason says more.
+        let reason = self.abort.reason().unwrap_or_else(|| reason.to_owned());
+        self.tell_failure(&reason);
+        Some(DestinationEvent::Failed { reason })
+    }
+
+    fn tell_failure(&self, reason: &str) {
+        self.say(&ControlMessage::Failed { reason: reason.to_owned() });
+    }
+
+    fn say(&self, message: &ControlMessage) {
+        let Some(link) = &self.link else { return };
+        if let Err(error) = link.send(message) {
+            // The link's reading side reports the loss.
+            tracing::info!(%error, "the source did not take a message");
+        }
+    }
+
+    fn finish(mut self, source: String) -> Result<ReceiveReport, MigrationError> {
+        let (outcome, guest, reason) = match self.end.take() {
+            Some(DestinationEnd::Running) => (Outcome::Completed, GuestState::BelongsToDestination, None),
+            // Whichever came first is the reason, and the source may have cancelled too.
+            Some(DestinationEnd::Discarded { reason }) if self.cancelled && reason == CANCELLED => {
+                (Outcome::Cancelled, GuestState::NotHere, Some(reason))
+            }
+            Some(DestinationEnd::Discarded { reason }) => (Outcome::Failed, GuestState::NotHere, Some(reason)),
+            Some(DestinationEnd::Lost { reason }) => (Outcome::Lost, GuestState::NotHere, Some(reason)),
+            Some(DestinationEnd::Stuck { reason }) => {
+                (Outcome::Unconfirmed, GuestState::StandsAtDestination, Some(reason))
+            }
+            Some(DestinationEnd::Conflict) => (
+                Outcome::Unconfirmed,
+                GuestState::RunsTwice,
+                Some("the guest was started here by somebody else".into()),
+            ),
+            None => (Outcome::Failed, GuestState::NotHere, self.abort.reason()),
+        };
+        self.link = None;
+        self.abort.finish();
+        // A channel may be waiting for its readers.
+        (self.ahead, self.last) = (None, None);
+        self.doorman.join();
+        let report = ReceiveReport {
+            id: self.doorman.session().id.to_string(),
+            outcome,
+            reason: reason.clone(),
+            source,
+            placement: self.target.placement(),
+            load_ms: self.figures.load_ms,
+            start_ms: self.figures.start_ms,
+        };
+        match reason {
+            None if outcome == Outcome::Completed => Ok(report),
+            reason => Err(MigrationError {
+                side: Side::Destination,
+                phase: self.phase,
+                guest,
+                cancelled: outcome == Outcome::Cancelled,
+                reason: reason.unwrap_or_else(|| "no reason given".into()),
+                report: None,
+            }),
+        }
+    }
+}

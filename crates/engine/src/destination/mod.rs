@@ -1,0 +1,140 @@
+//! The destination of an embedded migration: a monitor gives RAM to be filled and itself, and gets a running guest.
+//!
+//! ```no_run
+//! # use sterna::{cancel::Cancel, destination::Destination, transport::Security, vmm::DestinationVmm};
+//! # fn receive(ram: sterna_memory::ram::GuestRam, vmm: &mut dyn DestinationVmm)
+//! # -> Result<(), Box<dyn std::error::Error>> {
+//! let destination = Destination::new(ram).listen("0.0.0.0:4920", &Security::Insecure)?;
+//! let report = destination.run(vmm, &Cancel::new(), &())?;
+//! println!("{}", report.text());
+//! # Ok(())
+//! # }
+//! ```
+//! `driver` does what the switchover's state machine says on the caller's thread; `target` puts pages into RAM.
+
+mod driver;
+mod target;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use sterna_memory::ram::GuestRam;
+
+use crate::cancel::Cancel;
+use crate::migration::MigrationError;
+use crate::report::{Observer, ReceiveReport};
+use crate::transport::{Address, Incoming, Limits, Listener, Security};
+use crate::vmm::DestinationVmm;
+
+/// What the memory of the RAM blocks holds before the migration. Everything that the source does not send must read as
+/// zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Before {
+    /// It was never touched, or reads as zero.
+    #[default]
+    Zero,
+    /// Anything: it is given back to the system where that is possible, which makes it zero, and otherwise cleared where
+    /// it is not zero already.
+    Anything,
+}
+
+/// A migration to be taken. Settings have defaults; [`Destination::listen`] opens the door.
+#[derive(Debug)]
+pub struct Destination {
+    ram: GuestRam,
+    before: Before,
+    prefault: bool,
+    state_dir: Option<PathBuf>,
+}
+
+/// A destination that sources can connect to.
+#[derive(Debug)]
+pub struct Listening {
+    destination: Destination,
+    address: Address,
+    incoming: Incoming,
+    fence: Fence,
+}
+
+/// An operator's word that the source is gone for good and its guest cannot run: see [`Listening::fence`].
+#[derive(Clone, Debug, Default)]
+pub struct Fence(Arc<Cancel>);
+
+impl Fence {
+    /// The source is gone for good. A destination that stands prepared and waits to be told runs the guest; one that does
+    /// not, fails.
+    pub fn source_is_gone(&self) {
+        self.0.cancel();
+    }
+}
+
+impl Destination {
+    /// A destination that fills `ram`. Nobody else writes it before the guest was started, and nobody reads it before
+    /// [`DestinationVmm::load`].
+    pub fn new(ram: GuestRam) -> Self {
+        Self { ram, before: Before::default(), prefault: false, state_dir: None }
+    }
+
+    /// What the memory holds before; zeros unless said otherwise.
+    #[must_use]
+    pub fn memory_before(mut self, before: Before) -> Self {
+        self.before = before;
+        self
+    }
+
+    /// Whether all of RAM is populated before the source may begin, so that nothing waits for a page fault later. It costs
+    /// the memory of pages that the guest never used.
+    #[must_use]
+    pub fn prefault(mut self, prefault: bool) -> Self {
+        self.prefault = prefault;
+        self
+    }
+
+    /// Where the record of the migration is kept on disk; in memory unless said otherwise.
+    #[must_use]
+    pub fn state_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.state_dir = Some(dir.into());
+        self
+    }
+
+    /// Opens the door for one source.
+    ///
+    /// # Errors
+    /// The address cannot be listened on.
+    pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
+        let listener = Listener::bind(&address.into()).map_err(MigrationError::not_taken)?;
+        let address = listener.local_address().to_string();
+        let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_taken)?;
+        Ok(Listening { destination: self, address, incoming, fence: Fence::default() })
+    }
+}
+
+impl Listening {
+    /// Where it listens, the port chosen by the system included.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// By which an operator makes a prepared guest run although its source does not answer any more. Only once it is
+    /// certain that the source's guest cannot run: else there are two of it.
+    pub fn fence(&self) -> Fence {
+        self.fence.clone()
+    }
+
+    /// Takes one migration. Blocks until it has ended; the monitor's methods are called on this thread. Sources that are
+    /// refused do not end it.
+    ///
+    /// A destination that stands prepared, with the guest loaded, waits for its source as long as it takes: only the source
+    /// knows who runs the guest.
+    ///
+    /// # Errors
+    /// Every end but the good one. After the migration was accepted, RAM and monitor are of no use for another try.
+    pub fn run(
+        self,
+        vmm: &mut dyn DestinationVmm,
+        cancel: &Cancel,
+        observer: &dyn Observer,
+    ) -> Result<ReceiveReport, MigrationError> {
+        driver::run(self, vmm, cancel, observer)
+    }
+}

@@ -1,0 +1,129 @@
+//! Where pages end: the destination's guest RAM, and the sinks that put them there.
+//!
+//! A page is marked as received before its content is written, so a zero page costs a page fault only where something
+//! else was before. Faults are taken by one system call for all pages of a run, just before they are written, by each
+//! channel for its own.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
+use sterna_memory::received::{Freshness, ReceivedBitmap};
+use sterna_wire::packet::{BlockShape, Run, RunKind};
+
+use super::Before;
+use crate::receive::{Sink, SinkError};
+
+/// Pages populated or cleared by one step of preparing, so that several threads share a block: 64 MiB.
+const STEP: u64 = (64 << 20) / PAGE_SIZE as u64;
+
+/// Guest RAM that is being filled.
+#[derive(Debug)]
+pub(super) struct Target {
+    ram: GuestRam,
+    received: Vec<ReceivedBitmap>,
+    shapes: Arc<[BlockShape]>,
+}
+
+impl Target {
+    pub(super) fn new(ram: GuestRam) -> Self {
+        let received = ram.blocks().iter().map(|block| ReceivedBitmap::new(block.pages())).collect();
+        let shape = |block: &RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
+        let shapes = ram.blocks().iter().map(shape).collect();
+        Self { ram, received, shapes }
+    }
+
+    /// Makes all of RAM read as zero, and populates it if that is wished.
+    pub(super) fn prepare(&self, before: Before, prefault: bool) -> Result<(), String> {
+        if before == Before::Anything {
+            self.for_all_parts(clear)?;
+        }
+        if prefault {
+            self.for_all_parts(|block, part| block.populate(part).map_err(|error| error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// Calls `work` for all of RAM in parts, on a thread per CPU.
+    fn for_all_parts(&self, work: impl Fn(&RamBlock, Range<u64>) -> Result<(), String> + Sync) -> Result<(), String> {
+        let parts = |block: &RamBlock| (0..block.pages().div_ceil(STEP)).map(|part| part * STEP).collect::<Vec<_>>();
+        let parts: Vec<_> =
+            self.ram.blocks().iter().flat_map(|block| parts(block).into_iter().map(move |at| (block, at))).collect();
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(parts.len()).max(1);
+        std::thread::scope(|scope| {
+            let (parts, work) = (&parts, &work);
+            let one = |thread: usize| {
+                parts
+                    .iter()
+                    .skip(thread)
+                    .step_by(threads)
+                    .try_for_each(|(block, at)| work(block, *at..(at + STEP).min(block.pages())))
+            };
+            let running: Vec<_> = (0..threads).map(|thread| scope.spawn(move || one(thread))).collect();
+            running.into_iter().try_for_each(|thread| thread.join().expect("preparing RAM does not panic"))
+        })
+    }
+
+    /// How each block is filled, for the report.
+    pub(super) fn placement(&self) -> Vec<String> {
+        let line = |block: &RamBlock| {
+            let backing = match block.backing() {
+                Backing::Anonymous => "anonymous memory",
+                Backing::Shared(..) => "a shared file in memory",
+                Backing::Other => "memory of another kind",
+            };
+            format!("{}: own-memory, {backing} with pages of {} bytes", block.name(), block.page_size())
+        };
+        self.ram.blocks().iter().map(line).collect()
+    }
+
+    fn place(&self, number: u16, runs: &[Run], content: &[u8]) -> Result<(), RamError> {
+        let block = &self.ram.blocks()[usize::from(number)];
+        let received = &self.received[usize::from(number)];
+        let mut rest = content;
+        for run in runs {
+            let pages = run.first..run.end();
+            match run.kind {
+                RunKind::Normal => {
+                    let (now, later) = rest.split_at(run.count as usize * PAGE_SIZE);
+                    rest = later;
+                    received.mark(pages.clone());
+                    block.populate(pages)?;
+                    block.write(run.first, now);
+                }
+                RunKind::Zero => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Makes `part` of `block` read as zero: by giving it back, or where that is not possible by writing where need be.
+fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
+    if let Ok(Some(memory)) = block.discardable()
+        && memory.discard(part.clone()).is_ok()
+    {
+        return Ok(());
+    }
+    for page in part {
+        if !block.is_zero(page) {
+            block.zero(page..page + 1);
+        }
+    }
+    Ok(())
+}
+
+/// The sink of one RAM channel.
+#[derive(Debug)]
+pub(super) struct RamSink(pub(super) Arc<Target>);
+
+impl Sink for RamSink {
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        Ok(Arc::clone(&self.0.shapes))
+    }
+
+    fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
+        Ok(self.0.place(block, runs, content)?)
+    }
+}

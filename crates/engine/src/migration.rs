@@ -1,0 +1,202 @@
+//! How an embedded migration ended badly: on which side, in which phase, why, and where the guest is.
+
+use std::fmt;
+
+use sterna_memory::ram::GuestRam;
+use sterna_wire::control::{Block, Machine};
+
+use crate::report::Report;
+use crate::session::Features;
+
+/// State of the monitor as a byte stream, version 1 of the records in `state`.
+const GUEST_STATE: &str = "guest-state-1";
+
+/// What the library can do beyond the protocol's basis.
+pub(crate) const FEATURES: Features<'static> = Features { offered: &[GUEST_STATE], required: &[GUEST_STATE] };
+
+/// One of the two sides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Where the guest came from.
+    Source,
+    /// Where it goes to.
+    Destination,
+}
+
+/// How far a migration had come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Phase {
+    /// Settings, connection, agreement: nothing was begun.
+    SettingUp,
+    /// The rounds over the dirty pages, the guest running.
+    Rounds,
+    /// The guest stopped, its last pages and its state on their way.
+    SwitchingOver,
+    /// The decision is made for the destination.
+    Committed,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::SettingUp => "setting up",
+            Self::Rounds => "sending memory",
+            Self::SwitchingOver => "switching over",
+            Self::Committed => "starting the guest at the destination",
+        })
+    }
+}
+
+/// Where the guest is after a migration that did not come to its good end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GuestState {
+    /// It was not touched: as it was before.
+    Untouched,
+    /// It runs at the source.
+    RunsAtSource,
+    /// It belongs to the source, which could not make it run on.
+    StandsAtSource,
+    /// It belongs to the destination; whether it runs there was not confirmed. It must never run at the source again.
+    BelongsToDestination,
+    /// It belongs to the destination, which could not make it run.
+    StandsAtDestination,
+    /// It runs on both sides: somebody started it by hand. One of the two must be stopped at once.
+    RunsTwice,
+    /// It is not here: nothing of it that this side has is of any use.
+    NotHere,
+}
+
+impl fmt::Display for GuestState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Untouched => "the guest was not touched",
+            Self::RunsAtSource => "the guest runs on at the source",
+            Self::StandsAtSource => "the guest stands at the source: let the monitor resume it",
+            Self::BelongsToDestination => {
+                "the guest belongs to the destination and must not run at the source; look whether it runs there"
+            }
+            Self::StandsAtDestination => {
+                "the guest belongs to the destination and stands there: let the monitor resume it"
+            }
+            Self::RunsTwice => "the guest was started by hand where it must not run: stop one of the two at once",
+            Self::NotHere => "nothing runs here, and the memory here is of no use",
+        })
+    }
+}
+
+/// Why a migration did not come to its good end.
+#[derive(Debug)]
+pub struct MigrationError {
+    /// Whose error it is: that of the side that returns it.
+    pub side: Side,
+    /// How far it had come.
+    pub phase: Phase,
+    /// Where the guest is.
+    pub guest: GuestState,
+    /// Whether it was cancelled.
+    pub cancelled: bool,
+    /// What happened.
+    pub reason: String,
+    /// The account of what was done until then, where something was.
+    pub report: Option<Box<Report>>,
+}
+
+impl MigrationError {
+    /// At the source, before anything was done.
+    pub(crate) fn untouched(reason: impl fmt::Display) -> Self {
+        Self::of(Side::Source, GuestState::Untouched, reason)
+    }
+
+    /// At the destination, before anything was done.
+    pub(crate) fn not_taken(reason: impl fmt::Display) -> Self {
+        Self::of(Side::Destination, GuestState::Untouched, reason)
+    }
+
+    fn of(side: Side, guest: GuestState, reason: impl fmt::Display) -> Self {
+        Self { side, phase: Phase::SettingUp, guest, cancelled: false, reason: reason.to_string(), report: None }
+    }
+}
+
+impl fmt::Display for MigrationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let side = match self.side {
+            Side::Source => "source",
+            Side::Destination => "destination",
+        };
+        write!(f, "migration failed at the {side} while {}: {} ({})", self.phase, self.reason, self.guest)
+    }
+}
+
+impl std::error::Error for MigrationError {}
+
+/// What a source says of its guest, and a destination of its own.
+pub(crate) fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
+    let block = |block: &sterna_memory::ram::RamBlock| Block {
+        name: block.name().to_owned(),
+        bytes: block.bytes(),
+        page_size: block.page_size() as u64,
+    };
+    Machine {
+        monitor: name,
+        machine_type: String::new(),
+        ram: ram.bytes(),
+        downtime_ms,
+        blocks: ram.blocks().iter().map(block).collect(),
+    }
+}
+
+/// What of the source's RAM blocks differs from the destination's, in words; none where they are the same.
+pub(crate) fn difference(source: &[Block], destination: &[Block]) -> Option<String> {
+    let name = |block: &Block| sterna_wire::text::cleaned(&block.name);
+    if source.len() != destination.len() {
+        let names = |blocks: &[Block]| blocks.iter().map(name).collect::<Vec<_>>().join(", ");
+        return Some(format!(
+            "the source has {} RAM blocks ({}), the destination {} ({})",
+            source.len(),
+            names(source),
+            destination.len(),
+            names(destination)
+        ));
+    }
+    source.iter().zip(destination).enumerate().find(|(_, (source, destination))| source != destination).map(
+        |(number, (source, destination))| {
+            let told = |block: &Block| format!("{}, {} bytes, pages of {}", name(block), block.bytes, block.page_size);
+            format!("RAM block {number} is {} at the source and {} at the destination", told(source), told(destination))
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(name: &str, bytes: u64, page_size: u64) -> Block {
+        Block { name: name.into(), bytes, page_size }
+    }
+
+    #[test]
+    fn what_differs_is_named_on_both_sides() {
+        let ours = [block("ram", 1 << 30, 4096), block("video", 1 << 20, 4096)];
+        assert_eq!(difference(&ours, &ours), None);
+        let cases = [
+            (vec![ours[0].clone()], "the source has 1 RAM blocks (ram), the destination 2 (ram, video)"),
+            (vec![block("ram", 1 << 29, 4096), ours[1].clone()], "RAM block 0 is ram, 536870912 bytes"),
+            (vec![block("ram", 1 << 30, 2 << 20), ours[1].clone()], "pages of 2097152 at the source"),
+            (vec![ours[0].clone(), block("vga\u{1b}[2J", 1 << 20, 4096)], "RAM block 1 is vga"),
+        ];
+        for (theirs, expected) in cases {
+            let said = difference(&theirs, &ours).unwrap();
+            assert!(said.contains(expected) && !said.contains('\u{1b}'), "{said}");
+        }
+    }
+
+    #[test]
+    fn an_error_says_side_phase_reason_and_where_the_guest_is() {
+        let error =
+            MigrationError { phase: Phase::Rounds, guest: GuestState::RunsAtSource, ..MigrationError::untouched("x") };
+        let expected = "migration failed at the source while sending memory: x (the guest runs on at the source)";
+        assert_eq!(error.to_string(), expected);
+    }
+}

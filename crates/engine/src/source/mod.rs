@@ -1,0 +1,170 @@
+//! The source of an embedded migration: a monitor gives its guest's RAM, a dirty log and itself, and gets a migration.
+//!
+//! ```no_run
+//! # use std::time::Duration;
+//! # use sterna::{cancel::Cancel, source::Source, transport::Security, vmm::SourceVmm};
+//! # fn migrate(ram: sterna_memory::ram::GuestRam, log: Box<dyn sterna_memory::dirty::DirtyLog>, vmm: &mut dyn SourceVmm)
+//! # -> Result<(), Box<dyn std::error::Error>> {
+//! let report = Source::new(ram, log)
+//!     .channels(2)
+//!     .downtime(Duration::from_millis(300))
+//!     .run("destination:4920", &Security::Insecure, vmm, &Cancel::new(), &())?;
+//! println!("{}", report.text());
+//! # Ok(())
+//! # }
+//! ```
+//! `rounds` finds and sends pages on a thread of its own, `convergence` says when the guest may be stopped, `driver` does
+//! what the switchover's state machine says on the caller's thread.
+
+mod convergence;
+mod driver;
+mod rounds;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use sterna_codec::MethodChoice;
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::dirty::DirtyLog;
+use sterna_memory::ram::GuestRam;
+use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
+
+pub use self::convergence::{NotConverging, Throttle};
+use crate::cancel::Cancel;
+use crate::migration::MigrationError;
+use crate::report::{Observer, Report};
+use crate::transport::{Address, Security};
+use crate::vmm::SourceVmm;
+
+/// A migration to be made, at the source. Settings have defaults; [`Source::run`] makes it.
+pub struct Source {
+    ram: GuestRam,
+    log: Box<dyn DirtyLog>,
+    settings: Settings,
+}
+
+#[derive(Clone, Debug)]
+struct Settings {
+    channels: u16,
+    method: MethodChoice,
+    bandwidth: Option<u64>,
+    downtime: Duration,
+    packet_size: usize,
+    not_converging: NotConverging,
+    give_up_after: Option<Duration>,
+    state_dir: Option<PathBuf>,
+}
+
+impl std::fmt::Debug for Source {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Source").field("ram", &self.ram).field("settings", &self.settings).finish_non_exhaustive()
+    }
+}
+
+impl Source {
+    /// A migration of the guest whose RAM is `ram`, and whose writes `log` notes: all of them, of vCPUs, of the monitor's
+    /// own threads and of devices. The log is not started yet; its blocks are those of `ram`, by number.
+    pub fn new(ram: GuestRam, log: Box<dyn DirtyLog>) -> Self {
+        let settings = Settings {
+            channels: 2,
+            method: MethodChoice::default(),
+            bandwidth: None,
+            downtime: Duration::from_millis(300),
+            packet_size: DEFAULT_PACKET_SIZE,
+            not_converging: NotConverging::default(),
+            give_up_after: None,
+            state_dir: None,
+        };
+        Self { ram, log, settings }
+    }
+
+    /// RAM channels, 1 … 64; 2 unless said otherwise.
+    #[must_use]
+    pub fn channels(mut self, channels: u16) -> Self {
+        self.settings.channels = channels;
+        self
+    }
+
+    /// How pages are compressed; not at all unless said otherwise.
+    #[must_use]
+    pub fn method(mut self, method: MethodChoice) -> Self {
+        self.settings.method = method;
+        self
+    }
+
+    /// Most bytes per second on the wire; no limit unless said otherwise.
+    #[must_use]
+    pub fn bandwidth(mut self, bytes_per_second: Option<u64>) -> Self {
+        self.settings.bandwidth = bytes_per_second;
+        self
+    }
+
+    /// Longest downtime that is aimed at; 300 ms unless said otherwise.
+    #[must_use]
+    pub fn downtime(mut self, downtime: Duration) -> Self {
+        self.settings.downtime = downtime;
+        self
+    }
+
+    /// Bytes of content in a packet, whole pages, 4 KiB … 16 MiB; 512 KiB unless said otherwise.
+    #[must_use]
+    pub fn packet_size(mut self, bytes: usize) -> Self {
+        self.settings.packet_size = bytes;
+        self
+    }
+
+    /// What is done when the rounds do not converge; it is only said, unless said otherwise.
+    #[must_use]
+    pub fn when_not_converging(mut self, answer: NotConverging) -> Self {
+        self.settings.not_converging = answer;
+        self
+    }
+
+    /// How long the guest's memory is sent before the migration is given up; for ever unless said otherwise.
+    #[must_use]
+    pub fn give_up_after(mut self, time: Option<Duration>) -> Self {
+        self.settings.give_up_after = time;
+        self
+    }
+
+    /// Where the record of the migration is kept on disk, so that a destination can still be told what was decided if this
+    /// process dies; in memory unless said otherwise.
+    #[must_use]
+    pub fn state_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.settings.state_dir = Some(dir.into());
+        self
+    }
+
+    /// Moves the guest to the [`Destination`](crate::destination::Destination) at `to`. Blocks until that has ended; the
+    /// monitor's methods are called on this thread.
+    ///
+    /// # Errors
+    /// Every end but the good one: the error says in which phase, why, and where the guest is.
+    pub fn run(
+        self,
+        to: impl Into<Address>,
+        security: &Security,
+        vmm: &mut dyn SourceVmm,
+        cancel: &Cancel,
+        observer: &dyn Observer,
+    ) -> Result<Report, MigrationError> {
+        self.check()?;
+        driver::run(self, &to.into(), security, vmm, cancel, observer)
+    }
+
+    fn check(&self) -> Result<(), MigrationError> {
+        let Settings { channels, packet_size, .. } = self.settings;
+        if !(1..=MAX_RAM_CHANNELS).contains(&channels) {
+            let reason = format!("{channels} channels were asked for; between 1 and {MAX_RAM_CHANNELS} are possible");
+            return Err(MigrationError::untouched(reason));
+        }
+        if packet_size == 0 || !packet_size.is_multiple_of(PAGE_SIZE) || packet_size > MAX_CONTENT {
+            let reason = format!(
+                "a packet size of {packet_size} bytes was asked for; whole pages of {PAGE_SIZE} up to {MAX_CONTENT} are \
+                 possible"
+            );
+            return Err(MigrationError::untouched(reason));
+        }
+        Ok(())
+    }
+}

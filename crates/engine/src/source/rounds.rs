@@ -1,0 +1,244 @@
+//! The rounds over the dirty pages, on a thread of their own: which pages go, and when the guest may be stopped.
+//!
+//! The order is what makes it right. Tracking is on before holes are searched, so that what is written meanwhile is sent
+//! all the same; the log is collected, and so cleared, before the pages that it names are read; the last collecting comes
+//! after the guest has stopped.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::bitmap::PageBitmap;
+use sterna_memory::dirty::DirtyLog;
+use sterna_memory::holes::PageMap;
+use sterna_memory::ram::GuestRam;
+
+use super::convergence::{Convergence, Decision, Measure};
+use crate::abort::Abort;
+use crate::entry::{PageSearch, Pipeline};
+use crate::report::Progress;
+use crate::send::SendChannel;
+use crate::window::WindowClosed;
+
+/// A round that found next to nothing is followed by the next after this long: without a pause the rounds of an idle guest
+/// that may not be stopped yet would keep a CPU busy.
+const IDLE_PAUSE: Duration = Duration::from_millis(10);
+
+/// What the driver tells this thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// The destination permits the switchover.
+    MayStop,
+    /// The guest has stopped: send the rest.
+    LastRound,
+}
+
+/// What this thread tells the driver.
+#[derive(Debug)]
+pub(super) enum RoundNews {
+    /// The rest fits the downtime: stop the guest and order the last round.
+    SwitchOver,
+    /// Slow the guest down so much, in percent.
+    Throttle(u8),
+    /// The rounds do not converge: stop the guest and let it go on at the destination.
+    PostCopy,
+    /// It is not possible or not worth while to go on, and why.
+    Failed(String),
+    /// A line for people.
+    Note(String),
+    /// All of RAM has been acknowledged: the last sequence number of each RAM channel.
+    Drained(Vec<u64>),
+}
+
+/// The rounds' state, as others may look at it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Told {
+    pub(super) round: u64,
+    pub(super) remaining_bytes: u64,
+    pub(super) dirty_rate: f64,
+    pub(super) predicted: Option<Duration>,
+    pub(super) verdict: Option<String>,
+    pub(super) throttled: u8,
+}
+
+impl Told {
+    pub(super) fn fill(&self, progress: &mut Progress) {
+        progress.round = self.round;
+        progress.remaining_bytes = self.remaining_bytes;
+        progress.dirty_rate = self.dirty_rate;
+        progress.predicted_downtime_ms = self.predicted.map_or(0.0, |time| time.as_secs_f64() * 1e3);
+    }
+}
+
+/// Why the rounds ended before their end.
+enum Ended {
+    /// The migration is being taken down; somebody else has said why.
+    TakenDown,
+    /// This is why.
+    Failed(String),
+}
+
+impl From<WindowClosed> for Ended {
+    fn from(_: WindowClosed) -> Self {
+        Self::TakenDown
+    }
+}
+
+impl Ended {
+    fn failed(error: impl std::fmt::Display) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+/// The rounds of one migration.
+pub(super) struct Rounds<N> {
+    pub(super) ram: GuestRam,
+    pub(super) log: Box<dyn DirtyLog>,
+    pub(super) search: PageSearch,
+    pub(super) convergence: Convergence,
+    pub(super) state_size: u64,
+    pub(super) started: Instant,
+    pub(super) orders: Receiver<Order>,
+    pub(super) news: N,
+    pub(super) told: Arc<Mutex<Told>>,
+    pub(super) may_stop: bool,
+    pub(super) abort: Arc<Abort>,
+}
+
+impl<N: FnMut(RoundNews)> Rounds<N> {
+    /// Runs until the last round is acknowledged or the migration is taken down. The log is stopped in any case.
+    pub(super) fn run(mut self) {
+        let outcome = self.rounds();
+        if let Err(Ended::Failed(reason)) = outcome {
+            (self.news)(RoundNews::Failed(reason));
+        }
+        if let Err(error) = self.log.stop() {
+            // What it costs is that the guest stays a little slower; it must not cost the migration.
+            (self.news)(RoundNews::Note(format!("the dirty log does not stop: {error}")));
+        }
+    }
+
+    fn rounds(&mut self) -> Result<(), Ended> {
+        let mut pending: Vec<_> = self.ram.blocks().iter().map(|block| PageBitmap::new(block.pages())).collect();
+        self.log.start().map_err(|error| Ended::Failed(format!("the dirty log cannot be started: {error}")))?;
+        self.find_populated(&mut pending)?;
+        let mut round = 0;
+        loop {
+            round += 1;
+            self.told.lock().expect("nobody panics with it").round = round;
+            self.send(&mut pending)?;
+            let found = self.collect(&mut pending)?;
+            match self.decide(&pending, found) {
+                Decision::Next => self.pause_if_idle(found)?,
+                Decision::Throttle(percent) => (self.news)(RoundNews::Throttle(percent)),
+                Decision::PostCopy => (self.news)(RoundNews::PostCopy),
+                Decision::GiveUp => {
+                    let verdict = self.convergence.verdict().unwrap_or_default();
+                    return Err(Ended::Failed(format!("given up after {round} rounds: {verdict}")));
+                }
+                Decision::SwitchOver => break,
+            }
+        }
+        (self.news)(RoundNews::SwitchOver);
+        while self.order()? != Order::LastRound {}
+        self.collect(&mut pending)?;
+        self.send(&mut pending)?;
+        let drained = self.pipeline().channels.iter().map(SendChannel::drained).collect::<Result<_, _>>()?;
+        (self.news)(RoundNews::Drained(drained));
+        Ok(())
+    }
+
+    fn pipeline(&self) -> &Arc<Pipeline> {
+        self.search.pipeline()
+    }
+
+    /// The first round: everything that was ever populated.
+    fn find_populated(&self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
+        let mut map = PageMap::own().map_err(Ended::failed)?;
+        for (block, pending) in self.ram.blocks().iter().zip(pending) {
+            block.populated(&mut map, |run| pending.set(run)).map_err(Ended::failed)?;
+        }
+        Ok(())
+    }
+
+    /// Hands all pending pages to the channels; none is pending afterwards.
+    fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
+        for (number, pending) in pending.iter_mut().enumerate() {
+            let mut at = 0;
+            while let Some(run) = pending.next_run(at, u64::MAX) {
+                self.search.pages(number as u16, run.clone())?;
+                at = run.end;
+            }
+            pending.clear(0..pending.pages());
+        }
+        Ok(self.search.flush()?)
+    }
+
+    /// Adds to `pending` what was written since the log was collected last; gives how many pages are pending.
+    fn collect(&mut self, pending: &mut [PageBitmap]) -> Result<u64, Ended> {
+        let mut found = 0;
+        for (number, pending) in pending.iter_mut().enumerate() {
+            self.log
+                .collect(number, pending)
+                .map_err(|error| Ended::Failed(format!("the dirty log failed: {error}")))?;
+            found += pending.count();
+        }
+        Ok(found)
+    }
+
+    fn decide(&mut self, pending: &[PageBitmap], found: u64) -> Decision {
+        while let Ok(Order::MayStop) = self.orders.try_recv() {
+            self.may_stop = true;
+        }
+        debug_assert_eq!(pending.iter().map(PageBitmap::count).sum::<u64>(), found);
+        let pages = |count: u64| count * PAGE_SIZE as u64;
+        let (mut left, mut wire) = (0, 0);
+        for channel in &self.pipeline().channels {
+            left += channel.counters().pages();
+            wire += channel.counters().wire();
+        }
+        let queued = self.search.handed_over() - left;
+        let measure = Measure {
+            now: self.started.elapsed(),
+            dirtied: pages(found),
+            left: pages(left),
+            wire,
+            remaining: pages(found + queued) + self.pipeline().window.in_flight(),
+            state: self.state_size,
+        };
+        let (verdict_before, may_stop) = (self.convergence.verdict().is_some(), self.may_stop);
+        let decision = self.convergence.after_round(&measure, may_stop);
+        let mut told = self.told.lock().expect("nobody panics with it");
+        told.remaining_bytes = measure.remaining;
+        told.dirty_rate = self.convergence.rates().dirty;
+        told.predicted = self.convergence.predicted(&measure);
+        told.verdict = self.convergence.verdict().map(str::to_owned);
+        told.throttled = self.convergence.throttled();
+        drop(told);
+        if let (false, Some(verdict)) = (verdict_before, self.convergence.verdict()) {
+            (self.news)(RoundNews::Note(format!("the migration does not converge: {verdict}")));
+        }
+        decision
+    }
+
+    /// The next order; the driver is gone when there is none.
+    fn order(&mut self) -> Result<Order, Ended> {
+        self.orders.recv().map_err(|_| Ended::TakenDown)
+    }
+
+    fn pause_if_idle(&mut self, found: u64) -> Result<(), Ended> {
+        if self.abort.is_over() {
+            return Err(Ended::TakenDown);
+        }
+        if found > 0 {
+            return Ok(());
+        }
+        match self.orders.recv_timeout(IDLE_PAUSE) {
+            Ok(Order::MayStop) => self.may_stop = true,
+            Ok(Order::LastRound) | Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Err(Ended::TakenDown),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,208 @@
+//! The monitor's own state on its way: a byte stream on the stream channel, written by `save`, read by `load`.
+//!
+//! What is sent ahead and what is sent at the switchover are two streams of records, each with an end of its own. The
+//! reader takes a record when the monitor asks for it and not before, so a state of any size takes one packet of memory
+//! here.
+
+use std::io::{self, Read, Write};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+use crate::receive::{Sink, SinkError};
+use crate::send::{Item, SendChannel};
+
+/// Which of the two streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// Sent while the guest runs.
+    Ahead,
+    /// Sent when the guest is paused.
+    Final,
+}
+
+impl Part {
+    /// The numbers of its records: of content, and of the end.
+    const fn records(self) -> (u16, u16) {
+        match self {
+            Self::Ahead => (1, 2),
+            Self::Final => (3, 4),
+        }
+    }
+}
+
+/// The writing end.
+#[derive(Debug)]
+pub(crate) struct StateWriter<'a> {
+    channel: &'a SendChannel,
+    part: Part,
+    buffer: Vec<u8>,
+    packet_size: usize,
+    written: u64,
+}
+
+impl<'a> StateWriter<'a> {
+    pub(crate) fn new(channel: &'a SendChannel, part: Part, packet_size: usize) -> Self {
+        Self { channel, part, buffer: Vec::new(), packet_size, written: 0 }
+    }
+
+    /// Ends the stream; gives its length in bytes. An empty one ahead is not sent at all.
+    pub(crate) fn finish(mut self) -> io::Result<u64> {
+        if self.part == Part::Ahead && self.written == 0 {
+            return Ok(0);
+        }
+        self.send()?;
+        self.hand_over(self.part.records().1, Vec::new())?;
+        Ok(self.written)
+    }
+
+    fn send(&mut self) -> io::Result<()> {
+        let content = std::mem::take(&mut self.buffer);
+        if content.is_empty() { Ok(()) } else { self.hand_over(self.part.records().0, content) }
+    }
+
+    fn hand_over(&self, record: u16, content: Vec<u8>) -> io::Result<()> {
+        self.channel.send(Item::Stream { record, content }).map_err(io::Error::other)
+    }
+}
+
+impl Write for StateWriter<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let taken = bytes.len().min(self.packet_size - self.buffer.len());
+        self.buffer.extend_from_slice(&bytes[..taken]);
+        self.written += taken as u64;
+        if self.buffer.len() == self.packet_size {
+            self.send()?;
+        }
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// One record: some content, or nothing at the end.
+type Piece = Option<Vec<u8>>;
+
+/// The sink of the stream channel: passes pieces on to the readers.
+#[derive(Debug)]
+pub(crate) struct StateSink<F> {
+    ahead: Feed,
+    last: Feed,
+    /// Called when the first record of a part has come.
+    begun: F,
+}
+
+/// Where the pieces of one part go.
+#[derive(Debug)]
+struct Feed {
+    pieces: Option<SyncSender<Piece>>,
+    begun: bool,
+}
+
+/// The reading end of one part. Where the stream breaks off before its end, reading fails.
+#[derive(Debug)]
+pub(crate) struct StateReader {
+    pieces: Receiver<Piece>,
+    piece: io::Cursor<Vec<u8>>,
+    ended: bool,
+}
+
+/// The sink, and the readers of what is sent ahead and of what is sent last.
+pub(crate) fn state_sink<F: FnMut(Part) + Send>(begun: F) -> (StateSink<F>, StateReader, StateReader) {
+    let feed = || {
+        // One piece may wait while the reader is at another.
+        let (sender, pieces) = sync_channel(1);
+        let reader = StateReader { pieces, piece: io::Cursor::default(), ended: false };
+        (Feed { pieces: Some(sender), begun: false }, reader)
+    };
+    let ((ahead, read_ahead), (last, read_last)) = (feed(), feed());
+    (StateSink { ahead, last, begun }, read_ahead, read_last)
+}
+
+impl<F: FnMut(Part) + Send> Sink for StateSink<F> {
+    fn stream(&mut self, record: u16, content: &[u8]) -> Result<(), SinkError> {
+        let parts = [Part::Ahead, Part::Final];
+        let part = parts.into_iter().find(|part| [part.records().0, part.records().1].contains(&record));
+        let part = part.ok_or_else(|| format!("a record of the unknown kind {record}"))?;
+        let feed = if part == Part::Ahead { &mut self.ahead } else { &mut self.last };
+        let Some(pieces) = &feed.pieces else { return Err("more state after its end".into()) };
+        if !std::mem::replace(&mut feed.begun, true) {
+            (self.begun)(part);
+        }
+        let end = record == part.records().1;
+        let piece = if end { None } else { Some(content.to_vec()) };
+        pieces.send(piece).map_err(|_| "the monitor reads no more state")?;
+        if end {
+            feed.pieces = None;
+        }
+        Ok(())
+    }
+}
+
+impl Read for StateReader {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let read = self.piece.read(buffer)?;
+            if read > 0 || self.ended || buffer.is_empty() {
+                return Ok(read);
+            }
+            match self.pieces.recv() {
+                Ok(Some(piece)) => self.piece = io::Cursor::new(piece),
+                Ok(None) => self.ended = true,
+                Err(_) => {
+                    let text = "the state breaks off: the migration is being taken down";
+                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+                }
+            }
+        }
+    }
+}
+
+impl StateReader {
+    /// Reads to the end what the monitor has left. It may know of less than a newer source sends.
+    pub(crate) fn finish(&mut self) -> io::Result<u64> {
+        io::copy(self, &mut io::sink())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_two_parts_are_read_apart_and_to_their_ends() {
+        let mut begun = Vec::new();
+        let (mut sink, mut ahead, mut last) = state_sink(|part| begun.push(part));
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let records: [(u16, &[u8]); 6] = [(1, b"a"), (1, b"head"), (3, b"la"), (2, b""), (3, b"st"), (4, b"")];
+                records.iter().for_each(|(record, content)| sink.stream(*record, content).unwrap());
+                assert!(sink.stream(3, b"x").unwrap_err().to_string().contains("after its end"));
+                assert!(sink.stream(9, b"x").unwrap_err().to_string().contains("unknown kind 9"));
+            });
+            let mut text = String::new();
+            ahead.read_to_string(&mut text).unwrap();
+            last.read_to_string(&mut text).unwrap();
+            assert_eq!(text, "aheadlast");
+            assert_eq!(last.finish().unwrap(), 0);
+        });
+        assert_eq!(begun, [Part::Ahead, Part::Final]);
+    }
+
+    #[test]
+    fn a_state_that_breaks_off_is_an_error_and_not_an_end() {
+        let (mut sink, _ahead, mut last) = state_sink(|_| {});
+        std::thread::scope(|scope| {
+            scope.spawn(move || sink.stream(3, b"half").unwrap());
+            let error = last.read_to_end(&mut Vec::new()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+        });
+    }
+
+    #[test]
+    fn a_reader_that_is_gone_ends_the_channel() {
+        let (mut sink, ahead, last) = state_sink(|_| {});
+        drop((ahead, last));
+        assert!(sink.stream(3, b"x").is_err());
+    }
+}

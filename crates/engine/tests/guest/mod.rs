@@ -1,0 +1,358 @@
+//! A guest for tests: memory that threads write as vCPUs would, noted in a dirty log, and a monitor around it.
+//!
+//! What makes it a judge: every word of memory says when it was written last (a counter that only grows), the writers'
+//! own table says what each page must hold, and how many monitors let one and the same guest run is counted.
+
+// Each test program uses a part of it.
+#![allow(dead_code)]
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+
+use rustix::mm::{MapFlags, ProtFlags};
+use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
+use sterna_memory::ram::{Backing, GuestRam, RamBlock};
+
+/// Bytes of a page.
+pub(crate) const PAGE: usize = 4096;
+/// Words of a page.
+const WORDS: usize = PAGE / 8;
+
+/// RAM of a test guest: two blocks, one anonymous, one a shared memfd.
+pub(crate) struct Memory {
+    mappings: Vec<Mapping>,
+    ram: GuestRam,
+}
+
+struct Mapping {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: only the address is kept; memory is accessed through atomics.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `Memory::new`, of this length; nobody uses it after this.
+        unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) }.unwrap();
+    }
+}
+
+impl Memory {
+    /// Blocks of so many pages each, never touched.
+    pub(crate) fn new(anonymous: usize, shared: usize) -> Arc<Self> {
+        let file = File::from(rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.set_len((shared * PAGE) as u64).unwrap();
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let at = std::ptr::null_mut();
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let first = unsafe { rustix::mm::mmap_anonymous(at, anonymous * PAGE, access, MapFlags::PRIVATE) }.unwrap();
+        // SAFETY: as above.
+        let second = unsafe { rustix::mm::mmap(at, shared * PAGE, access, MapFlags::SHARED, &file, 0) }.unwrap();
+        let mapping = |start: *mut std::ffi::c_void, pages: usize| Mapping {
+            start: NonNull::new(start.cast()).unwrap(),
+            bytes: pages * PAGE,
+        };
+        let mappings = vec![mapping(first, anonymous), mapping(second, shared)];
+        let backings = [Backing::Anonymous, Backing::Shared(Arc::new(file), 0)];
+        let blocks = mappings.iter().zip(backings).zip(["low", "high"]).map(|((mapping, backing), name)| {
+            // SAFETY: the mappings live as long as this memory, which every user of its RAM holds; they are accessed by
+            // atomics only.
+            unsafe { RamBlock::new(name, mapping.start, mapping.bytes, backing) }
+        });
+        let ram = GuestRam::new(blocks.collect()).unwrap();
+        Arc::new(Self { mappings, ram })
+    }
+
+    pub(crate) fn ram(&self) -> GuestRam {
+        self.ram.clone()
+    }
+
+    /// Pages of each block.
+    pub(crate) fn pages(&self) -> Vec<u64> {
+        self.ram.blocks().iter().map(RamBlock::pages).collect()
+    }
+
+    pub(crate) fn words(&self, block: usize) -> &[AtomicU64] {
+        let mapping = &self.mappings[block];
+        // SAFETY: the mapping is whole words, aligned to pages, lives as long as `self`, and is accessed by atomics here and
+        // by the library through raw pointers.
+        unsafe { std::slice::from_raw_parts(mapping.start.as_ptr().cast(), mapping.bytes / 8) }
+    }
+
+    /// How many pages differ from `other`'s.
+    pub(crate) fn differing_pages(&self, other: &Self) -> usize {
+        let blocks = 0..self.mappings.len();
+        let differs = |(ours, theirs): (&[AtomicU64], &[AtomicU64])| {
+            ours.iter().zip(theirs).any(|(our, their)| our.load(Ordering::Relaxed) != their.load(Ordering::Relaxed))
+        };
+        blocks
+            .map(|block| {
+                self.words(block)
+                    .chunks(WORDS)
+                    .zip(other.words(block).chunks(WORDS))
+                    .filter(|pair| differs(*pair))
+                    .count()
+            })
+            .sum()
+    }
+
+    /// A number over all of memory.
+    pub(crate) fn digest(&self) -> u64 {
+        let words = (0..self.mappings.len()).flat_map(|block| self.words(block));
+        words.fold(0xcbf2_9ce4_8422_2325, |digest, word| {
+            (digest ^ word.load(Ordering::Relaxed)).wrapping_mul(0x100_0000_01b3)
+        })
+    }
+}
+
+/// Where the one guest that moves around runs. Two at once are what must never be.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Running(Arc<(AtomicI32, AtomicBool)>);
+
+impl Running {
+    fn begin(&self) {
+        if self.0.0.fetch_add(1, Ordering::SeqCst) != 0 {
+            self.0.1.store(true, Ordering::SeqCst);
+        }
+    }
+
+    fn end(&self) {
+        self.0.0.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    pub(crate) fn now(&self) -> i32 {
+        self.0.0.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn ever_twice(&self) -> bool {
+        self.0.1.load(Ordering::SeqCst)
+    }
+}
+
+/// What the writers do.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Workload {
+    pub(crate) writers: usize,
+    /// Pages of each block that are written, from the first on.
+    pub(crate) span: u64,
+    pub(crate) seed: u64,
+    /// Writes between two waits for the pace; 0: as fast as possible.
+    pub(crate) burst: u64,
+}
+
+/// A monitor with its guest.
+pub(crate) struct Monitor {
+    pub(crate) memory: Arc<Memory>,
+    running: Running,
+    workload: Workload,
+    marker: DirtyMarker,
+    writers: Option<Writers>,
+    /// Writes so far, over the guest's whole life: part of its state.
+    pub(crate) writes: Arc<AtomicU64>,
+    /// What goes wrong when asked for: the name of the method.
+    pub(crate) fails: Option<&'static str>,
+    /// State beside the counter, so many bytes.
+    pub(crate) state_bytes: usize,
+    pub(crate) ahead: bool,
+    pub(crate) throttled: u8,
+    pub(crate) called: Vec<&'static str>,
+    digest: u64,
+}
+
+struct Writers {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Monitor {
+    /// A monitor whose guest does not run, and its dirty log.
+    pub(crate) fn new(memory: &Arc<Memory>, running: &Running, workload: Workload) -> (Self, HandedInLog) {
+        let log = HandedInLog::new(&memory.pages());
+        let monitor = Self {
+            memory: Arc::clone(memory),
+            running: running.clone(),
+            workload,
+            marker: log.marker(),
+            writers: None,
+            writes: Arc::default(),
+            fails: None,
+            state_bytes: 100,
+            ahead: false,
+            throttled: 0,
+            called: Vec::new(),
+            digest: 0,
+        };
+        (monitor, log)
+    }
+
+    pub(crate) fn runs(&self) -> bool {
+        self.writers.is_some()
+    }
+
+    pub(crate) fn start(&mut self) {
+        assert!(self.writers.is_none(), "it runs already");
+        self.running.begin();
+        let stop = Arc::new(AtomicBool::new(false));
+        let threads = (0..self.workload.writers).map(|writer| {
+            let (stop, memory, marker) = (Arc::clone(&stop), Arc::clone(&self.memory), self.marker.clone());
+            let (writes, workload) = (Arc::clone(&self.writes), self.workload);
+            std::thread::spawn(move || write(&memory, &marker, &writes, workload, writer as u64, &stop))
+        });
+        self.writers = Some(Writers { threads: threads.collect(), stop });
+    }
+
+    pub(crate) fn stop(&mut self) {
+        if let Some(writers) = self.writers.take() {
+            writers.stop.store(true, Ordering::Relaxed);
+            writers.threads.into_iter().for_each(|thread| thread.join().unwrap());
+            self.running.end();
+        }
+    }
+
+    fn may_fail(&mut self, what: &'static str) -> Result<(), VmmError> {
+        self.called.push(what);
+        if self.fails == Some(what) { Err(format!("{what} was made to fail").into()) } else { Ok(()) }
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn write(
+    memory: &Memory,
+    marker: &DirtyMarker,
+    writes: &AtomicU64,
+    workload: Workload,
+    writer: u64,
+    stop: &AtomicBool,
+) {
+    let mut state = workload.seed ^ (writer + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ writes.load(Ordering::Relaxed);
+    let pages = memory.pages();
+    while !stop.load(Ordering::Relaxed) {
+        for _ in 0..workload.burst.max(1) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let random = state >> 20;
+            let block = (random % pages.len() as u64) as usize;
+            let page = (random >> 8) % pages[block].min(workload.span);
+            let word = page as usize * WORDS + (random >> 30) as usize % WORDS;
+            // A page becomes all zero again now and then.
+            if random.is_multiple_of(97) {
+                memory.words(block)[page as usize * WORDS..][..WORDS]
+                    .iter()
+                    .for_each(|word| word.store(0, Ordering::Relaxed));
+            } else {
+                memory.words(block)[word].store(state, Ordering::Relaxed);
+            }
+            marker.mark(block, page..page + 1);
+            writes.fetch_add(1, Ordering::Relaxed);
+        }
+        if workload.burst > 0 {
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl SourceVmm for Monitor {
+    fn name(&self) -> String {
+        "test monitor 1".into()
+    }
+
+    fn pause(&mut self) -> Result<(), VmmError> {
+        self.may_fail("pause")?;
+        self.stop();
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        self.may_fail("resume")?;
+        // Pausing may have failed.
+        if !self.runs() {
+            self.start();
+        }
+        Ok(())
+    }
+
+    fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        self.may_fail("save")?;
+        state.write_all(&self.writes.load(Ordering::Relaxed).to_le_bytes())?;
+        state.write_all(&self.memory.digest().to_le_bytes())?;
+        state.write_all(&vec![0x5a; self.state_bytes])?;
+        Ok(())
+    }
+
+    fn save_ahead(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        self.may_fail("save_ahead")?;
+        if self.ahead {
+            state.write_all(b"sent ahead")?;
+        }
+        Ok(())
+    }
+
+    fn throttle(&mut self, percent: u8) -> Result<(), VmmError> {
+        self.may_fail("throttle")?;
+        self.throttled = percent;
+        Ok(())
+    }
+}
+
+impl DestinationVmm for Monitor {
+    fn name(&self) -> String {
+        "test monitor 2".into()
+    }
+
+    fn load_ahead(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        self.may_fail("load_ahead")?;
+        let mut text = String::new();
+        state.read_to_string(&mut text)?;
+        if text == "sent ahead" { Ok(()) } else { Err(format!("not what was sent: {text}").into()) }
+    }
+
+    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        self.may_fail("load")?;
+        let mut number = [0; 8];
+        state.read_exact(&mut number)?;
+        self.writes.store(u64::from_le_bytes(number), Ordering::Relaxed);
+        state.read_exact(&mut number)?;
+        self.digest = u64::from_le_bytes(number);
+        let mut rest = Vec::new();
+        state.read_to_end(&mut rest)?;
+        if rest.iter().any(|byte| *byte != 0x5a) {
+            return Err("the state is damaged".into());
+        }
+        // The guest has stopped and all of its memory is here: the two must be the same.
+        if self.memory.digest() == self.digest { Ok(()) } else { Err("the memory is not what the source had".into()) }
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        self.may_fail("start")?;
+        self.start();
+        Ok(())
+    }
+}
+
+/// A signal that one thread waits for and another gives.
+#[derive(Clone, Default)]
+pub(crate) struct Signal(Arc<(Mutex<bool>, Condvar)>);
+
+impl Signal {
+    pub(crate) fn give(&self) {
+        *self.0.0.lock().unwrap() = true;
+        self.0.1.notify_all();
+    }
+
+    pub(crate) fn wait(&self) {
+        drop(self.0.1.wait_while(self.0.0.lock().unwrap(), |given| !*given).unwrap());
+    }
+}

@@ -1,0 +1,308 @@
+//! Whole migrations of the embedded library, over loopback: both sides in this process, a guest that writes all the while.
+
+mod common;
+mod guest;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::within_a_minute;
+use guest::{Memory, Monitor, Running, Workload};
+use sterna::cancel::Cancel;
+use sterna::destination::{Before, Destination};
+use sterna::migration::{GuestState, MigrationError, Phase, Side};
+use sterna::report::{Outcome, ReceiveReport, Report};
+use sterna::source::{NotConverging, Source, Throttle};
+use sterna::transport::Security;
+use sterna_codec::MethodChoice;
+
+const CALM: Workload = Workload { writers: 2, span: 600, seed: 1, burst: 8 };
+
+/// Both sides of one migration.
+struct Pair {
+    source: Arc<Memory>,
+    destination: Arc<Memory>,
+    running: Running,
+    from: Monitor,
+    log: Option<Box<dyn sterna_memory::dirty::DirtyLog>>,
+    to: Monitor,
+    cancel: (Cancel, Cancel),
+}
+
+type Ends = (Result<Report, MigrationError>, Result<ReceiveReport, MigrationError>);
+
+impl Pair {
+    fn new(workload: Workload) -> Self {
+        let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
+        let running = Running::default();
+        let (mut from, log) = Monitor::new(&source, &running, workload);
+        let (to, _) = Monitor::new(&destination, &running, workload);
+        from.start();
+        let cancel = (Cancel::new(), Cancel::new());
+        Self { source, destination, running, from, log: Some(Box::new(log)), to, cancel }
+    }
+
+    fn source(&mut self) -> Source {
+        Source::new(self.source.ram(), self.log.take().unwrap())
+    }
+
+    /// Migrates with these settings.
+    fn run(&mut self, source: Source, destination: Destination) -> Ends {
+        let listening = destination.listen("127.0.0.1:0", &Security::Insecure).unwrap();
+        let address = listening.address().clone();
+        std::thread::scope(|scope| {
+            let (to, cancel) = (&mut self.to, &self.cancel.1);
+            let receiving = scope.spawn(move || listening.run(to, cancel, &()));
+            let sent = source.run(address, &Security::Insecure, &mut self.from, &self.cancel.0, &());
+            if sent.as_ref().is_err_and(|error| error.phase == Phase::SettingUp) {
+                // The destination waits for a better source.
+                self.cancel.1.cancel();
+            }
+            (sent, receiving.join().unwrap())
+        })
+    }
+
+    fn migrate(&mut self) -> Ends {
+        let (source, destination) = (self.source(), Destination::new(self.destination.ram()));
+        self.run(source, destination)
+    }
+
+    fn stays_at_source(&self) {
+        assert!(self.from.runs() && !self.to.runs());
+        assert_eq!((self.running.now(), self.running.ever_twice()), (1, false));
+    }
+
+    fn has_moved(&self) {
+        assert!(!self.from.runs() && self.to.runs());
+        assert_eq!((self.running.now(), self.running.ever_twice()), (1, false));
+    }
+}
+
+#[test]
+fn a_running_guest_moves_and_goes_on() {
+    within_a_minute(|| {
+        for method in ["none", "lz4", "zstd"] {
+            let mut pair = Pair::new(CALM);
+            let choice = MethodChoice::parse(method, None).unwrap();
+            let source = pair.source().method(choice).channels(3);
+            let destination = Destination::new(pair.destination.ram());
+            let (sent, received) = pair.run(source, destination);
+            let (sent, received) = (sent.unwrap(), received.unwrap());
+            pair.has_moved();
+            assert_eq!((sent.outcome, received.outcome), (Outcome::Completed, Outcome::Completed));
+            let parts = sent.downtime;
+            let sum =
+                parts.stop_ms + parts.last_round_ms + parts.state_ms + parts.load_ms + parts.commit_ms + parts.start_ms;
+            assert!((sum - sent.downtime_ms).abs() < 0.1, "{sum} of {}", sent.downtime_ms);
+            assert_eq!(pair.from.called, ["save_ahead", "pause", "save"]);
+            assert_eq!(pair.to.called, ["load", "start"]);
+        }
+    });
+}
+
+#[test]
+fn memory_that_was_never_touched_is_neither_sent_nor_touched() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(Workload { span: 50, ..CALM });
+        let (sent, _) = pair.migrate();
+        let sent = sent.unwrap();
+        pair.has_moved();
+        assert!(sent.zero_pages < sent.rounds * 100, "{sent:?}");
+        let mut map = sterna_memory::holes::PageMap::own().unwrap();
+        let mut touched = 0;
+        let ram = pair.destination.ram();
+        ram.blocks()[0].populated(&mut map, |run| touched += run.end - run.start).unwrap();
+        // Its own writers read and write the same 50 pages only; comparing the digest has read the rest, which maps the
+        // zero page.
+        assert!(touched <= 50, "{touched}");
+    });
+}
+
+#[test]
+fn a_destination_with_old_content_is_cleared_first() {
+    within_a_minute(|| {
+        for prefault in [false, true] {
+            let mut pair = Pair::new(Workload { span: 50, ..CALM });
+            for block in 0..2 {
+                pair.destination
+                    .words(block)
+                    .iter()
+                    .for_each(|word| word.store(u64::MAX, std::sync::atomic::Ordering::Relaxed));
+            }
+            let destination =
+                Destination::new(pair.destination.ram()).memory_before(Before::Anything).prefault(prefault);
+            let source = pair.source();
+            let (sent, received) = pair.run(source, destination);
+            sent.unwrap();
+            received.unwrap();
+            pair.has_moved();
+        }
+    });
+}
+
+#[test]
+fn state_sent_ahead_is_loaded_before_the_guest_is_paused() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(CALM);
+        pair.from.ahead = true;
+        pair.from.state_bytes = 3 << 20;
+        let (sent, _) = pair.migrate();
+        sent.unwrap();
+        pair.has_moved();
+        assert_eq!(pair.to.called, ["load_ahead", "load", "start"]);
+    });
+}
+
+#[test]
+fn each_failing_callback_is_told_on_both_sides_and_the_guest_runs_on() {
+    within_a_minute(|| {
+        for at_source in ["save_ahead", "pause", "save"] {
+            let mut pair = Pair::new(CALM);
+            pair.from.fails = Some(at_source);
+            let (sent, received) = pair.migrate();
+            let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+            pair.stays_at_source();
+            assert!(sent.reason.contains("was made to fail"), "{at_source}: {sent}");
+            assert!(received.reason.contains("was made to fail"), "{at_source}: {received}");
+            assert_eq!((sent.side, sent.guest), (Side::Source, GuestState::RunsAtSource));
+            assert_eq!((received.side, received.guest), (Side::Destination, GuestState::NotHere));
+        }
+        for at_destination in ["load_ahead", "load"] {
+            let mut pair = Pair::new(CALM);
+            pair.from.ahead = true;
+            pair.to.fails = Some(at_destination);
+            let (sent, received) = pair.migrate();
+            let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+            pair.stays_at_source();
+            assert!(sent.reason.contains("was made to fail"), "{at_destination}: {sent}");
+            assert!(received.reason.contains("was made to fail"), "{at_destination}: {received}");
+        }
+    });
+}
+
+#[test]
+fn a_guest_that_cannot_be_started_at_the_destination_never_runs_at_the_source_again() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(CALM);
+        pair.to.fails = Some("start");
+        let (sent, received) = pair.migrate();
+        let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+        assert_eq!(sent.guest, GuestState::BelongsToDestination, "{sent}");
+        assert_eq!(received.guest, GuestState::StandsAtDestination, "{received}");
+        assert_eq!((pair.running.now(), pair.running.ever_twice()), (0, false));
+        assert!(!pair.from.runs());
+    });
+}
+
+#[test]
+fn a_guest_that_cannot_be_resumed_is_reported_as_standing() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(CALM);
+        pair.to.fails = Some("load");
+        pair.from.fails = Some("resume");
+        let (sent, _) = pair.migrate();
+        assert_eq!(sent.unwrap_err().guest, GuestState::StandsAtSource);
+        assert_eq!(pair.running.now(), 0);
+    });
+}
+
+#[test]
+fn blocks_that_differ_are_refused_in_words_on_both_sides_before_anything_is_done() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(CALM);
+        let other = Memory::new(3000, 999);
+        let (source, destination) = (pair.source(), Destination::new(other.ram()));
+        let (sent, received) = pair.run(source, destination);
+        let sent = sent.unwrap_err();
+        assert!(sent.reason.contains("RAM block 1 is high, 4096000 bytes, pages of 4096 at the source"), "{sent}");
+        assert_eq!((sent.guest, sent.phase), (GuestState::Untouched, Phase::SettingUp));
+        assert!(received.unwrap_err().cancelled, "it would have waited for another source");
+        pair.stays_at_source();
+    });
+}
+
+#[test]
+fn settings_out_of_range_are_refused_before_anything_is_done() {
+    for settings in [|source: Source| source.channels(0), |source: Source| source.packet_size(5000)] {
+        let mut pair = Pair::new(CALM);
+        let source = settings(pair.source());
+        let error = source.run("127.0.0.1:1", &Security::Insecure, &mut pair.from, &Cancel::new(), &()).unwrap_err();
+        assert_eq!(error.guest, GuestState::Untouched, "{error}");
+    }
+}
+
+#[test]
+fn a_guest_that_dirties_too_fast_is_given_up_with_the_figures() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+        let source = pair
+            .source()
+            .bandwidth(Some(4 << 20))
+            .downtime(Duration::from_millis(20))
+            .when_not_converging(NotConverging::GiveUp);
+        let destination = Destination::new(pair.destination.ram());
+        let (sent, received) = pair.run(source, destination);
+        let sent = sent.unwrap_err();
+        assert!(sent.reason.contains("given up") && sent.reason.contains("the guest dirties"), "{sent}");
+        assert!(received.unwrap_err().reason.contains("given up"));
+        pair.stays_at_source();
+        let report = sent.report.unwrap();
+        assert!(report.convergence.unwrap().contains("MiB/s"));
+    });
+}
+
+#[test]
+fn a_guest_is_slowed_down_in_steps_and_let_go_when_it_stays() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+        let throttle = Throttle { initial: 30, step: 30, most: 90 };
+        let source = pair
+            .source()
+            .bandwidth(Some(16 << 20))
+            .downtime(Duration::from_millis(20))
+            .give_up_after(Some(Duration::from_secs(3)))
+            .when_not_converging(NotConverging::Throttle(throttle));
+        let destination = Destination::new(pair.destination.ram());
+        let (sent, _) = pair.run(source, destination);
+        let report = sent.unwrap_err().report.unwrap();
+        assert!(report.convergence.unwrap().contains("% of the time"));
+        assert!(pair.from.called.iter().filter(|name| **name == "throttle").count() >= 2, "{:?}", pair.from.called);
+        assert_eq!(pair.from.throttled, 0, "full speed again");
+        pair.stays_at_source();
+    });
+}
+
+#[test]
+fn cancelling_at_either_side_leaves_the_guest_at_the_source() {
+    within_a_minute(|| {
+        for at_source in [true, false] {
+            let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+            let source = pair.source().bandwidth(Some(2 << 20)).downtime(Duration::from_millis(5));
+            let destination = Destination::new(pair.destination.ram());
+            let cancel = if at_source { pair.cancel.0.clone() } else { pair.cancel.1.clone() };
+            let listening = destination.listen("127.0.0.1:0", &Security::Insecure).unwrap();
+            let address = listening.address().clone();
+            let cancelling = Cancelling(cancel);
+            let (sent, received) = std::thread::scope(|scope| {
+                let (to, cancel) = (&mut pair.to, &pair.cancel.1);
+                let receiving = scope.spawn(move || listening.run(to, cancel, &()));
+                let sent = source.run(address, &Security::Insecure, &mut pair.from, &pair.cancel.0, &cancelling);
+                (sent.unwrap_err(), receiving.join().unwrap().unwrap_err())
+            });
+            pair.stays_at_source();
+            assert_eq!((sent.cancelled, received.cancelled), (at_source, !at_source), "{sent}; {received}");
+            assert!(sent.reason.contains("cancelled") && received.reason.contains("cancelled"), "{sent}; {received}");
+        }
+    });
+}
+
+/// Cancels when the first figures come: in the middle of the rounds.
+struct Cancelling(Cancel);
+
+impl sterna::report::Observer for Cancelling {
+    fn progress(&self, _: &sterna::report::Progress) {
+        self.0.cancel();
+    }
+
+    fn note(&self, _: &str) {}
+}

@@ -1,0 +1,408 @@
+//! Giving pages of guest RAM back to the kernel, so that the next access to them is a fault of a missing page.
+//!
+//! Post-copy needs it: pages that are stale at the destination were received in an earlier round, and userfaultfd reports
+//! only what does not exist. What must be done depends on what is behind the RAM block, and a mistake is silent: the
+//! guest reads old content or zeros. So [`Discardable`] compares what it is told with `/proc/self/maps`, and looks after a
+//! discard whether the pages are gone.
+//!
+//! | behind the block | way |
+//! |---|---|
+//! | private anonymous memory, also of hugetlb (Linux 5.18) | `MADV_DONTNEED` |
+//! | memfd, tmpfs, mapped shared | a hole punched into the file; that unmaps it in every process |
+//! | hugetlbfs or memfd of huge pages, mapped shared | the same, whole huge pages: of parts, the kernel only clears bytes |
+//! | any of these files, mapped private | both: the hole for the file's page, the advice for the private copy. The file loses the pages for everybody; a file that others use as a template must not be behind migrating guest RAM |
+//!
+//! **Transparent huge pages.** Where 4 KiB pages were discarded out of a huge page, khugepaged may make a huge page again
+//! and fill the holes with zeros; then nothing is missing and the guest reads zeros. It keeps off memory that is watched
+//! for missing pages, but not before it is watched, and of shared memory only in newer kernels (`collapse_file` in
+//! `mm/khugepaged.c`). So huge pages are forbidden first, [`Discardable::forbid_huge_pages`], as QEMU does before its first
+//! discard (`docs/devel/migration/postcopy.rst`, state "Discard").
+//! A huge page of shared memory is split by the hole; while someone has pinned it (VFIO, `O_DIRECT` under way) it cannot be
+//! split, and the kernel only clears the bytes (`truncate_inode_partial_folio` in `mm/truncate.c`). This is found
+//! and is [`DiscardError::StillThere`].
+//!
+//! A huge page that was given back goes to the pool without its reservation: whoever is quicker gets it, and placing then
+//! fails for want of huge pages. Leave room in the pool.
+
+use crate::PAGE_SIZE;
+use crate::userfault::{MISSING_HUGETLBFS, MISSING_SHMEM};
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, major, minor, seek};
+use rustix::io::Errno;
+use rustix::mm::{Advice, madvise};
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use thiserror::Error;
+
+/// Why pages could not be given back, or why that was not tried. The content of the pages named may be gone.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DiscardError {
+    /// What is mapped is not what the caller said.
+    #[error("addresses {:#x}..{:#x} are not {expected}: {found}", .addresses.start, .addresses.end)]
+    Different {
+        /// Of the RAM block.
+        addresses: Range<usize>,
+        /// What the caller said.
+        expected: &'static str,
+        /// What is there.
+        found: String,
+    },
+    /// The file is of a kind whose missing pages nobody reports.
+    #[error(
+        "the file behind addresses {:#x}..{:#x} is neither a memfd nor on tmpfs or hugetlbfs (file system type \
+         {magic:#x}): its missing pages cannot be watched. Use memory-backed RAM for post-copy",
+        .addresses.start, .addresses.end
+    )]
+    FileSystem {
+        /// Of the RAM block.
+        addresses: Range<usize>,
+        /// `f_type` of `statfs(2)`.
+        magic: u64,
+    },
+    /// The range is not within the block.
+    #[error("pages {}..{} are not within a RAM block of {pages} pages", .run.start, .run.end)]
+    Outside {
+        /// The pages, of 4096 bytes.
+        run: Range<u64>,
+        /// Of the block.
+        pages: u64,
+    },
+    /// The range has parts of pages of the backing.
+    #[error("pages {}..{} are not whole pages of {page_size} bytes, which back this RAM block", .run.start, .run.end)]
+    NotWhole {
+        /// The pages, of 4096 bytes.
+        run: Range<u64>,
+        /// Of the backing, in bytes.
+        page_size: usize,
+    },
+    /// The system refused.
+    #[error("cannot {what} addresses {:#x}..{:#x}: {source}{}", .addresses.start, .addresses.end, advice(.source))]
+    System {
+        /// What was to be done.
+        what: &'static str,
+        /// Where.
+        addresses: Range<usize>,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The kernel kept a page of shared memory.
+    #[error(
+        "page {page} of a RAM block of shared memory was cleared but not given back: part of a huge page that is pinned \
+         (VFIO, direct I/O under way) or written by another process"
+    )]
+    StillThere {
+        /// The first one, in pages of 4096 bytes of the block.
+        page: u64,
+    },
+}
+
+/// What usually is behind an error number.
+fn advice(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EINVAL) => {
+            " (locked by mlock: unlock guest RAM before post-copy; or private hugetlb before Linux 5.18)"
+        }
+        Some(libc::EPERM | libc::EBADF) => " (the file is sealed or was not opened for writing)",
+        _ => "",
+    }
+}
+
+/// The memory behind one RAM block of this process.
+#[derive(Debug)]
+pub struct Discardable {
+    addresses: Range<usize>,
+    page_size: usize,
+    /// Whether the mapping has pages of its own, which the advice gives back.
+    private: bool,
+    file: Option<RamFile>,
+}
+
+#[derive(Debug)]
+struct RamFile {
+    file: File,
+    /// Of the block in the file, in bytes.
+    offset: u64,
+    huge: bool,
+}
+
+impl Discardable {
+    /// Private anonymous memory with pages of `page_size` bytes: [`kernel_page_size`] bytes (with or without transparent
+    /// huge pages), or as large as those of a mapping by `MAP_HUGETLB`.
+    ///
+    /// # Safety
+    /// `addresses` stays mapped as it is until the value is dropped, and is accessed by raw pointers only: content vanishes
+    /// and appears without a store.
+    pub unsafe fn anonymous(addresses: Range<usize>, page_size: usize) -> Result<Self, DiscardError> {
+        let backing = Self { addresses, page_size, private: true, file: None };
+        let expected = "private anonymous memory of this page size";
+        backing.check(expected, |mapping| {
+            let huge = mapping.path.starts_with("/anon_hugepage");
+            mapping.private
+                && if page_size == kernel_page_size() { mapping.inode == 0 } else { huge && page_size > PAGE_SIZE }
+        })?;
+        Ok(backing)
+    }
+
+    /// A memfd or a file on tmpfs or hugetlbfs, opened for writing and mapped from `offset` on, shared or private. The page
+    /// size is that of the file. The descriptor is duplicated; its position, shared with the original, moves.
+    ///
+    /// # Safety
+    /// As for [`Self::anonymous`].
+    pub unsafe fn file(addresses: Range<usize>, file: BorrowedFd<'_>, offset: u64) -> Result<Self, DiscardError> {
+        let failed = |what| {
+            let addresses = addresses.clone();
+            move |source| DiscardError::System { what, addresses, source }
+        };
+        let file = file.try_clone_to_owned().map_err(failed("keep the descriptor of the file behind"))?;
+        let status = fstat(&file).map_err(|errno| failed("look at the file behind")(errno.into()))?;
+        let system = fstatfs(&file).map_err(|errno| failed("look at the file behind")(errno.into()))?;
+        let (huge, page_size) = match system.f_type as u64 {
+            TMPFS_MAGIC => (false, kernel_page_size()),
+            HUGETLBFS_MAGIC => (true, system.f_bsize as usize),
+            magic => return Err(DiscardError::FileSystem { addresses, magic }),
+        };
+        let device = (major(status.st_dev), minor(status.st_dev));
+        let mut private = false;
+        let start = addresses.start;
+        let file = Some(RamFile { file: file.into(), offset, huge });
+        let mut backing = Self { addresses, page_size, private, file };
+        backing.check("a mapping of that file from that offset on", |mapping| {
+            private |= mapping.private;
+            // The first mapping may begin before the block, the others follow.
+            let expected = offset.wrapping_add(mapping.start as u64).wrapping_sub(start as u64);
+            (mapping.device, mapping.inode) == (device, status.st_ino) && mapping.offset == expected
+        })?;
+        backing.private = private;
+        Ok(backing)
+    }
+
+    /// Checks size and alignment, and that every mapping in the range is as expected.
+    fn check(&self, expected: &'static str, mut is: impl FnMut(&Mapping<'_>) -> bool) -> Result<(), DiscardError> {
+        let different = |found: String| DiscardError::Different { addresses: self.addresses.clone(), expected, found };
+        let Range { start, end } = self.addresses;
+        let size = self.page_size;
+        if start >= end || !size.is_power_of_two() || !start.is_multiple_of(size) || !end.is_multiple_of(size) {
+            return Err(different(format!("they are not whole pages of {size} bytes")));
+        }
+        let maps = fs::read_to_string("/proc/self/maps").map_err(|source| DiscardError::System {
+            what: "read /proc/self/maps for",
+            addresses: self.addresses.clone(),
+            source,
+        })?;
+        let mut at = start;
+        // Sorted by address.
+        for line in maps.lines() {
+            let Some(mapping) = Mapping::parse(line).filter(|mapping| mapping.end > at) else { continue };
+            if mapping.start > at {
+                break;
+            }
+            if !is(&mapping) {
+                return Err(different(format!("mapped is {}", line.trim_end())));
+            }
+            at = mapping.end;
+            if at >= end {
+                return Ok(());
+            }
+        }
+        Err(different(format!("nothing is mapped at {at:#x}")))
+    }
+
+    /// Of the RAM block in this process.
+    pub fn addresses(&self) -> Range<usize> {
+        self.addresses.clone()
+    }
+
+    /// Of the RAM block, in pages of 4096 bytes.
+    pub fn pages(&self) -> u64 {
+        (self.addresses.len() / PAGE_SIZE) as u64
+    }
+
+    /// Bytes of a page of the backing: what can be discarded and placed is a multiple of it.
+    pub fn page_size(&self) -> usize {
+        self.page_size
+    }
+
+    /// What a userfaultfd that watches this memory for missing pages must be opened with.
+    pub fn userfault_features(&self) -> u64 {
+        match &self.file {
+            Some(RamFile { huge: false, .. }) => MISSING_SHMEM,
+            _ if self.is_hugetlb() => MISSING_HUGETLBFS,
+            _ => 0,
+        }
+    }
+
+    /// Whether the backing is hugetlb.
+    pub fn is_hugetlb(&self) -> bool {
+        self.file.as_ref().map_or(self.page_size != kernel_page_size(), |file| file.huge)
+    }
+
+    /// `run` widened to whole pages of the backing. Both sides of a migration have to agree on what is stale.
+    pub fn widen(&self, run: Range<u64>) -> Range<u64> {
+        let unit = (self.page_size / PAGE_SIZE) as u64;
+        run.start / unit * unit..run.end.next_multiple_of(unit).min(self.pages())
+    }
+
+    /// Checks that `run` is whole pages of the backing within the block.
+    pub fn check_run(&self, run: &Range<u64>) -> Result<(), DiscardError> {
+        if run.start > run.end || run.end > self.pages() {
+            return Err(DiscardError::Outside { run: run.clone(), pages: self.pages() });
+        }
+        let unit = (self.page_size / PAGE_SIZE) as u64;
+        if !run.start.is_multiple_of(unit) || !run.end.is_multiple_of(unit) {
+            return Err(DiscardError::NotWhole { run: run.clone(), page_size: self.page_size });
+        }
+        Ok(())
+    }
+
+    /// The addresses of `run`, which is within the block.
+    pub(crate) fn addresses_of(&self, run: &Range<u64>) -> Range<usize> {
+        let address = |page: u64| self.addresses.start + page as usize * PAGE_SIZE;
+        address(run.start)..address(run.end)
+    }
+
+    /// Whether a page is in memory: on hugetlb, in the page tables of this process (`mincore_hugetlb` in `mm/mincore.c`).
+    pub(crate) fn is_mapped(&self, page: u64) -> bool {
+        let address = self.addresses_of(&(page..page + 1)).start;
+        let mut resident = 0_u8;
+        // SAFETY: the call writes one byte for the one page asked about.
+        let result = unsafe { libc::mincore(std::ptr::without_provenance_mut(address), PAGE_SIZE, &raw mut resident) };
+        result == 0 && resident & 1 != 0
+    }
+
+    /// No transparent huge pages from now on: call it before the first discard. Those that are there stay until parts of them
+    /// are discarded. Changes nothing on hugetlb.
+    pub fn forbid_huge_pages(&self) -> Result<(), DiscardError> {
+        self.advise_huge_pages(Advice::LinuxNoHugepage, "forbid transparent huge pages at")
+    }
+
+    /// Transparent huge pages again, also where the system gives them only on advice. For after post-copy, unless the VMM
+    /// does not want them.
+    pub fn allow_huge_pages(&self) -> Result<(), DiscardError> {
+        self.advise_huge_pages(Advice::LinuxHugepage, "allow transparent huge pages at")
+    }
+
+    fn advise_huge_pages(&self, advice: Advice, what: &'static str) -> Result<(), DiscardError> {
+        if self.is_hugetlb() {
+            return Ok(());
+        }
+        match self.advise(self.addresses.clone(), advice, what) {
+            // A kernel without transparent huge pages.
+            Err(DiscardError::System { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => Ok(()),
+            result => result,
+        }
+    }
+
+    /// Gives back the pages of `run`, in pages of 4096 bytes, whole pages of the backing.
+    ///
+    /// On an error, content may be gone all the same, of any part of `run`.
+    pub fn discard(&self, run: Range<u64>) -> Result<(), DiscardError> {
+        self.check_run(&run)?;
+        if run.is_empty() {
+            return Ok(());
+        }
+        if let Some(file) = &self.file {
+            self.punch(file, &run)?;
+        }
+        if self.private {
+            // Second: a private copy may be all that keeps a page of the file from being read in between.
+            self.advise(self.addresses_of(&run), Advice::LinuxDontNeed, "discard")?;
+        }
+        Ok(())
+    }
+
+    fn punch(&self, RamFile { file, offset, huge }: &RamFile, run: &Range<u64>) -> Result<(), DiscardError> {
+        let failed = |what| {
+            let addresses = self.addresses_of(run);
+            move |errno: Errno| DiscardError::System { what, addresses, source: errno.into() }
+        };
+        let start = offset + run.start * PAGE_SIZE as u64;
+        let length = (run.end - run.start) * PAGE_SIZE as u64;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        loop {
+            match fallocate(file, flags, start, length) {
+                Err(Errno::INTR) => {}
+                result => break result.map_err(failed("punch a hole into the file behind"))?,
+            }
+        }
+        // hugetlbfs gives back all of the whole pages, and does not tell data from holes.
+        if *huge {
+            return Ok(());
+        }
+        match seek(file, SeekFrom::Data(start)) {
+            Ok(data) if data < start + length => {
+                Err(DiscardError::StillThere { page: (data - offset) / PAGE_SIZE as u64 })
+            }
+            Ok(_) | Err(Errno::NXIO) => Ok(()),
+            Err(errno) => Err(failed("search for data in the file behind")(errno)),
+        }
+    }
+
+    fn advise(&self, addresses: Range<usize>, advice: Advice, what: &'static str) -> Result<(), DiscardError> {
+        let start = std::ptr::without_provenance_mut(addresses.start);
+        // SAFETY: the range is within the block, which the creator of the value keeps mapped and vouches that only raw
+        // pointers access; so advice that discards content is allowed too.
+        unsafe { madvise(start, addresses.len(), advice) }.map_err(|errno| DiscardError::System {
+            what,
+            addresses,
+            source: errno.into(),
+        })
+    }
+}
+
+/// A line of `/proc/self/maps` (proc_pid_maps(5)): `start-end rwxp offset major:minor inode path`.
+struct Mapping<'a> {
+    start: usize,
+    end: usize,
+    private: bool,
+    offset: u64,
+    device: (u32, u32),
+    inode: u64,
+    path: &'a str,
+}
+
+impl<'a> Mapping<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        let mut fields = line.splitn(6, ' ');
+        let (start, end) = fields.next()?.split_once('-')?;
+        let private = fields.next()?.as_bytes().get(3) == Some(&b'p');
+        let offset = u64::from_str_radix(fields.next()?, 16).ok()?;
+        let (major, minor) = fields.next()?.split_once(':')?;
+        Some(Self {
+            start: usize::from_str_radix(start, 16).ok()?,
+            end: usize::from_str_radix(end, 16).ok()?,
+            private,
+            offset,
+            device: (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?),
+            inode: fields.next()?.parse().ok()?,
+            path: fields.next().unwrap_or_default().trim(),
+        })
+    }
+}
+
+/// Bytes of an ordinary page here: 4096, on some ARM machines more.
+pub fn kernel_page_size() -> usize {
+    rustix::param::page_size()
+}
+
+// Values of `include/uapi/linux/magic.h`. A memfd is of the one or the other.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_mappings_are_understood() {
+        let line = "7f00a0000000-7f00a0400000 rw-p 00200000 00:0f 1234                       /anon_hugepage (deleted)";
+        let mapping = Mapping::parse(line).unwrap();
+        assert_eq!((mapping.start, mapping.end), (0x7f00_a000_0000, 0x7f00_a040_0000));
+        assert_eq!((mapping.private, mapping.offset, mapping.device, mapping.inode), (true, 0x20_0000, (0, 15), 1234));
+        assert_eq!(mapping.path, "/anon_hugepage (deleted)");
+        let anonymous = Mapping::parse("1000-3000 rw-s 00000000 00:00 0 ").unwrap();
+        assert_eq!((anonymous.private, anonymous.inode, anonymous.path), (false, 0, ""));
+        assert!(Mapping::parse("not a line").is_none());
+    }
+}

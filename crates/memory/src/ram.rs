@@ -1,0 +1,381 @@
+//! Guest RAM as a monitor that embeds the library has it: named blocks, mapped in this process.
+//!
+//! A block is what the monitor says it is. Its kind of backing decides how memory that was never populated is found, how
+//! pages are given back, and what a page fault costs; its page size is that of the backing (4 KiB, 2 MiB, 1 GiB), while
+//! dirty logs, bitmaps and packets count pages of 4 KiB everywhere.
+//!
+//! The guest writes this memory while it is read, so nothing here ever makes a reference to it.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::Advice;
+use thiserror::Error;
+
+use crate::PAGE_SIZE;
+use crate::discard::{DiscardError, Discardable};
+use crate::holes::{HoleError, PageMap, file_data};
+use crate::scan::is_zero_raw;
+use crate::snapshot::Snapshot;
+
+/// What is behind a block's mapping.
+#[derive(Clone, Debug)]
+pub enum Backing {
+    /// Private anonymous memory, with ordinary, transparent huge or hugetlb pages.
+    Anonymous,
+    /// A shared mapping of a file in memory (memfd, tmpfs, hugetlbfs) from this offset on, in bytes.
+    Shared(Arc<File>, u64),
+    /// Something else: all of it is read and sent, and none of it can be given back.
+    Other,
+}
+
+/// Why a block cannot be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum RamError {
+    /// The block's place, size or page size does not fit.
+    #[error(
+        "RAM block {name} ({bytes:#x} bytes at {start:#x}, pages of {page_size} bytes) is not whole pages of its page size"
+    )]
+    Shape {
+        /// The block.
+        name: String,
+        /// Its address.
+        start: usize,
+        /// Its length in bytes.
+        bytes: usize,
+        /// Bytes in a page of its backing.
+        page_size: usize,
+    },
+    /// Two blocks with one name.
+    #[error("there are two RAM blocks named {0}: each needs a name of its own, the same on both sides")]
+    Name(String),
+    /// Which parts are populated cannot be found out.
+    #[error("RAM block {name}: {source}")]
+    Holes {
+        /// The block.
+        name: String,
+        /// What went wrong.
+        source: HoleError,
+    },
+    /// Memory for pages could not be had.
+    #[error(
+        "no memory for {bytes} bytes of RAM block {name} from offset {offset:#x} ({source}): the host, a memory limit \
+         (cgroup) or the pool of huge pages has none left"
+    )]
+    NoMemory {
+        /// The block.
+        name: String,
+        /// Offset in the block, in bytes.
+        offset: u64,
+        /// Length, in bytes.
+        bytes: usize,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+/// A named, contiguous piece of guest RAM, mapped in this process.
+#[derive(Clone, Debug)]
+pub struct RamBlock {
+    name: String,
+    start: NonNull<u8>,
+    bytes: usize,
+    page_size: usize,
+    backing: Backing,
+}
+
+// SAFETY: the pointer is only used for raw reads and writes inside the range that the creator vouched for, from any
+// thread; nothing is ever borrowed from it.
+unsafe impl Send for RamBlock {}
+// SAFETY: as above. Reads race with the guest by design and are volatile; writers of disjoint ranges do not interfere, and
+// overlapping ones are excluded by the contract of `new`.
+unsafe impl Sync for RamBlock {}
+
+impl RamBlock {
+    /// `bytes` bytes of guest RAM at `start`, backed by pages of 4 KiB (transparent huge pages included).
+    ///
+    /// # Safety
+    /// The range stays mapped, readable and writable, with this backing, until the value and its clones are dropped. No
+    /// Rust reference to it exists meanwhile, except to atomics. At a destination nobody else writes it before the guest
+    /// was started.
+    pub unsafe fn new(name: impl Into<String>, start: NonNull<u8>, bytes: usize, backing: Backing) -> Self {
+        Self { name: name.into(), start, bytes, page_size: PAGE_SIZE, backing }
+    }
+
+    /// The same block, backed by huge pages of `bytes` each (hugetlb; transparent huge pages are not meant).
+    #[must_use]
+    pub fn with_page_size(self, bytes: usize) -> Self {
+        Self { page_size: bytes, ..self }
+    }
+
+    /// The block's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Where it is mapped.
+    pub fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// Its addresses.
+    pub fn addresses(&self) -> Range<usize> {
+        let start = self.start.as_ptr().addr();
+        start..start + self.bytes
+    }
+
+    /// Its length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes as u64
+    }
+
+    /// Its length in pages of 4 KiB.
+    pub fn pages(&self) -> u64 {
+        (self.bytes / PAGE_SIZE) as u64
+    }
+
+    /// Bytes in a page of its backing.
+    pub fn page_size(&self) -> usize {
+        self.page_size
+    }
+
+    /// What is behind it.
+    pub fn backing(&self) -> &Backing {
+        &self.backing
+    }
+
+    /// Checks that the block is whole pages of its backing, and that transparent or hugetlb pages are a power of two.
+    pub fn check(&self) -> Result<(), RamError> {
+        let (start, page_size) = (self.start.as_ptr().addr(), self.page_size);
+        let whole = page_size.is_power_of_two()
+            && page_size >= PAGE_SIZE
+            && start.is_multiple_of(page_size)
+            && self.bytes.is_multiple_of(page_size)
+            && self.bytes > 0;
+        let error = || RamError::Shape { name: self.name.clone(), start, bytes: self.bytes, page_size };
+        if whole { Ok(()) } else { Err(error()) }
+    }
+
+    /// Calls `run` with the runs of pages that may hold anything but zeros: those that were ever populated, in rising
+    /// order. `map` is the page map of this process.
+    ///
+    /// The answer is of the moment it is taken: dirty tracking must be on before.
+    pub fn populated(&self, map: &mut PageMap, mut run: impl FnMut(Range<u64>)) -> Result<(), RamError> {
+        let failed = |source| RamError::Holes { name: self.name.clone(), source };
+        let first = self.start.as_ptr().addr();
+        let page = |offset: u64| offset / PAGE_SIZE as u64;
+        match &self.backing {
+            Backing::Anonymous => map
+                .populated(self.addresses(), |part| {
+                    run(page((part.start - first) as u64)..page((part.end - first) as u64));
+                })
+                .map_err(failed),
+            Backing::Shared(file, offset) => {
+                let bytes = *offset..*offset + self.bytes();
+                // A hole may begin within a page only where the file ends; the rest of that page is zero.
+                file_data(&**file, bytes, |part| {
+                    run(page(part.start - offset)..(part.end - offset).div_ceil(PAGE_SIZE as u64));
+                })
+                .map_err(failed)
+            }
+            Backing::Other => {
+                run(0..self.pages());
+                Ok(())
+            }
+        }
+    }
+
+    /// Reads the pages of `run` into `snapshot`, once each.
+    ///
+    /// # Panics
+    /// When the pages are not in the block, or the snapshot has no room for them.
+    pub fn read(&self, run: Range<u64>, snapshot: &mut Snapshot<'_>) {
+        let pages = run.end - run.start;
+        let at = self.at(run.start, pages);
+        // SAFETY: the pages were checked to lie inside the block, which is readable by the contract of `new`; what the
+        // snapshot copies to is a buffer, and so not part of it.
+        unsafe { snapshot.read(at, pages as usize) };
+    }
+
+    /// Copies `content` to the pages from `first` on.
+    ///
+    /// # Panics
+    /// When it does not fit the block.
+    pub fn write(&self, first: u64, content: &[u8]) {
+        let at = self.at(first, content.len().div_ceil(PAGE_SIZE) as u64);
+        // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`; the source is
+        // a live slice, and no reference to guest RAM exists, so the two do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), at, content.len()) };
+    }
+
+    /// Makes `run` read as zeros, by writing them.
+    ///
+    /// # Panics
+    /// When it is not in the block.
+    pub fn zero(&self, run: Range<u64>) {
+        let at = self.at(run.start, run.end - run.start);
+        // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`.
+        unsafe { std::ptr::write_bytes(at, 0, (run.end - run.start) as usize * PAGE_SIZE) };
+    }
+
+    /// Whether page `page` is zero. Faults it in if it was never populated.
+    ///
+    /// # Panics
+    /// When it is not in the block.
+    pub fn is_zero(&self, page: u64) -> bool {
+        let at = self.at(page, 1);
+        // SAFETY: the page was checked to lie inside the block, which is readable by the contract of `new`.
+        unsafe { is_zero_raw(at, PAGE_SIZE) }
+    }
+
+    /// The block as something whose pages can be given back to the system; none where its backing is of another kind.
+    ///
+    /// # Errors
+    /// The backing is not what it was said to be.
+    pub fn discardable(&self) -> Result<Option<Discardable>, DiscardError> {
+        match &self.backing {
+            Backing::Anonymous => {
+                // SAFETY: by the contract of `new` the mapping stays as it is, and nobody has a reference to it.
+                unsafe { Discardable::anonymous(self.addresses(), self.page_size) }.map(Some)
+            }
+            Backing::Shared(file, offset) => {
+                // SAFETY: as above.
+                unsafe { Discardable::file(self.addresses(), file.as_fd(), *offset) }.map(Some)
+            }
+            Backing::Other => Ok(None),
+        }
+    }
+
+    /// Takes the page faults of `run` now, in one system call: what is written there next finds its pages.
+    ///
+    /// # Errors
+    /// There is no memory. Without this, the write itself would end in SIGBUS on shared memory and hugetlb.
+    ///
+    /// # Panics
+    /// When it is not in the block.
+    pub fn populate(&self, run: Range<u64>) -> Result<(), RamError> {
+        let pages = run.end - run.start;
+        if pages == 0 {
+            return Ok(());
+        }
+        let (at, bytes) = (self.at(run.start, pages), pages as usize * PAGE_SIZE);
+        loop {
+            // SAFETY: the range was checked to lie inside the block; the advice changes no content (madvise(2)).
+            let done = unsafe { rustix::mm::madvise(at.cast(), bytes, Advice::LinuxPopulateWrite) };
+            return match done {
+                Ok(()) => Ok(()),
+                Err(rustix::io::Errno::INTR | rustix::io::Errno::AGAIN) => continue,
+                // Before Linux 5.14: the write itself takes the fault.
+                Err(rustix::io::Errno::INVAL) => Ok(()),
+                Err(errno) => Err(RamError::NoMemory {
+                    name: self.name.clone(),
+                    offset: run.start * PAGE_SIZE as u64,
+                    bytes,
+                    source: errno.into(),
+                }),
+            };
+        }
+    }
+
+    /// The address of page `first`.
+    #[track_caller]
+    fn at(&self, first: u64, pages: u64) -> *mut u8 {
+        let end = first.checked_add(pages);
+        assert!(
+            end.is_some_and(|end| end <= self.pages()),
+            "{pages} pages from {first} are not within RAM block {} of {} pages",
+            self.name,
+            self.pages()
+        );
+        self.start.as_ptr().wrapping_add(first as usize * PAGE_SIZE)
+    }
+}
+
+/// All RAM blocks of a guest. A block's number is its place in the list.
+#[derive(Clone, Debug)]
+pub struct GuestRam {
+    blocks: Arc<[RamBlock]>,
+}
+
+impl GuestRam {
+    /// Guest RAM made of `blocks`.
+    ///
+    /// # Errors
+    /// A block is not whole pages of its page size, or two have the same name.
+    pub fn new(blocks: Vec<RamBlock>) -> Result<Self, RamError> {
+        let mut names = std::collections::HashSet::new();
+        for block in &blocks {
+            block.check()?;
+            if !names.insert(block.name()) {
+                return Err(RamError::Name(block.name().to_owned()));
+            }
+        }
+        Ok(Self { blocks: blocks.into() })
+    }
+
+    /// The blocks, by number.
+    pub fn blocks(&self) -> &[RamBlock] {
+        &self.blocks
+    }
+
+    /// All bytes.
+    pub fn bytes(&self) -> u64 {
+        self.blocks.iter().map(RamBlock::bytes).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_util::Area;
+
+    fn block(area: &Area, bytes: usize) -> RamBlock {
+        // SAFETY: the area outlives the block in every test, and is accessed through raw pointers only.
+        unsafe { RamBlock::new("ram", NonNull::new(area.ptr()).unwrap(), bytes, Backing::Anonymous) }
+    }
+
+    #[test]
+    fn only_what_was_written_is_populated_and_reads_back() {
+        let area = Area::small_pages(64 * PAGE_SIZE);
+        let block = block(&area, 64 * PAGE_SIZE);
+        block.write(3, &[7; 2 * PAGE_SIZE]);
+        block.populate(40..42).unwrap();
+        block.write(41, &[9; PAGE_SIZE]);
+
+        let mut found = Vec::new();
+        block.populated(&mut PageMap::own().unwrap(), |run| found.push((run.start, run.end))).unwrap();
+        assert_eq!(found, [(3, 5), (40, 42)]);
+        let (mut copy, mut zero) = (vec![0; 64 * PAGE_SIZE], [0]);
+        let mut read = |run| {
+            let mut snapshot = Snapshot::new(&mut copy, &mut zero);
+            block.read(run, &mut snapshot);
+            snapshot.finish().normal
+        };
+        assert_eq!((read(40..42), read(3..5)), (1, 2));
+        block.zero(3..5);
+        assert_eq!((read(40..42), read(3..5)), (1, 0));
+        assert_eq!(copy[0], 9, "zero pages are not copied, so what the read before left is still there");
+    }
+
+    #[test]
+    fn blocks_that_are_not_whole_pages_or_share_a_name_are_refused() {
+        let area = Area::small_pages(4 * PAGE_SIZE);
+        let good = block(&area, 4 * PAGE_SIZE);
+        assert!(matches!(block(&area, 100).check(), Err(RamError::Shape { .. })));
+        assert!(matches!(good.clone().with_page_size(2 << 20).check(), Err(RamError::Shape { .. })));
+        assert!(matches!(GuestRam::new(vec![good.clone(), good.clone()]), Err(RamError::Name(_))));
+        assert_eq!(GuestRam::new(vec![good]).unwrap().bytes(), 4 * PAGE_SIZE as u64);
+    }
+
+    #[test]
+    #[should_panic(expected = "not within RAM block ram")]
+    fn pages_outside_the_block_are_never_touched() {
+        let area = Area::small_pages(4 * PAGE_SIZE);
+        block(&area, 4 * PAGE_SIZE).write(3, &[1; 2 * PAGE_SIZE]);
+    }
+}
