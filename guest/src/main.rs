@@ -15,24 +15,24 @@
 //!
 //! On a host, `sterna-guest dump FILL PAGES` writes such memory to its output, for measuring codecs.
 
-mod content;
-mod memory;
-mod page;
 mod settings;
 mod system;
 
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use content::PAGE_BYTES;
-use memory::{Bad, Memory};
 use settings::{Settings, size};
+use sterna_guest::content::PAGE_BYTES;
+use sterna_guest::memory::{Bad, Memory, Plan, Progress};
+use sterna_guest::page;
 use system::Console;
 
 /// How often a counter line is written.
 const TICK: Duration = Duration::from_millis(200);
 /// How long the guest works or rests at a time before it looks at the console again.
 const SLICE: Duration = Duration::from_millis(10);
+/// Decides the order of pages written at random.
+const SEED: u64 = 0x6469_7274;
 /// Wrong pages that are described; more are counted only.
 const BAD_LINES: u64 = 50;
 
@@ -90,13 +90,15 @@ fn live(console: &mut Console) -> Result<(), String> {
     let pages = system::allocate_pages(bytes as usize / PAGE_BYTES)
         .map_err(|error| format!("cannot allocate {bytes} bytes: {error}"))?;
     let span = settings.dirty_span.unwrap_or(bytes) as usize / PAGE_BYTES;
-    let mut memory = Memory::new(pages, settings.fill, settings.pattern, span);
+    let plan = Plan { fill: settings.fill, pattern: settings.pattern, span, first: 0 };
+    let table = vec![0; pages.len()].leak();
+    let mut memory = Memory::new(pages, table, plan, Progress { random: SEED, ..Progress::default() });
     let start = Instant::now();
     memory.fill();
     let fill = page::Fill::ALL.iter().find(|(_, fill)| *fill == settings.fill).map_or("", |(name, _)| name);
     console.line(format_args!(
         "ready pages={} memory={} fill={fill} seconds={:.3}",
-        memory.len(),
+        memory.count(),
         memory.bytes(),
         start.elapsed().as_secs_f64()
     ));
@@ -219,7 +221,7 @@ impl Worker {
     fn verify_all(&mut self, console: &mut Console) {
         let start = Instant::now();
         let mut bad = 0u64;
-        for index in 0..self.memory.len() {
+        for index in 0..self.memory.count() {
             if let Err(wrong) = self.memory.check(index) {
                 bad += 1;
                 self.report(wrong, console);
@@ -228,8 +230,8 @@ impl Worker {
         let table = if self.memory.table_is_whole() { "whole" } else { "broken" };
         console.line(format_args!(
             "verified pages={} bad={bad} generation={} table={table} ms={}",
-            self.memory.len(),
-            self.memory.writings(),
+            self.memory.count(),
+            self.memory.progress().writings,
             start.elapsed().as_millis()
         ));
     }

@@ -11,7 +11,7 @@
 //! * zero pages turn to stamped data with every second writing and back to zero with the next: while zero, anything else
 //!   in them is wrong, while data, they are checked like any other.
 
-use crate::content::{self, Dictionaries, PAGE_BYTES, Page, mix};
+use crate::content::{self, PAGE_BYTES, Page, mix};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"STERNApg");
 const STAMP_BYTES: usize = 64;
@@ -89,8 +89,8 @@ pub enum Fault {
     },
 }
 
-impl std::fmt::Display for Fault {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl core::fmt::Display for Fault {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match self {
             Fault::Lost => write!(f, "lost: zeros"),
             Fault::Stale { generation } => write!(f, "stale: generation {generation}"),
@@ -165,15 +165,15 @@ fn checksum(page: &Page) -> u64 {
 pub const FIRST_GENERATION: u32 = 1;
 
 /// The content of memory filled one way.
+#[derive(Clone, Copy)]
 pub struct Pages {
     fill: Fill,
-    dictionaries: Dictionaries,
 }
 
 impl Pages {
     /// Pages as `fill` says.
     pub fn new(fill: Fill) -> Self {
-        Pages { fill, dictionaries: Dictionaries::new() }
+        Pages { fill }
     }
 
     /// Writes the whole of page `index` as it is in `generation` (from 1).
@@ -211,11 +211,11 @@ impl Pages {
     fn write_content(&self, kind: Fill, page: &mut Page, index: u64, generation: u32) {
         let seed = mix(mix(index) ^ u64::from(generation));
         match kind {
-            Fill::Text => content::write_text(page, STAMP_BYTES, seed, &self.dictionaries),
+            Fill::Text => content::write_text(page, STAMP_BYTES, seed),
             // Runs of 16 pages are of one variety.
-            Fill::Corpus => content::write_corpus(page, STAMP_BYTES, seed, mix(index / 16), &self.dictionaries),
+            Fill::Corpus => content::write_corpus(page, STAMP_BYTES, seed, mix(index / 16)),
             // Zero pages turn to text, like a page that the guest's kernel hands out and a program fills.
-            Fill::Zeros => content::write_text(page, STAMP_BYTES, seed, &self.dictionaries),
+            Fill::Zeros => content::write_text(page, STAMP_BYTES, seed),
             _ => content::write_random(page, STAMP_BYTES, seed),
         }
     }

@@ -1,7 +1,7 @@
 //! What the kernel's command line tells the guest: words of the form `sterna.NAME=VALUE`.
 
-use crate::memory::Pattern;
-use crate::page::Fill;
+use sterna_guest::memory::Pattern;
+use sterna_guest::page::Fill;
 
 /// The guest's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]

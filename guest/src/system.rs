@@ -5,7 +5,7 @@ use std::fmt::Arguments;
 use std::io::{Error, Result, Write};
 use std::time::Duration;
 
-use crate::content::{PAGE_BYTES, Page};
+use sterna_guest::content::{PAGE_BYTES, Page};
 
 /// Mounts /proc, /sys and /dev, each unless it is there already.
 pub fn mount_basics() -> Result<()> {

@@ -61,6 +61,9 @@ pub(crate) enum Command {
     Demo(DemoArgs),
     /// Measure Sterna beside what it is compared with, and say which targets are met
     Bench(BenchArgs),
+    /// One side of a benchmark, which starts it itself
+    #[command(hide = true)]
+    BenchSide,
 }
 
 /// The two sides of `sterna proxy`.

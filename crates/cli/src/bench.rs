@@ -7,6 +7,8 @@ mod machine;
 mod memory;
 mod migration;
 mod qemu;
+mod ram;
+mod received_bitmap;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -50,6 +52,10 @@ pub(crate) struct BenchArgs {
 enum Benchmark {
     /// The same guest moved by QEMU alone and through Sterna
     Qemu,
+    /// Guest memory moved from process to process by the library, a plain mover and QEMU
+    Ram,
+    /// Page faults and time of the library's destination with and without its bitmap of received pages
+    ReceivedBitmap,
 }
 
 fn release(text: &str) -> Result<QemuVersion, String> {
@@ -83,6 +89,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
     let failed = |text: String| Failure { exit: Exit::Failed, text };
     args.check_only(&match args.benchmark {
         Benchmark::Qemu => qemu::cells(),
+        Benchmark::Ram => ram::cells(),
+        Benchmark::ReceivedBitmap => received_bitmap::cells(),
     })?;
     let cancel = Cancel::new();
     let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, tell);
@@ -90,6 +98,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
     let mut machine = Machine::look();
     let findings = match args.benchmark {
         Benchmark::Qemu => qemu::measure(args, &cancel, &tell),
+        Benchmark::Ram => ram::measure(args, &cancel, &tell),
+        Benchmark::ReceivedBitmap => received_bitmap::measure(args, &cancel, &tell),
     };
     let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
     if findings.rows.is_empty() {
@@ -107,6 +117,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         tell(&format!("targets missed or not measured: {}", missed.join("; ")));
     }
     Ok(Exit::Completed)
+}
+
+/// One side of a benchmark, for the benchmark that started it.
+pub(crate) fn run_side() -> Result<Exit, Failure> {
+    ram::side::run().map(|()| Exit::Completed).map_err(|text| Failure { exit: Exit::Failed, text })
 }
 
 fn tell(text: &str) {

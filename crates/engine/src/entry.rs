@@ -171,13 +171,22 @@ impl Entry {
     }
 }
 
+/// What is to be done about pages of guest RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    /// They are to be read and sent.
+    Content,
+    /// The destination is to give up what it has of them.
+    Discard,
+}
+
 /// Guest ranges on their way into the pipeline: which pages are to be read and sent. They wait in open batches, one per
 /// channel, until [`PageSearch::flush`] or until they are full.
 #[derive(Debug)]
 pub struct PageSearch {
     pipeline: Arc<Pipeline>,
     ram: GuestRam,
-    open: Vec<Option<PooledBatch>>,
+    open: Vec<Option<(Wanted, PooledBatch)>>,
     /// Pages in a full batch: those of one packet.
     batch_pages: u64,
     handed_over: u64,
@@ -196,30 +205,51 @@ impl PageSearch {
         &self.pipeline
     }
 
-    /// Pages handed over so far, those in open batches included.
+    /// Pages handed over so far to be sent, those in open batches included.
     pub fn handed_over(&self) -> u64 {
         self.handed_over
     }
 
     /// Has the pages of `run` in `block` read and sent. Waits while the channels are busy.
     pub fn pages(&mut self, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
+        self.handed_over += run.end - run.start;
+        self.add(Wanted::Content, block, run)
+    }
+
+    /// Tells the destination to give up what it has of the pages of `run` in `block`, after everything that was handed over
+    /// before.
+    pub fn discard(&mut self, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
+        self.add(Wanted::Discard, block, run)
+    }
+
+    fn add(&mut self, wanted: Wanted, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
         const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
         let mut at = run.start;
         while at < run.end {
             let channel = self.pipeline.channel_of(block, at * PAGE_SIZE as u64);
             let region_end = (at / REGION_PAGES + 1) * REGION_PAGES;
-            if !self.open[channel].as_ref().is_some_and(|batch| batch.block == block && batch.takes(at, 0)) {
+            let takes =
+                |(what, batch): &(Wanted, PooledBatch)| *what == wanted && batch.block == block && batch.takes(at, 0);
+            if !self.open[channel].as_ref().is_some_and(takes) {
                 self.flush_channel(channel)?;
-                self.open[channel] = Some(self.pipeline.pool.take(block)?);
+                self.open[channel] = Some((wanted, self.pipeline.pool.take(block)?));
             }
-            let batch = self.open[channel].as_mut().expect("just put there");
-            let room = self.batch_pages - batch.pages();
-            let count = room.min(region_end.min(run.end) - at);
-            batch.push_normal(at, count as u32, 0);
-            at += count;
-            self.handed_over += count;
-            if count == room {
-                self.flush_channel(channel)?;
+            let (_, batch) = self.open[channel].as_mut().expect("just put there");
+            let end = region_end.min(run.end);
+            match wanted {
+                Wanted::Content => {
+                    let room = self.batch_pages - batch.pages();
+                    let count = room.min(end - at);
+                    batch.push_normal(at, count as u32, 0);
+                    at += count;
+                    if count == room {
+                        self.flush_channel(channel)?;
+                    }
+                }
+                Wanted::Discard => {
+                    batch.push_zero(at, (end - at) as u32);
+                    at = end;
+                }
             }
         }
         Ok(())
@@ -231,9 +261,11 @@ impl PageSearch {
     }
 
     fn flush_channel(&mut self, channel: usize) -> Result<(), WindowClosed> {
-        match self.open[channel].take() {
-            Some(batch) => self.pipeline.channels[channel].send(Item::Guest(self.ram.clone(), batch)),
-            None => Ok(()),
-        }
+        let item = match self.open[channel].take() {
+            Some((Wanted::Content, batch)) => Item::Guest(self.ram.clone(), batch),
+            Some((Wanted::Discard, batch)) => Item::Discard(batch),
+            None => return Ok(()),
+        };
+        self.pipeline.channels[channel].send(item)
     }
 }

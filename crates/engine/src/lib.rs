@@ -16,6 +16,7 @@ mod ledger;
 pub mod migration;
 pub mod pacer;
 pub mod process;
+mod reading;
 pub mod receive;
 pub mod record_file;
 pub mod report;

@@ -11,8 +11,15 @@ use crate::session::Features;
 /// State of the monitor as a byte stream, version 1 of the records in `state`.
 const GUEST_STATE: &str = "guest-state-1";
 
-/// What the library can do beyond the protocol's basis.
+/// To let the guest go on at the destination before all of its RAM is there, version 1.
+pub(crate) const POST_COPY: &str = "post-copy-1";
+
+/// What every side can do beyond the protocol's basis; post-copy where it is possible, or asked for.
 pub(crate) const FEATURES: Features<'static> = Features { offered: &[GUEST_STATE], required: &[GUEST_STATE] };
+pub(crate) const WITH_POST_COPY: Features<'static> =
+    Features { offered: &[GUEST_STATE, POST_COPY], required: &[GUEST_STATE] };
+pub(crate) const ONLY_WITH_POST_COPY: Features<'static> =
+    Features { offered: &[GUEST_STATE, POST_COPY], required: &[GUEST_STATE, POST_COPY] };
 
 /// One of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +42,8 @@ pub enum Phase {
     SwitchingOver,
     /// The decision is made for the destination.
     Committed,
+    /// The guest runs at the destination, the rest of its memory is on its way.
+    PostCopy,
 }
 
 impl fmt::Display for Phase {
@@ -44,6 +53,7 @@ impl fmt::Display for Phase {
             Self::Rounds => "sending memory",
             Self::SwitchingOver => "switching over",
             Self::Committed => "starting the guest at the destination",
+            Self::PostCopy => "sending the rest of memory after the guest",
         })
     }
 }
@@ -62,6 +72,8 @@ pub enum GuestState {
     BelongsToDestination,
     /// It belongs to the destination, which could not make it run.
     StandsAtDestination,
+    /// It belongs to the destination, but part of its memory is still at the source: whoever touches that part waits.
+    LacksMemory,
     /// It runs on both sides: somebody started it by hand. One of the two must be stopped at once.
     RunsTwice,
     /// It is not here: nothing of it that this side has is of any use.
@@ -80,6 +92,7 @@ impl fmt::Display for GuestState {
             Self::StandsAtDestination => {
                 "the guest belongs to the destination and stands there: let the monitor resume it"
             }
+            Self::LacksMemory => "the guest belongs to the destination, but not all of its memory is there",
             Self::RunsTwice => "the guest was started by hand where it must not run: stop one of the two at once",
             Self::NotHere => "nothing runs here, and the memory here is of no use",
         })

@@ -34,6 +34,11 @@ pub trait Sink: Send {
         misplaced("pages")
     }
 
+    /// What was placed of these pages of `block` is old: it is given up.
+    fn discard(&mut self, _block: u16, _runs: &[Run]) -> Result<(), SinkError> {
+        misplaced("discards")
+    }
+
     /// All of `generation` that travels on this channel has been handed to [`Sink::pages`].
     fn generation_end(&mut self, _generation: u64) -> Result<(), SinkError> {
         misplaced("the end of a generation")
@@ -115,10 +120,11 @@ pub struct ReceiveCounters {
     pub decoded_again: AtomicU64,
 }
 
-/// Receives packets until the source closes the channel cleanly. `packet_size` is the content limit agreed on.
+/// Receives packets until the source closes the channel cleanly. Where there is a writer for them, packets are acknowledged.
+/// `packet_size` is the content limit agreed on.
 pub fn receive_packets(
     mut reader: Reader,
-    mut writer: Writer,
+    mut acknowledgements: Option<Writer>,
     sink: &mut dyn Sink,
     packet_size: usize,
     counters: &ReceiveCounters,
@@ -158,13 +164,17 @@ pub fn receive_packets(
 
         let refused = |error| ReceiveError::Sink { sequence: header.sequence, error };
         match header.kind {
-            PacketKind::Pages => {
+            PacketKind::Pages | PacketKind::Discard => {
                 let blocks = match &blocks {
                     Some(blocks) => blocks,
                     None => blocks.insert(sink.blocks().map_err(refused)?),
                 };
                 pages.read(&header, table, blocks)?;
-                sink.pages(header.subject, pages.runs(), content).map_err(refused)?;
+                match header.kind {
+                    PacketKind::Pages => sink.pages(header.subject, pages.runs(), content).map_err(refused)?,
+                    _ if content.is_empty() => sink.discard(header.subject, pages.runs()).map_err(refused)?,
+                    _ => return Err(PacketError::Table("discards with content").into()),
+                }
             }
             PacketKind::GenerationEnd => sink.generation_end(header.detail).map_err(refused)?,
             PacketKind::Stream => sink.stream(header.subject, content).map_err(refused)?,
@@ -179,7 +189,9 @@ pub fn receive_packets(
         }
         counters.content_bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
         counters.placed.store(sequence.placed(), Ordering::Release);
-        writer.write_all(&Ack { sequence: sequence.last() }.encode())?;
+        if let Some(writer) = &mut acknowledgements {
+            writer.write_all(&Ack { sequence: sequence.last() }.encode())?;
+        }
     }
     Ok(())
 }

@@ -45,6 +45,21 @@ pub struct DowntimeParts {
     pub start_ms: f64,
 }
 
+/// What happened after the guest went on at the destination.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PostCopyReport {
+    /// Time from the guest running at the destination to all of its RAM being there, ms.
+    pub ms: f64,
+    /// Pages that the guest waited for.
+    pub requests: u64,
+    /// Time from the fault to the page in place, of the middle request, ms.
+    pub latency_p50_ms: f64,
+    /// As before, of the request that 99 of 100 were faster than, ms.
+    pub latency_p99_ms: f64,
+    /// Times that the connection was lost and made anew meanwhile.
+    pub reconnected: u32,
+}
+
 /// The whole account of one migration, as seen from the source.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
@@ -69,6 +84,9 @@ pub struct Report {
     /// Why the rounds did not converge by themselves and what was done about it, where they did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub convergence: Option<String>,
+    /// How post-copy went, where the guest went on at the destination before all of its RAM was there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub post_copy: Option<PostCopyReport>,
     /// Bytes on the network, both directions' headers and TLS included, source to destination.
     pub wire_bytes: u64,
     /// Bytes of page content before compression.
@@ -152,6 +170,15 @@ impl Report {
                     parts.load_ms,
                     parts.commit_ms,
                     parts.start_ms
+                ),
+            );
+        }
+        if let Some(post_copy) = &self.post_copy {
+            line(
+                "post-copy",
+                format!(
+                    "{:.0} ms, {} pages waited for, half of them within {:.2} ms, 99 % within {:.2} ms",
+                    post_copy.ms, post_copy.requests, post_copy.latency_p50_ms, post_copy.latency_p99_ms
                 ),
             );
         }
@@ -323,6 +350,7 @@ mod tests {
             downtime: DowntimeParts::default(),
             rounds: 2,
             convergence: None,
+            post_copy: None,
             wire_bytes: 1 << 20,
             content_bytes: 1 << 20,
             normal_pages: 256,

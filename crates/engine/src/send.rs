@@ -15,7 +15,6 @@ use std::thread::JoinHandle;
 use sterna_codec::{Adaptive, Encoded, Encoder, MethodChoice};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::GuestRam;
-use sterna_memory::snapshot::Snapshot;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::packet::{
     ACK_LENGTH, Ack, DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind,
@@ -25,6 +24,7 @@ use sterna_wire::sequence::SendSequence;
 use crate::abort::Abort;
 use crate::batch::{Batch, PooledBatch};
 use crate::pacer::Pacer;
+use crate::reading::Reading;
 use crate::transport::{Reader, Writer};
 use crate::window::{Window, WindowClosed};
 
@@ -38,6 +38,8 @@ pub enum Item {
     Pages(PooledBatch),
     /// Pages that are still to be read from guest RAM: the batch says which, by normal runs without content.
     Guest(GuestRam, PooledBatch),
+    /// Pages of which what was sent before is old, as zero runs.
+    Discard(PooledBatch),
     /// All pages of this generation that go by this channel have been handed over.
     GenerationEnd(u64),
     /// A record of the virtual machine's own stream.
@@ -104,6 +106,20 @@ pub struct Sent {
     pub packet_bytes: u64,
     /// Bytes on the wire.
     pub wire_bytes: u64,
+}
+
+impl std::ops::Add for Sent {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            normal_pages: self.normal_pages + other.normal_pages,
+            zero_pages: self.zero_pages + other.zero_pages,
+            content_bytes: self.content_bytes + other.content_bytes,
+            packet_bytes: self.packet_bytes + other.packet_bytes,
+            wire_bytes: self.wire_bytes + other.wire_bytes,
+        }
+    }
 }
 
 impl Sent {
@@ -301,41 +317,6 @@ struct Sending {
     reading: Option<Reading>,
 }
 
-/// What guest RAM is read into.
-struct Reading {
-    batch: Batch,
-    /// One bit per page of a batch.
-    zero_map: Vec<u64>,
-}
-
-impl Reading {
-    fn new(packet_size: usize) -> Self {
-        Self { batch: Batch::new(packet_size), zero_map: vec![0; (packet_size / PAGE_SIZE).div_ceil(64)] }
-    }
-
-    fn read(&mut self, ram: &GuestRam, wanted: &Batch) {
-        let block = &ram.blocks()[usize::from(wanted.block)];
-        self.batch.clear();
-        self.batch.block = wanted.block;
-        let mut snapshot = Snapshot::new(self.batch.spare_mut(), &mut self.zero_map);
-        for run in wanted.runs() {
-            block.read(run.first..run.end(), &mut snapshot);
-        }
-        let result = snapshot.finish();
-        let pages = wanted.runs().iter().flat_map(|run| run.first..run.end());
-        for (seen, page) in pages.enumerate() {
-            if self.zero_map[seen / 64] >> (seen % 64) & 1 == 1 {
-                self.batch.push_zero(page, 1);
-            } else {
-                self.batch.push_normal(page, 1, PAGE_SIZE);
-            }
-        }
-        debug_assert_eq!(result.normal_bytes(), self.batch.content().len());
-        self.batch.set_checksum(result.checksum);
-        self.batch.set_in_window(result.normal_bytes() as u64);
-    }
-}
-
 impl Sending {
     fn new(writer: Writer, shared: Arc<Shared>, context: SendContext) -> Result<Self, sterna_codec::CodecError> {
         let encoder = context.method.encoder()?;
@@ -358,6 +339,11 @@ impl Sending {
             match item {
                 Item::Pages(batch) => self.pages(&batch)?,
                 Item::Guest(ram, wanted) => self.guest(&ram, &wanted)?,
+                Item::Discard(batch) => {
+                    self.table.clear();
+                    batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
+                    self.packet(PacketKind::Discard, batch.block, 0, &Content::of(&[]))?;
+                }
                 Item::GenerationEnd(generation) => {
                     self.packet(PacketKind::GenerationEnd, 0, generation, &Content::of(&[]))?;
                 }
@@ -391,9 +377,9 @@ impl Sending {
         let asked = wanted.pages() * PAGE_SIZE as u64;
         // What is in flight is counted from here, because from here on it grows old.
         self.context.window.enter(asked)?;
-        reading.read(ram, wanted);
-        self.context.window.give_back(asked - reading.batch.in_window());
-        let sent = self.pages(&reading.batch);
+        let batch = reading.read(ram, wanted);
+        self.context.window.give_back(asked - batch.in_window());
+        let sent = self.pages(batch);
         self.reading = Some(reading);
         sent
     }

@@ -210,7 +210,7 @@ fn receive(bytes: &[u8], placed: &Placed) -> Result<(), ReceiveError> {
     near.write_all(bytes).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     let (writer, reader) = halves(far);
-    receive_packets(reader, writer, &mut placed.clone(), PACKET, &ReceiveCounters::default())
+    receive_packets(reader, Some(writer), &mut placed.clone(), PACKET, &ReceiveCounters::default())
 }
 
 fn nothing_of_a_damaged_packet_is_placed(method: &str) {

@@ -110,7 +110,7 @@ fn move_memory(method: &str) {
         };
         receivers.push(std::thread::spawn(move || {
             let (writer, reader) = halves(far);
-            receive_packets(reader, writer, &mut sink, PACKET, &ReceiveCounters::default())
+            receive_packets(reader, Some(writer), &mut sink, PACKET, &ReceiveCounters::default())
         }));
     }
     let pool = BatchPool::new(4 * CHANNELS, 0);

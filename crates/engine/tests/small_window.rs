@@ -50,7 +50,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         let mut sink = placed.clone();
         receivers.push(std::thread::spawn(move || {
             let (writer, reader) = halves(far);
-            receive_packets(reader, writer, &mut sink, PACKET, &ReceiveCounters::default())
+            receive_packets(reader, Some(writer), &mut sink, PACKET, &ReceiveCounters::default())
         }));
     }
     // One open batch for each channel, one that is being filled, and one on its way for each channel.

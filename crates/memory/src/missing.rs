@@ -263,7 +263,7 @@ impl MissingPages {
     ///
     /// Only where no guest has run on this memory and none will, as when post-copy is called off before the guest was
     /// started here.
-    pub fn abandon(self) -> Result<(), MissingError> {
+    pub fn abandon(&self) -> Result<(), MissingError> {
         self.end()?;
         Ok(())
     }

@@ -123,6 +123,17 @@ pub struct DestinationFigures {
     pub start_ms: f64,
 }
 
+/// How post-copy went at the destination.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PostCopyFigures {
+    /// Pages that somebody waited for and that were asked for.
+    pub requests: u64,
+    /// Microseconds from the fault to the page in place, of the middle request.
+    pub latency_p50_us: u32,
+    /// As before, of the request that 99 of 100 were faster than.
+    pub latency_p99_us: u32,
+}
+
 /// All that is said on the control channel.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -171,7 +182,7 @@ pub enum ControlMessage {
     /// all data channels of this incarnation.
     PostCopyReady,
     /// Destination: no page is missing any more.
-    PostCopyDone,
+    PostCopyDone(PostCopyFigures),
     /// Destination: figures for the report.
     Figures(DestinationFigures),
     /// Either: something failed, and what. The guest's fate is in the switchover messages.

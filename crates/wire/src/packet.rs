@@ -42,11 +42,21 @@ pub enum PacketKind {
     Opaque = 5,
     /// The peer has closed its writing half of an opaque connection.
     OpaqueEnd = 6,
+    /// The source has newer content of these pages of the RAM block named by `subject` than what it sent before, which
+    /// is to be given up. The table is that of zero pages; there is no content.
+    Discard = 7,
 }
 
 impl PacketKind {
-    const ALL: [Self; 6] =
-        [Self::Pages, Self::GenerationEnd, Self::Stream, Self::DeviceState, Self::Opaque, Self::OpaqueEnd];
+    const ALL: [Self; 7] = [
+        Self::Pages,
+        Self::GenerationEnd,
+        Self::Stream,
+        Self::DeviceState,
+        Self::Opaque,
+        Self::OpaqueEnd,
+        Self::Discard,
+    ];
 }
 
 /// The fixed part of a packet.
@@ -307,6 +317,44 @@ impl PageTable {
     }
 }
 
+/// Length of an encoded [`PageRequest`], in bytes.
+pub const PAGE_REQUEST_LENGTH: usize = 16;
+
+/// What a destination in post-copy asks its source for: `block u16`, reserved `u16`, `count u32`, `first u64`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageRequest {
+    /// The RAM block's index.
+    pub block: u16,
+    /// The first page, in the block's pages.
+    pub first: u64,
+    /// How many pages; 0 ends the list of what is missing.
+    pub count: u32,
+}
+
+impl PageRequest {
+    /// The request as it travels.
+    pub fn encode(&self) -> [u8; PAGE_REQUEST_LENGTH] {
+        let mut bytes = [0; PAGE_REQUEST_LENGTH];
+        bytes[0..2].copy_from_slice(&self.block.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.count.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.first.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a request and checks that its pages are in RAM.
+    pub fn decode(bytes: &[u8; PAGE_REQUEST_LENGTH], blocks: &[BlockShape]) -> Result<Self, PacketError> {
+        let part = |at: usize, length: usize| &bytes[at..at + length];
+        let block = u16::from_le_bytes(part(0, 2).try_into().expect("2 bytes"));
+        let count = u32::from_le_bytes(part(4, 4).try_into().expect("4 bytes"));
+        let first = u64::from_le_bytes(part(8, 8).try_into().expect("8 bytes"));
+        let end = first.checked_add(count.into());
+        if blocks.get(usize::from(block)).is_none_or(|shape| end.is_none_or(|end| end > shape.pages)) {
+            return Err(PacketError::OutsideRam { block, page: first, count: count.into() });
+        }
+        Ok(Self { block, first, count })
+    }
+}
+
 /// Names the device that a buffer of device state belongs to: `instance u32, name`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceLabel<'a> {
@@ -491,6 +539,26 @@ mod tests {
         let ack = Ack { sequence: 1 << 40 };
         assert_eq!(Ack::decode(&ack.encode()), Ok(ack));
         assert_eq!(Ack::decode(&[0; ACK_LENGTH]), Err(BadAck));
+    }
+
+    #[test]
+    fn requests_read_back_and_ask_for_nothing_outside_of_ram() {
+        let blocks = [BlockShape { pages: 10, page_size: 4096 }, BlockShape { pages: 1 << 40, page_size: 4096 }];
+        for request in [
+            PageRequest { block: 0, first: 0, count: 10 },
+            PageRequest { block: 1, first: (1 << 40) - 1, count: 1 },
+            PageRequest { block: 0, first: 0, count: 0 },
+        ] {
+            assert_eq!(PageRequest::decode(&request.encode(), &blocks), Ok(request));
+        }
+        for request in [
+            PageRequest { block: 0, first: 1, count: 10 },
+            PageRequest { block: 2, first: 0, count: 0 },
+            PageRequest { block: 1, first: u64::MAX, count: 2 },
+        ] {
+            let refused = PageRequest::decode(&request.encode(), &blocks).unwrap_err();
+            assert!(matches!(refused, PacketError::OutsideRam { .. }), "{refused}");
+        }
     }
 
     proptest! {

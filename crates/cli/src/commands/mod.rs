@@ -93,6 +93,7 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
         }
         Command::Demo(args) => crate::demo::run(args),
         Command::Bench(args) => crate::bench::run(args),
+        Command::BenchSide => crate::bench::run_side(),
     }
 }
 

@@ -1,28 +1,34 @@
 //! The destination's driver: as the source's, one thread and one loop over events, led by the switchover's state machine.
 
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
+use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
     RecordState, SwitchoverMessage,
 };
 use sterna_wire::text::cleaned;
 
+use super::post_copy::{self, PostCopy, PostCopyNews};
 use super::target::{RamSink, Target};
 use super::{Destination, Listening};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, say};
 use crate::ledger::Ledger;
-use crate::migration::{FEATURES, GuestState, MigrationError, Phase, Side, difference, machine};
+use crate::migration::{
+    FEATURES, GuestState, MigrationError, POST_COPY, Phase, Side, WITH_POST_COPY, difference, machine,
+};
 use crate::process;
-use crate::receive::Sink;
+use crate::receive::{ReceiveCounters, Sink, receive_packets};
 use crate::report::{Observer, Outcome, ReceiveReport};
-use crate::session::{DoorNews, Doorman, Greeted, Greeting, Sinks};
+use crate::session::{DoorNews, Doorman, Greeted, Greeting, OtherDoor, Sinks};
 use crate::state::{Part, StateReader, StateSink, state_sink};
+use crate::transport::accept_channel;
 use crate::vmm::DestinationVmm;
 
 /// How often the loop wakes when nothing happens.
@@ -39,7 +45,9 @@ enum Event {
     Reconnected(u32, ControlLink),
     State(Part),
     Fenced,
-    Broken,
+    PostCopy(PostCopyNews),
+    /// The data channels of this incarnation have failed.
+    Broken(u32),
     Cancelled,
 }
 
@@ -55,8 +63,17 @@ pub(super) fn run(
     let stop = incoming.stop_handle();
     cancel.on_cancel(move || stop.stop());
     let ours = machine(vmm.name(), &ram, 0).blocks;
-    let refusal = |hello: &Hello| difference(&hello.machine.blocks, &ours);
-    let greeting = Greeting { mode: Mode::Embedded, features: FEATURES, refusal: &refusal };
+    let no_post_copy = vmm.post_copy_refusal().or_else(|| post_copy::refusal(&ram));
+    let refusal = |hello: &Hello| {
+        let post_copy = || {
+            let reason = no_post_copy.as_ref()?;
+            let required = hello.capabilities.required.iter().any(|name| name == POST_COPY);
+            required.then(|| format!("post-copy is not possible at the destination: {reason}"))
+        };
+        difference(&hello.machine.blocks, &ours).or_else(post_copy)
+    };
+    let features = if no_post_copy.is_none() { WITH_POST_COPY } else { FEATURES };
+    let greeting = Greeting { mode: Mode::Embedded, features, refusal: &refusal };
     let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
     let Some(greeted) = greeted else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
@@ -81,7 +98,7 @@ pub(super) fn run(
     let link = link.map_err(MigrationError::not_taken)?;
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
-    abort.on_end(move || drop(broken.send(Event::Broken)));
+    abort.on_end(move || drop(broken.send(Event::Broken(1))));
     let cancelled = events_in.clone();
     cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
     let fenced = events_in.clone();
@@ -89,7 +106,7 @@ pub(super) fn run(
 
     let begun = events_in.clone();
     let (state_sink, ahead, last) = state_sink(move |part| drop(begun.send(Event::State(part))));
-    let sinks = TargetSinks { target: Arc::clone(&target), state: std::sync::Mutex::new(Some(state_sink)) };
+    let sinks = TargetSinks { target: Arc::clone(&target), state: Mutex::new(Some(state_sink)) };
     let door = events_in.clone();
     let tell = Arc::new(move |news| {
         let _ = door.send(match news {
@@ -97,7 +114,10 @@ pub(super) fn run(
             DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
         });
     });
-    let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, None, tell));
+    let packet_size = session.packet_size;
+    let channels = PostCopyChannels::default();
+    let other = channels.door(&target, packet_size);
+    let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(other), tell));
     let stop_listening = incoming.stop_handle();
     let admitting = Arc::clone(&doorman);
     std::thread::spawn(move || {
@@ -111,11 +131,16 @@ pub(super) fn run(
     let mut driver = Driver {
         vmm,
         observer,
+        events_in,
+        channels,
+        faults: None,
+        lacks_memory: None,
         target,
         switchover,
         ledger,
         link: Some(link),
         incarnation: 1,
+        data_incarnation: 1,
         welcome: Some(welcome),
         doorman,
         abort,
@@ -147,12 +172,12 @@ fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEv
 /// The sinks of this migration's channels.
 struct TargetSinks<F> {
     target: Arc<Target>,
-    state: std::sync::Mutex<Option<StateSink<F>>>,
+    state: Mutex<Option<StateSink<F>>>,
 }
 
 impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
     fn ram(&self, _: u16) -> Box<dyn Sink> {
-        Box::new(RamSink(Arc::clone(&self.target)))
+        Box::new(RamSink::new(&self.target))
     }
 
     fn stream(&self) -> Box<dyn Sink> {
@@ -161,14 +186,70 @@ impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
     }
 }
 
+/// The threads of the post-copy channels, of all incarnations.
+#[derive(Clone, Default)]
+struct PostCopyChannels(Arc<Mutex<Vec<JoinHandle<()>>>>);
+
+impl PostCopyChannels {
+    /// Takes them in.
+    fn door(&self, target: &Arc<Target>, packet_size: usize) -> OtherDoor {
+        let (target, threads) = (Arc::clone(target), Arc::clone(&self.0));
+        Box::new(move |header, connection, abort| {
+            let Some(post_copy) = target.post_copy().filter(|_| header.kind == ChannelKind::PostCopy) else {
+                return Err(Box::new((connection, "no such channel is expected here".into())));
+            };
+            let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
+            let (abort, closer) = (Arc::clone(abort), connection.closer());
+            abort.on_end(move || closer.close());
+            let mut sink = RamSink::new(&target);
+            let thread = std::thread::spawn(move || {
+                let outcome =
+                    accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, mut reader)| {
+                        // A guest that has all that it works with asks for nothing.
+                        reader.set_timeout(None).map_err(|error| error.to_string())?;
+                        if first {
+                            post_copy.connected(writer);
+                        } else {
+                            post_copy.reconnected(writer).map_err(|error| error.to_string())?;
+                        }
+                        let received =
+                            receive_packets(reader, None, &mut sink, packet_size, &ReceiveCounters::default());
+                        post_copy.disconnected();
+                        received.map_err(|error| error.to_string())
+                    });
+                if let Err(reason) = outcome {
+                    abort.lost(format_args!("the post-copy channel: {reason}"));
+                }
+            });
+            threads.lock().expect("nobody panics with it").push(thread);
+            Ok(())
+        })
+    }
+
+    fn join(&self) {
+        let threads = std::mem::take(&mut *self.0.lock().expect("nobody panics with it"));
+        for thread in threads {
+            // A panic there has been printed.
+            let _ = thread.join();
+        }
+    }
+}
+
 struct Driver<'a> {
     vmm: &'a mut dyn DestinationVmm,
     observer: &'a dyn Observer,
+    events_in: Sender<Event>,
+    channels: PostCopyChannels,
+    /// The thread that hears of faults, in post-copy.
+    faults: Option<JoinHandle<()>>,
+    /// The guest is to run before all of its RAM is here, and what has come of that.
+    lacks_memory: Option<Lacks>,
     target: Arc<Target>,
     switchover: DestinationSwitchover,
     ledger: Ledger,
     link: Option<ControlLink>,
     incarnation: u32,
+    data_incarnation: u32,
     welcome: Option<Welcome>,
     doorman: Arc<Doorman>,
     abort: Arc<Abort>,
@@ -188,6 +269,17 @@ struct Driver<'a> {
     cancelled: bool,
 }
 
+/// What the guest's missing memory has come to.
+#[derive(Clone, Debug, PartialEq)]
+enum Lacks {
+    /// It is on its way.
+    Awaited,
+    /// It is here.
+    Nothing,
+    /// It will not come, and why.
+    ForGood(String),
+}
+
 impl Driver<'_> {
     fn run(&mut self, events: &Receiver<Event>, first: Vec<DestinationAction>) {
         let mut actions = first;
@@ -204,7 +296,8 @@ impl Driver<'_> {
                 continue;
             }
             // Once it has ended, the source is answered until it hangs up.
-            if self.end.is_some() && self.link.is_none() {
+            let runs_short = self.end == Some(DestinationEnd::Running) && self.lacks_memory == Some(Lacks::Awaited);
+            if self.end.is_some() && self.link.is_none() && !runs_short {
                 return;
             }
             let waits = self.broken.map_or(IDLE, |deadline| deadline.saturating_duration_since(Instant::now()));
@@ -296,6 +389,14 @@ impl Driver<'_> {
                     // The source waits for nothing that could still come.
                     self.link = None;
                 }
+                if end == DestinationEnd::Running
+                    && let Some(post_copy) = self.target.post_copy()
+                {
+                    self.phase = Phase::PostCopy;
+                    self.observer
+                        .note(&format!("the guest runs; {} pages are still at the source", post_copy.missing()));
+                    post_copy.arm();
+                }
                 self.end = Some(end);
                 None
             }
@@ -311,6 +412,10 @@ impl Driver<'_> {
                     if self.end.is_none() {
                         self.observer.note(&format!("the connection to the source is lost: {reason}"));
                         self.abort.lost(format_args!("the source was lost: {reason}"));
+                    } else if self.lacks_memory == Some(Lacks::Awaited) {
+                        self.observer.note(&format!(
+                            "the source is lost ({reason}) and part of the guest's memory with it: waiting for it to come back"
+                        ));
                     }
                     Some(DestinationEvent::ConnectionLost)
                 }
@@ -319,6 +424,7 @@ impl Driver<'_> {
             Event::Reconnected(incarnation, link) => {
                 self.incarnation = incarnation;
                 self.link = Some(link);
+                self.renew_channels();
                 Some(DestinationEvent::Connected)
             }
             Event::State(Part::Ahead) => self.load_ahead(),
@@ -332,11 +438,21 @@ impl Driver<'_> {
                 self.link = None;
                 Some(DestinationEvent::SourceFenced)
             }
-            Event::Broken if self.abort.was_lost() => {
+            Event::PostCopy(news) => {
+                self.post_copy_says(news);
+                None
+            }
+            Event::Broken(incarnation) if incarnation != self.data_incarnation => None,
+            Event::Broken(_) if self.end.is_some() => {
+                // By which the source notices, if it has not.
+                self.link = None;
+                None
+            }
+            Event::Broken(_) if self.abort.was_lost() => {
                 self.broken = Some(Instant::now() + LAST_WORDS);
                 None
             }
-            Event::Broken => self.broken(),
+            Event::Broken(_) => self.broken(),
             Event::Cancelled if self.end.is_some() => {
                 self.link = None;
                 None
@@ -373,6 +489,14 @@ impl Driver<'_> {
                 self.totals = Some(totals);
                 self.load_if_complete()
             }
+            ControlMessage::PostCopy => match self.begin_post_copy() {
+                Ok(()) => None,
+                Err(reason) => {
+                    let reason = format!("post-copy is not possible at the destination: {reason}");
+                    self.tell_failure(&reason);
+                    Some(DestinationEvent::Failed { reason })
+                }
+            },
             ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
                 let reason = format!("the source failed: {}", cleaned(&reason));
@@ -381,6 +505,61 @@ impl Driver<'_> {
             unexpected => {
                 tracing::warn!(?unexpected, "not expected from a source");
                 None
+            }
+        }
+    }
+
+    /// The guest is to go on before all of its RAM is here.
+    fn begin_post_copy(&mut self) -> Result<(), String> {
+        if self.target.post_copy().is_some() {
+            return Err("it was begun already".into());
+        }
+        let events = self.events_in.clone();
+        let tell = Box::new(move |news| drop(events.send(Event::PostCopy(news))));
+        let post_copy = PostCopy::begin(self.target.ram(), tell)?;
+        self.faults = Some(post_copy.hear_faults().map_err(|error| format!("no thread for page faults: {error}"))?);
+        let released = Arc::clone(&post_copy);
+        self.abort.on_end(move || released.release_if_not_loaded());
+        self.target.begin_post_copy(post_copy);
+        self.lacks_memory = Some(Lacks::Awaited);
+        self.say(&ControlMessage::PostCopyReady);
+        Ok(())
+    }
+
+    /// The source has come back: in post-copy its data channels are made anew.
+    fn renew_channels(&mut self) {
+        let Some(post_copy) = self.target.post_copy().cloned() else { return };
+        if self.lacks_memory != Some(Lacks::Awaited) {
+            return;
+        }
+        self.abort.lost("the source has come back with new channels");
+        post_copy.disconnected();
+        self.channels.join();
+        self.data_incarnation = self.incarnation;
+        self.abort = Arc::new(Abort::default());
+        let (broken, incarnation) = (self.events_in.clone(), self.incarnation);
+        self.abort.on_end(move || drop(broken.send(Event::Broken(incarnation))));
+        self.broken = None;
+        self.doorman.renew(self.incarnation, &self.abort);
+        self.say(&ControlMessage::PostCopyReady);
+    }
+
+    fn post_copy_says(&mut self, news: PostCopyNews) {
+        match news {
+            PostCopyNews::Complete => {
+                self.lacks_memory = Some(Lacks::Nothing);
+                let figures = self.target.post_copy().map(|post_copy| post_copy.figures()).unwrap_or_default();
+                self.observer.note("all of the guest's memory is here");
+                self.say(&ControlMessage::PostCopyDone(figures));
+            }
+            PostCopyNews::Failed(reason) => {
+                self.observer.note(&format!("the guest's memory: {reason}"));
+                self.tell_failure(&reason);
+                self.abort.raise(&reason);
+                self.lacks_memory = Some(Lacks::ForGood(reason));
+                if self.end.is_some() {
+                    self.link = None;
+                }
             }
         }
     }
@@ -406,6 +585,9 @@ impl Driver<'_> {
         let since = Instant::now();
         let loaded = self.vmm.load(&mut reader).map_err(|error| error.to_string());
         match loaded.and_then(|()| reader.finish().map_err(|error| error.to_string())) {
+            Ok(_) if self.target.post_copy().is_some_and(|post_copy| !post_copy.loaded()) => {
+                self.failed_to_load("loading the guest's state failed: pages that it needs did not come")
+            }
             Ok(_) => {
                 self.figures.load_ms = since.elapsed().as_secs_f64() * 1e3;
                 self.loaded = true;
@@ -435,7 +617,18 @@ impl Driver<'_> {
     }
 
     fn finish(mut self, source: String) -> Result<ReceiveReport, MigrationError> {
-        let (outcome, guest, reason) = match self.end.take() {
+        let end = self.end.take();
+        if let Some(post_copy) = self.target.post_copy() {
+            post_copy.stop();
+            if matches!(end, Some(DestinationEnd::Discarded { .. })) {
+                post_copy.release();
+            }
+        }
+        let (outcome, guest, reason) = match end {
+            Some(DestinationEnd::Running) if matches!(self.lacks_memory, Some(Lacks::ForGood(_))) => {
+                let Some(Lacks::ForGood(reason)) = self.lacks_memory.take() else { unreachable!("just looked at") };
+                (Outcome::Lost, GuestState::LacksMemory, Some(reason))
+            }
             Some(DestinationEnd::Running) => (Outcome::Completed, GuestState::BelongsToDestination, None),
             // Whichever came first is the reason, and the source may have cancelled too.
             Some(DestinationEnd::Discarded { reason }) if self.cancelled && reason == CANCELLED => {
@@ -458,6 +651,11 @@ impl Driver<'_> {
         // A channel may be waiting for its readers.
         (self.ahead, self.last) = (None, None);
         self.doorman.join();
+        self.channels.join();
+        if let Some(faults) = self.faults.take() {
+            // A panic there has been printed.
+            let _ = faults.join();
+        }
         let report = ReceiveReport {
             id: self.doorman.session().id.to_string(),
             outcome,

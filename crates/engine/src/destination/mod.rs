@@ -13,6 +13,7 @@
 //! `driver` does what the switchover's state machine says on the caller's thread; `target` puts pages into RAM.
 
 mod driver;
+mod post_copy;
 mod target;
 
 use std::path::PathBuf;
@@ -102,8 +103,8 @@ impl Destination {
     /// # Errors
     /// The address cannot be listened on.
     pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
-        let listener = Listener::bind(&address.into()).map_err(MigrationError::not_taken)?;
-        let address = listener.local_address().to_string();
+        let listener = Listener::bind(address).map_err(MigrationError::not_taken)?;
+        let address = listener.local_address();
         let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_taken)?;
         Ok(Listening { destination: self, address, incoming, fence: Fence::default() })
     }

@@ -5,7 +5,7 @@
 //! channel for its own.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
@@ -13,17 +13,19 @@ use sterna_memory::received::{Freshness, ReceivedBitmap};
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 use super::Before;
+use super::post_copy::{HugePage, PostCopy};
 use crate::receive::{Sink, SinkError};
 
 /// Pages populated or cleared by one step of preparing, so that several threads share a block: 64 MiB.
 const STEP: u64 = (64 << 20) / PAGE_SIZE as u64;
 
 /// Guest RAM that is being filled.
-#[derive(Debug)]
 pub(super) struct Target {
     ram: GuestRam,
     received: Vec<ReceivedBitmap>,
     shapes: Arc<[BlockShape]>,
+    /// Once the guest is to go on before all of its RAM is here.
+    post_copy: OnceLock<Arc<PostCopy>>,
 }
 
 impl Target {
@@ -31,7 +33,21 @@ impl Target {
         let received = ram.blocks().iter().map(|block| ReceivedBitmap::new(block.pages())).collect();
         let shape = |block: &RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
         let shapes = ram.blocks().iter().map(shape).collect();
-        Self { ram, received, shapes }
+        Self { ram, received, shapes, post_copy: OnceLock::new() }
+    }
+
+    pub(super) fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// From now on pages are put in place under a guest that may be waiting for them. All that was sent before is in place.
+    pub(super) fn begin_post_copy(&self, post_copy: Arc<PostCopy>) {
+        // It is begun once.
+        let _ = self.post_copy.set(post_copy);
+    }
+
+    pub(super) fn post_copy(&self) -> Option<&Arc<PostCopy>> {
+        self.post_copy.get()
     }
 
     /// Makes all of RAM read as zero, and populates it if that is wished.
@@ -114,16 +130,34 @@ fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
     Ok(())
 }
 
-/// The sink of one RAM channel.
-#[derive(Debug)]
-pub(super) struct RamSink(pub(super) Arc<Target>);
+/// The sink of one RAM channel, or of the post-copy channel.
+pub(super) struct RamSink {
+    target: Arc<Target>,
+    huge: HugePage,
+}
+
+impl RamSink {
+    pub(super) fn new(target: &Arc<Target>) -> Self {
+        Self { target: Arc::clone(target), huge: HugePage::default() }
+    }
+}
 
 impl Sink for RamSink {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
-        Ok(Arc::clone(&self.0.shapes))
+        Ok(Arc::clone(&self.target.shapes))
     }
 
     fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
-        Ok(self.0.place(block, runs, content)?)
+        match self.target.post_copy() {
+            Some(post_copy) => post_copy.place(block, runs, content, &mut self.huge),
+            None => Ok(self.target.place(block, runs, content)?),
+        }
+    }
+
+    fn discard(&mut self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
+        match self.target.post_copy() {
+            Some(post_copy) => post_copy.discard(block, runs),
+            None => Err("discards before post-copy was begun".into()),
+        }
     }
 }

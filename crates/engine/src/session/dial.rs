@@ -14,10 +14,11 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 use sterna_wire::limits::HANDSHAKE_TIME;
 
 use super::{Features, Session, SessionError, program};
+use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, Gate, hear, held_back, say};
 use crate::send::{SendChannel, SendContext};
-use crate::transport::{Connection, Security, open_channel};
+use crate::transport::{Address, Connection, Reader, Security, Writer, open_channel};
 
 /// Pause between attempts to reach a destination that was lost.
 pub const DIAL_PAUSE: Duration = Duration::from_millis(500);
@@ -26,7 +27,7 @@ pub const DIAL_PAUSE: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub struct Offer<'a> {
     /// Where it listens.
-    pub to: &'a str,
+    pub to: &'a Address,
     /// TLS or not.
     pub security: &'a Security,
     /// RAM channels.
@@ -111,7 +112,7 @@ pub fn dial(
 /// # Errors
 /// It cannot be reached, or refuses.
 pub fn dial_again(
-    to: &str,
+    to: impl Into<Address>,
     security: &Security,
     session: &Session,
     incarnation: u32,
@@ -134,15 +135,49 @@ impl Session {
     pub fn open_channels(
         &self,
         security: &Security,
-        to: &str,
+        to: impl Into<Address>,
         context: &SendContext,
         cancel: &Cancel,
     ) -> Result<(Vec<SendChannel>, SendChannel), SessionError> {
-        let ram = (0..self.channels).map(|index| match cancel.is_cancelled() {
+        let to = &to.into();
+        let ram = self.open_ram_channels(security, to, context, cancel)?;
+        Ok((ram, self.open(security, to, ChannelKind::DeviceState, 0, context)?))
+    }
+
+    /// Opens the RAM channels.
+    ///
+    /// # Errors
+    /// The destination cannot be reached, refuses, or `cancel` came first.
+    pub fn open_ram_channels(
+        &self,
+        security: &Security,
+        to: &Address,
+        context: &SendContext,
+        cancel: &Cancel,
+    ) -> Result<Vec<SendChannel>, SessionError> {
+        let open = |index| match cancel.is_cancelled() {
             true => Err(SessionError("cancelled".into())),
             false => self.open(security, to, ChannelKind::Ram, index, context),
-        });
-        Ok((ram.collect::<Result<_, _>>()?, self.open(security, to, ChannelKind::DeviceState, 0, context)?))
+        };
+        (0..self.channels).map(open).collect()
+    }
+
+    /// Opens the post-copy channel: requests come on it, pages go.
+    ///
+    /// # Errors
+    /// The destination cannot be reached, or refuses.
+    pub fn open_post_copy(
+        &self,
+        security: &Security,
+        to: &Address,
+        abort: &Abort,
+    ) -> Result<(Writer, Reader), SessionError> {
+        let connection = Connection::connect(to, security).map_err(SessionError::new)?;
+        let closer = connection.closer();
+        let opened = open_channel(connection, &self.key, self.id, ChannelKind::PostCopy, 0, self.incarnation);
+        let (writer, reader, _) = opened.map_err(SessionError::new)?;
+        abort.on_end(move || closer.close());
+        Ok((writer, reader))
     }
 
     /// Opens one channel.
@@ -152,7 +187,7 @@ impl Session {
     pub fn open(
         &self,
         security: &Security,
-        to: &str,
+        to: impl Into<Address>,
         kind: ChannelKind,
         index: u16,
         context: &SendContext,

@@ -36,8 +36,9 @@ pub trait Sinks: Send + Sync {
 /// A connection that may not come in, and why.
 pub type Refused = Box<(Connection, String)>;
 
-/// Takes opaque channels, where there are any.
-pub type OpaqueDoor = Box<dyn Fn(u16, Connection) -> Result<(), Refused> + Send + Sync>;
+/// Takes channels that are neither of RAM nor of the stream, where there are any; the alarm is that of all channels of the
+/// same incarnation.
+pub type OtherDoor = Box<dyn Fn(&ChannelHeader, Connection, &Arc<Abort>) -> Result<(), Refused> + Send + Sync>;
 
 /// Hands news to the driver.
 pub type Tell = Arc<dyn Fn(DoorNews) + Send + Sync>;
@@ -46,8 +47,7 @@ pub type Tell = Arc<dyn Fn(DoorNews) + Send + Sync>;
 pub struct Doorman {
     session: Session,
     sinks: Box<dyn Sinks>,
-    abort: Arc<Abort>,
-    opaque: Option<OpaqueDoor>,
+    other: Option<OtherDoor>,
     tell: Tell,
     /// For all control channels that the source comes back with.
     allowance: Allowance,
@@ -56,7 +56,11 @@ pub struct Doorman {
 
 struct State {
     open: bool,
+    /// Of the control channel that came last.
     incarnation: u32,
+    /// Of data channels.
+    data_incarnation: u32,
+    abort: Arc<Abort>,
     ram: Vec<Option<Arc<ReceiveCounters>>>,
     stream: bool,
     threads: Vec<JoinHandle<()>>,
@@ -68,20 +72,20 @@ impl Doorman {
         session: Session,
         sinks: Box<dyn Sinks>,
         abort: &Arc<Abort>,
-        opaque: Option<OpaqueDoor>,
+        other: Option<OtherDoor>,
         tell: Tell,
     ) -> Self {
         let ram = vec![None; session.channels.into()];
-        let state = State { open: false, incarnation: 1, ram, stream: false, threads: Vec::new() };
-        Self {
-            session,
-            sinks,
+        let state = State {
+            open: false,
+            incarnation: 1,
+            data_incarnation: 1,
             abort: Arc::clone(abort),
-            opaque,
-            tell,
-            allowance: Allowance::default(),
-            state: Mutex::new(state),
-        }
+            ram,
+            stream: false,
+            threads: Vec::new(),
+        };
+        Self { session, sinks, other, tell, allowance: Allowance::default(), state: Mutex::new(state) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -96,6 +100,17 @@ impl Doorman {
     /// Data channels may come.
     pub fn open(&self) {
         self.state().open = true;
+    }
+
+    /// The data channels of an earlier incarnation are over, their alarm has been raised: waits for their threads, and from
+    /// now on lets in those of `incarnation`, which share `abort`.
+    pub fn renew(&self, incarnation: u32, abort: &Arc<Abort>) {
+        self.state().open = false;
+        self.join();
+        let mut state = self.state();
+        state.ram.fill(None);
+        // The stream has been read to its end.
+        (state.data_incarnation, state.abort, state.open) = (incarnation, Arc::clone(abort), true);
     }
 
     /// How many packets each RAM channel has placed.
@@ -139,8 +154,8 @@ impl Doorman {
                 self.admit_control(connection, header.incarnation);
                 Ok(())
             }
-            ChannelKind::Ram | ChannelKind::DeviceState | ChannelKind::Opaque
-                if !state.open || header.incarnation != 1 =>
+            ChannelKind::Ram | ChannelKind::DeviceState | ChannelKind::PostCopy | ChannelKind::Opaque
+                if !state.open || header.incarnation != state.data_incarnation =>
             {
                 Err(Box::new((connection, "no data channels are expected now".into())))
             }
@@ -159,9 +174,10 @@ impl Doorman {
                 self.serve(&mut state, connection, "stream".into(), self.sinks.stream());
                 Ok(())
             }
-            ChannelKind::Opaque if let Some(door) = &self.opaque => {
+            ChannelKind::Opaque | ChannelKind::PostCopy if let Some(door) = &self.other => {
+                let abort = Arc::clone(&state.abort);
                 drop(state);
-                door(header.index, connection)
+                door(header, connection, &abort)
             }
             kind => Err(Box::new((connection, format!("a channel of kind {kind:?} is not expected here")))),
         }
@@ -175,9 +191,9 @@ impl Doorman {
         sink: Box<dyn Sink>,
     ) -> Arc<ReceiveCounters> {
         let counters = Arc::new(ReceiveCounters::default());
-        match receive_thread(connection, name, sink, self.session.packet_size, &self.abort, Arc::clone(&counters)) {
+        match receive_thread(connection, name, sink, self.session.packet_size, &state.abort, Arc::clone(&counters)) {
             Ok(thread) => state.threads.push(thread),
-            Err(error) => drop(self.abort.raise(format_args!("no thread for a channel: {error}"))),
+            Err(error) => drop(state.abort.raise(format_args!("no thread for a channel: {error}"))),
         }
         counters
     }
@@ -214,7 +230,7 @@ pub fn receive_thread(
     abort.on_end(move || closer.close());
     let abort = Arc::clone(abort);
     std::thread::Builder::new().name(name.clone()).spawn(move || match accept_channel(connection) {
-        Ok((writer, reader)) => match receive_packets(reader, writer, &mut *sink, packet_size, &counters) {
+        Ok((writer, reader)) => match receive_packets(reader, Some(writer), &mut *sink, packet_size, &counters) {
             Ok(()) => {}
             Err(error @ ReceiveError::Connection(_)) => drop(abort.lost(format_args!("channel {name}: {error}"))),
             Err(error) => drop(abort.raise(format_args!("channel {name}: {error}"))),

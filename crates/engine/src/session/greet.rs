@@ -188,8 +188,9 @@ impl Greeting<'_> {
         };
         let chosen = choose(&self.features.capabilities(MAX_CONTENT), header, &exporter, &hello);
         let objection = wrong_mode(hello.mode, self.mode)
-            .or_else(|| chosen.as_ref().err().map(ToString::to_string))
-            .or_else(|| (self.refusal)(&hello));
+            // A reason in the destination's own words says more than the name of a capability.
+            .or_else(|| (self.refusal)(&hello))
+            .or_else(|| chosen.as_ref().err().map(ToString::to_string));
         let (key, chosen) = match (objection, chosen) {
             (None, Ok(chosen)) => chosen,
             (objection, _) => {
@@ -250,7 +251,7 @@ mod tests {
     #[test]
     fn however_many_are_silent_a_source_is_heard_and_nothing_of_them_is_left() {
         let listener = Listener::bind("127.0.0.1:0").unwrap();
-        let to = listener.local_address();
+        let to = listener.local_address().to_string();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let cancel = Cancel::new();
         let waiting = std::thread::spawn({
@@ -264,7 +265,7 @@ mod tests {
         let subject = ProofSubject { id, kind: ChannelKind::Control, index: 0, incarnation: 1, exporter: b"" };
         let header = ChannelHeader::new(&key, &subject).encode();
         let connect = || {
-            let mut stream = TcpStream::connect(to).unwrap();
+            let mut stream = TcpStream::connect(&to).unwrap();
             stream.set_read_timeout(Some(HANDSHAKE_TIME)).unwrap();
             stream.write_all(&header).unwrap();
             stream.read_exact(&mut [0; 4]).unwrap();
@@ -304,9 +305,9 @@ mod tests {
     #[test]
     fn cancelling_ends_the_wait_for_a_hello() {
         let listener = Listener::bind("127.0.0.1:0").unwrap();
-        let to = listener.local_address();
+        let to = listener.local_address().to_string();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
-        let mut stream = TcpStream::connect(to).unwrap();
+        let mut stream = TcpStream::connect(&to).unwrap();
         let key = MigrationKey::from_bytes([2; 32]);
         let id = MigrationId::from_bytes([1; 16]);
         let subject = ProofSubject { id, kind: ChannelKind::Control, index: 0, incarnation: 1, exporter: b"" };

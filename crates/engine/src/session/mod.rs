@@ -21,7 +21,7 @@ use sterna_wire::control::Capabilities;
 use sterna_wire::identity::{MigrationId, MigrationKey};
 
 pub use self::dial::{DIAL_PAUSE, Offer, dial, dial_again};
-pub use self::doorman::{DoorNews, Doorman, OpaqueDoor, Refused, Sinks, Tell, receive_thread};
+pub use self::doorman::{DoorNews, Doorman, OtherDoor, Refused, Sinks, Tell, receive_thread};
 pub use self::greet::{Greeted, Greeting};
 
 /// Why there is no migration with the other side, in words.

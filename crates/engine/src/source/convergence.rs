@@ -28,8 +28,10 @@ pub enum NotConverging {
     GoOn,
     /// Slow the guest down, in steps, until it converges.
     Throttle(Throttle),
-    /// Go on in post-copy, after at least one round.
+    /// Go on in post-copy.
     PostCopy,
+    /// Go on in post-copy, after so many rounds at the latest, at least one.
+    PostCopyAfter(u32),
     /// End the migration; the guest stays at the source.
     GiveUp,
 }
@@ -97,6 +99,7 @@ pub(super) struct Convergence {
     rates: Rates,
     /// The shortest downtime predicted so far.
     best: Duration,
+    rounds: u32,
     without_progress: u32,
     throttle: u8,
     verdict: Option<String>,
@@ -129,6 +132,7 @@ impl Convergence {
             dirtied: 0,
             rates: Rates::default(),
             best: LONGEST,
+            rounds: 0,
             without_progress: 0,
             throttle: 0,
             verdict: None,
@@ -193,6 +197,13 @@ impl Convergence {
         if may_stop && predicted.is_some_and(|predicted| predicted <= self.downtime) {
             return Decision::SwitchOver;
         }
+        self.rounds += 1;
+        if let NotConverging::PostCopyAfter(most) = self.answer
+            && self.rounds >= most
+            && may_stop
+        {
+            return Decision::PostCopy;
+        }
         if self.give_up_after.is_some_and(|limit| at.now >= limit) {
             self.verdict.get_or_insert_with(|| "it took longer than it was allowed to".into());
             return Decision::GiveUp;
@@ -209,7 +220,7 @@ impl Convergence {
             return Decision::Next;
         }
         self.without_progress += 1;
-        if self.without_progress < ROUNDS_WITHOUT_PROGRESS {
+        if self.without_progress < ROUNDS_WITHOUT_PROGRESS || !may_stop {
             return Decision::Next;
         }
         self.does_not_converge(at, predicted)
@@ -230,7 +241,7 @@ impl Convergence {
         match self.answer {
             NotConverging::GoOn => Decision::Next,
             NotConverging::GiveUp => Decision::GiveUp,
-            NotConverging::PostCopy => Decision::PostCopy,
+            NotConverging::PostCopy | NotConverging::PostCopyAfter(_) => Decision::PostCopy,
             NotConverging::Throttle(throttle) => {
                 let most = throttle.most.min(99);
                 let wanted =
@@ -338,6 +349,10 @@ mod tests {
         let mut not_asked = Simulation::new(4096 * MIB, 500e6, 1024 * MIB, 118e6, NotConverging::GoOn);
         assert_eq!(not_asked.until_it_ends().0, Decision::GiveUp, "when its time is over");
         assert!(not_asked.at.now >= Duration::from_secs(600));
+        for rounds in [1, 2] {
+            let mut early = Simulation::new(4096 * MIB, 50e6, 1024 * MIB, 118e6, NotConverging::PostCopyAfter(rounds));
+            assert_eq!(early.until_it_ends(), (Decision::PostCopy, rounds));
+        }
     }
 
     #[test]

@@ -6,14 +6,17 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use sterna_memory::dirty::DirtyLog;
-use sterna_wire::control::{ControlMessage, DestinationFigures, Mode, Totals};
+use sterna_memory::ram::GuestRam;
+use sterna_wire::control::{ControlMessage, DestinationFigures, Mode, PostCopyFigures, Totals};
+use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
     RecordState, SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover, SwitchoverMessage,
 };
 use sterna_wire::text::cleaned;
 
-use super::convergence::Convergence;
+use super::convergence::{Convergence, NotConverging};
 use super::rounds::{Order, RoundNews, Rounds, Told};
+use super::unsent::{PageServer, Unsent};
 use super::{Settings, Source};
 use crate::abort::Abort;
 use crate::batch::BatchPool;
@@ -21,10 +24,10 @@ use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink};
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
-use crate::migration::{FEATURES, GuestState, MigrationError, Phase, Side, machine};
+use crate::migration::{FEATURES, GuestState, MigrationError, ONLY_WITH_POST_COPY, Phase, Side, machine};
 use crate::pacer::Pacer;
 use crate::process::own_cpu_seconds;
-use crate::report::{DowntimeParts, Observer, Outcome, Progress, Report};
+use crate::report::{DowntimeParts, Observer, Outcome, PostCopyReport, Progress, Report};
 use crate::send::{SendChannel, SendContext, Sent};
 use crate::session::{self, Offer, Session};
 use crate::state::{Part, StateWriter};
@@ -53,7 +56,8 @@ enum Event {
     Control(u32, ControlEvent),
     Reconnected(Box<Result<ControlLink, String>>),
     Rounds(RoundNews),
-    Broken,
+    /// The data channels of this incarnation have failed.
+    Broken(u32),
     Cancelled,
 }
 
@@ -68,6 +72,10 @@ pub(super) fn run(
     let Source { ram, log, settings } = source;
     let (events_in, events) = channel();
     let machine = machine(vmm.name(), &ram, settings.downtime.as_millis() as u64);
+    let post_copy = matches!(settings.not_converging, NotConverging::PostCopy | NotConverging::PostCopyAfter(_));
+    if let Some(reason) = vmm.post_copy_refusal().filter(|_| post_copy) {
+        return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
+    }
     let offer = Offer {
         to,
         security,
@@ -75,7 +83,7 @@ pub(super) fn run(
         packet_size: settings.packet_size,
         machine,
         mode: Mode::Embedded,
-        features: FEATURES,
+        features: if post_copy { ONLY_WITH_POST_COPY } else { FEATURES },
         method: settings.method.method(),
     };
     let dialled = session::dial(&offer, cancel, link_events(&events_in, 1));
@@ -92,7 +100,7 @@ pub(super) fn run(
     let cancelled = events_in.clone();
     cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
     let broken = events_in.clone();
-    abort.on_end(move || drop(broken.send(Event::Broken)));
+    abort.on_end(move || drop(broken.send(Event::Broken(1))));
 
     let window = Arc::new(Window::new(session.packet_size as u64, session.round_trip, settings.downtime));
     let (switchover, first) = SourceSwitchover::begin();
@@ -103,7 +111,11 @@ pub(super) fn run(
         observer,
         cancel,
         settings,
-        ram_and_log: Some((ram, log)),
+        unsent: Arc::new(Unsent::none_of(&ram)),
+        ram: ram.clone(),
+        log: Some(log),
+        post_copy: None,
+        ended: None,
         session,
         switchover,
         link: Some(link),
@@ -119,6 +131,8 @@ pub(super) fn run(
         phase: Phase::SettingUp,
         progress: Progress::default(),
         content_told: 0,
+        sent_before: Sent::default(),
+        data_incarnation: 1,
         figures: DestinationFigures::default(),
         placement: Vec::new(),
         throttled: false,
@@ -141,7 +155,8 @@ fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEv
 #[derive(Debug)]
 struct Moving {
     pipeline: Arc<Pipeline>,
-    stream: SendChannel,
+    /// The monitor's state goes over it, once.
+    stream: Option<SendChannel>,
     /// The thread of the rounds, until it was ended.
     rounds: Option<(Sender<Order>, JoinHandle<()>)>,
 }
@@ -205,6 +220,29 @@ enum End {
     Undelivered,
 }
 
+/// What is going on in post-copy.
+#[derive(Debug, Default)]
+struct PostCopy {
+    /// The thread that answers requests.
+    server: Option<JoinHandle<()>>,
+    done: Option<(Instant, PostCopyFigures)>,
+    reconnected: u32,
+}
+
+impl PostCopy {
+    fn report(&self, moments: &Moments) -> PostCopyReport {
+        let (done, figures) = self.done.unzip();
+        let figures = figures.unwrap_or_default();
+        PostCopyReport {
+            ms: between(moments.running, done),
+            requests: figures.requests,
+            latency_p50_ms: f64::from(figures.latency_p50_us) / 1e3,
+            latency_p99_ms: f64::from(figures.latency_p99_us) / 1e3,
+            reconnected: self.reconnected,
+        }
+    }
+}
+
 struct Driver<'a> {
     vmm: &'a mut dyn SourceVmm,
     to: &'a Address,
@@ -212,8 +250,15 @@ struct Driver<'a> {
     observer: &'a dyn Observer,
     cancel: &'a Cancel,
     settings: Settings,
+    ram: GuestRam,
     /// Until the rounds begin.
-    ram_and_log: Option<(sterna_memory::ram::GuestRam, Box<dyn DirtyLog>)>,
+    log: Option<Box<dyn DirtyLog>>,
+    /// In post-copy: what the destination lacks.
+    unsent: Arc<Unsent>,
+    /// The guest goes on at the destination before all of its RAM is there.
+    post_copy: Option<PostCopy>,
+    /// The switchover is over, post-copy is not.
+    ended: Option<SourceEnd>,
     session: Session,
     switchover: SourceSwitchover,
     link: Option<ControlLink>,
@@ -231,6 +276,10 @@ struct Driver<'a> {
     progress: Progress,
     /// Content bytes at the last tick.
     content_told: u64,
+    /// What went over channels that are closed.
+    sent_before: Sent,
+    /// Of the data channels.
+    data_incarnation: u32,
     figures: DestinationFigures,
     placement: Vec<String>,
     throttled: bool,
@@ -251,10 +300,22 @@ impl Driver<'_> {
         loop {
             let mut answers = Vec::new();
             for action in actions {
-                if let SourceAction::Done(end) = action {
-                    return End::Machine(end);
+                match action {
+                    SourceAction::Done(SourceEnd::Finished) if self.post_copy.is_some() => {
+                        self.phase = Phase::PostCopy;
+                        self.ended = Some(SourceEnd::Finished);
+                        (self.give_up, self.due) = (None, None);
+                        if let Some(link) = self.link.as_ref().filter(|_| self.abort.is_over()) {
+                            // Channels that broke meanwhile are made anew, the control channel too.
+                            link.close();
+                        }
+                    }
+                    SourceAction::Done(end) => return End::Machine(end),
+                    action => answers.extend(self.perform(action)),
                 }
-                answers.extend(self.perform(action));
+            }
+            if let (Some(end), Some(PostCopy { done: Some(_), .. })) = (&self.ended, &self.post_copy) {
+                return End::Machine(end.clone());
             }
             actions = Vec::new();
             for answer in answers {
@@ -263,7 +324,7 @@ impl Driver<'_> {
             if !actions.is_empty() {
                 continue;
             }
-            if self.switchover.may_stop() {
+            if self.switchover.may_stop() && self.ended.is_none() {
                 self.give_up.get_or_insert(Instant::now() + TELLING_TIME);
             }
             if self.give_up.is_some_and(|deadline| Instant::now() >= deadline) {
@@ -364,6 +425,9 @@ impl Driver<'_> {
                 if state == SourceState::Committed {
                     self.phase = Phase::Committed;
                     self.moments.decided = Some(Instant::now());
+                    if let Some(moving) = self.moving.as_ref().filter(|_| self.post_copy.is_some()) {
+                        moving.order(Order::Stream);
+                    }
                     self.give_up = Some(Instant::now() + DELIVERY_TIME);
                 }
                 SourceEvent::RecordWritten
@@ -384,6 +448,10 @@ impl Driver<'_> {
                     self.observer.note(&format!("the connection to the destination is lost: {reason}"));
                     self.link = None;
                     self.abort.lost(format_args!("the destination was lost: {reason}"));
+                    if self.ended.is_some() {
+                        self.reconnect();
+                        return None;
+                    }
                     Some(SourceEvent::ConnectionLost)
                 }
             },
@@ -391,7 +459,7 @@ impl Driver<'_> {
             Event::Reconnected(outcome) => match *outcome {
                 Ok(link) => {
                     self.link = Some(link);
-                    Some(SourceEvent::Connected)
+                    self.ended.is_none().then_some(SourceEvent::Connected)
                 }
                 Err(reason) => {
                     tracing::info!(reason, "the destination cannot be reached yet");
@@ -400,11 +468,25 @@ impl Driver<'_> {
                 }
             },
             Event::Rounds(news) => self.rounds_say(news),
-            Event::Broken if self.abort.was_lost() => {
+            Event::Broken(incarnation) if incarnation != self.data_incarnation => None,
+            Event::Broken(_) if self.ended.is_some() => {
+                // All channels are made anew, the control channel too.
+                if let Some(link) = &self.link {
+                    link.close();
+                }
+                None
+            }
+            Event::Broken(_) if self.abort.was_lost() => {
                 self.broken = Some(Instant::now() + LAST_WORDS);
                 None
             }
-            Event::Broken => Some(SourceEvent::Failed { reason: self.abort.reason()? }),
+            Event::Broken(_) => Some(SourceEvent::Failed { reason: self.abort.reason()? }),
+            Event::Cancelled if self.ended.is_some() => {
+                self.observer.note("cancelled: part of the guest's memory is still here, and lost to it");
+                self.cancelled = true;
+                self.give_up = Some(Instant::now());
+                None
+            }
             Event::Cancelled if self.switchover.may_stop() => {
                 self.give_up = Some(Instant::now());
                 None
@@ -426,6 +508,21 @@ impl Driver<'_> {
             ControlMessage::SwitchoverAck => {
                 if let Some(moving) = &self.moving {
                     moving.order(Order::MayStop);
+                }
+            }
+            ControlMessage::PostCopyReady => {
+                // Once the guest is given away the destination says it for new channels.
+                if !self.switchover.decided() && self.ended.is_none() {
+                    return self.enter_post_copy().err().map(|reason| SourceEvent::Failed { reason });
+                }
+                if let (Err(reason), Some(link)) = (self.resume_post_copy(), &self.link) {
+                    tracing::info!(reason, "the rest of memory cannot be sent on yet");
+                    link.close();
+                }
+            }
+            ControlMessage::PostCopyDone(figures) => {
+                if let Some(post_copy) = &mut self.post_copy {
+                    post_copy.done = Some((Instant::now(), figures));
                 }
             }
             ControlMessage::Figures(figures) => self.figures = figures,
@@ -462,7 +559,11 @@ impl Driver<'_> {
                 Ok(())
             }
             RoundNews::SwitchOver => self.switch_over(),
-            RoundNews::PostCopy => Err("post-copy is not possible here".into()),
+            RoundNews::PostCopy => {
+                self.observer.note("the guest will go on before all of its memory is there");
+                self.say(&ControlMessage::PostCopy);
+                Ok(())
+            }
             RoundNews::Failed(reason) => Err(reason),
             RoundNews::Drained(ram) => {
                 self.moments.drained = Some(Instant::now());
@@ -488,31 +589,11 @@ impl Driver<'_> {
     /// Opens the channels, sends what goes ahead, and starts the rounds.
     fn begin_rounds(&mut self) -> Result<(), String> {
         self.phase = Phase::Rounds;
-        let (ram, log) = self.ram_and_log.take().ok_or("the rounds were begun already")?;
+        let log = self.log.take().ok_or("the rounds were begun already")?;
+        let ram = self.ram.clone();
         self.progress.total_bytes = ram.bytes();
-        let context = SendContext {
-            window: Arc::clone(&self.window),
-            pacer: Arc::new(Pacer::new(self.settings.bandwidth)),
-            abort: Arc::clone(&self.abort),
-            method: self.settings.method,
-            packet_size: self.session.packet_size,
-        };
-        let opened = self.session.open_channels(self.security, self.to, &context, self.cancel);
-        let (channels, stream) = opened.map_err(|error| error.to_string())?;
-        let pool = BatchPool::new(BATCHES_PER_CHANNEL * channels.len(), 0);
-        let pipeline = Arc::new(Pipeline {
-            channels,
-            pool: Arc::clone(&pool),
-            window: Arc::clone(&self.window),
-            page_size: sterna_memory::PAGE_SIZE,
-        });
-        let (window, pacer) = (Arc::clone(&self.window), context.pacer);
-        self.abort.on_end(move || {
-            pacer.set_limit(None);
-            window.close();
-            pool.close();
-        });
-
+        let (pipeline, stream) = self.open_channels(true)?;
+        let stream = stream.ok_or("there is no stream channel")?;
         let mut ahead = StateWriter::new(&stream, Part::Ahead, self.session.packet_size);
         self.vmm.save_ahead(&mut ahead).map_err(|error| format!("saving state ahead failed: {error}"))?;
         let ahead = ahead.finish().map_err(|error| error.to_string())?;
@@ -535,14 +616,129 @@ impl Driver<'_> {
             orders: orders_out,
             news: move |news| drop(events.send(Event::Rounds(news))),
             told: Arc::clone(&self.told),
+            unsent: Arc::clone(&self.unsent),
             may_stop: ahead == 0,
             abort: Arc::clone(&self.abort),
         };
         let thread = std::thread::Builder::new().name("rounds".into());
         let rounds =
             thread.spawn(move || rounds.run()).map_err(|error| format!("no thread for the rounds: {error}"))?;
-        self.moving = Some(Moving { pipeline, stream, rounds: Some((orders, rounds)) });
+        self.moving = Some(Moving { pipeline, stream: Some(stream), rounds: Some((orders, rounds)) });
         Ok(())
+    }
+
+    /// The destination watches for missing pages: it may ask for them from now on.
+    fn enter_post_copy(&mut self) -> Result<(), String> {
+        if self.post_copy.is_some() || self.paused {
+            return Err("the destination said something out of turn".into());
+        }
+        let server = self.serve_pages(1)?;
+        self.post_copy = Some(PostCopy { server: Some(server), ..PostCopy::default() });
+        self.switch_over()
+    }
+
+    /// Opens the post-copy channel; answers requests on a thread of its own, and streams the rest if the list of what is
+    /// missing has to be heard first.
+    fn serve_pages(&self, incarnation: u32) -> Result<JoinHandle<()>, String> {
+        let opened = self.session.open_post_copy(self.security, self.to, &self.abort);
+        let halves = opened.map_err(|error| error.to_string())?;
+        let server = PageServer::new(self.ram.clone(), Arc::clone(&self.unsent), halves, self.session.packet_size);
+        let mut server = server.map_err(|error| error.to_string())?;
+        let (abort, unsent) = (Arc::clone(&self.abort), Arc::clone(&self.unsent));
+        let pipeline = self.moving.as_ref().map(|moving| Arc::clone(&moving.pipeline));
+        let (ram, packet_size) = (self.ram.clone(), self.session.packet_size);
+        let thread = std::thread::Builder::new().name("page-requests".into());
+        let serve = move || {
+            let outcome = if incarnation == 1 {
+                server.serve()
+            } else {
+                server.hear_list().and_then(|()| {
+                    std::thread::scope(|scope| {
+                        // A pipeline that is taken down says so itself.
+                        let stream = move |pipeline| unsent.stream(&mut PageSearch::new(pipeline, ram, packet_size));
+                        pipeline.map(|pipeline| scope.spawn(move || stream(pipeline)));
+                        server.serve()
+                    })
+                })
+            };
+            if let Err(error) = outcome {
+                abort.lost(format_args!("the post-copy channel: {error}"));
+            }
+        };
+        thread.spawn(serve).map_err(|error| format!("no thread for page requests: {error}"))
+    }
+
+    /// The destination has come back and has said that data channels may come: they are made anew.
+    fn resume_post_copy(&mut self) -> Result<(), String> {
+        self.end_data_plane();
+        self.abort = Arc::new(Abort::default());
+        self.data_incarnation = self.session.incarnation;
+        let (broken, incarnation) = (self.events_in.clone(), self.data_incarnation);
+        self.abort.on_end(move || drop(broken.send(Event::Broken(incarnation))));
+        self.window = self.new_window();
+        let (pipeline, _) = self.open_channels(false)?;
+        self.moving = Some(Moving { pipeline, stream: None, rounds: None });
+        let server = self.serve_pages(incarnation)?;
+        if let Some(post_copy) = &mut self.post_copy {
+            post_copy.server = Some(server);
+            post_copy.reconnected += 1;
+        }
+        self.observer.note("the destination is back: what it lacks is sent on");
+        Ok(())
+    }
+
+    fn new_window(&self) -> Arc<Window> {
+        Arc::new(Window::new(self.session.packet_size as u64, self.session.round_trip, self.settings.downtime))
+    }
+
+    /// The data channels of this incarnation, and the pipeline over those of RAM.
+    fn open_channels(&self, with_stream: bool) -> Result<(Arc<Pipeline>, Option<SendChannel>), String> {
+        let context = SendContext {
+            window: Arc::clone(&self.window),
+            pacer: Arc::new(Pacer::new(self.settings.bandwidth)),
+            abort: Arc::clone(&self.abort),
+            method: self.settings.method,
+            packet_size: self.session.packet_size,
+        };
+        let cancel = if with_stream { self.cancel.clone() } else { Cancel::new() };
+        let channels = self.session.open_ram_channels(self.security, self.to, &context, &cancel);
+        let channels = channels.map_err(|error| error.to_string())?;
+        let stream =
+            with_stream.then(|| self.session.open(self.security, self.to, ChannelKind::DeviceState, 0, &context));
+        let stream = stream.transpose().map_err(|error| error.to_string())?;
+        let pool = BatchPool::new(BATCHES_PER_CHANNEL * channels.len(), 0);
+        let window = Arc::clone(&self.window);
+        let pipeline = Pipeline {
+            channels,
+            pool: Arc::clone(&pool),
+            window: Arc::clone(&window),
+            page_size: sterna_memory::PAGE_SIZE,
+        };
+        let pacer = context.pacer;
+        self.abort.on_end(move || {
+            pacer.set_limit(None);
+            window.close();
+            pool.close();
+        });
+        Ok((Arc::new(pipeline), stream))
+    }
+
+    /// Waits for the threads of the data plane, whose connections are closed; keeps what went over it.
+    fn end_data_plane(&mut self) {
+        self.sent_before = self.sent();
+        if let Some(mut moving) = self.moving.take() {
+            moving.end_rounds();
+            if let Some(server) = self.post_copy.as_mut().and_then(|post_copy| post_copy.server.take()) {
+                // A panic there has been printed.
+                let _ = server.join();
+            }
+            if let Some(stream) = moving.stream {
+                stream.join();
+            }
+            if let Ok(pipeline) = Arc::try_unwrap(moving.pipeline) {
+                pipeline.channels.into_iter().for_each(SendChannel::join);
+            }
+        }
     }
 
     /// Stops the guest, has the last round sent, and sends the state meanwhile.
@@ -560,7 +756,8 @@ impl Driver<'_> {
         self.moments.paused = Some(Instant::now());
         self.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
         moving.order(Order::LastRound);
-        let mut state = StateWriter::new(&moving.stream, Part::Final, self.session.packet_size);
+        let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
+        let mut state = StateWriter::new(stream, Part::Final, self.session.packet_size);
         let saved = self.vmm.save(&mut state).map_err(|error| format!("saving the guest's state failed: {error}"));
         let finished = saved.and_then(|()| state.finish().map_err(|error| error.to_string()));
         // The reason that came first says more than a state that could not be sent.
@@ -603,8 +800,8 @@ impl Driver<'_> {
     }
 
     fn sent(&self) -> Sent {
-        let Some(moving) = &self.moving else { return Sent::default() };
-        Sent::over(moving.pipeline.channels.iter().chain([&moving.stream]))
+        let Some(moving) = &self.moving else { return self.sent_before };
+        self.sent_before + Sent::over(moving.pipeline.channels.iter().chain(&moving.stream))
     }
 
     fn tell_progress(&mut self) {
@@ -651,22 +848,20 @@ impl Driver<'_> {
                 let reason = reason.unwrap_or_else(|| "the destination did not confirm it in time".into());
                 (Outcome::Unconfirmed, GuestState::BelongsToDestination, Some(reason))
             }
+            End::Undelivered if self.ended.is_some() => {
+                let reason = "the rest of the guest's memory was not sent: cancelled".to_owned();
+                (Outcome::Lost, GuestState::LacksMemory, Some(reason))
+            }
             // The guest runs; a destination that was not told asks, and presumes it.
             End::Undelivered => (self.ended(), GuestState::RunsAtSource, Some(self.switchover.reason().to_owned())),
         };
-        let sent = self.sent();
         self.abort.finish();
         self.link = None;
-        if let Some(mut moving) = self.moving.take() {
-            moving.end_rounds();
-            let Moving { pipeline, stream, .. } = moving;
-            stream.join();
-            if let Ok(pipeline) = Arc::try_unwrap(pipeline) {
-                pipeline.channels.into_iter().for_each(SendChannel::join);
-            }
-        }
+        self.end_data_plane();
+        let sent = self.sent_before;
         let told = self.told.lock().expect("nobody panics with it").clone();
-        let end = self.moments.running.unwrap_or_else(Instant::now);
+        let done = self.post_copy.as_ref().and_then(|post_copy| post_copy.done).map(|(done, _)| done);
+        let end = done.or(self.moments.running).unwrap_or_else(Instant::now);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         let report = Report {
             id: self.session.id.to_string(),
@@ -682,6 +877,7 @@ impl Driver<'_> {
                 0 => verdict,
                 percent => format!("{verdict}; it was held for {percent} % of the time"),
             }),
+            post_copy: self.post_copy.as_ref().map(|post_copy| post_copy.report(&self.moments)),
             wire_bytes: sent.wire_bytes,
             content_bytes: sent.content_bytes,
             normal_pages: sent.normal_pages,

@@ -19,6 +19,7 @@
 mod convergence;
 mod driver;
 mod rounds;
+mod unsent;
 
 use std::path::PathBuf;
 use std::time::Duration;

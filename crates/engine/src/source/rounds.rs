@@ -15,6 +15,7 @@ use sterna_memory::holes::PageMap;
 use sterna_memory::ram::GuestRam;
 
 use super::convergence::{Convergence, Decision, Measure};
+use super::unsent::Unsent;
 use crate::abort::Abort;
 use crate::entry::{PageSearch, Pipeline};
 use crate::report::Progress;
@@ -30,8 +31,10 @@ const IDLE_PAUSE: Duration = Duration::from_millis(10);
 pub(super) enum Order {
     /// The destination permits the switchover.
     MayStop,
-    /// The guest has stopped: send the rest.
+    /// The guest has stopped: send the rest, or in post-copy say what it is.
     LastRound,
+    /// In post-copy: the guest belongs to the destination, send the rest after it.
+    Stream,
 }
 
 /// What this thread tells the driver.
@@ -41,13 +44,15 @@ pub(super) enum RoundNews {
     SwitchOver,
     /// Slow the guest down so much, in percent.
     Throttle(u8),
-    /// The rounds do not converge: stop the guest and let it go on at the destination.
+    /// The rounds do not converge, and all that they sent is acknowledged: let the destination watch for missing pages, then
+    /// stop the guest.
     PostCopy,
     /// It is not possible or not worth while to go on, and why.
     Failed(String),
     /// A line for people.
     Note(String),
-    /// All of RAM has been acknowledged: the last sequence number of each RAM channel.
+    /// All of RAM, or in post-copy what is to be given up of it, has been acknowledged: the last sequence number of each RAM
+    /// channel.
     Drained(Vec<u64>),
 }
 
@@ -102,6 +107,7 @@ pub(super) struct Rounds<N> {
     pub(super) orders: Receiver<Order>,
     pub(super) news: N,
     pub(super) told: Arc<Mutex<Told>>,
+    pub(super) unsent: Arc<Unsent>,
     pub(super) may_stop: bool,
     pub(super) abort: Arc<Abort>,
 }
@@ -132,7 +138,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             match self.decide(&pending, found) {
                 Decision::Next => self.pause_if_idle(found)?,
                 Decision::Throttle(percent) => (self.news)(RoundNews::Throttle(percent)),
-                Decision::PostCopy => (self.news)(RoundNews::PostCopy),
+                Decision::PostCopy => return self.post_copy(pending),
                 Decision::GiveUp => {
                     let verdict = self.convergence.verdict().unwrap_or_default();
                     return Err(Ended::Failed(format!("given up after {round} rounds: {verdict}")));
@@ -144,9 +150,36 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         while self.order()? != Order::LastRound {}
         self.collect(&mut pending)?;
         self.send(&mut pending)?;
-        let drained = self.pipeline().channels.iter().map(SendChannel::drained).collect::<Result<_, _>>()?;
+        let drained = self.drain()?;
         (self.news)(RoundNews::Drained(drained));
         Ok(())
+    }
+
+    fn drain(&self) -> Result<Vec<u64>, Ended> {
+        Ok(self.pipeline().channels.iter().map(SendChannel::drained).collect::<Result<_, _>>()?)
+    }
+
+    /// The guest goes on at the destination before all of its RAM is there.
+    fn post_copy(&mut self, mut pending: Vec<PageBitmap>) -> Result<(), Ended> {
+        self.drain()?;
+        (self.news)(RoundNews::PostCopy);
+        while self.order()? != Order::LastRound {}
+        self.collect(&mut pending)?;
+        self.unsent.add(&self.ram, &pending);
+        drop(pending);
+        let mut outcome = Ok(());
+        let (unsent, search) = (&self.unsent, &mut self.search);
+        unsent.for_each_run(|block, run| {
+            if outcome.is_ok() {
+                outcome = search.discard(block, run);
+            }
+        });
+        outcome?;
+        self.search.flush()?;
+        let drained = self.drain()?;
+        (self.news)(RoundNews::Drained(drained));
+        while self.order()? != Order::Stream {}
+        Ok(self.unsent.stream(&mut self.search)?)
     }
 
     fn pipeline(&self) -> &Arc<Pipeline> {
@@ -236,7 +269,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         }
         match self.orders.recv_timeout(IDLE_PAUSE) {
             Ok(Order::MayStop) => self.may_stop = true,
-            Ok(Order::LastRound) | Err(RecvTimeoutError::Timeout) => {}
+            Ok(Order::LastRound | Order::Stream) | Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Err(Ended::TakenDown),
         }
         Ok(())

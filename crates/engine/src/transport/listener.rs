@@ -1,18 +1,20 @@
 //! Many incoming connections at once, each bounded in time, all bounded in number, until they have said what they are.
 
-use std::io::{self, IoSlice, Read};
-use std::net::{IpAddr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::io::{self, IoSlice};
+use std::net::{Shutdown, TcpListener};
+use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use rustix::net::SendFlags;
 use socket2::SockRef;
 use sterna_wire::header::{ChannelHeader, ChannelReply};
 
-use super::{Connection, Limits, Security, TransportError, channel, socket};
+use super::socket::{Host, Sending};
+use super::unix::SocketFile;
+use super::{Address, Connection, Limits, Security, Socket, TransportError, channel, simulated, unix};
 
 /// The handshake is not deep, and there may be many at once.
 const HANDSHAKE_STACK: usize = 512 << 10;
@@ -24,23 +26,74 @@ const TOO_MANY: &str = "too many connections are being opened at once; try again
 /// A bound address.
 #[derive(Debug)]
 pub struct Listener {
-    socket: TcpListener,
-    address: SocketAddr,
+    bound: Bound,
+    address: Address,
+}
+
+/// What is listened on.
+#[derive(Debug)]
+pub(super) enum Bound {
+    Tcp(TcpListener),
+    /// The listener is dropped before its file.
+    Unix(UnixListener, SocketFile),
+    Simulated(simulated::Acceptor),
+}
+
+impl Bound {
+    pub(super) fn bind(address: &Address) -> io::Result<Self> {
+        match address {
+            Address::Tcp(address) => TcpListener::bind(address).map(Self::Tcp),
+            Address::Unix(path) => unix::listen(path).map(|(listener, file)| Self::Unix(listener, file)),
+            Address::Simulated(port) => port.listen().map(Self::Simulated),
+        }
+    }
+
+    pub(super) fn address(&self) -> io::Result<Address> {
+        match self {
+            Self::Tcp(listener) => listener.local_addr().map(Address::from),
+            Self::Unix(_, file) => Ok(Address::Unix(file.path().to_owned())),
+            Self::Simulated(acceptor) => Ok(acceptor.port().into()),
+        }
+    }
+
+    pub(super) fn accept(&self) -> io::Result<Socket> {
+        match self {
+            Self::Tcp(listener) => listener.accept().map(|(stream, _)| stream.into()),
+            Self::Unix(listener, _) => listener.accept().map(|(stream, _)| stream.into()),
+            Self::Simulated(acceptor) => acceptor.accept().map(Socket::from),
+        }
+    }
+
+    /// Wakes whoever waits in [`Bound::accept`]; nobody can connect any more.
+    fn stop(&self) {
+        // Linux takes the socket out of the listening state, and a blocked accept fails with EINVAL.
+        let _ = match self {
+            Self::Tcp(listener) => SockRef::from(listener).shutdown(Shutdown::Both),
+            Self::Unix(listener, file) => {
+                let ended = SockRef::from(listener).shutdown(Shutdown::Both);
+                file.remove();
+                ended
+            }
+            Self::Simulated(acceptor) => {
+                acceptor.stop();
+                Ok(())
+            }
+        };
+    }
 }
 
 /// Ends the accepting. What it has already handed out, and handshakes under way, go on.
 #[derive(Clone, Debug)]
 pub struct Stop {
-    socket: Arc<TcpListener>,
+    bound: Arc<Bound>,
     stopped: Arc<AtomicBool>,
 }
 
 impl Stop {
-    /// Stops accepting and wakes the thread that does it; [`Incoming::next`] then ends.
+    /// Stops accepting and wakes the thread that does it; [`Incoming::next`] then ends. A Unix socket's file is removed.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
-        // Linux takes the socket out of the listening state, and a blocked accept fails with EINVAL.
-        let _ = SockRef::from(&*self.socket).shutdown(Shutdown::Both);
+        self.bound.stop();
     }
 }
 
@@ -53,20 +106,22 @@ pub struct Incoming {
 }
 
 impl Listener {
-    /// Binds `address`, `HOST:PORT`; port 0 lets the kernel choose.
+    /// Listens on `address`. A TCP port of 0 lets the kernel choose. The file of a Unix socket is made for its owner only
+    /// (mode 0600), in place of one that nobody listens on any more, and is removed with the listener.
     ///
     /// # Errors
     /// The address is not one of this host's, or in use, or forbidden.
-    pub fn bind(address: &str) -> Result<Self, TransportError> {
-        let failed = |source| TransportError::Listen { address: address.to_owned(), source };
-        let socket = TcpListener::bind(address).map_err(failed)?;
-        let address = socket.local_addr().map_err(failed)?;
-        Ok(Self { socket, address })
+    pub fn bind(address: impl Into<Address>) -> Result<Self, TransportError> {
+        let address = address.into();
+        let failed = |source| TransportError::Listen { address: address.to_string(), source };
+        let bound = Bound::bind(&address).map_err(failed)?;
+        let address = bound.address().map_err(failed)?;
+        Ok(Self { bound, address })
     }
 
-    /// The address with its real port.
-    pub fn local_address(&self) -> SocketAddr {
-        self.address
+    /// The address, with TCP's real port, or a Unix socket's absolute path.
+    pub fn local_address(&self) -> Address {
+        self.address.clone()
     }
 
     /// Starts accepting on a thread of its own. Each connection is shaken hands with on another one, within
@@ -80,15 +135,15 @@ impl Listener {
     /// The thread cannot be started.
     pub fn start(self, security: Security, limits: Limits) -> Result<Incoming, TransportError> {
         let failed = |source| TransportError::Listen { address: self.address.to_string(), source };
-        let socket = Arc::new(self.socket);
-        let stop = Stop { socket: Arc::clone(&socket), stopped: Arc::new(AtomicBool::new(false)) };
+        let bound = Arc::new(self.bound);
+        let stop = Stop { bound: Arc::clone(&bound), stopped: Arc::new(AtomicBool::new(false)) };
         // A rendezvous: a handshake's thread keeps its place until the connection has been taken.
         let (arrive, arrived) = sync_channel(0);
         let doorman = Doorman { security: Arc::new(security), limits, arrive, places: Arc::default() };
         let stopped = Arc::clone(&stop.stopped);
         let thread = thread::Builder::new()
             .name("listener".to_owned())
-            .spawn(move || doorman.run(&socket, &stopped))
+            .spawn(move || doorman.run(&bound, &stopped))
             .map_err(failed)?;
         Ok(Incoming { arrived, stop, thread: Some(thread) })
     }
@@ -134,8 +189,8 @@ struct Doorman {
 /// What is kept of a connection whose thread has not ended, oldest first.
 #[derive(Debug)]
 struct Place {
-    tcp: Arc<TcpStream>,
-    host: IpAddr,
+    socket: Arc<Socket>,
+    host: Host,
     stage: Stage,
 }
 
@@ -151,7 +206,7 @@ enum Stage {
 
 /// A thread's hold on its place, given back when dropped.
 struct Hold {
-    tcp: Arc<TcpStream>,
+    socket: Arc<Socket>,
     places: Arc<Mutex<Vec<Place>>>,
 }
 
@@ -159,7 +214,7 @@ impl Hold {
     /// The connection has said what it is for.
     fn arrived(&self) {
         let mut places = lock(&self.places);
-        if let Some(place) = places.iter_mut().find(|place| Arc::ptr_eq(&place.tcp, &self.tcp))
+        if let Some(place) = places.iter_mut().find(|place| Arc::ptr_eq(&place.socket, &self.socket))
             && place.stage == Stage::Silent
         {
             place.stage = Stage::Arrived;
@@ -169,7 +224,7 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        lock(&self.places).retain(|place| !Arc::ptr_eq(&place.tcp, &self.tcp));
+        lock(&self.places).retain(|place| !Arc::ptr_eq(&place.socket, &self.socket));
     }
 }
 
@@ -180,35 +235,27 @@ fn lock(places: &Mutex<Vec<Place>>) -> MutexGuard<'_, Vec<Place>> {
 /// Closes the connection that makes room for another one; `false` if there is none.
 fn make_room(places: &mut [Place]) -> bool {
     let silent = |place: &&Place| place.stage == Stage::Silent;
-    let from = |host: IpAddr| places.iter().filter(silent).filter(|place| place.host == host).count();
+    let from = |host: Host| places.iter().filter(silent).filter(|place| place.host == host).count();
     // The first of several with the same count, which is the oldest.
     let most = places.iter().filter(silent).map(|place| from(place.host)).max();
     let chosen = places.iter().position(|place| silent(&place) && Some(from(place.host)) == most);
     let Some(chosen) = chosen else { return false };
-    refuse_unread(&places[chosen].tcp, TOO_MANY);
+    refuse_unread(&places[chosen].socket, TOO_MANY);
     // Its thread, which waits for it to say something, is woken by the end.
-    let _ = places[chosen].tcp.shutdown(Shutdown::Both);
+    let _ = places[chosen].socket.shutdown(Shutdown::Both);
     places[chosen].stage = Stage::Closed;
     true
 }
 
-/// Whom an address belongs to: whoever has one of an IPv6 network of 64 bits has them all.
-fn host(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
-        v4 => v4,
-    }
-}
-
 impl Doorman {
-    fn run(&self, socket: &TcpListener, stopped: &AtomicBool) {
+    fn run(&self, bound: &Bound, stopped: &AtomicBool) {
         loop {
-            let accepted = socket.accept();
+            let accepted = bound.accept();
             if stopped.load(Ordering::Acquire) {
                 return;
             }
             match accepted {
-                Ok((tcp, peer)) => self.admit(tcp, peer),
+                Ok(socket) => self.admit(socket),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
@@ -218,15 +265,19 @@ impl Doorman {
         }
     }
 
-    fn admit(&self, tcp: TcpStream, peer: SocketAddr) {
-        let Some(hold) = self.place(&tcp, peer) else {
-            tracing::warn!(%peer, limit = self.limits.pending, "too many connections at once, refused one");
-            refuse_unread(&tcp, TOO_MANY);
+    fn admit(&self, socket: Socket) {
+        let Some(hold) = self.place(&socket) else {
+            tracing::warn!(
+                peer = socket.peer(),
+                limit = self.limits.pending,
+                "too many connections at once, refused one"
+            );
+            refuse_unread(&socket, TOO_MANY);
             return;
         };
         let (security, limits, arrive) = (Arc::clone(&self.security), self.limits, self.arrive.clone());
         let serve = move || {
-            match serve(tcp, &security, &limits) {
+            match serve(socket, &security, &limits) {
                 // The receiver is gone if the listener's owner is; the connection is then dropped, which ends it.
                 Ok(arrival) => {
                     hold.arrived();
@@ -237,48 +288,47 @@ impl Doorman {
         };
         let spawned = thread::Builder::new().name("handshake".to_owned()).stack_size(HANDSHAKE_STACK).spawn(serve);
         if let Err(error) = spawned {
-            tracing::warn!(%peer, %error, "cannot start a thread for a connection");
+            tracing::warn!(%error, "cannot start a thread for a connection");
         }
     }
 
     /// A place for a connection, where there is one or can be made one.
-    fn place(&self, tcp: &TcpStream, peer: SocketAddr) -> Option<Hold> {
+    fn place(&self, socket: &Socket) -> Option<Hold> {
         let mut places = lock(&self.places);
         let open = places.iter().filter(|place| place.stage != Stage::Closed).count();
         // The threads of closed ones end at once, but not before the processor is free for them.
         let room = places.len() < 2 * self.limits.pending && (open < self.limits.pending || make_room(&mut places));
-        let tcp = Arc::new(room.then(|| tcp.try_clone().ok()).flatten()?);
-        places.push(Place { tcp: Arc::clone(&tcp), host: host(peer.ip()), stage: Stage::Silent });
-        Some(Hold { tcp, places: Arc::clone(&self.places) })
+        let clone = Arc::new(room.then(|| socket.try_clone().ok()).flatten()?);
+        places.push(Place { socket: Arc::clone(&clone), host: socket.host(), stage: Stage::Silent });
+        Some(Hold { socket: clone, places: Arc::clone(&self.places) })
     }
 }
 
-fn serve(tcp: TcpStream, security: &Security, limits: &Limits) -> Result<(Connection, ChannelHeader), TransportError> {
-    let mut connection = Connection::accept_within(tcp, security, limits)?;
+fn serve(socket: Socket, security: &Security, limits: &Limits) -> Result<(Connection, ChannelHeader), TransportError> {
+    let mut connection = Connection::accept_within(socket, security, limits)?;
     let header = channel::read_header(&mut connection)?;
     Ok((connection, header))
 }
 
 /// Refuses where nothing has been read, in clear text also where TLS is expected (the sender understands it), without waiting.
-fn refuse_unread(mut tcp: &TcpStream, reason: &str) {
+fn refuse_unread(socket: &Socket, reason: &str) {
     let reply = ChannelReply::Refused(reason.to_owned()).encode();
-    let _ = socket::send_all(tcp, &mut [IoSlice::new(&reply)], SendFlags::DONTWAIT);
-    let _ = tcp.shutdown(Shutdown::Write);
-    // What has arrived by now is taken, because closing over unread bytes resets the connection.
-    if tcp.set_nonblocking(true).is_ok() {
-        let _ = tcp.read(&mut [0; 4096]);
-    }
+    let _ = socket.send_all(&mut [IoSlice::new(&reply)], Sending::DoesNotWait);
+    let _ = socket.shutdown(Shutdown::Write);
+    socket.take_unread();
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     fn places(hosts: &[&str]) -> Vec<Place> {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let place = |address: &&str| Place {
-            tcp: Arc::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap()),
-            host: host(address.parse().unwrap()),
+            socket: Arc::new(UnixStream::pair().unwrap().0.into()),
+            host: address.parse::<IpAddr>().unwrap().into(),
             stage: Stage::Silent,
         };
         hosts.iter().map(place).collect()

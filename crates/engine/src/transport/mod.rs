@@ -1,19 +1,26 @@
-//! Connections between two hosts: TCP, with mutual TLS 1.3 or, if the person insists, without.
+//! Connections between two hosts: TCP, with mutual TLS 1.3 or, if the person insists, without. Also Unix sockets, to a
+//! monitor or a relay on the same host, and a network in memory for tests ([`simulated`]).
 //!
 //! Threads block on them; there is no event loop. A connection is opened ([`Connection::connect`]) or accepted
 //! ([`Listener`]), says what it is for (the channel header), is answered, and then splits into a [`Writer`] and a
 //! [`Reader`] that two threads use at the same time. A [`Closer`] ends it from a third.
 //!
-//! * `socket`: options and waiting with a time limit; `stream`: the two halves and the TLS between them;
+//! * `address`, `dial`, `unix`: where to, and how a socket gets there;
+//! * `socket`: what is below, its options, and waiting with a time limit; `stream`: the two halves and the TLS between
+//!   them;
 //! * `connection`: connecting and accepting; `channel`: header and reply; `listener`: many at once, bounded.
 
+mod address;
 mod channel;
 mod connection;
+mod dial;
 mod listener;
+pub mod simulated;
 mod socket;
 mod stream;
 #[cfg(test)]
 mod tests;
+mod unix;
 
 use std::io;
 use std::time::Duration;
@@ -21,16 +28,18 @@ use std::time::Duration;
 use sterna_wire::header::{BadReply, HeaderError};
 use sterna_wire::limits::{HANDSHAKE_TIME, SILENCE_LIMIT};
 
+pub use self::address::Address;
 pub use self::channel::{accept_channel, open_channel, read_header, refuse_channel};
 pub use self::connection::Connection;
 pub use self::listener::{Incoming, Listener, Stop};
+pub use self::socket::Socket;
 pub use self::stream::{Closer, Reader, Writer};
 use crate::tls::TlsSettings;
 
 /// Whether one side uses TLS.
 #[derive(Clone, Debug)]
 pub enum Security {
-    /// Plain TCP: everybody on the path reads and changes the guest.
+    /// Plain: everybody on the path reads and changes the guest.
     Insecure,
     /// Mutual TLS 1.3.
     Tls(TlsSettings),
@@ -39,7 +48,7 @@ pub enum Security {
 /// How long and how much a connection may take; the defaults are the protocol's limits.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// For the TCP connection to be made, all addresses together.
+    /// For the connection to be made, all addresses of a host together.
     pub connect: Duration,
     /// From then until the TLS handshake is finished and the channel header (or the answer to it) has arrived.
     pub handshake: Duration,
@@ -60,7 +69,7 @@ impl Default for Limits {
 #[non_exhaustive]
 pub enum TransportError {
     /// The address cannot be understood.
-    #[error("cannot use the address {address:?}: {reason}; expected HOST:PORT")]
+    #[error("cannot use the address {address:?}: {reason}; expected HOST:PORT or unix:PATH")]
     Address {
         /// The address given.
         address: String,
@@ -153,6 +162,3 @@ pub enum TransportError {
         source: BadReply,
     },
 }
-
-/// Where a destination listens.
-pub type Address = String;

@@ -1,24 +1,260 @@
-//! The TCP socket below a connection: its options, and waiting on it with a time limit.
+//! What is below a connection: a TCP or Unix socket of the kernel, or one end of a connection of a simulated network.
+//! Its options, and reading with a time limit.
+//!
+//! A kernel's socket is used by plain system calls on its descriptor, without a lock or a copy in between.
 
 use std::io::{self, IoSlice, Read};
-use std::net::TcpStream;
+use std::net::{IpAddr, Ipv6Addr, Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 use socket2::{SockRef, TcpKeepalive};
+
+use super::simulated::End;
 
 /// How much not yet sent data the kernel takes from a writer before the writer waits, in bytes.
 ///
 /// What lies here can no longer be replaced by a newer page nor be paced, so it should be little; but it must outlast
 /// the time until the writer thread runs again, or the link falls idle.
 const NOT_SENT_LOW_WATER: u32 = 512 << 10;
+/// How much of what has arrived is taken before a connection is closed over it, in bytes.
+const TAKEN_UNREAD: usize = 4096;
 
-/// Sets what every connection needs: no delay of small packets, and a dead peer is noticed.
-///
-/// Buffer sizes are left to the kernel's autotuning, which a fixed size would switch off.
-pub(super) fn configure(tcp: &TcpStream, silence: Duration) -> io::Result<()> {
-    let socket = SockRef::from(tcp);
+/// A connected socket of one of the kinds that there are addresses of ([`Address`](super::Address)).
+#[derive(Debug)]
+pub struct Socket(Kind);
+
+#[derive(Debug)]
+enum Kind {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+    Simulated(Arc<End>),
+}
+
+impl From<TcpStream> for Socket {
+    fn from(stream: TcpStream) -> Self {
+        Self(Kind::Tcp(stream))
+    }
+}
+
+impl From<UnixStream> for Socket {
+    fn from(stream: UnixStream) -> Self {
+        Self(Kind::Unix(stream))
+    }
+}
+
+impl From<End> for Socket {
+    fn from(end: End) -> Self {
+        Self(Kind::Simulated(Arc::new(end)))
+    }
+}
+
+/// Whom a connection comes from, as far as hosts can be told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Host {
+    /// An IPv4 host, or an IPv6 network of 64 bits: whoever has one address of it has them all.
+    Remote(IpAddr),
+    /// This one.
+    Local,
+}
+
+impl From<IpAddr> for Host {
+    fn from(address: IpAddr) -> Self {
+        Self::Remote(match address.to_canonical() {
+            IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)).into(),
+            v4 => v4,
+        })
+    }
+}
+
+/// How long one read may wait.
+#[derive(Clone, Copy)]
+pub(super) enum Wait {
+    /// As long as [`Socket::set_read_timeout`] says.
+    Timeout,
+    /// For as long as it takes.
+    Forever,
+    /// Until then.
+    Until(Instant),
+}
+
+/// Whether sending may wait for room.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sending {
+    Waits,
+    /// `WouldBlock` where it would have to, after a part perhaps.
+    DoesNotWait,
+}
+
+/// The two ways of doing things.
+enum Way<'a> {
+    Kernel(BorrowedFd<'a>),
+    Simulated(&'a End),
+}
+
+impl Socket {
+    fn way(&self) -> Way<'_> {
+        match &self.0 {
+            Kind::Tcp(stream) => Way::Kernel(stream.as_fd()),
+            Kind::Unix(stream) => Way::Kernel(stream.as_fd()),
+            Kind::Simulated(end) => Way::Simulated(end),
+        }
+    }
+
+    /// The same socket once more, which stays connected until both have been dropped.
+    pub(super) fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self(match &self.0 {
+            Kind::Tcp(stream) => Kind::Tcp(stream.try_clone()?),
+            Kind::Unix(stream) => Kind::Unix(stream.try_clone()?),
+            Kind::Simulated(end) => Kind::Simulated(Arc::clone(end)),
+        }))
+    }
+
+    /// Sets what every connection needs: a silent peer is noticed, and with TCP no delay of small packets.
+    ///
+    /// Buffer sizes are left to the kernel's autotuning, which a fixed size would switch off.
+    pub(super) fn configure(&self, silence: Duration) -> io::Result<()> {
+        // Twice the limit, since a lost peer is noticed earlier by the silence on its control channel, which says more.
+        let unheard = silence * 2;
+        match &self.0 {
+            Kind::Tcp(stream) => configure_tcp(stream, silence, unheard),
+            Kind::Unix(stream) => {
+                stream.set_read_timeout(Some(silence))?;
+                stream.set_write_timeout(Some(unheard))
+            }
+            Kind::Simulated(end) => {
+                end.set_timeouts(Some(silence), Some(unheard));
+                Ok(())
+            }
+        }
+    }
+
+    /// How long a read waits with [`Wait::Timeout`]; `None`: for ever.
+    pub(super) fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        match &self.0 {
+            Kind::Tcp(stream) => stream.set_read_timeout(timeout),
+            Kind::Unix(stream) => stream.set_read_timeout(timeout),
+            Kind::Simulated(_) if timeout == Some(Duration::ZERO) => Err(io::ErrorKind::InvalidInput.into()),
+            Kind::Simulated(end) => {
+                end.set_read_timeout(timeout);
+                Ok(())
+            }
+        }
+    }
+
+    /// Reads what there is; `TimedOut` or `WouldBlock` after waiting for too long.
+    pub(super) fn read(&self, into: &mut [u8], wait: Wait) -> io::Result<usize> {
+        let fd = match self.way() {
+            Way::Kernel(fd) => fd,
+            Way::Simulated(end) => {
+                return match wait {
+                    Wait::Timeout => end.read_with_timeout(into),
+                    Wait::Forever => end.read(into, None),
+                    Wait::Until(deadline) => end.read(into, Some(deadline)),
+                };
+            }
+        };
+        match wait {
+            Wait::Timeout => {}
+            Wait::Forever => wait_readable(fd, None)?,
+            Wait::Until(deadline) => wait_readable(fd, Some(deadline))?,
+        }
+        loop {
+            let read = match &self.0 {
+                Kind::Tcp(stream) => (&mut &*stream).read(into),
+                Kind::Unix(stream) => (&mut &*stream).read(into),
+                Kind::Simulated(_) => unreachable!("it has no descriptor"),
+            };
+            match read {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// Writes all of `parts` (which are used up on the way). Never raises SIGPIPE, whatever program this library is in.
+    pub(super) fn send_all(&self, mut parts: &mut [IoSlice<'_>], sending: Sending) -> io::Result<()> {
+        let fd = match self.way() {
+            Way::Kernel(fd) => fd,
+            Way::Simulated(end) => return end.write_all(parts, sending == Sending::Waits),
+        };
+        let flags = match sending {
+            Sending::Waits => SendFlags::NOSIGNAL,
+            Sending::DoesNotWait => SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+        };
+        IoSlice::advance_slices(&mut parts, 0); // skips empty ones
+        while !parts.is_empty() {
+            match sendmsg(fd, parts, &mut SendAncillaryBuffer::default(), flags) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(sent) => IoSlice::advance_slices(&mut parts, sent),
+                Err(rustix::io::Errno::INTR) => {}
+                // The write timeout of a Unix socket; TCP has a better way to say the same.
+                Err(rustix::io::Errno::AGAIN) if sending == Sending::Waits => {
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, "the peer has taken nothing for too long"));
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends one direction, or both.
+    pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        match &self.0 {
+            Kind::Tcp(stream) => stream.shutdown(how),
+            Kind::Unix(stream) => stream.shutdown(how),
+            Kind::Simulated(end) => {
+                end.shutdown(how);
+                Ok(())
+            }
+        }
+    }
+
+    /// Takes what has arrived by now, up to 4 KiB, without waiting: closing over unread bytes resets the connection.
+    pub(super) fn take_unread(&self) {
+        match self.way() {
+            // Nothing there, or nobody: both are fine.
+            Way::Kernel(fd) => drop(recv(fd, &mut [0; TAKEN_UNREAD], RecvFlags::DONTWAIT)),
+            Way::Simulated(end) => end.forget_unread(),
+        }
+    }
+
+    /// The peer, for people; `unknown` if it is gone.
+    pub(super) fn peer(&self) -> String {
+        let known = match &self.0 {
+            Kind::Tcp(stream) => stream.peer_addr().ok().map(|address| address.to_string()),
+            Kind::Unix(stream) => unix_peer(stream),
+            Kind::Simulated(end) => Some(end.name()),
+        };
+        known.unwrap_or_else(|| "unknown".to_owned())
+    }
+
+    /// The host that it comes from.
+    pub(super) fn host(&self) -> Host {
+        match &self.0 {
+            Kind::Tcp(stream) => stream.peer_addr().map_or(Host::Local, |address| address.ip().into()),
+            Kind::Unix(_) | Kind::Simulated(_) => Host::Local,
+        }
+    }
+}
+
+/// The process at the other end, and the path that one of the ends has.
+fn unix_peer(stream: &UnixStream) -> Option<String> {
+    let path = [stream.peer_addr(), stream.local_addr()].into_iter().flatten();
+    let path = path.filter_map(|address| Some(format!("unix:{}", address.as_pathname()?.display()))).next();
+    let process = rustix::net::sockopt::socket_peercred(stream).ok().map(|peer| peer.pid.as_raw_nonzero());
+    match (path, process) {
+        (Some(path), Some(process)) => Some(format!("{path} (process {process})")),
+        (path, _) => path,
+    }
+}
+
+fn configure_tcp(stream: &TcpStream, silence: Duration, unheard: Duration) -> io::Result<()> {
+    let socket = SockRef::from(stream);
     socket.set_read_timeout(Some(silence))?;
     socket.set_tcp_nodelay(true)?;
     let keepalive =
@@ -26,14 +262,13 @@ pub(super) fn configure(tcp: &TcpStream, silence: Duration) -> io::Result<()> {
     socket.set_tcp_keepalive(&keepalive)?;
     // Counts data that is not acknowledged, and data that is not sent because the peer's window is closed (tcp(7)). So it
     // ends the channel of a peer that is gone, and also of one that lives but has read nothing for so long, such as a
-    // receiver whose QEMU is stopped: one that is slow reads something and is left alone. Twice the limit, since a lost
-    // peer is noticed earlier by the silence on its control channel, which says more.
-    socket.set_tcp_user_timeout(Some(silence * 2))?;
+    // receiver whose QEMU is stopped: one that is slow reads something and is left alone.
+    socket.set_tcp_user_timeout(Some(unheard))?;
     socket.set_tcp_notsent_lowat(NOT_SENT_LOW_WATER)
 }
 
-/// Waits until `tcp` has something to read (or has ended); without a deadline, for as long as it takes.
-pub(super) fn wait_readable(tcp: &TcpStream, deadline: Option<Instant>) -> io::Result<()> {
+/// Waits until there is something to read (or the end); without a deadline, for as long as it takes.
+fn wait_readable(fd: BorrowedFd<'_>, deadline: Option<Instant>) -> io::Result<()> {
     loop {
         let timeout = match deadline {
             None => None,
@@ -45,7 +280,7 @@ pub(super) fn wait_readable(tcp: &TcpStream, deadline: Option<Instant>) -> io::R
                 Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() })
             }
         };
-        let mut waited = [PollFd::new(tcp, PollFlags::IN)];
+        let mut waited = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
         match poll(&mut waited, timeout.as_ref()) {
             Ok(0) => {}
             Ok(_) => return Ok(()),
@@ -53,29 +288,4 @@ pub(super) fn wait_readable(tcp: &TcpStream, deadline: Option<Instant>) -> io::R
             Err(error) => return Err(error.into()),
         }
     }
-}
-
-/// Reads what there is, waiting at most until `deadline`.
-pub(super) fn read_until(mut tcp: &TcpStream, buffer: &mut [u8], deadline: Instant) -> io::Result<usize> {
-    wait_readable(tcp, Some(deadline))?;
-    loop {
-        match tcp.read(buffer) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            result => return result,
-        }
-    }
-}
-
-/// Writes all of `parts` (which are used up on the way). Never raises SIGPIPE, whatever program this library is in.
-pub(super) fn send_all(tcp: &TcpStream, mut parts: &mut [IoSlice<'_>], flags: SendFlags) -> io::Result<()> {
-    IoSlice::advance_slices(&mut parts, 0); // skips empty ones
-    while !parts.is_empty() {
-        match sendmsg(tcp, parts, &mut SendAncillaryBuffer::default(), flags | SendFlags::NOSIGNAL) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(sent) => IoSlice::advance_slices(&mut parts, sent),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(())
 }

@@ -7,14 +7,12 @@
 //! write.
 
 use std::io::{self, IoSlice, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::net::SendFlags;
-
-use super::socket;
+use super::socket::{Sending, Socket, Wait};
 use crate::tls;
 
 /// Plaintext encrypted under one holding of the lock and sent with one system call, in bytes.
@@ -27,7 +25,7 @@ const PARTS_AT_ONCE: usize = 16;
 /// What both halves share.
 #[derive(Debug)]
 pub(super) struct Link {
-    tcp: TcpStream,
+    socket: Socket,
     tls: Option<Mutex<rustls::Connection>>,
     /// Whether a [`Closer`] ended it, so that the end is not mistaken for the peer's.
     closed: AtomicBool,
@@ -71,7 +69,7 @@ impl std::error::Error for Failure {}
 
 /// The two halves of a connection whose TLS handshake, if any, is finished. The counts are of bytes on the wire so far.
 pub(super) fn halves(
-    tcp: TcpStream,
+    socket: Socket,
     tls: Option<rustls::Connection>,
     arrived: Arrived,
     silence: Duration,
@@ -81,7 +79,7 @@ pub(super) fn halves(
         tls.set_buffer_limit(Some(ENCRYPT_AT_ONCE));
         Mutex::new(tls)
     });
-    let link = Arc::new(Link { tcp, tls, closed: AtomicBool::new(false) });
+    let link = Arc::new(Link { socket, tls, closed: AtomicBool::new(false) });
     let writer = Writer { link: Arc::clone(&link), encrypted: Vec::new(), written, failed: false };
     let reader = Reader { link, arrived, read, silence };
     (writer, reader)
@@ -128,7 +126,7 @@ impl Writer {
             let result = match &link.tls {
                 None => {
                     self.written += group.iter().map(|part| part.len() as u64).sum::<u64>();
-                    socket::send_all(&link.tcp, slices, SendFlags::empty())
+                    link.socket.send_all(slices, Sending::Waits)
                 }
                 Some(tls) => self.encrypt_and_send(tls, slices),
             };
@@ -157,7 +155,7 @@ impl Writer {
             }
             IoSlice::advance_slices(&mut parts, taken);
             self.written += self.encrypted.len() as u64;
-            socket::send_all(&self.link.tcp, &mut [IoSlice::new(&self.encrypted)], SendFlags::empty())?;
+            self.link.socket.send_all(&mut [IoSlice::new(&self.encrypted)], Sending::Waits)?;
         }
         Ok(())
     }
@@ -189,21 +187,10 @@ impl Drop for Writer {
             drop(tls);
             let goodbye = &mut [IoSlice::new(&self.encrypted)];
             // Nobody is left to be told of a failure; the peer notices a missing goodbye by itself.
-            let _ = socket::send_all(&self.link.tcp, goodbye, SendFlags::DONTWAIT);
+            let _ = self.link.socket.send_all(goodbye, Sending::DoesNotWait);
         }
-        let _ = self.link.tcp.shutdown(Shutdown::Write);
+        let _ = self.link.socket.shutdown(Shutdown::Write);
     }
-}
-
-/// How long one read may wait.
-#[derive(Clone, Copy)]
-enum Wait {
-    /// As long as [`Reader::set_timeout`] says, for each byte anew.
-    Timeout,
-    /// For as long as it takes.
-    Forever,
-    /// Until then.
-    Until(Instant),
 }
 
 /// The receiving half.
@@ -223,7 +210,7 @@ impl Reader {
     /// # Errors
     /// A timeout of zero, or the socket is no more.
     pub fn set_timeout(&mut self, timeout: Option<Duration>) -> io::Result<()> {
-        self.link.tcp.set_read_timeout(timeout)
+        self.link.socket.set_read_timeout(timeout)
     }
 
     /// Fills `buffer` with the start of the next packet: `false` if the peer has ended the connection cleanly instead.
@@ -292,14 +279,9 @@ impl Reader {
 
     /// One read from the socket, into `buffer` or, with TLS, into the (used up) bytes that arrived before.
     fn receive(&mut self, buffer: Option<&mut [u8]>, wait: Wait) -> io::Result<usize> {
-        let (tcp, encrypted) = (&self.link.tcp, buffer.is_none());
+        let encrypted = buffer.is_none();
         let into = buffer.unwrap_or(&mut self.arrived.bytes);
-        let result = match wait {
-            Wait::Until(deadline) => socket::read_until(tcp, into, deadline),
-            Wait::Forever => socket::wait_readable(tcp, None).and_then(|()| read_uninterrupted(tcp, into)),
-            Wait::Timeout => read_uninterrupted(tcp, into),
-        };
-        let count = match result {
+        let count = match self.link.socket.read(into, wait) {
             Ok(0) if self.link.closed.load(Ordering::Acquire) => return Err(closed_here()),
             Ok(count) => count,
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
@@ -312,15 +294,6 @@ impl Reader {
             (self.arrived.start, self.arrived.end) = (0, count);
         }
         Ok(count)
-    }
-}
-
-fn read_uninterrupted(mut tcp: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
-    loop {
-        match tcp.read(buffer) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            result => return result,
-        }
     }
 }
 
@@ -361,7 +334,7 @@ impl Closer {
         if let Some(link) = self.link.upgrade() {
             link.closed.store(true, Ordering::Release);
             // Fails only if the connection is already down.
-            let _ = link.tcp.shutdown(Shutdown::Both);
+            let _ = link.socket.shutdown(Shutdown::Both);
         }
     }
 }

@@ -166,6 +166,60 @@ pub(crate) struct Monitor {
     pub(crate) throttled: u8,
     pub(crate) called: Vec<&'static str>,
     digest: u64,
+    /// In post-copy: the memory of the source, which has stopped, and what the guest here has to say of it.
+    pub(crate) behind: Option<Behind>,
+}
+
+/// The judge of post-copy: at the destination the guest reads its memory and compares it with that of the source, and writes
+/// the pages whose number is 3 modulo 4.
+#[derive(Clone)]
+pub(crate) struct Behind {
+    pub(crate) source: Arc<Memory>,
+    pub(crate) wrong: Arc<AtomicU64>,
+    pub(crate) compared: Arc<AtomicU64>,
+}
+
+impl Behind {
+    pub(crate) fn new(source: &Arc<Memory>) -> Self {
+        Self { source: Arc::clone(source), wrong: Arc::default(), compared: Arc::default() }
+    }
+
+    fn run(&self, memory: &Memory, seed: u64, stop: &AtomicBool) {
+        let pages = memory.pages();
+        let mut state = seed;
+        let mut written = std::collections::HashMap::new();
+        while !stop.load(Ordering::Relaxed) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let random = state >> 20;
+            let block = (random % pages.len() as u64) as usize;
+            let page = ((random >> 8) % pages[block]) as usize;
+            let word = page * WORDS + (random >> 30) as usize % WORDS;
+            let here = memory.words(block)[word].load(Ordering::Relaxed);
+            if page % 4 == 3 {
+                let expected = written.get(&(block, word)).copied();
+                let expected = expected.unwrap_or_else(|| self.source.words(block)[word].load(Ordering::Relaxed));
+                self.wrong.fetch_add(u64::from(here != expected), Ordering::Relaxed);
+                memory.words(block)[word].store(state, Ordering::Relaxed);
+                written.insert((block, word), state);
+            } else {
+                let there = self.source.words(block)[word].load(Ordering::Relaxed);
+                self.wrong.fetch_add(u64::from(here != there), Ordering::Relaxed);
+            }
+            self.compared.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Pages that differ although the guest here has not written them.
+    pub(crate) fn differing_pages(&self, memory: &Memory) -> usize {
+        let differs = |block: usize, page: usize| {
+            let words = page * WORDS..(page + 1) * WORDS;
+            let pair = memory.words(block)[words.clone()].iter().zip(&self.source.words(block)[words]);
+            page % 4 != 3
+                && pair.into_iter().any(|(here, there)| here.load(Ordering::Relaxed) != there.load(Ordering::Relaxed))
+        };
+        let pages = memory.pages();
+        (0..pages.len()).map(|block| (0..pages[block] as usize).filter(|page| differs(block, *page)).count()).sum()
+    }
 }
 
 struct Writers {
@@ -190,6 +244,7 @@ impl Monitor {
             throttled: 0,
             called: Vec::new(),
             digest: 0,
+            behind: None,
         };
         (monitor, log)
     }
@@ -205,7 +260,14 @@ impl Monitor {
         let threads = (0..self.workload.writers).map(|writer| {
             let (stop, memory, marker) = (Arc::clone(&stop), Arc::clone(&self.memory), self.marker.clone());
             let (writes, workload) = (Arc::clone(&self.writes), self.workload);
-            std::thread::spawn(move || write(&memory, &marker, &writes, workload, writer as u64, &stop))
+            // One only: each must know what it has written.
+            let behind = self.behind.clone().filter(|_| writer == 0);
+            let only_compares = self.behind.is_some();
+            std::thread::spawn(move || match behind {
+                Some(behind) => behind.run(&memory, workload.seed, &stop),
+                None if only_compares => {}
+                None => write(&memory, &marker, &writes, workload, writer as u64, &stop),
+            })
         });
         self.writers = Some(Writers { threads: threads.collect(), stop });
     }
@@ -330,6 +392,9 @@ impl DestinationVmm for Monitor {
         state.read_to_end(&mut rest)?;
         if rest.iter().any(|byte| *byte != 0x5a) {
             return Err("the state is damaged".into());
+        }
+        if self.behind.is_some() {
+            return Ok(());
         }
         // The guest has stopped and all of its memory is here: the two must be the same.
         if self.memory.digest() == self.digest { Ok(()) } else { Err("the memory is not what the source had".into()) }

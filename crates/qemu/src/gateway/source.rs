@@ -21,6 +21,7 @@ use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Progress, Report};
 use sterna::send::{SendContext, Sent};
 use sterna::session::{self, Offer, Session};
+use sterna::transport::Address;
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{
@@ -94,7 +95,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
 
     let (events_in, events) = channel();
     let offer = Offer {
-        to: &options.to,
+        to: &Address::from(&options.to),
         security: &options.security,
         channels: options.channels,
         packet_size: options.packet_size,

@@ -80,7 +80,7 @@ pub(super) fn pump_in(
     std::thread::Builder::new().name("opaque-in".into()).spawn(move || {
         let handle = local.try_clone();
         let mut sink = OpaqueSink(local);
-        if let Err(error) = receive_packets(reader, writer, &mut sink, packet_size, &ReceiveCounters::default()) {
+        if let Err(error) = receive_packets(reader, Some(writer), &mut sink, packet_size, &ReceiveCounters::default()) {
             tracing::info!(%error, "an opaque connection broke");
             // Both halves: what was carried is not whole, and the local side must see it.
             let _ = handle.map(|local| local.shutdown(Shutdown::Both));

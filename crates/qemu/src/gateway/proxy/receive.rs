@@ -14,11 +14,12 @@ use sterna::control_link::{ControlEvent, ControlLink, say};
 use sterna::pacer::Pacer;
 use sterna::report::Observer;
 use sterna::send::{SendChannel, SendContext};
-use sterna::session::{DoorNews, Doorman, Greeted, Greeting, OpaqueDoor, Refused};
+use sterna::session::{DoorNews, Doorman, Greeted, Greeting, OtherDoor, Refused};
 use sterna::transport::{Connection, Limits, Listener, accept_channel};
 use sterna::window::Window;
 use sterna_codec::{Method, MethodChoice};
 use sterna_wire::control::{ControlMessage, Mode};
+use sterna_wire::header::ChannelKind;
 use sterna_wire::limits::MAX_OPAQUE_CHANNELS;
 
 use super::opaque::{Open, pump_in, pump_out};
@@ -81,9 +82,12 @@ pub fn proxy_receive(
         abort: Arc::clone(&abort),
         events_in: events_in.clone(),
     });
-    let door: OpaqueDoor = {
+    let door: OtherDoor = {
         let opaque = Arc::clone(&opaque);
-        Box::new(move |index, connection| opaque.admit(index, connection))
+        Box::new(move |header, connection, _| match header.kind {
+            ChannelKind::Opaque => opaque.admit(header.index, connection),
+            _ => Err(Box::new((connection, "a proxy has no such channel".into()))),
+        })
     };
     let tell = {
         let events_in = events_in.clone();

@@ -16,7 +16,7 @@ use sterna::pacer::Pacer;
 use sterna::report::Observer;
 use sterna::send::SendContext;
 use sterna::session::{self, Offer, Session};
-use sterna::transport::{Connection, open_channel};
+use sterna::transport::{Address, Connection, open_channel};
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, Machine, Mode};
 use sterna_wire::header::ChannelKind;
@@ -268,7 +268,7 @@ impl Proxy<'_> {
     fn dialed(&mut self) -> Result<&(ControlLink, Session), GatewayError> {
         if self.dialed.is_none() {
             let offer = Offer {
-                to: &self.options.to,
+                to: &Address::from(&self.options.to),
                 security: &self.options.security,
                 channels: MAX_RAM_CHANNELS,
                 packet_size: self.options.packet_size,

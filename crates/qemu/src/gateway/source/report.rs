@@ -127,6 +127,7 @@ impl Driver<'_> {
             downtime: self.moments.parts(),
             rounds,
             convergence: None,
+            post_copy: None,
             wire_bytes: sent.wire_bytes,
             content_bytes: sent.content_bytes,
             normal_pages: sent.normal_pages,

@@ -1,0 +1,329 @@
+//! The idle guest that the benchmarks of the library move: memory with known content in this process, and a monitor that
+//! notes when its guest began to run.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use serde::{Deserialize, Serialize};
+use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_guest::content::{PAGE_BYTES, Page};
+use sterna_guest::page::{Fill, Pages};
+use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::holes::PageMap;
+use sterna_memory::ram::{Backing, GuestRam, RamBlock};
+use sterna_memory::snapshot::Snapshot;
+
+use super::clock::now_ns;
+
+/// Huge pages of anonymous memory are of this size, and begin at multiples of it.
+const HUGE_PAGE: usize = 2 << 20;
+/// Device state of a small machine.
+const STATE_BYTES: usize = 64 << 10;
+/// Every page was written once.
+const GENERATION: u32 = 1;
+
+/// What guest RAM is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Memory {
+    /// Private, with huge pages wherever the system has them: as QEMU asks for.
+    Anonymous,
+    /// Private, of 4 KiB pages.
+    SmallPages,
+    /// A shared memfd.
+    Memfd,
+}
+
+/// What stands in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Content {
+    /// Nothing was ever touched.
+    Untouched,
+    /// The upper half holds data, no page of it zero; the lower was never touched.
+    HalfFilled,
+    /// All of it was touched, and is zero.
+    TouchedZero,
+    /// 2 MiB of each GiB hold data, the rest was never touched.
+    Sparse,
+    /// So many bytes at the start hold data; the rest was touched and is zero.
+    Used(u64),
+}
+
+impl Content {
+    /// The parts that hold data, in bytes, and those that are zero but were touched.
+    fn parts(self, bytes: u64) -> (Vec<Range<u64>>, Vec<Range<u64>>) {
+        const GIB: usize = 1 << 30;
+        match self {
+            Self::Untouched => (vec![], vec![]),
+            // Not the lower half: the firmware of a QEMU has its tables there.
+            Self::HalfFilled => (vec![bytes / 2..bytes], vec![]),
+            Self::TouchedZero => (vec![], vec![0..bytes]),
+            Self::Sparse => ((0..bytes).step_by(GIB).map(|at| at..at + HUGE_PAGE as u64).collect(), vec![]),
+            Self::Used(used) => (vec![0..used], vec![used..bytes]),
+        }
+    }
+
+    /// The parts that hold data, in bytes.
+    pub(crate) fn filled(self, bytes: u64) -> Vec<Range<u64>> {
+        self.parts(bytes).0
+    }
+}
+
+/// Guest RAM of one block.
+#[derive(Debug)]
+pub(crate) struct Guest {
+    start: NonNull<u8>,
+    bytes: usize,
+    ram: GuestRam,
+}
+
+// SAFETY: the pointer is kept for unmapping only.
+unsafe impl Send for Guest {}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `Guest::new`, whole; who moves its pages has ended, as it borrows the guest or was
+        // joined before.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}
+
+impl Guest {
+    /// RAM of so many bytes (whole huge pages) that was never touched.
+    pub(crate) fn new(memory: Memory, bytes: u64) -> std::io::Result<Self> {
+        let bytes = bytes as usize;
+        assert!(bytes > 0 && bytes.is_multiple_of(HUGE_PAGE), "guest RAM of {bytes} bytes");
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // Room to begin at a huge page. Without NORESERVE a block larger than the machine would be refused.
+        let room = bytes + HUGE_PAGE;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let reserved = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, access, flags) }?;
+        let start = reserved.wrapping_byte_add(reserved.addr().wrapping_neg() % HUGE_PAGE);
+        let before = start.addr() - reserved.addr();
+        // SAFETY: parts of the mapping made above, which nobody knows of yet: what lies before and behind the block.
+        unsafe {
+            if before > 0 {
+                rustix::mm::munmap(reserved, before)?;
+            }
+            if before < HUGE_PAGE {
+                rustix::mm::munmap(start.wrapping_byte_add(bytes), HUGE_PAGE - before)?;
+            }
+        }
+        let backing = match memory {
+            Memory::Anonymous | Memory::SmallPages => {
+                let advice =
+                    if memory == Memory::Anonymous { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+                // SAFETY: advice on the block; it changes no content. A kernel without huge pages has small ones only.
+                let _ = unsafe { rustix::mm::madvise(start, bytes, advice) };
+                Backing::Anonymous
+            }
+            Memory::Memfd => {
+                let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC)?;
+                let file = File::from(file);
+                file.set_len(bytes as u64)?;
+                let flags = MapFlags::SHARED | MapFlags::FIXED;
+                // SAFETY: replaces the block, which nobody knows of yet.
+                unsafe { rustix::mm::mmap(start, bytes, access, flags, &file, 0) }?;
+                Backing::Shared(Arc::new(file), 0)
+            }
+        };
+        let start = NonNull::new(start.cast()).expect("a mapping is not at address zero");
+        // SAFETY: the mapping lives as long as the guest, which outlives the users of its RAM; nobody else knows of it.
+        let block = unsafe { RamBlock::new("ram", start, bytes, backing) };
+        let ram = GuestRam::new(vec![block]).map_err(std::io::Error::other)?;
+        Ok(Self { start, bytes, ram })
+    }
+
+    /// Its RAM.
+    pub(crate) fn ram(&self) -> GuestRam {
+        self.ram.clone()
+    }
+
+    fn block(&self) -> &RamBlock {
+        &self.ram.blocks()[0]
+    }
+
+    /// A dirty log that nobody writes to: the guest is idle.
+    pub(crate) fn log(&self) -> Box<HandedInLog> {
+        Box::new(HandedInLog::new(&[self.block().pages()]))
+    }
+
+    /// Writes what `content` says, by two threads.
+    pub(crate) fn fill(&self, content: Content) -> Result<(), String> {
+        let (filled, zero) = content.parts(self.bytes as u64);
+        let block = self.block();
+        in_two(pages_of(&filled), |page| {
+            let mut bytes = [0; PAGE_BYTES];
+            data().write(&mut bytes, page, GENERATION);
+            block.write(page, &bytes);
+            Ok(())
+        })?;
+        in_two(pages_of(&zero), |page| {
+            block.zero(page..page + 1);
+            Ok(())
+        })
+    }
+
+    /// Checks that the memory is as [`Guest::fill`] leaves it; what was never populated is zero.
+    pub(crate) fn check(&self, content: Content) -> Result<(), String> {
+        let block = self.block();
+        let filled = content.filled(self.bytes as u64);
+        in_two(pages_of(&filled), |page| {
+            let mut copy: Page = [0; PAGE_BYTES];
+            let mut zero = [0];
+            let mut snapshot = Snapshot::new(&mut copy, &mut zero);
+            block.read(page..page + 1, &mut snapshot);
+            if snapshot.finish().normal == 0 {
+                return Err(format!("page {page} was lost"));
+            }
+            data().check(&copy, page, GENERATION).map_err(|fault| format!("page {page} is {fault}"))
+        })?;
+        let inside: Vec<_> = filled.iter().map(pages).collect();
+        let mut map = PageMap::own().map_err(|error| error.to_string())?;
+        let mut wrong = None;
+        let outside = |page: &u64| !inside.iter().any(|part| part.contains(page));
+        block
+            .populated(&mut map, |run| {
+                wrong = wrong.or_else(|| run.filter(outside).find(|page| !block.is_zero(*page)));
+            })
+            .map_err(|error| error.to_string())?;
+        wrong.map_or(Ok(()), |page| Err(format!("page {page} holds something and should be zero")))
+    }
+
+    /// Bytes of it that are in memory of this machine.
+    pub(crate) fn populated_bytes(&self) -> Result<u64, String> {
+        let mut map = PageMap::own().map_err(|error| error.to_string())?;
+        let mut populated = 0;
+        let counted = self.block().populated(&mut map, |run| populated += run.end - run.start);
+        counted.map_err(|error| error.to_string())?;
+        Ok(populated * PAGE_BYTES as u64)
+    }
+
+    /// Whether all of it is zero, found out by two threads that read all of it: nobody who looks at memory can be faster
+    /// than about that.
+    pub(crate) fn read_by_two(&self) -> bool {
+        let (block, half) = (self.block(), self.block().pages() / 2);
+        let zero = |part: Range<u64>| part.into_iter().all(|page| block.is_zero(page));
+        std::thread::scope(|scope| {
+            let other = scope.spawn(move || zero(half..block.pages()));
+            zero(0..half) & other.join().expect("reading does not panic")
+        })
+    }
+}
+
+/// The content of a page by its number, here and in a QEMU: as in programs' memory, none zero.
+pub(crate) fn data() -> Pages {
+    Pages::new(Fill::Corpus)
+}
+
+fn pages(bytes: &Range<u64>) -> Range<u64> {
+    bytes.start / PAGE_BYTES as u64..bytes.end / PAGE_BYTES as u64
+}
+
+fn pages_of(parts: &[Range<u64>]) -> Vec<Range<u64>> {
+    parts.iter().map(pages).collect()
+}
+
+/// Calls `work` for every page of `parts`, by two threads.
+fn in_two(parts: Vec<Range<u64>>, work: impl Fn(u64) -> Result<(), String> + Sync) -> Result<(), String> {
+    let half = |which: u64| {
+        let (parts, work) = (&parts, &work);
+        move || {
+            parts.iter().try_for_each(|part| {
+                let middle = part.start + (part.end - part.start) / 2;
+                let mut own = if which == 0 { part.start..middle } else { middle..part.end };
+                own.try_for_each(work)
+            })
+        }
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(half(1));
+        half(0)().and(other.join().expect("the work does not panic"))
+    })
+}
+
+/// A monitor around it, at either side.
+#[derive(Debug, Default)]
+pub(crate) struct Monitor {
+    /// When its guest began to run.
+    pub(crate) resumed_ns: Option<u64>,
+}
+
+impl SourceVmm for Monitor {
+    fn name(&self) -> String {
+        "benchmark 1".into()
+    }
+
+    fn pause(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        Ok(state.write_all(&[0x5a; STATE_BYTES])?)
+    }
+
+    fn state_size(&self) -> u64 {
+        STATE_BYTES as u64
+    }
+}
+
+impl DestinationVmm for Monitor {
+    fn name(&self) -> String {
+        "benchmark 1".into()
+    }
+
+    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        let read = std::io::copy(state, &mut std::io::sink())?;
+        if read == STATE_BYTES as u64 { Ok(()) } else { Err(format!("{read} bytes of state").into()) }
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        self.resumed_ns = Some(now_ns());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_is_where_it_is_said_to_be_and_the_rest_is_not_there() {
+        let bytes = 2 * HUGE_PAGE as u64;
+        for memory in [Memory::SmallPages, Memory::Memfd] {
+            for (content, populated) in [
+                (Content::Untouched, 0),
+                (Content::HalfFilled, bytes / 2),
+                (Content::TouchedZero, bytes),
+                (Content::Sparse, HUGE_PAGE as u64),
+                (Content::Used(4096), bytes),
+            ] {
+                let guest = Guest::new(memory, bytes).unwrap();
+                guest.fill(content).unwrap();
+                assert_eq!(guest.populated_bytes(), Ok(populated), "{memory:?} {content:?}");
+                assert_eq!(guest.check(content), Ok(()), "{memory:?} {content:?}");
+                assert_eq!(guest.read_by_two(), content.filled(bytes).is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn a_page_that_is_lost_and_one_that_is_too_much_are_found() {
+        let guest = Guest::new(Memory::SmallPages, 2 * HUGE_PAGE as u64).unwrap();
+        guest.fill(Content::HalfFilled).unwrap();
+        let first = guest.block().pages() / 2;
+        guest.block().zero(first + 7..first + 8);
+        assert!(guest.check(Content::HalfFilled).unwrap_err().contains("lost"));
+        guest.fill(Content::HalfFilled).unwrap();
+        guest.block().write(3, &[1; PAGE_BYTES]);
+        assert_eq!(guest.check(Content::HalfFilled), Err("page 3 holds something and should be zero".into()));
+    }
+}

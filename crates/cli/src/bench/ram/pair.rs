@@ -1,0 +1,194 @@
+//! A source and a destination as processes of their own, and one migration between them, measured.
+
+use std::cell::RefCell;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use sterna::cancel::Cancel;
+use sterna_lab::warm_memory;
+
+use super::guest::{Content, Memory};
+use super::side::{Answer, Mover, Order, Took};
+use crate::hosts::{Hosts, HostsError, Side, doing};
+
+/// No step takes longer on a machine that is only slow.
+const LONG: Duration = Duration::from_secs(180);
+/// How often a wait looks whether it was cancelled.
+const SLICE: Duration = Duration::from_millis(200);
+
+/// What the sides have in common, and where they run.
+pub(crate) struct Rig<'a> {
+    /// CPUs for each side.
+    pub(crate) cpus: u16,
+    pub(crate) cancel: &'a Cancel,
+}
+
+/// What a migration took.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Measured {
+    pub(crate) total_ms: f64,
+    pub(crate) wire_bytes: f64,
+    pub(crate) source_cpu: f64,
+    pub(crate) destination_cpu: f64,
+    pub(crate) faults: f64,
+    pub(crate) source_memory: f64,
+    pub(crate) destination_memory: f64,
+}
+
+/// Guest RAM of one side.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) memory: Memory,
+    pub(crate) bytes: u64,
+    pub(crate) content: Content,
+}
+
+impl Rig<'_> {
+    /// The CPUs of a side: neighbours are often two threads of one core, so the destination's are of the machine's second
+    /// half.
+    pub(crate) fn cpus(&self, side: Side) -> Vec<usize> {
+        let own = usize::from(self.cpus);
+        let all = std::thread::available_parallelism().map_or(1, usize::from);
+        let first = match side {
+            Side::A => 0,
+            Side::B => (all / 2).max(own),
+        };
+        // On a machine with too few CPUs, both sides share what there is.
+        (first..first + own).map(|cpu| cpu % all).collect()
+    }
+
+    /// A process with guest RAM.
+    pub(crate) fn side<'a>(&'a self, side: Side, shape: Shape) -> Result<SideProcess<'a>, HostsError> {
+        let mut process = SideProcess::start(side, self.cancel)?;
+        let Shape { memory, bytes, content } = shape;
+        match process.ask(&Order::Prepare { memory, bytes, content, cpus: self.cpus(side) })? {
+            Answer::Done => Ok(process),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Moves the memory of `source` once, to a fresh destination with RAM of the same size; with `verify` it is checked that
+    /// it arrived whole. `expected` is how many bytes of memory the destination will need.
+    pub(crate) fn migrate(
+        &self,
+        source: &RefCell<SideProcess<'_>>,
+        shape: Shape,
+        expected: u64,
+        by: &Mover,
+        channels: u16,
+        verify: bool,
+    ) -> Result<Measured, HostsError> {
+        let Shape { memory, bytes, content } = shape;
+        warm_memory(expected as usize)?;
+        let mut destination = self.side(Side::B, Shape { memory, bytes, content: Content::Untouched })?;
+        destination.tell(&Order::Receive { by: by.clone(), channels })?;
+        let to = match destination.hear()? {
+            Answer::Listening { address } => address,
+            other => return Err(unexpected(&other)),
+        };
+        let mut source = source.borrow_mut();
+        source.tell(&Order::Send { by: by.clone(), to, channels })?;
+        let sent = took(source.hear()?)?;
+        let received = took(destination.hear()?)?;
+        if verify {
+            match destination.ask(&Order::Check { content })? {
+                Answer::Done => {}
+                other => return Err(unexpected(&other)),
+            }
+        }
+        Ok(Measured {
+            total_ms: (received.ended_ns.saturating_sub(sent.begun_ns)) as f64 / 1e6,
+            wire_bytes: sent.wire_bytes as f64,
+            source_cpu: sent.cpu_seconds,
+            destination_cpu: received.cpu_seconds,
+            faults: received.faults as f64,
+            source_memory: sent.own_memory_bytes as f64,
+            destination_memory: received.own_memory_bytes as f64,
+        })
+    }
+}
+
+/// What a side answered when it was to measure something.
+pub(crate) fn took(answer: Answer) -> Result<Took, HostsError> {
+    match answer {
+        Answer::Took(took) => Ok(took),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn unexpected(answer: &Answer) -> HostsError {
+    match answer {
+        Answer::Failed { reason } => HostsError(reason.clone()),
+        other => HostsError(format!("a side answered {other:?}")),
+    }
+}
+
+/// A side; ended when dropped.
+pub(crate) struct SideProcess<'a> {
+    name: &'static str,
+    child: Child,
+    orders: ChildStdin,
+    answers: Receiver<String>,
+    cancel: &'a Cancel,
+}
+
+impl<'a> SideProcess<'a> {
+    fn start(side: Side, cancel: &'a Cancel) -> Result<Self, HostsError> {
+        let name = if side == Side::A { "the source" } else { "the destination" };
+        let mut command = Hosts::loopback().sterna(side)?;
+        command.arg("bench-side").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().map_err(doing(format_args!("starting {name}")))?;
+        let (Some(orders), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(HostsError(format!("{name} has no pipes")));
+        };
+        let (heard, answers) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                if heard.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Self { name, child, orders, answers, cancel })
+    }
+
+    /// Gives an order.
+    pub(crate) fn tell(&mut self, order: &Order) -> Result<(), HostsError> {
+        let mut line = serde_json::to_string(order).map_err(doing("writing an order"))?;
+        line.push('\n');
+        self.orders.write_all(line.as_bytes()).map_err(doing(format_args!("giving an order to {}", self.name)))
+    }
+
+    /// Waits for an answer.
+    pub(crate) fn hear(&mut self) -> Result<Answer, HostsError> {
+        let deadline = Instant::now() + LONG;
+        loop {
+            match self.answers.recv_timeout(SLICE) {
+                Ok(line) => return serde_json::from_str(&line).map_err(doing(format_args!("{} said {line}", self.name))),
+                Err(RecvTimeoutError::Timeout) if self.cancel.is_cancelled() => {
+                    return Err(HostsError("cancelled".into()));
+                }
+                Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    return Err(HostsError(format!("{} does not answer after {} s", self.name, LONG.as_secs())));
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(HostsError(format!("{} has ended", self.name))),
+            }
+        }
+    }
+
+    /// Gives an order and waits for the answer.
+    pub(crate) fn ask(&mut self, order: &Order) -> Result<Answer, HostsError> {
+        self.tell(order)?;
+        self.hear()
+    }
+}
+
+impl Drop for SideProcess<'_> {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,185 @@
+//! The library's channels alone, both ends: pages are searched, read, sent, received and placed as in a migration, but there
+//! is no handshake, no dirty log and no switchover. For what has to be measured with and without a part of the destination
+//! that [`sterna::destination::Destination`] cannot do without.
+
+use std::fmt::Display;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna::abort::Abort;
+use sterna::batch::BatchPool;
+use sterna::entry::{PageSearch, Pipeline};
+use sterna::pacer::Pacer;
+use sterna::receive::{ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna::send::{SendChannel, SendContext, Sent};
+use sterna::session::Session;
+use sterna::transport::{Address, Incoming, Limits, Listener, Security, accept_channel};
+use sterna::window::Window;
+use sterna_codec::MethodChoice;
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::holes::PageMap;
+use sterna_memory::ram::{GuestRam, RamBlock};
+use sterna_memory::received::{Freshness, ReceivedBitmap};
+use sterna_wire::header::ChannelKind;
+use sterna_wire::identity::{MigrationId, MigrationKey};
+use sterna_wire::limits::DEFAULT_PACKET_SIZE;
+use sterna_wire::packet::{BlockShape, Run, RunKind};
+
+/// As [`sterna::source::Source`] has them.
+const DOWNTIME: Duration = Duration::from_millis(300);
+const BATCHES_PER_CHANNEL: usize = 4;
+
+fn text(error: impl Display) -> String {
+    error.to_string()
+}
+
+/// Sends all populated memory of `ram`; returns the bytes on the wire.
+pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, String> {
+    let session = Session {
+        id: MigrationId::from_bytes([1; 16]),
+        key: MigrationKey::from_bytes([2; 32]),
+        incarnation: 1,
+        channels,
+        packet_size: DEFAULT_PACKET_SIZE,
+        features: Vec::new(),
+        round_trip: Duration::ZERO,
+    };
+    let context = SendContext {
+        window: Arc::new(Window::new(DEFAULT_PACKET_SIZE as u64, Duration::ZERO, DOWNTIME)),
+        pacer: Arc::new(Pacer::new(None)),
+        abort: Arc::new(Abort::default()),
+        method: MethodChoice::default(),
+        packet_size: DEFAULT_PACKET_SIZE,
+    };
+    let to = Address::from(to);
+    let open = |index| session.open(&Security::Insecure, &to, ChannelKind::Ram, index, &context);
+    let channels = (0..channels).map(open).collect::<Result<Vec<_>, _>>().map_err(text)?;
+    let pool = BatchPool::new(BATCHES_PER_CHANNEL * channels.len(), 0);
+    let window = Arc::clone(&context.window);
+    let pipeline = Arc::new(Pipeline { channels, pool, window, page_size: PAGE_SIZE });
+    let mut search = PageSearch::new(Arc::clone(&pipeline), ram.clone(), DEFAULT_PACKET_SIZE);
+    let mut map = PageMap::own().map_err(text)?;
+    for (number, block) in ram.blocks().iter().enumerate() {
+        let mut runs = Vec::new();
+        block.populated(&mut map, |run| runs.push(run)).map_err(text)?;
+        runs.into_iter().try_for_each(|run| search.pages(number as u16, run)).map_err(text)?;
+    }
+    search.flush().map_err(text)?;
+    pipeline.channels.iter().try_for_each(|channel| channel.drained().map(drop)).map_err(text)?;
+    let sent = Sent::over(&pipeline.channels);
+    drop(search);
+    if let Ok(pipeline) = Arc::try_unwrap(pipeline) {
+        pipeline.channels.into_iter().for_each(SendChannel::join);
+    }
+    context.abort.finish();
+    Ok(sent.wire_bytes)
+}
+
+/// A destination that channels can connect to.
+pub(crate) struct Door {
+    address: SocketAddr,
+    incoming: Incoming,
+}
+
+impl Door {
+    /// Opens it at `address`.
+    pub(crate) fn open(address: &str) -> Result<Self, String> {
+        let listener = Listener::bind(&Address::from(address)).map_err(text)?;
+        let address = listener.local_address();
+        let incoming = listener.start(Security::Insecure, Limits::default()).map_err(text)?;
+        Ok(Self { address, incoming })
+    }
+
+    /// Where it listens.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Receives into `ram`, never touched before, by so many channels.
+    pub(crate) fn receive(&self, ram: &GuestRam, channels: u16, received_bitmap: bool) -> Result<(), String> {
+        let shape = |block: &RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
+        let shapes: Arc<[BlockShape]> = ram.blocks().iter().map(shape).collect();
+        let bitmaps = || ram.blocks().iter().map(|block| ReceivedBitmap::new(block.pages())).collect();
+        let received: Option<Arc<[_]>> = received_bitmap.then(bitmaps);
+        std::thread::scope(|scope| {
+            let mut running = Vec::new();
+            for _ in 0..channels {
+                let (connection, _) = self.incoming.next().ok_or("the listener has ended")?;
+                let mut sink = PlacingSink { ram: ram.clone(), shapes: Arc::clone(&shapes), received: received.clone() };
+                running.push(scope.spawn(move || {
+                    let (writer, reader) = accept_channel(connection).map_err(text)?;
+                    let counters = ReceiveCounters::default();
+                    receive_packets(reader, writer.into(), &mut sink, DEFAULT_PACKET_SIZE, &counters).map_err(text)
+                }));
+            }
+            running.into_iter().try_for_each(|thread| thread.join().expect("receiving does not panic"))
+        })
+    }
+}
+
+/// Places pages as [`sterna::destination::Destination`] does. Without a received bitmap a zero page is looked at and cleared
+/// if it holds anything, which is what QEMU did before it had one: it populates memory that nobody used.
+struct PlacingSink {
+    ram: GuestRam,
+    shapes: Arc<[BlockShape]>,
+    received: Option<Arc<[ReceivedBitmap]>>,
+}
+
+impl Sink for PlacingSink {
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        Ok(Arc::clone(&self.shapes))
+    }
+
+    fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
+        let received = self.received.as_ref().map(|received| &received[usize::from(block)]);
+        let block = &self.ram.blocks()[usize::from(block)];
+        let mut rest = content;
+        for run in runs {
+            let pages = run.first..run.end();
+            match (run.kind, received) {
+                (RunKind::Normal, received) => {
+                    let (now, later) = rest.split_at(run.count as usize * PAGE_SIZE);
+                    rest = later;
+                    if let Some(received) = received {
+                        received.mark(pages.clone());
+                    }
+                    block.populate(pages)?;
+                    block.write(run.first, now);
+                }
+                (RunKind::Zero, Some(received)) => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
+                (RunKind::Zero, None) => {
+                    pages.filter(|page| !block.is_zero(*page)).for_each(|page| block.zero(page..page + 1));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::guest::{Content, Guest, Memory};
+    use super::*;
+
+    #[test]
+    fn memory_arrives_the_same_and_only_with_the_bitmap_are_zero_pages_left_alone() {
+        for received_bitmap in [true, false] {
+            let (bytes, content) = (8 << 20, Content::Used(1 << 20));
+            let source = Guest::new(Memory::SmallPages, bytes).unwrap();
+            let destination = Guest::new(Memory::SmallPages, bytes).unwrap();
+            source.fill(content).unwrap();
+            let door = Door::open("127.0.0.1:0").unwrap();
+            let to = door.address().to_string();
+            std::thread::scope(|scope| {
+                let ram = destination.ram();
+                let receiving = scope.spawn(move || door.receive(&ram, 2, received_bitmap));
+                send(&source.ram(), &to, 2).unwrap();
+                receiving.join().unwrap().unwrap();
+            });
+            // Looked at but not written, a page is the system's one zero page, which does not count as populated.
+            assert_eq!(destination.populated_bytes(), Ok(1 << 20));
+            assert_eq!(destination.check(content), Ok(()));
+        }
+    }
+}

@@ -1,0 +1,405 @@
+//! Post-copy at the destination: the guest runs, and what it touches before it is here is asked for.
+//!
+//! ```text
+//! vCPU ─ fault ─> fault thread ─ request ─> source        pages ─ RAM channels, post-copy channel ─> place ─> vCPU wakes
+//! ```
+//! `memory::missing` knows which pages are stale and puts them in place; here are the thread that hears of faults, the
+//! channel on which pages are asked for, and the end: when nothing is stale any more.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::missing::{Answer, MissingError, MissingPages};
+use sterna_memory::ram::{GuestRam, RamBlock};
+use sterna_memory::userfault::wait::{FaultBuffer, Stop};
+use sterna_memory::userfault::{Faults, Userfault};
+use sterna_wire::control::PostCopyFigures;
+use sterna_wire::packet::{PageRequest, Run, RunKind};
+
+use crate::receive::SinkError;
+use crate::transport::Writer;
+
+/// Largest page of a backing that is waited for as a whole, in bytes: one of 1 GiB would take seconds.
+const LARGEST_PAGE: usize = 2 << 20;
+/// Latencies that are kept for the report.
+const MOST_LATENCIES: usize = 1 << 20;
+
+/// What post-copy tells the driver.
+#[derive(Debug)]
+pub(super) enum PostCopyNews {
+    /// Nothing is missing any more.
+    Complete,
+    /// The guest can not go on as it must: stop it.
+    Failed(String),
+}
+
+/// The requests under way and what became of those before.
+#[derive(Debug, Default)]
+struct Asked {
+    since: HashMap<(u16, u64), Instant>,
+    /// Microseconds.
+    latencies: Vec<u32>,
+}
+
+/// How far loading the guest's state is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Load {
+    #[default]
+    NotDone,
+    /// Missing pages read as zero since.
+    Released,
+    Done,
+}
+
+/// RAM of which pages are missing.
+pub(super) struct PostCopy {
+    missing: Vec<MissingPages>,
+    userfault: Arc<Userfault>,
+    stop: Stop,
+    /// Where pages are asked for; none while the source is lost.
+    requests: Mutex<Option<Writer>>,
+    asked: Mutex<Asked>,
+    waited_for: AtomicUsize,
+    /// All discards are here: that nothing is stale means that nothing is missing.
+    armed: AtomicBool,
+    complete: AtomicBool,
+    load: Mutex<Load>,
+    tell: Box<dyn Fn(PostCopyNews) + Send + Sync>,
+}
+
+/// Why `ram` cannot be filled after the guest has started; none if it can.
+pub(super) fn refusal(ram: &GuestRam) -> Option<String> {
+    let features = match features(ram) {
+        Ok(features) => features,
+        Err(reason) => return Some(reason),
+    };
+    Userfault::open(Faults::All, features).err().map(|error| error.to_string())
+}
+
+/// The userfaultfd features that the blocks' backings need.
+fn features(ram: &GuestRam) -> Result<u64, String> {
+    let of = |block: &RamBlock| {
+        let name = block.name();
+        if block.page_size() > LARGEST_PAGE {
+            return Err(format!(
+                "RAM block {name} has pages of {} bytes, too large to wait for one",
+                block.page_size()
+            ));
+        }
+        match block.discardable() {
+            Ok(Some(memory)) => Ok(memory.userfault_features()),
+            Ok(None) => Err(format!("RAM block {name} is of a kind whose missing pages cannot be watched")),
+            Err(error) => Err(format!("RAM block {name}: {error}")),
+        }
+    };
+    ram.blocks().iter().try_fold(0, |features, block| Ok(features | of(block)?))
+}
+
+impl PostCopy {
+    /// Has the missing pages of `ram` watched: all that was sent so far is in place.
+    pub(super) fn begin(ram: &GuestRam, tell: Box<dyn Fn(PostCopyNews) + Send + Sync>) -> Result<Arc<Self>, String> {
+        let userfault = Arc::new(Userfault::open(Faults::All, features(ram)?).map_err(|error| error.to_string())?);
+        let watch = |block: &RamBlock| {
+            let memory = block.discardable().map_err(|error| error.to_string())?.ok_or("it cannot be watched")?;
+            MissingPages::new(memory, Arc::clone(&userfault)).map_err(|error| error.to_string())
+        };
+        let missing = ram.blocks().iter().map(watch).collect::<Result<_, String>>()?;
+        let stop = Stop::new().map_err(|error| format!("no eventfd: {error}"))?;
+        Ok(Arc::new(Self {
+            missing,
+            userfault,
+            stop,
+            requests: Mutex::default(),
+            asked: Mutex::default(),
+            waited_for: AtomicUsize::new(0),
+            armed: AtomicBool::new(false),
+            complete: AtomicBool::new(false),
+            load: Mutex::default(),
+            tell,
+        }))
+    }
+
+    /// Starts the thread that hears of faults.
+    pub(super) fn hear_faults(self: &Arc<Self>) -> io::Result<JoinHandle<()>> {
+        let post_copy = Arc::clone(self);
+        std::thread::Builder::new().name("faults".into()).spawn(move || {
+            let mut buffer = FaultBuffer::new();
+            loop {
+                match post_copy.userfault.wait_faults(&post_copy.stop, &mut buffer) {
+                    Ok(None) => return,
+                    Ok(Some(faults)) => {
+                        let outcome = faults.iter().try_for_each(|fault| post_copy.fault(fault.address()));
+                        if let Err(error) = outcome {
+                            (post_copy.tell)(PostCopyNews::Failed(format!(
+                                "a page fault could not be answered: {error}"
+                            )));
+                        }
+                    }
+                    Err(error) => {
+                        (post_copy.tell)(PostCopyNews::Failed(error.to_string()));
+                        return;
+                    }
+                }
+            }
+        })
+    }
+
+    fn fault(&self, address: usize) -> Result<(), MissingError> {
+        let Some((number, block)) = self.missing.iter().enumerate().find(|(_, block)| block.contains(address)) else {
+            return Ok(());
+        };
+        if let Answer::Ask(pages) = block.fault(address)? {
+            let block = number as u16;
+            {
+                let mut asked = self.asked();
+                asked.since.insert((block, pages.start), Instant::now());
+                self.waited_for.store(asked.since.len(), Ordering::Release);
+            }
+            let request = PageRequest { block, first: pages.start, count: (pages.end - pages.start) as u32 };
+            let mut requests = self.requests();
+            // Without a source it is asked for when one has come back: its fault comes anew then.
+            if let Some(writer) = &mut *requests
+                && writer.write_all_vectored(&[&request.encode()]).is_err()
+            {
+                *requests = None;
+            }
+        }
+        Ok(())
+    }
+
+    fn asked(&self) -> MutexGuard<'_, Asked> {
+        self.asked.lock().expect("nobody panics with it")
+    }
+
+    fn requests(&self) -> MutexGuard<'_, Option<Writer>> {
+        self.requests.lock().expect("nobody panics with it")
+    }
+
+    /// The post-copy channel has come, at first.
+    pub(super) fn connected(&self, writer: Writer) {
+        *self.requests() = Some(writer);
+    }
+
+    /// The post-copy channel of a source that has come back: says what is missing, then what is waited for.
+    pub(super) fn reconnected(&self, mut writer: Writer) -> io::Result<()> {
+        let mut outcome = Ok(());
+        for (block, missing) in self.missing.iter().enumerate() {
+            missing.for_each_stale_run(|mut run| {
+                while outcome.is_ok() && !run.is_empty() {
+                    let count = (run.end - run.start).min(u32::MAX.into());
+                    let request = PageRequest { block: block as u16, first: run.start, count: count as u32 };
+                    outcome = writer.write_all_vectored(&[&request.encode()]);
+                    run.start += count;
+                }
+            });
+        }
+        outcome?;
+        writer.write_all_vectored(&[&PageRequest { block: 0, first: 0, count: 0 }.encode()])?;
+        *self.requests() = Some(writer);
+        self.missing.iter().try_for_each(MissingPages::forget_asked).map_err(io::Error::other)
+    }
+
+    /// The source is lost: pages are asked for when it has come back.
+    pub(super) fn disconnected(&self) {
+        *self.requests() = None;
+    }
+
+    pub(super) fn discard(&self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
+        let missing = &self.missing[usize::from(block)];
+        Ok(runs.iter().try_for_each(|run| missing.declare_stale(run.first..run.end()))?)
+    }
+
+    /// Pages have come. `huge` puts together those of a huge page; it is the channel's own.
+    pub(super) fn place(&self, block: u16, runs: &[Run], content: &[u8], huge: &mut HugePage) -> Result<(), SinkError> {
+        let missing = &self.missing[usize::from(block)];
+        let whole = missing.backing().page_size() / PAGE_SIZE;
+        let mut rest = content;
+        for run in runs {
+            let content = match run.kind {
+                RunKind::Normal => {
+                    let (now, later) = rest.split_at(run.count as usize * PAGE_SIZE);
+                    rest = later;
+                    Some(now)
+                }
+                RunKind::Zero => None,
+            };
+            match content {
+                _ if whole > 1 => huge.take(block, run, content, whole, |first, page| {
+                    self.arrived(block, first..first + whole as u64);
+                    missing.place(first, page).map(drop)
+                })?,
+                Some(content) => drop(missing.place(run.first, content)?),
+                None => drop(missing.place_zero(run.first..run.end())?),
+            }
+            if whole == 1 {
+                self.arrived(block, run.first..run.end());
+            }
+        }
+        self.if_complete();
+        Ok(())
+    }
+
+    fn arrived(&self, block: u16, pages: std::ops::Range<u64>) {
+        if self.waited_for.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let mut asked = self.asked();
+        for page in pages {
+            if let Some(since) = asked.since.remove(&(block, page))
+                && asked.latencies.len() < MOST_LATENCIES
+            {
+                asked.latencies.push(u32::try_from(since.elapsed().as_micros()).unwrap_or(u32::MAX));
+            }
+        }
+        self.waited_for.store(asked.since.len(), Ordering::Release);
+    }
+
+    /// All discards are here and the guest runs.
+    pub(super) fn arm(&self) {
+        self.armed.store(true, Ordering::SeqCst);
+        self.if_complete();
+    }
+
+    fn if_complete(&self) {
+        let ready = self.armed.load(Ordering::SeqCst) && self.missing.iter().all(|block| block.stale_count() == 0);
+        if ready && !self.complete.swap(true, Ordering::SeqCst) {
+            (self.tell)(match self.missing.iter().try_for_each(MissingPages::finish) {
+                Ok(()) => PostCopyNews::Complete,
+                Err(error) => PostCopyNews::Failed(error.to_string()),
+            });
+        }
+    }
+
+    /// Pages that are still at the source.
+    pub(super) fn missing(&self) -> u64 {
+        self.missing.iter().map(MissingPages::stale_count).sum()
+    }
+
+    /// Requests and how long they took.
+    pub(super) fn figures(&self) -> PostCopyFigures {
+        let mut latencies = std::mem::take(&mut self.asked().latencies);
+        latencies.sort_unstable();
+        let at = |part: f64| latencies.get((latencies.len() as f64 * part) as usize).copied().unwrap_or(0);
+        PostCopyFigures { requests: latencies.len() as u64, latency_p50_us: at(0.5), latency_p99_us: at(0.99) }
+    }
+
+    /// Ends the thread that hears of faults.
+    pub(super) fn stop(&self) {
+        self.stop.stop();
+    }
+
+    /// The guest's state is being loaded, or will be: if the migration is taken down before that is done, nobody is to
+    /// wait for a page any more.
+    pub(super) fn release_if_not_loaded(&self) {
+        let mut load = self.load.lock().expect("nobody panics with it");
+        if *load == Load::NotDone {
+            *load = Load::Released;
+            self.release();
+        }
+    }
+
+    /// The guest's state is loaded. False: from pages that were not the guest's.
+    pub(super) fn loaded(&self) -> bool {
+        let mut load = self.load.lock().expect("nobody panics with it");
+        if *load == Load::NotDone {
+            *load = Load::Done;
+        }
+        *load == Load::Done
+    }
+
+    /// No guest has run on this memory and none will.
+    pub(super) fn release(&self) {
+        for block in &self.missing {
+            if let Err(error) = block.abandon() {
+                tracing::warn!(%error, "missing pages are still watched");
+            }
+        }
+    }
+}
+
+/// A huge page that comes in several packets of one channel: it can be put in place only as a whole.
+#[derive(Debug, Default)]
+pub(super) struct HugePage {
+    content: Vec<u8>,
+    block: u16,
+    first: u64,
+    /// Pages of 4 KiB that are here, from the first on.
+    here: usize,
+}
+
+impl HugePage {
+    fn take(
+        &mut self,
+        block: u16,
+        run: &Run,
+        content: Option<&[u8]>,
+        whole: usize,
+        mut place: impl FnMut(u64, &[u8]) -> Result<(), MissingError>,
+    ) -> Result<(), SinkError> {
+        self.content.resize(whole * PAGE_SIZE, 0);
+        let mut done = 0;
+        while done < run.count as usize {
+            let page = run.first + done as u64;
+            if self.here == 0 && page.is_multiple_of(whole as u64) {
+                (self.block, self.first) = (block, page);
+            } else if (self.block, self.first + self.here as u64) != (block, page) || self.here == 0 {
+                return Err("the pages of a huge page did not come one after the other".into());
+            }
+            let count = (run.count as usize - done).min(whole - self.here);
+            let target = &mut self.content[self.here * PAGE_SIZE..][..count * PAGE_SIZE];
+            match content {
+                Some(content) => target.copy_from_slice(&content[done * PAGE_SIZE..][..count * PAGE_SIZE]),
+                None => target.fill(0),
+            }
+            self.here += count;
+            done += count;
+            if self.here == whole {
+                self.here = 0;
+                place(self.first, &self.content)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(kind: RunKind, first: u64, count: u32) -> Run {
+        Run { kind, first, count }
+    }
+
+    #[test]
+    fn a_huge_page_is_placed_when_its_last_piece_has_come() {
+        let mut placed = Vec::new();
+        let mut huge = HugePage::default();
+        let ones = vec![1; 8 * PAGE_SIZE];
+        let mut take = |run: &Run, content: Option<&[u8]>| {
+            huge.take(0, run, content, 4, |first, page| {
+                placed.push((first, page[0], page[3 * PAGE_SIZE]));
+                Ok(())
+            })
+        };
+        take(&run(RunKind::Normal, 8, 3), Some(&ones[..3 * PAGE_SIZE])).unwrap();
+        take(&run(RunKind::Zero, 11, 1), None).unwrap();
+        take(&run(RunKind::Normal, 12, 8), Some(&ones)).unwrap();
+        assert!(take(&run(RunKind::Normal, 21, 1), Some(&ones[..PAGE_SIZE])).is_err(), "not from the page's beginning");
+        assert_eq!(placed, [(8, 1, 0), (12, 1, 1), (16, 1, 1)]);
+    }
+
+    #[test]
+    fn a_huge_page_with_a_gap_is_refused() {
+        let mut huge = HugePage::default();
+        let ones = vec![1; PAGE_SIZE];
+        let never = |_: u64, _: &[u8]| -> Result<(), MissingError> { panic!("nothing is whole") };
+        huge.take(0, &run(RunKind::Normal, 0, 1), Some(&ones), 4, never).unwrap();
+        assert!(huge.take(0, &run(RunKind::Normal, 2, 1), Some(&ones), 4, never).is_err());
+        assert!(huge.take(1, &run(RunKind::Normal, 1, 1), Some(&ones), 4, never).is_err());
+    }
+}

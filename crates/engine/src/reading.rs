@@ -1,0 +1,46 @@
+//! Guest RAM read into a batch: once per page, with the zero test and the checksum in the same pass.
+
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::ram::GuestRam;
+use sterna_memory::snapshot::Snapshot;
+
+use crate::batch::Batch;
+
+/// What guest RAM is read into. One per thread that reads: it stays in that core's cache.
+#[derive(Debug)]
+pub(crate) struct Reading {
+    batch: Batch,
+    /// One bit per page of a batch.
+    zero_map: Vec<u64>,
+}
+
+impl Reading {
+    /// For batches of `packet_size` bytes of content.
+    pub(crate) fn new(packet_size: usize) -> Self {
+        Self { batch: Batch::new(packet_size), zero_map: vec![0; (packet_size / PAGE_SIZE).div_ceil(64)] }
+    }
+
+    /// Reads the pages of `wanted`, normal runs without content, from `ram`, which the guest may be writing.
+    pub(crate) fn read(&mut self, ram: &GuestRam, wanted: &Batch) -> &Batch {
+        let block = &ram.blocks()[usize::from(wanted.block)];
+        self.batch.clear();
+        self.batch.block = wanted.block;
+        let mut snapshot = Snapshot::new(self.batch.spare_mut(), &mut self.zero_map);
+        for run in wanted.runs() {
+            block.read(run.first..run.end(), &mut snapshot);
+        }
+        let result = snapshot.finish();
+        let pages = wanted.runs().iter().flat_map(|run| run.first..run.end());
+        for (seen, page) in pages.enumerate() {
+            if self.zero_map[seen / 64] >> (seen % 64) & 1 == 1 {
+                self.batch.push_zero(page, 1);
+            } else {
+                self.batch.push_normal(page, 1, PAGE_SIZE);
+            }
+        }
+        debug_assert_eq!(result.normal_bytes(), self.batch.content().len());
+        self.batch.set_checksum(result.checksum);
+        self.batch.set_in_window(result.normal_bytes() as u64);
+        &self.batch
+    }
+}

@@ -1,0 +1,189 @@
+//! In post-copy: which pages the destination still lacks, the thread that answers its requests, and the streaming of the rest.
+//!
+//! The guest has stopped here, so memory is at rest. A page is taken off the list when it is handed to a channel; the
+//! destination keeps the list that counts, and tells it again when a connection was lost.
+
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::bitmap::{AtomicPageBitmap, PageBitmap};
+use sterna_memory::ram::GuestRam;
+use sterna_wire::packet::{BlockShape, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run};
+use sterna_wire::sequence::SendSequence;
+
+use crate::batch::Batch;
+use crate::entry::{PageSearch, REGION};
+use crate::reading::Reading;
+use crate::transport::{Reader, Writer};
+use crate::window::WindowClosed;
+
+const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
+/// Regions that are streamed ahead of the rest after a request: the guest works near where it faulted.
+const FOLLOWED: u64 = 4;
+
+/// The pages that the destination lacks.
+#[derive(Debug)]
+pub(super) struct Unsent {
+    blocks: Vec<AtomicPageBitmap>,
+    /// Where the guest faulted last.
+    fault: Mutex<Option<(u16, u64)>>,
+}
+
+impl Unsent {
+    /// None of `ram`.
+    pub(super) fn none_of(ram: &GuestRam) -> Self {
+        let blocks = ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect();
+        Self { blocks, fault: Mutex::default() }
+    }
+
+    /// Adds the pages of `pending`, block by block, widened to whole pages of each block's backing: the destination can
+    /// only lack those.
+    pub(super) fn add(&self, ram: &GuestRam, pending: &[PageBitmap]) {
+        for ((unsent, pending), block) in self.blocks.iter().zip(pending).zip(ram.blocks()) {
+            let whole = (block.page_size() / PAGE_SIZE) as u64;
+            pending.for_each_run(|run| unsent.set(run.start / whole * whole..run.end.next_multiple_of(whole)));
+        }
+    }
+
+    /// Calls `run` for each run of pages that the destination lacks.
+    pub(super) fn for_each_run(&self, mut run: impl FnMut(u16, Range<u64>)) {
+        for (number, block) in self.blocks.iter().enumerate() {
+            block.for_each_run_in(0..block.pages(), |pages| run(number as u16, pages));
+        }
+    }
+
+    /// Hands all of them to the channels, near the last fault first.
+    pub(super) fn stream(&self, search: &mut PageSearch) -> Result<(), WindowClosed> {
+        for (number, block) in self.blocks.iter().enumerate() {
+            for region in 0..block.pages().div_ceil(REGION_PAGES) {
+                while let Some((number, page)) = self.take_fault() {
+                    let first = page / REGION_PAGES;
+                    for region in first..first + FOLLOWED {
+                        self.stream_region(search, number, region)?;
+                    }
+                    search.flush()?;
+                }
+                self.stream_region(search, number as u16, region)?;
+            }
+        }
+        search.flush()
+    }
+
+    fn take_fault(&self) -> Option<(u16, u64)> {
+        self.fault.lock().expect("nobody panics with it").take()
+    }
+
+    fn stream_region(&self, search: &mut PageSearch, number: u16, region: u64) -> Result<(), WindowClosed> {
+        let block = &self.blocks[usize::from(number)];
+        let pages = (region * REGION_PAGES).min(block.pages())..((region + 1) * REGION_PAGES).min(block.pages());
+        let mut outcome = Ok(());
+        block.take_runs(pages, |run| {
+            if outcome.is_ok() {
+                outcome = search.pages(number, run);
+            }
+        });
+        outcome
+    }
+}
+
+/// Answers the destination's requests on the post-copy channel.
+#[derive(Debug)]
+pub(super) struct PageServer {
+    ram: GuestRam,
+    shapes: Vec<BlockShape>,
+    unsent: Arc<Unsent>,
+    reader: Reader,
+    writer: Writer,
+    packet_size: usize,
+    sequence: SendSequence,
+    wanted: Batch,
+    reading: Reading,
+}
+
+impl PageServer {
+    pub(super) fn new(
+        ram: GuestRam,
+        unsent: Arc<Unsent>,
+        (writer, reader): (Writer, Reader),
+        packet_size: usize,
+    ) -> io::Result<Self> {
+        let shape =
+            |block: &sterna_memory::ram::RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
+        let shapes = ram.blocks().iter().map(shape).collect();
+        let (wanted, reading) = (Batch::new(0), Reading::new(packet_size));
+        let mut server = Self {
+            ram,
+            shapes,
+            unsent,
+            reader,
+            writer,
+            packet_size,
+            sequence: SendSequence::default(),
+            wanted,
+            reading,
+        };
+        // A guest that has all that it works with asks for nothing; that the peer lives, the control channel tells.
+        server.reader.set_timeout(None)?;
+        Ok(server)
+    }
+
+    /// Takes the list of what the destination lacks, which it says first on a new connection.
+    pub(super) fn hear_list(&mut self) -> io::Result<()> {
+        while let Some(request) = self.next_request()? {
+            if request.count == 0 {
+                return Ok(());
+            }
+            self.unsent.blocks[usize::from(request.block)].set(request.first..request.first + u64::from(request.count));
+        }
+        Err(io::ErrorKind::UnexpectedEof.into())
+    }
+
+    /// Answers requests until the destination closes the channel.
+    pub(super) fn serve(mut self) -> io::Result<()> {
+        while let Some(request) = self.next_request()? {
+            let end = request.first + u64::from(request.count);
+            self.unsent.blocks[usize::from(request.block)].clear(request.first..end);
+            let mut at = request.first;
+            while at < end {
+                let count = (end - at).min((self.packet_size / PAGE_SIZE) as u64);
+                self.send(request.block, at, count as u32)?;
+                at += count;
+            }
+            *self.unsent.fault.lock().expect("nobody panics with it") = Some((request.block, request.first));
+        }
+        Ok(())
+    }
+
+    fn next_request(&mut self) -> io::Result<Option<PageRequest>> {
+        let mut bytes = [0; PAGE_REQUEST_LENGTH];
+        if !self.reader.read_packet_start(&mut bytes)? {
+            return Ok(None);
+        }
+        let request = PageRequest::decode(&bytes, &self.shapes);
+        request.map(Some).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+    }
+
+    /// Sends pages as they are: compressing takes longer than one page's way.
+    fn send(&mut self, block: u16, first: u64, count: u32) -> io::Result<()> {
+        self.wanted.clear();
+        self.wanted.block = block;
+        self.wanted.push_normal(first, count, 0);
+        let batch = self.reading.read(&self.ram, &self.wanted);
+        let table: Vec<u8> = batch.runs().iter().flat_map(Run::encode).collect();
+        let content = batch.content();
+        let header = PacketHeader {
+            kind: PacketKind::Pages,
+            method: 0,
+            subject: block,
+            sequence: self.sequence.advance(),
+            table_length: table.len() as u32,
+            payload_length: content.len() as u32,
+            content_length: content.len() as u32,
+            content_checksum: batch.checksum().expect("reading computes it"),
+            detail: 0,
+        };
+        self.writer.write_all_vectored(&[&header.encode(&table), &table, content])
+    }
+}

@@ -1,0 +1,396 @@
+//! What holds over every kind of socket, with and without TLS.
+
+use std::io::{Read, Write};
+
+use sterna_wire::header::{ChannelReply, MAGIC};
+
+use super::*;
+
+// ---- Both halves -----------------------------------------------------------------------------------------------------
+
+#[test]
+fn parts_arrive_as_one_piece_and_are_counted() {
+    for way in ways() {
+        let ((mut writer, _back), (_forth, mut reader)) = channel(&way);
+        let content = pattern(700_001, 1);
+        let mut parts: Vec<&[u8]> = content.chunks(40_000).collect(); // more parts than one system call takes
+        parts.insert(3, &[]);
+        let (before, total) = (writer.bytes_written(), content.len());
+
+        let writing = thread::scope(|scope| {
+            let writing = scope.spawn(|| {
+                writer.write_all_vectored(&parts).unwrap();
+                writer.bytes_written() - before
+            });
+            let mut arrived = vec![0; total];
+            reader.read_exact(&mut arrived).unwrap();
+            assert!(arrived == content, "{:?}", way.kind);
+            writing.join().unwrap()
+        });
+
+        assert!(writing >= total as u64 && writing < total as u64 * 101 / 100, "{writing} on the wire");
+        assert!(reader.bytes_read() >= total as u64);
+    }
+}
+
+#[test]
+fn both_directions_flow_at_once_and_neither_waits_for_the_other() {
+    let send = |mut writer: Writer, seed| move || writer.write_all(&pattern(6 << 20, seed)).unwrap();
+    let receive = |mut reader: Reader, seed| {
+        move || {
+            let mut arrived = vec![0; 6 << 20];
+            reader.read_exact(&mut arrived).unwrap();
+            assert!(arrived == pattern(6 << 20, seed));
+        }
+    };
+    for way in ways() {
+        let ((source_writer, source_reader), (destination_writer, destination_reader)) = channel(&way);
+        thread::scope(|scope| {
+            scope.spawn(send(source_writer, 1));
+            scope.spawn(send(destination_writer, 2));
+            scope.spawn(receive(source_reader, 2));
+            scope.spawn(receive(destination_reader, 1));
+        });
+    }
+}
+
+#[test]
+fn a_clean_end_is_false_at_a_packet_boundary_and_an_error_inside_of_a_packet() {
+    for boundary in [true, false] {
+        for way in ways() {
+            let ((mut writer, _back), (_forth, mut reader)) = channel(&way);
+            writer.write_all(if boundary { b"packet" } else { b"packetpac" }).unwrap();
+            drop(writer);
+
+            let mut packet = [0; 6];
+            assert!(reader.read_packet_start(&mut packet).unwrap());
+            assert_eq!(&packet, b"packet");
+            let end = reader.read_packet_start(&mut packet);
+            match boundary {
+                true => assert!(!end.unwrap()),
+                false => assert_eq!(end.unwrap_err().kind(), io::ErrorKind::UnexpectedEof),
+            }
+        }
+    }
+}
+
+#[test]
+fn each_end_knows_the_other_by_its_address() {
+    for way in ways() {
+        let (opened, (there, at)) = meet(&way, |received| {
+            let (connection, header) = received.unwrap();
+            assert!(header.belongs(&KEY, connection.exporter()));
+            let peer = connection.peer();
+            (accept_channel(connection).unwrap(), peer)
+        });
+        drop((opened.unwrap(), there));
+        let expected = match way.kind {
+            Kind::Tcp => "127.0.0.1:".to_owned(),
+            Kind::Unix => format!("(process {})", std::process::id()),
+            Kind::Simulated => "simulated:localhost (connection 0)".to_owned(),
+        };
+        assert!(at.contains(&expected), "{at}");
+    }
+}
+
+// ---- Ending it from outside ------------------------------------------------------------------------------------------
+
+#[test]
+fn a_closer_wakes_a_waiting_reader_and_a_waiting_writer() {
+    for way in ways() {
+        let ((mut writer, mut reader), _destination) = channel(&way);
+        let closer = Closer::of(&writer);
+        thread::scope(|scope| {
+            let reading = scope.spawn(move || reader.read_packet_start(&mut [0; 8]).unwrap_err());
+            let (started, has_started) = std::sync::mpsc::channel();
+            let writing = scope.spawn(move || {
+                let content = [1; 16 << 10];
+                loop {
+                    // Nobody reads at the other end, so sooner or later a write waits.
+                    if let Err(error) = writer.write_all(&content) {
+                        return error;
+                    }
+                    let _ = started.send(());
+                }
+            });
+            has_started.recv_timeout(PATIENCE).unwrap();
+            closer.close();
+            assert_eq!(reading.join().unwrap().kind(), io::ErrorKind::ConnectionAborted);
+            assert_eq!(writing.join().unwrap().kind(), io::ErrorKind::ConnectionAborted);
+        });
+    }
+}
+
+#[test]
+fn a_closer_does_not_keep_the_connection_open() {
+    for way in ways() {
+        let ((writer, reader), (_forth, mut other)) = channel(&way);
+        let closer = Closer::of(&writer);
+        drop((writer, reader));
+        assert!(!other.read_packet_start(&mut [0; 1]).unwrap());
+        closer.close();
+    }
+}
+
+#[test]
+fn a_connection_that_is_cut_is_a_clean_end_only_without_tls() {
+    for way in ways() {
+        let ((writer, _back), (_forth, mut reader)) = channel(&way);
+        Closer::of(&writer).close();
+        let end = reader.read_packet_start(&mut [0; 6]);
+        match way.source {
+            Security::Insecure => assert!(!end.unwrap()),
+            Security::Tls(_) => assert_eq!(end.unwrap_err().kind(), io::ErrorKind::UnexpectedEof),
+        }
+    }
+}
+
+#[test]
+fn writing_to_a_peer_that_is_gone_fails() {
+    for way in ways() {
+        let ((mut writer, _back), destination) = channel(&way);
+        drop(destination);
+        // TCP takes what it has room for until the peer's reset arrives.
+        let written = (0..PATIENCE.as_micros()).find_map(|_| writer.write_all(&[1; 64 << 10]).err());
+        let error = written.expect("somebody must notice");
+        let gone = [io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset];
+        assert!(gone.contains(&error.kind()), "{:?}: {error}", way.kind);
+    }
+}
+
+// ---- Time limits -----------------------------------------------------------------------------------------------------
+
+#[test]
+fn silence_inside_of_a_packet_is_an_error_after_the_limit() {
+    for kind in Kind::ALL {
+        let door = Door::open(kind);
+        let peer = door.knock();
+        let limits = Limits { silence: Duration::from_millis(40), ..Limits::default() };
+        let accepted = Connection::accept_within(door.bound.accept().unwrap(), &Security::Insecure, &limits).unwrap();
+        let (_writer, mut reader) = accepted.split();
+
+        say(&peer, b"pac");
+        let lost = reader.read_packet_start(&mut [0; 6]).unwrap_err();
+        assert_eq!(lost.kind(), io::ErrorKind::TimedOut, "{kind:?}: {lost}");
+
+        say(&peer, b"packet");
+        assert!(reader.read_packet_start(&mut [0; 6]).unwrap());
+        let lost = reader.read_exact(&mut [0; 1]).unwrap_err();
+        assert_eq!(lost.kind(), io::ErrorKind::TimedOut, "{kind:?}: {lost}");
+
+        reader.set_timeout(Some(Duration::ZERO)).unwrap_err();
+        reader.set_timeout(None).unwrap();
+        say(&peer, b"!");
+        reader.read_exact(&mut [0; 1]).unwrap();
+    }
+}
+
+#[test]
+fn a_peer_that_takes_nothing_is_given_up_after_twice_the_limit() {
+    // With TCP the kernel counts; where it does not, the write itself is limited.
+    for kind in [Kind::Unix, Kind::Simulated] {
+        let door = Door::open(kind);
+        let _peer = door.knock();
+        let limits = Limits { silence: Duration::from_millis(20), ..Limits::default() };
+        let accepted = Connection::accept_within(door.bound.accept().unwrap(), &Security::Insecure, &limits).unwrap();
+        let (mut writer, _reader) = accepted.split();
+        let lost = writer.write_all(&vec![1; 16 << 20]).unwrap_err();
+        assert_eq!(lost.kind(), io::ErrorKind::TimedOut, "{kind:?}: {lost}");
+    }
+}
+
+#[test]
+fn a_receiver_that_does_not_answer_is_given_up() {
+    let limits = Limits { handshake: Duration::from_millis(40), ..Limits::default() };
+    for way in ways() {
+        let door = Door::open(way.kind);
+        let given_up = Connection::connect_within(&door.to, &way.source, &limits)
+            .and_then(|connection| open_channel(connection, &KEY, ID, ChannelKind::Control, 0, 1))
+            .unwrap_err();
+        assert!(matches!(given_up, TransportError::TooSlow { .. }), "{given_up}");
+    }
+}
+
+#[test]
+fn nobody_listening_is_said_with_the_address() {
+    for kind in Kind::ALL {
+        let door = Door::open(kind);
+        let to = door.bound.address().unwrap();
+        drop(door);
+        let refused = text(Connection::connect(&to, &Security::Insecure));
+        assert!(refused.contains(&to.to_string()), "{refused}");
+    }
+}
+
+#[test]
+fn an_address_is_listened_on_once_and_again_when_it_is_free() {
+    for kind in Kind::ALL {
+        let (address, _dir) = kind.address();
+        let first = Listener::bind(&address).unwrap();
+        let address = first.local_address();
+        let refused = text(Listener::bind(&address));
+        assert!(refused.contains(&address.to_string()), "{refused}");
+        drop(first);
+        Listener::bind(&address).unwrap();
+    }
+}
+
+// ---- Hostile and broken peers ----------------------------------------------------------------------------------------
+
+/// What the receiving side makes of a peer that sends `bytes` and then waits for the end; what the peer is told.
+fn hostile(kind: Kind, security: &Security, bytes: &[u8], limits: &Limits) -> (TransportError, Vec<u8>) {
+    let door = Door::open(kind);
+    let peer = door.knock();
+    say(&peer, bytes);
+    thread::scope(|scope| {
+        let receiving = scope.spawn(|| receive_one(&door.bound, security, limits).map(drop).unwrap_err());
+        let answer = hear(&peer);
+        drop(peer);
+        (receiving.join().unwrap(), answer)
+    })
+}
+
+#[test]
+fn garbage_is_refused_with_and_without_tls() {
+    let garbage = pattern(80, 77); // as long as a header
+    for way in ways() {
+        let (error, answer) = hostile(way.kind, &way.destination, &garbage, &Limits::default());
+        match way.destination {
+            Security::Insecure => {
+                assert!(matches!(error, TransportError::Header { .. }), "{error}");
+                let told = ChannelReply::reason_length(answer[..4].try_into().unwrap());
+                assert_eq!(told, Ok(answer.len() - 4), "it is told so");
+            }
+            Security::Tls(_) => assert!(matches!(error, TransportError::Tls { .. }), "{error}"),
+        }
+    }
+}
+
+#[test]
+fn a_peer_that_says_too_little_is_given_up() {
+    let limits = Limits { handshake: Duration::from_millis(40), ..Limits::default() };
+    for way in ways() {
+        let start = match way.destination {
+            Security::Insecure => &MAGIC[..],
+            Security::Tls(_) => &[0x16, 3, 1, 2, 0, 1], // of a ClientHello
+        };
+        for bytes in [b"", start] {
+            let (error, _) = hostile(way.kind, &way.destination, bytes, &limits);
+            assert!(matches!(error, TransportError::TooSlow { .. }), "{bytes:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn tls_on_one_side_only_is_said_in_words_on_the_other() {
+    let site = Site::new();
+    for kind in Kind::ALL {
+        let way = Way { kind, source: Security::Insecure, destination: site.server("source.example") };
+        let (opened, _) = meet(&way, text);
+        let said = text(opened);
+        assert!(said.contains("takes TLS only"), "{kind:?}: {said}");
+    }
+    for kind in [Kind::Tcp, Kind::Simulated] {
+        let way = Way { kind, source: site.client(), destination: Security::Insecure };
+        let (opened, received) = meet(&way, text);
+        let said = text(opened);
+        assert!(said.contains("does not take TLS") && said.contains("--insecure"), "{kind:?}: {said}");
+        assert!(received.contains("does not begin with Sterna's magic"), "{kind:?}: {received}");
+    }
+}
+
+#[test]
+fn the_receivers_reason_for_refusing_arrives() {
+    for way in ways() {
+        let (opened, ()) = meet(&way, |received| {
+            refuse_channel(received.unwrap().0, "another migration is running");
+        });
+        let opened = opened.unwrap_err();
+        let told =
+            matches!(&opened, TransportError::Refused { reason, .. } if reason == "another migration is running");
+        assert!(told, "{opened}");
+    }
+}
+
+#[test]
+fn tls_is_refused_where_the_peer_has_no_name() {
+    let refused = text(Connection::connect("unix:in", &Site::new().client()));
+    assert!(refused.contains("unix:in") && refused.contains("a Unix socket has none"), "{refused}");
+}
+
+// ---- The listener ----------------------------------------------------------------------------------------------------
+
+/// A listener that is accepting, where to connect, and what it needs to exist.
+fn listening(way: &Way, limits: Limits) -> (Incoming, Address, Option<tempfile::TempDir>) {
+    let (address, dir) = way.kind.address();
+    let listener = Listener::bind(&address).unwrap();
+    let to = by_name(&listener.local_address());
+    (listener.start(way.destination.clone(), limits).unwrap(), to, dir)
+}
+
+#[test]
+fn a_listener_hands_out_channels_with_their_headers() {
+    for way in ways() {
+        let (incoming, to, _dir) = listening(&way, Limits::default());
+        thread::scope(|scope| {
+            let opening: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&to, &way.source))).collect();
+            for _ in 0..4 {
+                let (connection, header) = incoming.next_within(PATIENCE).unwrap();
+                assert!(header.belongs(&KEY, connection.exporter()));
+                accept_channel(connection).unwrap();
+            }
+            for opened in opening {
+                opened.join().unwrap().unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn beyond_the_limit_the_oldest_silent_connection_is_told_so_and_makes_room() {
+    for way in ways() {
+        let (incoming, to, _dir) = listening(&way, Limits { pending: 2, ..Limits::default() });
+        let oldest = knock(&to);
+        let younger = Connection::connect(&to, &way.source).unwrap();
+        let accept = || accept_channel(incoming.next_within(PATIENCE).unwrap().0).unwrap();
+        thread::scope(|scope| {
+            let opening = scope.spawn(|| open(&to, &way.source));
+            accept();
+            opening.join().unwrap().unwrap();
+        });
+        let said = hear(&oldest);
+        assert!(String::from_utf8_lossy(&said).contains("too many connections"), "{said:?}");
+        thread::scope(|scope| {
+            let speaking = scope.spawn(|| open_channel(younger, &KEY, ID, ChannelKind::Ram, 0, 1));
+            accept();
+            speaking.join().unwrap().expect("it may still speak");
+        });
+    }
+}
+
+#[test]
+fn where_nothing_can_make_room_a_connection_is_refused_in_words() {
+    for way in ways() {
+        let (_incoming, to, _dir) = listening(&way, Limits { pending: 0, ..Limits::default() });
+        let refused = open(&to, &way.source).unwrap_err();
+        assert!(matches!(refused, TransportError::Refused { .. }), "{:?}: {refused}", way.kind);
+        assert!(refused.to_string().contains("too many connections"), "{refused}");
+    }
+}
+
+#[test]
+fn stopping_a_listener_wakes_whoever_waits_for_it_and_frees_the_address() {
+    for way in ways() {
+        let (incoming, to, _dir) = listening(&way, Limits::default());
+        let stop = incoming.stop_handle();
+        thread::scope(|scope| {
+            let waiting = scope.spawn(move || incoming.next().is_none());
+            stop.stop();
+            assert!(waiting.join().unwrap());
+        });
+        assert!(dial::dial(&to, PATIENCE).is_err(), "nobody listens any more");
+        if let Address::Unix(path) = &to {
+            assert!(!path.exists(), "although the handle is still there");
+        }
+    }
+}

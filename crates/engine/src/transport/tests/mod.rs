@@ -1,0 +1,186 @@
+//! Both ends of real connections, each in its own thread: over TCP's loopback interface, Unix sockets, and the simulated
+//! network, which cuts what is read into random pieces.
+
+mod certificates;
+mod kinds;
+mod turned_away;
+
+use std::hash::{BuildHasher, RandomState};
+use std::time::{Duration, Instant};
+use std::{io, thread};
+
+use sterna_wire::header::{ChannelHeader, ChannelKind};
+use sterna_wire::identity::{MigrationId, MigrationKey};
+
+use self::certificates::Site;
+use super::listener::Bound;
+use super::simulated::Network;
+use super::socket::{Sending, Wait};
+use super::*;
+
+const KEY: MigrationKey = MigrationKey::from_bytes([5; 32]);
+const ID: MigrationId = MigrationId::from_bytes([6; 16]);
+/// Long enough that a correct test never reaches it, short enough that a hanging one ends.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What is below.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Tcp,
+    Unix,
+    Simulated,
+}
+
+impl Kind {
+    const ALL: [Self; 3] = [Self::Tcp, Self::Unix, Self::Simulated];
+
+    /// An address of this kind to listen on, and what it needs to exist.
+    fn address(self) -> (Address, Option<tempfile::TempDir>) {
+        match self {
+            Self::Tcp => ("127.0.0.1:0".into(), None),
+            Self::Unix => {
+                let dir = tempfile::tempdir().unwrap();
+                (Address::Unix(dir.path().join("in")), Some(dir))
+            }
+            Self::Simulated => (Network::new(seed()).port("localhost").into(), None),
+        }
+    }
+}
+
+/// A new seed each time, printed, or the one in the environment variable `STERNA_TEST_SEED`.
+fn seed() -> u64 {
+    let seed = match std::env::var("STERNA_TEST_SEED") {
+        Ok(text) => text.parse().expect("STERNA_TEST_SEED is a number"),
+        Err(_) => RandomState::new().hash_one(()),
+    };
+    println!("repeat with STERNA_TEST_SEED={seed}");
+    seed
+}
+
+/// An address as it is connected to: by the name in the certificates.
+fn by_name(address: &Address) -> Address {
+    match address {
+        Address::Tcp(address) => address.replace("127.0.0.1", "localhost").into(),
+        other => other.clone(),
+    }
+}
+
+/// A kind, and how both sides speak over it.
+struct Way {
+    kind: Kind,
+    source: Security,
+    destination: Security,
+}
+
+/// All kinds without TLS, and with TLS those that have names.
+fn ways() -> Vec<Way> {
+    let site = Site::new();
+    let plain = Kind::ALL.map(|kind| Way { kind, source: Security::Insecure, destination: Security::Insecure });
+    let named = [Kind::Tcp, Kind::Simulated];
+    let tls = named.map(|kind| Way { kind, source: site.client(), destination: site.server("source.example") });
+    plain.into_iter().chain(tls).inspect(|way| println!("{:?}, {:?}", way.kind, way.source)).collect()
+}
+
+/// Something that listens, where each connection is accepted by hand.
+struct Door {
+    bound: Bound,
+    to: Address,
+    _dir: Option<tempfile::TempDir>,
+}
+
+impl Door {
+    fn open(kind: Kind) -> Self {
+        let (address, dir) = kind.address();
+        let bound = Bound::bind(&address).unwrap();
+        let to = by_name(&bound.address().unwrap());
+        Self { bound, to, _dir: dir }
+    }
+
+    /// A socket that has connected and says nothing by itself.
+    fn knock(&self) -> Socket {
+        knock(&self.to)
+    }
+}
+
+fn knock(to: &Address) -> Socket {
+    dial::dial(to, PATIENCE).unwrap()
+}
+
+fn say(socket: &Socket, bytes: &[u8]) {
+    socket.send_all(&mut [io::IoSlice::new(bytes)], Sending::Waits).unwrap();
+}
+
+/// All that is said until the end, which may be a reset.
+fn hear(socket: &Socket) -> Vec<u8> {
+    let deadline = Instant::now() + PATIENCE;
+    let (mut heard, mut piece) = (Vec::new(), [0; 4096]);
+    loop {
+        match socket.read(&mut piece, Wait::Until(deadline)) {
+            Ok(count @ 1..) => heard.extend(&piece[..count]),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => panic!("it does not end"),
+            Ok(0) | Err(_) => return heard,
+        }
+    }
+}
+
+type Opened = Result<(Writer, Reader, Duration), TransportError>;
+type Received = Result<(Connection, ChannelHeader), TransportError>;
+
+/// Accepts one connection and reads its header.
+fn receive_one(bound: &Bound, security: &Security, limits: &Limits) -> Received {
+    let mut connection = Connection::accept_within(bound.accept().unwrap(), security, limits)?;
+    let header = read_header(&mut connection)?;
+    Ok((connection, header))
+}
+
+fn open(to: &Address, security: &Security) -> Opened {
+    open_channel(Connection::connect(to, security)?, &KEY, ID, ChannelKind::Ram, 2, 1)
+}
+
+/// Runs both ends; the receiver does `then` with what it got.
+fn meet<T: Send>(way: &Way, then: impl FnOnce(Received) -> T + Send) -> (Opened, T) {
+    let door = Door::open(way.kind);
+    meet_at(&door, &door.to, (&way.source, &way.destination), then)
+}
+
+/// The same over TCP, connected to by this name of the host.
+fn meet_by_name<T: Send>(
+    source: &Security,
+    destination: &Security,
+    host: &str,
+    then: impl FnOnce(Received) -> T + Send,
+) -> (Opened, T) {
+    let door = Door::open(Kind::Tcp);
+    let to = door.to.to_string().replace("localhost", host).into();
+    meet_at(&door, &to, (source, destination), then)
+}
+
+fn meet_at<T: Send>(
+    door: &Door,
+    to: &Address,
+    (source, destination): (&Security, &Security),
+    then: impl FnOnce(Received) -> T + Send,
+) -> (Opened, T) {
+    thread::scope(|scope| {
+        let receiving = scope.spawn(move || then(receive_one(&door.bound, destination, &Limits::default())));
+        let opened = open(to, source);
+        (opened, receiving.join().unwrap())
+    })
+}
+
+type Halves = (Writer, Reader);
+
+/// An accepted channel: the source's halves, the destination's.
+fn channel(way: &Way) -> (Halves, Halves) {
+    let (opened, accepted) = meet(way, |received| accept_channel(received.unwrap().0));
+    let (writer, reader, _) = opened.unwrap();
+    ((writer, reader), accepted.unwrap())
+}
+
+fn pattern(length: usize, seed: u8) -> Vec<u8> {
+    (0..length).map(|at| (at as u8).wrapping_mul(31).wrapping_add((at >> 8) as u8) ^ seed).collect()
+}
+
+fn text<T>(result: Result<T, TransportError>) -> String {
+    result.map(drop).unwrap_err().to_string()
+}

@@ -1,0 +1,66 @@
+//! Post-copy, with real page faults: the guest at the destination compares every word that it reads with the memory of the
+//! source, which has stopped.
+
+mod common;
+mod guest;
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use common::within_a_minute;
+use guest::{Behind, Memory, Monitor, Running, Workload};
+use sterna::cancel::Cancel;
+use sterna::destination::Destination;
+use sterna::source::{NotConverging, Source};
+use sterna::transport::Security;
+use sterna_memory::userfault::{Faults, Userfault};
+
+const BUSY: Workload = Workload { writers: 2, span: 3000, seed: 7, burst: 0 };
+
+/// Whether page faults can be watched here; says why not.
+fn possible() -> bool {
+    let opened = Userfault::open(Faults::All, 0);
+    if let Err(error) = &opened {
+        println!("skipped: {error}");
+    }
+    opened.is_ok()
+}
+
+#[test]
+fn a_guest_that_never_converges_goes_on_at_the_destination_and_reads_what_it_had() {
+    within_a_minute(|| {
+        if !possible() {
+            return;
+        }
+        for (channels, method) in [(1, "none"), (3, "lz4")] {
+            let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
+            let running = Running::default();
+            let (mut from, log) = Monitor::new(&source, &running, BUSY);
+            let (mut to, _) = Monitor::new(&destination, &running, BUSY);
+            let behind = Behind::new(&source);
+            to.behind = Some(behind.clone());
+            from.start();
+            let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+            let migration = Source::new(source.ram(), Box::new(log))
+                .channels(channels)
+                .method(sterna_codec::MethodChoice::parse(method, None).unwrap())
+                .bandwidth(Some(40 << 20))
+                .downtime(Duration::from_millis(10))
+                .when_not_converging(NotConverging::PostCopyAfter(1));
+            let address = listening.address().clone();
+            let (sent, received) = std::thread::scope(|scope| {
+                let to = &mut to;
+                let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
+                let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
+                (sent.unwrap(), receiving.join().unwrap().unwrap())
+            });
+            let post_copy = sent.post_copy.expect("it went that way");
+            println!("{post_copy:?} downtime {:.1} ms; {received:?}", sent.downtime_ms);
+            assert!(to.runs() && !from.runs() && !running.ever_twice());
+            to.stop();
+            assert_eq!(behind.wrong.load(Ordering::Relaxed), 0);
+            assert!(behind.compared.load(Ordering::Relaxed) > 0 && post_copy.requests > 0);
+            assert_eq!(behind.differing_pages(&destination), 0);
+        }
+    });
+}

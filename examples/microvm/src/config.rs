@@ -1,0 +1,134 @@
+//! What a machine is made of and what its guest does.
+
+use serde::{Deserialize, Serialize};
+use sterna_guest::memory::Pattern;
+use sterna_guest::page::Fill;
+
+/// A machine.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// RAM, in the order in which it lies in guest physical memory.
+    pub blocks: Vec<BlockConfig>,
+    /// vCPUs, 1 to 4.
+    pub vcpus: usize,
+    /// What runs them.
+    pub execution: Execution,
+    /// How written pages are noted.
+    pub tracking: Tracking,
+    /// What the guest does. A machine that a state is loaded into takes it from there.
+    pub workload: Workload,
+}
+
+/// A block of RAM.
+#[derive(Clone, Debug)]
+pub struct BlockConfig {
+    /// Its name, the same at both ends of a migration.
+    pub name: String,
+    /// Bytes, a multiple of 2 MiB.
+    pub bytes: u64,
+    /// Where it comes from.
+    pub backing: Backing,
+}
+
+/// Where the memory of a block comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// Private memory of this process.
+    Anonymous,
+    /// The same, with transparent huge pages.
+    AnonymousHuge,
+    /// A memfd.
+    Memfd,
+    /// A memfd of huge pages of 2 MiB from the system's pool (`/proc/sys/vm/nr_hugepages`).
+    HugeTlb,
+}
+
+/// What runs the vCPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Execution {
+    /// KVM where it is to be had, else threads.
+    Auto,
+    /// KVM.
+    Kvm,
+    /// Threads of this process that do the guest's work on the guest's memory. No machine, but for a migration the same:
+    /// memory that is written while it moves.
+    Threads,
+}
+
+/// How written pages are noted (`sterna_memory::dirty`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tracking {
+    /// KVM's dirty bitmap.
+    Log,
+    /// KVM's dirty rings.
+    Ring,
+    /// Write protection of this process's memory; the only one without KVM.
+    WriteProtect,
+}
+
+/// What the guest does.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Workload {
+    /// What memory is filled with.
+    #[serde(with = "fill_name")]
+    pub fill: Fill,
+    /// The order in which pages are written again.
+    #[serde(with = "pattern_name")]
+    pub pattern: Pattern,
+    /// Whether a page is rewritten as a whole, or only its first bytes.
+    pub whole: bool,
+    /// Percent of memory, from the first page of each vCPU, that are ever written again; 1 to 100.
+    pub span: u8,
+    /// How fast pages are written again.
+    pub write: Rate,
+    /// How fast pages are verified.
+    pub check: Rate,
+    /// Nanoseconds of the guest's own time between the lines that it writes to the serial port; 0: none.
+    pub say_every: u64,
+}
+
+impl Default for Workload {
+    fn default() -> Self {
+        Self {
+            fill: Fill::Mixed,
+            pattern: Pattern::Random,
+            whole: true,
+            span: 100,
+            write: Rate::PagesPerSecond(1000),
+            check: Rate::PagesPerSecond(2048),
+            say_every: 1_000_000_000,
+        }
+    }
+}
+
+/// Pages per second, of all vCPUs together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Rate {
+    /// So many; 0 is none at all.
+    PagesPerSecond(u64),
+    /// As many as the vCPUs manage.
+    Unlimited,
+}
+
+/// Fills and patterns are written down by their names.
+macro_rules! by_name {
+    ($module:ident, $type:ty) => {
+        mod $module {
+            use serde::{Deserialize, Deserializer, Serializer, de};
+
+            pub(super) fn serialize<S: Serializer>(value: &$type, serializer: S) -> Result<S::Ok, S::Error> {
+                let name = <$type>::ALL.iter().find(|(_, known)| known == value).map_or("", |(name, _)| name);
+                serializer.serialize_str(name)
+            }
+
+            pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<$type, D::Error> {
+                let name = String::deserialize(deserializer)?;
+                let found = <$type>::ALL.iter().find(|(known, _)| *known == name);
+                found.map(|(_, value)| *value).ok_or_else(|| de::Error::custom(format!("'{name}' is not known")))
+            }
+        }
+    };
+}
+by_name!(fill_name, sterna_guest::page::Fill);
+by_name!(pattern_name, sterna_guest::memory::Pattern);

@@ -1,0 +1,9 @@
+//! Machines with their guests, on KVM and without: they run, stop, move and notice what went wrong.
+//!
+//! Nothing here waits for a time to pass: guests are waited for by what they have done.
+
+mod dirty;
+mod faults;
+mod moves;
+mod running;
+mod support;
