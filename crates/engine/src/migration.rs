@@ -6,20 +6,12 @@ use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{Block, Machine};
 
 use crate::report::Report;
-use crate::session::Features;
 
 /// State of the monitor as a byte stream, version 1 of the records in `state`.
-const GUEST_STATE: &str = "guest-state-1";
+pub(crate) const GUEST_STATE: &str = "guest-state-1";
 
 /// To let the guest go on at the destination before all of its RAM is there, version 1.
 pub(crate) const POST_COPY: &str = "post-copy-1";
-
-/// What every side can do beyond the protocol's basis; post-copy where it is possible, or asked for.
-pub(crate) const FEATURES: Features<'static> = Features { offered: &[GUEST_STATE], required: &[GUEST_STATE] };
-pub(crate) const WITH_POST_COPY: Features<'static> =
-    Features { offered: &[GUEST_STATE, POST_COPY], required: &[GUEST_STATE] };
-pub(crate) const ONLY_WITH_POST_COPY: Features<'static> =
-    Features { offered: &[GUEST_STATE, POST_COPY], required: &[GUEST_STATE, POST_COPY] };
 
 /// One of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

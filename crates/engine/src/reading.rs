@@ -5,6 +5,7 @@ use sterna_memory::ram::GuestRam;
 use sterna_memory::snapshot::Snapshot;
 
 use crate::batch::Batch;
+use crate::receive::PacketRules;
 
 /// What guest RAM is read into. One per thread that reads: it stays in that core's cache.
 #[derive(Debug)]
@@ -12,12 +13,14 @@ pub(crate) struct Reading {
     batch: Batch,
     /// One bit per page of a batch.
     zero_map: Vec<u64>,
+    checksums: bool,
 }
 
 impl Reading {
-    /// For batches of `packet_size` bytes of content.
-    pub(crate) fn new(packet_size: usize) -> Self {
-        Self { batch: Batch::new(packet_size), zero_map: vec![0; (packet_size / PAGE_SIZE).div_ceil(64)] }
+    /// For batches of `rules`.
+    pub(crate) fn new(rules: PacketRules) -> Self {
+        let pages = rules.packet_size / PAGE_SIZE;
+        Self { batch: Batch::new(rules.packet_size), zero_map: vec![0; pages.div_ceil(64)], checksums: rules.checksums }
     }
 
     /// Reads the pages of `wanted`, normal runs without content, from `ram`, which the guest may be writing.
@@ -26,6 +29,9 @@ impl Reading {
         self.batch.clear();
         self.batch.block = wanted.block;
         let mut snapshot = Snapshot::new(self.batch.spare_mut(), &mut self.zero_map);
+        if !self.checksums {
+            snapshot = snapshot.unchecked();
+        }
         for run in wanted.runs() {
             block.read(run.first..run.end(), &mut snapshot);
         }
@@ -39,7 +45,9 @@ impl Reading {
             }
         }
         debug_assert_eq!(result.normal_bytes(), self.batch.content().len());
-        self.batch.set_checksum(result.checksum);
+        if self.checksums {
+            self.batch.set_checksum(result.checksum);
+        }
         self.batch.set_in_window(result.normal_bytes() as u64);
         &self.batch
     }

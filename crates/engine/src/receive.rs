@@ -1,18 +1,20 @@
 //! The destination's channels: packets from the wire, checked and decoded, into a sink, acknowledged.
 //!
-//! One thread per channel does all of it in order: read a packet, check header and table, decode into a staging buffer
-//! that stays in the cache, compare the checksum, hand pages to the sink, acknowledge. Nothing that a peer sends is
-//! placed before it was checked, and nothing is reserved for a length that was not bounded.
+//! One thread per channel does all of it in order: read a packet, check header and table, decode, compare the checksum, hand
+//! pages to the sink, acknowledge. Where the sink has the memory that the content belongs to, it is read or decoded straight
+//! there and compared afterwards; else it goes by way of a buffer that stays in the cache, and nothing is placed before it
+//! was compared. Nothing is reserved for a length that was not bounded.
 
 use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use arrayvec::ArrayVec;
 use sterna_codec::{CodecError, Decoder, Method};
-use sterna_wire::checksum::crc32c;
+use sterna_wire::checksum::{Crc32c, crc32c};
 use sterna_wire::packet::{
     Ack, BlockShape, DeviceLabel, MAX_TABLE, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PacketKind, PageTable,
-    Run,
+    Run, RunKind,
 };
 use sterna_wire::sequence::{OutOfSequence, ReceiveSequence};
 
@@ -21,12 +23,28 @@ use crate::transport::{Reader, Writer};
 /// What a sink reports when it cannot take what arrived.
 pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
 
+/// Most pieces of guest RAM that the content of one packet is written straight to. With more, each of them small, one read
+/// into a buffer is faster than many into memory.
+pub const MOST_PLACES: usize = 16;
+
+/// Pieces of guest RAM.
+pub type Places<'a> = ArrayVec<&'a mut [u8], MOST_PLACES>;
+
 /// Where the packets of one channel go. Called by that channel's thread only, in the order of arrival. A sink has the
 /// methods of what belongs on its channel; everything else is refused, which ends the migration.
 pub trait Sink: Send {
     /// The RAM blocks, by index. Asked before the first page only.
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         misplaced("pages")
+    }
+
+    /// Where in guest RAM the content of the normal runs belongs, one piece for each, so that it can be written straight
+    /// there; the zero runs are dealt with. None: the content is to be given to [`Sink::pages`]. Asked for packets with at
+    /// most [`MOST_PLACES`] normal runs.
+    ///
+    /// What is written there is checked only afterwards. If it was damaged the channel fails, and with it the migration.
+    fn places(&mut self, _block: u16, _runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
+        Ok(None)
     }
 
     /// Pages of `block`; `content` holds those of the normal runs. Returns when they are placed.
@@ -120,103 +138,183 @@ pub struct ReceiveCounters {
     pub decoded_again: AtomicU64,
 }
 
-/// Receives packets until the source closes the channel cleanly. Where there is a writer for them, packets are acknowledged.
-/// `packet_size` is the content limit agreed on.
+/// What the two sides agreed on about packets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PacketRules {
+    /// Most bytes of content in one.
+    pub packet_size: usize,
+    /// Whether their content is checked.
+    pub checksums: bool,
+}
+
+/// Receives packets until the source closes the channel cleanly. Where there is a writer for them, packets are
+/// acknowledged.
 pub fn receive_packets(
-    mut reader: Reader,
-    mut acknowledgements: Option<Writer>,
+    reader: Reader,
+    acknowledgements: Option<Writer>,
     sink: &mut dyn Sink,
-    packet_size: usize,
+    rules: PacketRules,
     counters: &ReceiveCounters,
 ) -> Result<(), ReceiveError> {
-    let mut decoders = Decoders::default();
-    let mut sequence = ReceiveSequence::default();
-    let mut blocks = None;
-    let mut pages = PageTable::new();
-    let mut header_bytes = [0; PACKET_HEADER_LENGTH];
-    let mut table_buffer = vec![0; MAX_TABLE];
-    let mut payload_buffer = vec![0; packet_size];
-    let mut content_buffer = vec![0; packet_size];
+    let mut receiving = Receiving {
+        reader,
+        rules,
+        counters,
+        decoders: Decoders::default(),
+        payload: vec![0; rules.packet_size],
+        content: vec![0; rules.packet_size],
+    };
+    receiving.run(acknowledgements, sink)
+}
 
-    while reader.read_packet_start(&mut header_bytes)? {
-        let header = PacketHeader::decode(&header_bytes, packet_size)?;
-        let table = &mut table_buffer[..header.table_length as usize];
-        let payload = &mut payload_buffer[..header.payload_length as usize];
-        reader.read_exact(table)?;
-        PacketHeader::check_table(&header_bytes, table)?;
-        sequence.expect(header.sequence)?;
-        reader.read_exact(payload)?;
+/// The state of a receiving thread.
+struct Receiving<'a> {
+    reader: Reader,
+    rules: PacketRules,
+    counters: &'a ReceiveCounters,
+    decoders: Decoders,
+    payload: Vec<u8>,
+    content: Vec<u8>,
+}
 
-        let content: &[u8] = if header.method == 0 {
-            if header.payload_length != header.content_length {
+impl Receiving<'_> {
+    fn run(&mut self, mut acknowledgements: Option<Writer>, sink: &mut dyn Sink) -> Result<(), ReceiveError> {
+        let mut sequence = ReceiveSequence::default();
+        let mut blocks = None;
+        let mut pages = PageTable::new();
+        let mut header_bytes = [0; PACKET_HEADER_LENGTH];
+        let mut table_buffer = vec![0; MAX_TABLE];
+
+        while self.reader.read_packet_start(&mut header_bytes)? {
+            let header = PacketHeader::decode(&header_bytes, self.rules.packet_size)?;
+            let table = &mut table_buffer[..header.table_length as usize];
+            self.reader.read_exact(table)?;
+            PacketHeader::check_table(&header_bytes, table)?;
+            sequence.expect(header.sequence)?;
+            if header.method == 0 && header.payload_length != header.content_length {
                 let (content, table) = (header.content_length.into(), header.payload_length.into());
                 return Err(PacketError::ContentLength { content, table }.into());
             }
-            if crc32c(payload) != header.content_checksum {
-                return Err(ReceiveError::Content(header.sequence));
-            }
-            payload
-        } else {
-            let content = &mut content_buffer[..header.content_length as usize];
-            decode_checked(&mut decoders, &header, payload, content, counters)?;
-            content
-        };
 
-        let refused = |error| ReceiveError::Sink { sequence: header.sequence, error };
-        match header.kind {
-            PacketKind::Pages | PacketKind::Discard => {
+            if matches!(header.kind, PacketKind::Pages | PacketKind::Discard) {
                 let blocks = match &blocks {
                     Some(blocks) => blocks,
-                    None => blocks.insert(sink.blocks().map_err(refused)?),
+                    None => blocks.insert(sink.blocks().map_err(|error| refused(&header, error))?),
                 };
                 pages.read(&header, table, blocks)?;
-                match header.kind {
-                    PacketKind::Pages => sink.pages(header.subject, pages.runs(), content).map_err(refused)?,
-                    _ if content.is_empty() => sink.discard(header.subject, pages.runs()).map_err(refused)?,
-                    _ => return Err(PacketError::Table("discards with content").into()),
+            }
+            match header.kind {
+                PacketKind::Pages => self.pages(&header, pages.runs(), sink)?,
+                _ => self.other(&header, table, pages.runs(), sink)?,
+            }
+            self.counters.content_bytes.fetch_add(header.content_length.into(), Ordering::Relaxed);
+            self.counters.placed.store(sequence.placed(), Ordering::Release);
+            if let Some(writer) = &mut acknowledgements {
+                writer.write_all(&Ack { sequence: sequence.last() }.encode())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Straight to where it belongs if that is a few pieces of memory, else by way of a buffer.
+    fn pages(&mut self, header: &PacketHeader, runs: &[Run], sink: &mut dyn Sink) -> Result<(), ReceiveError> {
+        let normal = runs.iter().filter(|run| run.kind == RunKind::Normal).count();
+        // A decoder writes one piece.
+        let most = if header.method == 0 { MOST_PLACES } else { 1 };
+        if normal <= most
+            && let Some(mut places) = sink.places(header.subject, runs).map_err(|error| refused(header, error))?
+        {
+            debug_assert_eq!(places.iter().map(|place| place.len()).sum::<usize>(), header.content_length as usize);
+            return match (header.method, places.first_mut()) {
+                (_, None) => Ok(()),
+                (0, Some(_)) => self.read_straight(header, &mut places),
+                (_, Some(place)) => {
+                    self.reader.read_exact(&mut self.payload[..header.payload_length as usize])?;
+                    self.decode(header, place)
                 }
+            };
+        }
+        let content = self.read_content(header)?;
+        sink.pages(header.subject, runs, content).map_err(|error| refused(header, error))
+    }
+
+    fn read_straight(&mut self, header: &PacketHeader, places: &mut Places<'_>) -> Result<(), ReceiveError> {
+        let mut checksum = Crc32c::new();
+        for place in places {
+            self.reader.read_exact(place)?;
+            if self.rules.checksums {
+                checksum.update(place);
             }
-            PacketKind::GenerationEnd => sink.generation_end(header.detail).map_err(refused)?,
-            PacketKind::Stream => sink.stream(header.subject, content).map_err(refused)?,
-            PacketKind::DeviceState => {
-                sink.device_state(DeviceLabel::decode(table)?, content).map_err(refused)?;
-            }
+        }
+        if self.rules.checksums && checksum.finish() != header.content_checksum {
+            return Err(ReceiveError::Content(header.sequence));
+        }
+        Ok(())
+    }
+
+    /// Everything that is not pages.
+    fn other(
+        &mut self,
+        header: &PacketHeader,
+        table: &[u8],
+        runs: &[Run],
+        sink: &mut dyn Sink,
+    ) -> Result<(), ReceiveError> {
+        let content = self.read_content(header)?;
+        let taken = match header.kind {
+            PacketKind::Pages => unreachable!("handled apart"),
+            PacketKind::Discard if content.is_empty() => sink.discard(header.subject, runs),
+            PacketKind::Discard => return Err(PacketError::Table("discards with content").into()),
+            PacketKind::GenerationEnd => sink.generation_end(header.detail),
+            PacketKind::Stream => sink.stream(header.subject, content),
+            PacketKind::DeviceState => sink.device_state(DeviceLabel::decode(table)?, content),
             PacketKind::Opaque if content.is_empty() => {
                 return Err(PacketError::Table("an opaque packet without content").into());
             }
-            PacketKind::Opaque => sink.opaque(content).map_err(refused)?,
-            PacketKind::OpaqueEnd => sink.opaque(&[]).map_err(refused)?,
-        }
-        counters.content_bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
-        counters.placed.store(sequence.placed(), Ordering::Release);
-        if let Some(writer) = &mut acknowledgements {
-            writer.write_all(&Ack { sequence: sequence.last() }.encode())?;
-        }
+            PacketKind::Opaque => sink.opaque(content),
+            PacketKind::OpaqueEnd => sink.opaque(&[]),
+        };
+        taken.map_err(|error| refused(header, error))
     }
-    Ok(())
+
+    /// The content of a packet, decoded and checked.
+    fn read_content(&mut self, header: &PacketHeader) -> Result<&[u8], ReceiveError> {
+        let length = header.payload_length as usize;
+        self.reader.read_exact(&mut self.payload[..length])?;
+        if header.method != 0 {
+            let mut content = std::mem::take(&mut self.content);
+            let decoded = self.decode(header, &mut content[..header.content_length as usize]);
+            self.content = content;
+            decoded?;
+            return Ok(&self.content[..header.content_length as usize]);
+        }
+        if self.rules.checksums && crc32c(&self.payload[..length]) != header.content_checksum {
+            return Err(ReceiveError::Content(header.sequence));
+        }
+        Ok(&self.payload[..length])
+    }
+
+    /// Decodes the payload, and decodes once more if the content is not what the source read: right then means that this
+    /// side's first decoding erred; wrong again, that the source's encoding did.
+    fn decode(&mut self, header: &PacketHeader, content: &mut [u8]) -> Result<(), ReceiveError> {
+        let failed = |error| ReceiveError::Decode { sequence: header.sequence, error };
+        let payload = &self.payload[..header.payload_length as usize];
+        let method = Method::from_wire(header.method);
+        let method = method.ok_or(ReceiveError::Method { sequence: header.sequence, method: header.method })?;
+        let decoder = self.decoders.of(method).map_err(failed)?;
+        for attempt in 0..2 {
+            decoder.decode(payload, content).map_err(failed)?;
+            if !self.rules.checksums || crc32c(content) == header.content_checksum {
+                self.counters.decoded_again.fetch_add(attempt, Ordering::Relaxed);
+                return Ok(());
+            }
+        }
+        Err(ReceiveError::Content(header.sequence))
+    }
 }
 
-/// Decodes, and decodes once more if the content is not what the source read: right then means that this side's first
-/// decoding erred; wrong again, that the source's encoding did.
-fn decode_checked(
-    decoders: &mut Decoders,
-    header: &PacketHeader,
-    payload: &[u8],
-    content: &mut [u8],
-    counters: &ReceiveCounters,
-) -> Result<(), ReceiveError> {
-    let failed = |error| ReceiveError::Decode { sequence: header.sequence, error };
-    let method = Method::from_wire(header.method);
-    let method = method.ok_or(ReceiveError::Method { sequence: header.sequence, method: header.method })?;
-    let decoder = decoders.of(method).map_err(failed)?;
-    for attempt in 0..2 {
-        decoder.decode(payload, content).map_err(failed)?;
-        if crc32c(content) == header.content_checksum {
-            counters.decoded_again.fetch_add(attempt, Ordering::Relaxed);
-            return Ok(());
-        }
-    }
-    Err(ReceiveError::Content(header.sequence))
+fn refused(header: &PacketHeader, error: SinkError) -> ReceiveError {
+    ReceiveError::Sink { sequence: header.sequence, error }
 }
 
 /// The decoders of one channel, each made when it is first needed.

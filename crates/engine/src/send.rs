@@ -25,6 +25,7 @@ use crate::abort::Abort;
 use crate::batch::{Batch, PooledBatch};
 use crate::pacer::Pacer;
 use crate::reading::Reading;
+use crate::receive::PacketRules;
 use crate::transport::{Reader, Writer};
 use crate::window::{Window, WindowClosed};
 
@@ -171,8 +172,8 @@ pub struct SendContext {
     pub abort: Arc<Abort>,
     /// How content is compressed.
     pub method: MethodChoice,
-    /// Most bytes of content in a packet, as agreed with the peer.
-    pub packet_size: usize,
+    /// What was agreed on with the peer.
+    pub rules: PacketRules,
 }
 
 /// One channel of the source. Dropping it ends its queue; [`SendChannel::join`] waits for its threads.
@@ -321,7 +322,7 @@ impl Sending {
     fn new(writer: Writer, shared: Arc<Shared>, context: SendContext) -> Result<Self, sterna_codec::CodecError> {
         let encoder = context.method.encoder()?;
         let method = context.method.method().wire();
-        let encoded = vec![0; context.packet_size];
+        let encoded = vec![0; context.rules.packet_size];
         Ok(Self {
             writer,
             shared,
@@ -373,7 +374,7 @@ impl Sending {
     /// Reads what `wanted` says from guest RAM, which the guest may be writing, and sends it. It is read here, by the
     /// thread that encodes and writes it, so that it stays in this core's cache and one buffer per channel is enough.
     fn guest(&mut self, ram: &GuestRam, wanted: &PooledBatch) -> Result<(), Box<dyn std::error::Error>> {
-        let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.packet_size));
+        let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
         let asked = wanted.pages() * PAGE_SIZE as u64;
         // What is in flight is counted from here, because from here on it grows old.
         self.context.window.enter(asked)?;
@@ -411,8 +412,8 @@ impl Sending {
         content: &Content<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
         let &Content { bytes: content, checksum, in_window } = content;
-        if content.len() > self.context.packet_size {
-            let (length, limit) = (content.len(), self.context.packet_size);
+        if content.len() > self.context.rules.packet_size {
+            let (length, limit) = (content.len(), self.context.rules.packet_size);
             return Err(format!(
                 "a {kind:?} of {length} bytes does not fit a packet of {limit}; use a larger --packet-size"
             )
@@ -446,7 +447,11 @@ impl Sending {
             table_length: self.table.len() as u32,
             payload_length: payload.len() as u32,
             content_length: content.len() as u32,
-            content_checksum: checksum.unwrap_or_else(|| crc32c(content)),
+            content_checksum: match checksum {
+                _ if !self.context.rules.checksums => 0,
+                Some(checksum) => checksum,
+                None => crc32c(content),
+            },
             detail,
         };
         let header = header.encode(&self.table);

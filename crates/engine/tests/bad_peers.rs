@@ -12,13 +12,14 @@ use common::{HANGS, PAGE, Placed, halves, sockets, within_a_minute};
 use sterna::abort::Abort;
 use sterna::batch::BatchPool;
 use sterna::pacer::Pacer;
-use sterna::receive::{ReceiveCounters, ReceiveError, receive_packets};
+use sterna::receive::{PacketRules, ReceiveCounters, ReceiveError, receive_packets};
 use sterna::send::{Item, SendChannel, SendContext};
 use sterna::window::{Window, WindowClosed};
 use sterna_codec::MethodChoice;
 use sterna_wire::packet::{Ack, PACKET_HEADER_LENGTH, PacketError, PacketHeader};
 
 const PACKET: usize = 16 * PAGE;
+const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
 /// Bytes of the window that a packet of [`Source::send_zero_page`] holds.
 const IN_WINDOW: u64 = 100;
 
@@ -46,7 +47,7 @@ impl Source {
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),
             method: MethodChoice::parse(method, None).unwrap(),
-            packet_size: PACKET,
+            rules: RULES,
         };
         let (near, peer) = sockets();
         let (writer, reader) = halves(near);
@@ -210,7 +211,7 @@ fn receive(bytes: &[u8], placed: &Placed) -> Result<(), ReceiveError> {
     near.write_all(bytes).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
     let (writer, reader) = halves(far);
-    receive_packets(reader, Some(writer), &mut placed.clone(), PACKET, &ReceiveCounters::default())
+    receive_packets(reader, Some(writer), &mut placed.clone(), RULES, &ReceiveCounters::default())
 }
 
 fn nothing_of_a_damaged_packet_is_placed(method: &str) {

@@ -16,7 +16,7 @@ use sterna::abort::Abort;
 use sterna::batch::BatchPool;
 use sterna::entry::{PageSearch, Pipeline};
 use sterna::pacer::Pacer;
-use sterna::receive::{ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
 use sterna::send::{SendChannel, SendContext};
 use sterna::window::Window;
 use sterna_codec::MethodChoice;
@@ -28,6 +28,7 @@ use sterna_wire::packet::{BlockShape, Run, RunKind};
 const PAGES: usize = 4096;
 const CHANNELS: usize = 3;
 const PACKET: usize = 128 * PAGE;
+const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
 
 /// A guest's memory: words that other threads write.
 fn memory() -> Box<[AtomicU64]> {
@@ -95,7 +96,7 @@ fn move_memory(method: &str) {
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::clone(&abort),
         method: MethodChoice::parse(method, None).unwrap(),
-        packet_size: PACKET,
+        rules: RULES,
     };
     let mut channels = Vec::new();
     let mut receivers = Vec::new();
@@ -110,7 +111,7 @@ fn move_memory(method: &str) {
         };
         receivers.push(std::thread::spawn(move || {
             let (writer, reader) = halves(far);
-            receive_packets(reader, Some(writer), &mut sink, PACKET, &ReceiveCounters::default())
+            receive_packets(reader, Some(writer), &mut sink, RULES, &ReceiveCounters::default())
         }));
     }
     let pool = BatchPool::new(4 * CHANNELS, 0);

@@ -81,10 +81,10 @@ impl Pair {
 #[test]
 fn a_running_guest_moves_and_goes_on() {
     within_a_minute(|| {
-        for method in ["none", "lz4", "zstd"] {
+        for (method, checksums) in [("none", true), ("none", false), ("lz4", true), ("zstd", true), ("zstd", false)] {
             let mut pair = Pair::new(CALM);
             let choice = MethodChoice::parse(method, None).unwrap();
-            let source = pair.source().method(choice).channels(3);
+            let source = pair.source().method(choice).channels(3).checksums(checksums);
             let destination = Destination::new(pair.destination.ram());
             let (sent, received) = pair.run(source, destination);
             let (sent, received) = (sent.unwrap(), received.unwrap());

@@ -14,7 +14,7 @@ use sterna::abort::Abort;
 use sterna::batch::BatchPool;
 use sterna::entry::{Entry, Pipeline, REGION};
 use sterna::pacer::Pacer;
-use sterna::receive::{ReceiveCounters, receive_packets};
+use sterna::receive::{PacketRules, ReceiveCounters, receive_packets};
 use sterna::send::{SendChannel, SendContext};
 use sterna::window::{Window, WindowClosed};
 use sterna_codec::MethodChoice;
@@ -24,6 +24,7 @@ use sterna_wire::packet::RunKind;
 const WINDOW: usize = 4 << 20;
 /// One batch fills the window, and so do two that are half full.
 const PACKET: usize = WINDOW;
+const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
 /// Pages of a region, which all take the same channel.
 const REGION_PAGES: u64 = REGION / PAGE as u64;
 const REGIONS: u64 = 8;
@@ -39,7 +40,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::clone(&abort),
         method: MethodChoice::parse("none", None).unwrap(),
-        packet_size: PACKET,
+        rules: RULES,
     };
     let placed = Placed::default();
     let (mut senders, mut receivers) = (Vec::new(), Vec::new());
@@ -50,7 +51,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         let mut sink = placed.clone();
         receivers.push(std::thread::spawn(move || {
             let (writer, reader) = halves(far);
-            receive_packets(reader, Some(writer), &mut sink, PACKET, &ReceiveCounters::default())
+            receive_packets(reader, Some(writer), &mut sink, RULES, &ReceiveCounters::default())
         }));
     }
     // One open batch for each channel, one that is being filled, and one on its way for each channel.

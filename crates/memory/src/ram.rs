@@ -101,8 +101,8 @@ impl RamBlock {
     ///
     /// # Safety
     /// The range stays mapped, readable and writable, with this backing, until the value and its clones are dropped. No
-    /// Rust reference to it exists meanwhile, except to atomics. At a destination nobody else writes it before the guest
-    /// was started.
+    /// Rust reference to it exists meanwhile, except to atomics. At a destination nobody else has access to it
+    /// before the guest's state is loaded.
     pub unsafe fn new(name: impl Into<String>, start: NonNull<u8>, bytes: usize, backing: Backing) -> Self {
         Self { name: name.into(), start, bytes, page_size: PAGE_SIZE, backing }
     }
@@ -200,6 +200,25 @@ impl RamBlock {
         // SAFETY: the pages were checked to lie inside the block, which is readable by the contract of `new`; what the
         // snapshot copies to is a buffer, and so not part of it.
         unsafe { snapshot.read(at, pages as usize) };
+    }
+
+    /// The pages of `run`, to be filled.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these pages while the slice lives: no guest, no thread, no device.
+    ///
+    /// # Panics
+    /// When they are not in the block.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "the memory is not the block's; the caller answers for who has access to it"
+    )]
+    pub unsafe fn bytes_mut(&self, run: Range<u64>) -> &mut [u8] {
+        let pages = run.end - run.start;
+        let at = self.at(run.start, pages);
+        // SAFETY: the pages were checked to lie inside the block, which is mapped by the contract of `new` as long as it
+        // lives; the caller vouches for nobody else having access.
+        unsafe { std::slice::from_raw_parts_mut(at, pages as usize * PAGE_SIZE) }
     }
 
     /// Copies `content` to the pages from `first` on.

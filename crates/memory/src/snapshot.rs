@@ -18,7 +18,7 @@ pub struct SnapshotResult {
     pub pages: usize,
     /// Pages that are not zero; they lie one after another at the start of the destination buffer.
     pub normal: usize,
-    /// CRC-32C over exactly these normal pages, in order.
+    /// CRC-32C over exactly these normal pages, in order; 0 without checksums.
     pub checksum: u32,
 }
 
@@ -39,7 +39,7 @@ pub struct Snapshot<'a> {
     capacity: usize,
     pages: usize,
     normal: usize,
-    checksum: Crc32c,
+    checksum: Option<Crc32c>,
     copy_page: CopyPage,
 }
 
@@ -56,7 +56,13 @@ impl<'a> Snapshot<'a> {
     /// Neither needs to be cleared first. After an all-zero batch `copy` is untouched.
     pub fn new(copy: &'a mut [u8], zero_map: &'a mut [u64]) -> Self {
         let capacity = (copy.len() / PAGE_SIZE).min(zero_map.len() * 64);
-        Self { copy, zero_map, capacity, pages: 0, normal: 0, checksum: Crc32c::new(), copy_page: copy_page() }
+        Self { copy, zero_map, capacity, pages: 0, normal: 0, checksum: Some(Crc32c::new()), copy_page: copy_page() }
+    }
+
+    /// The same without a checksum, which then is 0.
+    #[must_use]
+    pub fn unchecked(self) -> Self {
+        Self { checksum: None, ..self }
     }
 
     /// How many more pages there is room for.
@@ -92,7 +98,7 @@ impl<'a> Snapshot<'a> {
 
     /// The result. The destination buffer and the zero map now hold what it describes.
     pub fn finish(self) -> SnapshotResult {
-        SnapshotResult { pages: self.pages, normal: self.normal, checksum: self.checksum.finish() }
+        SnapshotResult { pages: self.pages, normal: self.normal, checksum: self.checksum.map_or(0, Crc32c::finish) }
     }
 
     fn admit(&self, source: *const u8, pages: usize) {
@@ -109,7 +115,9 @@ impl<'a> Snapshot<'a> {
     }
 
     fn add_to_checksum(&mut self, first_normal: usize) {
-        self.checksum.update(&self.copy[first_normal * PAGE_SIZE..self.normal * PAGE_SIZE]);
+        if let Some(checksum) = &mut self.checksum {
+            checksum.update(&self.copy[first_normal * PAGE_SIZE..self.normal * PAGE_SIZE]);
+        }
     }
 }
 

@@ -20,13 +20,11 @@ use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, say};
 use crate::ledger::Ledger;
-use crate::migration::{
-    FEATURES, GuestState, MigrationError, POST_COPY, Phase, Side, WITH_POST_COPY, difference, machine,
-};
+use crate::migration::{GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, Side, difference, machine};
 use crate::process;
-use crate::receive::{ReceiveCounters, Sink, receive_packets};
+use crate::receive::{PacketRules, ReceiveCounters, Sink, receive_packets};
 use crate::report::{Observer, Outcome, ReceiveReport};
-use crate::session::{DoorNews, Doorman, Greeted, Greeting, OtherDoor, Sinks};
+use crate::session::{DoorNews, Doorman, Features, Greeted, Greeting, OtherDoor, Sinks, UNCHECKED};
 use crate::state::{Part, StateReader, StateSink, state_sink};
 use crate::transport::accept_channel;
 use crate::vmm::DestinationVmm;
@@ -72,7 +70,9 @@ pub(super) fn run(
         };
         difference(&hello.machine.blocks, &ours).or_else(post_copy)
     };
-    let features = if no_post_copy.is_none() { WITH_POST_COPY } else { FEATURES };
+    let mut offered = vec![GUEST_STATE, UNCHECKED];
+    offered.extend(no_post_copy.is_none().then_some(POST_COPY));
+    let features = Features { offered: &offered, required: &[GUEST_STATE] };
     let greeting = Greeting { mode: Mode::Embedded, features, refusal: &refusal };
     let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
     let Some(greeted) = greeted else {
@@ -114,9 +114,9 @@ pub(super) fn run(
             DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
         });
     });
-    let packet_size = session.packet_size;
+    let rules = session.rules();
     let channels = PostCopyChannels::default();
-    let other = channels.door(&target, packet_size);
+    let other = channels.door(&target, rules);
     let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(other), tell));
     let stop_listening = incoming.stop_handle();
     let admitting = Arc::clone(&doorman);
@@ -192,7 +192,7 @@ struct PostCopyChannels(Arc<Mutex<Vec<JoinHandle<()>>>>);
 
 impl PostCopyChannels {
     /// Takes them in.
-    fn door(&self, target: &Arc<Target>, packet_size: usize) -> OtherDoor {
+    fn door(&self, target: &Arc<Target>, rules: PacketRules) -> OtherDoor {
         let (target, threads) = (Arc::clone(target), Arc::clone(&self.0));
         Box::new(move |header, connection, abort| {
             let Some(post_copy) = target.post_copy().filter(|_| header.kind == ChannelKind::PostCopy) else {
@@ -212,8 +212,7 @@ impl PostCopyChannels {
                         } else {
                             post_copy.reconnected(writer).map_err(|error| error.to_string())?;
                         }
-                        let received =
-                            receive_packets(reader, None, &mut sink, packet_size, &ReceiveCounters::default());
+                        let received = receive_packets(reader, None, &mut sink, rules, &ReceiveCounters::default());
                         post_copy.disconnected();
                         received.map_err(|error| error.to_string())
                     });

@@ -14,7 +14,7 @@ use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 use super::Before;
 use super::post_copy::{HugePage, PostCopy};
-use crate::receive::{Sink, SinkError};
+use crate::receive::{Places, Sink, SinkError};
 
 /// Pages populated or cleared by one step of preparing, so that several threads share a block: 64 MiB.
 const STEP: u64 = (64 << 20) / PAGE_SIZE as u64;
@@ -94,6 +94,27 @@ impl Target {
         self.ram.blocks().iter().map(line).collect()
     }
 
+    /// Where the normal runs belong; the zero runs are zeroed.
+    fn places(&self, number: u16, runs: &[Run]) -> Result<Places<'_>, RamError> {
+        let block = &self.ram.blocks()[usize::from(number)];
+        let received = &self.received[usize::from(number)];
+        let mut places = Places::new();
+        for run in runs {
+            let pages = run.first..run.end();
+            match run.kind {
+                RunKind::Normal => {
+                    received.mark(pages.clone());
+                    block.populate(pages.clone())?;
+                    // SAFETY: nobody else has access to a destination's RAM before its guest was started, and pages of one
+                    // region travel on one channel only, whose thread this is.
+                    places.push(unsafe { block.bytes_mut(pages) });
+                }
+                RunKind::Zero => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
+            }
+        }
+        Ok(places)
+    }
+
     fn place(&self, number: u16, runs: &[Run], content: &[u8]) -> Result<(), RamError> {
         let block = &self.ram.blocks()[usize::from(number)];
         let received = &self.received[usize::from(number)];
@@ -145,6 +166,13 @@ impl RamSink {
 impl Sink for RamSink {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::clone(&self.target.shapes))
+    }
+
+    fn places(&mut self, block: u16, runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
+        match self.target.post_copy() {
+            Some(_) => Ok(None),
+            None => Ok(Some(self.target.places(block, runs)?)),
+        }
     }
 
     fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {

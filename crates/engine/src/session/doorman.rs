@@ -10,7 +10,7 @@ use sterna_wire::header::{ChannelHeader, ChannelKind};
 use super::Session;
 use crate::abort::Abort;
 use crate::control_link::{Allowance, ControlEvent, ControlLink, held_back};
-use crate::receive::{ReceiveCounters, ReceiveError, Sink, receive_packets};
+use crate::receive::{PacketRules, ReceiveCounters, ReceiveError, Sink, receive_packets};
 use crate::transport::{Connection, accept_channel, refuse_channel};
 
 /// What is said to whoever comes during another migration.
@@ -191,7 +191,7 @@ impl Doorman {
         sink: Box<dyn Sink>,
     ) -> Arc<ReceiveCounters> {
         let counters = Arc::new(ReceiveCounters::default());
-        match receive_thread(connection, name, sink, self.session.packet_size, &state.abort, Arc::clone(&counters)) {
+        match receive_thread(connection, name, sink, self.session.rules(), &state.abort, Arc::clone(&counters)) {
             Ok(thread) => state.threads.push(thread),
             Err(error) => drop(state.abort.raise(format_args!("no thread for a channel: {error}"))),
         }
@@ -222,7 +222,7 @@ pub fn receive_thread(
     connection: Connection,
     name: String,
     mut sink: Box<dyn Sink>,
-    packet_size: usize,
+    rules: PacketRules,
     abort: &Arc<Abort>,
     counters: Arc<ReceiveCounters>,
 ) -> std::io::Result<JoinHandle<()>> {
@@ -230,7 +230,7 @@ pub fn receive_thread(
     abort.on_end(move || closer.close());
     let abort = Arc::clone(abort);
     std::thread::Builder::new().name(name.clone()).spawn(move || match accept_channel(connection) {
-        Ok((writer, reader)) => match receive_packets(reader, Some(writer), &mut *sink, packet_size, &counters) {
+        Ok((writer, reader)) => match receive_packets(reader, Some(writer), &mut *sink, rules, &counters) {
             Ok(()) => {}
             Err(error @ ReceiveError::Connection(_)) => drop(abort.lost(format_args!("channel {name}: {error}"))),
             Err(error) => drop(abort.raise(format_args!("channel {name}: {error}"))),

@@ -20,9 +20,14 @@ use sterna_codec::Method;
 use sterna_wire::control::Capabilities;
 use sterna_wire::identity::{MigrationId, MigrationKey};
 
+use crate::receive::PacketRules;
+
 pub use self::dial::{DIAL_PAUSE, Offer, dial, dial_again};
 pub use self::doorman::{DoorNews, Doorman, OtherDoor, Refused, Sinks, Tell, receive_thread};
 pub use self::greet::{Greeted, Greeting};
+
+/// The capability to leave out the checksums of packets' content, version 1: offered by a source only where it was asked to.
+pub const UNCHECKED: &str = "unchecked-1";
 
 /// Why there is no migration with the other side, in words.
 #[derive(Debug, thiserror::Error)]
@@ -55,6 +60,11 @@ pub struct Session {
 }
 
 impl Session {
+    /// How packets are made.
+    pub fn rules(&self) -> PacketRules {
+        PacketRules { packet_size: self.packet_size, checksums: !self.has(UNCHECKED) }
+    }
+
     /// Whether both sides have `feature`.
     pub fn has(&self, feature: &str) -> bool {
         self.features.iter().any(|name| name == feature)

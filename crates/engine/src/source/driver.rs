@@ -24,12 +24,12 @@ use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink};
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
-use crate::migration::{FEATURES, GuestState, MigrationError, ONLY_WITH_POST_COPY, Phase, Side, machine};
+use crate::migration::{GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, Side, machine};
 use crate::pacer::Pacer;
 use crate::process::own_cpu_seconds;
 use crate::report::{DowntimeParts, Observer, Outcome, PostCopyReport, Progress, Report};
 use crate::send::{SendChannel, SendContext, Sent};
-use crate::session::{self, Offer, Session};
+use crate::session::{self, Features, Offer, Session, UNCHECKED};
 use crate::state::{Part, StateWriter};
 use crate::transport::{Address, Security};
 use crate::vmm::SourceVmm;
@@ -76,6 +76,10 @@ pub(super) fn run(
     if let Some(reason) = vmm.post_copy_refusal().filter(|_| post_copy) {
         return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
     }
+    // What was chosen is not left out silently: it is required.
+    let mut wanted = vec![GUEST_STATE];
+    wanted.extend(post_copy.then_some(POST_COPY));
+    wanted.extend((!settings.checksums).then_some(UNCHECKED));
     let offer = Offer {
         to,
         security,
@@ -83,7 +87,7 @@ pub(super) fn run(
         packet_size: settings.packet_size,
         machine,
         mode: Mode::Embedded,
-        features: if post_copy { ONLY_WITH_POST_COPY } else { FEATURES },
+        features: Features { offered: &wanted, required: &wanted },
         method: settings.method.method(),
     };
     let dialled = session::dial(&offer, cancel, link_events(&events_in, 1));
@@ -642,7 +646,7 @@ impl Driver<'_> {
     fn serve_pages(&self, incarnation: u32) -> Result<JoinHandle<()>, String> {
         let opened = self.session.open_post_copy(self.security, self.to, &self.abort);
         let halves = opened.map_err(|error| error.to_string())?;
-        let server = PageServer::new(self.ram.clone(), Arc::clone(&self.unsent), halves, self.session.packet_size);
+        let server = PageServer::new(self.ram.clone(), Arc::clone(&self.unsent), halves, self.session.rules());
         let mut server = server.map_err(|error| error.to_string())?;
         let (abort, unsent) = (Arc::clone(&self.abort), Arc::clone(&self.unsent));
         let pipeline = self.moving.as_ref().map(|moving| Arc::clone(&moving.pipeline));
@@ -698,7 +702,7 @@ impl Driver<'_> {
             pacer: Arc::new(Pacer::new(self.settings.bandwidth)),
             abort: Arc::clone(&self.abort),
             method: self.settings.method,
-            packet_size: self.session.packet_size,
+            rules: self.session.rules(),
         };
         let cancel = if with_stream { self.cancel.clone() } else { Cancel::new() };
         let channels = self.session.open_ram_channels(self.security, self.to, &context, &cancel);

@@ -51,6 +51,7 @@ struct Settings {
     bandwidth: Option<u64>,
     downtime: Duration,
     packet_size: usize,
+    checksums: bool,
     not_converging: NotConverging,
     give_up_after: Option<Duration>,
     state_dir: Option<PathBuf>,
@@ -72,6 +73,7 @@ impl Source {
             bandwidth: None,
             downtime: Duration::from_millis(300),
             packet_size: DEFAULT_PACKET_SIZE,
+            checksums: true,
             not_converging: NotConverging::default(),
             give_up_after: None,
             state_dir: None,
@@ -111,6 +113,14 @@ impl Source {
     #[must_use]
     pub fn packet_size(mut self, bytes: usize) -> Self {
         self.settings.packet_size = bytes;
+        self
+    }
+
+    /// Whether the content of packets is checked from end to end; it is unless said otherwise. Without it a wrong codec or
+    /// bad memory goes unnoticed; TCP and TLS still notice what happens between them.
+    #[must_use]
+    pub fn checksums(mut self, checksums: bool) -> Self {
+        self.settings.checksums = checksums;
         self
     }
 

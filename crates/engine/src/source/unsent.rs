@@ -16,6 +16,7 @@ use sterna_wire::sequence::SendSequence;
 use crate::batch::Batch;
 use crate::entry::{PageSearch, REGION};
 use crate::reading::Reading;
+use crate::receive::PacketRules;
 use crate::transport::{Reader, Writer};
 use crate::window::WindowClosed;
 
@@ -107,12 +108,12 @@ impl PageServer {
         ram: GuestRam,
         unsent: Arc<Unsent>,
         (writer, reader): (Writer, Reader),
-        packet_size: usize,
+        rules: PacketRules,
     ) -> io::Result<Self> {
         let shape =
             |block: &sterna_memory::ram::RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
         let shapes = ram.blocks().iter().map(shape).collect();
-        let (wanted, reading) = (Batch::new(0), Reading::new(packet_size));
+        let (wanted, reading, packet_size) = (Batch::new(0), Reading::new(rules), rules.packet_size);
         let mut server = Self {
             ram,
             shapes,
@@ -181,7 +182,7 @@ impl PageServer {
             table_length: table.len() as u32,
             payload_length: content.len() as u32,
             content_length: content.len() as u32,
-            content_checksum: batch.checksum().expect("reading computes it"),
+            content_checksum: batch.checksum().unwrap_or(0),
             detail: 0,
         };
         self.writer.write_all_vectored(&[&header.encode(&table), &table, content])

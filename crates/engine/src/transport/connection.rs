@@ -215,12 +215,10 @@ impl<'a> Handshake<'a> {
             if !self.tls.is_handshaking() {
                 return Ok(());
             }
-            if self.arrived.is_empty() {
-                if self.hear()? == 0 {
-                    let text = "the peer ended the connection during the TLS handshake: too many connections, or it \
-                                does not speak TLS";
-                    return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
-                }
+            if self.arrived.is_empty() && self.hear()? == 0 {
+                let text = "the peer ended the connection during the TLS handshake: too many connections, or it does \
+                            not speak TLS";
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
             }
             self.arrived.feed(&mut self.tls)?;
         }

@@ -528,7 +528,7 @@ impl Driver<'_> {
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
             abort: Arc::clone(&self.abort),
             method: self.options.method,
-            packet_size: self.session.packet_size,
+            rules: self.session.rules(),
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use sterna::receive::{ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
 use sterna::send::{Item, SendChannel};
 use sterna::transport::{Reader, Writer};
 
@@ -80,7 +80,8 @@ pub(super) fn pump_in(
     std::thread::Builder::new().name("opaque-in".into()).spawn(move || {
         let handle = local.try_clone();
         let mut sink = OpaqueSink(local);
-        if let Err(error) = receive_packets(reader, Some(writer), &mut sink, packet_size, &ReceiveCounters::default()) {
+        let rules = PacketRules { packet_size, checksums: true };
+        if let Err(error) = receive_packets(reader, Some(writer), &mut sink, rules, &ReceiveCounters::default()) {
             tracing::info!(%error, "an opaque connection broke");
             // Both halves: what was carried is not whole, and the local side must see it.
             let _ = handle.map(|local| local.shutdown(Shutdown::Both));

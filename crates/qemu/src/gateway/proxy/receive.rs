@@ -12,6 +12,7 @@ use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink, say};
 use sterna::pacer::Pacer;
+use sterna::receive::PacketRules;
 use sterna::report::Observer;
 use sterna::send::{SendChannel, SendContext};
 use sterna::session::{DoorNews, Doorman, Greeted, Greeting, OtherDoor, Refused};
@@ -285,7 +286,7 @@ impl OpaqueConnections {
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.abort),
             method: MethodChoice::new(method, None).map_err(|error| error.to_string())?,
-            packet_size: self.packet_size,
+            rules: PacketRules { packet_size: self.packet_size, checksums: true },
         };
         let name = format!("opaque-{channel}");
         let channel = SendChannel::start(&name, writer, reader, context).map_err(failed)?;

@@ -286,13 +286,13 @@ impl Proxy<'_> {
 
     fn context(&mut self) -> Result<SendContext, GatewayError> {
         let (_, dialed) = self.dialed()?;
-        let (packet_size, round_trip) = (dialed.packet_size, dialed.round_trip);
+        let (rules, round_trip) = (dialed.rules(), dialed.round_trip);
         Ok(SendContext {
-            window: Arc::new(Window::new(packet_size as u64, round_trip, self.options.downtime)),
+            window: Arc::new(Window::new(rules.packet_size as u64, round_trip, self.options.downtime)),
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
             abort: Arc::clone(&self.abort),
             method: self.options.method,
-            packet_size,
+            rules,
         })
     }
 
