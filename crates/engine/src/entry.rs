@@ -187,7 +187,7 @@ pub struct PageSearch {
     pipeline: Arc<Pipeline>,
     ram: GuestRam,
     open: Vec<Option<(Wanted, PooledBatch)>>,
-    /// Pages in a full batch: those of one packet.
+    /// Pages in a full batch: a region's, or those of one packet if that is more. The channel makes packets of it.
     batch_pages: u64,
     handed_over: u64,
 }
@@ -197,7 +197,7 @@ impl PageSearch {
     /// content.
     pub fn new(pipeline: Arc<Pipeline>, ram: GuestRam, packet_size: usize) -> Self {
         let open = pipeline.channels.iter().map(|_| None).collect();
-        Self { pipeline, ram, open, batch_pages: (packet_size / PAGE_SIZE) as u64, handed_over: 0 }
+        Self { pipeline, ram, open, batch_pages: (packet_size.max(REGION as usize) / PAGE_SIZE) as u64, handed_over: 0 }
     }
 
     /// The pipeline behind.

@@ -4,6 +4,8 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::GuestRam;
 use sterna_memory::snapshot::Snapshot;
 
+use sterna_wire::packet::Run;
+
 use crate::batch::Batch;
 use crate::receive::PacketRules;
 
@@ -23,20 +25,31 @@ impl Reading {
         Self { batch: Batch::new(rules.packet_size), zero_map: vec![0; pages.div_ceil(64)], checksums: rules.checksums }
     }
 
-    /// Reads the pages of `wanted`, normal runs without content, from `ram`, which the guest may be writing.
-    pub(crate) fn read(&mut self, ram: &GuestRam, wanted: &Batch) -> &Batch {
-        let block = &ram.blocks()[usize::from(wanted.block)];
+    /// Begins a batch of pages of `block`.
+    pub(crate) fn begin(&mut self, block: u16) {
         self.batch.clear();
-        self.batch.block = wanted.block;
+        self.batch.block = block;
+    }
+
+    /// What was read since it was begun.
+    pub(crate) fn batch(&self) -> &Batch {
+        &self.batch
+    }
+
+    /// Reads `runs`, at most a packet's worth of pages of the batch's block, from `ram`, which the guest may be writing. The
+    /// batch has no content yet.
+    pub(crate) fn read(&mut self, ram: &GuestRam, runs: &[Run]) {
+        let block = &ram.blocks()[usize::from(self.batch.block)];
+        debug_assert!(self.batch.content().is_empty());
         let mut snapshot = Snapshot::new(self.batch.spare_mut(), &mut self.zero_map);
         if !self.checksums {
             snapshot = snapshot.unchecked();
         }
-        for run in wanted.runs() {
+        for run in runs {
             block.read(run.first..run.end(), &mut snapshot);
         }
         let result = snapshot.finish();
-        let pages = wanted.runs().iter().flat_map(|run| run.first..run.end());
+        let pages = runs.iter().flat_map(|run| run.first..run.end());
         for (seen, page) in pages.enumerate() {
             if self.zero_map[seen / 64] >> (seen % 64) & 1 == 1 {
                 self.batch.push_zero(page, 1);
@@ -49,6 +62,5 @@ impl Reading {
             self.batch.set_checksum(result.checksum);
         }
         self.batch.set_in_window(result.normal_bytes() as u64);
-        &self.batch
     }
 }

@@ -16,6 +16,7 @@ use sterna_codec::{Adaptive, Encoded, Encoder, MethodChoice};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::checksum::crc32c;
+use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{
     ACK_LENGTH, Ack, DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind,
 };
@@ -147,6 +148,8 @@ impl Sent {
 #[derive(Debug, Default)]
 struct Progress {
     sequence: SendSequence,
+    /// Items of the queue all of whose packets are written.
+    sent_items: u64,
     /// Window bytes of each packet not yet acknowledged, oldest first.
     in_flight: VecDeque<u64>,
     /// Nothing more will be sent: the peer may close the channel.
@@ -230,17 +233,13 @@ impl SendChannel {
     /// Waits until everything that was handed over is acknowledged, and gives the last sequence number. Nobody hands
     /// anything over meanwhile.
     pub fn drained(&self) -> Result<u64, WindowClosed> {
-        // An item is at least one packet.
         let expected = self.handed_over.load(Ordering::Relaxed);
+        let is_done = |progress: &Progress| progress.sent_items == expected && progress.sequence.outstanding() == 0;
         let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
-        while !progress.ended && (progress.sequence.last() < expected || progress.sequence.outstanding() > 0) {
+        while !progress.ended && !is_done(&progress) {
             progress = self.shared.changed.wait(progress).expect("no thread of the channel panics");
         }
-        if progress.sequence.last() >= expected && progress.sequence.outstanding() == 0 {
-            Ok(progress.sequence.last())
-        } else {
-            Err(WindowClosed)
-        }
+        if is_done(&progress) { Ok(progress.sequence.last()) } else { Err(WindowClosed) }
     }
 
     /// What went over the channel so far.
@@ -316,6 +315,38 @@ struct Sending {
     table: Vec<u8>,
     /// Made when the first pages are to be read from guest RAM.
     reading: Option<Reading>,
+    /// Pages that are read at once.
+    piece: Vec<Run>,
+}
+
+/// Runs, taken a number of pages at a time.
+struct Piecewise<'a> {
+    runs: &'a [Run],
+    /// Pages of the first run that were taken.
+    taken: u32,
+}
+
+impl<'a> Piecewise<'a> {
+    fn new(runs: &'a [Run]) -> Self {
+        Self { runs, taken: 0 }
+    }
+
+    /// Fills `piece` with the next runs, `pages` pages together at most; false at the end.
+    fn next(&mut self, pages: u64, piece: &mut Vec<Run>) -> bool {
+        piece.clear();
+        let mut room = pages;
+        while let Some(run) = self.runs.first().filter(|_| room > 0) {
+            let count = u64::from(run.count - self.taken).min(room) as u32;
+            piece.push(Run { first: run.first + u64::from(self.taken), count, ..*run });
+            room -= u64::from(count);
+            self.taken += count;
+            if self.taken == run.count {
+                self.runs = &self.runs[1..];
+                self.taken = 0;
+            }
+        }
+        !piece.is_empty()
+    }
 }
 
 impl Sending {
@@ -332,6 +363,7 @@ impl Sending {
             encoded,
             table: Vec::with_capacity(MAX_TABLE),
             reading: None,
+            piece: Vec::with_capacity(MAX_RUNS),
         })
     }
 
@@ -365,6 +397,8 @@ impl Sending {
                     self.packet(PacketKind::Opaque, 0, 0, &Content::of(&content))?;
                 }
             }
+            shared.progress.lock().expect("no thread of the channel panics").sent_items += 1;
+            shared.changed.notify_all();
         }
         // Before the writing half is closed by dropping it, so that the peer's closing in return is no surprise.
         shared.progress.lock().expect("no thread of the channel panics").finished = true;
@@ -375,14 +409,26 @@ impl Sending {
     /// thread that encodes and writes it, so that it stays in this core's cache and one buffer per channel is enough.
     fn guest(&mut self, ram: &GuestRam, wanted: &PooledBatch) -> Result<(), Box<dyn std::error::Error>> {
         let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
-        let asked = wanted.pages() * PAGE_SIZE as u64;
-        // What is in flight is counted from here, because from here on it grows old.
-        self.context.window.enter(asked)?;
-        let batch = reading.read(ram, wanted);
-        self.context.window.give_back(asked - batch.in_window());
-        let sent = self.pages(batch);
+        let packet_pages = (self.context.rules.packet_size / PAGE_SIZE) as u64;
+        let mut rest = Piecewise::new(wanted.runs());
+        reading.begin(wanted.block);
+        while rest.next(packet_pages, &mut self.piece) {
+            let asked = self.piece.iter().map(|run| u64::from(run.count)).sum::<u64>() * PAGE_SIZE as u64;
+            // What is in flight is counted from here, because from here on it grows old.
+            self.context.window.enter(asked)?;
+            reading.read(ram, &self.piece);
+            self.context.window.give_back(asked - reading.batch().in_window());
+            // Zero pages need no packet of their own: they go with those that come next.
+            if !reading.batch().content().is_empty() {
+                self.pages(reading.batch())?;
+                reading.begin(wanted.block);
+            }
+        }
+        if !reading.batch().is_empty() {
+            self.pages(reading.batch())?;
+        }
         self.reading = Some(reading);
-        sent
+        Ok(())
     }
 
     fn pages(&mut self, batch: &Batch) -> Result<(), Box<dyn std::error::Error>> {
@@ -470,7 +516,6 @@ impl Sending {
         counters.content_bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
         counters.packet_bytes.fetch_add((header.len() + self.table.len() + payload.len()) as u64, Ordering::Relaxed);
         counters.wire_bytes.store(self.writer.bytes_written(), Ordering::Relaxed);
-        self.shared.changed.notify_all();
         Ok(())
     }
 }

@@ -190,6 +190,8 @@ pub enum ControlMessage {
         /// What failed, for a person.
         reason: String,
     },
+    /// Source: it knows how the migration ended and hangs up; nothing it should be told is missing.
+    Goodbye,
     /// Either: nothing to say, still here.
     Heartbeat,
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
+use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, PostCopyFigures, Totals, Welcome};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
@@ -56,10 +56,8 @@ pub(super) fn run(
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
     let Listening { destination, address, incoming, fence } = listening;
-    let Destination { ram, before, prefault, state_dir } = destination;
+    let Destination { ram, before, prefault, state_dir, linger } = destination;
     observer.note(&format!("listening on {address}"));
-    let stop = incoming.stop_handle();
-    cancel.on_cancel(move || stop.stop());
     let ours = machine(vmm.name(), &ram, 0).blocks;
     let no_post_copy = vmm.post_copy_refusal().or_else(|| post_copy::refusal(&ram));
     let refusal = |hello: &Hello| {
@@ -155,6 +153,9 @@ pub(super) fn run(
         faults_before,
         broken: None,
         end: None,
+        settled: false,
+        hang_up_at: None,
+        linger,
         cancelled: false,
     };
     driver.run(&events, first);
@@ -265,6 +266,11 @@ struct Driver<'a> {
     /// Until when a word about a broken channel is waited for.
     broken: Option<Instant>,
     end: Option<DestinationEnd>,
+    /// Once it has ended: the source need not be answered any more.
+    settled: bool,
+    /// Once it has ended: until when the source is let come back, or is waited for to hang up.
+    hang_up_at: Option<Instant>,
+    linger: Duration,
     cancelled: bool,
 }
 
@@ -273,8 +279,8 @@ struct Driver<'a> {
 enum Lacks {
     /// It is on its way.
     Awaited,
-    /// It is here.
-    Nothing,
+    /// It is here, and this is how it came.
+    Nothing(PostCopyFigures),
     /// It will not come, and why.
     ForGood(String),
 }
@@ -295,12 +301,12 @@ impl Driver<'_> {
                 continue;
             }
             // Once it has ended, the source is answered until it hangs up.
-            let runs_short = self.end == Some(DestinationEnd::Running) && self.lacks_memory == Some(Lacks::Awaited);
-            if self.end.is_some() && self.link.is_none() && !runs_short {
+            if self.is_over() {
                 return;
             }
-            let waits = self.broken.map_or(IDLE, |deadline| deadline.saturating_duration_since(Instant::now()));
-            if waits.is_zero() {
+            let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
+            let waits = self.hang_up_at.map_or(IDLE, left).min(self.broken.map_or(IDLE, left));
+            if self.broken.is_some_and(|deadline| left(deadline).is_zero()) {
                 self.broken = None;
                 if let Some(event) = self.broken() {
                     actions = self.switchover.on(event);
@@ -317,6 +323,23 @@ impl Driver<'_> {
                 Err(RecvTimeoutError::Disconnected) => unreachable!("the doorman holds a sender"),
             }
         }
+    }
+
+    /// Whether it has ended, and the source knows, or has had its time to come back for it.
+    fn is_over(&mut self) -> bool {
+        if self.end.is_none() || self.runs_short() {
+            self.hang_up_at = None;
+            return false;
+        }
+        if self.link.is_none() {
+            self.hang_up_at.get_or_insert_with(|| Instant::now() + self.linger);
+        }
+        self.settled || self.hang_up_at.is_some_and(|at| Instant::now() >= at)
+    }
+
+    /// Whether the guest runs here and lacks part of its memory.
+    fn runs_short(&self) -> bool {
+        self.end == Some(DestinationEnd::Running) && self.lacks_memory == Some(Lacks::Awaited)
     }
 
     fn perform(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
@@ -384,10 +407,8 @@ impl Driver<'_> {
                 if let DestinationEnd::Stuck { reason } = &end {
                     self.tell_failure(reason);
                 }
-                if matches!(end, DestinationEnd::Stuck { .. } | DestinationEnd::Conflict) {
-                    // The source waits for nothing that could still come.
-                    self.link = None;
-                }
+                // With these the source waits for nothing that could still come.
+                self.settled = matches!(end, DestinationEnd::Stuck { .. } | DestinationEnd::Conflict);
                 if end == DestinationEnd::Running
                     && let Some(post_copy) = self.target.post_copy()
                 {
@@ -411,7 +432,7 @@ impl Driver<'_> {
                     if self.end.is_none() {
                         self.observer.note(&format!("the connection to the source is lost: {reason}"));
                         self.abort.lost(format_args!("the source was lost: {reason}"));
-                    } else if self.lacks_memory == Some(Lacks::Awaited) {
+                    } else if self.runs_short() {
                         self.observer.note(&format!(
                             "the source is lost ({reason}) and part of the guest's memory with it: waiting for it to come back"
                         ));
@@ -435,6 +456,13 @@ impl Driver<'_> {
             Event::Fenced => {
                 self.observer.note("an operator says that the source is gone for good");
                 self.link = None;
+                if self.runs_short() {
+                    let pages = self.target.post_copy().map_or(0, |post_copy| post_copy.missing());
+                    let reason =
+                        format!("the source is gone for good, and {pages} pages of the guest's memory with it");
+                    self.post_copy_says(PostCopyNews::Failed(reason));
+                    return None;
+                }
                 Some(DestinationEvent::SourceFenced)
             }
             Event::PostCopy(news) => {
@@ -443,8 +471,10 @@ impl Driver<'_> {
             }
             Event::Broken(incarnation) if incarnation != self.data_incarnation => None,
             Event::Broken(_) if self.end.is_some() => {
-                // By which the source notices, if it has not.
-                self.link = None;
+                if self.runs_short() {
+                    // By which the source notices, if it has not.
+                    self.link = None;
+                }
                 None
             }
             Event::Broken(_) if self.abort.was_lost() => {
@@ -452,8 +482,12 @@ impl Driver<'_> {
                 None
             }
             Event::Broken(_) => self.broken(),
+            Event::Cancelled if self.runs_short() => {
+                self.observer.note("the guest runs here and lacks part of its memory: this cannot be cancelled");
+                None
+            }
             Event::Cancelled if self.end.is_some() => {
-                self.link = None;
+                self.hang_up_at.get_or_insert_with(|| Instant::now() + self.linger);
                 None
             }
             Event::Cancelled => {
@@ -496,6 +530,10 @@ impl Driver<'_> {
                     Some(DestinationEvent::Failed { reason })
                 }
             },
+            ControlMessage::Goodbye => {
+                self.settled = self.end.is_some();
+                None
+            }
             ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
                 let reason = format!("the source failed: {}", cleaned(&reason));
@@ -528,8 +566,10 @@ impl Driver<'_> {
     /// The source has come back: in post-copy its data channels are made anew.
     fn renew_channels(&mut self) {
         let Some(post_copy) = self.target.post_copy().cloned() else { return };
-        if self.lacks_memory != Some(Lacks::Awaited) {
-            return;
+        match self.lacks_memory {
+            Some(Lacks::Awaited) => {}
+            Some(Lacks::Nothing(figures)) => return self.say(&ControlMessage::PostCopyDone(figures)),
+            Some(Lacks::ForGood(_)) | None => return,
         }
         self.abort.lost("the source has come back with new channels");
         post_copy.disconnected();
@@ -546,8 +586,8 @@ impl Driver<'_> {
     fn post_copy_says(&mut self, news: PostCopyNews) {
         match news {
             PostCopyNews::Complete => {
-                self.lacks_memory = Some(Lacks::Nothing);
                 let figures = self.target.post_copy().map(|post_copy| post_copy.figures()).unwrap_or_default();
+                self.lacks_memory = Some(Lacks::Nothing(figures));
                 self.observer.note("all of the guest's memory is here");
                 self.say(&ControlMessage::PostCopyDone(figures));
             }
@@ -556,9 +596,7 @@ impl Driver<'_> {
                 self.tell_failure(&reason);
                 self.abort.raise(&reason);
                 self.lacks_memory = Some(Lacks::ForGood(reason));
-                if self.end.is_some() {
-                    self.link = None;
-                }
+                self.settled |= self.end.is_some();
             }
         }
     }

@@ -18,6 +18,7 @@ mod target;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use sterna_memory::ram::GuestRam;
 
@@ -46,7 +47,11 @@ pub struct Destination {
     before: Before,
     prefault: bool,
     state_dir: Option<PathBuf>,
+    linger: Duration,
 }
+
+/// How long a destination whose migration has ended lets a source come back that may not have heard of it.
+const LINGER: Duration = Duration::from_secs(5);
 
 /// A destination that sources can connect to.
 #[derive(Debug)]
@@ -73,7 +78,7 @@ impl Destination {
     /// A destination that fills `ram`. Nobody else writes it before the guest was started, and nobody reads it before
     /// [`DestinationVmm::load`].
     pub fn new(ram: GuestRam) -> Self {
-        Self { ram, before: Before::default(), prefault: false, state_dir: None }
+        Self { ram, before: Before::default(), prefault: false, state_dir: None, linger: LINGER }
     }
 
     /// What the memory holds before; zeros unless said otherwise.
@@ -88,6 +93,14 @@ impl Destination {
     #[must_use]
     pub fn prefault(mut self, prefault: bool) -> Self {
         self.prefault = prefault;
+        self
+    }
+
+    /// How long it lets a source come back that was lost before it could hear how the migration ended; 5 s unless said
+    /// otherwise. [`Listening::run`] returns so much later then; the guest is not kept waiting.
+    #[must_use]
+    pub fn linger(mut self, time: Duration) -> Self {
+        self.linger = time;
         self
     }
 

@@ -4,6 +4,7 @@
 //! waiting; there is room for a bounded number of them.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -107,12 +108,20 @@ pub struct Greeting<'a> {
 }
 
 impl Greeting<'_> {
-    /// The first migration that a source begins here; none once it is cancelled. `refused` hears of the others.
+    /// The first migration that a source begins here; none once it is cancelled, which also ends the listening. `refused` hears of the others.
     pub fn first(&self, incoming: &Incoming, cancel: &Cancel, refused: impl Fn(&str)) -> Option<Greeted> {
         let greeters = Arc::new(Greeters::default());
-        // Only until a hello has been heard: later it is for the driver to say how a cancellation ends.
-        let interrupted = Arc::clone(&greeters);
-        cancel.on_cancel(move || interrupted.close_all());
+        // Only until a hello has been heard: later it is for the driver to say how a cancellation ends, and the source must
+        // be able to come back.
+        let (interrupted, stop, heard) =
+            (Arc::clone(&greeters), incoming.stop_handle(), Arc::new(AtomicBool::new(false)));
+        let over = Arc::clone(&heard);
+        cancel.on_cancel(move || {
+            if !over.load(Ordering::Acquire) {
+                interrupted.close_all();
+                stop.stop();
+            }
+        });
         std::thread::scope(|scope| {
             let (greeted, sessions) = channel::<Result<Greeted, String>>();
             let mut waited_for = 0;
@@ -159,6 +168,7 @@ impl Greeting<'_> {
                     }
                 });
             };
+            heard.store(true, Ordering::Release);
             // Those that have not said their hello by now need not.
             greeters.close_all();
             sessions.try_iter().flatten().for_each(Greeted::too_late);

@@ -14,6 +14,9 @@ const COMMIT_ESTIMATE: Duration = Duration::from_millis(10);
 const SHORTEST_MEASURE: Duration = Duration::from_millis(50);
 /// Longer than any prediction.
 const LONGEST: Duration = Duration::from_secs(u32::MAX as u64);
+/// Where pages shrink to less than this part on the wire, it is not the network that bounds how fast they leave, and the
+/// bytes per second on it say nothing about how fast a state would go, which does not shrink.
+const MOST_SHRUNK: f64 = 1.0 / 16.0;
 /// A round is progress when it brings the predicted downtime to this part of the best so far, or less.
 const PROGRESS: f64 = 0.9;
 /// Rounds without progress after which the migration counts as not converging.
@@ -69,6 +72,10 @@ pub(super) struct Measure {
     pub(super) remaining: u64,
     /// Bytes of state to be saved.
     pub(super) state: u64,
+    /// Whether the channels had more to send than they could: then what left is all that can.
+    pub(super) limited: bool,
+    /// The path's, the shortest that was measured.
+    pub(super) round_trip: Duration,
 }
 
 /// What to do after a round.
@@ -90,7 +97,6 @@ pub(super) enum Decision {
 #[derive(Debug)]
 pub(super) struct Convergence {
     downtime: Duration,
-    round_trip: Duration,
     answer: NotConverging,
     give_up_after: Option<Duration>,
     /// Where the measurement under way began.
@@ -117,15 +123,9 @@ pub(super) struct Rates {
 }
 
 impl Convergence {
-    pub(super) fn new(
-        downtime: Duration,
-        round_trip: Duration,
-        answer: NotConverging,
-        give_up_after: Option<Duration>,
-    ) -> Self {
+    pub(super) fn new(downtime: Duration, answer: NotConverging, give_up_after: Option<Duration>) -> Self {
         Self {
             downtime,
-            round_trip,
             answer,
             give_up_after,
             since: Measure::default(),
@@ -156,6 +156,23 @@ impl Convergence {
 
     /// The downtime if the guest were stopped now; none before anything was measured.
     pub(super) fn predicted(&self, at: &Measure) -> Option<Duration> {
+        Some(self.sending(at)? + Self::fixed(at))
+    }
+
+    /// What every switchover takes: the last page's way there and its acknowledgement, prepare and prepared, commit.
+    fn fixed(at: &Measure) -> Duration {
+        at.round_trip * 5 / 2 + COMMIT_ESTIMATE
+    }
+
+    /// Whether the guest may be stopped. What no round can change is not waited for: at least part of the downtime is left
+    /// for what they can.
+    fn fits(&self, at: &Measure) -> bool {
+        let budget = self.downtime.saturating_sub(Self::fixed(at)).max(self.downtime / 4);
+        self.sending(at).is_some_and(|sending| sending <= budget)
+    }
+
+    /// How long what is left takes to be sent.
+    fn sending(&self, at: &Measure) -> Option<Duration> {
         let pages = match at.remaining {
             0 => 0.0,
             remaining => {
@@ -169,10 +186,9 @@ impl Convergence {
             }
         };
         // State goes as it is; while nothing was sent its size says nothing about time.
-        let state = if self.rates.wire > 0.0 { at.state as f64 / self.rates.wire } else { 0.0 };
-        let seconds = (pages + state).min(1e9);
-        // The last page's way there, its acknowledgement; prepare and prepared; commit.
-        Some(Duration::from_secs_f64(seconds) + self.round_trip * 5 / 2 + COMMIT_ESTIMATE)
+        let wire = self.rates.wire.max(self.rates.drain * MOST_SHRUNK);
+        let state = if wire > 0.0 { at.state as f64 / wire } else { 0.0 };
+        Some(Duration::from_secs_f64((pages + state).min(1e9)))
     }
 
     /// Takes the state of things after a round; says what to do. `may_stop` is false while the destination holds the
@@ -183,9 +199,8 @@ impl Convergence {
         if elapsed >= SHORTEST_MEASURE {
             let per_second = |bytes: u64| bytes as f64 / elapsed.as_secs_f64();
             let left = at.left - self.since.left;
-            // With nothing to send, nothing was learnt about how fast it would go.
-            let idle = left < self.dirtied.max(1);
-            let at_least = |before: f64, now: f64| if idle { now.max(before) } else { now };
+            // Channels that kept up have shown only that they can do as much.
+            let at_least = |before: f64, now: f64| if at.limited { now } else { now.max(before) };
             self.rates = Rates {
                 dirty: per_second(self.dirtied),
                 drain: at_least(self.rates.drain, per_second(left)),
@@ -194,7 +209,7 @@ impl Convergence {
             (self.since, self.dirtied) = (*at, 0);
         }
         let predicted = self.predicted(at);
-        if may_stop && predicted.is_some_and(|predicted| predicted <= self.downtime) {
+        if may_stop && self.fits(at) {
             return Decision::SwitchOver;
         }
         self.rounds += 1;
@@ -208,7 +223,7 @@ impl Convergence {
             self.verdict.get_or_insert_with(|| "it took longer than it was allowed to".into());
             return Decision::GiveUp;
         }
-        if !may_stop && predicted.is_some_and(|predicted| predicted <= self.downtime) {
+        if self.fits(at) {
             return Decision::Next;
         }
         if elapsed < SHORTEST_MEASURE {
@@ -271,15 +286,17 @@ mod tests {
         dirty_rate: f64,
         working_set: u64,
         link: f64,
+        /// How many times smaller pages are on the wire.
+        shrink: u64,
     }
 
     impl Simulation {
         fn new(ram: u64, dirty_rate: f64, working_set: u64, link: f64, answer: NotConverging) -> Self {
             let downtime = Duration::from_millis(300);
-            let convergence =
-                Convergence::new(downtime, Duration::from_millis(1), answer, Some(Duration::from_secs(600)));
-            let at = Measure { remaining: ram, ..Measure::default() };
-            Self { convergence, at, dirty_rate, working_set, link }
+            let convergence = Convergence::new(downtime, answer, Some(Duration::from_secs(600)));
+            let round_trip = Duration::from_millis(1);
+            let at = Measure { remaining: ram, limited: true, round_trip, ..Measure::default() };
+            Self { convergence, at, dirty_rate, working_set, link, shrink: 1 }
         }
 
         /// One round: everything that is left goes out, and the guest dirties meanwhile.
@@ -288,8 +305,9 @@ mod tests {
             let seconds = (self.at.remaining as f64 / self.link).max(0.001);
             let dirtied = ((self.dirty_rate * slow * seconds) as u64).min(self.working_set);
             self.at.now += Duration::from_secs_f64(seconds);
+            self.at.limited = self.at.remaining > 0;
             self.at.left += self.at.remaining;
-            self.at.wire += self.at.remaining;
+            self.at.wire += self.at.remaining / self.shrink;
             self.at.dirtied = dirtied;
             self.at.remaining = dirtied;
             self.convergence.after_round(&self.at, may_stop)
@@ -362,6 +380,37 @@ mod tests {
             assert_eq!(simulation.round(false), Decision::Next);
         }
         assert_eq!(simulation.round(true), Decision::SwitchOver);
+    }
+
+    #[test]
+    fn pages_that_shrink_to_next_to_nothing_do_not_make_the_state_seem_slow() {
+        let mut simulation = Simulation::new(4096 * MIB, 300e6, 1024 * MIB, 1e9, NotConverging::GiveUp);
+        simulation.at.state = 100 << 10;
+        simulation.shrink = 4000;
+        assert_eq!(simulation.until_it_ends().0, Decision::SwitchOver);
+    }
+
+    #[test]
+    fn a_path_too_long_for_the_downtime_does_not_keep_an_idle_guest_from_moving() {
+        let mut simulation = Simulation::new(64 * MIB, 1e6, 64 * MIB, 118e6, NotConverging::GiveUp);
+        simulation.at.round_trip = Duration::from_millis(400);
+        assert_eq!(simulation.until_it_ends().0, Decision::SwitchOver);
+        assert!(simulation.convergence.predicted(&simulation.at).unwrap() > Duration::from_secs(1), "said as it is");
+    }
+
+    #[test]
+    fn channels_that_keep_up_are_not_taken_for_slow_ones() {
+        let mut simulation = Simulation::new(4096 * MIB, 50e6, 64 * MIB, 1e9, NotConverging::GiveUp);
+        assert_eq!(simulation.round(false), Decision::Next);
+        let fast = simulation.convergence.rates().drain;
+        // Small rounds with pauses between them, and nothing left in the queues.
+        for _ in 0..20 {
+            simulation.at.now += Duration::from_millis(60);
+            simulation.at.left += MIB;
+            simulation.at.limited = false;
+            simulation.convergence.after_round(&simulation.at, false);
+        }
+        assert_eq!(simulation.convergence.rates().drain, fast);
     }
 
     #[test]

@@ -37,12 +37,6 @@ use crate::window::Window;
 
 /// How often progress is told.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
-/// How long an undelivered decision is offered to the destination.
-const DELIVERY_TIME: Duration = Duration::from_secs(60);
-/// How long an abort is offered to a destination that was lost: it is presumed anyway.
-const TELLING_TIME: Duration = Duration::from_secs(5);
-/// The guest stands while its last pages travel and the destination loads: neither may take this long without reason.
-const SHORTEST_STEP_LIMIT: Duration = Duration::from_secs(30);
 /// Batches that wait for each channel or are being filled for it. They say which pages, nothing has been read yet.
 const BATCHES_PER_CHANNEL: usize = 4;
 /// How long, after a channel broke, a word of the peer about the reason is waited for: it travels on another connection.
@@ -329,7 +323,7 @@ impl Driver<'_> {
                 continue;
             }
             if self.switchover.may_stop() && self.ended.is_none() {
-                self.give_up.get_or_insert(Instant::now() + TELLING_TIME);
+                self.give_up.get_or_insert(Instant::now() + self.settings.limits.telling);
             }
             if self.give_up.is_some_and(|deadline| Instant::now() >= deadline) {
                 return End::Undelivered;
@@ -408,7 +402,11 @@ impl Driver<'_> {
             }
             SourceAction::Connect => {
                 self.link = None;
-                let time = if self.switchover.decided() { DELIVERY_TIME } else { TELLING_TIME };
+                let time = if self.switchover.decided() {
+                    self.settings.limits.delivery
+                } else {
+                    self.settings.limits.telling
+                };
                 self.give_up.get_or_insert(Instant::now() + time);
                 self.reconnect();
                 None
@@ -432,7 +430,7 @@ impl Driver<'_> {
                     if let Some(moving) = self.moving.as_ref().filter(|_| self.post_copy.is_some()) {
                         moving.order(Order::Stream);
                     }
-                    self.give_up = Some(Instant::now() + DELIVERY_TIME);
+                    self.give_up = Some(Instant::now() + self.settings.limits.delivery);
                 }
                 SourceEvent::RecordWritten
             }
@@ -453,6 +451,10 @@ impl Driver<'_> {
                     self.link = None;
                     self.abort.lost(format_args!("the destination was lost: {reason}"));
                     if self.ended.is_some() {
+                        // Without it the guest cannot go on, so the destination is waited for: unless nobody wants to.
+                        if self.cancelled {
+                            self.give_up = Some(Instant::now() + self.settings.limits.delivery);
+                        }
                         self.reconnect();
                         return None;
                     }
@@ -463,6 +465,9 @@ impl Driver<'_> {
             Event::Reconnected(outcome) => match *outcome {
                 Ok(link) => {
                     self.link = Some(link);
+                    if self.ended.is_some() {
+                        self.give_up = None;
+                    }
                     self.ended.is_none().then_some(SourceEvent::Connected)
                 }
                 Err(reason) => {
@@ -486,9 +491,12 @@ impl Driver<'_> {
             }
             Event::Broken(_) => Some(SourceEvent::Failed { reason: self.abort.reason()? }),
             Event::Cancelled if self.ended.is_some() => {
-                self.observer.note("cancelled: part of the guest's memory is still here, and lost to it");
                 self.cancelled = true;
-                self.give_up = Some(Instant::now());
+                if self.link.is_some() {
+                    self.observer.note("too late to cancel: the rest of the guest's memory is being sent after it");
+                } else {
+                    self.give_up = Some(Instant::now());
+                }
                 None
             }
             Event::Cancelled if self.switchover.may_stop() => {
@@ -496,6 +504,8 @@ impl Driver<'_> {
                 None
             }
             Event::Cancelled if self.switchover.decided() => {
+                // What is still to be sent in post-copy is sent, but a lost destination is not waited for.
+                self.cancelled = true;
                 self.observer.note("too late to cancel: the guest already belongs to the destination");
                 None
             }
@@ -604,12 +614,8 @@ impl Driver<'_> {
 
         let (orders, orders_out) = channel();
         let events = self.events_in.clone();
-        let convergence = Convergence::new(
-            self.settings.downtime,
-            self.session.round_trip,
-            self.settings.not_converging,
-            self.settings.give_up_after,
-        );
+        let convergence =
+            Convergence::new(self.settings.downtime, self.settings.not_converging, self.settings.give_up_after);
         let rounds = Rounds {
             log,
             search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.session.packet_size),
@@ -772,7 +778,7 @@ impl Driver<'_> {
     }
 
     fn step_time(&self) -> Duration {
-        SHORTEST_STEP_LIMIT.max(10 * self.settings.downtime)
+        self.settings.limits.step.max(10 * self.settings.downtime)
     }
 
     fn say(&self, message: &ControlMessage) {
@@ -787,14 +793,14 @@ impl Driver<'_> {
         // Counts attempts: one that failed here may have been accepted there, and none is accepted twice.
         self.session.incarnation += 1;
         let (events, to, security) = (self.events_in.clone(), self.to.clone(), self.security.clone());
-        let session = self.session.clone();
+        let (session, pause) = (self.session.clone(), self.settings.limits.dial_pause);
         std::thread::spawn(move || {
             let incarnation = session.incarnation;
             let told = link_events(&events, incarnation);
             let (outcome, gate) = match session::dial_again(&to, &security, &session, incarnation, told) {
                 Ok((link, gate)) => (Ok(link), Some(gate)),
                 Err(error) => {
-                    std::thread::sleep(session::DIAL_PAUSE);
+                    std::thread::sleep(pause);
                     (Err(error.to_string()), None)
                 }
             };
@@ -853,13 +859,15 @@ impl Driver<'_> {
                 (Outcome::Unconfirmed, GuestState::BelongsToDestination, Some(reason))
             }
             End::Undelivered if self.ended.is_some() => {
-                let reason = "the rest of the guest's memory was not sent: cancelled".to_owned();
+                let reason = "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled".to_owned();
                 (Outcome::Lost, GuestState::LacksMemory, Some(reason))
             }
             // The guest runs; a destination that was not told asks, and presumes it.
             End::Undelivered => (self.ended(), GuestState::RunsAtSource, Some(self.switchover.reason().to_owned())),
         };
         self.abort.finish();
+        // One that does not hear it waits a little for this side to come back.
+        self.say(&ControlMessage::Goodbye);
         self.link = None;
         self.end_data_plane();
         let sent = self.sent_before;

@@ -34,6 +34,7 @@ pub use self::convergence::{NotConverging, Throttle};
 use crate::cancel::Cancel;
 use crate::migration::MigrationError;
 use crate::report::{Observer, Report};
+use crate::session::DIAL_PAUSE;
 use crate::transport::{Address, Security};
 use crate::vmm::SourceVmm;
 
@@ -44,8 +45,35 @@ pub struct Source {
     settings: Settings,
 }
 
+/// How long a source waits for what, before it takes it for lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TimeLimits {
+    /// For each step while the guest stands: the last pages, loading at the destination. Ten times the downtime that is
+    /// aimed at if that is longer.
+    pub step: Duration,
+    /// For a destination that was lost after the decision to be told of it; then the error says that it is not confirmed.
+    pub delivery: Duration,
+    /// For a destination that was lost before the decision to be told that the migration has ended, which it presumes anyway.
+    pub telling: Duration,
+    /// Between two attempts to reach a destination that was lost.
+    pub dial_pause: Duration,
+}
+
+impl Default for TimeLimits {
+    /// 30 s, 60 s, 5 s, and half a second.
+    fn default() -> Self {
+        Self {
+            step: Duration::from_secs(30),
+            delivery: Duration::from_secs(60),
+            telling: Duration::from_secs(5),
+            dial_pause: DIAL_PAUSE,
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 struct Settings {
+    limits: TimeLimits,
     channels: u16,
     method: MethodChoice,
     bandwidth: Option<u64>,
@@ -68,6 +96,7 @@ impl Source {
     /// own threads and of devices. The log is not started yet; its blocks are those of `ram`, by number.
     pub fn new(ram: GuestRam, log: Box<dyn DirtyLog>) -> Self {
         let settings = Settings {
+            limits: TimeLimits::default(),
             channels: 2,
             method: MethodChoice::default(),
             bandwidth: None,
@@ -135,6 +164,13 @@ impl Source {
     #[must_use]
     pub fn give_up_after(mut self, time: Option<Duration>) -> Self {
         self.settings.give_up_after = time;
+        self
+    }
+
+    /// How long it waits for what.
+    #[must_use]
+    pub fn time_limits(mut self, limits: TimeLimits) -> Self {
+        self.settings.limits = limits;
         self
     }
 

@@ -239,6 +239,8 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             wire,
             remaining: pages(found + queued) + self.pipeline().window.in_flight(),
             state: self.state_size,
+            limited: queued > 0,
+            round_trip: self.pipeline().window.round_trip(),
         };
         let (verdict_before, may_stop) = (self.convergence.verdict().is_some(), self.may_stop);
         let decision = self.convergence.after_round(&measure, may_stop);

@@ -10,10 +10,9 @@ use std::sync::{Arc, Mutex};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::{AtomicPageBitmap, PageBitmap};
 use sterna_memory::ram::GuestRam;
-use sterna_wire::packet::{BlockShape, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run};
+use sterna_wire::packet::{BlockShape, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run, RunKind};
 use sterna_wire::sequence::SendSequence;
 
-use crate::batch::Batch;
 use crate::entry::{PageSearch, REGION};
 use crate::reading::Reading;
 use crate::receive::PacketRules;
@@ -99,7 +98,6 @@ pub(super) struct PageServer {
     writer: Writer,
     packet_size: usize,
     sequence: SendSequence,
-    wanted: Batch,
     reading: Reading,
 }
 
@@ -113,18 +111,9 @@ impl PageServer {
         let shape =
             |block: &sterna_memory::ram::RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
         let shapes = ram.blocks().iter().map(shape).collect();
-        let (wanted, reading, packet_size) = (Batch::new(0), Reading::new(rules), rules.packet_size);
-        let mut server = Self {
-            ram,
-            shapes,
-            unsent,
-            reader,
-            writer,
-            packet_size,
-            sequence: SendSequence::default(),
-            wanted,
-            reading,
-        };
+        let (reading, packet_size) = (Reading::new(rules), rules.packet_size);
+        let mut server =
+            Self { ram, shapes, unsent, reader, writer, packet_size, sequence: SendSequence::default(), reading };
         // A guest that has all that it works with asks for nothing; that the peer lives, the control channel tells.
         server.reader.set_timeout(None)?;
         Ok(server)
@@ -168,10 +157,9 @@ impl PageServer {
 
     /// Sends pages as they are: compressing takes longer than one page's way.
     fn send(&mut self, block: u16, first: u64, count: u32) -> io::Result<()> {
-        self.wanted.clear();
-        self.wanted.block = block;
-        self.wanted.push_normal(first, count, 0);
-        let batch = self.reading.read(&self.ram, &self.wanted);
+        self.reading.begin(block);
+        self.reading.read(&self.ram, &[Run { kind: RunKind::Normal, first, count }]);
+        let batch = self.reading.batch();
         let table: Vec<u8> = batch.runs().iter().flat_map(Run::encode).collect();
         let content = batch.content();
         let header = PacketHeader {

@@ -155,7 +155,7 @@ pub(crate) struct Monitor {
     running: Running,
     workload: Workload,
     marker: DirtyMarker,
-    writers: Option<Writers>,
+    life: Life,
     /// Writes so far, over the guest's whole life: part of its state.
     pub(crate) writes: Arc<AtomicU64>,
     /// What goes wrong when asked for: the name of the method.
@@ -165,6 +165,8 @@ pub(crate) struct Monitor {
     pub(crate) ahead: bool,
     pub(crate) throttled: u8,
     pub(crate) called: Vec<&'static str>,
+    /// Hears of each call before it is done.
+    pub(crate) on_call: Option<Box<dyn Fn(&'static str) + Send>>,
     digest: u64,
     /// In post-copy: the memory of the source, which has stopped, and what the guest here has to say of it.
     pub(crate) behind: Option<Behind>,
@@ -222,9 +224,54 @@ impl Behind {
     }
 }
 
+/// The process of a monitor, which may be killed from outside.
+#[derive(Clone, Default)]
+pub(crate) struct Life(Arc<Mutex<LifeState>>);
+
+#[derive(Default)]
+struct LifeState {
+    dead: bool,
+    writers: Option<Writers>,
+}
+
 struct Writers {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
+    running: Running,
+    may_wait: bool,
+}
+
+impl Life {
+    /// The process dies, and its guest with it.
+    pub(crate) fn kill(&self) {
+        self.0.lock().unwrap().dead = true;
+        self.end(true);
+    }
+
+    pub(crate) fn is_dead(&self) -> bool {
+        self.0.lock().unwrap().dead
+    }
+
+    pub(crate) fn runs(&self) -> bool {
+        self.0.lock().unwrap().writers.is_some()
+    }
+
+    fn stop(&self) {
+        self.end(false);
+    }
+
+    fn end(&self, killed: bool) {
+        let writers = self.0.lock().unwrap().writers.take();
+        if let Some(writers) = writers {
+            writers.stop.store(true, Ordering::Relaxed);
+            // In post-copy a thread may be waiting for a page that will not come. With its process it would be gone; here it
+            // is left alone, and its memory with it.
+            if !(killed && writers.may_wait) {
+                writers.threads.into_iter().for_each(|thread| thread.join().unwrap());
+            }
+            writers.running.end();
+        }
+    }
 }
 
 impl Monitor {
@@ -236,13 +283,14 @@ impl Monitor {
             running: running.clone(),
             workload,
             marker: log.marker(),
-            writers: None,
+            life: Life::default(),
             writes: Arc::default(),
             fails: None,
             state_bytes: 100,
             ahead: false,
             throttled: 0,
             called: Vec::new(),
+            on_call: None,
             digest: 0,
             behind: None,
         };
@@ -250,11 +298,19 @@ impl Monitor {
     }
 
     pub(crate) fn runs(&self) -> bool {
-        self.writers.is_some()
+        self.life.runs()
+    }
+
+    pub(crate) fn life(&self) -> Life {
+        self.life.clone()
     }
 
     pub(crate) fn start(&mut self) {
-        assert!(self.writers.is_none(), "it runs already");
+        let mut life = self.life.0.lock().unwrap();
+        assert!(life.writers.is_none(), "it runs already");
+        if life.dead {
+            return;
+        }
         self.running.begin();
         let stop = Arc::new(AtomicBool::new(false));
         let threads = (0..self.workload.writers).map(|writer| {
@@ -269,19 +325,26 @@ impl Monitor {
                 None => write(&memory, &marker, &writes, workload, writer as u64, &stop),
             })
         });
-        self.writers = Some(Writers { threads: threads.collect(), stop });
+        life.writers = Some(Writers {
+            threads: threads.collect(),
+            stop,
+            running: self.running.clone(),
+            may_wait: self.behind.is_some(),
+        });
     }
 
     pub(crate) fn stop(&mut self) {
-        if let Some(writers) = self.writers.take() {
-            writers.stop.store(true, Ordering::Relaxed);
-            writers.threads.into_iter().for_each(|thread| thread.join().unwrap());
-            self.running.end();
-        }
+        self.life.stop();
     }
 
     fn may_fail(&mut self, what: &'static str) -> Result<(), VmmError> {
         self.called.push(what);
+        if let Some(called) = &self.on_call {
+            called(what);
+        }
+        if self.life.is_dead() {
+            return Err("the process is dead".into());
+        }
         if self.fails == Some(what) { Err(format!("{what} was made to fail").into()) } else { Ok(()) }
     }
 }

@@ -81,8 +81,6 @@ pub fn receive(
     let address = listener.local_address().to_string();
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
     observer.note(&format!("listening on {address}"));
-    let stop = incoming.stop_handle();
-    cancel.on_cancel(move || stop.stop());
 
     let guest = Guest::of(&qmp);
     let greeting = Greeting { mode: Mode::Owner, features: FEATURES, refusal: &|hello| guest.refusal(hello) };

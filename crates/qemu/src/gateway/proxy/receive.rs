@@ -53,9 +53,7 @@ pub fn proxy_receive(
     let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
     observer.note(&format!("listening on {}", listener.local_address()));
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
-    let stop = incoming.stop_handle();
     let stop_at_end = incoming.stop_handle();
-    cancel.on_cancel(move || stop.stop());
     let refused = |reason: &str| observer.note(&format!("refused: {reason}"));
     let greeting = Greeting { mode: Mode::Proxy, features: FEATURES, refusal: &|_| None };
     let greeted = greeting.first(&incoming, cancel, refused);
