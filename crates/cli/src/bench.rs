@@ -2,6 +2,7 @@
 //!
 //! Each benchmark is a file that makes cells and targets; what they share is in `harness`.
 
+mod dirty_rate;
 mod harness;
 mod machine;
 mod memory;
@@ -56,6 +57,8 @@ enum Benchmark {
     Ram,
     /// Page faults and time of the library's destination with and without its bitmap of received pages
     ReceivedBitmap,
+    /// Largest rate at which a guest may write its memory and still be moved, by the library
+    DirtyRate,
 }
 
 fn release(text: &str) -> Result<QemuVersion, String> {
@@ -91,6 +94,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Qemu => qemu::cells(),
         Benchmark::Ram => ram::cells(),
         Benchmark::ReceivedBitmap => received_bitmap::cells(),
+        Benchmark::DirtyRate => dirty_rate::cells(),
     })?;
     let cancel = Cancel::new();
     let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, tell);
@@ -100,6 +104,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Qemu => qemu::measure(args, &cancel, &tell),
         Benchmark::Ram => ram::measure(args, &cancel, &tell),
         Benchmark::ReceivedBitmap => received_bitmap::measure(args, &cancel, &tell),
+        Benchmark::DirtyRate => dirty_rate::measure(args, &cancel, &tell),
     };
     let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
     if findings.rows.is_empty() {

@@ -53,16 +53,17 @@ pub(crate) enum Content {
 }
 
 impl Content {
-    /// The parts that hold data, in bytes, and those that are zero but were touched.
-    fn parts(self, bytes: u64) -> (Vec<Range<u64>>, Vec<Range<u64>>) {
+    /// The parts that hold data, in bytes, and the one that is zero but was touched.
+    fn parts(self, bytes: u64) -> (Vec<Range<u64>>, Range<u64>) {
         const GIB: usize = 1 << 30;
+        let one = |part: Range<u64>| std::iter::once(part).collect();
         match self {
-            Self::Untouched => (vec![], vec![]),
+            Self::Untouched => (Vec::new(), 0..0),
             // Not the lower half: the firmware of a QEMU has its tables there.
-            Self::HalfFilled => (vec![bytes / 2..bytes], vec![]),
-            Self::TouchedZero => (vec![], vec![0..bytes]),
-            Self::Sparse => ((0..bytes).step_by(GIB).map(|at| at..at + HUGE_PAGE as u64).collect(), vec![]),
-            Self::Used(used) => (vec![0..used], vec![used..bytes]),
+            Self::HalfFilled => (one(bytes / 2..bytes), 0..0),
+            Self::TouchedZero => (Vec::new(), 0..bytes),
+            Self::Sparse => ((0..bytes).step_by(GIB).map(|at| at..at + HUGE_PAGE as u64).collect(), 0..0),
+            Self::Used(used) => (one(0..used), used..bytes),
         }
     }
 
@@ -115,8 +116,7 @@ impl Guest {
         }
         let backing = match memory {
             Memory::Anonymous | Memory::SmallPages => {
-                let advice =
-                    if memory == Memory::Anonymous { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
+                let advice = if memory == Memory::Anonymous { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
                 // SAFETY: advice on the block; it changes no content. A kernel without huge pages has small ones only.
                 let _ = unsafe { rustix::mm::madvise(start, bytes, advice) };
                 Backing::Anonymous
@@ -156,13 +156,13 @@ impl Guest {
     pub(crate) fn fill(&self, content: Content) -> Result<(), String> {
         let (filled, zero) = content.parts(self.bytes as u64);
         let block = self.block();
-        in_two(pages_of(&filled), |page| {
+        in_two(&pages_of(&filled), |page| {
             let mut bytes = [0; PAGE_BYTES];
             data().write(&mut bytes, page, GENERATION);
             block.write(page, &bytes);
             Ok(())
         })?;
-        in_two(pages_of(&zero), |page| {
+        in_two(&[pages(&zero)], |page| {
             block.zero(page..page + 1);
             Ok(())
         })
@@ -172,7 +172,7 @@ impl Guest {
     pub(crate) fn check(&self, content: Content) -> Result<(), String> {
         let block = self.block();
         let filled = content.filled(self.bytes as u64);
-        in_two(pages_of(&filled), |page| {
+        in_two(&pages_of(&filled), |page| {
             let mut copy: Page = [0; PAGE_BYTES];
             let mut zero = [0];
             let mut snapshot = Snapshot::new(&mut copy, &mut zero);
@@ -229,9 +229,9 @@ fn pages_of(parts: &[Range<u64>]) -> Vec<Range<u64>> {
 }
 
 /// Calls `work` for every page of `parts`, by two threads.
-fn in_two(parts: Vec<Range<u64>>, work: impl Fn(u64) -> Result<(), String> + Sync) -> Result<(), String> {
+fn in_two(parts: &[Range<u64>], work: impl Fn(u64) -> Result<(), String> + Sync) -> Result<(), String> {
     let half = |which: u64| {
-        let (parts, work) = (&parts, &work);
+        let work = &work;
         move || {
             parts.iter().try_for_each(|part| {
                 let middle = part.start + (part.end - part.start) / 2;

@@ -7,10 +7,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use sterna::cancel::Cancel;
-use sterna_lab::warm_memory;
 
 use super::guest::{Content, Memory};
 use super::side::{Answer, Mover, Order, Took};
+use super::warm::Warmth;
 use crate::hosts::{Hosts, HostsError, Side, doing};
 
 /// No step takes longer on a machine that is only slow.
@@ -81,7 +81,6 @@ impl Rig<'_> {
         verify: bool,
     ) -> Result<Measured, HostsError> {
         let Shape { memory, bytes, content } = shape;
-        warm_memory(expected as usize)?;
         let mut destination = self.side(Side::B, Shape { memory, bytes, content: Content::Untouched })?;
         destination.tell(&Order::Receive { by: by.clone(), channels })?;
         let to = match destination.hear()? {
@@ -89,6 +88,7 @@ impl Rig<'_> {
             other => return Err(unexpected(&other)),
         };
         let mut source = source.borrow_mut();
+        let _warmth = Warmth::hold(expected, destination.child.id())?;
         source.tell(&Order::Send { by: by.clone(), to, channels })?;
         let sent = took(source.hear()?)?;
         let received = took(destination.hear()?)?;
@@ -166,7 +166,9 @@ impl<'a> SideProcess<'a> {
         let deadline = Instant::now() + LONG;
         loop {
             match self.answers.recv_timeout(SLICE) {
-                Ok(line) => return serde_json::from_str(&line).map_err(doing(format_args!("{} said {line}", self.name))),
+                Ok(line) => {
+                    return serde_json::from_str(&line).map_err(doing(format_args!("{} said {line}", self.name)));
+                }
                 Err(RecvTimeoutError::Timeout) if self.cancel.is_cancelled() => {
                     return Err(HostsError("cancelled".into()));
                 }

@@ -3,7 +3,7 @@
 //! that [`sterna::destination::Destination`] cannot do without.
 
 use std::fmt::Display;
-use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use sterna::abort::Abort;
 use sterna::batch::BatchPool;
 use sterna::entry::{PageSearch, Pipeline};
 use sterna::pacer::Pacer;
-use sterna::receive::{ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna::receive::{PacketRules, Places, ReceiveCounters, Sink, SinkError, receive_packets};
 use sterna::send::{SendChannel, SendContext, Sent};
 use sterna::session::Session;
 use sterna::transport::{Address, Incoming, Limits, Listener, Security, accept_channel};
@@ -29,6 +29,7 @@ use sterna_wire::packet::{BlockShape, Run, RunKind};
 /// As [`sterna::source::Source`] has them.
 const DOWNTIME: Duration = Duration::from_millis(300);
 const BATCHES_PER_CHANNEL: usize = 4;
+const RULES: PacketRules = PacketRules { packet_size: DEFAULT_PACKET_SIZE, checksums: true };
 
 fn text(error: impl Display) -> String {
     error.to_string()
@@ -50,7 +51,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::new(Abort::default()),
         method: MethodChoice::default(),
-        packet_size: DEFAULT_PACKET_SIZE,
+        rules: RULES,
     };
     let to = Address::from(to);
     let open = |index| session.open(&Security::Insecure, &to, ChannelKind::Ram, index, &context);
@@ -78,22 +79,22 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
 
 /// A destination that channels can connect to.
 pub(crate) struct Door {
-    address: SocketAddr,
+    address: Address,
     incoming: Incoming,
 }
 
 impl Door {
     /// Opens it at `address`.
     pub(crate) fn open(address: &str) -> Result<Self, String> {
-        let listener = Listener::bind(&Address::from(address)).map_err(text)?;
-        let address = listener.local_address();
+        let listener = Listener::bind(address).map_err(text)?;
+        let address = listener.local_address().clone();
         let incoming = listener.start(Security::Insecure, Limits::default()).map_err(text)?;
         Ok(Self { address, incoming })
     }
 
     /// Where it listens.
-    pub(crate) fn address(&self) -> SocketAddr {
-        self.address
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
     }
 
     /// Receives into `ram`, never touched before, by so many channels.
@@ -106,11 +107,12 @@ impl Door {
             let mut running = Vec::new();
             for _ in 0..channels {
                 let (connection, _) = self.incoming.next().ok_or("the listener has ended")?;
-                let mut sink = PlacingSink { ram: ram.clone(), shapes: Arc::clone(&shapes), received: received.clone() };
+                let mut sink =
+                    PlacingSink { ram: ram.clone(), shapes: Arc::clone(&shapes), received: received.clone() };
                 running.push(scope.spawn(move || {
                     let (writer, reader) = accept_channel(connection).map_err(text)?;
                     let counters = ReceiveCounters::default();
-                    receive_packets(reader, writer.into(), &mut sink, DEFAULT_PACKET_SIZE, &counters).map_err(text)
+                    receive_packets(reader, Some(writer), &mut sink, RULES, &counters).map_err(text)
                 }));
             }
             running.into_iter().try_for_each(|thread| thread.join().expect("receiving does not panic"))
@@ -126,26 +128,25 @@ struct PlacingSink {
     received: Option<Arc<[ReceivedBitmap]>>,
 }
 
-impl Sink for PlacingSink {
-    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
-        Ok(Arc::clone(&self.shapes))
-    }
-
-    fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
+impl PlacingSink {
+    /// Calls `place` with the pages of each normal run, once they can be written; deals with the zero runs.
+    fn runs<'a>(
+        &'a self,
+        block: u16,
+        runs: &[Run],
+        mut place: impl FnMut(&'a RamBlock, Range<u64>),
+    ) -> Result<(), SinkError> {
         let received = self.received.as_ref().map(|received| &received[usize::from(block)]);
         let block = &self.ram.blocks()[usize::from(block)];
-        let mut rest = content;
         for run in runs {
             let pages = run.first..run.end();
             match (run.kind, received) {
                 (RunKind::Normal, received) => {
-                    let (now, later) = rest.split_at(run.count as usize * PAGE_SIZE);
-                    rest = later;
                     if let Some(received) = received {
                         received.mark(pages.clone());
                     }
-                    block.populate(pages)?;
-                    block.write(run.first, now);
+                    block.populate(pages.clone())?;
+                    place(block, pages);
                 }
                 (RunKind::Zero, Some(received)) => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
                 (RunKind::Zero, None) => {
@@ -154,6 +155,31 @@ impl Sink for PlacingSink {
             }
         }
         Ok(())
+    }
+}
+
+impl Sink for PlacingSink {
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        Ok(Arc::clone(&self.shapes))
+    }
+
+    fn places(&mut self, block: u16, runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
+        let mut places = Places::new();
+        self.runs(block, runs, |block, pages| {
+            // SAFETY: nobody else has access to this RAM, and pages of one region travel on one channel only, whose thread
+            // this is.
+            places.push(unsafe { block.bytes_mut(pages) });
+        })?;
+        Ok(Some(places))
+    }
+
+    fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
+        let mut rest = content;
+        self.runs(block, runs, |block, pages| {
+            let (now, later) = rest.split_at((pages.end - pages.start) as usize * PAGE_SIZE);
+            rest = later;
+            block.write(pages.start, now);
+        })
     }
 }
 

@@ -11,11 +11,12 @@ use sterna::cancel::Cancel;
 use sterna_guest::content::PAGE_BYTES;
 use sterna_lab::ram::Ram;
 use sterna_lab::usage::Usage;
-use sterna_lab::{Backend, Guest, Qemu, QemuOptions, QemuVersion, Role, warm_memory};
+use sterna_lab::{Backend, Guest, Qemu, QemuOptions, QemuVersion, Role};
 use sterna_qemu::qmp::Qmp;
 
 use super::guest::{Content, Memory, data};
 use super::pair::{Measured, Rig, Shape};
+use super::warm::Warmth;
 use crate::hosts::{HostsError, Side, doing};
 
 const LONG: Duration = Duration::from_secs(180);
@@ -27,7 +28,7 @@ const HOST: &str = "localhost";
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Pages written to QEMU's memory at once.
 const CHUNK: u64 = 1 << 20;
-/// The firmware, and what runs it, may have written this many pages beside the content.
+/// QEMU's name for them.
 const CREDENTIALS: &str = "tls0";
 
 /// A source whose machine runs.
@@ -89,7 +90,6 @@ impl<'a> Source<'a> {
         expected: u64,
         verify: bool,
     ) -> Result<Measured, HostsError> {
-        warm_memory(expected as usize)?;
         let options = QemuOptions {
             role: Role::Incoming,
             host_cpus: Some(self.cpus.clone()),
@@ -98,7 +98,7 @@ impl<'a> Source<'a> {
         };
         let destination = Qemu::start(&options)?;
         let monitor = Qmp::connect(destination.qmp_path())?;
-        let measured = self.measure(&destination, &monitor, channels, encrypted);
+        let measured = self.measure(&destination, &monitor, channels, encrypted, expected);
         if measured.is_ok() && verify {
             check(destination.pid(), self.shape)?;
         }
@@ -115,9 +115,12 @@ impl<'a> Source<'a> {
         monitor: &Qmp,
         channels: u8,
         encrypted: bool,
+        expected: u64,
     ) -> Result<Measured, HostsError> {
-        let capabilities: Vec<Value> =
-            ["multifd", "return-path", "events"].iter().map(|name| json!({ "capability": name, "state": true })).collect();
+        let capabilities: Vec<Value> = ["multifd", "return-path", "events"]
+            .iter()
+            .map(|name| json!({ "capability": name, "state": true }))
+            .collect();
         let credentials = if encrypted { CREDENTIALS } else { "" };
         for side in [&self.monitor, monitor] {
             side.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
@@ -132,6 +135,7 @@ impl<'a> Source<'a> {
         let Some(port) = listening["socket-address"][0]["port"].as_str() else {
             return Err(HostsError(format!("the destination QEMU does not say where it listens: {listening}")));
         };
+        let _warmth = Warmth::hold(expected, destination.pid())?;
         self.monitor.clear_events();
         let before = (Usage::of(self.qemu.pid())?, Usage::of(destination.pid())?);
         self.monitor.execute("migrate", json!({ "uri": format!("tcp:127.0.0.1:{port}") }))?;

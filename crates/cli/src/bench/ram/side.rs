@@ -30,6 +30,7 @@ const ANY_PORT: &str = "127.0.0.1:0";
 pub(crate) enum Mover {
     /// `Source` and `Destination`, with TLS where there is a directory of certificates.
     Sterna {
+        checksums: bool,
         tls: Option<PathBuf>,
     },
     Plain,
@@ -148,9 +149,9 @@ fn measured(guest: &Guest, work: impl FnOnce() -> Result<(u64, Option<u64>), Str
 
 fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, String> {
     match by {
-        Mover::Sterna { tls } => {
+        Mover::Sterna { checksums, tls } => {
             let security = security(tls.as_deref(), TlsSettings::client)?;
-            let source = Source::new(guest.ram(), guest.log()).channels(channels);
+            let source = Source::new(guest.ram(), guest.log()).channels(channels).checksums(*checksums);
             measured(guest, || {
                 let report = source.run(to, &security, &mut Monitor::default(), &Cancel::new(), &());
                 report.map(|report| (report.wire_bytes, None)).map_err(|error| error.to_string())
@@ -168,7 +169,7 @@ fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, Stri
 fn receive(guest: &Guest, by: &Mover, channels: u16) -> Result<Took, String> {
     let listening = |address: &dyn std::fmt::Display| say(&Answer::Listening { address: address.to_string() });
     match by {
-        Mover::Sterna { tls } => {
+        Mover::Sterna { tls, .. } => {
             let security = security(tls.as_deref(), |dir| TlsSettings::server(dir, &[CLIENT.to_owned()]))?;
             let door = Destination::new(guest.ram()).listen(ANY_PORT, &security).map_err(|error| error.to_string())?;
             // By name, so that the certificate fits.

@@ -1,0 +1,207 @@
+//! One migration between two microvm processes, whose guest writes pages at a set rate.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use serde_json::Value;
+use sterna::cancel::Cancel;
+use sterna_lab::warm_memory;
+
+use crate::hosts::{Ended, Hosts, HostsError, Side, Sterna, doing};
+
+/// Bytes of a page.
+pub(super) const PAGE: f64 = 4096.0;
+/// A guest that is slower than this part of its set rate is not what was to be measured.
+const LEAST_ACHIEVED: f64 = 0.95;
+/// What names another program than the one beside this one.
+const PROGRAM: &str = "STERNA_MICROVM";
+/// No step takes longer on a machine that is only slow, beside the migration itself.
+const SLACK: Duration = Duration::from_secs(60);
+
+/// What writes the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Guest {
+    /// A vCPU, its writes in KVM's dirty log; a thread where there is no KVM.
+    Kvm,
+    /// A thread of the monitor, its writes noted by write protection.
+    Thread,
+}
+
+impl Guest {
+    pub(super) const ALL: [Self; 2] = [Self::Kvm, Self::Thread];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "KVM",
+            Self::Thread => "thread",
+        }
+    }
+
+    fn options(self) -> &'static str {
+        match self {
+            Self::Kvm => "--tracking log",
+            Self::Thread => "--execution threads",
+        }
+    }
+}
+
+/// What is moved, and how.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Setting {
+    /// Bytes per second on the network.
+    pub(super) bandwidth: u64,
+    /// MiB of guest RAM, all of which is written again and again.
+    pub(super) memory: u64,
+    pub(super) fill: &'static str,
+    pub(super) guest: Guest,
+    /// Options of the source, separated by spaces.
+    pub(super) how: &'static str,
+    /// Whether the guest is slowed down on purpose.
+    pub(super) throttles: bool,
+    pub(super) downtime: Duration,
+    pub(super) give_up_after: Duration,
+}
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Attempt {
+    /// Whether the guest was moved.
+    pub(super) moved: bool,
+    /// What the guest has achieved of its set rate; 1: all.
+    pub(super) achieved: f64,
+    pub(super) total_ms: f64,
+    pub(super) downtime_ms: f64,
+    pub(super) rounds: f64,
+    pub(super) content_bytes: f64,
+    pub(super) ratio: f64,
+    /// From the guest's start at the destination to all of its memory being there, where it went that way.
+    pub(super) post_copy_ms: Option<f64>,
+    pub(super) latency_p50_ms: f64,
+    pub(super) latency_p99_ms: f64,
+}
+
+impl Attempt {
+    /// Whether the guest was fast enough for this to say anything.
+    pub(super) fn counts(&self) -> bool {
+        self.achieved >= LEAST_ACHIEVED
+    }
+}
+
+/// Where attempts run.
+pub(super) struct Site<'a> {
+    program: PathBuf,
+    hosts: Hosts,
+    cancel: &'a Cancel,
+}
+
+impl<'a> Site<'a> {
+    /// With so many CPUs for each side.
+    ///
+    /// # Errors
+    /// There is no microvm, in words that say how to get one.
+    pub(super) fn new(cpus: u16, cancel: &'a Cancel) -> Result<Self, HostsError> {
+        let program = match std::env::var_os(PROGRAM) {
+            Some(path) => PathBuf::from(path),
+            None => {
+                let own = std::env::current_exe().map_err(doing("finding this program's own path"))?;
+                own.with_file_name("microvm")
+            }
+        };
+        if !program.is_file() {
+            return Err(HostsError(format!(
+                "{} is not there: build it with `cargo build --release -p sterna-microvm`, or name it by {PROGRAM}",
+                program.display()
+            )));
+        }
+        Ok(Self { program, hosts: Hosts::loopback().pinned(cpus), cancel })
+    }
+
+    /// The CPUs of both sides, for the notes.
+    pub(super) fn cpus(&self) -> [String; 2] {
+        [Side::A, Side::B].map(|side| self.hosts.cpus(side).unwrap_or_default())
+    }
+
+    /// Moves a guest that writes so many pages per second.
+    pub(super) fn attempt(&self, setting: &Setting, pages: f64) -> Result<Attempt, HostsError> {
+        let Setting { bandwidth, memory, fill, guest, how, throttles, downtime, give_up_after } = *setting;
+        warm_memory((memory << 20) as usize)?;
+        let dir = tempfile::tempdir().map_err(doing("making a directory for reports"))?;
+        let [sent_json, received_json] = ["source.json", "destination.json"].map(|name| dir.path().join(name));
+        let both = format!("--memory {memory} --vcpus 1 --backing anonymous-huge --insecure --silent");
+        let both = format!("{both} {}", guest.options());
+
+        let mut command = self.command(Side::B, &both);
+        command.args(["--incoming", "127.0.0.1:0", "--seconds", "1", "--json"]).arg(&received_json);
+        let mut receiving = Sterna::start("the destination", command, false)?;
+        let address = receiving.address(SLACK, self.cancel)?;
+        let mut command = self.command(Side::A, &both);
+        let work = format!(
+            "--fill {fill} --pattern sequential --first-bytes --write-rate {pages:.0} --check-rate 1000 \
+             --after-seconds 1 --seconds 0"
+        );
+        let link = format!(
+            "--bandwidth {bandwidth} --downtime {} --give-up-after {} {how}",
+            downtime.as_millis(),
+            give_up_after.as_secs()
+        );
+        command
+            .args(["--migrate-to", &address])
+            .args(work.split(' '))
+            .args(link.split(' '))
+            .arg("--json")
+            .arg(&sent_json);
+        let limit = SLACK + 2 * give_up_after;
+        let sent = Sterna::start("the source", command, false)?.finish(limit, self.cancel)?;
+        let report = read(&sent, &sent_json)?;
+        // Exit code 3: it was not moved, and the guest is well.
+        let moved = match sent.status.code() {
+            Some(0) => true,
+            Some(3) if report["error"]["guest"] == "RunsAtSource" && !report["migration"].is_null() => false,
+            _ => return Err(HostsError(format!("the source: {}", sent.output.join("; ") + &sent.errors.join("; ")))),
+        };
+        let received = receiving.finish(SLACK, self.cancel)?;
+        if moved && received.status.code() != Some(0) {
+            return Err(HostsError(format!("the destination: {}", received.output.join("; "))));
+        }
+        let number = |value: &Value| value.as_f64().unwrap_or(0.0);
+        let rate = |part: &Value| number(&part["written"]) / number(&part["seconds"]).max(1e-9);
+        // A guest that is slowed down on purpose was to be fast enough before.
+        let mut least = rate(&report["before"]);
+        if !throttles {
+            least = least.min(rate(&report["during"]));
+        }
+        let migration = &report["migration"];
+        Ok(Attempt {
+            moved,
+            achieved: if pages > 0.0 { least / pages } else { 1.0 },
+            total_ms: number(&migration["total_ms"]),
+            downtime_ms: number(&migration["downtime_ms"]),
+            rounds: number(&migration["rounds"]),
+            content_bytes: number(&migration["content_bytes"]),
+            ratio: number(&migration["ratio"]),
+            post_copy_ms: migration["post_copy"]["ms"].as_f64(),
+            latency_p50_ms: number(&migration["post_copy"]["latency_p50_ms"]),
+            latency_p99_ms: number(&migration["post_copy"]["latency_p99_ms"]),
+        })
+    }
+
+    fn command(&self, side: Side, options: &str) -> Command {
+        let mut command = match self.hosts.cpus(side) {
+            Some(cpus) => {
+                let mut command = Command::new("taskset");
+                command.args(["-c", &cpus]).arg(&self.program);
+                command
+            }
+            None => Command::new(&self.program),
+        };
+        command.args(options.split(' '));
+        command
+    }
+}
+
+fn read(ended: &Ended, path: &std::path::Path) -> Result<Value, HostsError> {
+    let said = || format!("the source left no report: {}", ended.errors.join("; "));
+    let text = std::fs::read(path).map_err(doing(said()))?;
+    serde_json::from_slice(&text).map_err(doing(said()))
+}
