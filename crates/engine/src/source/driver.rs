@@ -402,12 +402,11 @@ impl Driver<'_> {
             }
             SourceAction::Connect => {
                 self.link = None;
-                let time = if self.switchover.decided() {
-                    self.settings.limits.delivery
+                if self.switchover.decided() {
+                    self.give_up = self.give_up.or_else(|| self.delivery_deadline());
                 } else {
-                    self.settings.limits.telling
-                };
-                self.give_up.get_or_insert(Instant::now() + time);
+                    self.give_up.get_or_insert(Instant::now() + self.settings.limits.telling);
+                }
                 self.reconnect();
                 None
             }
@@ -430,7 +429,7 @@ impl Driver<'_> {
                     if let Some(moving) = self.moving.as_ref().filter(|_| self.post_copy.is_some()) {
                         moving.order(Order::Stream);
                     }
-                    self.give_up = Some(Instant::now() + self.settings.limits.delivery);
+                    self.give_up = self.delivery_deadline();
                 }
                 SourceEvent::RecordWritten
             }
@@ -451,10 +450,7 @@ impl Driver<'_> {
                     self.link = None;
                     self.abort.lost(format_args!("the destination was lost: {reason}"));
                     if self.ended.is_some() {
-                        // Without it the guest cannot go on, so the destination is waited for: unless nobody wants to.
-                        if self.cancelled {
-                            self.give_up = Some(Instant::now() + self.settings.limits.delivery);
-                        }
+                        self.give_up = self.delivery_deadline();
                         self.reconnect();
                         return None;
                     }
@@ -506,6 +502,7 @@ impl Driver<'_> {
             Event::Cancelled if self.switchover.decided() => {
                 // What is still to be sent in post-copy is sent, but a lost destination is not waited for.
                 self.cancelled = true;
+                self.give_up = self.give_up.or_else(|| self.delivery_deadline());
                 self.observer.note("too late to cancel: the guest already belongs to the destination");
                 None
             }
@@ -775,6 +772,13 @@ impl Driver<'_> {
         self.moments.saved = Some(Instant::now());
         tracing::debug!(bytes, "the guest's state is handed over");
         Ok(())
+    }
+
+    /// Until when a destination that was lost is waited for to be told that the guest is its own. In post-copy as long as it
+    /// takes, unless nobody wants to: what is here of the guest's memory is nowhere else.
+    fn delivery_deadline(&self) -> Option<Instant> {
+        let waits_for_ever = self.post_copy.is_some() && !self.cancelled;
+        (!waits_for_ever).then(|| Instant::now() + self.settings.limits.delivery)
     }
 
     fn step_time(&self) -> Duration {
