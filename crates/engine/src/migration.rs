@@ -64,7 +64,8 @@ pub enum GuestState {
     BelongsToDestination,
     /// It belongs to the destination, which could not make it run.
     StandsAtDestination,
-    /// It belongs to the destination, but part of its memory is still at the source: whoever touches that part waits.
+    /// It belongs to the destination, and part of its memory was at the source when the two lost each other for good. At the
+    /// destination: whoever touches that part waits. At the source: unless all of it had arrived after all.
     LacksMemory,
     /// It runs on both sides: somebody started it by hand. One of the two must be stopped at once.
     RunsTwice,
@@ -84,7 +85,7 @@ impl fmt::Display for GuestState {
             Self::StandsAtDestination => {
                 "the guest belongs to the destination and stands there: let the monitor resume it"
             }
-            Self::LacksMemory => "the guest belongs to the destination, but not all of its memory is there",
+            Self::LacksMemory => "the guest belongs to the destination, and not all of its memory is known to be there",
             Self::RunsTwice => "the guest was started by hand where it must not run: stop one of the two at once",
             Self::NotHere => "nothing runs here, and the memory here is of no use",
         })

@@ -255,6 +255,12 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         end_receiving(&sent, &maker, &fence, &receiving);
         (sent, receiving.join().unwrap())
     });
+    let lacks_memory = received.as_ref().is_err_and(|error| error.guest == GuestState::LacksMemory);
+    if lacks_memory {
+        // Who has cancelled the source while the two were apart has wanted it so.
+        assert!(matches!(maker.trouble, Trouble::CancelSource { .. }) || to.life().is_dead(), "{sent:?}; {received:?}");
+        to.life().kill();
+    }
     judge(&sent, &received, &maker, &running, (&from.life(), &to.life()), ends);
     to.stop();
     if let Some(behind) = behind {
@@ -314,7 +320,8 @@ fn judge(
         (false, true) => {
             ends.moved.fetch_add(1, Ordering::Relaxed);
             assert!(received.is_ok(), "{told}");
-            let unconfirmed = sent.as_ref().is_err_and(|error| error.guest == GuestState::BelongsToDestination);
+            let given_away = [GuestState::BelongsToDestination, GuestState::LacksMemory];
+            let unconfirmed = sent.as_ref().is_err_and(|error| given_away.contains(&error.guest));
             assert!(sent.is_ok() || unconfirmed || source.is_dead(), "{told}");
             ends.unconfirmed.fetch_add(u32::from(unconfirmed), Ordering::Relaxed);
         }

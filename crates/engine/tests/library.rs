@@ -15,6 +15,8 @@ use sterna::report::{Outcome, ReceiveReport, Report};
 use sterna::source::{NotConverging, Source, Throttle};
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
+use sterna_memory::bitmap::PageBitmap;
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
 const CALM: Workload = Workload { writers: 2, span: 600, seed: 1, burst: 8 };
 
@@ -24,7 +26,7 @@ struct Pair {
     destination: Arc<Memory>,
     running: Running,
     from: Monitor,
-    log: Option<Box<dyn sterna_memory::dirty::DirtyLog>>,
+    log: Option<Box<dyn DirtyLog>>,
     to: Monitor,
     cancel: (Cancel, Cancel),
 }
@@ -218,6 +220,112 @@ fn blocks_that_differ_are_refused_in_words_on_both_sides_before_anything_is_done
         assert_eq!((sent.guest, sent.phase), (GuestState::Untouched, Phase::SettingUp));
         assert!(received.unwrap_err().cancelled, "it would have waited for another source");
         pair.stays_at_source();
+    });
+}
+
+/// A dirty log that fails when it is asked for the so-manieth time.
+struct FailingLog(sterna_memory::dirty::handed_in::HandedInLog, u32);
+
+impl FailingLog {
+    fn may_fail(&mut self) -> Result<(), DirtyLogError> {
+        self.1 = self.1.checked_sub(1).ok_or(DirtyLogError::RingOverflow { vcpu: 3 })?;
+        Ok(())
+    }
+}
+
+impl DirtyLog for FailingLog {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        self.may_fail()?;
+        self.0.start()
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        self.may_fail()?;
+        self.0.collect(block, dirty)
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.0.stop()
+    }
+}
+
+#[test]
+fn a_dirty_log_that_fails_at_any_time_is_told_on_both_sides_and_the_guest_runs_on() {
+    within_a_minute(|| {
+        // Starting it, the first round, a later one, the last one after the guest has stopped.
+        for calls in [0, 1, 2, 4] {
+            let mut pair = Pair::new(CALM);
+            let (_, log) = Monitor::new(&pair.source, &pair.running, CALM);
+            pair.log = Some(Box::new(FailingLog(log, calls)));
+            let (sent, received) = pair.migrate();
+            let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+            pair.stays_at_source();
+            assert!(sent.reason.contains("dirty ring of vCPU 3 overflowed"), "{calls}: {sent}");
+            assert!(received.reason.contains("dirty ring of vCPU 3 overflowed"), "{calls}: {received}");
+            assert_eq!((sent.guest, received.guest), (GuestState::RunsAtSource, GuestState::NotHere));
+        }
+    });
+}
+
+#[test]
+fn post_copy_that_a_device_cannot_bear_is_refused_before_anything_is_done() {
+    within_a_minute(|| {
+        for at_source in [true, false] {
+            let mut pair = Pair::new(CALM);
+            let monitor = if at_source { &mut pair.from } else { &mut pair.to };
+            monitor.no_post_copy = Some("a network card is assigned to the guest");
+            let source = pair.source().when_not_converging(NotConverging::PostCopy);
+            let destination = Destination::new(pair.destination.ram());
+            let (sent, _) = pair.run(source, destination);
+            let sent = sent.unwrap_err();
+            pair.stays_at_source();
+            assert!(sent.reason.contains("a network card is assigned"), "{sent}");
+            assert!(sent.reason.contains(if at_source { "at the source" } else { "at the destination" }), "{sent}");
+            assert_eq!((sent.guest, sent.phase), (GuestState::Untouched, Phase::SettingUp));
+            // Without post-copy the same guest moves.
+            if !at_source {
+                let mut again = Pair::new(CALM);
+                again.to.no_post_copy = Some("a network card is assigned to the guest");
+                let (sent, _) = again.migrate();
+                sent.unwrap();
+                again.has_moved();
+            }
+        }
+    });
+}
+
+#[test]
+fn a_record_is_kept_on_disk_where_one_is_wanted_and_a_full_disk_is_told() {
+    within_a_minute(|| {
+        let states = tempfile::tempdir().unwrap();
+        let mut pair = Pair::new(CALM);
+        let source = pair.source().state_dir(states.path().join("source"));
+        let destination = Destination::new(pair.destination.ram()).state_dir(states.path().join("destination"));
+        let (sent, _) = pair.run(source, destination);
+        let id = sent.unwrap().id;
+        pair.has_moved();
+        let read =
+            |side: &str| std::fs::read_to_string(states.path().join(format!("{side}/{id}.{side}.json"))).unwrap();
+        assert!(read("source").contains("\"finished\"") && read("destination").contains("\"running\""));
+
+        // A directory that cannot be made: there is a file in its place.
+        let file = states.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        for at_source in [true, false] {
+            let mut pair = Pair::new(CALM);
+            let (mut source, mut destination) = (pair.source(), Destination::new(pair.destination.ram()));
+            if at_source {
+                source = source.state_dir(file.join("state"));
+            } else {
+                destination = destination.state_dir(file.join("state"));
+            }
+            let (sent, received) = pair.run(source, destination);
+            let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+            pair.stays_at_source();
+            assert!(sent.reason.contains("state directory"), "{sent}");
+            assert_eq!(sent.guest, GuestState::Untouched);
+            assert!(at_source || received.reason.contains("state directory"), "{received}");
+        }
     });
 }
 

@@ -491,7 +491,7 @@ impl Driver<'_> {
                 if self.link.is_some() {
                     self.observer.note("too late to cancel: the rest of the guest's memory is being sent after it");
                 } else {
-                    self.give_up = Some(Instant::now());
+                    self.give_up = self.delivery_deadline();
                 }
                 None
             }

@@ -164,6 +164,7 @@ pub(crate) struct Monitor {
     pub(crate) state_bytes: usize,
     pub(crate) ahead: bool,
     pub(crate) throttled: u8,
+    pub(crate) no_post_copy: Option<&'static str>,
     pub(crate) called: Vec<&'static str>,
     /// Hears of each call before it is done.
     pub(crate) on_call: Option<Box<dyn Fn(&'static str) + Send>>,
@@ -289,6 +290,7 @@ impl Monitor {
             state_bytes: 100,
             ahead: false,
             throttled: 0,
+            no_post_copy: None,
             called: Vec::new(),
             on_call: None,
             digest: 0,
@@ -430,6 +432,10 @@ impl SourceVmm for Monitor {
         self.throttled = percent;
         Ok(())
     }
+
+    fn post_copy_refusal(&self) -> Option<String> {
+        self.no_post_copy.map(str::to_owned)
+    }
 }
 
 impl DestinationVmm for Monitor {
@@ -467,6 +473,10 @@ impl DestinationVmm for Monitor {
         self.may_fail("start")?;
         self.start();
         Ok(())
+    }
+
+    fn post_copy_refusal(&self) -> Option<String> {
+        self.no_post_copy.map(str::to_owned)
     }
 }
 
