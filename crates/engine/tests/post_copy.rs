@@ -4,16 +4,36 @@
 mod common;
 mod guest;
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Behind, Memory, Monitor, Running, Workload};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
-use sterna::source::{NotConverging, Source};
+use sterna::report::{Observer, Progress};
+use sterna::source::{NotConverging, Source, TimeLimits};
 use sterna::transport::Security;
+use sterna::transport::simulated::Network;
 use sterna_memory::userfault::{Faults, Userfault};
+
+/// Cuts everything when the guest has been started, and once more when the destination has heard of the loss.
+struct Cutting {
+    network: Network,
+    left: AtomicU32,
+}
+
+impl Observer for Cutting {
+    fn progress(&self, _: &Progress) {}
+
+    fn note(&self, text: &str) {
+        let now = text.starts_with("the guest runs;") || text.starts_with("the destination is back");
+        let left = |left: u32| left.checked_sub(1);
+        if now && self.left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left).is_ok() {
+            self.network.cut_all();
+        }
+    }
+}
 
 const BUSY: Workload = Workload { writers: 2, span: 3000, seed: 7, burst: 0 };
 
@@ -62,5 +82,43 @@ fn a_guest_that_never_converges_goes_on_at_the_destination_and_reads_what_it_had
             assert!(behind.compared.load(Ordering::Relaxed) > 0 && post_copy.requests > 0);
             assert_eq!(behind.differing_pages(&destination), 0);
         }
+    });
+}
+
+#[test]
+fn a_guest_waits_while_the_connection_is_lost_and_goes_on_with_what_it_lacks() {
+    within_a_minute(|| {
+        if !possible() {
+            return;
+        }
+        let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
+        let running = Running::default();
+        let (mut from, log) = Monitor::new(&source, &running, BUSY);
+        let (mut to, _) = Monitor::new(&destination, &running, BUSY);
+        let behind = Behind::new(&source);
+        to.behind = Some(behind.clone());
+        from.start();
+        let network = Network::new(5);
+        let cutting = Cutting { network: network.clone(), left: AtomicU32::new(3) };
+        let listening =
+            Destination::new(destination.ram()).listen(&network.port("there"), &Security::Insecure).unwrap();
+        let limits = TimeLimits { dial_pause: Duration::from_millis(5), ..TimeLimits::default() };
+        let migration = Source::new(source.ram(), Box::new(log))
+            .bandwidth(Some(20 << 20))
+            .downtime(Duration::from_millis(10))
+            .time_limits(limits)
+            .when_not_converging(NotConverging::PostCopyAfter(1));
+        let address = listening.address().clone();
+        let (sent, received) = std::thread::scope(|scope| {
+            let (to, cutting) = (&mut to, &cutting);
+            let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), cutting));
+            let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), cutting);
+            (sent.unwrap(), receiving.join().unwrap())
+        });
+        received.unwrap();
+        assert!(sent.post_copy.unwrap().reconnected >= 3, "{:?}", sent.post_copy);
+        assert!(to.runs() && !from.runs() && !running.ever_twice());
+        to.stop();
+        assert_eq!((behind.wrong.load(Ordering::Relaxed), behind.differing_pages(&destination)), (0, 0));
     });
 }
