@@ -100,8 +100,7 @@ fn a_guest_waits_while_the_connection_is_lost_and_goes_on_with_what_it_lacks() {
         from.start();
         let network = Network::new(5);
         let cutting = Cutting { network: network.clone(), left: AtomicU32::new(3) };
-        let listening =
-            Destination::new(destination.ram()).listen(&network.port("there"), &Security::Insecure).unwrap();
+        let listening = Destination::new(destination.ram()).listen(network.port("there"), &Security::Insecure).unwrap();
         let limits = TimeLimits { dial_pause: Duration::from_millis(5), ..TimeLimits::default() };
         let migration = Source::new(source.ram(), Box::new(log))
             .bandwidth(Some(20 << 20))

@@ -85,7 +85,7 @@ pub(super) fn run(
         let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
         MigrationError::not_taken(reason)
     };
-    let target = Arc::new(Target::new(ram));
+    let target = Arc::new(Target::new(ram, prefault));
     target.prepare(before, prefault).map_err(|error| refused(&mut writer, error))?;
     let state = RecordState::Destination(DestinationState::Started);
     let ledger = Ledger::new(state_dir.as_deref(), &session, state, address.to_string());
