@@ -26,8 +26,8 @@ const LONGEST: Duration = Duration::from_millis(1600);
 enum Victim {
     Send,
     Receive,
-    SourceQemu,
-    DestinationQemu,
+    SourceGuest,
+    DestinationGuest,
 }
 
 /// A small generator of numbers (SplitMix64, Steele and others 2014): what matters is that a seed repeats them.
@@ -58,11 +58,11 @@ fn case(pair: Pair, victim: Victim, moment: Duration) -> Result<String, String> 
             migration.settle()?;
             Ok(format!("guest at the {}", migration.exactly_one()?.name()))
         }
-        Victim::SourceQemu => {
+        Victim::SourceGuest => {
             migration.pair.source.kill();
             without_source(migration)
         }
-        Victim::DestinationQemu => {
+        Victim::DestinationGuest => {
             migration.pair.destination.kill();
             without_destination(migration)
         }
@@ -156,7 +156,7 @@ fn a_kill_of_any_process_at_any_moment_leaves_one_whole_guest() {
     let kills = number("STERNA_KILLS").unwrap_or(FEW);
     println!("STERNA_SEED={seed} STERNA_KILLS={kills}");
     let mut random = Random(seed);
-    let victims = [Victim::Send, Victim::Receive, Victim::SourceQemu, Victim::DestinationQemu];
+    let victims = [Victim::Send, Victim::Receive, Victim::SourceGuest, Victim::DestinationGuest];
     let cases: Vec<_> = (0..kills)
         .map(|number| {
             let victim = victims[random.below(4) as usize];

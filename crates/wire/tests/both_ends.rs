@@ -18,8 +18,8 @@ use sterna_wire::packet::{
 };
 use sterna_wire::sequence::{ReceiveSequence, SendSequence};
 use sterna_wire::switchover::{
-    DestinationAction, DestinationEvent, DestinationQemu, DestinationSwitchover, SourceAction, SourceEnd, SourceEvent,
-    SourceQemu, SourceSwitchover,
+    DestinationAction, DestinationEvent, DestinationGuest, DestinationSwitchover, SourceAction, SourceEnd, SourceEvent,
+    SourceGuest, SourceSwitchover,
 };
 
 const PAGE: usize = 64;
@@ -179,10 +179,10 @@ fn switch_over(complete: bool) -> (bool, bool) {
                     to_destination.extend(ControlMessage::Switchover(message).encode());
                     None
                 }
-                SourceAction::RelayShut => Some(SourceEvent::Qemu(SourceQemu::Completed)),
+                SourceAction::RelayShut => Some(SourceEvent::Guest(SourceGuest::Completed)),
                 SourceAction::EndMigration | SourceAction::Cont => {
                     runs_at_source = true;
-                    Some(SourceEvent::Qemu(SourceQemu::Running))
+                    Some(SourceEvent::Guest(SourceGuest::Running))
                 }
                 SourceAction::Done(end) => {
                     ended = true;
@@ -204,9 +204,9 @@ fn switch_over(complete: bool) -> (bool, bool) {
                 }
                 DestinationAction::Cont => {
                     runs_at_destination = true;
-                    Some(DestinationEvent::Qemu(DestinationQemu::Running))
+                    Some(DestinationEvent::Guest(DestinationGuest::Running))
                 }
-                DestinationAction::Quit => Some(DestinationEvent::Qemu(DestinationQemu::Gone)),
+                DestinationAction::Quit => Some(DestinationEvent::Guest(DestinationGuest::Gone)),
                 DestinationAction::AcceptStream => Some(if complete {
                     DestinationEvent::AllPlacedAndLoaded
                 } else {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, PostCopyFigures, Totals, Welcome};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
-    DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
+    DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
     RecordState, SwitchoverMessage,
 };
 use sterna_wire::text::cleaned;
@@ -381,7 +381,7 @@ impl Driver<'_> {
             DestinationAction::Cont => Some(match self.vmm.resume() {
                 Ok(()) => {
                     self.figures.start_ms = self.decided.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
-                    DestinationEvent::Qemu(DestinationQemu::Running)
+                    DestinationEvent::Guest(DestinationGuest::Running)
                 }
                 Err(error) => {
                     DestinationEvent::Failed { reason: format!("the monitor does not start the guest: {error}") }
@@ -391,7 +391,7 @@ impl Driver<'_> {
             // What this side has of the guest is not used any more: that is all there is to end.
             DestinationAction::Quit => {
                 self.abort.raise("the migration was aborted");
-                Some(DestinationEvent::Qemu(DestinationQemu::Gone))
+                Some(DestinationEvent::Guest(DestinationGuest::Gone))
             }
             DestinationAction::AwaitSource => {
                 if self.link.is_none() && self.switchover.unsure() {

@@ -10,7 +10,7 @@ use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, Mode, PostCopyFigures, Totals};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
-    RecordState, SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover, SwitchoverMessage,
+    RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover, SwitchoverMessage,
 };
 use sterna_wire::text::cleaned;
 
@@ -377,18 +377,18 @@ impl Driver<'_> {
                 None
             }
             // The guest has stopped and nothing of it will go on by itself.
-            SourceAction::RelayShut => Some(SourceEvent::Qemu(SourceQemu::Completed)),
+            SourceAction::RelayShut => Some(SourceEvent::Guest(SourceGuest::Completed)),
             SourceAction::EndMigration => {
                 self.abort.raise(self.switchover.reason());
                 if let Some(moving) = &mut self.moving {
                     moving.end_rounds();
                 }
-                Some(SourceEvent::Qemu(if self.paused { SourceQemu::Completed } else { SourceQemu::Running }))
+                Some(SourceEvent::Guest(if self.paused { SourceGuest::Completed } else { SourceGuest::Running }))
             }
             SourceAction::Cont => Some(match self.vmm.resume() {
                 Ok(()) => {
                     self.paused = false;
-                    SourceEvent::Qemu(SourceQemu::Running)
+                    SourceEvent::Guest(SourceGuest::Running)
                 }
                 Err(error) => SourceEvent::Failed { reason: format!("the monitor does not resume the guest: {error}") },
             }),

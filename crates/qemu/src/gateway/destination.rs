@@ -20,7 +20,7 @@ use sterna::session::{DoorNews, Doorman, Greeted, Greeting};
 use sterna::transport::{Limits, Listener};
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
 use sterna_wire::switchover::{
-    DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
+    DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
     Moment, RecordState, SwitchoverMessage,
 };
 use sterna_wire::text::cleaned;
@@ -315,7 +315,7 @@ impl Driver<'_> {
             DestinationAction::Cont => Some(match qemu::cont(&self.qmp) {
                 Ok(()) => {
                     self.figures.start_ms = self.decided.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
-                    DestinationEvent::Qemu(DestinationQemu::Running)
+                    DestinationEvent::Guest(DestinationGuest::Running)
                 }
                 Err(error) => DestinationEvent::Failed { reason: format!("QEMU does not start the guest: {error}") },
             }),
@@ -326,7 +326,7 @@ impl Driver<'_> {
             DestinationAction::Quit => {
                 self.abort.raise("the migration was aborted");
                 Some(match quit(&self.qmp, &self.record) {
-                    Ok(()) => DestinationEvent::Qemu(DestinationQemu::Gone),
+                    Ok(()) => DestinationEvent::Guest(DestinationGuest::Gone),
                     Err(reason) => DestinationEvent::Failed { reason },
                 })
             }
@@ -374,12 +374,12 @@ impl Driver<'_> {
                 Some(DestinationEvent::Connected)
             }
             Event::Qemu(QemuEvent::Gone) if qemu::has_ended(self.record.record().qemu) => {
-                Some(DestinationEvent::Qemu(DestinationQemu::Gone))
+                Some(DestinationEvent::Guest(DestinationGuest::Gone))
             }
             Event::Qemu(QemuEvent::Gone) => {
                 Some(DestinationEvent::Failed { reason: "QEMU closed its QMP socket".into() })
             }
-            Event::Qemu(QemuEvent::Resumed) => Some(DestinationEvent::Qemu(DestinationQemu::Running)),
+            Event::Qemu(QemuEvent::Resumed) => Some(DestinationEvent::Guest(DestinationGuest::Running)),
             Event::Qemu(QemuEvent::Migration(status)) if status == "failed" => {
                 let why = self.qmp.query_migrate().ok().and_then(|info| info.error_desc);
                 let reason = format!("QEMU could not load the guest: {}", why.as_deref().unwrap_or("see its output"));

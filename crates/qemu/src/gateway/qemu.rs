@@ -11,7 +11,7 @@ use sterna::process;
 use sterna::record_file::{now_ms, prepare, unsettled};
 use sterna::session::Session;
 use sterna_wire::control::Machine;
-use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceQemu};
+use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceGuest};
 
 use super::GatewayError;
 use super::sockets::{SocketDir, accept_until};
@@ -182,17 +182,17 @@ pub(super) fn failure(qmp: &Qmp) -> Option<String> {
 }
 
 /// What the source QEMU is doing, from `query-status` and `query-migrate`.
-pub(super) fn source_state(qmp: &Qmp) -> Result<SourceQemu, QmpError> {
+pub(super) fn source_state(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
     let info = qmp.query_migrate()?;
     if info.is_active() {
-        return Ok(SourceQemu::Migrating);
+        return Ok(SourceGuest::Migrating);
     }
     let status = qmp.status()?;
     // `finish-migrate` is on its way to one or the other.
     Ok(match status.as_str() {
-        "postmigrate" => SourceQemu::Completed,
-        "finish-migrate" => SourceQemu::Migrating,
-        _ => SourceQemu::Running,
+        "postmigrate" => SourceGuest::Completed,
+        "finish-migrate" => SourceGuest::Migrating,
+        _ => SourceGuest::Running,
     })
 }
 
@@ -202,7 +202,7 @@ pub(super) fn goes_on(qmp: &Qmp) -> Result<bool, QmpError> {
     let deadline = Instant::now() + CANCELLING_TIME;
     let sent = |qmp: &Qmp| Ok(qmp.query_migrate()?.ram.map(|ram| ram.transferred + ram.multifd_bytes));
     let first = sent(qmp)?;
-    while source_state(qmp)? == SourceQemu::Migrating {
+    while source_state(qmp)? == SourceGuest::Migrating {
         if Instant::now() >= deadline {
             return Ok(sent(qmp)? != first);
         }
@@ -212,7 +212,7 @@ pub(super) fn goes_on(qmp: &Qmp) -> Result<bool, QmpError> {
 }
 
 /// Cancels the migration and waits until QEMU has none under way. Its sockets have been closed.
-pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceQemu, QmpError> {
+pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
     if let Err(error) = qmp.execute("migrate_cancel", json!({})) {
         // There may be none to cancel; the state decides.
         tracing::debug!(%error, "migrate_cancel");
@@ -220,11 +220,11 @@ pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceQemu, QmpError> {
     let (patience, deadline) = (Instant::now() + CANCELLING_TIME, Instant::now() + CANCEL_TIME);
     loop {
         match source_state(qmp)? {
-            SourceQemu::Migrating if Instant::now() >= patience && cancelling_for_good(qmp)? => {
-                return Ok(SourceQemu::Running);
+            SourceGuest::Migrating if Instant::now() >= patience && cancelling_for_good(qmp)? => {
+                return Ok(SourceGuest::Running);
             }
-            SourceQemu::Migrating if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
-            SourceQemu::Migrating => {
+            SourceGuest::Migrating if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
+            SourceGuest::Migrating => {
                 let (status, run_state) = (qmp.query_migrate()?.status, qmp.status()?);
                 let seconds = CANCEL_TIME.as_secs();
                 let reason = format!("{seconds} s after that its migration is {status}, the guest {run_state}");

@@ -20,8 +20,8 @@ use sterna::transport::{Limits, Listener, Security, Stop, accept_channel, refuse
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
-    DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover,
-    Moment, Record, RecordState, SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover,
+    DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
+    Moment, Record, RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover,
 };
 
 use super::sockets::SocketDir;
@@ -147,14 +147,14 @@ impl Common<'_> {
 
     /// A migration that QEMU has under way or completed, and that cannot be the one of this record, is somebody else's:
     /// to end it, or to let its guest go on, would make two guests of one.
-    fn refuse_if_not_ours(&self, state: SourceQemu) -> Result<(), GatewayError> {
+    fn refuse_if_not_ours(&self, state: SourceGuest) -> Result<(), GatewayError> {
         let Some(qmp) = &self.qmp else { return Ok(()) };
         let permitted = self.record.record().completion_permitted;
         let whose = match state {
-            SourceQemu::Completed if !permitted => {
+            SourceGuest::Completed if !permitted => {
                 "was moved away by another migration; end this QEMU if it runs there"
             }
-            SourceQemu::Migrating if !permitted && qemu::goes_on(qmp).map_err(GatewayError::new)? => {
+            SourceGuest::Migrating if !permitted && qemu::goes_on(qmp).map_err(GatewayError::new)? => {
                 "is being moved by another migration; wait for its end or cancel it, then try again"
             }
             _ => return Ok(()),
@@ -165,10 +165,10 @@ impl Common<'_> {
     fn source(mut self, state: SourceState) -> Result<String, GatewayError> {
         let settled = RecordState::Source(state).settled();
         let qemu_state = match &self.qmp {
-            None if settled => SourceQemu::Running,
-            _ if self.qemu_gone()? => SourceQemu::Gone,
+            None if settled => SourceGuest::Running,
+            _ if self.qemu_gone()? => SourceGuest::Gone,
             Some(qmp) => qemu::source_state(qmp).map_err(GatewayError::new)?,
-            None => SourceQemu::Gone,
+            None => SourceGuest::Gone,
         };
         tracing::info!(?state, ?qemu_state, "recovering the source");
         if matches!(state, SourceState::Started | SourceState::Aborted) {
@@ -279,9 +279,9 @@ impl Common<'_> {
             SourceAction::EndMigration => {
                 let qmp = self.qmp.as_ref().ok_or_else(|| self.no_qemu())?;
                 Some(match qemu::end_migration(qmp) {
-                    Ok(state) => SourceEvent::Qemu(state),
+                    Ok(state) => SourceEvent::Guest(state),
                     Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().qemu) => {
-                        SourceEvent::Qemu(SourceQemu::Gone)
+                        SourceEvent::Guest(SourceGuest::Gone)
                     }
                     Err(error) => failed("the source QEMU does not end its migration", &error),
                 })
@@ -289,7 +289,7 @@ impl Common<'_> {
             SourceAction::Cont => {
                 let qmp = self.qmp.as_ref().ok_or_else(|| self.no_qemu())?;
                 Some(match qemu::cont(qmp) {
-                    Ok(()) => SourceEvent::Qemu(SourceQemu::Running),
+                    Ok(()) => SourceEvent::Guest(SourceGuest::Running),
                     Err(error) => failed("the source QEMU does not resume the guest", &error),
                 })
             }
@@ -336,12 +336,12 @@ impl Common<'_> {
     fn destination(mut self, state: DestinationState) -> Result<String, GatewayError> {
         let settled = RecordState::Destination(state).settled();
         let qemu_state = match &self.qmp {
-            None if settled => DestinationQemu::Running,
-            _ if self.qemu_gone()? => DestinationQemu::Gone,
+            None if settled => DestinationGuest::Running,
+            _ if self.qemu_gone()? => DestinationGuest::Gone,
             Some(qmp) => match qmp.status().map_err(GatewayError::new)?.as_str() {
-                "inmigrate" => DestinationQemu::Incoming,
-                "running" => DestinationQemu::Running,
-                "paused" => DestinationQemu::Paused,
+                "inmigrate" => DestinationGuest::Incoming,
+                "running" => DestinationGuest::Running,
+                "paused" => DestinationGuest::Paused,
                 other => {
                     return Err(GatewayError(format!(
                         "QEMU is in the state {other}, which no migration of Sterna leaves behind: somebody else has been at \
@@ -349,7 +349,7 @@ impl Common<'_> {
                     )));
                 }
             },
-            None => DestinationQemu::Gone,
+            None => DestinationGuest::Gone,
         };
         tracing::info!(?state, ?qemu_state, "recovering the destination");
         let (mut machine, mut actions) = DestinationSwitchover::recover(state, qemu_state, self.options.fenced_peer);
@@ -471,9 +471,9 @@ impl Common<'_> {
                 None
             }
             DestinationAction::Cont => Some(match self.qmp.as_ref().map(qemu::cont) {
-                Some(Ok(())) => DestinationEvent::Qemu(DestinationQemu::Running),
+                Some(Ok(())) => DestinationEvent::Guest(DestinationGuest::Running),
                 Some(Err(error)) => failed("QEMU does not start the guest", &error),
-                None => DestinationEvent::Qemu(DestinationQemu::Gone),
+                None => DestinationEvent::Guest(DestinationGuest::Gone),
             }),
             DestinationAction::AnnounceSelf => {
                 self.qmp.iter().for_each(qemu::announce);
@@ -481,7 +481,7 @@ impl Common<'_> {
             }
             DestinationAction::Quit => Some(match self.qmp.as_ref().map(|qmp| destination::quit(qmp, &self.record)) {
                 Some(Err(reason)) => DestinationEvent::Failed { reason },
-                Some(Ok(())) | None => DestinationEvent::Qemu(DestinationQemu::Gone),
+                Some(Ok(())) | None => DestinationEvent::Guest(DestinationGuest::Gone),
             }),
             DestinationAction::ClearAutostart
             | DestinationAction::AcceptStream

@@ -25,7 +25,7 @@ use sterna::transport::Address;
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{
-    Moment, RecordState, SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover,
+    Moment, RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover,
     SwitchoverMessage,
 };
 
@@ -328,7 +328,7 @@ impl Driver<'_> {
             }
             SourceAction::EndMigration => Some(self.end_migration()),
             SourceAction::Cont => Some(match qemu::cont(&self.qmp) {
-                Ok(()) => SourceEvent::Qemu(SourceQemu::Running),
+                Ok(()) => SourceEvent::Guest(SourceGuest::Running),
                 Err(error) => {
                     SourceEvent::Failed { reason: format!("the source QEMU does not resume the guest: {error}") }
                 }
@@ -469,13 +469,15 @@ impl Driver<'_> {
                 self.moments.stopped = None;
                 self.due = None;
                 // Somebody has started by hand what was given away.
-                self.machine.decided().then_some(SourceEvent::Qemu(SourceQemu::Running))
+                self.machine.decided().then_some(SourceEvent::Guest(SourceGuest::Running))
             }
-            QemuEvent::Gone if qemu::has_ended(self.record.record().qemu) => Some(SourceEvent::Qemu(SourceQemu::Gone)),
+            QemuEvent::Gone if qemu::has_ended(self.record.record().qemu) => {
+                Some(SourceEvent::Guest(SourceGuest::Gone))
+            }
             QemuEvent::Gone => Some(SourceEvent::Failed { reason: "the source QEMU closed its QMP socket".into() }),
             QemuEvent::Migration(_) if !self.migrating => None,
             QemuEvent::Migration(status) => match status.as_str() {
-                "completed" => Some(SourceEvent::Qemu(SourceQemu::Completed)),
+                "completed" => Some(SourceEvent::Guest(SourceGuest::Completed)),
                 "failed" | "cancelled" => {
                     let why = qemu::failure(&self.qmp).unwrap_or_else(|| format!("the source QEMU says {status}"));
                     // The reason that came first says more than QEMU's about closed sockets.
@@ -585,21 +587,21 @@ impl Driver<'_> {
         self.abort.raise(self.machine.reason());
         if !self.accepted {
             // Whatever QEMU does is somebody else's.
-            return SourceEvent::Qemu(SourceQemu::Running);
+            return SourceEvent::Guest(SourceGuest::Running);
         }
         let ended = qemu::end_migration(&self.qmp);
         if let Some(moving) = &self.moving {
             moving.plane.release();
         }
         match ended {
-            Ok(SourceQemu::Completed) if !self.record.record().completion_permitted => SourceEvent::Failed {
+            Ok(SourceGuest::Completed) if !self.record.record().completion_permitted => SourceEvent::Failed {
                 reason: "QEMU completed a migration although this one was not at its end: somebody else has moved the \
                          guest, or turned off the return path"
                     .into(),
             },
-            Ok(state) => SourceEvent::Qemu(state),
+            Ok(state) => SourceEvent::Guest(state),
             Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().qemu) => {
-                SourceEvent::Qemu(SourceQemu::Gone)
+                SourceEvent::Guest(SourceGuest::Gone)
             }
             Err(error) => {
                 SourceEvent::Failed { reason: format!("the source QEMU does not end its migration: {error}") }

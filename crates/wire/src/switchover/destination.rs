@@ -3,9 +3,9 @@
 use super::{DestinationState, Outcome, SwitchoverMessage};
 use crate::text::cleaned;
 
-/// What the destination's QEMU is doing, as QMP tells it.
+/// What the guest at the destination is doing, as its monitor tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DestinationQemu {
+pub enum DestinationGuest {
     /// `inmigrate`: waits for a stream or is loading one.
     Incoming,
     /// Loaded and paused.
@@ -35,7 +35,7 @@ pub enum DestinationEvent {
     /// Counted against the totals everything is placed, QEMU has sent SHUT(0) and reports `paused`.
     AllPlacedAndLoaded,
     /// QEMU's state changed, or is the answer to [`DestinationAction::Cont`] or [`DestinationAction::Quit`].
-    Qemu(DestinationQemu),
+    Guest(DestinationGuest),
     /// An operator asserts that the source is gone for good and its guest cannot run. Without its process there is no
     /// record to recover from, so a prepared destination commits itself.
     SourceFenced,
@@ -52,18 +52,19 @@ pub enum DestinationEvent {
 pub enum DestinationAction {
     /// Write the record durably and answer `RecordWritten` or `RecordFailed`.
     WriteRecord(DestinationState),
-    /// QMP `migrate-incoming`, then `stop` while `inmigrate`; answer `AutostartCleared` when QMP has answered. Until then
+    /// See to it that the guest stays paused when it is loaded, and answer `AutostartCleared`. With QEMU: QMP
+    /// `migrate-incoming`, then `stop` while `inmigrate`; answer when QMP has answered. Until then
     /// not one byte of the stream may reach QEMU: it would start the guest when the stream ends.
     ClearAutostart,
     /// Let the stream flow into QEMU and guest RAM.
     AcceptStream,
     /// Send on the control channel; without a connection, drop it.
     Send(SwitchoverMessage),
-    /// QMP `cont`; answer with `Qemu(Running)`, or `Failed`.
+    /// QMP `cont`; answer with `Guest(Running)`, or `Failed`.
     Cont,
     /// QMP `announce-self`.
     AnnounceSelf,
-    /// End the QEMU process of this record, if it still lives; answer with `Qemu(Gone)`, or `Failed`.
+    /// End the QEMU process of this record, if it still lives; answer with `Guest(Gone)`, or `Failed`.
     Quit,
     /// Keep (or start) listening for the source.
     AwaitSource,
@@ -155,10 +156,10 @@ impl DestinationSwitchover {
     /// what is on shared disks.
     pub fn recover(
         record: DestinationState,
-        qemu: DestinationQemu,
+        qemu: DestinationGuest,
         fenced_peer: bool,
     ) -> (Self, Vec<DestinationAction>) {
-        use DestinationQemu as Q;
+        use DestinationGuest as Q;
         use DestinationState as S;
         let mut machine = Self::at(Phase::Conflict);
         machine.fenced_peer = fenced_peer;
@@ -308,7 +309,7 @@ impl DestinationSwitchover {
                 self.loaded |= self.phase == Phase::Loading;
                 self.prepare(actions);
             }
-            DestinationEvent::Qemu(state) => self.qemu(state, actions),
+            DestinationEvent::Guest(state) => self.qemu(state, actions),
             DestinationEvent::SourceFenced => match self.phase {
                 phase if phase.unprepared() => {
                     self.fenced_peer = true;
@@ -361,19 +362,19 @@ impl DestinationSwitchover {
         }
     }
 
-    fn qemu(&mut self, state: DestinationQemu, actions: &mut Vec<DestinationAction>) {
+    fn qemu(&mut self, state: DestinationGuest, actions: &mut Vec<DestinationAction>) {
         let undecided = self.phase.unprepared() || self.phase == Phase::Prepared;
         match state {
-            DestinationQemu::Running if self.phase == Phase::StartingGuest => {
+            DestinationGuest::Running if self.phase == Phase::StartingGuest => {
                 actions.push(DestinationAction::AnnounceSelf);
                 self.write(Phase::WritingRunning, Some(DestinationState::Running), actions);
             }
-            DestinationQemu::Running if undecided => self.abort("QEMU started the guest before the commit", actions),
-            DestinationQemu::Gone if undecided => self.abort("the destination's QEMU died", actions),
-            DestinationQemu::Gone if self.phase == Phase::StartingGuest => {
+            DestinationGuest::Running if undecided => self.abort("QEMU started the guest before the commit", actions),
+            DestinationGuest::Gone if undecided => self.abort("the destination's QEMU died", actions),
+            DestinationGuest::Gone if self.phase == Phase::StartingGuest => {
                 self.lose("the destination's QEMU died while it started the guest", actions);
             }
-            DestinationQemu::Gone if self.phase == Phase::Quitting => {
+            DestinationGuest::Gone if self.phase == Phase::Quitting => {
                 let reason = std::mem::take(&mut self.reason);
                 self.discarded(&reason, actions);
             }

@@ -49,9 +49,9 @@ mod record;
 mod source;
 
 pub use crash_point::{CrashPoint, Moment, Step};
-pub use destination::{DestinationAction, DestinationEnd, DestinationEvent, DestinationQemu, DestinationSwitchover};
+pub use destination::{DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationSwitchover};
 pub use record::{DestinationState, ProcessIdentity, RECORD_VERSION, Record, RecordError, RecordState, SourceState};
-pub use source::{SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceSwitchover};
+pub use source::{SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceSwitchover};
 
 use serde::{Deserialize, Serialize};
 

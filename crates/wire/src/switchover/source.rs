@@ -3,9 +3,10 @@
 use super::{Outcome, SourceState, SwitchoverMessage};
 use crate::text::cleaned;
 
-/// What the source's QEMU is doing, as QMP's `query-status` and `query-migrate` tell it together.
+/// What the guest at the source is doing, as its monitor tells: beside QEMU, as QMP's `query-status` and `query-migrate` tell
+/// it together; a monitor with Sterna in it knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum SourceQemu {
+pub enum SourceGuest {
     /// No migration is under way and the guest is QEMU's own again: it runs, or stands for a reason that is not ours.
     Running,
     /// A migration is under way, the guest running or stopped for its last part. Should it end without SHUT (return path
@@ -34,7 +35,7 @@ pub enum SourceEvent {
     FinalStateSent,
     /// QEMU's state changed (only after [`SourceAction::StartMigration`] was performed), or is the answer to
     /// [`SourceAction::EndMigration`] or [`SourceAction::Cont`].
-    Qemu(SourceQemu),
+    Guest(SourceGuest),
     /// The migration shall not go on: cancelled, a time limit, an error of the data plane; or the action at hand failed.
     Failed {
         /// Why, in words, for people.
@@ -51,12 +52,13 @@ pub enum SourceAction {
     StartMigration,
     /// Send on the control channel; without a connection, drop it.
     Send(SwitchoverMessage),
-    /// Give the destination's SHUT(0) to QEMU's return path. QEMU then completes and reports it.
+    /// Give the destination's SHUT(0) to QEMU's return path. QEMU then completes and reports it. Without a QEMU: answer
+    /// `Guest(Completed)`, since nothing of the guest goes on by itself.
     RelayShut,
-    /// See to it that QEMU has no migration under way (close its sockets, `migrate_cancel`), then answer with `Qemu`:
+    /// See to it that QEMU has no migration under way (close its sockets, `migrate_cancel`), then answer with `Guest`:
     /// `Running` if QEMU resumed the guest, `Completed` if it had completed already.
     EndMigration,
-    /// QMP `cont`; answer with `Qemu(Running)`, or `Failed`.
+    /// QMP `cont`; answer with `Guest(Running)`, or `Failed`.
     Cont,
     /// QMP `announce-self`: the switches may have heard of the other host.
     AnnounceSelf,
@@ -152,18 +154,18 @@ impl SourceSwitchover {
     /// `fenced_peer` is an operator's word that the destination's guest is gone for good and can never run. It is the only
     /// way to make a guest run here that was committed to the destination; what the destination wrote to shared disks
     /// meanwhile this guest does not know of.
-    pub fn recover(record: Option<SourceState>, qemu: SourceQemu, fenced_peer: bool) -> (Self, Vec<SourceAction>) {
+    pub fn recover(record: Option<SourceState>, qemu: SourceGuest, fenced_peer: bool) -> (Self, Vec<SourceAction>) {
         let mut machine = Self::at(Phase::Ended);
         machine.destination_gone = fenced_peer;
         machine.reason = "the source was restarted before anything was decided".into();
         let mut actions = Vec::new();
         match record {
             // Whether the destination's copy is still good nobody can tell here, so it is not told to discard it.
-            None | Some(SourceState::Started) if qemu == SourceQemu::Gone => {
+            None | Some(SourceState::Started) if qemu == SourceGuest::Gone => {
                 machine.end(SourceEnd::GuestGone, &mut actions);
             }
             None | Some(SourceState::Started) => machine.abort_now(&mut actions),
-            Some(SourceState::Committed) if fenced_peer && qemu == SourceQemu::Gone => {
+            Some(SourceState::Committed) if fenced_peer && qemu == SourceGuest::Gone => {
                 machine.end(SourceEnd::GuestGone, &mut actions);
             }
             Some(SourceState::Committed) if fenced_peer => {
@@ -171,7 +173,7 @@ impl SourceSwitchover {
                 machine.may_be_committed = true;
                 machine.abort_now(&mut actions);
             }
-            Some(SourceState::Committed) if qemu == SourceQemu::Running => {
+            Some(SourceState::Committed) if qemu == SourceGuest::Running => {
                 machine.end(SourceEnd::Conflict, &mut actions);
             }
             Some(SourceState::Committed) => {
@@ -294,7 +296,7 @@ impl SourceSwitchover {
                     actions.push(SourceAction::Send(SwitchoverMessage::Prepare));
                 }
             }
-            SourceEvent::Qemu(state) => self.qemu(state, actions),
+            SourceEvent::Guest(state) => self.qemu(state, actions),
             SourceEvent::Failed { reason } => match self.phase {
                 phase if phase.undecided() => self.abort(&reason, actions),
                 Phase::Resuming => self.end(SourceEnd::Stuck { reason }, actions),
@@ -345,31 +347,31 @@ impl SourceSwitchover {
         }
     }
 
-    fn qemu(&mut self, state: SourceQemu, actions: &mut Vec<SourceAction>) {
+    fn qemu(&mut self, state: SourceGuest, actions: &mut Vec<SourceAction>) {
         match (self.phase, state) {
-            (Phase::Relaying, SourceQemu::Completed) => {
+            (Phase::Relaying, SourceGuest::Completed) => {
                 self.phase = Phase::WritingCommitted;
                 actions.push(SourceAction::WriteRecord(SourceState::Committed));
             }
-            (Phase::Migrating | Phase::Preparing, SourceQemu::Completed) => {
+            (Phase::Migrating | Phase::Preparing, SourceGuest::Completed) => {
                 self.abort("QEMU completed without the destination's word; is its return path off?", actions);
             }
-            (phase, SourceQemu::Running) if phase.undecided() => {
+            (phase, SourceGuest::Running) if phase.undecided() => {
                 self.abort("QEMU ended the migration itself", actions);
             }
             // No copy can be complete yet: the destination may discard what it has.
-            (Phase::Migrating, SourceQemu::Gone) => self.abort("the source's QEMU died", actions),
+            (Phase::Migrating, SourceGuest::Gone) => self.abort("the source's QEMU died", actions),
             // The destination may hold the only complete copy. It is not told to discard it.
-            (Phase::Preparing | Phase::Relaying | Phase::Resuming, SourceQemu::Gone) => {
+            (Phase::Preparing | Phase::Relaying | Phase::Resuming, SourceGuest::Gone) => {
                 self.end(SourceEnd::GuestGone, actions);
             }
-            (Phase::Resuming, SourceQemu::Completed) => actions.push(SourceAction::Cont),
-            (Phase::Resuming, SourceQemu::Running) => {
+            (Phase::Resuming, SourceGuest::Completed) => actions.push(SourceAction::Cont),
+            (Phase::Resuming, SourceGuest::Running) => {
                 self.phase = Phase::WritingResumed;
                 actions.push(SourceAction::AnnounceSelf);
                 actions.push(SourceAction::WriteRecord(SourceState::Resumed));
             }
-            (Phase::Committed, SourceQemu::Running) => self.end(SourceEnd::Conflict, actions),
+            (Phase::Committed, SourceGuest::Running) => self.end(SourceEnd::Conflict, actions),
             _ => {}
         }
     }

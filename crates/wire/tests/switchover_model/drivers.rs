@@ -4,7 +4,7 @@ use super::properties::Mutant;
 use super::world::{DestinationProcess, DestinationSterna, SourceProcess, SourceSterna, State, World};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationState, DestinationSwitchover, Outcome,
-    SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover, SwitchoverMessage as Message,
+    SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover, SwitchoverMessage as Message,
 };
 
 impl World {
@@ -29,7 +29,7 @@ impl World {
             SourceAction::StartMigration => {
                 if state.source_qemu == SourceProcess::Idle {
                     state.source_qemu = SourceProcess::Migrating;
-                    sterna.seen = Some(SourceQemu::Migrating);
+                    sterna.seen = Some(SourceGuest::Migrating);
                 }
             }
             SourceAction::Send(message) => {
@@ -41,7 +41,7 @@ impl World {
                 if state.source_qemu == SourceProcess::Finishing && !state.return_path_closed {
                     state.source_qemu = SourceProcess::ShutGiven;
                     if self.mutant == Mutant::CommitsBeforeCompleted {
-                        sterna.todo = sterna.machine.on(SourceEvent::Qemu(SourceQemu::Completed));
+                        sterna.todo = sterna.machine.on(SourceEvent::Guest(SourceGuest::Completed));
                     }
                 }
             }

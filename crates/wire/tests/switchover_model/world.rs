@@ -6,8 +6,8 @@ use stateright::{Model, Property};
 use std::collections::HashSet;
 use std::sync::Mutex;
 use sterna_wire::switchover::{
-    CrashPoint, DestinationAction, DestinationEvent, DestinationQemu, DestinationState, DestinationSwitchover, Moment,
-    SourceAction, SourceEnd, SourceEvent, SourceQemu, SourceState, SourceSwitchover, Step,
+    CrashPoint, DestinationAction, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover, Moment,
+    SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover, Step,
     SwitchoverMessage as Message,
 };
 
@@ -51,12 +51,12 @@ pub(crate) enum SourceProcess {
 }
 
 impl SourceProcess {
-    pub(crate) fn shown(self) -> SourceQemu {
+    pub(crate) fn shown(self) -> SourceGuest {
         match self {
-            Self::Idle | Self::Resumed => SourceQemu::Running,
-            Self::Migrating | Self::Finishing | Self::ShutGiven => SourceQemu::Migrating,
-            Self::Completed => SourceQemu::Completed,
-            Self::Gone => SourceQemu::Gone,
+            Self::Idle | Self::Resumed => SourceGuest::Running,
+            Self::Migrating | Self::Finishing | Self::ShutGiven => SourceGuest::Migrating,
+            Self::Completed => SourceGuest::Completed,
+            Self::Gone => SourceGuest::Gone,
         }
     }
 
@@ -75,12 +75,12 @@ pub(crate) enum DestinationProcess {
 }
 
 impl DestinationProcess {
-    pub(crate) fn shown(self) -> DestinationQemu {
+    pub(crate) fn shown(self) -> DestinationGuest {
         match self {
-            Self::Incoming { .. } => DestinationQemu::Incoming,
-            Self::Paused => DestinationQemu::Paused,
-            Self::Running => DestinationQemu::Running,
-            Self::Gone => DestinationQemu::Gone,
+            Self::Incoming { .. } => DestinationGuest::Incoming,
+            Self::Paused => DestinationGuest::Paused,
+            Self::Running => DestinationGuest::Running,
+            Self::Gone => DestinationGuest::Gone,
         }
     }
 }
@@ -96,7 +96,7 @@ pub(crate) struct SourceSterna {
     /// A record called durable that is not (a mutant's).
     pub(crate) late: Option<SourceState>,
     /// What the machine knows of QEMU.
-    pub(crate) seen: Option<SourceQemu>,
+    pub(crate) seen: Option<SourceGuest>,
     pub(crate) final_state_sent: bool,
     pub(crate) dials: bool,
     pub(crate) connected: bool,
@@ -110,7 +110,7 @@ pub(crate) struct DestinationSterna {
     pub(crate) machine: DestinationSwitchover,
     pub(crate) todo: Vec<DestinationAction>,
     pub(crate) written: Option<bool>,
-    pub(crate) seen: Option<DestinationQemu>,
+    pub(crate) seen: Option<DestinationGuest>,
     pub(crate) cleared: bool,
     pub(crate) loaded_told: bool,
     pub(crate) connected: bool,
@@ -285,7 +285,7 @@ impl World {
             actions.push(SourceTold(at));
         }
         let shown = state.source_qemu.shown();
-        if sterna.seen != Some(shown) && (shown != SourceQemu::Migrating) {
+        if sterna.seen != Some(shown) && (shown != SourceGuest::Migrating) {
             actions.push(SourceSeesQemu(at));
         }
         if state.source_qemu == SourceProcess::Finishing && !sterna.final_state_sent && !state.return_path_closed {
@@ -332,10 +332,10 @@ impl World {
             actions.push(DestinationTold);
         }
         let shown = state.destination_qemu.shown();
-        if sterna.seen != Some(shown) && !matches!(shown, DestinationQemu::Paused | DestinationQemu::Incoming) {
+        if sterna.seen != Some(shown) && !matches!(shown, DestinationGuest::Paused | DestinationGuest::Incoming) {
             actions.push(DestinationSeesQemu);
         }
-        if shown == DestinationQemu::Paused && state.feeding && !sterna.loaded_told {
+        if shown == DestinationGuest::Paused && state.feeding && !sterna.loaded_told {
             actions.push(DestinationLoaded);
         }
         if sterna.connected {
@@ -441,7 +441,7 @@ impl Model for World {
             todo,
             written: None,
             late: None,
-            seen: Some(SourceQemu::Running),
+            seen: Some(SourceGuest::Running),
             final_state_sent: false,
             dials: false,
             connected: true,
@@ -452,7 +452,7 @@ impl Model for World {
             machine,
             todo,
             written: None,
-            seen: Some(DestinationQemu::Incoming),
+            seen: Some(DestinationGuest::Incoming),
             cleared: false,
             loaded_told: false,
             connected: true,
@@ -537,7 +537,7 @@ impl Model for World {
             SourceSeesQemu(at) => {
                 let shown = state.source_qemu.shown();
                 state.source[at].as_mut()?.seen = Some(shown);
-                self.source_event(state, at, SourceEvent::Qemu(shown));
+                self.source_event(state, at, SourceEvent::Guest(shown));
             }
             SourceSendsFinalState(at) => {
                 state.source[at].as_mut()?.final_state_sent = true;
@@ -612,12 +612,12 @@ impl Model for World {
             DestinationSeesQemu => {
                 let shown = state.destination_qemu.shown();
                 state.destination.as_mut()?.seen = Some(shown);
-                self.destination_event(state, DestinationEvent::Qemu(shown));
+                self.destination_event(state, DestinationEvent::Guest(shown));
             }
             DestinationLoaded => {
                 let sterna = state.destination.as_mut()?;
                 sterna.loaded_told = true;
-                sterna.seen = Some(DestinationQemu::Paused);
+                sterna.seen = Some(DestinationGuest::Paused);
                 self.destination_event(state, DestinationEvent::AllPlacedAndLoaded);
             }
             DestinationHears => {
