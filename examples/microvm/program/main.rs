@@ -1,126 +1,181 @@
-//! The monitor as a program: boots a guest, lets it work for a while, and says what it found.
+//! The monitor as a program: boots a guest or takes one, lets it work, moves it if asked to, and says what it found.
+
+mod moving;
+mod options;
+mod outcome;
+mod signals;
 
 use clap::Parser;
+use moving::NotBegun;
+use options::Options;
+use outcome::{Mark, Moved, Outcome};
+use serde_json::json;
+use signals::Told;
 use std::io::{self, Write};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
-use sterna_microvm::{
-    Backing, BlockConfig, Config, Error, Execution, Fill, Machine, Pattern, Rate, Tracking, Workload,
-};
+use sterna::migration::GuestState;
+use sterna_microvm::{Error, Machine};
 
-/// Runs a bare guest that fills, writes and verifies its memory.
-#[derive(Parser)]
-#[command(name = "sterna-microvm")]
-struct Options {
-    /// RAM in MiB, a multiple of 2
-    #[arg(long, default_value_t = 256)]
-    memory: u64,
-    /// anonymous, anonymous-huge, memfd or hugetlb
-    #[arg(long, default_value = "memfd", value_parser = |name: &str| choice(&BACKINGS, name))]
-    backing: Backing,
-    /// vCPUs, 1 to 4
-    #[arg(long, default_value_t = 2)]
-    vcpus: usize,
-    /// auto, kvm or threads
-    #[arg(long, default_value = "auto", value_parser = |name: &str| choice(&EXECUTIONS, name))]
-    execution: Execution,
-    /// How written pages are noted: log, ring or write-protect
-    #[arg(long, default_value = "write-protect", value_parser = |name: &str| choice(&TRACKINGS, name))]
-    tracking: Tracking,
-    /// What memory is filled with: zeros, ones, sequence, random, text, corpus or mixed
-    #[arg(long, default_value = "mixed", value_parser = |name: &str| choice(&Fill::ALL, name))]
-    fill: Fill,
-    /// The order in which pages are written again: sequential, random or hot
-    #[arg(long, default_value = "random", value_parser = |name: &str| choice(&Pattern::ALL, name))]
-    pattern: Pattern,
-    /// Pages written again per second, or 'unlimited'
-    #[arg(long, default_value = "1000", value_parser = rate)]
-    write_rate: Rate,
-    /// Pages verified per second, or 'unlimited'
-    #[arg(long, default_value = "2048", value_parser = rate)]
-    check_rate: Rate,
-    /// Percent of memory that are ever written again
-    #[arg(long, default_value_t = 100)]
-    span: u8,
-    /// Hold the vCPUs for so many percent of the time
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=99))]
-    throttle: u8,
-    /// How long the guest runs once its memory is filled
-    #[arg(long, default_value_t = 5)]
-    seconds: u64,
+/// For what takes as long as it takes, such as a number of passes at any rate.
+const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    let outcome = match run(&options) {
+        Ok(outcome) => outcome,
+        Err(error) => {
+            eprintln!("microvm: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    if let Some(guest) = &outcome.guest {
+        say(format_args!("{guest}"));
+    }
+    if let Some(path) = &options.json
+        && let Err(error) = std::fs::write(path, format!("{:#}\n", outcome.json()))
+    {
+        eprintln!("microvm: cannot write {}: {error}", path.display());
+    }
+    outcome.exit()
 }
 
-const BACKINGS: [(&str, Backing); 4] = [
-    ("anonymous", Backing::Anonymous),
-    ("anonymous-huge", Backing::AnonymousHuge),
-    ("memfd", Backing::Memfd),
-    ("hugetlb", Backing::HugeTlb),
-];
-const EXECUTIONS: [(&str, Execution); 3] =
-    [("auto", Execution::Auto), ("kvm", Execution::Kvm), ("threads", Execution::Threads)];
-const TRACKINGS: [(&str, Tracking); 3] =
-    [("log", Tracking::Log), ("ring", Tracking::Ring), ("write-protect", Tracking::WriteProtect)];
-
-fn choice<T: Copy>(choices: &[(&str, T)], name: &str) -> Result<T, String> {
-    let found = choices.iter().find(|(known, _)| *known == name).map(|(_, choice)| *choice);
-    found.ok_or_else(|| {
-        format!("expected one of {}", choices.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", "))
-    })
-}
-
-fn rate(text: &str) -> Result<Rate, String> {
-    match text {
-        "unlimited" => Ok(Rate::Unlimited),
-        number => number.parse().map(Rate::PagesPerSecond).map_err(|_| "expected a number or 'unlimited'".to_owned()),
+fn run(options: &Options) -> Result<Outcome, NotBegun> {
+    let moves = options.incoming.is_some() || options.migrate_to.is_some();
+    let told = Told::listen(moves)?;
+    let machine = Arc::new(Machine::new(&options.config(), Box::new(io::stdout()))?);
+    say(format_args!("{}", machine.description()));
+    match &options.incoming {
+        Some(at) => take(options, &machine, at, &told),
+        None => begin(options, &machine, &told),
     }
 }
 
-fn main() -> ExitCode {
-    match run(&Options::parse()) {
-        Ok(faults) => ExitCode::from(u8::from(faults != 0)),
+/// A guest of this machine's own.
+fn begin(options: &Options, machine: &Arc<Machine>, told: &Told) -> Result<Outcome, NotBegun> {
+    // What would be refused later is refused before the guest has done its work.
+    let security = options.migrate_to.as_ref().map(|_| options.security()).transpose()?;
+    options.source.method()?;
+    machine.boot()?;
+    machine.resume()?;
+    // At least 20 MiB a second.
+    let late = Duration::from_secs(10 + options.machine.memory / 20);
+    machine.wait_until(late, |report| report.is_filled() || told.end())?;
+    let filled = Mark::of(machine);
+    say(format_args!("{} pages filled after {:.3} s", filled.report.pages(), machine.clock().as_secs_f64()));
+    machine.throttle(options.work.throttle);
+    let mut outcome = Outcome {
+        machine: machine.description().to_owned(),
+        moved: Moved::No,
+        before: None,
+        during: None,
+        after: None,
+        guest: None,
+    };
+    let (Some(to), Some(security)) = (&options.migrate_to, security) else {
+        return stay(options, machine, &filled, told, outcome);
+    };
+    wait_to_begin(options, machine, &filled, told)?;
+    let begun = Mark::of(machine);
+    outcome.before = Some(begun.since(&filled));
+    let moved = moving::send(machine, to, options, &security, told)?;
+    told.moved();
+    let ended = Mark::of(machine);
+    outcome.during = Some(ended.since(&begun));
+    match moved {
+        Ok(report) => {
+            say(format_args!("{}", report.text()));
+            outcome.moved = Moved::Well(json!(report));
+        }
         Err(error) => {
-            eprintln!("sterna-microvm: {error}");
-            ExitCode::from(2)
+            say(format_args!("{error}"));
+            let runs_here = matches!(error.guest, GuestState::Untouched | GuestState::RunsAtSource);
+            outcome.moved = Moved::Badly(Box::new(error));
+            if runs_here {
+                return stay(options, machine, &ended, told, outcome);
+            }
+        }
+    }
+    outcome.guest = Some(ended.report);
+    Ok(outcome)
+}
+
+/// A guest of another.
+fn take(options: &Options, machine: &Arc<Machine>, at: &str, told: &Told) -> Result<Outcome, NotBegun> {
+    let security = options.security()?;
+    let moved = moving::receive(machine, at, options, &security, told)?;
+    told.moved();
+    let mut outcome = Outcome {
+        machine: machine.description().to_owned(),
+        moved: Moved::No,
+        before: None,
+        during: None,
+        after: None,
+        guest: None,
+    };
+    match moved {
+        Ok(report) => {
+            say(format_args!("{}", report.text()));
+            outcome.moved = Moved::Well(json!(report));
+            stay(options, machine, &Mark::of(machine), told, outcome)
+        }
+        Err(error) => {
+            say(format_args!("{error}"));
+            let lacks_memory = error.guest == GuestState::LacksMemory;
+            outcome.moved = Moved::Badly(Box::new(error));
+            if lacks_memory {
+                // Whoever touches what is missing waits for ever, and the vCPUs' threads may: nobody may wait for them.
+                std::mem::forget(Arc::clone(machine));
+            }
+            Ok(outcome)
         }
     }
 }
 
-/// Returns how many faults the guest found.
-fn run(options: &Options) -> Result<u64, Error> {
-    let Options { backing, vcpus, execution, tracking, .. } = *options;
-    let bytes = options.memory.saturating_mul(1 << 20);
-    let workload = Workload {
-        fill: options.fill,
-        pattern: options.pattern,
-        span: options.span,
-        write: options.write_rate,
-        check: options.check_rate,
-        ..Workload::default()
+/// Waits until the migration is to begin, or was cancelled before that.
+fn wait_to_begin(options: &Options, machine: &Machine, filled: &Mark, told: &Told) -> Result<(), Error> {
+    let when = &options.when;
+    let after = machine.clock() + Duration::from_secs(when.after_seconds.unwrap_or(0));
+    let passes = when.after_passes.unwrap_or(1);
+    let reached = |report: &sterna_microvm::Report| match when {
+        _ if told.cancel().is_cancelled() => true,
+        when if when.on_signal => told.begin(),
+        when if when.after_seconds.is_some() => machine.clock() >= after,
+        _ => report.passes_since(&filled.report) >= passes,
     };
-    let blocks = vec![BlockConfig { name: "ram".to_owned(), bytes, backing }];
-    let config = Config { blocks, vcpus, execution, tracking, workload };
-    let machine = Machine::new(&config, Box::new(io::stdout()))?;
-    say(format_args!("{}", machine.description()));
-    machine.boot()?;
-    machine.resume()?;
-    // At least 20 MiB a second.
-    let filled = machine.wait_until(Duration::from_secs(10 + options.memory / 20), |report| report.is_filled())?;
-    let start = machine.clock();
-    say(format_args!("{} pages filled after {:.3} s", filled.pages(), start.as_secs_f64()));
-    machine.throttle(options.throttle);
-    let end = start + Duration::from_secs(options.seconds);
-    let late = Duration::from_secs(options.seconds + 10);
-    let report = machine.wait_until(late, |_| machine.clock() >= end)?;
-    let seconds = (machine.clock() - start).as_secs_f64();
+    machine.wait_until(FOR_EVER, reached).map(drop)
+}
+
+/// Lets the guest work here for as long as was asked for, and looks what it has found.
+fn stay(
+    options: &Options,
+    machine: &Machine,
+    since: &Mark,
+    told: &Told,
+    outcome: Outcome,
+) -> Result<Outcome, NotBegun> {
+    let end = machine.clock() + Duration::from_secs(options.seconds);
+    machine.wait_until(FOR_EVER, |report| {
+        let done = match options.passes {
+            Some(passes) => report.passes_since(&since.report) >= passes,
+            None => machine.clock() >= end,
+        };
+        done || told.end()
+    })?;
     machine.pause()?;
-    let per_second = |pages: u64| pages as f64 / seconds;
-    let (written, checked) = (report.written() - filled.written(), report.checked() - filled.checked());
-    say(format_args!("{:.0} pages written and {:.0} verified per second", per_second(written), per_second(checked)));
-    say(format_args!("{report}"));
-    Ok(report.faults())
+    let ended = Mark::of(machine);
+    let after = ended.since(since);
+    say(format_args!("{}", after.text()));
+    Ok(Outcome { after: Some(after), guest: Some(ended.report), ..outcome })
 }
 
 /// A line to whoever still reads.
 fn say(line: std::fmt::Arguments<'_>) {
     let _ = writeln!(io::stdout(), "{line}");
+}
+
+/// A step of the migration, for whoever watches.
+pub(crate) fn note(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "{line}");
 }

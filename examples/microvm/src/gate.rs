@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// How long throttling holds and runs the vCPUs, together.
 const THROTTLE_PERIOD: Duration = Duration::from_millis(10);
+/// They are never taken to have run for longer than this many times what was meant.
+const MOST_LATE: u32 = 20;
 /// They run at least so long at a time, however much they are throttled: less would be spent on starting.
 const THROTTLE_RUN: Duration = Duration::from_millis(1);
 
@@ -293,14 +295,19 @@ impl Gate {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            let percent = state.percent;
-            let (hold, run) = slices(percent);
+            let (percent, begun) = (state.percent, Instant::now());
+            state = self.until(state, slices(percent).1, percent);
             state.held = true;
             state.kick();
-            state = self.until(state, hold, percent);
+            // Also who rests.
+            self.changed.notify_all();
+            while !state.quit && state.vcpus.iter().any(|vcpu| vcpu.inside) {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            // On a busy machine this thread may come late: then they have run for longer, and are held for longer.
+            state = self.until(state, hold_after(begun.elapsed(), percent), percent);
             state.held = false;
             self.changed.notify_all();
-            state = self.until(state, run, percent);
         }
     }
 
@@ -324,6 +331,12 @@ fn slices(percent: u8) -> (Duration, Duration) {
     (run * percent / (100 - percent), run)
 }
 
+/// How long vCPUs are held that have run for so long.
+fn hold_after(ran: Duration, percent: u8) -> Duration {
+    let (hold, run) = slices(percent);
+    hold.mul_f64((ran.as_secs_f64() / run.as_secs_f64()).min(f64::from(MOST_LATE)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -340,6 +353,8 @@ mod tests {
         }
         assert_eq!(slices(50), (Duration::from_millis(5), Duration::from_millis(5)));
         assert_eq!(slices(99), (Duration::from_millis(99), Duration::from_millis(1)));
+        assert_eq!(hold_after(Duration::from_millis(15), 50), Duration::from_millis(15));
+        assert_eq!(hold_after(Duration::from_secs(9), 99), Duration::from_millis(99 * u64::from(MOST_LATE)));
     }
 
     /// Runs a vCPU that counts.

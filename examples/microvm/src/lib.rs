@@ -12,6 +12,7 @@
 //! | a dirty log | [`Machine::take_dirty_log`] |
 //! | pause, resume, throttle | `gate.rs` |
 //! | state of vCPUs and devices, written and read again | `state.rs`, `kvm/state.rs` |
+//! | all of it handed to the library | [`migration`] |
 //!
 //! [`Machine`] puts them together; everything else is the guest's work and who tells it what to do.
 
@@ -23,6 +24,7 @@ mod gate;
 mod kvm;
 mod layout;
 mod machine;
+pub mod migration;
 mod pace;
 pub mod ram;
 mod serial;

@@ -233,9 +233,7 @@ impl Machine {
 
     /// How far the guest is. Read from its memory: without a guest, or before its RAM is there, it says so.
     pub fn report(&self) -> Report {
-        let guest = lock(&self.guest);
-        let shares = guest.as_ref().map_or(&[][..], |guest| &guest.layout.shares);
-        self.report_of(&shares.iter().map(|share| (share.counters, share.share.count)).collect::<Vec<_>>())
+        self.report_of(&self.shares())
     }
 
     /// Waits until `reached` says so of a report, which it is asked whenever vCPUs get somewhere.
@@ -243,15 +241,21 @@ impl Machine {
     /// # Errors
     /// [`Error::Late`] where it does not in `time`, [`Error::Vcpu`] where the guest ended by itself.
     pub fn wait_until(&self, time: Duration, mut reached: impl FnMut(&Report) -> bool) -> Result<Report, Error> {
-        let shares: Vec<(u64, u64)> = lock(&self.guest).as_ref().map_or_else(Vec::new, |guest| {
-            guest.layout.shares.iter().map(|share| (share.counters, share.share.count)).collect()
-        });
+        let shares = self.shares();
         let mut report = self.report_of(&shares);
         let arrived = self.common.gate.wait_until(Instant::now() + time, || {
             report = self.report_of(&shares);
             reached(&report)
         })?;
         if arrived { Ok(report) } else { Err(Error::Late { seconds: time.as_secs_f64(), report: report.to_string() }) }
+    }
+
+    /// Where counters are, and how many pages each counts. Read without a lock, as a migration may have to bring the page
+    /// first, and others need the lock to get on with that.
+    fn shares(&self) -> Vec<(u64, u64)> {
+        let guest = lock(&self.guest);
+        let shares = guest.as_ref().map_or(&[][..], |guest| &guest.layout.shares);
+        shares.iter().map(|share| (share.counters, share.share.count)).collect()
     }
 
     fn report_of(&self, shares: &[(u64, u64)]) -> Report {

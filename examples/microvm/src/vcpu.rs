@@ -10,7 +10,7 @@ use crate::state::VcpuState;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use sterna_guest::share::{Counters, Orders};
 use sterna_memory::dirty::handed_in::DirtyMarker;
 
@@ -119,7 +119,12 @@ pub(crate) fn run(common: &Common, vcpu: &SharedVcpu, share: &ShareLayout, vcpus
     // SAFETY: the vCPU lives until this returns, and is retired before.
     unsafe { gate.enlist(index, immediate_exit) };
     let _retire = Retire { gate, vcpu: index };
-    while gate.enter(index) {
+    loop {
+        let asked = Instant::now();
+        if !gate.enter(index) {
+            break;
+        }
+        foreman.held(asked.elapsed());
         // Released before `leave`: whoever then sees that no vCPU runs finds it free.
         if let Err(why) = run_until_stopped(common, &mut lock(vcpu), &mut foreman) {
             gate.fail(index, why);
@@ -179,12 +184,21 @@ impl<'a> Foreman<'a> {
         Self { share, vcpus, write: Pace::new(), check: Pace::new(), said: None }
     }
 
+    /// The vCPU was paused or throttled for so long.
+    fn held(&mut self, time: Duration) {
+        self.write.held(time);
+        self.check.held(time);
+    }
+
     /// Writes the orders for the step after `done`; if little is due, after some rest.
     fn order(&mut self, common: &Common, done: u64) {
         let filled = common.ram.read::<Counters>(self.share.counters).progress.filled;
         let fill = self.share.share.count.saturating_sub(filled).min(BATCH);
         let (mut write, mut check) = (0, 0);
-        if fill == 0 {
+        if fill > 0 {
+            // Nothing is due yet.
+            (self.write, self.check) = (Pace::new(), Pace::new());
+        } else {
             (write, check) = self.due(common);
             if write + check < BATCH / 4 {
                 common.gate.rest(SLICE);

@@ -13,7 +13,7 @@ use sterna::cancel::Cancel;
 use super::BenchArgs;
 use super::harness::{Column, Findings, Row, Spread, Target};
 use crate::hosts::HostsError;
-use attempt::{Attempt, Guest, PAGE, Setting, Site};
+use attempt::{Attempt, Guest, LONGEST_DOWNTIME, PAGE, Setting, Site};
 use search::{Outcome, Search, WIDTH};
 
 const COLUMNS: &[Column] = &[
@@ -241,7 +241,7 @@ fn search(
         tried += 1;
         let last = attempts.last().copied().unwrap_or_default();
         tell(&format!(
-            "{}: {:.0} MB/s: {} ({:.1} s, {:.0} rounds, achieved {:.0} %)",
+            "{}: {:.0} MB/s: {} ({:.1} s, downtime {:.0} ms, {:.0} rounds, achieved {:.0} %)",
             cell.name(),
             rate * PAGE / 1e6,
             match outcome {
@@ -250,6 +250,7 @@ fn search(
                 Outcome::OutOfReach => "void, the guest does not reach it",
             },
             last.total_ms / 1e3,
+            last.downtime_ms,
             last.rounds,
             last.achieved * 100.0
         ));
@@ -370,10 +371,11 @@ fn notes(site: &Site<'_>, runs: usize, quick: bool) -> Vec<String> {
             if quick { 20 } else { 60 }
         ),
         format!(
-            "Largest dirty rate: the largest of the rates that were tried at which {runs} of {runs} guests were moved and had \
-             achieved at least 95 % of their rate before (throttle: only before) and during the migration; the next rate \
-             above, which fails, is at most 10 % more. Total, downtime and the rest are of those migrations. Of size/bandwidth: the \
-             total time to that in which all of RAM goes over the network once; in post-copy, only the time after the start."
+            "Largest dirty rate: the largest of the rates that were tried at which {runs} of {runs} guests were moved, \
+             stood for at most {LONGEST_DOWNTIME} times the downtime, and had achieved at least 95 % of their rate before \
+             (throttle: only before) and during the migration; the next rate above, which fails, is at most 10 % more. \
+             Total, downtime and the rest are of those migrations. Of size/bandwidth: the total time to that in which all \
+             of RAM goes over the network once; in post-copy, only the time after the start."
         ),
         "Post-copy goes on at the destination after one round, with a guest that writes twice what the network carries; its \
          time is that from the guest's start there to all of its memory being there, the round before not counted."

@@ -14,6 +14,8 @@ use crate::hosts::{Ended, Hosts, HostsError, Side, Sterna, doing};
 pub(super) const PAGE: f64 = 4096.0;
 /// A guest that is slower than this part of its set rate is not what was to be measured.
 const LEAST_ACHIEVED: f64 = 0.95;
+/// A guest that stands for longer than this many times the downtime aimed at was not moved as it was to be.
+pub(super) const LONGEST_DOWNTIME: f64 = 1.1;
 /// What names another program than the one beside this one.
 const PROGRAM: &str = "STERNA_MICROVM";
 /// No step takes longer on a machine that is only slow, beside the migration itself.
@@ -66,7 +68,7 @@ pub(super) struct Setting {
 /// What came of it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Attempt {
-    /// Whether the guest was moved.
+    /// Whether the guest was moved, and stood no longer than it may.
     pub(super) moved: bool,
     /// What the guest has achieved of its set rate; 1: all.
     pub(super) achieved: f64,
@@ -172,8 +174,9 @@ impl<'a> Site<'a> {
             least = least.min(rate(&report["during"]));
         }
         let migration = &report["migration"];
+        let longest_ms = LONGEST_DOWNTIME * downtime.as_secs_f64() * 1e3;
         Ok(Attempt {
-            moved,
+            moved: moved && number(&migration["downtime_ms"]) <= longest_ms,
             achieved: if pages > 0.0 { least / pages } else { 1.0 },
             total_ms: number(&migration["total_ms"]),
             downtime_ms: number(&migration["downtime_ms"]),

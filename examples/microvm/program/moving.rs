@@ -1,0 +1,82 @@
+//! The two calls of the library: at the source and at the destination. `src/migration.rs` has what they are given.
+
+use crate::note;
+use crate::options::Options;
+use crate::signals::Told;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use sterna::destination::Destination;
+use sterna::migration::MigrationError;
+use sterna::report::{Observer, Progress, ReceiveReport, Report, bytes, rate};
+use sterna::source::Source;
+use sterna::transport::Security;
+use sterna_microvm::Machine;
+use sterna_microvm::migration::{Movable, guest_ram};
+
+/// Why there was no migration at all.
+pub(crate) type NotBegun = Box<dyn std::error::Error>;
+
+/// Moves the running guest to `to`. Afterwards it stands here, or runs on if the migration failed.
+pub(crate) fn send(
+    machine: &Arc<Machine>,
+    to: &str,
+    options: &Options,
+    security: &Security,
+    told: &Told,
+) -> Result<Result<Report, MigrationError>, NotBegun> {
+    let log = machine.take_dirty_log().ok_or("the dirty log has been taken")?;
+    let settings = &options.source;
+    let mut source = Source::new(guest_ram(machine)?, log)
+        .method(settings.method()?)
+        .channels(settings.channels)
+        .bandwidth(settings.bandwidth)
+        .downtime(settings.downtime())
+        .give_up_after(settings.give_up_after())
+        .when_not_converging(settings.not_converging());
+    if let Some(dir) = &options.state_dir {
+        source = source.state_dir(dir);
+    }
+    Ok(source.run(to, security, &mut Movable::new(machine), told.cancel(), &Teller::default()))
+}
+
+/// Takes a guest. Afterwards it runs here, unless the migration failed.
+pub(crate) fn receive(
+    machine: &Arc<Machine>,
+    at: &str,
+    options: &Options,
+    security: &Security,
+    told: &Told,
+) -> Result<Result<ReceiveReport, MigrationError>, NotBegun> {
+    let mut destination = Destination::new(guest_ram(machine)?);
+    if let Some(dir) = &options.state_dir {
+        destination = destination.state_dir(dir);
+    }
+    let listening = destination.listen(at, security)?;
+    Ok(listening.run(&mut Movable::new(machine), told.cancel(), &Teller::default()))
+}
+
+/// Says what the library tells: its notes, and a line for each round that takes long enough to be seen.
+#[derive(Default)]
+struct Teller {
+    round: AtomicU64,
+}
+
+impl Observer for Teller {
+    fn progress(&self, progress: &Progress) {
+        if self.round.swap(progress.round, Ordering::Relaxed) == progress.round {
+            return;
+        }
+        note(format_args!(
+            "round {}: {} left, {} dirtied, {} sent, downtime would be {:.0} ms",
+            progress.round,
+            bytes(progress.remaining_bytes as f64),
+            rate(progress.dirty_rate),
+            rate(progress.wire_rate),
+            progress.predicted_downtime_ms
+        ));
+    }
+
+    fn note(&self, text: &str) {
+        note(format_args!("{text}"));
+    }
+}

@@ -1,0 +1,100 @@
+//! What joins this monitor to Sterna: all that a monitor writes to have its guests moved.
+//!
+//! The library asks for three things: where RAM is ([`guest_ram`]), a dirty log ([`Machine::take_dirty_log`] has a ready-made
+//! one), and someone who pauses, resumes, saves and loads ([`Movable`]). With them `sterna::source::Source` and
+//! `sterna::destination::Destination` do the rest; `program/moving.rs` shows both calls.
+
+use crate::machine::Machine;
+use crate::ram::Block;
+use std::io::{Read, Write};
+use std::sync::Arc;
+use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
+
+/// About what [`Machine::save`] writes for four vCPUs on KVM. It goes into the prediction of the downtime.
+const STATE_BYTES: u64 = 100 << 10;
+
+/// A machine that Sterna moves, from or to here.
+///
+/// The machine is shared, so that the program can look at its guest while the library moves it. The library calls one method
+/// at a time, and none of them waits for a lock that is held while guest RAM is touched: in post-copy whoever touches RAM
+/// waits for pages, and they might come only after [`DestinationVmm::resume`] has returned.
+#[derive(Clone)]
+pub struct Movable(Arc<Machine>);
+
+impl Movable {
+    /// This machine.
+    pub fn new(machine: &Arc<Machine>) -> Self {
+        Self(Arc::clone(machine))
+    }
+}
+
+impl SourceVmm for Movable {
+    fn name(&self) -> String {
+        name()
+    }
+
+    fn pause(&mut self) -> Result<(), VmmError> {
+        Ok(self.0.pause()?)
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        Ok(self.0.resume()?)
+    }
+
+    fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        Ok(self.0.save(state)?)
+    }
+
+    fn state_size(&self) -> u64 {
+        STATE_BYTES
+    }
+
+    fn throttle(&mut self, percent: u8) -> Result<(), VmmError> {
+        self.0.throttle(percent);
+        Ok(())
+    }
+}
+
+impl DestinationVmm for Movable {
+    fn name(&self) -> String {
+        name()
+    }
+
+    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        Ok(self.0.load(state)?)
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        Ok(self.0.resume()?)
+    }
+}
+
+fn name() -> String {
+    concat!("microvm ", env!("CARGO_PKG_VERSION")).to_owned()
+}
+
+/// The machine's RAM as the library takes it: the same blocks in the same order, which are the blocks of its dirty log.
+///
+/// From then on it is mapped until the process ends: the library's blocks are addresses and hold nothing. A program that
+/// makes many machines keeps the [`Machine::ram`] of each for as long as anything of its migration is left.
+///
+/// # Errors
+/// Never: the machine's blocks are whole pages and have names of their own.
+pub fn guest_ram(machine: &Machine) -> Result<GuestRam, RamError> {
+    let ram = machine.ram();
+    let block = |block: &Block| {
+        let backing = match block.file() {
+            Some(file) => Backing::Shared(Arc::clone(file), 0),
+            None => Backing::Anonymous,
+        };
+        // SAFETY: mapped readable and writable as long as anybody holds `ram`, which is for ever, see below. The monitor
+        // accesses it by raw reads and writes, and none of its threads writes it before a guest is booted or loaded. (Without
+        // KVM, threads in place of vCPUs have references to it, as a vCPU has: `threads.rs`.)
+        unsafe { RamBlock::new(block.name(), block.start(), block.bytes() as usize, backing) }
+            .with_page_size(block.page_size())
+    };
+    let blocks = ram.blocks().iter().map(block).collect();
+    std::mem::forget(ram);
+    GuestRam::new(blocks)
+}

@@ -1,0 +1,135 @@
+//! Migrations that do not come to their good end: the guest runs on at the source and is well, or is nowhere twice.
+
+use crate::process::{Ended, Kind, Microvm};
+use rustix::process::Signal;
+
+/// A guest whose rounds never end: as fast as it can, where 10 MB/s are sent.
+const ENDLESS: &str = "--write-rate unlimited --bandwidth 10000000 --downtime 1";
+
+fn possible() -> impl Iterator<Item = Kind> {
+    [Kind::Threads, Kind::KvmLog, Kind::KvmRing].into_iter().filter(|kind| kind.is_possible())
+}
+
+/// Both ends in the middle of the rounds.
+fn in_the_rounds(kind: Kind) -> (Microvm, Microvm) {
+    let (receiving, address) = Microvm::destination(&format!("--insecure {}", kind.options()));
+    let mut sending = Microvm::start(&format!("--insecure --migrate-to {address} {ENDLESS} {}", kind.options()));
+    sending.wait_for("round 1: ");
+    (sending, receiving)
+}
+
+#[track_caller]
+fn stayed(sent: &Ended, words: &str) {
+    assert_eq!(sent.code, Some(3), "{}", sent.said);
+    assert_eq!(sent.error()["guest"], "RunsAtSource", "{}", sent.said);
+    assert!(sent.error()["reason"].as_str().unwrap().contains(words), "{}", sent.said);
+    sent.guest_is_well();
+}
+
+#[track_caller]
+fn got_nothing(received: &Ended, words: &str) {
+    assert_eq!(received.code, Some(3), "{}", received.said);
+    assert_eq!(received.error()["guest"], "NotHere", "{}", received.said);
+    assert!(received.error()["reason"].as_str().unwrap().contains(words), "{}", received.said);
+}
+
+#[test]
+fn a_cancelled_guest_runs_on_at_the_source() {
+    for kind in possible() {
+        let (sending, receiving) = in_the_rounds(kind);
+        sending.signal(Signal::INT);
+        let (sent, received) = (sending.end(), receiving.end());
+        stayed(&sent, "cancelled");
+        assert_eq!((&sent.error()["cancelled"], &received.error()["cancelled"]), (&true.into(), &false.into()));
+        got_nothing(&received, "cancelled");
+    }
+}
+
+#[test]
+fn a_destination_that_is_cancelled_leaves_the_guest_at_the_source() {
+    for kind in possible() {
+        let (sending, receiving) = in_the_rounds(kind);
+        receiving.signal(Signal::TERM);
+        got_nothing(&receiving.end(), "cancelled");
+        stayed(&sending.end(), "cancelled");
+    }
+}
+
+#[test]
+fn a_destination_that_is_killed_leaves_the_guest_at_the_source() {
+    // All at once: a source offers its abort for some seconds to a destination that is gone.
+    let pairs: Vec<_> = possible().map(in_the_rounds).collect();
+    let killed = pairs.into_iter().map(|(sending, mut receiving)| {
+        receiving.kill();
+        assert_eq!(receiving.end().code, None);
+        sending
+    });
+    for sending in killed.collect::<Vec<_>>() {
+        stayed(&sending.end(), "the destination was lost");
+    }
+}
+
+#[test]
+fn a_source_that_is_killed_before_the_commit_leaves_nothing_running_at_the_destination() {
+    for kind in possible() {
+        let (mut sending, receiving) = in_the_rounds(kind);
+        sending.kill();
+        assert_eq!(sending.end().code, None);
+        let received = receiving.end();
+        got_nothing(&received, "lost");
+        assert!(received.json["faults"].is_null(), "no guest was here: {}", received.said);
+    }
+}
+
+#[test]
+fn a_guest_that_does_not_fit_is_given_up_in_words() {
+    for kind in possible() {
+        let (receiving, address) = Microvm::destination(&format!("--insecure {}", kind.options()));
+        // Small, so that a round is short.
+        let work = "--write-rate unlimited --span 10 --bandwidth 50000000 --downtime 1 --not-converging give-up";
+        let sending =
+            Microvm::start(&format!("--insecure --migrate-to {address} {work} --fill random {}", kind.options()));
+        stayed(&sending.end(), "the guest dirties");
+        got_nothing(&receiving.end(), "given up");
+    }
+}
+
+#[test]
+fn machines_that_differ_are_refused_on_both_sides_before_anything_is_done() {
+    let (mut receiving, address) = Microvm::destination("--insecure --memory 30");
+    let sent = Microvm::start(&format!("--insecure --migrate-to {address}")).end();
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.said);
+    sent.guest_is_well();
+    receiving.wait_for("RAM block 0 is ram, 33554432 bytes");
+    receiving.signal(Signal::INT);
+    assert_eq!(receiving.end().code, Some(3));
+
+    // Noticed only when the state is there.
+    let (receiving, address) = Microvm::destination("--insecure --vcpus 2");
+    let sent = Microvm::start(&format!("--insecure --migrate-to {address} --vcpus 3")).end();
+    stayed(&sent, "it is of 3 vCPUs, this machine has 2");
+    got_nothing(&receiving.end(), "it is of 3 vCPUs, this machine has 2");
+}
+
+#[test]
+fn what_cannot_be_is_refused_before_the_guest_is_begun() {
+    let cases = [
+        ("--migrate-to 127.0.0.1:1", "say how the connection is protected"),
+        ("--incoming 127.0.0.1:0", "say how the connection is protected"),
+        ("--migrate-to 127.0.0.1:1 --insecure --method snappy", "there is no method 'snappy'"),
+        ("--incoming 127.0.0.1:0 --tls /nowhere --allow x", "/nowhere/server-cert.pem"),
+        ("--memory 3", "multiple of 2 MiB"),
+    ];
+    for (options, words) in cases {
+        let ended = Microvm::start(options).end();
+        assert_eq!(ended.code, Some(2), "{options}: {}", ended.said);
+        assert!(ended.said.contains(words) && !ended.said.contains("filled"), "{options}: {}", ended.said);
+    }
+}
+
+#[test]
+fn a_guest_that_nobody_takes_runs_on() {
+    let sent = Microvm::start("--insecure --migrate-to 127.0.0.1:1").end();
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.said);
+    sent.guest_is_well();
+}

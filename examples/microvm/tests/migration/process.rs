@@ -1,0 +1,231 @@
+//! A microvm as a process: what it is told, what it says, how it ends.
+
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+use sterna_memory::userfault::{Faults, Userfault};
+use tempfile::TempDir;
+
+/// Far more than anything here takes.
+const LONG: Duration = Duration::from_secs(60);
+
+/// How vCPUs run and how written pages are noted, as options.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Threads,
+    KvmWriteProtect,
+    KvmLog,
+    KvmRing,
+}
+
+impl Kind {
+    pub(crate) const ALL: [Kind; 4] = [Kind::Threads, Kind::KvmWriteProtect, Kind::KvmLog, Kind::KvmRing];
+
+    pub(crate) fn options(self) -> &'static str {
+        match self {
+            Kind::Threads => "--execution threads",
+            Kind::KvmWriteProtect => "--execution kvm --tracking write-protect",
+            Kind::KvmLog => "--execution kvm --tracking log",
+            Kind::KvmRing => "--execution kvm --tracking ring",
+        }
+    }
+
+    /// Whether it can be had here; says so if not.
+    pub(crate) fn is_possible(self) -> bool {
+        if self == Kind::Threads {
+            return true;
+        }
+        let made = kvm_ioctls::Kvm::new().and_then(|kvm| kvm.create_vm());
+        if let Err(error) = &made {
+            println!("skipped {self:?}: no KVM: {error}");
+        }
+        made.is_ok()
+    }
+}
+
+/// Whether missing pages can be watched here; says why not.
+pub(crate) fn post_copy_is_possible() -> bool {
+    let opened = Userfault::open(Faults::All, 0);
+    if let Err(error) = &opened {
+        println!("skipped post-copy: {error}");
+    }
+    opened.is_ok()
+}
+
+/// A running program. Killed when dropped.
+pub(crate) struct Microvm {
+    child: Child,
+    lines: Receiver<String>,
+    said: Vec<String>,
+    json: PathBuf,
+    _dir: TempDir,
+}
+
+/// How one ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    /// None: by a signal.
+    pub(crate) code: Option<i32>,
+    /// What it wrote to its `--json`.
+    pub(crate) json: Value,
+    /// All that it said.
+    pub(crate) said: String,
+}
+
+impl Microvm {
+    /// Starts one with these options, separated by spaces. Its guest has 32 MiB, unless they say otherwise, and verifies as
+    /// fast as it can; the program ends when it has verified all of its memory twice more.
+    pub(crate) fn start(options: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let json = dir.path().join("report.json");
+        let memory = if options.contains("--memory") { "" } else { "--memory 32 " };
+        let usual = format!("{memory}--passes 2 --check-rate unlimited --silent");
+        let mut child = Command::new(env!("CARGO_BIN_EXE_microvm"))
+            .args(usual.split(' ').chain(options.split_whitespace()))
+            .arg("--json")
+            .arg(&json)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (heard, lines) = channel();
+        let outputs: [Box<dyn std::io::Read + Send>; 2] =
+            [Box::new(child.stdout.take().unwrap()), Box::new(child.stderr.take().unwrap())];
+        for output in outputs {
+            let heard = heard.clone();
+            std::thread::spawn(move || {
+                for line in BufReader::new(output).lines().map_while(Result::ok) {
+                    // The test may have ended.
+                    let _ = heard.send(line);
+                }
+            });
+        }
+        Self { child, lines, said: Vec::new(), json, _dir: dir }
+    }
+
+    /// A destination, and the address that it listens on.
+    pub(crate) fn destination(options: &str) -> (Self, String) {
+        let mut destination = Self::start(&format!("--incoming 127.0.0.1:0 {options}"));
+        let line = destination.wait_for("listening on ");
+        let address = line.rsplit(' ').next().unwrap().to_owned();
+        (destination, address)
+    }
+
+    /// Waits for a line that contains `text`.
+    pub(crate) fn wait_for(&mut self, text: &str) -> String {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let heard = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+            let line = heard.unwrap_or_else(|error| panic!("no '{text}' ({error}) after\n{}", self.said.join("\n")));
+            self.said.push(line.clone());
+            if line.contains(text) {
+                return line;
+            }
+        }
+    }
+
+    /// Sends it a signal.
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Kills it.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+    }
+
+    /// Waits for its end.
+    pub(crate) fn end(mut self) -> Ended {
+        let deadline = Instant::now() + LONG;
+        loop {
+            match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(line) => self.said.push(line),
+                // Its outputs are closed.
+                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => break,
+                Err(error) => panic!("it does not end ({error}) after\n{}", self.said.join("\n")),
+            }
+        }
+        let code = self.child.wait().unwrap().code();
+        let json = std::fs::read(&self.json).map_or(Value::Null, |text| serde_json::from_slice(&text).unwrap());
+        Ended { code, json, said: self.said.join("\n") }
+    }
+}
+
+impl Drop for Microvm {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Ended {
+    /// The guest is here, has verified all of its memory since and found nothing wrong.
+    #[track_caller]
+    pub(crate) fn guest_is_well(&self) {
+        let faults = self.json["faults"].as_u64();
+        assert_eq!(faults, Some(0), "{}", self.said);
+        assert!(self.json["after"]["passes"].as_u64() >= Some(2), "{}", self.said);
+    }
+
+    /// The migration's report.
+    pub(crate) fn report(&self) -> &Value {
+        &self.json["migration"]
+    }
+
+    /// The migration's error.
+    pub(crate) fn error(&self) -> &Value {
+        &self.json["error"]
+    }
+}
+
+/// Moves a guest that has verified its memory once; both ends must be well.
+#[track_caller]
+pub(crate) fn moves(both: &str, source: &str, destination: &str) -> (Ended, Ended) {
+    let (receiving, address) = Microvm::destination(&format!("--insecure {both} {destination}"));
+    let sending = Microvm::start(&format!("--insecure --migrate-to {address} {both} {source}"));
+    moved(sending.end(), receiving)
+}
+
+/// Both ends, which must be well.
+#[track_caller]
+pub(crate) fn moved(sent: Ended, mut receiving: Microvm) -> (Ended, Ended) {
+    if sent.code != Some(0) {
+        // It may wait for a better source.
+        receiving.kill();
+    }
+    let received = receiving.end();
+    assert_eq!((sent.code, received.code), (Some(0), Some(0)), "{}\n\n{}", sent.said, received.said);
+    assert!(sent.json["before"]["passes"].as_u64() >= Some(1), "{}", sent.said);
+    assert_eq!(sent.json["faults"].as_u64(), Some(0), "{}", sent.said);
+    assert_eq!((sent.report()["outcome"].as_str(), sent.json["after"].is_null()), (Some("completed"), true));
+    received.guest_is_well();
+    (sent, received)
+}
+
+/// Certificates for both sides; the source's name is `source.example`.
+pub(crate) fn certificates(dir: &Path) {
+    use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose};
+    let mut authority = CertificateParams::default();
+    authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    authority.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    let key = KeyPair::generate().unwrap();
+    std::fs::write(dir.join("ca-cert.pem"), authority.self_signed(&key).unwrap().pem()).unwrap();
+    let issuer = Issuer::new(authority, key);
+    let sides = [
+        ("server", "127.0.0.1", ExtendedKeyUsagePurpose::ServerAuth),
+        ("client", "source.example", ExtendedKeyUsagePurpose::ClientAuth),
+    ];
+    for (side, name, usage) in sides {
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        params.extended_key_usages = vec![usage];
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &issuer).unwrap();
+        std::fs::write(dir.join(format!("{side}-cert.pem")), certificate.pem()).unwrap();
+        std::fs::write(dir.join(format!("{side}-key.pem")), key.serialize_pem()).unwrap();
+    }
+}
