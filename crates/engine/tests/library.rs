@@ -330,6 +330,23 @@ fn a_record_is_kept_on_disk_where_one_is_wanted_and_a_full_disk_is_told() {
 }
 
 #[test]
+fn a_guest_that_dirties_too_much_until_it_stands_runs_on_but_not_for_ever() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(Workload { span: 10, ..CALM });
+        pair.from.last_writes = 2000;
+        // 8 MB at 16 MB/s are half a second, ten times the downtime that is aimed at.
+        let source = pair.source().bandwidth(Some(16 << 20)).downtime(Duration::from_millis(50));
+        let destination = Destination::new(pair.destination.ram());
+        let (sent, received) = pair.run(source, destination);
+        sent.unwrap();
+        received.unwrap();
+        pair.has_moved();
+        let times = |name| pair.from.called.iter().filter(|called| **called == name).count();
+        assert_eq!((times("pause"), times("resume"), times("save")), (4, 3, 1));
+    });
+}
+
+#[test]
 fn settings_out_of_range_are_refused_before_anything_is_done() {
     for settings in [|source: Source| source.channels(0), |source: Source| source.packet_size(5000)] {
         let mut pair = Pair::new(CALM);

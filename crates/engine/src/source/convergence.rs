@@ -167,8 +167,17 @@ impl Convergence {
     /// Whether the guest may be stopped. What no round can change is not waited for: at least part of the downtime is left
     /// for what they can.
     fn fits(&self, at: &Measure) -> bool {
-        let budget = self.downtime.saturating_sub(Self::fixed(at)).max(self.downtime / 4);
-        self.sending(at).is_some_and(|sending| sending <= budget)
+        self.sending(at).is_some_and(|sending| sending <= self.budget(at))
+    }
+
+    /// The part of the downtime that sending what is left may take.
+    fn budget(&self, at: &Measure) -> Duration {
+        self.downtime.saturating_sub(Self::fixed(at)).max(self.downtime / 4)
+    }
+
+    /// Whether the guest, which has been stopped since, may stay stopped: what it dirtied until then is in `at`.
+    pub(super) fn still_fits(&self, at: &Measure) -> bool {
+        self.sending(at).is_some_and(|sending| sending <= self.budget(at) * 3 / 2)
     }
 
     /// How long what is left takes to be sent.

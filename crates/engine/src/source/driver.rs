@@ -85,18 +85,20 @@ pub(super) fn run(
         method: settings.method.method(),
     };
     let dialled = session::dial(&offer, cancel, link_events(&events_in, 1));
-    let (link, session) = dialled.map_err(MigrationError::untouched)?;
+    // Which also is what interrupts dialling.
+    let (link, session) =
+        dialled.map_err(|error| if cancel.is_cancelled() { cancelled() } else { MigrationError::untouched(error) })?;
     observer.note(&format!("migration {}: {to} accepted it", session.id));
     if cancel.is_cancelled() {
-        return Err(MigrationError { cancelled: true, ..MigrationError::untouched(CANCELLED) });
+        return Err(cancelled());
     }
     let state = RecordState::Source(SourceState::Started);
     let ledger = Ledger::new(settings.state_dir.as_deref(), &session, state, to.to_string());
     let ledger = ledger.map_err(MigrationError::untouched)?;
 
     let abort = Arc::new(Abort::default());
-    let cancelled = events_in.clone();
-    cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
+    let tell_cancelled = events_in.clone();
+    cancel.on_cancel(move || drop(tell_cancelled.send(Event::Cancelled)));
     let broken = events_in.clone();
     abort.on_end(move || drop(broken.send(Event::Broken(1))));
 
@@ -142,6 +144,11 @@ pub(super) fn run(
     };
     let end = driver.run(&events, first);
     driver.finish(end)
+}
+
+/// Cancelled before anything was begun.
+fn cancelled() -> MigrationError {
+    MigrationError { cancelled: true, ..MigrationError::untouched(CANCELLED) }
 }
 
 fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
@@ -570,6 +577,8 @@ impl Driver<'_> {
                 Ok(())
             }
             RoundNews::SwitchOver => self.switch_over(),
+            RoundNews::Stopped => self.send_state(),
+            RoundNews::RunOn => self.run_on(),
             RoundNews::PostCopy => {
                 self.observer.note("the guest will go on before all of its memory is there");
                 self.say(&ControlMessage::PostCopy);
@@ -625,6 +634,7 @@ impl Driver<'_> {
             told: Arc::clone(&self.told),
             unsent: Arc::clone(&self.unsent),
             may_stop: ahead == 0,
+            tried: 0,
             abort: Arc::clone(&self.abort),
         };
         let thread = std::thread::Builder::new().name("rounds".into());
@@ -763,6 +773,24 @@ impl Driver<'_> {
         self.moments.paused = Some(Instant::now());
         self.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
         moving.order(Order::LastRound);
+        Ok(())
+    }
+
+    /// The guest would stand for too long after all.
+    fn run_on(&mut self) -> Result<(), String> {
+        self.observer.note("the guest had dirtied too much until it stood: it runs on");
+        self.vmm.resume().map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
+        (self.paused, self.phase, self.due) = (false, Phase::Rounds, None);
+        (self.moments.pausing, self.moments.paused) = (None, None);
+        Ok(())
+    }
+
+    /// Sends the state of the guest, which stays stopped, while its last pages travel.
+    fn send_state(&mut self) -> Result<(), String> {
+        let Some(moving) = &self.moving else { return Ok(()) };
+        if self.abort.is_over() {
+            return Ok(());
+        }
         let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
         let mut state = StateWriter::new(stream, Part::Final, self.session.packet_size);
         let saved = self.vmm.save(&mut state).map_err(|error| format!("saving the guest's state failed: {error}"));

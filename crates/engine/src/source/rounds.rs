@@ -26,6 +26,10 @@ use crate::window::WindowClosed;
 /// that may not be stopped yet would keep a CPU busy.
 const IDLE_PAUSE: Duration = Duration::from_millis(10);
 
+/// How often the guest is let run on because it dirtied more, until it stood, than was to be expected. After that it stays
+/// stopped: being stopped again and again is worse than once for longer.
+const MOST_TRIES: u32 = 3;
+
 /// What the driver tells this thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
@@ -42,6 +46,10 @@ pub(super) enum Order {
 pub(super) enum RoundNews {
     /// The rest fits the downtime: stop the guest and order the last round.
     SwitchOver,
+    /// The guest, stopped for the last round, had dirtied so much until then that it would stand far too long: let it run on.
+    RunOn,
+    /// The guest stays stopped: its state may be sent.
+    Stopped,
     /// Slow the guest down so much, in percent.
     Throttle(u8),
     /// The rounds do not converge, and all that they sent is acknowledged: let the destination watch for missing pages, then
@@ -109,6 +117,8 @@ pub(super) struct Rounds<N> {
     pub(super) told: Arc<Mutex<Told>>,
     pub(super) unsent: Arc<Unsent>,
     pub(super) may_stop: bool,
+    /// How often the guest was stopped and let run on.
+    pub(super) tried: u32,
     pub(super) abort: Arc<Abort>,
 }
 
@@ -143,12 +153,19 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                     let verdict = self.convergence.verdict().unwrap_or_default();
                     return Err(Ended::Failed(format!("given up after {round} rounds: {verdict}")));
                 }
-                Decision::SwitchOver => break,
+                Decision::SwitchOver => {
+                    (self.news)(RoundNews::SwitchOver);
+                    while self.order()? != Order::LastRound {}
+                    let found = self.collect(&mut pending)?;
+                    if self.tried == MOST_TRIES || self.convergence.still_fits(&self.measure(found)) {
+                        break;
+                    }
+                    self.tried += 1;
+                    (self.news)(RoundNews::RunOn);
+                }
             }
         }
-        (self.news)(RoundNews::SwitchOver);
-        while self.order()? != Order::LastRound {}
-        self.collect(&mut pending)?;
+        (self.news)(RoundNews::Stopped);
         self.send(&mut pending)?;
         let drained = self.drain()?;
         (self.news)(RoundNews::Drained(drained));
@@ -165,6 +182,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         (self.news)(RoundNews::PostCopy);
         while self.order()? != Order::LastRound {}
         self.collect(&mut pending)?;
+        (self.news)(RoundNews::Stopped);
         self.unsent.add(&self.ram, &pending);
         drop(pending);
         let mut outcome = Ok(());
@@ -220,11 +238,8 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         Ok(found)
     }
 
-    fn decide(&mut self, pending: &[PageBitmap], found: u64) -> Decision {
-        while let Ok(Order::MayStop) = self.orders.try_recv() {
-            self.may_stop = true;
-        }
-        debug_assert_eq!(pending.iter().map(PageBitmap::count).sum::<u64>(), found);
+    /// The state of things with `found` pages pending.
+    fn measure(&self, found: u64) -> Measure {
         let pages = |count: u64| count * PAGE_SIZE as u64;
         let (mut left, mut wire) = (0, 0);
         for channel in &self.pipeline().channels {
@@ -232,7 +247,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             wire += channel.counters().wire();
         }
         let queued = self.search.handed_over() - left;
-        let measure = Measure {
+        Measure {
             now: self.started.elapsed(),
             dirtied: pages(found),
             left: pages(left),
@@ -241,7 +256,15 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             state: self.state_size,
             limited: queued > 0,
             round_trip: self.pipeline().window.round_trip(),
-        };
+        }
+    }
+
+    fn decide(&mut self, pending: &[PageBitmap], found: u64) -> Decision {
+        while let Ok(Order::MayStop) = self.orders.try_recv() {
+            self.may_stop = true;
+        }
+        debug_assert_eq!(pending.iter().map(PageBitmap::count).sum::<u64>(), found);
+        let measure = self.measure(found);
         let (verdict_before, may_stop) = (self.convergence.verdict().is_some(), self.may_stop);
         let decision = self.convergence.after_round(&measure, may_stop);
         let mut told = self.told.lock().expect("nobody panics with it");

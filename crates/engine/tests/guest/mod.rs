@@ -164,6 +164,8 @@ pub(crate) struct Monitor {
     pub(crate) state_bytes: usize,
     pub(crate) ahead: bool,
     pub(crate) throttled: u8,
+    /// So many pages are written between being asked to pause and standing.
+    pub(crate) last_writes: u64,
     pub(crate) no_post_copy: Option<&'static str>,
     pub(crate) called: Vec<&'static str>,
     /// Hears of each call before it is done.
@@ -290,6 +292,7 @@ impl Monitor {
             state_bytes: 100,
             ahead: false,
             throttled: 0,
+            last_writes: 0,
             no_post_copy: None,
             called: Vec::new(),
             on_call: None,
@@ -398,6 +401,10 @@ impl SourceVmm for Monitor {
 
     fn pause(&mut self) -> Result<(), VmmError> {
         self.may_fail("pause")?;
+        for page in 0..self.last_writes {
+            self.memory.words(0)[page as usize * WORDS].fetch_add(1, Ordering::Relaxed);
+        }
+        self.marker.mark(0, 0..self.last_writes);
         self.stop();
         Ok(())
     }
