@@ -6,6 +6,8 @@
 //!
 //! The guest writes this memory while it is read, so nothing here ever makes a reference to it.
 
+use std::any::Any;
+use std::fmt::{Debug, Formatter};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -80,13 +82,23 @@ pub enum RamError {
 }
 
 /// A named, contiguous piece of guest RAM, mapped in this process.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct RamBlock {
     name: String,
     start: NonNull<u8>,
     bytes: usize,
     page_size: usize,
     backing: Backing,
+    /// Unmaps the memory when the last block is gone.
+    _owner: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl Debug for RamBlock {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        let Self { name, page_size, backing, .. } = self;
+        let addresses = self.addresses();
+        write!(f, "RamBlock({name:?} at {addresses:#x?}, pages of {page_size} bytes, {backing:?})")
+    }
 }
 
 // SAFETY: the pointer is only used for raw reads and writes inside the range that the creator vouched for, from any
@@ -104,13 +116,20 @@ impl RamBlock {
     /// Rust reference to it exists meanwhile, except to atomics. At a destination nobody else has access to it
     /// before the guest's state is loaded.
     pub unsafe fn new(name: impl Into<String>, start: NonNull<u8>, bytes: usize, backing: Backing) -> Self {
-        Self { name: name.into(), start, bytes, page_size: PAGE_SIZE, backing }
+        Self { name: name.into(), start, bytes, page_size: PAGE_SIZE, backing, _owner: None }
     }
 
     /// The same block, backed by huge pages of `bytes` each (hugetlb; transparent huge pages are not meant).
     #[must_use]
     pub fn with_page_size(self, bytes: usize) -> Self {
         Self { page_size: bytes, ..self }
+    }
+
+    /// The same block, which with its clones keeps `owner` alive: whatever unmaps the memory when it is dropped. By this the
+    /// first promise of [`RamBlock::new`] is kept.
+    #[must_use]
+    pub fn kept_by(self, owner: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { _owner: Some(owner), ..self }
     }
 
     /// The block's name.

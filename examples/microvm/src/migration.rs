@@ -74,10 +74,8 @@ fn name() -> String {
     concat!("microvm ", env!("CARGO_PKG_VERSION")).to_owned()
 }
 
-/// The machine's RAM as the library takes it: the same blocks in the same order, which are the blocks of its dirty log.
-///
-/// From then on it is mapped until the process ends: the library's blocks are addresses and hold nothing. A program that
-/// makes many machines keeps the [`Machine::ram`] of each for as long as anything of its migration is left.
+/// The machine's RAM as the library takes it: the same blocks in the same order, which are the blocks of its dirty log. They keep
+/// it mapped for as long as anything of a migration is left.
 ///
 /// # Errors
 /// Never: the machine's blocks are whole pages and have names of their own.
@@ -88,13 +86,13 @@ pub fn guest_ram(machine: &Machine) -> Result<GuestRam, RamError> {
             Some(file) => Backing::Shared(Arc::clone(file), 0),
             None => Backing::Anonymous,
         };
-        // SAFETY: mapped readable and writable as long as anybody holds `ram`, which is for ever, see below. The monitor
+        // SAFETY: mapped readable and writable as long as anybody holds `ram`, as the block does. The monitor
         // accesses it by raw reads and writes, and none of its threads writes it before a guest is booted or loaded. (Without
         // KVM, threads in place of vCPUs have references to it, as a vCPU has: `threads.rs`.)
         unsafe { RamBlock::new(block.name(), block.start(), block.bytes() as usize, backing) }
             .with_page_size(block.page_size())
+            .kept_by(ram.clone())
     };
     let blocks = ram.blocks().iter().map(block).collect();
-    std::mem::forget(ram);
     GuestRam::new(blocks)
 }
