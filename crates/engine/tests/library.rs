@@ -362,7 +362,7 @@ fn a_guest_that_dirties_too_fast_is_given_up_with_the_figures() {
         let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
         let source = pair
             .source()
-            .bandwidth(Some(4 << 20))
+            .bandwidth(Some(32 << 20))
             .downtime(Duration::from_millis(20))
             .when_not_converging(NotConverging::GiveUp);
         let destination = Destination::new(pair.destination.ram());
@@ -383,9 +383,9 @@ fn a_guest_is_slowed_down_in_steps_and_let_go_when_it_stays() {
         let throttle = Throttle { initial: 30, step: 30, most: 90 };
         let source = pair
             .source()
-            .bandwidth(Some(16 << 20))
+            .bandwidth(Some(64 << 20))
             .downtime(Duration::from_millis(20))
-            .give_up_after(Some(Duration::from_secs(3)))
+            .give_up_after(Some(Duration::from_secs(6)))
             .when_not_converging(NotConverging::Throttle(throttle));
         let destination = Destination::new(pair.destination.ram());
         let (sent, _) = pair.run(source, destination);
