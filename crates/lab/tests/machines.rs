@@ -97,12 +97,12 @@ fn unexpected(differing: &[u64]) -> Vec<u64> {
 /// wrong.
 const TRIES_OF_7_2: u32 = 4;
 
-fn a_moved_linux_guest_finds_its_memory_right(version: QemuVersion, guest: LinuxGuest) {
+fn a_moved_linux_guest_finds_its_memory_right(version: QemuVersion, guest: &LinuxGuest) {
     let tries = if version == QemuVersion::V7_2 { TRIES_OF_7_2 } else { 1 };
     for left in (0..tries).rev() {
         match move_linux_guest(version, guest.clone()) {
             Some(differing) if !differing.is_empty() && left > 0 => {
-                println!("QEMU lost pages at {differing:x?}: again")
+                println!("QEMU lost pages at {differing:x?}: again");
             }
             Some(differing) => return assert_eq!(differing, [0u64; 0]),
             None => return,
@@ -135,19 +135,19 @@ fn move_linux_guest(version: QemuVersion, guest: LinuxGuest) -> Option<Vec<u64>>
 
 #[test]
 fn a_linux_guest_of_mixed_memory_moves_by_qemu_7_2() {
-    a_moved_linux_guest_finds_its_memory_right(QemuVersion::V7_2, linux(Fill::Mixed));
+    a_moved_linux_guest_finds_its_memory_right(QemuVersion::V7_2, &linux(Fill::Mixed));
 }
 
 #[test]
 fn a_linux_guest_of_mixed_memory_moves_by_qemu_10_0() {
-    a_moved_linux_guest_finds_its_memory_right(QemuVersion::V10_0, linux(Fill::Mixed));
+    a_moved_linux_guest_finds_its_memory_right(QemuVersion::V10_0, &linux(Fill::Mixed));
 }
 
 #[test]
 fn a_linux_guest_that_only_renews_stamps_moves() {
     let guest =
         LinuxGuest { dirty: Dirty::Stamp, pattern: Pattern::Hot, dirty_span: Some(32 << 20), ..linux(Fill::Corpus) };
-    a_moved_linux_guest_finds_its_memory_right(QemuVersion::V10_0, guest);
+    a_moved_linux_guest_finds_its_memory_right(QemuVersion::V10_0, &guest);
 }
 
 #[test]
