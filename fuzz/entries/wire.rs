@@ -10,7 +10,8 @@ use sterna_wire::control::{ControlError, ControlMessage, ControlReader};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelReply, REPLY_PREFIX_LENGTH};
 use sterna_wire::limits::{MAX_CONTENT, MAX_RUNS, MAX_TEXT};
 use sterna_wire::packet::{
-    Ack, BlockShape, DeviceLabel, MAX_TABLE, PACKET_HEADER_LENGTH, PacketHeader, PacketKind, PageTable, Run, RunKind,
+    Ack, BlockShape, DeviceLabel, MAX_TABLE, PACKET_HEADER_LENGTH, PacketHeader, PacketKind, PageRequest, PageTable,
+    Run, RunKind,
 };
 use sterna_wire::switchover::Record;
 
@@ -56,6 +57,13 @@ pub(crate) fn packet(data: &[u8]) -> bool {
     {
         assert_eq!(Ack::decode(&ack.encode()), Ok(ack));
     }
+    if let Some(request) = rest.first_chunk()
+        && let Ok(request) = PageRequest::decode(request, BLOCKS)
+    {
+        let pages = BLOCKS[usize::from(request.block)].pages;
+        assert!(request.first + u64::from(request.count) <= pages);
+        assert_eq!(PageRequest::decode(&request.encode(), BLOCKS), Ok(request));
+    }
     let Ok(header) = PacketHeader::decode(bytes, MAX_CONTENT) else { return false };
     assert!(header.table_length as usize <= MAX_TABLE && header.content_length as usize <= MAX_CONTENT);
     assert!(header.payload_length <= header.content_length);
@@ -64,7 +72,7 @@ pub(crate) fn packet(data: &[u8]) -> bool {
         return false;
     }
     match header.kind {
-        PacketKind::Pages => pages(&header, table),
+        PacketKind::Pages | PacketKind::Discard => pages(&header, table),
         PacketKind::DeviceState => match DeviceLabel::decode(table) {
             Ok(label) => {
                 assert_eq!(label.encode(), table);

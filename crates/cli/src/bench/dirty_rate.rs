@@ -1,7 +1,7 @@
 //! `sterna bench dirty-rate`: the largest rate at which a guest may write its memory and still be moved.
 //!
 //! Guests of `examples/microvm` write page after page at a set rate. For each way of moving them the rate is searched at which
-//! that just ends in time ([`search`]); each rate is tried with two processes of their own ([`attempt`]).
+//! that just ends in time ([`mod@search`]); each rate is tried with two processes of their own ([`attempt`]).
 
 mod attempt;
 mod search;
