@@ -153,6 +153,10 @@ impl Migration {
             let waited_for = working.first().filter(|_| working.len() == 1).map(|work| work.side.other());
             let again: Vec<Side> = waited_for.into_iter().chain(not_settled.iter().copied()).collect();
             let again: Vec<Side> = again.into_iter().filter(|side| !recovered.contains(side)).collect();
+            if again.is_empty() {
+                // A `receive` that its source never reached, because that was killed before, waits for another one.
+                working.iter().for_each(|work| work.process.interrupt());
+            }
             for side in again {
                 recovered.push(side);
                 not_settled.retain(|other| *other != side);
