@@ -24,15 +24,13 @@ use crate::migration::{GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase
 use crate::process;
 use crate::receive::{PacketRules, ReceiveCounters, Sink, receive_packets};
 use crate::report::{Observer, Outcome, ReceiveReport};
-use crate::session::{DoorNews, Doorman, Features, Greeted, Greeting, OtherDoor, Sinks, UNCHECKED};
+use crate::session::{DoorNews, Doorman, Features, Greeted, Greeting, LAST_WORDS, OtherDoor, Sinks, UNCHECKED};
 use crate::state::{Part, StateReader, StateSink, state_sink};
 use crate::transport::accept_channel;
 use crate::vmm::DestinationVmm;
 
 /// How often the loop wakes when nothing happens.
 const IDLE: Duration = Duration::from_secs(1);
-/// How long, after a channel broke, a word of the peer about the reason is waited for: it travels on another connection.
-const LAST_WORDS: Duration = Duration::from_millis(100);
 /// The reason where it was cancelled on this side.
 const CANCELLED: &str = "cancelled";
 

@@ -29,7 +29,7 @@ use crate::pacer::Pacer;
 use crate::process::own_cpu_seconds;
 use crate::report::{DowntimeParts, Observer, Outcome, PostCopyReport, Progress, Report};
 use crate::send::{SendChannel, SendContext, Sent};
-use crate::session::{self, Features, Offer, Session, UNCHECKED};
+use crate::session::{self, Features, LAST_WORDS, Offer, Session, UNCHECKED};
 use crate::state::{Part, StateWriter};
 use crate::transport::{Address, Security};
 use crate::vmm::SourceVmm;
@@ -39,8 +39,6 @@ use crate::window::Window;
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
 /// Batches that wait for each channel or are being filled for it. They say which pages, nothing has been read yet.
 const BATCHES_PER_CHANNEL: usize = 4;
-/// How long, after a channel broke, a word of the peer about the reason is waited for: it travels on another connection.
-const LAST_WORDS: Duration = Duration::from_millis(100);
 /// The reason where it was cancelled on this side.
 const CANCELLED: &str = "cancelled";
 

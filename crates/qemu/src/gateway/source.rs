@@ -20,7 +20,7 @@ use sterna::pacer::Pacer;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Progress, Report};
 use sterna::send::{SendContext, Sent};
-use sterna::session::{self, Offer, Session};
+use sterna::session::{self, LAST_WORDS, Offer, Session};
 use sterna::transport::Address;
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
@@ -170,6 +170,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         migrating: false,
         accepted: false,
         give_up: None,
+        broken: None,
         due: None,
         undelivered: None,
         cancel,
@@ -228,6 +229,8 @@ struct Driver<'a> {
     /// QEMU has taken our `migrate`, as far as is known: what migration it has is ours.
     accepted: bool,
     give_up: Option<Instant>,
+    /// Until when a word about a broken channel is waited for.
+    broken: Option<Instant>,
     /// When the step at hand must be done, and which it is.
     due: Option<(Instant, &'static str)>,
     /// Why the decision could not be delivered, where the destination said so.
@@ -272,12 +275,20 @@ impl Driver<'_> {
                 actions = self.machine.on(SourceEvent::Failed { reason });
                 continue;
             }
-            match events.recv_timeout(next_progress.saturating_duration_since(Instant::now())) {
+            if self.broken.is_some_and(|deadline| Instant::now() >= deadline) {
+                self.broken = None;
+                let reason = self.abort.reason().unwrap_or_default();
+                actions = self.machine.on(SourceEvent::Failed { reason });
+                continue;
+            }
+            let wake = self.broken.map_or(next_progress, |deadline| deadline.min(next_progress));
+            match events.recv_timeout(wake.saturating_duration_since(Instant::now())) {
                 Ok(event) => {
                     if let Some(event) = self.translate(event) {
                         actions = self.machine.on(event);
                     }
                 }
+                Err(RecvTimeoutError::Timeout) if Instant::now() < next_progress => {}
                 Err(RecvTimeoutError::Timeout) => {
                     next_progress = Instant::now() + PROGRESS_INTERVAL;
                     self.tick();
@@ -360,7 +371,7 @@ impl Driver<'_> {
                 ControlEvent::Lost(reason) => {
                     self.observer.note(&format!("the connection to the destination is lost: {reason}"));
                     self.link = None;
-                    self.abort.raise(format_args!("the destination was lost: {reason}"));
+                    self.abort.lost(format_args!("the destination was lost: {reason}"));
                     Some(SourceEvent::ConnectionLost)
                 }
             },
@@ -385,10 +396,11 @@ impl Driver<'_> {
                 self.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
                 Some(SourceEvent::FinalStateSent)
             }
-            Event::Broken => {
-                let reason = self.abort.reason()?;
-                Some(SourceEvent::Failed { reason })
+            Event::Broken if self.abort.was_lost() => {
+                self.broken = Some(Instant::now() + LAST_WORDS);
+                None
             }
+            Event::Broken => Some(SourceEvent::Failed { reason: self.abort.reason()? }),
             Event::Cancelled => {
                 if self.machine.may_stop() {
                     self.give_up = Some(Instant::now());
@@ -478,6 +490,8 @@ impl Driver<'_> {
             QemuEvent::Migration(_) if !self.migrating => None,
             QemuEvent::Migration(status) => match status.as_str() {
                 "completed" => Some(SourceEvent::Guest(SourceGuest::Completed)),
+                // An echo of the broken channel, whose reason may still be on its way.
+                "failed" | "cancelled" if self.broken.is_some() => None,
                 "failed" | "cancelled" => {
                     let why = qemu::failure(&self.qmp).unwrap_or_else(|| format!("the source QEMU says {status}"));
                     // The reason that came first says more than QEMU's about closed sockets.
