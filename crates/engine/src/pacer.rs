@@ -47,6 +47,12 @@ impl Pacer {
         }
     }
 
+    /// Counts `bytes` that go on the wire without waiting: others wait for them.
+    pub fn charge(&self, bytes: usize) {
+        // Where they would have begun does not matter.
+        let _ = self.lock().take(self.started.elapsed(), bytes as u64);
+    }
+
     /// Changes the limit, also for those who wait; removing it lets all of them go (as a cancelled migration must).
     pub fn set_limit(&self, bytes_per_second: Option<u64>) {
         self.lock().set_rate(self.started.elapsed(), bytes_per_second);

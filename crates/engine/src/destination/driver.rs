@@ -13,18 +13,21 @@ use sterna_wire::switchover::{
 };
 use sterna_wire::text::cleaned;
 
+use super::Listening;
 use super::post_copy::{self, PostCopy, PostCopyNews};
 use super::target::{RamSink, Target};
-use super::{Destination, Listening};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
-use crate::control_link::{ControlEvent, ControlLink, say};
+use crate::control_link::{ControlLink, say};
 use crate::ledger::Ledger;
 use crate::migration::{GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, Side, difference, machine};
 use crate::process;
 use crate::receive::{PacketRules, ReceiveCounters, Sink, receive_packets};
 use crate::report::{Observer, Outcome, ReceiveReport};
-use crate::session::{DoorNews, Doorman, Features, Greeted, Greeting, LAST_WORDS, OtherDoor, Sinks, UNCHECKED};
+use crate::session::{
+    Doorman, Features, Greeted, Greeting, Heard, LAST_WORDS, OtherDoor, Peer, PeerNews, Sinks, TellPeer, UNCHECKED,
+    link_events,
+};
 use crate::state::{Part, StateReader, StateSink, state_sink};
 use crate::transport::accept_channel;
 use crate::vmm::DestinationVmm;
@@ -37,8 +40,7 @@ const CANCELLED: &str = "cancelled";
 /// What wakes the driver.
 #[derive(Debug)]
 enum Event {
-    Control(u32, ControlEvent),
-    Reconnected(u32, ControlLink),
+    Peer(PeerNews),
     State(Part),
     Fenced,
     PostCopy(PostCopyNews),
@@ -53,11 +55,11 @@ pub(super) fn run(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let Listening { destination, address, incoming, fence } = listening;
-    let Destination { ram, before, prefault, state_dir, linger } = destination;
+    let Listening { target, state_dir, linger, address, incoming, fence } = listening;
+    let ram = target.ram();
     observer.note(&format!("listening on {address}"));
-    let ours = machine(vmm.name(), &ram, 0).blocks;
-    let no_post_copy = vmm.post_copy_refusal().or_else(|| post_copy::refusal(&ram));
+    let ours = machine(vmm.name(), ram, 0).blocks;
+    let no_post_copy = vmm.post_copy_refusal().or_else(|| post_copy::refusal(ram));
     let refusal = |hello: &Hello| {
         let post_copy = || {
             let reason = no_post_copy.as_ref()?;
@@ -83,14 +85,14 @@ pub(super) fn run(
         let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
         MigrationError::not_taken(reason)
     };
-    let target = Arc::new(Target::new(ram, prefault));
-    target.prepare(before, prefault).map_err(|error| refused(&mut writer, error))?;
     let state = RecordState::Destination(DestinationState::Started);
     let ledger = Ledger::new(state_dir.as_deref(), &session, state, address.to_string());
     let ledger = ledger.map_err(|error| refused(&mut writer, error.to_string()))?;
 
     let (events_in, events) = channel();
-    let link = ControlLink::start(writer, reader, closer, messages, link_events(&events_in, 1));
+    let told = events_in.clone();
+    let tell: TellPeer = Arc::new(move |news| drop(told.send(Event::Peer(news))));
+    let link = ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1));
     let link = link.map_err(MigrationError::not_taken)?;
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
@@ -103,13 +105,6 @@ pub(super) fn run(
     let begun = events_in.clone();
     let (state_sink, ahead, last) = state_sink(move |part| drop(begun.send(Event::State(part))));
     let sinks = TargetSinks { target: Arc::clone(&target), state: Mutex::new(Some(state_sink)) };
-    let door = events_in.clone();
-    let tell = Arc::new(move |news| {
-        let _ = door.send(match news {
-            DoorNews::Reconnected(incarnation, link) => Event::Reconnected(incarnation, link),
-            DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
-        });
-    });
     let rules = session.rules();
     let channels = PostCopyChannels::default();
     let other = channels.door(&target, rules);
@@ -134,8 +129,7 @@ pub(super) fn run(
         target,
         switchover,
         ledger,
-        link: Some(link),
-        incarnation: 1,
+        peer: Peer::new(link),
         data_incarnation: 1,
         welcome: Some(welcome),
         doorman,
@@ -143,7 +137,6 @@ pub(super) fn run(
         ahead: Some(ahead),
         last: Some(last),
         totals: None,
-        loaded: false,
         state_begun: false,
         decided: None,
         phase: Phase::SettingUp,
@@ -161,11 +154,6 @@ pub(super) fn run(
     // The accepting thread ends by itself; a handshake that is under way is not waited for.
     stop_listening.stop();
     report
-}
-
-fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
-    let events = events.clone();
-    move |event| drop(events.send(Event::Control(incarnation, event)))
 }
 
 /// The sinks of this migration's channels.
@@ -245,8 +233,7 @@ struct Driver<'a> {
     target: Arc<Target>,
     switchover: DestinationSwitchover,
     ledger: Ledger,
-    link: Option<ControlLink>,
-    incarnation: u32,
+    peer: Peer,
     data_incarnation: u32,
     welcome: Option<Welcome>,
     doorman: Arc<Doorman>,
@@ -255,7 +242,6 @@ struct Driver<'a> {
     ahead: Option<StateReader>,
     last: Option<StateReader>,
     totals: Option<Totals>,
-    loaded: bool,
     state_begun: bool,
     decided: Option<Instant>,
     phase: Phase,
@@ -329,10 +315,8 @@ impl Driver<'_> {
             self.hang_up_at = None;
             return false;
         }
-        if self.link.is_none() {
-            self.hang_up_at.get_or_insert_with(|| Instant::now() + self.linger);
-        }
-        self.settled || self.hang_up_at.is_some_and(|at| Instant::now() >= at)
+        let hang_up_at = *self.hang_up_at.get_or_insert_with(|| Instant::now() + self.linger);
+        self.settled || Instant::now() >= hang_up_at
     }
 
     /// Whether the guest runs here and lacks part of its memory.
@@ -362,8 +346,8 @@ impl Driver<'_> {
                 self.phase = Phase::Rounds;
                 self.doorman.open();
                 if let Some(welcome) = self.welcome.take() {
-                    self.say(&ControlMessage::Welcome(welcome));
-                    self.say(&ControlMessage::Ready { placement: self.target.placement() });
+                    self.peer.say(&ControlMessage::Welcome(welcome));
+                    self.peer.say(&ControlMessage::Ready { placement: self.target.placement() });
                 }
                 None
             }
@@ -371,9 +355,9 @@ impl Driver<'_> {
                 if message == SwitchoverMessage::Running {
                     self.figures.cpu_seconds = process::own_cpu_seconds();
                     self.figures.faults = process::faults(std::process::id()).saturating_sub(self.faults_before);
-                    self.say(&ControlMessage::Figures(self.figures.clone()));
+                    self.peer.say(&ControlMessage::Figures(self.figures.clone()));
                 }
-                self.say(&ControlMessage::Switchover(message));
+                self.peer.say(&ControlMessage::Switchover(message));
                 None
             }
             DestinationAction::Cont => Some(match self.vmm.resume() {
@@ -392,7 +376,7 @@ impl Driver<'_> {
                 Some(DestinationEvent::Guest(DestinationGuest::Gone))
             }
             DestinationAction::AwaitSource => {
-                if self.link.is_none() && self.switchover.unsure() {
+                if !self.peer.is_connected() && self.switchover.unsure() {
                     self.observer.note(&format!(
                         "the source is lost and the guest stands loaded here: waiting for the source to say who runs it \
                          (migration {})",
@@ -423,10 +407,9 @@ impl Driver<'_> {
 
     fn translate(&mut self, event: Event) -> Option<DestinationEvent> {
         match event {
-            Event::Control(incarnation, event) if incarnation == self.incarnation => match event {
-                ControlEvent::Message(message, _) => self.heard(message),
-                ControlEvent::Lost(reason) => {
-                    self.link = None;
+            Event::Peer(news) => match self.peer.hear(news)? {
+                Heard::Said(message, _share) => self.heard(message),
+                Heard::Lost(reason) => {
                     if self.end.is_none() {
                         self.observer.note(&format!("the connection to the source is lost: {reason}"));
                         self.abort.lost(format_args!("the source was lost: {reason}"));
@@ -437,14 +420,14 @@ impl Driver<'_> {
                     }
                     Some(DestinationEvent::ConnectionLost)
                 }
+                Heard::Connected => {
+                    // It has its time again to hear how it ended.
+                    self.hang_up_at = None;
+                    self.renew_channels();
+                    Some(DestinationEvent::Connected)
+                }
+                Heard::Unreachable(_) => None,
             },
-            Event::Control(..) => None,
-            Event::Reconnected(incarnation, link) => {
-                self.incarnation = incarnation;
-                self.link = Some(link);
-                self.renew_channels();
-                Some(DestinationEvent::Connected)
-            }
             Event::State(Part::Ahead) => self.load_ahead(),
             Event::State(Part::Final) => {
                 self.phase = Phase::SwitchingOver;
@@ -453,7 +436,7 @@ impl Driver<'_> {
             }
             Event::Fenced => {
                 self.observer.note("an operator says that the source is gone for good");
-                self.link = None;
+                self.peer.hang_up();
                 if self.runs_short() {
                     let pages = self.target.post_copy().map_or(0, |post_copy| post_copy.missing());
                     let reason =
@@ -471,7 +454,7 @@ impl Driver<'_> {
             Event::Broken(_) if self.end.is_some() => {
                 if self.runs_short() {
                     // By which the source notices, if it has not.
-                    self.link = None;
+                    self.peer.hang_up();
                 }
                 None
             }
@@ -484,10 +467,8 @@ impl Driver<'_> {
                 self.observer.note("the guest runs here and lacks part of its memory: this cannot be cancelled");
                 None
             }
-            Event::Cancelled if self.end.is_some() => {
-                self.hang_up_at.get_or_insert_with(|| Instant::now() + self.linger);
-                None
-            }
+            // Who waits here for the source to hang up does not wait for long.
+            Event::Cancelled if self.end.is_some() => None,
             Event::Cancelled => {
                 if self.switchover.unsure() {
                     self.observer.note("the guest stands loaded here and the source decides: this cannot be cancelled");
@@ -546,8 +527,11 @@ impl Driver<'_> {
 
     /// The guest is to go on before all of its RAM is here.
     fn begin_post_copy(&mut self) -> Result<(), String> {
-        if self.target.post_copy().is_some() {
-            return Err("it was begun already".into());
+        if !self.doorman.session().has(POST_COPY) {
+            return Err("it was not agreed on".into());
+        }
+        if self.phase != Phase::Rounds || self.target.post_copy().is_some() {
+            return Err("it was begun already, or the guest is being switched over".into());
         }
         let events = self.events_in.clone();
         let tell = Box::new(move |news| drop(events.send(Event::PostCopy(news))));
@@ -557,7 +541,7 @@ impl Driver<'_> {
         self.abort.on_end(move || released.release_if_not_loaded());
         self.target.begin_post_copy(post_copy);
         self.lacks_memory = Some(Lacks::Awaited);
-        self.say(&ControlMessage::PostCopyReady);
+        self.peer.say(&ControlMessage::PostCopyReady);
         Ok(())
     }
 
@@ -566,19 +550,19 @@ impl Driver<'_> {
         let Some(post_copy) = self.target.post_copy().cloned() else { return };
         match self.lacks_memory {
             Some(Lacks::Awaited) => {}
-            Some(Lacks::Nothing(figures)) => return self.say(&ControlMessage::PostCopyDone(figures)),
+            Some(Lacks::Nothing(figures)) => return self.peer.say(&ControlMessage::PostCopyDone(figures)),
             Some(Lacks::ForGood(_)) | None => return,
         }
         self.abort.lost("the source has come back with new channels");
         post_copy.disconnected();
         self.channels.join();
-        self.data_incarnation = self.incarnation;
+        self.data_incarnation = self.peer.incarnation();
         self.abort = Arc::new(Abort::default());
-        let (broken, incarnation) = (self.events_in.clone(), self.incarnation);
+        let (broken, incarnation) = (self.events_in.clone(), self.data_incarnation);
         self.abort.on_end(move || drop(broken.send(Event::Broken(incarnation))));
         self.broken = None;
-        self.doorman.renew(self.incarnation, &self.abort);
-        self.say(&ControlMessage::PostCopyReady);
+        self.doorman.renew(incarnation, &self.abort);
+        self.peer.say(&ControlMessage::PostCopyReady);
     }
 
     fn post_copy_says(&mut self, news: PostCopyNews) {
@@ -587,7 +571,7 @@ impl Driver<'_> {
                 let figures = self.target.post_copy().map(|post_copy| post_copy.figures()).unwrap_or_default();
                 self.lacks_memory = Some(Lacks::Nothing(figures));
                 self.observer.note("all of the guest's memory is here");
-                self.say(&ControlMessage::PostCopyDone(figures));
+                self.peer.say(&ControlMessage::PostCopyDone(figures));
             }
             PostCopyNews::Failed(reason) => {
                 self.observer.note(&format!("the guest's memory: {reason}"));
@@ -604,7 +588,7 @@ impl Driver<'_> {
         let loaded = self.vmm.load_ahead(&mut reader).map_err(|error| error.to_string());
         match loaded.and_then(|()| reader.finish().map_err(|error| error.to_string())) {
             Ok(_) => {
-                self.say(&ControlMessage::SwitchoverAck);
+                self.peer.say(&ControlMessage::SwitchoverAck);
                 None
             }
             Err(error) => self.failed_to_load(&format!("loading state ahead failed: {error}")),
@@ -625,7 +609,6 @@ impl Driver<'_> {
             }
             Ok(_) => {
                 self.figures.load_ms = since.elapsed().as_secs_f64() * 1e3;
-                self.loaded = true;
                 Some(DestinationEvent::AllPlacedAndLoaded)
             }
             Err(error) => self.failed_to_load(&format!("loading the guest's state failed: {error}")),
@@ -640,15 +623,7 @@ impl Driver<'_> {
     }
 
     fn tell_failure(&self, reason: &str) {
-        self.say(&ControlMessage::Failed { reason: reason.to_owned() });
-    }
-
-    fn say(&self, message: &ControlMessage) {
-        let Some(link) = &self.link else { return };
-        if let Err(error) = link.send(message) {
-            // The link's reading side reports the loss.
-            tracing::info!(%error, "the source did not take a message");
-        }
+        self.peer.say(&ControlMessage::Failed { reason: reason.to_owned() });
     }
 
     fn finish(mut self, source: String) -> Result<ReceiveReport, MigrationError> {
@@ -681,7 +656,7 @@ impl Driver<'_> {
             ),
             None => (Outcome::Failed, GuestState::NotHere, self.abort.reason()),
         };
-        self.link = None;
+        self.peer.hang_up();
         self.abort.finish();
         // A channel may be waiting for its readers.
         (self.ahead, self.last) = (None, None);

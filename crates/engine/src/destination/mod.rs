@@ -16,12 +16,14 @@ mod driver;
 mod post_copy;
 mod target;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_memory::ram::GuestRam;
 
+use self::target::Target;
 use crate::cancel::Cancel;
 use crate::migration::MigrationError;
 use crate::report::{Observer, ReceiveReport};
@@ -54,9 +56,10 @@ pub struct Destination {
 const LINGER: Duration = Duration::from_secs(5);
 
 /// A destination that sources can connect to.
-#[derive(Debug)]
 pub struct Listening {
-    destination: Destination,
+    target: Arc<Target>,
+    state_dir: Option<PathBuf>,
+    linger: Duration,
     address: Address,
     incoming: Incoming,
     fence: Fence,
@@ -96,8 +99,9 @@ impl Destination {
         self
     }
 
-    /// How long it lets a source come back that was lost before it could hear how the migration ended; 5 s unless said
-    /// otherwise. [`Listening::run`] returns so much later then; the guest is not kept waiting.
+    /// How long, once the migration has ended, the source has to take note and hang up, or to come back if it was lost
+    /// before it could hear; 5 s unless said otherwise. [`Listening::run`] returns so much later at most; the guest is not
+    /// kept waiting.
     #[must_use]
     pub fn linger(mut self, time: Duration) -> Self {
         self.linger = time;
@@ -111,15 +115,26 @@ impl Destination {
         self
     }
 
-    /// Opens the door for one source.
+    /// Prepares the memory, which takes its time where all of it is to be cleared or populated, and opens the door for one
+    /// source.
     ///
     /// # Errors
-    /// The address cannot be listened on.
+    /// There is not that much memory, or the address cannot be listened on.
     pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
+        let Self { ram, before, prefault, state_dir, linger } = self;
+        // Before anybody can come: a source waits for its welcome, and no longer than for a handshake.
+        let target = Arc::new(Target::new(ram, prefault));
+        target.prepare(before, prefault).map_err(MigrationError::not_taken)?;
         let listener = Listener::bind(address).map_err(MigrationError::not_taken)?;
         let address = listener.local_address();
         let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_taken)?;
-        Ok(Listening { destination: self, address, incoming, fence: Fence::default() })
+        Ok(Listening { target, state_dir, linger, address, incoming, fence: Fence::default() })
+    }
+}
+
+impl fmt::Debug for Listening {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Listening").field("address", &self.address).finish_non_exhaustive()
     }
 }
 

@@ -138,6 +138,7 @@ impl PostCopy {
                             (post_copy.tell)(PostCopyNews::Failed(format!(
                                 "a page fault could not be answered: {error}"
                             )));
+                            return;
                         }
                     }
                     Err(error) => {

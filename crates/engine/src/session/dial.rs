@@ -13,10 +13,11 @@ use sterna_wire::header::ChannelKind;
 use sterna_wire::identity::{MigrationId, MigrationKey};
 use sterna_wire::limits::HANDSHAKE_TIME;
 
-use super::{Features, Session, SessionError, program};
+use super::peer::link_events;
+use super::{Features, PeerNews, Session, SessionError, TellPeer, program};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
-use crate::control_link::{ControlEvent, ControlLink, Gate, hear, held_back, say};
+use crate::control_link::{ControlLink, Gate, hear, held_back, say};
 use crate::send::{SendChannel, SendContext};
 use crate::transport::{Address, Connection, Reader, Security, Writer, open_channel};
 
@@ -48,11 +49,7 @@ pub struct Offer<'a> {
 ///
 /// # Errors
 /// It cannot be reached, refuses (with its reason), cannot decode `offer.method`, or `cancel` came first.
-pub fn dial(
-    offer: &Offer<'_>,
-    cancel: &Cancel,
-    events: impl FnMut(ControlEvent) + Send + 'static,
-) -> Result<(ControlLink, Session), SessionError> {
+pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(ControlLink, Session), SessionError> {
     let (id, key) = new_identity()?;
     let connection = Connection::connect(offer.to, offer.security).map_err(SessionError::new)?;
     let closer = connection.closer();
@@ -93,7 +90,7 @@ pub fn dial(
         return Err(SessionError(format!("{} cannot decode {wanted}; both sides know {known}", offer.to)));
     }
     dialled.store(true, Ordering::Release);
-    let link = ControlLink::start(writer, reader, closer, messages, events).map_err(SessionError::new)?;
+    let link = ControlLink::start(writer, reader, closer, messages, link_events(tell, 1)).map_err(SessionError::new)?;
     let session = Session {
         id,
         key,
@@ -106,23 +103,33 @@ pub fn dial(
     Ok((link, session))
 }
 
-/// Comes back to the destination after the connection was lost: a control channel of a new incarnation, on which the
-/// destination speaks first. What it says is held back until the gate is dropped.
-///
-/// # Errors
-/// It cannot be reached, or refuses.
-pub fn dial_again(
-    to: impl Into<Address>,
+/// Tries to come back to the destination after the connection was lost, on a thread of its own: with a control channel of the
+/// incarnation that `session` says, on which the destination speaks first. `tell` hears of the outcome before it hears what
+/// the destination says, and of a failure only after `pause`: then it may be tried again.
+pub fn dial_again(to: Address, security: Security, session: Session, pause: Duration, tell: TellPeer) {
+    std::thread::spawn(move || match reconnect(&to, &security, &session, &tell) {
+        Ok((link, gate)) => {
+            tell(PeerNews::Connected(session.incarnation, link));
+            drop(gate);
+        }
+        Err(error) => {
+            std::thread::sleep(pause);
+            tell(PeerNews::Unreachable(error.to_string()));
+        }
+    });
+}
+
+fn reconnect(
+    to: &Address,
     security: &Security,
     session: &Session,
-    incarnation: u32,
-    events: impl FnMut(ControlEvent) + Send + 'static,
+    tell: &TellPeer,
 ) -> Result<(ControlLink, Gate), SessionError> {
     let connection = Connection::connect(to, security).map_err(SessionError::new)?;
     let closer = connection.closer();
-    let opened = open_channel(connection, &session.key, session.id, ChannelKind::Control, 0, incarnation);
+    let opened = open_channel(connection, &session.key, session.id, ChannelKind::Control, 0, session.incarnation);
     let (writer, reader, _) = opened.map_err(SessionError::new)?;
-    let (events, gate) = held_back(events);
+    let (events, gate) = held_back(link_events(tell, session.incarnation));
     let link = ControlLink::start(writer, reader, closer, ControlReader::default(), events);
     Ok((link.map_err(SessionError::new)?, gate))
 }

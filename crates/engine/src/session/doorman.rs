@@ -7,22 +7,15 @@ use std::thread::JoinHandle;
 use sterna_wire::control::ControlReader;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 
-use super::Session;
+use super::peer::link_events;
+use super::{PeerNews, Session, TellPeer};
 use crate::abort::Abort;
-use crate::control_link::{Allowance, ControlEvent, ControlLink, held_back};
+use crate::control_link::{Allowance, ControlLink, held_back};
 use crate::receive::{PacketRules, ReceiveCounters, ReceiveError, Sink, receive_packets};
 use crate::transport::{Connection, accept_channel, refuse_channel};
 
 /// What is said to whoever comes during another migration.
 pub(super) const UNDER_WAY: &str = "another migration is under way here";
-
-/// What the doorman tells the driver.
-pub enum DoorNews {
-    /// The source has come back with a new control channel.
-    Reconnected(u32, ControlLink),
-    /// From such a control channel.
-    Control(u32, ControlEvent),
-}
 
 /// Where the packets of the migration's channels go. Asked once for each channel, when it has come.
 pub trait Sinks: Send + Sync {
@@ -40,15 +33,12 @@ pub type Refused = Box<(Connection, String)>;
 /// same incarnation.
 pub type OtherDoor = Box<dyn Fn(&ChannelHeader, Connection, &Arc<Abort>) -> Result<(), Refused> + Send + Sync>;
 
-/// Hands news to the driver.
-pub type Tell = Arc<dyn Fn(DoorNews) + Send + Sync>;
-
 /// Matches connections to the migration.
 pub struct Doorman {
     session: Session,
     sinks: Box<dyn Sinks>,
     other: Option<OtherDoor>,
-    tell: Tell,
+    tell: TellPeer,
     /// For all control channels that the source comes back with.
     allowance: Allowance,
     state: Mutex<State>,
@@ -73,7 +63,7 @@ impl Doorman {
         sinks: Box<dyn Sinks>,
         abort: &Arc<Abort>,
         other: Option<OtherDoor>,
-        tell: Tell,
+        tell: TellPeer,
     ) -> Self {
         let ram = vec![None; session.channels.into()];
         let state = State {
@@ -200,14 +190,13 @@ impl Doorman {
 
     fn admit_control(&self, connection: Connection, incarnation: u32) {
         let closer = connection.closer();
-        let told = Arc::clone(&self.tell);
-        let (events, gate) = held_back(move |event| told(DoorNews::Control(incarnation, event)));
+        let (events, gate) = held_back(link_events(&self.tell, incarnation));
         let accepted = accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
             ControlLink::start_within(&self.allowance, writer, reader, closer, ControlReader::default(), events)
                 .map_err(|error| error.to_string())
         });
         match accepted {
-            Ok(link) => (self.tell)(DoorNews::Reconnected(incarnation, link)),
+            Ok(link) => (self.tell)(PeerNews::Connected(incarnation, link)),
             Err(error) => tracing::info!(error, "the source's new connection failed"),
         }
         drop(gate);

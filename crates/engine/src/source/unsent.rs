@@ -14,6 +14,7 @@ use sterna_wire::packet::{BlockShape, PAGE_REQUEST_LENGTH, PacketHeader, PacketK
 use sterna_wire::sequence::SendSequence;
 
 use crate::entry::{PageSearch, REGION};
+use crate::pacer::Pacer;
 use crate::reading::Reading;
 use crate::receive::PacketRules;
 use crate::transport::{Reader, Writer};
@@ -99,6 +100,8 @@ pub(super) struct PageServer {
     packet_size: usize,
     sequence: SendSequence,
     reading: Reading,
+    table: Vec<u8>,
+    pacer: Arc<Pacer>,
 }
 
 impl PageServer {
@@ -107,13 +110,14 @@ impl PageServer {
         unsent: Arc<Unsent>,
         (writer, reader): (Writer, Reader),
         rules: PacketRules,
+        pacer: Arc<Pacer>,
     ) -> io::Result<Self> {
         let shape =
             |block: &sterna_memory::ram::RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
         let shapes = ram.blocks().iter().map(shape).collect();
         let (reading, packet_size) = (Reading::new(rules), rules.packet_size);
-        let mut server =
-            Self { ram, shapes, unsent, reader, writer, packet_size, sequence: SendSequence::default(), reading };
+        let (sequence, table) = (SendSequence::default(), Vec::new());
+        let mut server = Self { ram, shapes, unsent, reader, writer, packet_size, sequence, reading, table, pacer };
         // A guest that has all that it works with asks for nothing; that the peer lives, the control channel tells.
         server.reader.set_timeout(None)?;
         Ok(server)
@@ -160,19 +164,23 @@ impl PageServer {
         self.reading.begin(block);
         self.reading.read(&self.ram, &[Run { kind: RunKind::Normal, first, count }]);
         let batch = self.reading.batch();
-        let table: Vec<u8> = batch.runs().iter().flat_map(Run::encode).collect();
+        self.table.clear();
+        batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
         let content = batch.content();
         let header = PacketHeader {
             kind: PacketKind::Pages,
             method: 0,
             subject: block,
             sequence: self.sequence.advance(),
-            table_length: table.len() as u32,
+            table_length: self.table.len() as u32,
             payload_length: content.len() as u32,
             content_length: content.len() as u32,
             content_checksum: batch.checksum().unwrap_or(0),
             detail: 0,
         };
-        self.writer.write_all_vectored(&[&header.encode(&table), &table, content])
+        let header = header.encode(&self.table);
+        // A guest waits for these: they go at once, and what is streamed beside them waits the longer.
+        self.pacer.charge(header.len() + self.table.len() + content.len());
+        self.writer.write_all_vectored(&[&header, &self.table, content])
     }
 }

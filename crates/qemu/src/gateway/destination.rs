@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
-use sterna::control_link::{ControlEvent, ControlLink, say};
+use sterna::control_link::{ControlLink, say};
 use sterna::process;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Outcome, ReceiveReport};
-use sterna::session::{DoorNews, Doorman, Greeted, Greeting};
+use sterna::session::{Doorman, Greeted, Greeting, Heard, Peer, PeerNews, TellPeer, link_events};
 use sterna::transport::{Limits, Listener};
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
 use sterna_wire::switchover::{
@@ -49,8 +49,7 @@ const IDLE: Duration = Duration::from_secs(1);
 /// What wakes the driver.
 #[derive(Debug)]
 enum Event {
-    Control(u32, ControlEvent),
-    Reconnected(u32, ControlLink),
+    Peer(PeerNews),
     Qemu(QemuEvent),
     Feeder(FeederNews),
     ReturnPath(Result<ReturnMessage, String>),
@@ -140,8 +139,10 @@ fn run_session(
         .map_err(|error| refused(&mut writer, format!("cannot make the private socket directory: {error}")))?;
 
     let (events_in, events) = channel();
+    let told = events_in.clone();
+    let tell: TellPeer = Arc::new(move |news| drop(told.send(Event::Peer(news))));
     let link =
-        ControlLink::start(writer, reader, closer, messages, link_events(&events_in, 1)).map_err(GatewayError::new)?;
+        ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1)).map_err(GatewayError::new)?;
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
     abort.on_end(move || {
@@ -161,13 +162,6 @@ fn run_session(
     let feeder = Feeder::new(&sockets.socket("qemu.sock"), options.placement, find_blocks, &abort);
     let fed = events_in.clone();
     let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
-    let door_events = events_in.clone();
-    let tell = Arc::new(move |news| {
-        let _ = door_events.send(match news {
-            DoorNews::Reconnected(incarnation, link) => Event::Reconnected(incarnation, link),
-            DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
-        });
-    });
     let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, None, tell));
     let stop_listening = incoming.stop_handle();
     let admitting = Arc::clone(&doorman);
@@ -185,8 +179,7 @@ fn run_session(
         record,
         restore: Some(restore),
         machine,
-        link: Some(link),
-        incarnation: 1,
+        peer: Peer::new(link),
         welcome: Some(welcome),
         doorman,
         abort,
@@ -211,21 +204,13 @@ fn run_session(
     Ok(report)
 }
 
-fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
-    let events = events.clone();
-    move |event| {
-        let _ = events.send(Event::Control(incarnation, event));
-    }
-}
-
 struct Driver<'a> {
     observer: &'a dyn Observer,
     qmp: Qmp,
     record: RecordFile,
     restore: Option<Restore>,
     machine: DestinationSwitchover,
-    link: Option<ControlLink>,
-    incarnation: u32,
+    peer: Peer,
     welcome: Option<Welcome>,
     doorman: Arc<Doorman>,
     abort: Arc<Abort>,
@@ -263,7 +248,7 @@ impl Driver<'_> {
                 continue;
             }
             // Once it has ended, the source is answered until it hangs up.
-            if self.end.is_some() && self.link.is_none() {
+            if self.end.is_some() && !self.peer.is_connected() {
                 return;
             }
             match events.recv_timeout(IDLE) {
@@ -300,16 +285,16 @@ impl Driver<'_> {
             DestinationAction::AcceptStream => {
                 self.doorman.open();
                 if let Some(welcome) = self.welcome.take() {
-                    self.say(&ControlMessage::Welcome(welcome));
+                    self.peer.say(&ControlMessage::Welcome(welcome));
                 }
                 None
             }
             DestinationAction::Send(message) => {
                 if message == SwitchoverMessage::Running {
                     self.count_figures();
-                    self.say(&ControlMessage::Figures(self.figures.clone()));
+                    self.peer.say(&ControlMessage::Figures(self.figures.clone()));
                 }
-                self.say(&ControlMessage::Switchover(message));
+                self.peer.say(&ControlMessage::Switchover(message));
                 None
             }
             DestinationAction::Cont => Some(match qemu::cont(&self.qmp) {
@@ -331,7 +316,7 @@ impl Driver<'_> {
                 })
             }
             DestinationAction::AwaitSource => {
-                if self.link.is_none() && self.machine.unsure() {
+                if !self.peer.is_connected() && self.machine.unsure() {
                     self.observer.note(&format!(
                         "the source is lost and the guest stands loaded here: waiting for the source to say who runs it \
                          (migration {})",
@@ -346,7 +331,7 @@ impl Driver<'_> {
                 }
                 if matches!(end, DestinationEnd::Stuck { .. } | DestinationEnd::Conflict) {
                     // The source waits for nothing that could still come.
-                    self.link = None;
+                    self.peer.hang_up();
                 }
                 self.end = Some(end);
                 None
@@ -356,23 +341,18 @@ impl Driver<'_> {
 
     fn translate(&mut self, event: Event) -> Option<DestinationEvent> {
         match event {
-            Event::Control(incarnation, event) if incarnation == self.incarnation => match event {
-                ControlEvent::Message(message, _) => self.heard(message),
-                ControlEvent::Lost(reason) => {
-                    self.link = None;
+            Event::Peer(news) => match self.peer.hear(news)? {
+                Heard::Said(message, _share) => self.heard(message),
+                Heard::Lost(reason) => {
                     if self.end.is_none() {
                         self.observer.note(&format!("the connection to the source is lost: {reason}"));
                         self.abort.raise(format_args!("the source was lost: {reason}"));
                     }
                     Some(DestinationEvent::ConnectionLost)
                 }
+                Heard::Connected => Some(DestinationEvent::Connected),
+                Heard::Unreachable(_) => None,
             },
-            Event::Control(..) => None,
-            Event::Reconnected(incarnation, link) => {
-                self.incarnation = incarnation;
-                self.link = Some(link);
-                Some(DestinationEvent::Connected)
-            }
             Event::Qemu(QemuEvent::Gone) if qemu::has_ended(self.record.record().qemu) => {
                 Some(DestinationEvent::Guest(DestinationGuest::Gone))
             }
@@ -406,7 +386,7 @@ impl Driver<'_> {
                 Some(DestinationEvent::Failed { reason })
             }
             Event::Cancelled if self.end.is_some() => {
-                self.link = None;
+                self.peer.hang_up();
                 None
             }
             Event::Cancelled => {
@@ -445,7 +425,7 @@ impl Driver<'_> {
             FeederNews::Ready(placement, return_path) => {
                 placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
                 self.placement.clone_from(&placement);
-                self.say(&ControlMessage::Ready { placement });
+                self.peer.say(&ControlMessage::Ready { placement });
                 let events = self.events_in.clone();
                 self.return_path = Some(std::thread::spawn(move || read_return_path(return_path, &events)));
             }
@@ -455,7 +435,7 @@ impl Driver<'_> {
     }
 
     fn return_message(&mut self, message: ReturnMessage) -> Option<DestinationEvent> {
-        self.say(&ControlMessage::ReturnPath(message.into()));
+        self.peer.say(&ControlMessage::ReturnPath(message.into()));
         match message {
             ReturnMessage::Shut(0) => {
                 self.figures.load_ms = self.ram_placed.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
@@ -506,15 +486,7 @@ impl Driver<'_> {
     }
 
     fn tell_failure(&self, reason: &str) {
-        self.say(&ControlMessage::Failed { reason: reason.to_owned() });
-    }
-
-    fn say(&self, message: &ControlMessage) {
-        let Some(link) = &self.link else { return };
-        if let Err(error) = link.send(message) {
-            // The link's reading side reports the loss.
-            tracing::info!(%error, "the source did not take a message");
-        }
+        self.peer.say(&ControlMessage::Failed { reason: reason.to_owned() });
     }
 
     fn finish(mut self, source: String) -> ReceiveReport {
@@ -538,7 +510,7 @@ impl Driver<'_> {
         {
             restore.keep();
         }
-        self.link = None;
+        self.peer.hang_up();
         self.abort.finish();
         self.doorman.join();
         if let Some(thread) = self.return_path.take() {

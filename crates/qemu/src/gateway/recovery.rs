@@ -6,17 +6,18 @@
 
 use std::io::ErrorKind;
 use std::path::Path;
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 use sterna::cancel::Cancel;
-use sterna::control_link::{ControlEvent, ControlLink, held_back};
+use sterna::control_link::{ControlLink, held_back};
 use sterna::process;
 use sterna::record_file::{RecordFile, RecordFileError, Side};
 use sterna::report::Observer;
-use sterna::session::{self, Session};
-use sterna::transport::{Limits, Listener, Security, Stop, accept_channel, refuse_channel};
+use sterna::session::{self, DIAL_PAUSE, Heard, Peer, PeerNews, Session, TellPeer, link_events};
+use sterna::transport::{Address, Limits, Listener, Security, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
@@ -37,8 +38,7 @@ const TELL_TIME: Duration = Duration::from_secs(3);
 const IDLE: Duration = Duration::from_millis(200);
 
 enum Event {
-    Control(u32, ControlEvent),
-    Connected(u32, Result<ControlLink, String>),
+    Peer(PeerNews),
     Cancelled,
 }
 
@@ -62,7 +62,9 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     cancel.on_cancel(move || {
         let _ = cancelled.send(Event::Cancelled);
     });
-    let common = Common { options, observer, record, qmp, events_in, events, link: None, incarnation: 1 };
+    let tell: TellPeer = Arc::new(move |news| drop(events_in.send(Event::Peer(news))));
+    let peer = Peer::unconnected(seconds_since_2020());
+    let common = Common { options, observer, record, qmp, tell, events, peer };
     match common.record.record().state {
         RecordState::Source(state) => common.source(state),
         RecordState::Destination(state) => common.destination(state),
@@ -98,10 +100,9 @@ struct Common<'a> {
     observer: &'a dyn Observer,
     record: RecordFile,
     qmp: Option<Qmp>,
-    events_in: Sender<Event>,
-    events: std::sync::mpsc::Receiver<Event>,
-    link: Option<ControlLink>,
-    incarnation: u32,
+    tell: TellPeer,
+    events: Receiver<Event>,
+    peer: Peer,
 }
 
 impl Common<'_> {
@@ -112,15 +113,6 @@ impl Common<'_> {
                     .into(),
             )
         })
-    }
-
-    fn say(&self, message: sterna_wire::switchover::SwitchoverMessage) {
-        if let Some(link) = &self.link
-            && let Err(error) = link.send(&ControlMessage::Switchover(message))
-        {
-            // The link's reading side reports the loss.
-            tracing::info!(%error, "the peer did not take a message");
-        }
     }
 
     /// Where this process must find QEMU and does not: why.
@@ -186,7 +178,7 @@ impl Common<'_> {
                     SourceAction::Connect => {
                         let time = if machine.decided() { DIAL_TIME } else { TELL_TIME };
                         give_up.get_or_insert(Instant::now() + time);
-                        self.link = None;
+                        self.peer.hang_up();
                         match self.security() {
                             Ok(security) => self.dial(security),
                             // The guest runs here, and a destination that was not told can ask.
@@ -222,25 +214,19 @@ impl Common<'_> {
                 Err(RecvTimeoutError::Disconnected) => unreachable!("a sender is kept here"),
             };
             actions = match event {
-                Event::Control(incarnation, ControlEvent::Message(ControlMessage::Switchover(message), _))
-                    if incarnation == self.incarnation =>
-                {
-                    machine.on(SourceEvent::Message(message))
-                }
-                Event::Control(incarnation, ControlEvent::Lost(_)) if incarnation == self.incarnation => {
-                    machine.on(SourceEvent::ConnectionLost)
-                }
-                Event::Control(..) => Vec::new(),
-                Event::Connected(incarnation, Ok(link)) => {
-                    self.incarnation = incarnation;
-                    self.link = Some(link);
-                    machine.on(SourceEvent::Connected)
-                }
-                Event::Connected(_, Err(reason)) => {
-                    tracing::info!(reason, "the destination cannot be reached yet");
-                    self.dial(self.security()?);
-                    Vec::new()
-                }
+                Event::Peer(news) => match self.peer.hear(news) {
+                    Some(Heard::Said(ControlMessage::Switchover(message), _)) => {
+                        machine.on(SourceEvent::Message(message))
+                    }
+                    Some(Heard::Lost(_)) => machine.on(SourceEvent::ConnectionLost),
+                    Some(Heard::Connected) => machine.on(SourceEvent::Connected),
+                    Some(Heard::Unreachable(reason)) => {
+                        tracing::info!(reason, "the destination cannot be reached yet");
+                        self.dial(self.security()?);
+                        Vec::new()
+                    }
+                    Some(Heard::Said(..)) | None => Vec::new(),
+                },
                 Event::Cancelled if machine.may_stop() => return Ok(RESUMED.into()),
                 Event::Cancelled => return Err(GatewayError("cancelled; nothing is settled yet".into())),
             };
@@ -273,7 +259,7 @@ impl Common<'_> {
                 })
             }
             SourceAction::Send(message) => {
-                self.say(message);
+                self.peer.say(&ControlMessage::Switchover(message));
                 None
             }
             SourceAction::EndMigration => {
@@ -306,31 +292,18 @@ impl Common<'_> {
     }
 
     /// Dials on a thread of its own; the outcome comes as an event.
-    fn dial(&self, security: Security) {
+    fn dial(&mut self, security: Security) {
         let record = self.record.record();
         let session = Session {
             id: record.migration,
             key: record.key.clone(),
-            incarnation: 1,
+            incarnation: self.peer.begin_anew(),
             channels: 0,
             packet_size: 0,
             features: Vec::new(),
             round_trip: Duration::ZERO,
         };
-        let (to, events) = (record.peer.clone(), self.events_in.clone());
-        let incarnation = later_incarnation(self.incarnation);
-        std::thread::spawn(move || {
-            let told = link_events(&events, incarnation);
-            let (outcome, gate) = match session::dial_again(&to, &security, &session, incarnation, told) {
-                Ok((link, gate)) => (Ok(link), Some(gate)),
-                Err(error) => {
-                    std::thread::sleep(session::DIAL_PAUSE);
-                    (Err(error.to_string()), None)
-                }
-            };
-            let _ = events.send(Event::Connected(incarnation, outcome));
-            drop(gate);
-        });
+        session::dial_again(Address::from(&record.peer), security, session, DIAL_PAUSE, Arc::clone(&self.tell));
     }
 
     fn destination(mut self, state: DestinationState) -> Result<String, GatewayError> {
@@ -383,7 +356,7 @@ impl Common<'_> {
                 continue;
             }
             if let Some(end) = &end
-                && self.link.is_none()
+                && !self.peer.is_connected()
             {
                 // Settled here, or lost. A committed source that still asks is answered for a while.
                 let answer = destination_end(end);
@@ -409,25 +382,19 @@ impl Common<'_> {
 
     fn destination_event(&mut self, machine: &mut DestinationSwitchover, event: Event) -> Vec<DestinationAction> {
         match event {
-            Event::Control(incarnation, ControlEvent::Message(ControlMessage::Switchover(message), _))
-                if incarnation == self.incarnation =>
-            {
-                machine.on(DestinationEvent::Message(message))
-            }
-            Event::Control(incarnation, ControlEvent::Lost(_)) if incarnation == self.incarnation => {
-                self.link = None;
-                machine.on(DestinationEvent::ConnectionLost)
-            }
-            Event::Connected(incarnation, Ok(link)) => {
-                self.incarnation = incarnation;
-                self.link = Some(link);
-                machine.on(DestinationEvent::Connected)
-            }
-            Event::Connected(_, Err(reason)) => {
-                self.observer.note(&format!("a connection was refused: {reason}"));
-                Vec::new()
-            }
-            Event::Control(..) | Event::Cancelled => Vec::new(),
+            Event::Peer(news) => match self.peer.hear(news) {
+                Some(Heard::Said(ControlMessage::Switchover(message), _)) => {
+                    machine.on(DestinationEvent::Message(message))
+                }
+                Some(Heard::Lost(_)) => machine.on(DestinationEvent::ConnectionLost),
+                Some(Heard::Connected) => machine.on(DestinationEvent::Connected),
+                Some(Heard::Unreachable(reason)) => {
+                    self.observer.note(&format!("a connection was refused: {reason}"));
+                    Vec::new()
+                }
+                Some(Heard::Said(..)) | None => Vec::new(),
+            },
+            Event::Cancelled => Vec::new(),
         }
     }
 
@@ -435,7 +402,7 @@ impl Common<'_> {
     fn answer_for_a_while(&mut self, machine: &mut DestinationSwitchover, listening: Option<Listening>) {
         let Ok(_listening) = listening.map_or_else(|| self.listen(), Ok) else { return };
         let mut deadline = Instant::now() + TELL_TIME;
-        while Instant::now() < deadline || self.link.is_some() {
+        while Instant::now() < deadline || self.peer.is_connected() {
             let Ok(event) = self.events.recv_timeout(IDLE) else { continue };
             if matches!(event, Event::Cancelled) {
                 return;
@@ -467,7 +434,7 @@ impl Common<'_> {
                 })
             }
             DestinationAction::Send(message) => {
-                self.say(message);
+                self.peer.say(&ControlMessage::Switchover(message));
                 None
             }
             DestinationAction::Cont => Some(match self.qmp.as_ref().map(qemu::cont) {
@@ -497,7 +464,7 @@ impl Common<'_> {
         let incoming = listener.start(self.security()?, Limits::default()).map_err(GatewayError::new)?;
         let listening = Listening(incoming.stop_handle());
         let (id, key) = (record.migration, record.key.clone());
-        let events = self.events_in.clone();
+        let tell = Arc::clone(&self.tell);
         std::thread::spawn(move || {
             let mut latest = 1;
             while let Some((connection, header)) = incoming.next() {
@@ -511,17 +478,17 @@ impl Common<'_> {
                 }
                 latest = header.incarnation;
                 let closer = connection.closer();
-                let (told, gate) = held_back(link_events(&events, header.incarnation));
+                let (told, gate) = held_back(link_events(&tell, header.incarnation));
                 let link =
                     accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
                         ControlLink::start(writer, reader, closer, ControlReader::default(), told)
                             .map_err(|error| error.to_string())
                     });
-                let unheard = events.send(Event::Connected(header.incarnation, link));
+                tell(match link {
+                    Ok(link) => PeerNews::Connected(header.incarnation, link),
+                    Err(reason) => PeerNews::Unreachable(reason),
+                });
                 drop(gate);
-                if unheard.is_err() {
-                    return;
-                }
             }
         });
         Ok(listening)
@@ -579,16 +546,8 @@ fn destination_end(end: &DestinationEnd) -> Result<String, GatewayError> {
     }
 }
 
-/// An incarnation later than any that the peer has seen: seconds since 2020 grow across processes, too.
-fn later_incarnation(current: u32) -> u32 {
+/// As an incarnation it is later than any that the peer has seen: seconds grow across processes, too.
+fn seconds_since_2020() -> u32 {
     const YEAR_2020: u64 = 1_577_836_800_000;
-    let seconds = (sterna::record_file::now_ms().saturating_sub(YEAR_2020) / 1000) as u32;
-    seconds.max(current + 1)
-}
-
-fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
-    let events = events.clone();
-    move |event| {
-        let _ = events.send(Event::Control(incarnation, event));
-    }
+    (sterna::record_file::now_ms().saturating_sub(YEAR_2020) / 1000) as u32
 }

@@ -9,24 +9,24 @@ use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
-use sterna::control_link::{ControlEvent, ControlLink};
 use sterna::pacer::Pacer;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Progress, Report};
 use sterna::send::{SendContext, Sent};
-use sterna::session::{self, LAST_WORDS, Offer, Session};
+use sterna::session::{
+    self, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, lead_source,
+};
 use sterna::transport::Address;
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{
-    Moment, RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover,
-    SwitchoverMessage,
+    Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState, SwitchoverMessage,
 };
 
 use self::report::Moments;
@@ -41,8 +41,6 @@ use crate::qmp::{Qmp, QmpError};
 use crate::settings::{Plan, Restore, Role, Settings, Wanted};
 use crate::stream::{MainReader, ReturnMessage};
 
-/// How often progress is told, and QEMU asked for its figures.
-const PROGRESS_INTERVAL: Duration = Duration::from_millis(250);
 /// How long QEMU may take to connect to our sockets after it was told to migrate.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
 /// How long an undelivered decision is offered to the destination before `sterna recover` has to do it.
@@ -59,8 +57,7 @@ const SMALLEST_LIMIT: Duration = Duration::from_millis(1);
 /// What wakes the driver.
 #[derive(Debug)]
 enum Event {
-    Control(u32, ControlEvent),
-    Reconnected(Box<Result<ControlLink, String>>),
+    Peer(PeerNews),
     Qemu(QemuEvent),
     Stream(StreamNews),
     Drained(Vec<u64>),
@@ -104,7 +101,9 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         features: FEATURES,
         method: options.method.method(),
     };
-    let (link, session) = session::dial(&offer, cancel, link_events(&events_in, 1)).map_err(GatewayError::untouched)?;
+    let told = events_in.clone();
+    let tell_peer: TellPeer = Arc::new(move |news| drop(told.send(Event::Peer(news))));
+    let (link, session) = session::dial(&offer, cancel, &tell_peer).map_err(GatewayError::untouched)?;
     observer.note(&format!("migration {}: {} accepted it", session.id, options.to));
     if cancel.is_cancelled() {
         return Err(GatewayError::untouched("cancelled"));
@@ -145,20 +144,19 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         move |event| events_in.send(Event::Qemu(event)).is_ok()
     });
 
-    let (machine_states, first_actions) = SourceSwitchover::begin();
+    let (lead, first) = SourceLead::begin(Peer::new(link), abort, TELLING_TIME);
     let mut driver = Driver {
+        lead,
         options,
         observer,
         qmp,
         record,
         plan: Some(plan),
         restore: None,
-        machine: machine_states,
-        link: Some(link),
         session,
         window,
-        abort,
         events_in,
+        tell_peer,
         moving: None,
         started: Instant::now(),
         moments: Moments::default(),
@@ -166,25 +164,13 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         placement: Vec::new(),
         progress: Progress::default(),
         content_told: 0,
-        cancelled: false,
         migrating: false,
         accepted: false,
-        give_up: None,
-        broken: None,
-        due: None,
-        undelivered: None,
         cancel,
         machine_name: format!("{} {}", machine.monitor, machine.machine_type),
     };
-    let end = driver.run(&events, first_actions);
+    let end = lead_source(&mut driver, &events, first);
     Ok(driver.finish(end))
-}
-
-fn link_events(events: &Sender<Event>, incarnation: u32) -> impl FnMut(ControlEvent) + Send + 'static {
-    let events = events.clone();
-    move |event| {
-        let _ = events.send(Event::Control(incarnation, event));
-    }
 }
 
 /// The data plane, and what of QEMU's sockets the driver itself needs.
@@ -195,14 +181,8 @@ struct Moving {
     _sockets: SocketDir,
 }
 
-/// How the loop ended.
-enum End {
-    Machine(SourceEnd),
-    /// The decision stands, and could not be delivered in time.
-    Undelivered,
-}
-
 struct Driver<'a> {
+    lead: SourceLead,
     options: &'a SendOptions,
     observer: &'a dyn Observer,
     qmp: Qmp,
@@ -210,12 +190,10 @@ struct Driver<'a> {
     /// What is to be set when the record is on the disk.
     plan: Option<Plan>,
     restore: Option<Restore>,
-    machine: SourceSwitchover,
-    link: Option<ControlLink>,
     session: Session,
     window: Arc<Window>,
-    abort: Arc<Abort>,
     events_in: Sender<Event>,
+    tell_peer: TellPeer,
     moving: Option<Moving>,
     started: Instant,
     moments: Moments,
@@ -224,94 +202,89 @@ struct Driver<'a> {
     progress: Progress,
     /// Content bytes at the last tick.
     content_told: u64,
-    cancelled: bool,
     migrating: bool,
     /// QEMU has taken our `migrate`, as far as is known: what migration it has is ours.
     accepted: bool,
-    give_up: Option<Instant>,
-    /// Until when a word about a broken channel is waited for.
-    broken: Option<Instant>,
-    /// When the step at hand must be done, and which it is.
-    due: Option<(Instant, &'static str)>,
-    /// Why the decision could not be delivered, where the destination said so.
-    undelivered: Option<String>,
     cancel: &'a Cancel,
     machine_name: String,
 }
 
-impl Driver<'_> {
-    fn run(&mut self, events: &Receiver<Event>, first: Vec<SourceAction>) -> End {
-        let mut next_progress = Instant::now() + PROGRESS_INTERVAL;
-        let mut actions = first;
-        loop {
-            let mut answers = Vec::new();
-            for action in actions {
-                if let SourceAction::Done(end) = action {
-                    return End::Machine(end);
+impl SourceDriver for Driver<'_> {
+    type Event = Event;
+
+    fn lead(&mut self) -> &mut SourceLead {
+        &mut self.lead
+    }
+
+    fn perform(&mut self, action: SourceAction) -> Option<SourceEvent> {
+        let step = action.step();
+        fault::point(Moment::Before, step);
+        let answer = self.act(action);
+        fault::point(Moment::After, step);
+        answer
+    }
+
+    fn translate(&mut self, event: Event) -> Option<SourceEvent> {
+        match event {
+            Event::Peer(news) => match self.lead.peer.hear(news)? {
+                Heard::Said(message, _share) => self.heard(message),
+                Heard::Lost(reason) => {
+                    self.observer.note(&format!("the connection to the destination is lost: {reason}"));
+                    self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
+                    Some(SourceEvent::ConnectionLost)
                 }
-                let step = action.step();
-                fault::point(Moment::Before, step);
-                answers.extend(self.perform(action));
-                fault::point(Moment::After, step);
-            }
-            actions = Vec::new();
-            for answer in answers {
-                actions.extend(self.machine.on(answer));
-            }
-            if !actions.is_empty() {
-                continue;
-            }
-            if self.machine.may_stop() {
-                self.give_up.get_or_insert(Instant::now() + TELLING_TIME);
-            }
-            if self.give_up.is_some_and(|deadline| Instant::now() >= deadline) {
-                return End::Undelivered;
-            }
-            if let Some((deadline, what)) = self.due
-                && Instant::now() >= deadline
-            {
-                self.due = None;
-                let reason = format!("{what} took too long");
-                actions = self.machine.on(SourceEvent::Failed { reason });
-                continue;
-            }
-            if self.broken.is_some_and(|deadline| Instant::now() >= deadline) {
-                self.broken = None;
-                let reason = self.abort.reason().unwrap_or_default();
-                actions = self.machine.on(SourceEvent::Failed { reason });
-                continue;
-            }
-            let wake = self.broken.map_or(next_progress, |deadline| deadline.min(next_progress));
-            match events.recv_timeout(wake.saturating_duration_since(Instant::now())) {
-                Ok(event) => {
-                    if let Some(event) = self.translate(event) {
-                        actions = self.machine.on(event);
-                    }
+                Heard::Connected => Some(SourceEvent::Connected),
+                Heard::Unreachable(reason) => {
+                    tracing::info!(reason, "the destination cannot be reached yet");
+                    self.reconnect();
+                    None
                 }
-                Err(RecvTimeoutError::Timeout) if Instant::now() < next_progress => {}
-                Err(RecvTimeoutError::Timeout) => {
-                    next_progress = Instant::now() + PROGRESS_INTERVAL;
-                    self.tick();
+            },
+            Event::Qemu(event) => self.qemu_says(event),
+            Event::Stream(news) => self.stream_says(news),
+            Event::Drained(ram) => {
+                self.moments.drained = Some(Instant::now());
+                self.lead.due = Some((Instant::now() + self.step_time(), "loading at the destination"));
+                let Sent { normal_pages, zero_pages, .. } = self.sent();
+                self.lead.peer.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
+                Some(SourceEvent::FinalStateSent)
+            }
+            Event::Broken => self.lead.channels_broke(),
+            Event::Cancelled => {
+                if self.lead.switchover.may_stop() {
+                    self.lead.give_up = Some(Instant::now());
+                    return None;
                 }
-                Err(RecvTimeoutError::Disconnected) => unreachable!("the driver itself holds a sender"),
+                if self.lead.switchover.decided() {
+                    self.observer.note("too late to cancel: the guest already belongs to the destination");
+                    return None;
+                }
+                self.lead.cancelled = true;
+                Some(SourceEvent::Failed { reason: "cancelled".into() })
             }
         }
     }
 
+    fn tick(&mut self) {
+        self.tell_progress();
+    }
+}
+
+impl Driver<'_> {
     /// Performs an action; gives what the machine must be told at once.
-    fn perform(&mut self, action: SourceAction) -> Option<SourceEvent> {
+    fn act(&mut self, action: SourceAction) -> Option<SourceEvent> {
         tracing::debug!(?action, "switchover");
         match action {
             SourceAction::WriteRecord(state) => {
                 if state == SourceState::Aborted {
-                    self.abort.raise(self.machine.reason());
+                    self.lead.abort.raise(self.lead.switchover.reason());
                 }
                 match self.record.write(RecordState::Source(state)) {
                     Ok(()) => {
-                        self.due = None;
+                        self.lead.due = None;
                         if state == SourceState::Committed {
                             self.moments.decided = Some(Instant::now());
-                            self.give_up = Some(Instant::now() + DELIVERY_TIME);
+                            self.lead.give_up = Some(Instant::now() + DELIVERY_TIME);
                         }
                         Some(SourceEvent::RecordWritten)
                     }
@@ -325,16 +298,16 @@ impl Driver<'_> {
                 Ok(()) => None,
                 Err(error) => {
                     // The event may still lie in the queue.
-                    self.cancelled |= self.cancel.is_cancelled();
+                    self.lead.cancelled |= self.cancel.is_cancelled();
                     Some(SourceEvent::Failed { reason: error.to_string() })
                 }
             },
             SourceAction::Send(message) => {
-                self.say(&ControlMessage::Switchover(message));
+                self.lead.peer.say(&ControlMessage::Switchover(message));
                 None
             }
             SourceAction::RelayShut => {
-                self.due = Some((Instant::now() + self.step_time(), "completing at the source QEMU"));
+                self.lead.due = Some((Instant::now() + self.step_time(), "completing at the source QEMU"));
                 self.permit_completion().err().map(|reason| SourceEvent::Failed { reason })
             }
             SourceAction::EndMigration => Some(self.end_migration()),
@@ -353,66 +326,13 @@ impl Driver<'_> {
                 None
             }
             SourceAction::Connect => {
-                self.link = None;
-                let time = if self.machine.decided() { DELIVERY_TIME } else { TELLING_TIME };
-                self.give_up.get_or_insert(Instant::now() + time);
+                self.lead.peer.hang_up();
+                let time = if self.lead.switchover.decided() { DELIVERY_TIME } else { TELLING_TIME };
+                self.lead.give_up.get_or_insert(Instant::now() + time);
                 self.reconnect();
                 None
             }
             SourceAction::Done(_) => unreachable!("the loop ends before it is performed"),
-        }
-    }
-
-    /// What an event means to the machine, after what it means to the driver was done.
-    fn translate(&mut self, event: Event) -> Option<SourceEvent> {
-        match event {
-            Event::Control(incarnation, event) if incarnation == self.session.incarnation => match event {
-                ControlEvent::Message(message, _) => self.heard(message),
-                ControlEvent::Lost(reason) => {
-                    self.observer.note(&format!("the connection to the destination is lost: {reason}"));
-                    self.link = None;
-                    self.abort.lost(format_args!("the destination was lost: {reason}"));
-                    Some(SourceEvent::ConnectionLost)
-                }
-            },
-            Event::Control(..) => None,
-            Event::Reconnected(outcome) => match *outcome {
-                Ok(link) => {
-                    self.link = Some(link);
-                    Some(SourceEvent::Connected)
-                }
-                Err(reason) => {
-                    tracing::info!(reason, "the destination cannot be reached yet");
-                    self.reconnect();
-                    None
-                }
-            },
-            Event::Qemu(event) => self.qemu_says(event),
-            Event::Stream(news) => self.stream_says(news),
-            Event::Drained(ram) => {
-                self.moments.drained = Some(Instant::now());
-                self.due = Some((Instant::now() + self.step_time(), "loading at the destination"));
-                let Sent { normal_pages, zero_pages, .. } = self.sent();
-                self.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
-                Some(SourceEvent::FinalStateSent)
-            }
-            Event::Broken if self.abort.was_lost() => {
-                self.broken = Some(Instant::now() + LAST_WORDS);
-                None
-            }
-            Event::Broken => Some(SourceEvent::Failed { reason: self.abort.reason()? }),
-            Event::Cancelled => {
-                if self.machine.may_stop() {
-                    self.give_up = Some(Instant::now());
-                    return None;
-                }
-                if self.machine.decided() {
-                    self.observer.note("too late to cancel: the guest already belongs to the destination");
-                    return None;
-                }
-                self.cancelled = true;
-                Some(SourceEvent::Failed { reason: "cancelled".into() })
-            }
         }
     }
 
@@ -452,14 +372,7 @@ impl Driver<'_> {
                 None
             }
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
-                let reason = format!("the destination failed: {}", sterna_wire::text::cleaned(&reason));
-                if self.machine.decided() {
-                    self.observer.note(&reason);
-                    self.undelivered = Some(reason);
-                    self.give_up = Some(Instant::now());
-                    return None;
-                }
-                Some(SourceEvent::Failed { reason })
+                self.lead.destination_failed(&reason, self.observer)
             }
             unexpected => {
                 tracing::warn!(?unexpected, "not expected from a destination");
@@ -473,15 +386,15 @@ impl Driver<'_> {
             QemuEvent::Stopped => {
                 self.moments.stopped.get_or_insert_with(Instant::now);
                 if self.moments.drained.is_none() && self.accepted {
-                    self.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
+                    self.lead.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
                 }
                 self.stopped_by_another()
             }
             QemuEvent::Resumed => {
                 self.moments.stopped = None;
-                self.due = None;
+                self.lead.due = None;
                 // Somebody has started by hand what was given away.
-                self.machine.decided().then_some(SourceEvent::Guest(SourceGuest::Running))
+                self.lead.switchover.decided().then_some(SourceEvent::Guest(SourceGuest::Running))
             }
             QemuEvent::Gone if qemu::has_ended(self.record.record().qemu) => {
                 Some(SourceEvent::Guest(SourceGuest::Gone))
@@ -491,11 +404,11 @@ impl Driver<'_> {
             QemuEvent::Migration(status) => match status.as_str() {
                 "completed" => Some(SourceEvent::Guest(SourceGuest::Completed)),
                 // An echo of the broken channel, whose reason may still be on its way.
-                "failed" | "cancelled" if self.broken.is_some() => None,
+                "failed" | "cancelled" if self.lead.awaits_last_words() => None,
                 "failed" | "cancelled" => {
                     let why = qemu::failure(&self.qmp).unwrap_or_else(|| format!("the source QEMU says {status}"));
                     // The reason that came first says more than QEMU's about closed sockets.
-                    let reason = self.abort.reason().unwrap_or(why);
+                    let reason = self.lead.abort.reason().unwrap_or(why);
                     Some(SourceEvent::Failed { reason })
                 }
                 _ => None,
@@ -508,7 +421,7 @@ impl Driver<'_> {
     fn stopped_by_another(&self) -> Option<SourceEvent> {
         let status = self.qmp.status().ok()?;
         let stands = !matches!(status.as_str(), "running" | "finish-migrate" | "postmigrate");
-        (stands && !self.machine.decided()).then(|| SourceEvent::Failed {
+        (stands && !self.lead.switchover.decided()).then(|| SourceEvent::Failed {
             reason: format!("the guest stopped during the migration (QEMU: {status}); only a running guest is moved"),
         })
     }
@@ -532,7 +445,7 @@ impl Driver<'_> {
             let _ = events.send(Event::Drained(ram));
         });
         if let Err(error) = waiting {
-            self.abort.raise(format_args!("no thread for draining the channels: {error}"));
+            self.lead.abort.raise(format_args!("no thread for draining the channels: {error}"));
         }
     }
 
@@ -542,7 +455,7 @@ impl Driver<'_> {
         let context = SendContext {
             window: Arc::clone(&self.window),
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
-            abort: Arc::clone(&self.abort),
+            abort: Arc::clone(&self.lead.abort),
             method: self.options.method,
             rules: self.session.rules(),
         };
@@ -579,7 +492,7 @@ impl Driver<'_> {
         let return_path = connections.main.try_clone().map_err(failed)?;
         let ending = return_path.try_clone().map_err(failed)?;
         // A QEMU that has sent its last page waits for the return path: its end is a failure, and the guest goes on.
-        self.abort.on_end(move || drop(ending.shutdown(Shutdown::Write)));
+        self.lead.abort.on_end(move || drop(ending.shutdown(Shutdown::Write)));
         let main = connections.main.try_clone().map_err(failed)?;
         let uuid = connections.multifd.first().map_or([0; 16], |(_, init)| init.uuid);
         let ratio = NormalPageRatio::new(self.options.normal_page_ratio);
@@ -598,7 +511,7 @@ impl Driver<'_> {
 
     /// Sees to it that QEMU has no migration under way.
     fn end_migration(&mut self) -> SourceEvent {
-        self.abort.raise(self.machine.reason());
+        self.lead.abort.raise(self.lead.switchover.reason());
         if !self.accepted {
             // Whatever QEMU does is somebody else's.
             return SourceEvent::Guest(SourceGuest::Running);
@@ -631,14 +544,6 @@ impl Driver<'_> {
             .map_err(|error| format!("the source QEMU does not take the end of the migration: {error}"))
     }
 
-    fn say(&self, message: &ControlMessage) {
-        let Some(link) = &self.link else { return };
-        if let Err(error) = link.send(message) {
-            // The link's reading side reports the loss.
-            tracing::info!(%error, "the destination did not take a message");
-        }
-    }
-
     fn return_message(&self, message: ReturnMessage) -> Result<(), crate::stream::StreamError> {
         match &self.moving {
             Some(moving) => message.write(&moving.return_path),
@@ -647,23 +552,9 @@ impl Driver<'_> {
     }
 
     fn reconnect(&mut self) {
-        // Counts attempts: one that failed here may have been accepted there, and none is accepted twice.
-        self.session.incarnation += 1;
-        let (events, security) = (self.events_in.clone(), self.options.security.clone());
-        let (to, session) = (self.options.to.clone(), self.session.clone());
-        std::thread::spawn(move || {
-            let incarnation = session.incarnation;
-            let told = link_events(&events, incarnation);
-            let (outcome, gate) = match session::dial_again(&to, &security, &session, incarnation, told) {
-                Ok((link, gate)) => (Ok(link), Some(gate)),
-                Err(error) => {
-                    std::thread::sleep(session::DIAL_PAUSE);
-                    (Err(error.to_string()), None)
-                }
-            };
-            let _ = events.send(Event::Reconnected(Box::new(outcome)));
-            drop(gate);
-        });
+        self.session.incarnation = self.lead.peer.begin_anew();
+        let (to, security) = (Address::from(&self.options.to), self.options.security.clone());
+        session::dial_again(to, security, self.session.clone(), DIAL_PAUSE, Arc::clone(&self.tell_peer));
     }
 
     /// How long a step with the guest stopped may take before it is given up.

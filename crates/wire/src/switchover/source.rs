@@ -113,6 +113,9 @@ enum Phase {
     Resuming,
     WritingResumed,
     Telling,
+    /// At the destination's word that the guest runs there.
+    Finished,
+    /// In any other way.
     Ended,
 }
 
@@ -192,7 +195,7 @@ impl SourceSwitchover {
 
     /// Whether the guest is committed to the destination: cancelling has no effect any more.
     pub fn decided(&self) -> bool {
-        matches!(self.phase, Phase::Committed | Phase::WritingFinished)
+        matches!(self.phase, Phase::Committed | Phase::WritingFinished | Phase::Finished)
     }
 
     /// Why the migration does not go on; empty before that.
@@ -203,7 +206,7 @@ impl SourceSwitchover {
     /// Whether the process may end now without leaving the guest standing: the machine is done, or only the message that
     /// it aborted is still to be delivered (`recover` can do that later).
     pub fn may_stop(&self) -> bool {
-        matches!(self.phase, Phase::Telling | Phase::Ended)
+        matches!(self.phase, Phase::Telling | Phase::Finished | Phase::Ended)
     }
 
     /// Takes an event; returns what to do, in order.
@@ -404,7 +407,7 @@ impl SourceSwitchover {
     }
 
     fn end(&mut self, end: SourceEnd, actions: &mut Vec<SourceAction>) {
-        self.phase = Phase::Ended;
+        self.phase = if end == SourceEnd::Finished { Phase::Finished } else { Phase::Ended };
         actions.push(SourceAction::Done(end));
     }
 }

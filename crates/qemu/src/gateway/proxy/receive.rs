@@ -15,7 +15,7 @@ use sterna::pacer::Pacer;
 use sterna::receive::PacketRules;
 use sterna::report::Observer;
 use sterna::send::{SendChannel, SendContext};
-use sterna::session::{DoorNews, Doorman, Greeted, Greeting, OtherDoor, Refused};
+use sterna::session::{Doorman, Greeted, Greeting, OtherDoor, PeerNews, Refused, TellPeer, link_events};
 use sterna::transport::{Connection, Limits, Listener, accept_channel};
 use sterna::window::Window;
 use sterna_codec::{Method, MethodChoice};
@@ -32,8 +32,7 @@ use crate::gateway::{GatewayError, Placement, ProxyReceiveOptions};
 use crate::stream::{ReturnMessage, ReturnPathReader};
 
 enum Event {
-    Control(u32, ControlEvent),
-    Reconnected,
+    Control(ControlEvent),
     Feeder(FeederNews),
     ReturnPath(Option<ReturnMessage>),
     OpaqueEnded,
@@ -88,23 +87,18 @@ pub fn proxy_receive(
             _ => Err(Box::new((connection, "a proxy has no such channel".into()))),
         })
     };
-    let tell = {
-        let events_in = events_in.clone();
-        Arc::new(move |news| {
-            let _ = events_in.send(match news {
-                DoorNews::Reconnected(..) => Event::Reconnected,
-                DoorNews::Control(incarnation, event) => Event::Control(incarnation, event),
-            });
-        })
-    };
+    let told = events_in.clone();
+    // A proxy's source does not come back: what it cannot finish is begun anew.
+    let tell: TellPeer = Arc::new(move |news| {
+        if let PeerNews::Control(1, event) = news {
+            let _ = told.send(Event::Control(event));
+        }
+    });
+    let link_events = link_events(&tell, 1);
     let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(door), tell));
     doorman.open();
     say(&mut writer, &ControlMessage::Welcome(welcome)).map_err(GatewayError::new)?;
-    let told = events_in.clone();
-    let link = ControlLink::start(writer, reader, closing, messages, move |event| {
-        let _ = told.send(Event::Control(1, event));
-    })
-    .map_err(GatewayError::new)?;
+    let link = ControlLink::start(writer, reader, closing, messages, link_events).map_err(GatewayError::new)?;
     let accepting = {
         let doorman = Arc::clone(&doorman);
         std::thread::spawn(move || {
@@ -147,20 +141,20 @@ impl Proxy<'_> {
     /// Says whether everything has come to its end.
     fn take(&mut self, event: Event, abort: &Abort) -> Result<bool, GatewayError> {
         match event {
-            Event::Control(1, ControlEvent::Message(ControlMessage::Opaque { index, name }, _)) => {
+            Event::Control(ControlEvent::Message(ControlMessage::Opaque { index, name }, _)) => {
                 let refusal = self.connect_opaque(index, &name).err();
                 self.say(&ControlMessage::OpaqueAnswer { index, refusal });
             }
-            Event::Control(1, ControlEvent::Message(ControlMessage::Failed { reason }, _)) => {
+            Event::Control(ControlEvent::Message(ControlMessage::Failed { reason }, _)) => {
                 return Err(GatewayError(format!("the source failed: {}", sterna_wire::text::cleaned(&reason))));
             }
-            Event::Control(1, ControlEvent::Lost(_)) if self.stream_ended => return Ok(true),
-            Event::Control(1, ControlEvent::Lost(reason)) => {
+            Event::Control(ControlEvent::Lost(_)) if self.stream_ended => return Ok(true),
+            Event::Control(ControlEvent::Lost(reason)) => {
                 return Err(GatewayError(format!(
                     "the source's proxy was lost: {reason}; QEMU's connections were closed"
                 )));
             }
-            Event::Control(..) | Event::Reconnected | Event::OpaqueEnded => {}
+            Event::Control(_) | Event::OpaqueEnded => {}
             Event::Feeder(FeederNews::Ready(placement, return_path)) => {
                 self.say(&ControlMessage::Ready { placement });
                 self.relay_return_path(return_path);

@@ -15,7 +15,7 @@ use sterna::control_link::{ControlEvent, ControlLink};
 use sterna::pacer::Pacer;
 use sterna::report::Observer;
 use sterna::send::SendContext;
-use sterna::session::{self, Offer, Session};
+use sterna::session::{self, Offer, PeerNews, Session, TellPeer};
 use sterna::transport::{Address, Connection, open_channel};
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, Machine, Mode};
@@ -242,7 +242,7 @@ impl Proxy<'_> {
         match event {
             Event::Migration(begun, return_path, multifd) => self.migrate(*begun, return_path, multifd),
             Event::Opaque(name, stream) => self.offer_opaque(name, stream),
-            Event::Control(ControlEvent::Message(message, _)) => self.heard(message),
+            Event::Control(ControlEvent::Message(message, _share)) => self.heard(message),
             Event::Control(ControlEvent::Lost(_)) if self.is_done() => Ok(()),
             Event::Control(ControlEvent::Lost(reason)) => {
                 Err(GatewayError(format!("the destination's proxy was lost: {reason}; QEMU's connections were closed")))
@@ -278,8 +278,12 @@ impl Proxy<'_> {
                 method: self.options.method.method(),
             };
             let events = self.events_in.clone();
-            let told = move |event| drop(events.send(Event::Control(event)));
-            self.dialed = Some(session::dial(&offer, self.cancel, told)?);
+            let tell: TellPeer = Arc::new(move |news| {
+                if let PeerNews::Control(_, event) = news {
+                    let _ = events.send(Event::Control(event));
+                }
+            });
+            self.dialed = Some(session::dial(&offer, self.cancel, &tell)?);
         }
         Ok(self.dialed.as_ref().expect("just made"))
     }

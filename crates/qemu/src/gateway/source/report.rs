@@ -5,10 +5,11 @@ use std::time::Instant;
 use sterna::process::own_cpu_seconds;
 use sterna::report::{DowntimeParts, Outcome, Progress, Report};
 use sterna::send::Sent;
+use sterna::session::SourceOutcome;
 use sterna::transport::Security;
 use sterna_wire::switchover::SourceEnd;
 
-use super::{COMMIT_ESTIMATE, Driver, End};
+use super::{COMMIT_ESTIMATE, Driver};
 use crate::gateway::recovery::source_end;
 
 /// The moments that the downtime's parts lie between.
@@ -47,8 +48,8 @@ impl Driver<'_> {
     }
 
     /// Asks QEMU for its figures and tells them.
-    pub(super) fn tick(&mut self) {
-        if !self.migrating || self.abort.is_over() {
+    pub(super) fn tell_progress(&mut self) {
+        if !self.migrating || self.lead.abort.is_over() {
             return;
         }
         let Ok(info) = self.qmp.query_migrate() else { return };
@@ -78,28 +79,30 @@ impl Driver<'_> {
         self.observer.progress(&self.progress);
     }
 
-    pub(super) fn finish(mut self, end: End) -> Report {
+    pub(super) fn finish(mut self, end: SourceOutcome) -> Report {
         let (outcome, reason) = match end {
-            End::Machine(SourceEnd::Finished) => (Outcome::Completed, None),
-            End::Machine(SourceEnd::Aborted { reason }) if self.cancelled => (Outcome::Cancelled, Some(reason)),
-            End::Machine(SourceEnd::Aborted { reason }) => (Outcome::Failed, Some(reason)),
-            End::Machine(SourceEnd::NotStarted) => {
+            SourceOutcome::Machine(SourceEnd::Finished) => (Outcome::Completed, None),
+            SourceOutcome::Machine(SourceEnd::Aborted { reason }) if self.lead.cancelled => {
+                (Outcome::Cancelled, Some(reason))
+            }
+            SourceOutcome::Machine(SourceEnd::Aborted { reason }) => (Outcome::Failed, Some(reason)),
+            SourceOutcome::Machine(SourceEnd::NotStarted) => {
                 (Outcome::Failed, Some("the migration's record could not be written".into()))
             }
-            End::Machine(SourceEnd::GuestGone) => (Outcome::Lost, Some("the source QEMU died".into())),
-            End::Machine(end @ SourceEnd::DestinationLost { .. }) => {
+            SourceOutcome::Machine(SourceEnd::GuestGone) => (Outcome::Lost, Some("the source QEMU died".into())),
+            SourceOutcome::Machine(end @ SourceEnd::DestinationLost { .. }) => {
                 (Outcome::Unconfirmed, source_end(&end).err().map(|error| error.to_string()))
             }
-            End::Machine(end @ (SourceEnd::Stuck { .. } | SourceEnd::Conflict)) => {
+            SourceOutcome::Machine(end @ (SourceEnd::Stuck { .. } | SourceEnd::Conflict)) => {
                 (Outcome::Stuck, source_end(&end).err().map(|error| error.to_string()))
             }
-            End::Undelivered if self.machine.decided() => {
+            SourceOutcome::Undelivered if self.lead.switchover.decided() => {
                 let unreachable = || "the destination did not confirm it in time".to_owned();
-                (Outcome::Unconfirmed, Some(self.undelivered.take().unwrap_or_else(unreachable)))
+                (Outcome::Unconfirmed, Some(self.lead.undelivered.take().unwrap_or_else(unreachable)))
             }
             // The abort is on disk and the guest runs; a destination that was not told asks, and presumes it.
-            End::Undelivered if self.cancelled => (Outcome::Cancelled, Some("cancelled".into())),
-            End::Undelivered => (Outcome::Failed, Some(self.machine.reason().to_owned())),
+            SourceOutcome::Undelivered if self.lead.cancelled => (Outcome::Cancelled, Some("cancelled".into())),
+            SourceOutcome::Undelivered => (Outcome::Failed, Some(self.lead.switchover.reason().to_owned())),
         };
         let sent = self.sent();
         if outcome == Outcome::Completed {
@@ -108,9 +111,9 @@ impl Driver<'_> {
                 restore.keep();
             }
         }
-        self.abort.finish();
+        self.lead.abort.finish();
         let rounds = self.qmp.query_migrate().ok().and_then(|info| info.ram).map_or(0, |ram| ram.dirty_sync_count);
-        self.link = None;
+        self.lead.peer.hang_up();
         if let Some(moving) = self.moving.take() {
             moving.plane.join();
         }

@@ -1,0 +1,606 @@
+//! The source's driver: events come in, the switchover's state machine says what to do, the monitor and the channels do it.
+
+mod post_copy;
+mod report;
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use sterna_memory::dirty::DirtyLog;
+use sterna_memory::ram::GuestRam;
+use sterna_wire::control::{ControlMessage, DestinationFigures, Mode, Totals};
+use sterna_wire::header::ChannelKind;
+use sterna_wire::switchover::{
+    RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SwitchoverMessage,
+};
+
+use self::post_copy::PostCopy;
+use self::report::Moments;
+use super::convergence::{Convergence, NotConverging};
+use super::rounds::{Order, RoundNews, Rounds, Told};
+use super::unsent::Unsent;
+use super::{Settings, Source};
+use crate::abort::Abort;
+use crate::batch::BatchPool;
+use crate::cancel::Cancel;
+use crate::entry::{PageSearch, Pipeline};
+use crate::ledger::Ledger;
+use crate::migration::{GUEST_STATE, MigrationError, POST_COPY, Phase, machine};
+use crate::pacer::Pacer;
+use crate::report::{Observer, Progress, Report};
+use crate::send::{SendChannel, SendContext, Sent};
+use crate::session::{
+    self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, lead_source,
+};
+use crate::state::{Part, StateWriter};
+use crate::transport::{Address, Security};
+use crate::vmm::SourceVmm;
+use crate::window::Window;
+
+/// Batches that wait for each channel or are being filled for it. They say which pages, nothing has been read yet.
+const BATCHES_PER_CHANNEL: usize = 4;
+/// How long the round under way is waited for when the rounds' time is over.
+const ROUND_GRACE: Duration = Duration::from_secs(1);
+/// The reason where it was cancelled on this side.
+const CANCELLED: &str = "cancelled";
+
+/// What wakes the driver.
+#[derive(Debug)]
+enum Event {
+    Peer(PeerNews),
+    Rounds(RoundNews),
+    /// The data channels of this incarnation have failed.
+    Broken(u32),
+    Cancelled,
+}
+
+pub(super) fn run(
+    source: Source,
+    to: &Address,
+    security: &Security,
+    vmm: &mut dyn SourceVmm,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<Report, MigrationError> {
+    let Source { ram, log, settings } = source;
+    let (events_in, events) = channel();
+    let machine = machine(vmm.name(), &ram, settings.downtime.as_millis() as u64);
+    let post_copy = matches!(settings.not_converging, NotConverging::PostCopy | NotConverging::PostCopyAfter(_));
+    if let Some(reason) = vmm.post_copy_refusal().filter(|_| post_copy) {
+        return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
+    }
+    // What was chosen is not left out silently: it is required.
+    let mut wanted = vec![GUEST_STATE];
+    wanted.extend(post_copy.then_some(POST_COPY));
+    wanted.extend((!settings.checksums).then_some(UNCHECKED));
+    let offer = Offer {
+        to,
+        security,
+        channels: settings.channels,
+        packet_size: settings.packet_size,
+        machine,
+        mode: Mode::Embedded,
+        features: Features { offered: &wanted, required: &wanted },
+        method: settings.method.method(),
+    };
+    let told = events_in.clone();
+    let tell_peer: TellPeer = Arc::new(move |news| drop(told.send(Event::Peer(news))));
+    let dialled = session::dial(&offer, cancel, &tell_peer);
+    // Which also is what interrupts dialling.
+    let (link, session) =
+        dialled.map_err(|error| if cancel.is_cancelled() { cancelled() } else { MigrationError::untouched(error) })?;
+    observer.note(&format!("migration {}: {to} accepted it", session.id));
+    if cancel.is_cancelled() {
+        return Err(cancelled());
+    }
+    let state = RecordState::Source(SourceState::Started);
+    let ledger = Ledger::new(settings.state_dir.as_deref(), &session, state, to.to_string());
+    let ledger = ledger.map_err(MigrationError::untouched)?;
+
+    let tell_cancelled = events_in.clone();
+    cancel.on_cancel(move || drop(tell_cancelled.send(Event::Cancelled)));
+    let (lead, first) = SourceLead::begin(Peer::new(link), Arc::new(Abort::default()), settings.limits.telling);
+    let mut driver = Driver {
+        lead,
+        vmm,
+        to,
+        security,
+        observer,
+        cancel,
+        unsent: Arc::new(Unsent::none_of(&ram)),
+        ram: ram.clone(),
+        log: Some(log),
+        post_copy: PostCopy::No,
+        ledger,
+        window: new_window(&session, &settings),
+        pacer: Arc::new(Pacer::new(settings.bandwidth)),
+        settings,
+        session,
+        events_in,
+        tell_peer,
+        moving: None,
+        told: Arc::default(),
+        moments: Moments::default(),
+        started: Instant::now(),
+        phase: Phase::SettingUp,
+        progress: Progress::default(),
+        content_told: 0,
+        sent_before: Sent::default(),
+        data_incarnation: 1,
+        figures: DestinationFigures::default(),
+        placement: Vec::new(),
+        throttled: false,
+    };
+    driver.tell_if_broken();
+    let end = lead_source(&mut driver, &events, first);
+    driver.finish(end)
+}
+
+/// Cancelled before anything was begun.
+fn cancelled() -> MigrationError {
+    MigrationError { cancelled: true, ..MigrationError::untouched(CANCELLED) }
+}
+
+fn new_window(session: &Session, settings: &Settings) -> Arc<Window> {
+    Arc::new(Window::new(session.packet_size as u64, session.round_trip, settings.downtime))
+}
+
+/// The data plane.
+#[derive(Debug)]
+struct Moving {
+    pipeline: Arc<Pipeline>,
+    /// The monitor's state goes over it, once.
+    stream: Option<SendChannel>,
+    /// The thread of the rounds, until it was ended.
+    rounds: Option<(Sender<Order>, JoinHandle<()>)>,
+}
+
+impl Moving {
+    /// Tells the thread of the rounds, which may have ended: its news says why.
+    fn order(&self, order: Order) {
+        if let Some((orders, _)) = &self.rounds {
+            let _ = orders.send(order);
+        }
+    }
+
+    /// Waits for the thread of the rounds, which has come to its end or is being taken down.
+    fn end_rounds(&mut self) {
+        if let Some((orders, thread)) = self.rounds.take() {
+            drop(orders);
+            // A panic there has been printed.
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Driver<'a> {
+    lead: SourceLead,
+    vmm: &'a mut dyn SourceVmm,
+    to: &'a Address,
+    security: &'a Security,
+    observer: &'a dyn Observer,
+    cancel: &'a Cancel,
+    settings: Settings,
+    ram: GuestRam,
+    /// Until the rounds begin.
+    log: Option<Box<dyn DirtyLog>>,
+    /// In post-copy: what the destination lacks.
+    unsent: Arc<Unsent>,
+    post_copy: PostCopy,
+    session: Session,
+    ledger: Ledger,
+    window: Arc<Window>,
+    pacer: Arc<Pacer>,
+    events_in: Sender<Event>,
+    tell_peer: TellPeer,
+    moving: Option<Moving>,
+    told: Arc<Mutex<Told>>,
+    moments: Moments,
+    started: Instant,
+    phase: Phase,
+    progress: Progress,
+    /// Content bytes at the last tick.
+    content_told: u64,
+    /// What went over channels that are closed.
+    sent_before: Sent,
+    /// Of the data channels.
+    data_incarnation: u32,
+    figures: DestinationFigures,
+    placement: Vec<String>,
+    throttled: bool,
+}
+
+impl SourceDriver for Driver<'_> {
+    type Event = Event;
+
+    fn lead(&mut self) -> &mut SourceLead {
+        &mut self.lead
+    }
+
+    fn perform(&mut self, action: SourceAction) -> Option<SourceEvent> {
+        tracing::debug!(?action, "switchover");
+        match action {
+            SourceAction::WriteRecord(state) => Some(self.write(state)),
+            SourceAction::StartMigration => match self.begin_rounds() {
+                Ok(()) => None,
+                Err(reason) => {
+                    // The event may still lie in the queue.
+                    self.lead.cancelled |= self.cancel.is_cancelled();
+                    Some(SourceEvent::Failed { reason })
+                }
+            },
+            SourceAction::Send(message) => {
+                self.lead.peer.say(&ControlMessage::Switchover(message));
+                None
+            }
+            // The guest has stopped and nothing of it will go on by itself.
+            SourceAction::RelayShut => Some(SourceEvent::Guest(SourceGuest::Completed)),
+            SourceAction::EndMigration => {
+                self.lead.abort.raise(self.lead.switchover.reason());
+                if let Some(moving) = &mut self.moving {
+                    moving.end_rounds();
+                }
+                let stands = self.moments.pausing.is_some();
+                Some(SourceEvent::Guest(if stands { SourceGuest::Completed } else { SourceGuest::Running }))
+            }
+            SourceAction::Cont => Some(match self.resume_guest() {
+                Ok(()) => SourceEvent::Guest(SourceGuest::Running),
+                Err(reason) => SourceEvent::Failed { reason },
+            }),
+            SourceAction::AnnounceSelf => {
+                if self.throttled
+                    && let Err(error) = self.vmm.throttle(0)
+                {
+                    self.observer.note(&format!("the guest stays slowed down: {error}"));
+                }
+                None
+            }
+            SourceAction::Connect => {
+                self.lead.peer.hang_up();
+                if self.lead.switchover.decided() {
+                    self.lead.give_up = self.lead.give_up.or_else(|| self.delivery_deadline());
+                } else {
+                    self.lead.give_up.get_or_insert(Instant::now() + self.settings.limits.telling);
+                }
+                self.reconnect();
+                None
+            }
+            SourceAction::Done(_) => unreachable!("it is not asked for the end"),
+        }
+    }
+
+    fn translate(&mut self, event: Event) -> Option<SourceEvent> {
+        let follows = self.phase == Phase::PostCopy;
+        match event {
+            Event::Peer(news) => match self.lead.peer.hear(news)? {
+                Heard::Said(message, _share) => self.heard(message),
+                Heard::Lost(reason) => {
+                    self.observer.note(&format!("the connection to the destination is lost: {reason}"));
+                    self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
+                    if follows {
+                        self.lead.give_up = self.delivery_deadline();
+                        self.reconnect();
+                        return None;
+                    }
+                    Some(SourceEvent::ConnectionLost)
+                }
+                Heard::Connected if follows => {
+                    self.lead.give_up = None;
+                    None
+                }
+                Heard::Connected => Some(SourceEvent::Connected),
+                Heard::Unreachable(reason) => {
+                    tracing::info!(reason, "the destination cannot be reached yet");
+                    self.reconnect();
+                    None
+                }
+            },
+            Event::Rounds(news) => self.rounds_say(news),
+            Event::Broken(incarnation) if incarnation != self.data_incarnation => None,
+            Event::Broken(_) if follows => {
+                // All channels are made anew, the control channel too.
+                self.lead.peer.close();
+                None
+            }
+            Event::Broken(_) => self.lead.channels_broke(),
+            Event::Cancelled => self.cancelled(),
+        }
+    }
+
+    fn ended(&mut self, end: SourceEnd) -> Option<SourceEnd> {
+        let stays = end == SourceEnd::Finished && self.follows_the_guest();
+        (!stays).then_some(end)
+    }
+
+    fn late_end(&mut self) -> Option<SourceEnd> {
+        (self.phase == Phase::PostCopy && self.post_copy.done().is_some()).then_some(SourceEnd::Finished)
+    }
+
+    fn tick(&mut self) {
+        self.tell_progress();
+    }
+}
+
+impl Driver<'_> {
+    fn write(&mut self, state: SourceState) -> SourceEvent {
+        if state == SourceState::Aborted {
+            // Before the channels are closed, which says less.
+            let reason = self.lead.switchover.reason();
+            self.lead.peer.say(&ControlMessage::Failed { reason: reason.to_owned() });
+            self.lead.abort.raise(reason);
+        }
+        match self.ledger.write(RecordState::Source(state)) {
+            Ok(()) => {
+                self.lead.due = None;
+                if state == SourceState::Committed {
+                    self.phase = Phase::Committed;
+                    self.moments.decided = Some(Instant::now());
+                    if let Some(moving) = self.moving.as_ref().filter(|_| self.post_copy.begun().is_some()) {
+                        moving.order(Order::Stream);
+                    }
+                    self.lead.give_up = self.delivery_deadline();
+                }
+                SourceEvent::RecordWritten
+            }
+            Err(error) => {
+                self.observer.note(&error.to_string());
+                SourceEvent::RecordFailed
+            }
+        }
+    }
+
+    fn cancelled(&mut self) -> Option<SourceEvent> {
+        let decided = self.lead.switchover.decided();
+        if self.lead.switchover.may_stop() && !decided {
+            self.lead.give_up = Some(Instant::now());
+            return None;
+        }
+        self.lead.cancelled = true;
+        if !decided {
+            return Some(SourceEvent::Failed { reason: CANCELLED.into() });
+        }
+        // What is still to be sent in post-copy is sent, but a lost destination is not waited for.
+        if self.phase != Phase::PostCopy {
+            self.observer.note("too late to cancel: the guest already belongs to the destination");
+            self.lead.give_up = self.lead.give_up.or_else(|| self.delivery_deadline());
+        } else if self.lead.peer.is_connected() {
+            self.observer.note("too late to cancel: the rest of the guest's memory is being sent after it");
+        } else {
+            self.lead.give_up = self.delivery_deadline();
+        }
+        None
+    }
+
+    fn heard(&mut self, message: ControlMessage) -> Option<SourceEvent> {
+        match message {
+            ControlMessage::Ready { placement } => self.placement = placement,
+            ControlMessage::SwitchoverAck => {
+                if let Some(moving) = &self.moving {
+                    moving.order(Order::MayStop);
+                }
+            }
+            ControlMessage::PostCopyReady => return self.destination_watches(),
+            ControlMessage::PostCopyDone(figures) => return self.destination_has_all(figures),
+            ControlMessage::Figures(figures) => self.figures = figures,
+            ControlMessage::Switchover(message) => {
+                match message {
+                    SwitchoverMessage::Prepared => self.moments.prepared = Some(Instant::now()),
+                    SwitchoverMessage::Running => self.moments.running = Some(Instant::now()),
+                    _ => {}
+                }
+                return Some(SourceEvent::Message(message));
+            }
+            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
+                return self.lead.destination_failed(&reason, self.observer);
+            }
+            unexpected => tracing::warn!(?unexpected, "not expected from a destination"),
+        }
+        None
+    }
+
+    fn rounds_say(&mut self, news: RoundNews) -> Option<SourceEvent> {
+        let outcome = match news {
+            RoundNews::Note(text) => {
+                self.observer.note(&text);
+                Ok(())
+            }
+            RoundNews::Throttle(percent) => {
+                self.throttle(percent);
+                Ok(())
+            }
+            RoundNews::SwitchOver => self.switch_over(),
+            RoundNews::Stopped => self.send_state(),
+            RoundNews::RunOn => self.run_on(),
+            RoundNews::PostCopy => {
+                self.ask_for_post_copy();
+                Ok(())
+            }
+            RoundNews::Failed(reason) => Err(reason),
+            RoundNews::Drained(ram) => {
+                self.moments.drained = Some(Instant::now());
+                self.lead.due = Some((Instant::now() + self.step_time(), "loading at the destination"));
+                let Sent { normal_pages, zero_pages, .. } = self.sent();
+                self.lead.peer.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
+                return Some(SourceEvent::FinalStateSent);
+            }
+        };
+        outcome.err().map(|reason| SourceEvent::Failed { reason })
+    }
+
+    fn throttle(&mut self, percent: u8) {
+        match self.vmm.throttle(percent) {
+            Ok(()) => {
+                self.throttled = true;
+                self.observer.note(&format!("the guest is held for {percent} % of the time"));
+            }
+            Err(error) => self.observer.note(&format!("the guest is not slowed down: {error}")),
+        }
+    }
+
+    /// Opens the channels, sends what goes ahead, and starts the rounds.
+    fn begin_rounds(&mut self) -> Result<(), String> {
+        self.phase = Phase::Rounds;
+        let log = self.log.take().ok_or("the rounds were begun already")?;
+        let ram = self.ram.clone();
+        self.progress.total_bytes = ram.bytes();
+        let context = self.send_context();
+        let pipeline = self.open_ram_channels(&context, Some(self.cancel))?;
+        let stream = self.session.open(self.security, self.to, ChannelKind::DeviceState, 0, &context);
+        let stream = stream.map_err(|error| error.to_string())?;
+        let mut ahead = StateWriter::new(&stream, Part::Ahead, self.session.packet_size);
+        self.vmm.save_ahead(&mut ahead).map_err(|error| format!("saving state ahead failed: {error}"))?;
+        let ahead = ahead.finish().map_err(|error| error.to_string())?;
+
+        let (orders, orders_out) = channel();
+        let events = self.events_in.clone();
+        let convergence =
+            Convergence::new(self.settings.downtime, self.settings.not_converging, self.settings.give_up_after);
+        let rounds = Rounds {
+            log,
+            search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.session.packet_size),
+            ram,
+            convergence,
+            state_size: self.vmm.state_size(),
+            started: self.started,
+            orders: orders_out,
+            news: move |news| drop(events.send(Event::Rounds(news))),
+            told: Arc::clone(&self.told),
+            unsent: Arc::clone(&self.unsent),
+            may_stop: ahead == 0,
+            tried: 0,
+            abort: Arc::clone(&self.lead.abort),
+        };
+        let thread = std::thread::Builder::new().name("rounds".into());
+        let rounds =
+            thread.spawn(move || rounds.run()).map_err(|error| format!("no thread for the rounds: {error}"))?;
+        self.moving = Some(Moving { pipeline, stream: Some(stream), rounds: Some((orders, rounds)) });
+        self.lead.due = self.rounds_due();
+        Ok(())
+    }
+
+    /// When the rounds must be over, if they may not take as long as they want. Between two rounds they give up by
+    /// themselves, and say why; a round that lasts is not waited for.
+    fn rounds_due(&self) -> Option<(Instant, &'static str)> {
+        Some((self.started + self.settings.give_up_after? + ROUND_GRACE, "sending the guest's memory"))
+    }
+
+    /// Tells this thread when the data channels of this incarnation have failed.
+    fn tell_if_broken(&self) {
+        let (broken, incarnation) = (self.events_in.clone(), self.data_incarnation);
+        self.lead.abort.on_end(move || drop(broken.send(Event::Broken(incarnation))));
+    }
+
+    fn send_context(&self) -> SendContext {
+        SendContext {
+            window: Arc::clone(&self.window),
+            pacer: Arc::clone(&self.pacer),
+            abort: Arc::clone(&self.lead.abort),
+            method: self.settings.method,
+            rules: self.session.rules(),
+        }
+    }
+
+    /// Opens the RAM channels of this incarnation: the pipeline over them. Without a `cancel` it cannot be cancelled.
+    fn open_ram_channels(&self, context: &SendContext, cancel: Option<&Cancel>) -> Result<Arc<Pipeline>, String> {
+        let never = Cancel::new();
+        let cancel = cancel.unwrap_or(&never);
+        let channels = self.session.open_ram_channels(self.security, self.to, context, cancel);
+        let channels = channels.map_err(|error| error.to_string())?;
+        let pool = BatchPool::new(BATCHES_PER_CHANNEL * channels.len(), 0);
+        let (window, pacer) = (Arc::clone(&self.window), Arc::clone(&self.pacer));
+        let pipeline = Pipeline {
+            channels,
+            pool: Arc::clone(&pool),
+            window: Arc::clone(&window),
+            page_size: sterna_memory::PAGE_SIZE,
+        };
+        self.lead.abort.on_end(move || {
+            pacer.set_limit(None);
+            window.close();
+            pool.close();
+        });
+        Ok(Arc::new(pipeline))
+    }
+
+    /// Waits for the threads of the data plane, whose connections are closed; keeps what went over it.
+    fn end_data_plane(&mut self) {
+        self.sent_before = self.sent();
+        if let Some(mut moving) = self.moving.take() {
+            moving.end_rounds();
+            self.post_copy.join_server();
+            if let Some(stream) = moving.stream {
+                stream.join();
+            }
+            if let Ok(pipeline) = Arc::try_unwrap(moving.pipeline) {
+                pipeline.channels.into_iter().for_each(SendChannel::join);
+            }
+        }
+    }
+
+    /// Stops the guest, has the last round sent, and sends the state meanwhile.
+    fn switch_over(&mut self) -> Result<(), String> {
+        let Some(moving) = &self.moving else { return Ok(()) };
+        if self.lead.abort.is_over() {
+            return Ok(());
+        }
+        self.phase = Phase::SwitchingOver;
+        self.observer.note("stopping the guest");
+        // Also where it fails: it may have stopped after all.
+        self.moments.pausing = Some(Instant::now());
+        self.vmm.pause().map_err(|error| format!("the monitor does not pause the guest: {error}"))?;
+        self.moments.paused = Some(Instant::now());
+        self.lead.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
+        moving.order(Order::LastRound);
+        Ok(())
+    }
+
+    /// The guest would stand for too long after all.
+    fn run_on(&mut self) -> Result<(), String> {
+        self.observer.note("the guest had dirtied too much until it stood: it runs on");
+        self.resume_guest()?;
+        (self.phase, self.lead.due) = (Phase::Rounds, self.rounds_due());
+        Ok(())
+    }
+
+    fn resume_guest(&mut self) -> Result<(), String> {
+        self.vmm.resume().map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
+        (self.moments.pausing, self.moments.paused) = (None, None);
+        Ok(())
+    }
+
+    /// Sends the state of the guest, which stays stopped, while its last pages travel.
+    fn send_state(&mut self) -> Result<(), String> {
+        let Some(moving) = &self.moving else { return Ok(()) };
+        if self.lead.abort.is_over() {
+            return Ok(());
+        }
+        let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
+        let mut state = StateWriter::new(stream, Part::Final, self.session.packet_size);
+        let saved = self.vmm.save(&mut state).map_err(|error| format!("saving the guest's state failed: {error}"));
+        let finished = saved.and_then(|()| state.finish().map_err(|error| error.to_string()));
+        // The reason that came first says more than a state that could not be sent.
+        let bytes = finished.map_err(|error| self.lead.abort.reason().unwrap_or(error))?;
+        self.moments.saved = Some(Instant::now());
+        tracing::debug!(bytes, "the guest's state is handed over");
+        Ok(())
+    }
+
+    /// Until when a destination that was lost is waited for to be told that the guest is its own. In post-copy as long as it
+    /// takes, unless nobody wants to: what is here of the guest's memory is nowhere else.
+    fn delivery_deadline(&self) -> Option<Instant> {
+        let waits_for_ever = self.post_copy.begun().is_some() && !self.lead.cancelled;
+        (!waits_for_ever).then(|| Instant::now() + self.settings.limits.delivery)
+    }
+
+    fn step_time(&self) -> Duration {
+        self.settings.limits.step.max(10 * self.settings.downtime)
+    }
+
+    fn reconnect(&mut self) {
+        self.session.incarnation = self.lead.peer.begin_anew();
+        let (to, security, session) = (self.to.clone(), self.security.clone(), self.session.clone());
+        session::dial_again(to, security, session, self.settings.limits.dial_pause, Arc::clone(&self.tell_peer));
+    }
+}

@@ -1,0 +1,172 @@
+//! The driver in post-copy: from asking the destination, over the channel on which it asks for pages, to its word that it has
+//! all of them, however often the two lose each other meanwhile.
+
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use sterna_wire::control::{ControlMessage, PostCopyFigures};
+use sterna_wire::switchover::SourceEvent;
+
+use super::{Driver, Moving, new_window};
+use crate::abort::Abort;
+use crate::entry::PageSearch;
+use crate::migration::Phase;
+use crate::pacer::Pacer;
+use crate::source::unsent::PageServer;
+
+/// How far post-copy is.
+#[derive(Debug)]
+pub(super) enum PostCopy {
+    /// It was not begun: all of RAM is sent before the guest goes on.
+    No,
+    /// The destination was asked to watch for missing pages.
+    Asked,
+    /// It does. From here on the guest can go on without all of its RAM.
+    Begun(Begun),
+}
+
+/// What is going on in post-copy.
+#[derive(Debug)]
+pub(super) struct Begun {
+    /// The thread that answers requests, while there are data channels.
+    server: Option<JoinHandle<()>>,
+    /// When the destination said that it has everything, and its figures.
+    pub(super) done: Option<(Instant, PostCopyFigures)>,
+    pub(super) reconnected: u32,
+}
+
+impl PostCopy {
+    pub(super) fn begun(&self) -> Option<&Begun> {
+        match self {
+            Self::Begun(begun) => Some(begun),
+            Self::No | Self::Asked => None,
+        }
+    }
+
+    fn begun_mut(&mut self) -> Option<&mut Begun> {
+        match self {
+            Self::Begun(begun) => Some(begun),
+            Self::No | Self::Asked => None,
+        }
+    }
+
+    pub(super) fn done(&self) -> Option<(Instant, PostCopyFigures)> {
+        self.begun().and_then(|begun| begun.done)
+    }
+
+    /// Waits for the thread that answers requests, whose channel is closed.
+    pub(super) fn join_server(&mut self) {
+        if let Some(server) = self.begun_mut().and_then(|begun| begun.server.take()) {
+            // A panic there has been printed.
+            let _ = server.join();
+        }
+    }
+}
+
+impl Driver<'_> {
+    /// Has the destination watch for missing pages.
+    pub(super) fn ask_for_post_copy(&mut self) {
+        self.observer.note("the guest will go on before all of its memory is there");
+        self.post_copy = PostCopy::Asked;
+        self.lead.peer.say(&ControlMessage::PostCopy);
+    }
+
+    /// The destination watches for missing pages: at first, or again after it was lost.
+    pub(super) fn destination_watches(&mut self) -> Option<SourceEvent> {
+        let decided = self.lead.switchover.decided();
+        let new_channels = self.session.incarnation != self.data_incarnation;
+        let outcome = match &self.post_copy {
+            PostCopy::Asked if !decided => self.begin_post_copy(),
+            PostCopy::Begun(begun) if decided && new_channels && begun.done.is_none() => {
+                if let Err(reason) = self.resume_post_copy() {
+                    tracing::info!(reason, "the rest of memory cannot be sent on yet");
+                    self.lead.peer.close();
+                }
+                Ok(())
+            }
+            _ => Err("the destination said something out of turn about post-copy".to_owned()),
+        };
+        outcome.err().map(|reason| SourceEvent::Failed { reason })
+    }
+
+    /// The destination has all of the guest's memory.
+    pub(super) fn destination_has_all(&mut self, figures: PostCopyFigures) -> Option<SourceEvent> {
+        let decided = self.lead.switchover.decided();
+        match self.post_copy.begun_mut() {
+            Some(begun) if decided => {
+                begun.done.get_or_insert((Instant::now(), figures));
+                None
+            }
+            _ => Some(SourceEvent::Failed { reason: "the destination said that it has memory it cannot have".into() }),
+        }
+    }
+
+    fn begin_post_copy(&mut self) -> Result<(), String> {
+        let server = self.serve_pages(PageServer::serve)?;
+        self.post_copy = PostCopy::Begun(Begun { server: Some(server), done: None, reconnected: 0 });
+        self.switch_over()
+    }
+
+    /// The destination has come back and has said that data channels may come: they are made anew.
+    fn resume_post_copy(&mut self) -> Result<(), String> {
+        self.end_data_plane();
+        self.lead.abort = Arc::new(Abort::default());
+        self.data_incarnation = self.session.incarnation;
+        self.tell_if_broken();
+        self.window = new_window(&self.session, &self.settings);
+        self.pacer = Arc::new(Pacer::new(self.settings.bandwidth));
+        let pipeline = self.open_ram_channels(&self.send_context(), None)?;
+        self.moving = Some(Moving { pipeline: Arc::clone(&pipeline), stream: None, rounds: None });
+        let (unsent, ram, packet_size) = (Arc::clone(&self.unsent), self.ram.clone(), self.session.packet_size);
+        let server = self.serve_pages(move |mut server| {
+            server.hear_list()?;
+            std::thread::scope(|scope| {
+                // A pipeline that is taken down says so itself.
+                scope.spawn(move || unsent.stream(&mut PageSearch::new(pipeline, ram, packet_size)));
+                server.serve()
+            })
+        })?;
+        if let Some(begun) = self.post_copy.begun_mut() {
+            begun.server = Some(server);
+            begun.reconnected += 1;
+        }
+        self.observer.note("the destination is back: what it lacks is sent on");
+        Ok(())
+    }
+
+    /// Opens the post-copy channel, and has it served on a thread of its own.
+    fn serve_pages(
+        &self,
+        serve: impl FnOnce(PageServer) -> io::Result<()> + Send + 'static,
+    ) -> Result<JoinHandle<()>, String> {
+        let opened = self.session.open_post_copy(self.security, self.to, &self.lead.abort);
+        let halves = opened.map_err(|error| error.to_string())?;
+        let pacer = Arc::clone(&self.pacer);
+        let server = PageServer::new(self.ram.clone(), Arc::clone(&self.unsent), halves, self.session.rules(), pacer);
+        let server = server.map_err(|error| error.to_string())?;
+        let abort = Arc::clone(&self.lead.abort);
+        let thread = std::thread::Builder::new().name("page-requests".into());
+        let served = move || {
+            if let Err(error) = serve(server) {
+                abort.lost(format_args!("the post-copy channel: {error}"));
+            }
+        };
+        thread.spawn(served).map_err(|error| format!("no thread for page requests: {error}"))
+    }
+
+    /// The guest runs at the destination; whether part of its memory is still to follow.
+    pub(super) fn follows_the_guest(&mut self) -> bool {
+        if self.post_copy.begun().is_none() {
+            return false;
+        }
+        self.phase = Phase::PostCopy;
+        (self.lead.give_up, self.lead.due) = (None, None);
+        if self.lead.abort.is_over() {
+            // Channels that broke meanwhile are made anew, the control channel too.
+            self.lead.peer.close();
+        }
+        true
+    }
+}

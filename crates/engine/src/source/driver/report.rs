@@ -1,0 +1,189 @@
+//! What the source's driver tells: progress while it runs, and at the end a report or an error.
+
+use std::time::Instant;
+
+use sterna_wire::control::ControlMessage;
+use sterna_wire::switchover::SourceEnd;
+
+use super::Driver;
+use crate::migration::{GuestState, MigrationError, Phase, Side};
+use crate::process::own_cpu_seconds;
+use crate::report::{DowntimeParts, Outcome, PostCopyReport, Report};
+use crate::send::Sent;
+use crate::session::SourceOutcome;
+use crate::transport::Security;
+
+/// The moments that the downtime's parts lie between.
+#[derive(Debug, Default)]
+pub(super) struct Moments {
+    /// The monitor was asked to pause the guest. None if it has resumed it since, to let it run on.
+    pub(super) pausing: Option<Instant>,
+    pub(super) paused: Option<Instant>,
+    pub(super) drained: Option<Instant>,
+    pub(super) saved: Option<Instant>,
+    pub(super) prepared: Option<Instant>,
+    pub(super) decided: Option<Instant>,
+    pub(super) running: Option<Instant>,
+}
+
+/// Milliseconds; 0 where one of the moments has not come.
+fn between(from: Option<Instant>, to: Option<Instant>) -> f64 {
+    match (from, to) {
+        (Some(from), Some(to)) => to.saturating_duration_since(from).as_secs_f64() * 1e3,
+        _ => 0.0,
+    }
+}
+
+impl Moments {
+    fn parts(&self) -> DowntimeParts {
+        // State is written while the last pages travel: what of it takes longer than they do is its own part.
+        let sent = self.drained.max(self.saved);
+        DowntimeParts {
+            stop_ms: between(self.pausing, self.paused),
+            last_round_ms: between(self.paused, self.drained),
+            state_ms: between(self.drained, sent),
+            load_ms: between(sent, self.prepared),
+            commit_ms: between(self.prepared, self.decided),
+            start_ms: between(self.decided, self.running),
+        }
+    }
+}
+
+impl Driver<'_> {
+    /// What went over the data channels, those that are closed included.
+    pub(super) fn sent(&self) -> Sent {
+        let Some(moving) = &self.moving else { return self.sent_before };
+        self.sent_before + Sent::over(moving.pipeline.channels.iter().chain(&moving.stream))
+    }
+
+    pub(super) fn tell_progress(&mut self) {
+        let sent = self.sent();
+        let elapsed_ms = self.started.elapsed().as_millis() as u64;
+        let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
+        let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / interval;
+        self.progress.phase = self.phase.to_string();
+        self.progress.content_rate = rate(sent.content_bytes, self.content_told);
+        self.progress.wire_rate = rate(sent.wire_bytes, self.progress.wire_bytes);
+        self.progress.elapsed_ms = elapsed_ms;
+        self.progress.normal_pages = sent.normal_pages;
+        self.progress.zero_pages = sent.zero_pages;
+        self.progress.wire_bytes = sent.wire_bytes;
+        self.progress.ratio = sent.ratio();
+        self.content_told = sent.content_bytes;
+        self.told.lock().expect("nobody panics with it").fill(&mut self.progress);
+        self.observer.progress(&self.progress);
+    }
+
+    pub(super) fn finish(mut self, outcome: SourceOutcome) -> Result<Report, MigrationError> {
+        let (outcome, guest, reason) = self.verdict(outcome);
+        self.lead.abort.finish();
+        // One that does not hear it waits a little for this side to come back.
+        self.lead.peer.say(&ControlMessage::Goodbye);
+        self.lead.peer.hang_up();
+        self.end_data_plane();
+        let report = self.report(outcome, reason.clone());
+        match reason {
+            None => Ok(report),
+            Some(reason) => Err(MigrationError {
+                side: Side::Source,
+                phase: self.phase,
+                guest,
+                cancelled: outcome == Outcome::Cancelled,
+                reason,
+                report: Some(Box::new(report)),
+            }),
+        }
+    }
+
+    /// What has come of it, where the guest is, and why where that is not good.
+    fn verdict(&mut self, outcome: SourceOutcome) -> (Outcome, GuestState, Option<String>) {
+        let not_moved = if self.lead.cancelled { Outcome::Cancelled } else { Outcome::Failed };
+        let (outcome, guest, reason) = match outcome {
+            SourceOutcome::Machine(SourceEnd::Finished) => {
+                return (Outcome::Completed, GuestState::BelongsToDestination, None);
+            }
+            SourceOutcome::Machine(SourceEnd::Aborted { reason }) => (not_moved, GuestState::RunsAtSource, reason),
+            SourceOutcome::Machine(SourceEnd::NotStarted) => {
+                (Outcome::Failed, GuestState::Untouched, "the migration's record could not be written".to_owned())
+            }
+            SourceOutcome::Machine(SourceEnd::GuestGone) => {
+                (Outcome::Lost, GuestState::StandsAtSource, "the guest is gone".to_owned())
+            }
+            SourceOutcome::Machine(SourceEnd::DestinationLost { never_ran, reason }) => {
+                let ran = if never_ran { "it never ran there" } else { "it may have run there" };
+                let reason = format!("the destination has lost the guest that was given to it ({ran}): {reason}");
+                (Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
+            }
+            SourceOutcome::Machine(SourceEnd::Stuck { reason }) => (Outcome::Stuck, GuestState::StandsAtSource, reason),
+            SourceOutcome::Machine(SourceEnd::Conflict) => {
+                let reason = "the destination runs the guest although it was not given to it".to_owned();
+                (Outcome::Stuck, GuestState::RunsTwice, reason)
+            }
+            SourceOutcome::Undelivered if self.phase == Phase::PostCopy => {
+                let cancelled = || {
+                    "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled"
+                        .to_owned()
+                };
+                (Outcome::Lost, GuestState::LacksMemory, self.lead.undelivered.take().unwrap_or_else(cancelled))
+            }
+            SourceOutcome::Undelivered if self.lead.switchover.decided() => {
+                let unreachable = || "the destination did not confirm it in time".to_owned();
+                let reason = self.lead.undelivered.take().unwrap_or_else(unreachable);
+                (Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
+            }
+            // The guest runs; a destination that was not told asks, and presumes it.
+            SourceOutcome::Undelivered => {
+                (not_moved, GuestState::RunsAtSource, self.lead.switchover.reason().to_owned())
+            }
+        };
+        (outcome, guest, Some(reason))
+    }
+
+    /// The account, once the data plane has ended.
+    fn report(&mut self, outcome: Outcome, reason: Option<String>) -> Report {
+        let sent = self.sent();
+        let told = self.told.lock().expect("nobody panics with it").clone();
+        let all_there = self.post_copy.done().map(|(when, _)| when);
+        let end = all_there.or(self.moments.running).unwrap_or_else(Instant::now);
+        let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
+        Report {
+            id: self.session.id.to_string(),
+            outcome,
+            reason,
+            machine: self.vmm.name(),
+            destination: self.to.to_string(),
+            total_ms,
+            downtime_ms: between(self.moments.pausing, self.moments.running),
+            downtime: self.moments.parts(),
+            rounds: told.round,
+            convergence: told.verdict.map(|verdict| match told.throttled {
+                0 => verdict,
+                percent => format!("{verdict}; it was held for {percent} % of the time"),
+            }),
+            post_copy: self.post_copy.begun().map(|begun| {
+                let (done, figures) = begun.done.unzip();
+                let figures = figures.unwrap_or_default();
+                PostCopyReport {
+                    ms: between(self.moments.running, done),
+                    requests: figures.requests,
+                    latency_p50_ms: f64::from(figures.latency_p50_us) / 1e3,
+                    latency_p99_ms: f64::from(figures.latency_p99_us) / 1e3,
+                    reconnected: begun.reconnected,
+                }
+            }),
+            wire_bytes: sent.wire_bytes,
+            content_bytes: sent.content_bytes,
+            normal_pages: sent.normal_pages,
+            zero_pages: sent.zero_pages,
+            ratio: sent.ratio(),
+            throughput: sent.wire_bytes as f64 / (total_ms / 1e3).max(1e-3),
+            method: self.settings.method.to_string(),
+            channels: self.settings.channels,
+            encrypted: matches!(self.security, Security::Tls(_)),
+            source_cpu_seconds: own_cpu_seconds(),
+            destination_cpu_seconds: self.figures.cpu_seconds,
+            destination_faults: self.figures.faults,
+            placement: std::mem::take(&mut self.placement),
+        }
+    }
+}
