@@ -35,7 +35,10 @@ type Ends = (Result<Report, MigrationError>, Result<ReceiveReport, MigrationErro
 
 impl Pair {
     fn new(workload: Workload) -> Self {
-        let (source, destination) = (Memory::new(3000, 1000), Memory::new(3000, 1000));
+        Self::with(workload, Memory::new(3000, 1000), Memory::new(3000, 1000))
+    }
+
+    fn with(workload: Workload, source: Arc<Memory>, destination: Arc<Memory>) -> Self {
         let running = Running::default();
         let (mut from, log) = Monitor::new(&source, &running, workload);
         let (to, _) = Monitor::new(&destination, &running, workload);
@@ -343,6 +346,36 @@ fn a_guest_that_dirties_too_much_until_it_stands_runs_on_but_not_for_ever() {
         pair.has_moved();
         let times = |name| pair.from.called.iter().filter(|called| **called == name).count();
         assert_eq!((times("pause"), times("resume"), times("save")), (4, 3, 1));
+    });
+}
+
+#[test]
+fn a_destination_without_memory_says_so_on_both_sides_and_the_guest_runs_on() {
+    within_a_minute(|| {
+        let pool = std::fs::read_to_string("/proc/meminfo").unwrap();
+        let free = pool.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
+        // More than there are, whatever else is going on here.
+        let count = free.map_or(0, |free| free.trim().parse::<usize>().unwrap()) + 8;
+        let source = Memory::of_huge_pages(count, true).unwrap();
+        let destination = match Memory::of_huge_pages(count, false) {
+            Ok(destination) => destination,
+            Err(error) => return println!("skipped: no huge pages, not even none: {error}"),
+        };
+        let everywhere = Workload { span: u64::MAX, ..CALM };
+        let mut pair = Pair::with(everywhere, source, destination);
+        let ram = pair.source.ram();
+        let fill = |page| ram.blocks()[0].write(page, &[1; guest::PAGE]);
+        (0..ram.blocks()[0].pages()).for_each(fill);
+
+        let too_early = Destination::new(pair.destination.ram()).prefault(true);
+        let error = too_early.listen("127.0.0.1:0", &Security::Insecure).unwrap_err();
+        assert!(error.reason.contains("no memory for") && error.guest == GuestState::Untouched, "{error}");
+
+        let (sent, received) = pair.migrate();
+        let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+        assert!(received.reason.contains("no memory for"), "{received}");
+        assert!(sent.reason.contains("the destination failed") && sent.reason.contains("no memory for"), "{sent}");
+        pair.stays_at_source();
     });
 }
 

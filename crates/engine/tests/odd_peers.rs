@@ -216,7 +216,7 @@ fn a_destination_whose_memory_fails_in_post_copy_is_not_waited_for() {
 }
 
 /// A destination against a source that says these things after the welcome, and then stays on the line.
-fn destination_against(says: Vec<ControlMessage>) -> (Result<ReceiveReport, MigrationError>, Vec<ControlMessage>) {
+fn destination_against(says: &[ControlMessage]) -> (Result<ReceiveReport, MigrationError>, Vec<ControlMessage>) {
     let memory = Memory::new(PAGES[0], PAGES[1]);
     let (mut to, _) = Monitor::new(&memory, &Running::default(), BUSY);
     let listening = Destination::new(memory.ram())
@@ -234,7 +234,7 @@ fn destination_against(says: Vec<ControlMessage>) -> (Result<ReceiveReport, Migr
     outcome
 }
 
-fn odd_source(address: &Address, says: Vec<ControlMessage>) -> Vec<ControlMessage> {
+fn odd_source(address: &Address, says: &[ControlMessage]) -> Vec<ControlMessage> {
     let block = |(name, pages): (&str, usize)| Block { name: name.into(), bytes: pages as u64 * 4096, page_size: 4096 };
     let blocks = ["low", "high"].into_iter().zip(PAGES).map(block).collect();
     let machine = Machine {
@@ -274,7 +274,7 @@ fn odd_source(address: &Address, says: Vec<ControlMessage>) -> Vec<ControlMessag
 #[test]
 fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
     within_a_minute(|| {
-        let (received, said) = destination_against(vec![ControlMessage::PostCopy]);
+        let (received, said) = destination_against(&[ControlMessage::PostCopy]);
         let error = received.unwrap_err();
         assert!(error.reason.contains("it was not agreed on"), "{error}");
         assert_eq!(error.guest, GuestState::NotHere);
@@ -287,7 +287,7 @@ fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
     within_a_minute(|| {
         for ram in [vec![7], vec![], vec![0; 9]] {
             let totals = ControlMessage::Totals(Totals { ram, normal_pages: 7, zero_pages: 0 });
-            let (received, said) = destination_against(vec![totals]);
+            let (received, said) = destination_against(&[totals]);
             let error = received.unwrap_err();
             assert!(error.reason.contains("pages are missing"), "{error}");
             let told = said.iter().any(|message| {

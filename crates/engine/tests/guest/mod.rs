@@ -72,6 +72,39 @@ impl Memory {
         Arc::new(Self { mappings, ram })
     }
 
+    /// One block that is said to be of huge pages. With `exists` it is memory; else of a pool of huge pages that has none:
+    /// that is told by the error where the system has no such pool.
+    pub(crate) fn of_huge_pages(count: usize, exists: bool) -> std::io::Result<Arc<Self>> {
+        const HUGE: usize = 2 << 20;
+        let (bytes, access) = (count * HUGE, ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new mapping at an address that the kernel chooses, with room to begin at a huge page.
+        let room =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + HUGE, access, MapFlags::PRIVATE) }?;
+        let start = room.wrapping_byte_add(room.addr().wrapping_neg() % HUGE);
+        let before = start.addr() - room.addr();
+        // SAFETY: what of this new mapping lies before and behind the block.
+        unsafe {
+            if before > 0 {
+                rustix::mm::munmap(room, before)?;
+            }
+            rustix::mm::munmap(start.wrapping_byte_add(bytes), HUGE - before)?;
+        }
+        let mapping = Mapping { start: NonNull::new(start.cast()).unwrap(), bytes };
+        let mut backing = Backing::Anonymous;
+        if !exists {
+            let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::HUGETLB;
+            let file = File::from(rustix::fs::memfd_create("guest", flags | rustix::fs::MemfdFlags::HUGE_2MB)?);
+            file.set_len(bytes as u64)?;
+            let flags = MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE;
+            // SAFETY: replaces the block, which nobody knows of yet.
+            unsafe { rustix::mm::mmap(start, bytes, access, flags, &file, 0) }?;
+            backing = Backing::Shared(Arc::new(file), 0);
+        }
+        // SAFETY: as in `new`.
+        let block = unsafe { RamBlock::new("huge", mapping.start, bytes, backing) }.with_page_size(HUGE);
+        Ok(Arc::new(Self { mappings: vec![mapping], ram: GuestRam::new(vec![block]).unwrap() }))
+    }
+
     pub(crate) fn ram(&self) -> GuestRam {
         self.ram.clone()
     }
