@@ -40,6 +40,30 @@ fn huge_pages_follow_the_guest() {
 }
 
 #[test]
+fn a_destination_that_may_not_watch_for_page_faults_refuses_in_words_and_the_guest_is_not_touched() {
+    let options = "--insecure --execution threads";
+    let anybody = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
+    if anybody.is_ok_and(|anybody| anybody.trim() == "1") {
+        return println!("skipped: anybody may watch for page faults (vm.unprivileged_userfaultfd)");
+    }
+    let (mut receiving, address) = if rustix::process::geteuid().is_root() {
+        Microvm::destination_of_nobody(options)
+    } else if post_copy_is_possible() {
+        return println!("skipped: this user may watch for page faults");
+    } else {
+        Microvm::destination(options)
+    };
+    let sent = Microvm::start(&format!("{options} --migrate-to {address} {FAST} --post-copy-after 1")).end();
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.said);
+    let reason = sent.error()["reason"].as_str().unwrap();
+    assert!(reason.contains("post-copy is not possible at the destination"), "{reason}");
+    sent.guest_is_well();
+    receiving.wait_for("post-copy is not possible at the destination");
+    receiving.signal(Signal::INT);
+    assert_eq!(receiving.end().code, Some(3));
+}
+
+#[test]
 fn a_guest_whose_memory_is_lost_with_the_source_waits_until_it_is_ended() {
     if !post_copy_is_possible() {
         return;

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -9,6 +10,9 @@ use std::time::{Duration, Instant};
 use sterna_memory::userfault::{Faults, Userfault};
 use tempfile::TempDir;
 
+const PROGRAM: &str = env!("CARGO_BIN_EXE_microvm");
+/// The user and group that own nothing (Linux's overflow ids).
+const NOBODY: u32 = 65534;
 /// Far more than anything here takes.
 const LONG: Duration = Duration::from_secs(60);
 
@@ -79,11 +83,27 @@ impl Microvm {
     /// Starts one with these options, separated by spaces. Its guest has 32 MiB, unless they say otherwise, and verifies as
     /// fast as it can; the program ends when it has verified all of its memory twice more.
     pub(crate) fn start(options: &str) -> Self {
+        Self::spawn(Command::new(PROGRAM), tempfile::tempdir().unwrap(), options)
+    }
+
+    /// A destination that runs as a user without rights, as [`Microvm::destination`]. To be asked for as root.
+    pub(crate) fn destination_of_nobody(options: &str) -> (Self, String) {
+        // Where it may read the program and write its report.
         let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("microvm");
+        std::fs::copy(PROGRAM, &program).unwrap();
+        std::os::unix::fs::chown(dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
+        let mut command = Command::new(program);
+        command.uid(NOBODY).gid(NOBODY).current_dir(dir.path());
+        std::os::unix::fs::chown(dir.path().join("microvm"), Some(NOBODY), Some(NOBODY)).unwrap();
+        Self::spawn(command, dir, &format!("--incoming 127.0.0.1:0 {options}")).and_its_address()
+    }
+
+    fn spawn(mut command: Command, dir: TempDir, options: &str) -> Self {
         let json = dir.path().join("report.json");
         let memory = if options.contains("--memory") { "" } else { "--memory 32 " };
         let usual = format!("{memory}--passes 2 --check-rate unlimited --silent");
-        let mut child = Command::new(env!("CARGO_BIN_EXE_microvm"))
+        let mut child = command
             .args(usual.split(' ').chain(options.split_whitespace()))
             .arg("--json")
             .arg(&json)
@@ -108,10 +128,13 @@ impl Microvm {
 
     /// A destination, and the address that it listens on.
     pub(crate) fn destination(options: &str) -> (Self, String) {
-        let mut destination = Self::start(&format!("--incoming 127.0.0.1:0 {options}"));
-        let line = destination.wait_for("listening on ");
+        Self::start(&format!("--incoming 127.0.0.1:0 {options}")).and_its_address()
+    }
+
+    fn and_its_address(mut self) -> (Self, String) {
+        let line = self.wait_for("listening on ");
         let address = line.rsplit(' ').next().unwrap().to_owned();
-        (destination, address)
+        (self, address)
     }
 
     /// Waits for a line that contains `text`.
