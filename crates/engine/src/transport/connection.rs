@@ -5,12 +5,12 @@ use std::net::Shutdown;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustls::{ClientConnection, ServerConnection};
 use sterna_wire::header::{ChannelReply, MAGIC, REPLY_PREFIX_LENGTH};
 use sterna_wire::limits::MAX_TEXT;
 
+use super::session::{Arrived, Failure, Session, failed};
 use super::socket::{Sending, Wait};
-use super::stream::{Arrived, Closer, Failure, Reader, Writer, halves};
+use super::stream::{Closer, Reader, Writer, halves};
 use super::{Address, Limits, Security, Socket, TransportError, channel, dial};
 use crate::tls::{self, EXPORTER_LABEL, Side};
 
@@ -36,7 +36,7 @@ pub struct Connection {
 /// What is at hand while the handshake runs.
 struct Handshake<'a> {
     socket: &'a Socket,
-    tls: rustls::Connection,
+    tls: Session,
     arrived: Arrived,
     /// What arrived first: a peer without TLS says in it what is wrong.
     heard: Vec<u8>,
@@ -82,8 +82,8 @@ impl Connection {
         let Some((config, name)) = client else {
             return Ok(Self::finished(socket, None, peer, limits, deadline));
         };
-        let tls = ClientConnection::new(config, name).map_err(|error| tls_failed(&peer, &error))?;
-        let mut handshake = Handshake::new(&socket, tls.into(), deadline);
+        let tls = Session::client(&config, name).map_err(|error| tls_failed(&peer, &error))?;
+        let mut handshake = Handshake::new(&socket, tls, deadline);
         if let Err(error) = handshake.run() {
             handshake.say_why();
             if let Some(reason) = handshake.plain_refusal() {
@@ -122,15 +122,15 @@ impl Connection {
         let Side::Server { config, allow } = &settings.side else {
             return Err(TransportError::WrongSide("sending"));
         };
-        let tls = ServerConnection::new(Arc::clone(config)).map_err(|error| tls_failed(&peer, &error))?;
-        let mut handshake = Handshake::new(&socket, tls.into(), deadline);
+        let tls = Session::server(config).map_err(|error| tls_failed(&peer, &error))?;
+        let mut handshake = Handshake::new(&socket, tls, deadline);
         if let Err(error) = handshake.run() {
             handshake.say_why();
             linger(&socket, deadline);
             return Err(handshake_error(peer, error, limits));
         }
         let handshake = handshake.done();
-        let certificate = handshake.tls.peer_certificates().and_then(|chain| chain.first());
+        let certificate = handshake.tls.state().peer_certificates().and_then(|chain| chain.first());
         let allowed = certificate.is_some_and(|certificate| tls::is_allowed(certificate, allow));
         let connection = Self::finished(socket, Some(handshake), peer, limits, deadline);
         if allowed { Ok(connection) } else { Err(connection.not_allowed()) }
@@ -142,9 +142,10 @@ impl Connection {
         let (writer, reader) = match tls {
             None => halves(socket, None, Arrived::default(), limits.silence, (0, 0)),
             Some(Established { tls, arrived, read, written }) => {
-                let material = tls.export_keying_material([0; 32], EXPORTER_LABEL, None);
+                let material = tls.exporter(EXPORTER_LABEL);
                 exporter = material.expect("a finished TLS 1.3 handshake has an exporter").to_vec();
-                certificate = tls.peer_certificates().and_then(|chain| chain.first()).map(tls::certificate_name);
+                certificate =
+                    tls.state().peer_certificates().and_then(|chain| chain.first()).map(tls::certificate_name);
                 halves(socket, Some(tls), arrived, limits.silence, (read, written))
             }
         };
@@ -192,14 +193,14 @@ impl Connection {
 
 /// A finished handshake.
 struct Established {
-    tls: rustls::Connection,
+    tls: Session,
     arrived: Arrived,
     read: u64,
     written: u64,
 }
 
 impl<'a> Handshake<'a> {
-    fn new(socket: &'a Socket, tls: rustls::Connection, deadline: Instant) -> Self {
+    fn new(socket: &'a Socket, tls: Session, deadline: Instant) -> Self {
         Self { socket, tls, arrived: Arrived::for_tls(), heard: Vec::new(), deadline, read: 0, written: 0 }
     }
 
@@ -211,34 +212,31 @@ impl<'a> Handshake<'a> {
     /// Talks until both sides agree.
     fn run(&mut self) -> io::Result<()> {
         loop {
+            self.tls.shake(&mut self.arrived).map_err(failed)?;
             self.flush()?;
-            if !self.tls.is_handshaking() {
+            if !self.tls.state().is_handshaking() {
                 return Ok(());
             }
-            if self.arrived.is_empty() && self.hear()? == 0 {
+            if self.hear()? == 0 {
                 let text = "the peer ended the connection during the TLS handshake: too many connections, or it does \
                             not speak TLS";
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
             }
-            self.arrived.feed(&mut self.tls)?;
         }
     }
 
     /// Reads a piece; 0 at the end.
     fn hear(&mut self) -> io::Result<usize> {
-        let count = self.socket.read(&mut self.arrived.bytes, Wait::Until(self.deadline))?;
-        (self.arrived.start, self.arrived.end) = (0, count);
+        let count = self.socket.read(self.arrived.room(), Wait::Until(self.deadline))?;
         self.read += count as u64;
-        self.heard.extend(self.arrived.bytes[..count].iter().take(LONGEST_REPLY - self.heard.len()));
+        let came = self.arrived.came(count);
+        self.heard.extend(came.iter().take(LONGEST_REPLY - self.heard.len()));
         Ok(count)
     }
 
     /// Handshake messages are a few kilobytes and fit into the socket's buffer, so this does not wait for the peer.
     fn flush(&mut self) -> io::Result<()> {
-        let mut bytes = Vec::new();
-        while self.tls.wants_write() {
-            self.tls.write_tls(&mut bytes)?;
-        }
+        let bytes = self.tls.own_words();
         self.written += bytes.len() as u64;
         self.socket.send_all(&mut [IoSlice::new(&bytes)], Sending::DoesNotWait)
     }

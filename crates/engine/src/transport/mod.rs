@@ -6,8 +6,8 @@
 //! [`Reader`] that two threads use at the same time. A [`Closer`] ends it from a third.
 //!
 //! * `address`, `dial`, `unix`: where to, and how a socket gets there;
-//! * `socket`: what is below, its options, and waiting with a time limit; `stream`: the two halves and the TLS between
-//!   them;
+//! * `socket`: what is below, its options, and waiting with a time limit; `session`: TLS without a socket; `stream`: the
+//!   two halves over both;
 //! * `connection`: connecting and accepting; `channel`: header and reply; `listener`: many at once, bounded.
 
 mod address;
@@ -15,6 +15,7 @@ mod channel;
 mod connection;
 mod dial;
 mod listener;
+mod session;
 pub mod simulated;
 mod socket;
 mod stream;

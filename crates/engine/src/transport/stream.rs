@@ -1,6 +1,6 @@
 //! The two halves of an established connection, used by two threads at the same time, and the TLS between them.
 //!
-//! rustls keeps both directions in one object, so both halves share it under a lock. The lock is held only while bytes
+//! rustls keeps both directions in one object ([`Session`]), so both halves share it under a lock. The lock is held only while bytes
 //! are encrypted or decrypted in memory, never during a socket call: a writer that waits for the network does not keep
 //! the reader from its acknowledgements. Only the writer writes to the socket, so records leave in the order in which
 //! they were encrypted; what the reader's side of TLS wants to say (an answer to a key update) leaves with the next
@@ -12,13 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use super::session::{Arrived, Leaving, Session, failed};
 use super::socket::{Sending, Socket, Wait};
-use crate::tls;
 
-/// Plaintext encrypted under one holding of the lock and sent with one system call, in bytes.
-const ENCRYPT_AT_ONCE: usize = 128 << 10;
-/// Encrypted bytes read with one system call, at most.
-const READ_AT_ONCE: usize = 256 << 10;
 /// Parts handed to the kernel with one system call, at most; more are sent in several.
 const PARTS_AT_ONCE: usize = 16;
 
@@ -26,68 +22,29 @@ const PARTS_AT_ONCE: usize = 16;
 #[derive(Debug)]
 pub(super) struct Link {
     socket: Socket,
-    tls: Option<Mutex<rustls::Connection>>,
+    tls: Option<Mutex<Session>>,
     /// Whether a [`Closer`] ended it, so that the end is not mistaken for the peer's.
     closed: AtomicBool,
 }
 
-/// Encrypted bytes that have arrived but have not been handed to rustls.
-#[derive(Debug, Default)]
-pub(super) struct Arrived {
-    pub(super) bytes: Vec<u8>,
-    pub(super) start: usize,
-    pub(super) end: usize,
-}
-
-impl Arrived {
-    pub(super) fn for_tls() -> Self {
-        Self { bytes: vec![0; READ_AT_ONCE], start: 0, end: 0 }
-    }
-
-    /// Hands over what can be handed over; an error is TLS's own and final.
-    pub(super) fn feed(&mut self, tls: &mut rustls::Connection) -> io::Result<()> {
-        self.start += tls.read_tls(&mut &self.bytes[self.start..self.end])?;
-        tls.process_new_packets().map(drop).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, Failure(error)))
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.start == self.end
-    }
-}
-
-/// A TLS error inside an [`io::Error`], said in one line.
-#[derive(Debug)]
-pub(super) struct Failure(pub(super) rustls::Error);
-
-impl std::fmt::Display for Failure {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&tls::failure(&self.0))
-    }
-}
-
-impl std::error::Error for Failure {}
-
 /// The two halves of a connection whose TLS handshake, if any, is finished. The counts are of bytes on the wire so far.
 pub(super) fn halves(
     socket: Socket,
-    tls: Option<rustls::Connection>,
+    tls: Option<Session>,
     arrived: Arrived,
     silence: Duration,
     (read, written): (u64, u64),
 ) -> (Writer, Reader) {
-    let tls = tls.map(|mut tls| {
-        tls.set_buffer_limit(Some(ENCRYPT_AT_ONCE));
-        Mutex::new(tls)
-    });
-    let link = Arc::new(Link { socket, tls, closed: AtomicBool::new(false) });
-    let writer = Writer { link: Arc::clone(&link), encrypted: Vec::new(), written, failed: false };
+    let leaving = if tls.is_some() { Leaving::for_tls() } else { Leaving::default() };
+    let link = Arc::new(Link { socket, tls: tls.map(Mutex::new), closed: AtomicBool::new(false) });
+    let writer = Writer { link: Arc::clone(&link), leaving, written, failed: false };
     let reader = Reader { link, arrived, read, silence };
     (writer, reader)
 }
 
 impl Link {
     /// A panic of the other half inside rustls leaves no state that is worse than a broken stream, which TLS notices.
-    fn lock(tls: &Mutex<rustls::Connection>) -> MutexGuard<'_, rustls::Connection> {
+    fn lock(tls: &Mutex<Session>) -> MutexGuard<'_, Session> {
         tls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -105,7 +62,7 @@ fn closed_here() -> io::Error {
 #[derive(Debug)]
 pub struct Writer {
     link: Arc<Link>,
-    encrypted: Vec<u8>,
+    leaving: Leaving,
     written: u64,
     failed: bool,
 }
@@ -138,26 +95,24 @@ impl Writer {
         Ok(())
     }
 
-    fn encrypt_and_send(&mut self, tls: &Mutex<rustls::Connection>, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
+    fn encrypt_and_send(&mut self, tls: &Mutex<Session>, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
         IoSlice::advance_slices(&mut parts, 0);
         while !parts.is_empty() {
-            self.encrypted.clear();
-            let taken = {
-                let mut tls = Link::lock(tls);
-                let taken = tls.writer().write_vectored(parts)?;
-                while tls.wants_write() {
-                    tls.write_tls(&mut self.encrypted)?;
-                }
-                taken
-            };
-            if taken == 0 {
-                return Err(io::ErrorKind::WriteZero.into());
-            }
+            let taken = Link::lock(tls).encrypt(parts, &mut self.leaving).map_err(failed);
+            // The peer is told of a failure of the other half's, too.
+            let taken = taken.inspect_err(|_| self.say_goodbye(tls))?;
             IoSlice::advance_slices(&mut parts, taken);
-            self.written += self.encrypted.len() as u64;
-            self.link.socket.send_all(&mut [IoSlice::new(&self.encrypted)], Sending::Waits)?;
+            self.written += self.leaving.bytes().len() as u64;
+            self.link.socket.send_all(&mut [IoSlice::new(self.leaving.bytes())], Sending::Waits)?;
         }
         Ok(())
+    }
+
+    fn say_goodbye(&mut self, tls: &Mutex<Session>) {
+        Link::lock(tls).goodbye(&mut self.leaving);
+        let goodbye = &mut [IoSlice::new(self.leaving.bytes())];
+        // Nobody is left to be told of a failure; the peer notices a missing goodbye by itself.
+        let _ = self.link.socket.send_all(goodbye, Sending::DoesNotWait);
     }
 
     /// Bytes put on the wire since the connection was made, TLS's own included, TCP's not.
@@ -179,15 +134,9 @@ impl Write for Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        if let (Some(tls), false) = (&self.link.tls, self.failed) {
-            self.encrypted.clear();
-            let mut tls = Link::lock(tls);
-            tls.send_close_notify();
-            while tls.wants_write() && tls.write_tls(&mut self.encrypted).is_ok() {}
-            drop(tls);
-            let goodbye = &mut [IoSlice::new(&self.encrypted)];
-            // Nobody is left to be told of a failure; the peer notices a missing goodbye by itself.
-            let _ = self.link.socket.send_all(goodbye, Sending::DoesNotWait);
+        let link = Arc::clone(&self.link);
+        if let (Some(tls), false) = (&link.tls, self.failed) {
+            self.say_goodbye(tls);
         }
         let _ = self.link.socket.shutdown(Shutdown::Write);
     }
@@ -257,17 +206,16 @@ impl Reader {
             return self.receive(Some(buffer), wait);
         };
         loop {
+            // Small pieces come from one record, and all but the first need no lock.
+            let left = self.arrived.take_plain(buffer);
+            if left > 0 {
+                return Ok(left);
+            }
             {
                 let mut tls = Link::lock(tls);
-                loop {
-                    match tls.reader().read(buffer) {
-                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                        result => return result,
-                    }
-                    if self.arrived.is_empty() {
-                        break;
-                    }
-                    self.arrived.feed(&mut tls)?;
+                let count = tls.decrypt(&mut self.arrived, buffer).map_err(failed)?;
+                if count > 0 || tls.has_ended() {
+                    return Ok(count);
                 }
             }
             if self.receive(None, wait)? == 0 {
@@ -277,10 +225,10 @@ impl Reader {
         }
     }
 
-    /// One read from the socket, into `buffer` or, with TLS, into the (used up) bytes that arrived before.
+    /// One read from the socket, into `buffer` or, with TLS, behind what is left of the bytes that arrived before.
     fn receive(&mut self, buffer: Option<&mut [u8]>, wait: Wait) -> io::Result<usize> {
         let encrypted = buffer.is_none();
-        let into = buffer.unwrap_or(&mut self.arrived.bytes);
+        let into = buffer.unwrap_or_else(|| self.arrived.room());
         let count = match self.link.socket.read(into, wait) {
             Ok(0) if self.link.closed.load(Ordering::Acquire) => return Err(closed_here()),
             Ok(count) => count,
@@ -291,7 +239,7 @@ impl Reader {
         };
         self.read += count as u64;
         if encrypted {
-            (self.arrived.start, self.arrived.end) = (0, count);
+            self.arrived.came(count);
         }
         Ok(count)
     }

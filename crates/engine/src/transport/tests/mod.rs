@@ -3,6 +3,7 @@
 
 mod certificates;
 mod kinds;
+mod session;
 mod turned_away;
 
 use std::hash::{BuildHasher, RandomState};
