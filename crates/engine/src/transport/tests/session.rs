@@ -96,14 +96,18 @@ impl Pair {
     }
 
     /// Hands bytes to the other end; what it has received by then.
-    fn tell(&mut self, mut bytes: &[u8]) -> Vec<u8> {
+    fn tell(&mut self, bytes: &[u8]) -> Vec<u8> {
+        self.try_tell(bytes).unwrap()
+    }
+
+    fn try_tell(&mut self, mut bytes: &[u8]) -> Result<Vec<u8>, rustls::Error> {
         let mut received = Vec::new();
         while !bytes.is_empty() {
             self.other.read_tls(&mut bytes).unwrap();
-            self.other.process_new_packets().unwrap();
+            self.other.process_new_packets()?;
             let _ = self.other.reader().read_to_end(&mut received); // until there is nothing more by now
         }
-        received
+        Ok(received)
     }
 
     fn arrive(&mut self, bytes: &[u8]) {
@@ -311,4 +315,77 @@ fn a_message_of_tls_cut_in_two_after_the_handshake_is_refused() {
             }
         }
     }
+}
+
+#[test]
+fn whatever_arrives_and_however_it_is_cut_only_what_was_sent_is_handed_out() {
+    let mut random = seed() | 1;
+    let mut below = move |limit: usize| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        (random % limit as u64) as usize
+    };
+    let mut changed = 0;
+    for round in 0..60 {
+        let mut pair = if round % 2 == 0 { Pair::client() } else { Pair::server() };
+        // In a third of the rounds something is changed on the way, be it during the handshake.
+        let mut changed_at = if round % 3 == 0 { below(8000) } else { usize::MAX };
+        let (mut sent, mut received, mut failed) = (Vec::new(), Vec::new(), false);
+        for _ in 0..30 {
+            if !pair.other.is_handshaking() && below(4) == 0 {
+                pair.other.refresh_traffic_keys().unwrap();
+            }
+            let content = pattern(below(3000), round);
+            let mut said = if pair.other.is_handshaking() {
+                pair.said()
+            } else {
+                sent.extend_from_slice(&content);
+                pair.says(&content)
+            };
+            if let Some(byte) = said.get_mut(changed_at) {
+                *byte ^= 1 << below(8);
+            }
+            changed_at = changed_at.checked_sub(said.len()).unwrap_or(usize::MAX);
+            let mut rest = &said[..];
+            while !rest.is_empty() {
+                let (piece, after) = rest.split_at(1 + below(rest.len().min(2000)));
+                rest = after;
+                pair.arrive(piece);
+                if pair.session.state().is_handshaking() {
+                    failed |= pair.session.shake(&mut pair.arrived).is_err();
+                    let answer = pair.session.own_words();
+                    // The other end may be the one that notices.
+                    failed |= pair.try_tell(&answer).is_err();
+                    continue;
+                }
+                let mut into = vec![0; 1 + below(4000)];
+                match pair.decrypt(&mut into) {
+                    Ok(count) => received.extend_from_slice(&into[..count]),
+                    Err(_) => failed = true,
+                }
+                let answer = pair.session.encrypt(&[IoSlice::new(b"seen")], &mut pair.leaving);
+                assert!(answer.is_err() || !failed, "round {round}: a failure is final");
+                failed |= answer.is_err();
+                if !failed {
+                    let answer = pair.leaving.bytes().to_vec();
+                    assert_eq!(pair.tell(&answer), b"seen");
+                }
+            }
+            if failed {
+                break;
+            }
+        }
+        let mut left = vec![0; sent.len() + 1];
+        if let Ok(count) = pair.decrypt(&mut left) {
+            received.extend_from_slice(&left[..count]);
+        }
+        assert!(sent.starts_with(&received), "round {round}");
+        if round % 3 == 0 {
+            changed += usize::from(failed);
+        } else {
+            assert!(!failed && received == sent, "round {round}: all of it");
+        }
+    }
+    assert!(changed > 0, "no change was noticed");
 }
