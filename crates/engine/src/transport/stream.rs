@@ -1,9 +1,9 @@
 //! The two halves of an established connection, used by two threads at the same time, and the TLS between them.
 //!
-//! rustls keeps both directions in one object ([`Session`]), so both halves share it under a lock. The lock is held only while bytes
-//! are encrypted or decrypted in memory, never during a socket call: a writer that waits for the network does not keep
-//! the reader from its acknowledgements. Only the writer writes to the socket, so records leave in the order in which
-//! they were encrypted; what the reader's side of TLS wants to say (an answer to a key update) leaves with the next
+//! rustls keeps both directions in one object ([`Session`]), so both halves share it under a lock. The lock is held only
+//! while bytes are encrypted or decrypted in memory, never during a socket call: a writer that waits for the network does
+//! not keep the reader from its acknowledgements. Only the writer writes to the socket, so records leave in the order in
+//! which they were encrypted; what the reader's side of TLS wants to say (an answer to a key update) leaves with the next
 //! write.
 
 use std::io::{self, IoSlice, Read, Write};
