@@ -117,6 +117,14 @@ impl Common<'_> {
 
     /// Where this process must find QEMU and does not: why.
     fn no_qemu(&self) -> GatewayError {
+        let record = self.record.record();
+        if record.qmp.is_empty() {
+            return GatewayError(format!(
+                "the migration was embedded in process {}, which lives and has the guest: let it resume the guest or end it, \
+                 then run this again",
+                record.pid
+            ));
+        }
         GatewayError(format!(
             "QEMU's QMP socket {} does not answer although QEMU lives: is another program connected to it?",
             self.record.record().qmp
