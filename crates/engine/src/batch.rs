@@ -134,6 +134,8 @@ impl Batch {
 struct Free {
     batches: Vec<Batch>,
     closed: bool,
+    /// Threads that wait for a batch: waking costs a system call even where nobody waits.
+    waiting: u32,
 }
 
 /// The batches of one migration.
@@ -148,7 +150,11 @@ impl BatchPool {
     /// A pool of `count` batches with `capacity` bytes of content each.
     pub fn new(count: usize, capacity: usize) -> Arc<Self> {
         let batches = (0..count).map(|_| Batch::new(capacity)).collect();
-        Arc::new(Self { capacity, free: Mutex::new(Free { batches, closed: false }), returned: Condvar::new() })
+        Arc::new(Self {
+            capacity,
+            free: Mutex::new(Free { batches, closed: false, waiting: 0 }),
+            returned: Condvar::new(),
+        })
     }
 
     /// Most bytes of content in one batch.
@@ -168,7 +174,9 @@ impl BatchPool {
                 batch.block = block;
                 return Ok(PooledBatch { batch: Some(batch), pool: Arc::clone(self) });
             }
+            free.waiting += 1;
             free = self.returned.wait(free).expect("no holder of the pool panics");
+            free.waiting -= 1;
         }
     }
 
@@ -203,8 +211,13 @@ impl DerefMut for PooledBatch {
 impl Drop for PooledBatch {
     fn drop(&mut self) {
         if let Some(batch) = self.batch.take() {
-            self.pool.free.lock().expect("no holder of the pool panics").batches.push(batch);
-            self.pool.returned.notify_one();
+            let mut free = self.pool.free.lock().expect("no holder of the pool panics");
+            free.batches.push(batch);
+            let waiting = free.waiting;
+            drop(free);
+            if waiting > 0 {
+                self.pool.returned.notify_one();
+            }
         }
     }
 }

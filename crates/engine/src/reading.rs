@@ -4,6 +4,7 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::GuestRam;
 use sterna_memory::snapshot::Snapshot;
 
+use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::Run;
 
 use crate::batch::Batch;
@@ -36,8 +37,18 @@ impl Reading {
         &self.batch
     }
 
-    /// Reads `runs`, at most a packet's worth of pages of the batch's block, from `ram`, which the guest may be writing. The
-    /// batch has no content yet.
+    /// Whether `runs` of `block` may be read into the batch: it has no content yet, pages ascend in it, and its table has a
+    /// limit.
+    pub(crate) fn takes(&self, block: u16, runs: &[Run]) -> bool {
+        let Some(last) = self.batch.runs().last() else { return self.batch.block == block };
+        let pages: usize = runs.iter().map(|run| run.count as usize).sum();
+        self.batch.block == block
+            && self.batch.content().is_empty()
+            && runs.first().is_none_or(|run| last.end() <= run.first)
+            && self.batch.runs().len() + pages <= MAX_RUNS
+    }
+
+    /// Reads `runs`, at most a packet's worth of pages that [`Reading::takes`], from `ram`, which the guest may be writing.
     pub(crate) fn read(&mut self, ram: &GuestRam, runs: &[Run]) {
         let block = &ram.blocks()[usize::from(self.batch.block)];
         debug_assert!(self.batch.content().is_empty());

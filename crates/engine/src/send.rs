@@ -8,8 +8,8 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
 use sterna_codec::{Adaptive, Encoded, Encoder, MethodChoice};
@@ -32,6 +32,10 @@ use crate::window::{Window, WindowClosed};
 
 /// Batches that wait in a channel's queue. The window bounds bytes; this only has to keep the channel busy.
 const QUEUE_LENGTH: usize = 16;
+
+/// Zero pages that were read from guest RAM wait for others before they make a packet, up to this many: a packet of nothing
+/// but its table costs a wake-up of the destination, and reading this much takes a few milliseconds.
+const MOST_HELD_ZERO_PAGES: u64 = (64 << 20) / PAGE_SIZE as u64;
 
 /// What is handed to a channel.
 #[derive(Debug)]
@@ -155,6 +159,8 @@ struct Progress {
     /// Nothing more will be sent: the peer may close the channel.
     finished: bool,
     ended: bool,
+    /// Threads that wait for a change: waking costs a system call even where nobody waits.
+    waiting: u32,
 }
 
 #[derive(Debug)]
@@ -237,7 +243,9 @@ impl SendChannel {
         let is_done = |progress: &Progress| progress.sent_items == expected && progress.sequence.outstanding() == 0;
         let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
         while !progress.ended && !is_done(&progress) {
+            progress.waiting += 1;
             progress = self.shared.changed.wait(progress).expect("no thread of the channel panics");
+            progress.waiting -= 1;
         }
         if is_done(&progress) { Ok(progress.sequence.last()) } else { Err(WindowClosed) }
     }
@@ -263,20 +271,35 @@ impl Shared {
         self.changed.notify_all();
     }
 
+    /// All packets of `items` more items are written; none are left to be counted then.
+    fn sent(&self, items: &mut u64) {
+        if *items > 0 {
+            let mut progress = self.progress.lock().expect("no thread of the channel panics");
+            progress.sent_items += std::mem::take(items);
+            self.wake(progress);
+        }
+    }
+
+    fn wake(&self, progress: MutexGuard<'_, Progress>) {
+        let waiting = progress.waiting;
+        drop(progress);
+        if waiting > 0 {
+            self.changed.notify_all();
+        }
+    }
+
     fn take_acknowledgements(&self, mut reader: Reader, window: &Window) -> Result<(), Box<dyn std::error::Error>> {
         let mut bytes = [0; ACK_LENGTH];
         while reader.read_packet_start(&mut bytes)? {
             let ack = Ack::decode(&bytes)?;
             let mut released = 0;
-            {
-                let mut progress = self.progress.lock().expect("no thread of the channel panics");
-                let before = progress.sequence.acknowledged();
-                progress.sequence.acknowledge(ack.sequence)?;
-                for _ in before..ack.sequence {
-                    released += progress.in_flight.pop_front().unwrap_or(0);
-                }
+            let mut progress = self.progress.lock().expect("no thread of the channel panics");
+            let before = progress.sequence.acknowledged();
+            progress.sequence.acknowledge(ack.sequence)?;
+            for _ in before..ack.sequence {
+                released += progress.in_flight.pop_front().unwrap_or(0);
             }
-            self.changed.notify_all();
+            self.wake(progress);
             if released > 0 {
                 window.leave(released);
             }
@@ -368,66 +391,107 @@ impl Sending {
     }
 
     fn run(mut self, items: &Receiver<Item>, shared: &Shared) -> Result<(), Box<dyn std::error::Error>> {
-        for item in items {
-            match item {
-                Item::Pages(batch) => self.pages(&batch)?,
-                Item::Guest(ram, wanted) => self.guest(&ram, &wanted)?,
-                Item::Discard(batch) => {
-                    self.table.clear();
-                    batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
-                    self.packet(PacketKind::Discard, batch.block, 0, &Content::of(&[]))?;
+        // Items whose last zero pages are still held.
+        let mut unsent = 0;
+        loop {
+            let item = match items.try_recv() {
+                Ok(item) => item,
+                Err(TryRecvError::Disconnected) => break,
+                Err(TryRecvError::Empty) => {
+                    self.send_held()?;
+                    shared.sent(&mut unsent);
+                    let Ok(item) = items.recv() else { break };
+                    item
                 }
-                Item::GenerationEnd(generation) => {
-                    self.packet(PacketKind::GenerationEnd, 0, generation, &Content::of(&[]))?;
-                }
-                Item::Stream { record, content } => {
-                    self.table.clear();
-                    self.packet(PacketKind::Stream, record, 0, &Content::of(&content))?;
-                }
-                Item::DeviceState { name, instance, content } => {
-                    self.table.clear();
-                    self.table.extend_from_slice(&DeviceLabel { name: &name, instance }.encode());
-                    self.packet(PacketKind::DeviceState, 0, 0, &Content::of(&content))?;
-                }
-                Item::Opaque(content) if content.is_empty() => {
-                    self.packet(PacketKind::OpaqueEnd, 0, 0, &Content::of(&[]))?;
-                }
-                Item::Opaque(content) => {
-                    self.table.clear();
-                    self.packet(PacketKind::Opaque, 0, 0, &Content::of(&content))?;
-                }
+            };
+            self.item(item)?;
+            unsent += 1;
+            if !self.holds() {
+                shared.sent(&mut unsent);
             }
-            shared.progress.lock().expect("no thread of the channel panics").sent_items += 1;
-            shared.changed.notify_all();
         }
+        self.send_held()?;
+        shared.sent(&mut unsent);
         // Before the writing half is closed by dropping it, so that the peer's closing in return is no surprise.
         shared.progress.lock().expect("no thread of the channel panics").finished = true;
         Ok(())
     }
 
+    fn item(&mut self, item: Item) -> Result<(), Box<dyn std::error::Error>> {
+        if let Item::Guest(ram, wanted) = item {
+            return self.guest(&ram, &wanted);
+        }
+        // Whatever it is, it comes after the pages before it.
+        self.send_held()?;
+        self.table.clear();
+        match item {
+            Item::Guest(..) => unreachable!("done above"),
+            Item::Pages(batch) => self.pages(&batch),
+            Item::Discard(batch) => {
+                batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
+                self.packet(PacketKind::Discard, batch.block, 0, &Content::of(&[]))
+            }
+            Item::GenerationEnd(generation) => self.packet(PacketKind::GenerationEnd, 0, generation, &Content::of(&[])),
+            Item::Stream { record, content } => self.packet(PacketKind::Stream, record, 0, &Content::of(&content)),
+            Item::DeviceState { name, instance, content } => {
+                self.table.extend_from_slice(&DeviceLabel { name: &name, instance }.encode());
+                self.packet(PacketKind::DeviceState, 0, 0, &Content::of(&content))
+            }
+            Item::Opaque(content) if content.is_empty() => self.packet(PacketKind::OpaqueEnd, 0, 0, &Content::of(&[])),
+            Item::Opaque(content) => self.packet(PacketKind::Opaque, 0, 0, &Content::of(&content)),
+        }
+    }
+
     /// Reads what `wanted` says from guest RAM, which the guest may be writing, and sends it. It is read here, by the
     /// thread that encodes and writes it, so that it stays in this core's cache and one buffer per channel is enough.
+    ///
+    /// Zero pages need no packet of their own: they are held back, and go with those that come next, of this item or of
+    /// one that follows.
     fn guest(&mut self, ram: &GuestRam, wanted: &PooledBatch) -> Result<(), Box<dyn std::error::Error>> {
-        let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
         let packet_pages = (self.context.rules.packet_size / PAGE_SIZE) as u64;
+        let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
         let mut rest = Piecewise::new(wanted.runs());
-        reading.begin(wanted.block);
         while rest.next(packet_pages, &mut self.piece) {
-            let asked = self.piece.iter().map(|run| u64::from(run.count)).sum::<u64>() * PAGE_SIZE as u64;
-            // What is in flight is counted from here, because from here on it grows old.
-            self.context.window.enter(asked)?;
-            reading.read(ram, &self.piece);
-            self.context.window.give_back(asked - reading.batch().in_window());
-            // Zero pages need no packet of their own: they go with those that come next.
-            if !reading.batch().content().is_empty() {
-                self.pages(reading.batch())?;
+            if !reading.takes(wanted.block, &self.piece) {
+                self.pages_read(&mut reading)?;
                 reading.begin(wanted.block);
             }
-        }
-        if !reading.batch().is_empty() {
-            self.pages(reading.batch())?;
+            let asked = self.piece.iter().map(|run| u64::from(run.count)).sum::<u64>() * PAGE_SIZE as u64;
+            // What is in flight is counted from here, because from here on it grows old. Nothing is held while waiting.
+            if !self.context.window.try_enter(asked)? {
+                self.pages_read(&mut reading)?;
+                reading.begin(wanted.block);
+                self.context.window.enter(asked)?;
+            }
+            reading.read(ram, &self.piece);
+            self.context.window.give_back(asked - reading.batch().in_window());
+            if !reading.batch().content().is_empty() || reading.batch().pages() >= MOST_HELD_ZERO_PAGES {
+                self.pages_read(&mut reading)?;
+            }
         }
         self.reading = Some(reading);
+        Ok(())
+    }
+
+    /// Whether zero pages wait for others.
+    fn holds(&self) -> bool {
+        self.reading.as_ref().is_some_and(|reading| !reading.batch().is_empty())
+    }
+
+    /// Sends the zero pages that wait for others.
+    fn send_held(&mut self) -> Result<(), Box<dyn std::error::Error>> {
+        let Some(mut reading) = self.reading.take() else { return Ok(()) };
+        let sent = self.pages_read(&mut reading);
+        self.reading = Some(reading);
+        sent
+    }
+
+    /// Sends what `reading` has, which is empty then.
+    fn pages_read(&mut self, reading: &mut Reading) -> Result<(), Box<dyn std::error::Error>> {
+        if !reading.batch().is_empty() {
+            self.pages(reading.batch())?;
+            reading.begin(reading.batch().block);
+        }
         Ok(())
     }
 

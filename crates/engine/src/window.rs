@@ -85,6 +85,8 @@ struct State {
     budget: Budget,
     in_flight: u64,
     closed: bool,
+    /// Threads that wait to be let in: waking costs a system call even where nobody waits.
+    waiting: u32,
 }
 
 impl State {
@@ -126,7 +128,11 @@ impl Window {
             interval_bytes: 0,
             interval_limited: false,
         };
-        Self { state: Mutex::new(State { budget, in_flight: 0, closed: false }), changed: Condvar::new(), allowance }
+        Self {
+            state: Mutex::new(State { budget, in_flight: 0, closed: false, waiting: 0 }),
+            changed: Condvar::new(),
+            allowance,
+        }
     }
 
     /// Waits until `bytes` may be in flight, and counts them. An empty window lets in anything.
@@ -134,7 +140,9 @@ impl Window {
         let mut state = self.lock();
         while !state.closed && state.in_flight > 0 && state.in_flight + bytes > state.budget.bytes {
             state.budget.interval_limited = true;
+            state.waiting += 1;
             state = self.changed.wait(state).expect("no holder of the window panics");
+            state.waiting -= 1;
         }
         if state.closed {
             return Err(WindowClosed);
@@ -162,16 +170,14 @@ impl Window {
         let mut state = self.lock();
         state.in_flight = state.in_flight.saturating_sub(bytes);
         state.budget.acknowledged(bytes, Instant::now());
-        drop(state);
-        self.changed.notify_all();
+        self.wake(state);
     }
 
     /// `bytes` that were let in were not needed: they are not counted as delivered.
     pub fn give_back(&self, bytes: u64) {
         let mut state = self.lock();
         state.in_flight = state.in_flight.saturating_sub(bytes);
-        drop(state);
-        self.changed.notify_all();
+        self.wake(state);
     }
 
     /// Lets nobody in any more; those who wait are told.
@@ -200,6 +206,14 @@ impl Window {
     /// The shortest round trip that was measured, in the handshake or since.
     pub fn round_trip(&self) -> Duration {
         self.lock().budget.round_trip
+    }
+
+    fn wake(&self, state: MutexGuard<'_, State>) {
+        let waiting = state.waiting;
+        drop(state);
+        if waiting > 0 {
+            self.changed.notify_all();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
