@@ -82,6 +82,9 @@ fn misplaced<T>(what: &str) -> Result<T, SinkError> {
     Err(format!("{what} on a channel that is not for it").into())
 }
 
+/// An acknowledgement may stand for so many packets of full size at most.
+const MOST_WITHHELD: u64 = 8;
+
 /// Why a channel of the destination failed. Nothing after the packet at fault was placed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -184,6 +187,8 @@ impl Receiving<'_> {
         let mut pages = PageTable::new();
         let mut header_bytes = [0; PACKET_HEADER_LENGTH];
         let mut table_buffer = vec![0; MAX_TABLE];
+        // Bytes of packets that were placed and are not acknowledged.
+        let mut withheld = 0;
 
         while self.reader.read_packet_start(&mut header_bytes)? {
             let header = PacketHeader::decode(&header_bytes, self.rules.packet_size)?;
@@ -210,10 +215,23 @@ impl Receiving<'_> {
             self.counters.content_bytes.fetch_add(header.content_length.into(), Ordering::Relaxed);
             self.counters.placed.store(sequence.placed(), Ordering::Release);
             if let Some(writer) = &mut acknowledgements {
-                writer.write_all(&Ack { sequence: sequence.last() }.encode())?;
+                withheld += (PACKET_HEADER_LENGTH + table.len()) as u64 + u64::from(header.payload_length);
+                if self.is_due(withheld) {
+                    withheld = 0;
+                    writer.write_all(&Ack { sequence: sequence.last() }.encode())?;
+                }
             }
         }
         Ok(())
+    }
+
+    /// Whether packets of `withheld` bytes are to be acknowledged now. To say it costs both sides a wake-up, so it waits while
+    /// there is more to do here: another packet has arrived, and with it half as much as is withheld. So a source whose window
+    /// is full is told while there is still a packet to be placed here, even if its window has room for two only, and whoever
+    /// waits for the last acknowledgement gets it at once.
+    fn is_due(&self, withheld: u64) -> bool {
+        let packet = self.rules.packet_size as u64;
+        withheld >= MOST_WITHHELD * packet || self.reader.arrived() < packet + withheld / 2
     }
 
     /// Straight to where it belongs if that is a few pieces of memory, else by way of a buffer.

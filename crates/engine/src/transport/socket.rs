@@ -146,6 +146,14 @@ impl Socket {
         }
     }
 
+    /// How many bytes have arrived and wait to be read; 0 where that cannot be said.
+    pub(super) fn arrived(&self) -> u64 {
+        match self.way() {
+            Way::Kernel(fd) => rustix::io::ioctl_fionread(fd).unwrap_or(0),
+            Way::Simulated(end) => end.arrived(),
+        }
+    }
+
     /// Reads what there is; `TimedOut` or `WouldBlock` after waiting for too long.
     pub(super) fn read(&self, into: &mut [u8], wait: Wait) -> io::Result<usize> {
         let fd = match self.way() {

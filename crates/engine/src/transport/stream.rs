@@ -192,6 +192,11 @@ impl Reader {
         Ok(())
     }
 
+    /// How many bytes can be read without waiting; 0 where that is not known, as with TLS.
+    pub fn arrived(&self) -> u64 {
+        if self.link.tls.is_some() { 0 } else { self.link.socket.arrived() }
+    }
+
     /// Bytes taken off the wire since the connection was made, TLS's own included, TCP's not.
     pub fn bytes_read(&self) -> u64 {
         self.read

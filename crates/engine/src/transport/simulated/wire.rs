@@ -283,6 +283,12 @@ impl End {
         }
     }
 
+    /// How much can be read without waiting.
+    pub(in crate::transport) fn arrived(&self) -> u64 {
+        let state = self.wire.state();
+        if state.broken.is_some() { 0 } else { state.flows[self.reading()].deliverable(usize::MAX) as u64 }
+    }
+
     /// Writes all of `parts`, waiting for room; if it may not wait, what there is room for and then `WouldBlock`.
     pub(in crate::transport) fn write_all(&self, parts: &[IoSlice<'_>], may_wait: bool) -> io::Result<()> {
         let at = self.writing();
