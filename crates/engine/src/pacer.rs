@@ -8,8 +8,11 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Sending that was not done in time may be made up for this long afterwards: it covers threads that wake late.
-const CATCH_UP: Duration = Duration::from_millis(20);
+/// Sending that was not done in time is made up for if it is no more than this: it covers threads that wake late. What is
+/// made up for comes on top of a second's bytes, so with a piece it must stay below a twentieth of a second.
+const CATCH_UP: Duration = Duration::from_millis(30);
+/// To so little of a second its bytes are exact.
+const PIECES_PER_SECOND: u64 = 400;
 /// Largest piece to ask for at once, in bytes.
 const LARGEST_PIECE: u64 = 256 << 10;
 /// Smallest piece worth a system call, in bytes.
@@ -64,13 +67,9 @@ impl Pacer {
         self.lock().rate
     }
 
-    /// How much to send between two calls of [`Pacer::pace`], in bytes: a hundredth of a second's worth, within 4 KiB
-    /// and 256 KiB.
+    /// How much to send between two calls of [`Pacer::pace`], in bytes: what goes out in 2.5 ms, within 4 KiB and 256 KiB.
     pub fn piece(&self) -> usize {
-        match self.lock().rate {
-            None => LARGEST_PIECE as usize,
-            Some(rate) => (rate / 100).clamp(SMALLEST_PIECE, LARGEST_PIECE) as usize,
-        }
+        self.lock().rate.map_or(LARGEST_PIECE, piece) as usize
     }
 
     fn lock(&self) -> MutexGuard<'_, Line> {
@@ -128,6 +127,10 @@ impl Line {
     }
 }
 
+fn piece(rate: u64) -> u64 {
+    (rate / PIECES_PER_SECOND).clamp(SMALLEST_PIECE, LARGEST_PIECE)
+}
+
 fn bytes_in(time: Duration, rate: u64) -> u64 {
     u64::try_from(time.as_nanos().saturating_mul(rate.into()) / 1_000_000_000).unwrap_or(u64::MAX)
 }
@@ -138,8 +141,15 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    /// Senders that always want more and wake `late` after their time: (when, who, how much) for each piece sent.
-    fn simulate(rate: u64, piece: u64, senders: usize, late: Duration, until: Duration) -> Vec<(Duration, usize, u64)> {
+    /// Senders that always want more: (when, who, how much) for each piece sent. `wakes` says when one whose time has come
+    /// goes on.
+    fn simulate(
+        rate: u64,
+        piece: u64,
+        senders: usize,
+        wakes: impl Fn(Duration) -> Duration,
+        until: Duration,
+    ) -> Vec<(Duration, usize, u64)> {
         let mut line = Line::new(Some(rate));
         let mut sent = Vec::new();
         // (the time the sender goes on, who) for each; each takes its next piece when the one before has been sent.
@@ -152,7 +162,7 @@ mod tests {
         loop {
             let next = (0..senders).min_by_key(|at| waiting[*at]).unwrap();
             let (due, who) = waiting[next];
-            let now = due + late;
+            let now = wakes(due);
             if now > until {
                 return sent;
             }
@@ -171,12 +181,12 @@ mod tests {
         for rate in [1 << 20, 100 << 20, 125_000_000, 3_000_000_000] {
             for senders in [1, 3, 8] {
                 for late in [Duration::ZERO, Duration::from_micros(100), Duration::from_millis(3)] {
-                    let piece = (rate / 100).clamp(SMALLEST_PIECE, LARGEST_PIECE);
+                    let piece = piece(rate);
                     // Whoever wakes later than a piece lasts must have others at work; a lone one cannot keep up.
                     if late.as_secs_f64() * rate as f64 > (piece * senders as u64) as f64 {
                         continue;
                     }
-                    let sent = simulate(rate, piece, senders, late, SECOND * 5);
+                    let sent = simulate(rate, piece, senders, |due| due + late, SECOND * 5);
                     for tenth in 10..40 {
                         let from = SECOND * tenth / 10;
                         let bytes = sent_between(&sent, from, from + SECOND) as f64;
@@ -189,8 +199,25 @@ mod tests {
     }
 
     #[test]
+    fn standstills_of_all_channels_are_made_up_for_within_five_percent_of_every_second() {
+        let stall = CATCH_UP - Duration::from_millis(1);
+        for rate in [1 << 20, 20_000_000, 500_000_000] {
+            for senders in [1, 2, 4] {
+                // Nobody wakes in the first part of each tenth of a second.
+                let wakes = |due: Duration| due.max(SECOND * (due.as_millis() / 100) as u32 / 10 + stall);
+                let sent = simulate(rate, piece(rate), senders, wakes, SECOND * 6);
+                for step in 200..900 {
+                    let from = Duration::from_millis(5) * step;
+                    let ratio = sent_between(&sent, from, from + SECOND) as f64 / rate as f64;
+                    assert!((0.95..=1.05).contains(&ratio), "{rate} B/s, {senders} senders, from {from:?}: {ratio}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn channels_get_equal_shares() {
-        let sent = simulate(100 << 20, 256 << 10, 4, Duration::ZERO, SECOND * 2);
+        let sent = simulate(100 << 20, 256 << 10, 4, |due| due, SECOND * 2);
         let shares = (0..4).map(|who| sent.iter().filter(|(_, by, _)| *by == who).count());
         let (least, most) = (shares.clone().min().unwrap(), shares.max().unwrap());
         assert!(most - least <= 1 && least > 0, "{least}..{most} pieces");
