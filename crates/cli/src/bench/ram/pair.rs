@@ -88,7 +88,7 @@ impl Rig<'_> {
             other => return Err(unexpected(&other)),
         };
         let mut source = source.borrow_mut();
-        let _warmth = Warmth::hold(expected, destination.child.id())?;
+        let _warmth = Warmth::hold(expected, &self.cpus(Side::B))?;
         source.tell(&Order::Send { by: by.clone(), to, channels })?;
         let sent = took(source.hear()?)?;
         let received = took(destination.hear()?)?;

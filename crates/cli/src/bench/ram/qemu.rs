@@ -38,7 +38,8 @@ pub(crate) struct Source<'a> {
     qemu: Qemu,
     monitor: Qmp,
     cancel: &'a Cancel,
-    cpus: String,
+    /// The destination's.
+    cpus: Vec<usize>,
     tls: Option<PathBuf>,
 }
 
@@ -78,7 +79,7 @@ impl<'a> Source<'a> {
         let qemu = Qemu::start(&QemuOptions { extra: words, ..options.clone() })?;
         let monitor = Qmp::connect(qemu.qmp_path())?;
         fill(qemu.pid(), shape)?;
-        let cpus = list(&rig.cpus(Side::B));
+        let cpus = rig.cpus(Side::B);
         Ok(Self { options, shape, qemu, monitor, cancel: rig.cancel, cpus, tls })
     }
 
@@ -92,7 +93,7 @@ impl<'a> Source<'a> {
     ) -> Result<Measured, HostsError> {
         let options = QemuOptions {
             role: Role::Incoming,
-            host_cpus: Some(self.cpus.clone()),
+            host_cpus: Some(list(&self.cpus)),
             extra: credentials(self.tls.as_deref(), "server"),
             ..self.options.incoming()
         };
@@ -135,7 +136,7 @@ impl<'a> Source<'a> {
         let Some(port) = listening["socket-address"][0]["port"].as_str() else {
             return Err(HostsError(format!("the destination QEMU does not say where it listens: {listening}")));
         };
-        let _warmth = Warmth::hold(expected, destination.pid())?;
+        let _warmth = Warmth::hold(expected, &self.cpus)?;
         self.monitor.clear_events();
         let before = (Usage::of(self.qemu.pid())?, Usage::of(destination.pid())?);
         self.monitor.execute("migrate", json!({ "uri": format!("tcp:127.0.0.1:{port}") }))?;

@@ -120,7 +120,7 @@ fn obey(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
 }
 
 /// This thread, and all that it starts from here on.
-fn pin(cpus: &[usize]) -> Result<(), String> {
+pub(super) fn pin(cpus: &[usize]) -> Result<(), String> {
     let mut set = CpuSet::new();
     cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU).for_each(|cpu| set.set(*cpu));
     sched_setaffinity(None, &set).map_err(|error| format!("cannot run on CPUs {cpus:?} only: {error}"))

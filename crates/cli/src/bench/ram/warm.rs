@@ -1,12 +1,16 @@
 //! Memory for a destination that is warm when it is taken, however long the migration lasts.
 //!
 //! A virtual machine's host takes back what is free, on the test machines within two seconds, and a page that it has to give
-//! again costs seven times as much to clear. So memory that was warmed and let go before a destination began would be warm
-//! for those who are fast and cold for the others. Here it is held, and let go by steps, a little ahead of the process that
-//! takes it.
+//! again costs up to twenty times as much to clear. So memory that was warmed and let go before a destination began would be
+//! warm for those who are fast and cold for the others. Here it is held, and let go by small steps as the system's free
+//! memory gets less. What is followed is the system and not the destination, so it makes no difference whether that takes
+//! anonymous memory, a mapping's or a file's, nor what else the machine does meanwhile: what others take of it is made up
+//! for. The kernel gives first what was let go last, and keeps some of that for the CPU that let it go, without counting it as
+//! free; so it is let go on the destination's own CPUs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -15,42 +19,51 @@ use sterna_memory::discard::Discardable;
 use sterna_memory::ram::RamBlock;
 
 use super::guest::{Guest, Memory};
+use super::side::pin;
 use crate::hosts::{HostsError, doing};
 
-/// What is free beyond what was taken: more than is taken between two looks, and little enough to be warm.
+/// Free beyond what was free before: more than is taken between two looks on a busy machine. What is let go later is taken
+/// earlier, so most of this is only taken where the next comes late.
 const AHEAD: u64 = 256 << 20;
-const INTERVAL: Duration = Duration::from_millis(2);
+const INTERVAL: Duration = Duration::from_millis(1);
 /// Let go at once.
-const STEP: u64 = 32 << 20;
+const STEP: u64 = 8 << 20;
+/// Held beyond what the destination needs, for others who take memory meanwhile.
+const SPARE: u64 = 1 << 30;
 
-/// Memory that is let go as a process takes it; all of it at the end.
+/// Memory that is let go as memory is taken; all of it at the end.
 pub(crate) struct Warmth {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Warmth {
-    /// Touches so many bytes, and begins to let them go to process `pid`.
-    pub(crate) fn hold(bytes: u64, pid: u32) -> Result<Self, HostsError> {
+    /// Touches so many bytes and some more, and begins to let them go, on `cpus`.
+    pub(crate) fn hold(bytes: u64, cpus: &[usize]) -> Result<Self, HostsError> {
         let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let before = resident(pid).unwrap_or(0);
-        let ready = touch(bytes).map_err(doing::<String>("warming memory"))?;
+        let (stopped, cpus) = (Arc::clone(&stop), cpus.to_vec());
+        let ready = touch(bytes + AHEAD + SPARE).map_err(doing::<String>("warming memory"))?;
+        let (begun, beginning) = channel();
         let thread = std::thread::spawn(move || {
+            // Where that is refused it is only less exact.
+            let _ = pin(&cpus);
             let ram = ready.ram();
             let block = &ram.blocks()[0];
             let Ok(Some(memory)) = block.discardable() else { return };
+            // The most that was free: what others let go meanwhile is less warm, and does not count.
+            let mut most = free() + AHEAD;
             let mut released = 0;
             while released < block.bytes() && !stopped.load(Ordering::Relaxed) {
-                // A process that has ended takes nothing more.
-                let Some(now) = resident(pid) else { return };
-                let wanted = (now.saturating_sub(before) + AHEAD).min(block.bytes());
-                while released < wanted {
+                most = most.max(free());
+                while released < block.bytes() && free() + STEP <= most {
                     released = release(&memory, block, released);
                 }
+                let _ = begun.send(());
                 std::thread::sleep(INTERVAL);
             }
         });
+        // The first of it is free before anybody takes; where nothing can be let go, there is nothing to wait for.
+        let _ = beginning.recv();
         Ok(Self { stop, thread: Some(thread) })
     }
 }
@@ -88,11 +101,10 @@ fn release(memory: &Discardable, block: &RamBlock, from: u64) -> u64 {
     end
 }
 
-/// Bytes of a process that are in memory (proc_pid_statm(5)).
-fn resident(pid: u32) -> Option<u64> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/statm")).ok()?;
-    let pages: u64 = text.split_ascii_whitespace().nth(1)?.parse().ok()?;
-    Some(pages * rustix::param::page_size() as u64)
+/// Bytes of the machine's memory that nobody uses, not even for files (sysinfo(2)).
+fn free() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.freeram * u64::from(info.mem_unit)
 }
 
 #[cfg(test)]
@@ -100,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_process_takes_is_let_go_and_nothing_waits_for_what_it_leaves() {
+    fn what_is_let_go_is_gone_step_by_step() {
         let block = touch(3 * STEP).unwrap();
         assert_eq!(block.populated_bytes(), Ok(3 * STEP));
         let ram = block.ram();
@@ -109,7 +121,6 @@ mod tests {
         assert_eq!(block.populated_bytes(), Ok(2 * STEP));
         assert_eq!(release(&memory, &ram.blocks()[0], 2 * STEP), 3 * STEP);
         assert_eq!(block.populated_bytes(), Ok(STEP));
-        drop(Warmth::hold(STEP, std::process::id()).unwrap());
-        assert!(resident(std::process::id()).unwrap() > 0 && resident(u32::MAX).is_none());
+        assert!(free() > 0);
     }
 }
