@@ -2,9 +2,11 @@
 //!
 //! Each benchmark is a file that makes cells and targets; what they share is in `harness`.
 
+mod bandwidth;
 mod dirty_rate;
 mod harness;
 mod machine;
+mod measured;
 mod memory;
 mod migration;
 mod qemu;
@@ -59,6 +61,8 @@ enum Benchmark {
     ReceivedBitmap,
     /// Largest rate at which a guest may write its memory and still be moved, by the library
     DirtyRate,
+    /// How closely the library keeps to a bandwidth limit, over every second
+    Bandwidth,
 }
 
 fn release(text: &str) -> Result<QemuVersion, String> {
@@ -95,6 +99,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Ram => ram::cells(),
         Benchmark::ReceivedBitmap => received_bitmap::cells(),
         Benchmark::DirtyRate => dirty_rate::cells(),
+        Benchmark::Bandwidth => bandwidth::cells(),
     })?;
     let cancel = Cancel::new();
     let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, tell);
@@ -105,6 +110,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Ram => ram::measure(args, &cancel, &tell),
         Benchmark::ReceivedBitmap => received_bitmap::measure(args, &cancel, &tell),
         Benchmark::DirtyRate => dirty_rate::measure(args, &cancel, &tell),
+        Benchmark::Bandwidth => bandwidth::measure(args, &cancel, &tell),
     };
     let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
     if findings.rows.is_empty() {

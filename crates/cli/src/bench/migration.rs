@@ -17,6 +17,7 @@ use sterna_lab::{Backend, Qemu, QemuOptions, Role, warm_memory};
 use sterna_qemu::qmp::Qmp;
 use tempfile::TempDir;
 
+use super::measured::Measured;
 use super::memory::MemoryWatch;
 use crate::hosts::{Hosts, HostsError, Side, Sterna, doing, patiently};
 
@@ -47,24 +48,6 @@ pub(crate) enum Way {
         /// Whether pages go through QEMU's sockets even where there is a faster way.
         in_stream: bool,
     },
-}
-
-/// What a migration took.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Measured {
-    pub(crate) total_ms: f64,
-    pub(crate) downtime_ms: f64,
-    /// Out of the source host's interface, headers and all.
-    pub(crate) wire_bytes: f64,
-    /// QEMU and Sterna at the source.
-    pub(crate) source_cpu: f64,
-    /// QEMU and Sterna at the destination.
-    pub(crate) destination_cpu: f64,
-    /// Page faults of QEMU and Sterna at the destination.
-    pub(crate) faults: f64,
-    /// Most anonymous bytes of `sterna send` and `sterna receive`; 0 where there are none.
-    pub(crate) source_memory: f64,
-    pub(crate) destination_memory: f64,
 }
 
 /// A source with its guest running, and where its destinations are.
@@ -333,10 +316,7 @@ impl Bench {
         Ok(Measured {
             total_ms: milliseconds(setup),
             downtime_ms: milliseconds(stopped),
-            source_cpu: source.cpu_seconds(),
-            destination_cpu: used.cpu_seconds(),
-            faults: (used.minor_faults + used.major_faults) as f64,
-            ..Measured::default()
+            ..Measured::using(&source, &used)
         })
     }
 

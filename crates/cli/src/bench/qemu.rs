@@ -14,7 +14,8 @@ use sterna_lab::{Backend, Fill, Guest, LinuxGuest, QemuOptions};
 
 use super::BenchArgs;
 use super::harness::{Cell, Column, Findings, Row, Spread, Target, interleaved};
-use super::migration::{Bench, Measured, Way};
+use super::measured::Measured;
+use super::migration::{Bench, Way};
 use crate::hosts::{Hosts, HostsError};
 
 const COLUMNS: &[Column] = &[
@@ -226,18 +227,11 @@ fn plans(limited: bool, huge: Option<&Path>) -> Vec<Plan> {
     plans
 }
 
+/// In the order of [`COLUMNS`].
 fn figures(measured: &Measured) -> Vec<f64> {
-    vec![
-        measured.total_ms,
-        measured.downtime_ms,
-        measured.wire_bytes,
-        measured.source_cpu + measured.destination_cpu,
-        measured.source_cpu,
-        measured.destination_cpu,
-        measured.faults,
-        measured.source_memory,
-        measured.destination_memory,
-    ]
+    let mut figures = measured.figures();
+    figures.insert(1, measured.downtime_ms);
+    figures
 }
 
 /// The targets of the first issue about QEMU.

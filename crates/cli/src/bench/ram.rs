@@ -10,6 +10,7 @@ pub(crate) mod pair;
 pub(crate) mod pipeline;
 pub(crate) mod plain;
 mod qemu;
+mod received;
 pub(crate) mod side;
 mod warm;
 
@@ -21,12 +22,13 @@ use tempfile::TempDir;
 
 use super::BenchArgs;
 use super::harness::{Cell, Column, Findings, Row, Spread, Target, interleaved};
+use super::measured::Measured;
 use crate::hosts::{Hosts, HostsError, Side, doing};
 use guest::{Content, Memory};
-use pair::{Measured, Rig, Shape, SideProcess, took};
+use pair::{Rig, Shape, SideProcess, took};
 use side::{CLIENT, Mover, Order};
 
-/// What every cell of the benchmarks with two processes shows.
+/// What every cell of the benchmarks with two processes shows: [`Measured::figures`].
 pub(crate) const COLUMNS: &[Column] = &[
     Column { name: "total_ms", title: "total, ms", scale: 1.0, places: 1 },
     Column { name: "wire_bytes", title: "wire, MB", scale: 1e6, places: 1 },
@@ -153,7 +155,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
 }
 
 /// Certificates for both sides, made by this program.
-fn certificates() -> Result<TempDir, HostsError> {
+pub(crate) fn certificates() -> Result<TempDir, HostsError> {
     let dir = tempfile::Builder::new().prefix("sterna-bench-").tempdir();
     let dir = dir.map_err(doing("making a directory for certificates"))?;
     let mut command = Hosts::loopback().sterna(Side::A)?;
@@ -211,7 +213,7 @@ fn measure_part(
                     }
                     _ => Err(HostsError("its source was not started".into())),
                 };
-                measured.map(|measured| figures(&measured))
+                measured.map(|measured| measured.figures())
             };
             Cell { name: part.cell(*way), run: Box::new(run) }
         })
@@ -253,20 +255,6 @@ fn read_by_two(source: &mut SideProcess<'_>) -> Result<Measured, HostsError> {
         source_cpu: read.cpu_seconds,
         ..Measured::default()
     })
-}
-
-/// In the order of [`COLUMNS`].
-pub(crate) fn figures(measured: &Measured) -> Vec<f64> {
-    vec![
-        measured.total_ms,
-        measured.wire_bytes,
-        measured.source_cpu + measured.destination_cpu,
-        measured.source_cpu,
-        measured.destination_cpu,
-        measured.faults,
-        measured.source_memory,
-        measured.destination_memory,
-    ]
 }
 
 fn notes(args: &BenchArgs, rig: &Rig<'_>) -> Vec<String> {

@@ -13,7 +13,7 @@ use super::harness::{Cell, Findings, interleaved};
 use super::ram::guest::{Content, Memory};
 use super::ram::pair::{Rig, Shape};
 use super::ram::side::Mover;
-use super::ram::{CHANNELS, COLUMNS, figures};
+use super::ram::{CHANNELS, COLUMNS};
 use crate::hosts::{HostsError, Side};
 
 const MIB: u64 = 1 << 20;
@@ -91,7 +91,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
                     let verify = std::mem::take(&mut first);
                     let shape = Shape { memory: part.destination, ..part.source };
                     let measured = rig.migrate(source, shape, shape.bytes, &by, CHANNELS, verify)?;
-                    Ok(figures(&measured))
+                    Ok(measured.figures())
                 };
                 Cell { name: cell(part.name, way), run: Box::new(run) }
             })

@@ -6,13 +6,16 @@ use std::io::{Read, Write};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
 use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_guest::content::{PAGE_BYTES, Page};
 use sterna_guest::page::{Fill, Pages};
+use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::holes::PageMap;
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_memory::snapshot::Snapshot;
@@ -152,6 +155,11 @@ impl Guest {
         Box::new(HandedInLog::new(&[self.block().pages()]))
     }
 
+    /// A dirty log after which all of the memory is written again and again, until so long after it was started.
+    pub(crate) fn all_dirty_for(&self, time: Duration) -> Box<AllDirtyLog> {
+        Box::new(AllDirtyLog { idle: HandedInLog::new(&[self.block().pages()]), time, until: None })
+    }
+
     /// Writes what `content` says, by two threads.
     pub(crate) fn fill(&self, content: Content) -> Result<(), String> {
         let (filled, zero) = content.parts(self.bytes as u64);
@@ -246,6 +254,33 @@ fn in_two(parts: &[Range<u64>], work: impl Fn(u64) -> Result<(), String> + Sync)
     })
 }
 
+/// A guest that writes all of its memory, as its dirty log has it; in truth nobody writes, which takes no CPU.
+#[derive(Debug)]
+pub(crate) struct AllDirtyLog {
+    idle: HandedInLog,
+    time: Duration,
+    until: Option<Instant>,
+}
+
+impl DirtyLog for AllDirtyLog {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        self.until = Some(Instant::now() + self.time);
+        self.idle.start()
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        self.idle.collect(block, dirty)?;
+        if self.until.is_some_and(|until| Instant::now() < until) {
+            dirty.set(0..dirty.pages());
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.idle.stop()
+    }
+}
+
 /// A monitor around it, at either side.
 #[derive(Debug, Default)]
 pub(crate) struct Monitor {
@@ -312,6 +347,22 @@ mod tests {
                 assert_eq!(guest.check(content), Ok(()), "{memory:?} {content:?}");
                 assert_eq!(guest.read_by_two(), content.filled(bytes).is_empty());
             }
+        }
+    }
+
+    #[test]
+    fn a_guest_that_writes_everything_does_so_until_its_time_is_over() {
+        let guest = Guest::new(Memory::SmallPages, 2 * HUGE_PAGE as u64).unwrap();
+        let pages = guest.block().pages();
+        for (time, dirty) in [(Duration::from_secs(3600), pages), (Duration::ZERO, 0)] {
+            let mut log = guest.all_dirty_for(time);
+            log.start().unwrap();
+            for _ in 0..2 {
+                let mut found = PageBitmap::new(pages);
+                log.collect(0, &mut found).unwrap();
+                assert_eq!(found.count(), dirty);
+            }
+            log.stop().unwrap();
         }
     }
 

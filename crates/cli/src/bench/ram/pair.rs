@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use sterna::cancel::Cancel;
 
+use super::super::measured::Measured;
 use super::guest::{Content, Memory};
 use super::side::{Answer, Mover, Order, Took};
 use super::warm::Warmth;
@@ -23,18 +24,6 @@ pub(crate) struct Rig<'a> {
     /// CPUs for each side.
     pub(crate) cpus: u16,
     pub(crate) cancel: &'a Cancel,
-}
-
-/// What a migration took.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Measured {
-    pub(crate) total_ms: f64,
-    pub(crate) wire_bytes: f64,
-    pub(crate) source_cpu: f64,
-    pub(crate) destination_cpu: f64,
-    pub(crate) faults: f64,
-    pub(crate) source_memory: f64,
-    pub(crate) destination_memory: f64,
 }
 
 /// Guest RAM of one side.
@@ -98,6 +87,8 @@ impl Rig<'_> {
                 other => return Err(unexpected(&other)),
             }
         }
+        // What the destination notes before the source begins is before its second zero.
+        let since = |ns: u64| (ns as f64 - sent.begun_ns as f64) / 1e9;
         Ok(Measured {
             total_ms: (received.ended_ns.saturating_sub(sent.begun_ns)) as f64 / 1e6,
             wire_bytes: sent.wire_bytes as f64,
@@ -106,6 +97,8 @@ impl Rig<'_> {
             faults: received.faults as f64,
             source_memory: sent.own_memory_bytes as f64,
             destination_memory: received.own_memory_bytes as f64,
+            downtime_ms: 0.0,
+            received: received.received.iter().map(|(ns, bytes)| (since(*ns), *bytes as f64)).collect(),
         })
     }
 }

@@ -14,8 +14,9 @@ use sterna_lab::usage::Usage;
 use sterna_lab::{Backend, Guest, Qemu, QemuOptions, QemuVersion, Role};
 use sterna_qemu::qmp::Qmp;
 
+use super::super::measured::Measured;
 use super::guest::{Content, Memory, data};
-use super::pair::{Measured, Rig, Shape};
+use super::pair::{Rig, Shape};
 use super::warm::Warmth;
 use crate::hosts::{HostsError, Side, doing};
 
@@ -149,10 +150,7 @@ impl<'a> Source<'a> {
         Ok(Measured {
             total_ms: resumed_us.saturating_sub(begun_us) as f64 / 1e3,
             wire_bytes: told["ram"]["transferred"].as_f64().unwrap_or(0.0),
-            source_cpu: source.cpu_seconds(),
-            destination_cpu: received.cpu_seconds(),
-            faults: (received.minor_faults + received.major_faults) as f64,
-            ..Measured::default()
+            ..Measured::using(&source, &received)
         })
     }
 

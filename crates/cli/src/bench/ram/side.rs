@@ -7,6 +7,7 @@
 use std::io::{BufRead, Write};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde::{Deserialize, Serialize};
@@ -15,11 +16,12 @@ use sterna::destination::Destination;
 use sterna::source::Source;
 use sterna::tls::TlsSettings;
 use sterna::transport::Security;
+use sterna_codec::MethodChoice;
 use sterna_lab::usage::Usage;
 
 use super::clock::{cpu_ns, now_ns};
 use super::guest::{Content, Guest, Memory, Monitor};
-use super::{pipeline, plain};
+use super::{pipeline, plain, received};
 
 /// The name in the certificate of the source.
 pub(crate) const CLIENT: &str = "sterna-bench";
@@ -31,6 +33,14 @@ pub(crate) enum Mover {
     /// `Source` and `Destination`, with TLS where there is a directory of certificates.
     Sterna {
         checksums: bool,
+        tls: Option<PathBuf>,
+    },
+    /// The same at a bandwidth limit, with a compression method and a guest that writes all of its memory for so long; the
+    /// destination notes what comes in when.
+    Limited {
+        bytes_per_second: u64,
+        method: String,
+        seconds: u64,
         tls: Option<PathBuf>,
     },
     Plain,
@@ -76,6 +86,8 @@ pub(crate) struct Took {
     pub(crate) wire_bytes: u64,
     /// The most that was resident at once in this process's life, without guest RAM as it is at the end.
     pub(crate) own_memory_bytes: u64,
+    /// Times and the bytes that had come in by then, where they were noted.
+    pub(crate) received: Vec<(u64, u64)>,
 }
 
 /// Does what is ordered until there are no more orders.
@@ -144,18 +156,20 @@ fn measured(guest: &Guest, work: impl FnOnce() -> Result<(u64, Option<u64>), Str
         faults: used.minor_faults + used.major_faults,
         wire_bytes,
         own_memory_bytes: after.max_resident_bytes.saturating_sub(guest.populated_bytes()?),
+        received: Vec::new(),
     })
 }
 
 fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, String> {
     match by {
         Mover::Sterna { checksums, tls } => {
-            let security = security(tls.as_deref(), TlsSettings::client)?;
-            let source = Source::new(guest.ram(), guest.log()).channels(channels).checksums(*checksums);
-            measured(guest, || {
-                let report = source.run(to, &security, &mut Monitor::default(), &Cancel::new(), &());
-                report.map(|report| (report.wire_bytes, None)).map_err(|error| error.to_string())
-            })
+            send_whole(guest, Source::new(guest.ram(), guest.log()).checksums(*checksums), to, channels, tls.as_deref())
+        }
+        Mover::Limited { bytes_per_second, method, seconds, tls } => {
+            let method = MethodChoice::parse(method, None).map_err(|error| error.to_string())?;
+            let log = guest.all_dirty_for(Duration::from_secs(*seconds));
+            let source = Source::new(guest.ram(), log).method(method).bandwidth(Some(*bytes_per_second));
+            send_whole(guest, source, to, channels, tls.as_deref())
         }
         Mover::Plain => measured(guest, || {
             plain::send(&guest.ram(), to, channels).map(|bytes| (bytes, None)).map_err(|error| error.to_string())
@@ -166,19 +180,33 @@ fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, Stri
     }
 }
 
+fn send_whole(guest: &Guest, source: Source, to: &str, channels: u16, tls: Option<&Path>) -> Result<Took, String> {
+    let security = security(tls, TlsSettings::client)?;
+    let source = source.channels(channels);
+    measured(guest, || {
+        let report = source.run(to, &security, &mut Monitor::default(), &Cancel::new(), &());
+        report.map(|report| (report.wire_bytes, None)).map_err(|error| error.to_string())
+    })
+}
+
 fn receive(guest: &Guest, by: &Mover, channels: u16) -> Result<Took, String> {
     let listening = |address: &dyn std::fmt::Display| say(&Answer::Listening { address: address.to_string() });
     match by {
-        Mover::Sterna { tls, .. } => {
+        Mover::Sterna { tls, .. } | Mover::Limited { tls, .. } => {
             let security = security(tls.as_deref(), |dir| TlsSettings::server(dir, &[CLIENT.to_owned()]))?;
             let door = Destination::new(guest.ram()).listen(ANY_PORT, &security).map_err(|error| error.to_string())?;
             // By name, so that the certificate fits.
             listening(&door.address().to_string().replace("127.0.0.1", "localhost"))?;
-            measured(guest, || {
+            let receive = || {
                 let mut monitor = Monitor::default();
                 let report = door.run(&mut monitor, &Cancel::new(), &());
                 report.map(|_| (0, monitor.resumed_ns)).map_err(|error| error.to_string())
-            })
+            };
+            if !matches!(by, Mover::Limited { .. }) {
+                return measured(guest, receive);
+            }
+            let (took, received) = received::while_running(|| measured(guest, receive));
+            Ok(Took { received, ..took? })
         }
         Mover::Plain => {
             let listener = TcpListener::bind(ANY_PORT).map_err(|error| error.to_string())?;

@@ -1,0 +1,49 @@
+//! What one migration took: the same figures for a guest of QEMU and for memory that the library moves.
+
+use sterna_lab::usage::Usage;
+
+/// Figures of one migration; what a benchmark does not look at is 0.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Measured {
+    pub(crate) total_ms: f64,
+    pub(crate) downtime_ms: f64,
+    /// As the mover counts them; between namespaces, out of the source host's interface, headers and all.
+    pub(crate) wire_bytes: f64,
+    /// All processes at the source.
+    pub(crate) source_cpu: f64,
+    /// All processes at the destination.
+    pub(crate) destination_cpu: f64,
+    /// Page faults at the destination.
+    pub(crate) faults: f64,
+    /// The most that Sterna's process had of its own, without guest RAM.
+    pub(crate) source_memory: f64,
+    pub(crate) destination_memory: f64,
+    /// Seconds since the beginning and the bytes that had come in by then, where they were noted.
+    pub(crate) received: Vec<(f64, f64)>,
+}
+
+impl Measured {
+    /// With what both sides used meanwhile.
+    pub(crate) fn using(source: &Usage, destination: &Usage) -> Self {
+        Self {
+            source_cpu: source.cpu_seconds(),
+            destination_cpu: destination.cpu_seconds(),
+            faults: (destination.minor_faults + destination.major_faults) as f64,
+            ..Self::default()
+        }
+    }
+
+    /// Total, wire, CPU of both sides and of each, faults, memory of each.
+    pub(crate) fn figures(&self) -> Vec<f64> {
+        vec![
+            self.total_ms,
+            self.wire_bytes,
+            self.source_cpu + self.destination_cpu,
+            self.source_cpu,
+            self.destination_cpu,
+            self.faults,
+            self.source_memory,
+            self.destination_memory,
+        ]
+    }
+}
