@@ -30,7 +30,8 @@ use sterna_wire::packet::{BlockShape, DeviceLabel, Run};
 use sterna_wire::switchover::SwitchoverMessage;
 
 const PAGES: [usize; 2] = [500, 100];
-const BUSY: Workload = Workload { writers: 1, span: 100, seed: 3, burst: 0 };
+/// Never fits the downtime that is aimed at.
+const BUSY: Workload = Workload { writers: 1, span: 500, seed: 3, burst: 0 };
 const FEATURES: Features<'_> =
     Features { offered: &["guest-state-1", "post-copy-1", "unchecked-1"], required: &["guest-state-1"] };
 
@@ -142,7 +143,11 @@ fn source_against(
     let listener = Listener::bind(port).unwrap();
     let address = listener.local_address();
     let limits = TimeLimits { telling: Duration::from_millis(100), ..TimeLimits::default() };
-    let migration = Source::new(memory.ram(), Box::new(log)).when_not_converging(not_converging).time_limits(limits);
+    let migration = Source::new(memory.ram(), Box::new(log))
+        .when_not_converging(not_converging)
+        .time_limits(limits)
+        .bandwidth(Some(20 << 20))
+        .downtime(Duration::from_millis(1));
     let (sent, said) = std::thread::scope(|scope| {
         let odd = scope.spawn(move || odd_destination(listener, answers));
         let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());

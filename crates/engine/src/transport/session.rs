@@ -68,6 +68,11 @@ impl Arrived {
         Self { bytes: vec![0; READ_AT_ONCE], plain: Vec::with_capacity(RECORD), ..Self::default() }
     }
 
+    /// How many bytes wait here to be handed out.
+    pub(super) fn waiting(&self) -> u64 {
+        (self.end - self.start + self.plain.len() - self.plain_start) as u64
+    }
+
     /// Where the next encrypted bytes go.
     pub(super) fn room(&mut self) -> &mut [u8] {
         self.bytes.copy_within(self.start..self.end, 0);

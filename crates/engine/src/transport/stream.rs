@@ -192,9 +192,10 @@ impl Reader {
         Ok(())
     }
 
-    /// How many bytes can be read without waiting; 0 where that is not known, as with TLS.
+    /// How many bytes can be read without waiting, about: with TLS its own bytes are counted, too, and so is a record of
+    /// which the rest is still to come.
     pub fn arrived(&self) -> u64 {
-        if self.link.tls.is_some() { 0 } else { self.link.socket.arrived() }
+        self.arrived.waiting() + self.link.socket.arrived()
     }
 
     /// Bytes taken off the wire since the connection was made, TLS's own included, TCP's not.
