@@ -177,6 +177,11 @@ impl ControlLink {
         Ok(Self { writer, closer, beating, open })
     }
 
+    /// What another thread can say things to the peer with, as long as this link lives.
+    pub fn sender(&self) -> ControlSender {
+        ControlSender(Arc::clone(&self.writer))
+    }
+
     /// Says something to the peer.
     pub fn send(&self, message: &ControlMessage) -> io::Result<()> {
         send(&self.writer, message)
@@ -186,6 +191,20 @@ impl ControlLink {
     pub fn close(&self) {
         self.closer.close();
         self.open.close();
+    }
+}
+
+/// Says things on a control channel that a driver owns.
+#[derive(Clone, Debug)]
+pub struct ControlSender(Arc<Mutex<Writer>>);
+
+impl ControlSender {
+    /// Says something to the peer.
+    ///
+    /// # Errors
+    /// The connection is gone, which the link tells its driver.
+    pub fn send(&self, message: &ControlMessage) -> io::Result<()> {
+        send(&self.0, message)
     }
 }
 

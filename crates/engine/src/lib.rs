@@ -124,6 +124,7 @@ pub mod destination;
 pub mod entry;
 mod ledger;
 pub mod migration;
+mod occupied;
 pub mod pacer;
 pub mod process;
 mod reading;

@@ -85,10 +85,11 @@ pub trait DestinationVmm {
     /// The migration fails; the guest runs on at the source. This monitor's guest is of no use any more.
     fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError>;
 
-    /// Lets the guest run: it belongs to this side now.
+    /// Lets the guest run: it belongs to this side now. In post-copy it should not touch guest RAM: if the source is lost
+    /// amid that, the page that it waits for comes only when the source was killed, or never.
     ///
     /// # Errors
-    /// The guest runs at neither side. It may be tried again.
+    /// The guest runs at neither side. It may be tried again, unless part of its memory is still missing.
     fn resume(&mut self) -> Result<(), VmmError>;
 
     /// As [`SourceVmm::post_copy_refusal`], for this side's devices.

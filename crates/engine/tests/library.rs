@@ -12,7 +12,7 @@ use sterna::cancel::Cancel;
 use sterna::destination::{Before, Destination};
 use sterna::migration::{GuestState, MigrationError, Phase, Side};
 use sterna::report::{Outcome, ReceiveReport, Report};
-use sterna::source::{NotConverging, Source, Throttle};
+use sterna::source::{NotConverging, Source, Throttle, TimeLimits};
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
 use sterna_memory::bitmap::PageBitmap;
@@ -376,6 +376,34 @@ fn a_destination_without_memory_says_so_on_both_sides_and_the_guest_runs_on() {
         assert!(received.reason.contains("no memory for"), "{received}");
         assert!(sent.reason.contains("the destination failed") && sent.reason.contains("no memory for"), "{sent}");
         pair.stays_at_source();
+    });
+}
+
+#[test]
+fn a_state_larger_than_all_queues_moves_while_the_last_pages_do() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(CALM);
+        pair.from.state_bytes = 64 << 20;
+        let (source, destination) = (pair.source().packet_size(64 << 10), Destination::new(pair.destination.ram()));
+        let (sent, received) = pair.run(source, destination);
+        sent.unwrap();
+        received.unwrap();
+        pair.has_moved();
+    });
+}
+
+#[test]
+fn settings_that_mean_for_ever_are_that() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(CALM);
+        let ever = Duration::MAX;
+        let limits = TimeLimits { step: ever, delivery: ever, telling: ever, ..TimeLimits::default() };
+        let source = pair.source().time_limits(limits).give_up_after(Some(ever)).downtime(Duration::from_secs(3600));
+        let destination = Destination::new(pair.destination.ram()).linger(ever);
+        let (sent, received) = pair.run(source, destination);
+        sent.unwrap();
+        received.unwrap();
+        pair.has_moved();
     });
 }
 

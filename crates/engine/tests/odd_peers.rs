@@ -9,27 +9,35 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::within_a_minute;
-use guest::{Memory, Monitor, Running, Workload};
+use guest::{Behind, Memory, Monitor, Running, Workload};
 use sterna::abort::Abort;
+use sterna::batch::BatchPool;
 use sterna::cancel::Cancel;
 use sterna::control_link::ControlLink;
 use sterna::destination::Destination;
 use sterna::migration::{GuestState, MigrationError, Phase};
+use sterna::pacer::Pacer;
 use sterna::receive::{Sink, SinkError};
 use sterna::report::ReceiveReport;
+use sterna::send::{Item, SendChannel, SendContext};
 use sterna::session::{
     self, Doorman, Features, Greeting, Heard, Offer, OtherDoor, Peer, PeerNews, Session, Sinks, TellPeer, link_events,
 };
 use sterna::source::{NotConverging, Source, TimeLimits};
 use sterna::transport::simulated::Network;
 use sterna::transport::{Address, Limits, Listener, Reader, Security, Writer, accept_channel};
+use sterna::window::Window;
 use sterna_codec::MethodChoice;
 use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::control::{Block, ControlMessage, Machine, Mode, PostCopyFigures, Totals};
-use sterna_wire::packet::{BlockShape, DeviceLabel, Run};
+use sterna_wire::packet::{
+    BlockShape, DeviceLabel, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run, RunKind,
+};
 use sterna_wire::switchover::SwitchoverMessage;
 
 const PAGES: [usize; 2] = [500, 100];
+const SHAPES: [BlockShape; 2] =
+    [BlockShape { pages: 500, page_size: 4096 }, BlockShape { pages: 100, page_size: 4096 }];
 /// Never fits the downtime that is aimed at.
 const BUSY: Workload = Workload { writers: 1, span: 500, seed: 3, burst: 0 };
 const FEATURES: Features<'_> =
@@ -82,7 +90,6 @@ fn odd_destination(
     let (tell, news) = news();
     let events = link_events(&tell, 1);
     let link = ControlLink::start(greeted.writer, greeted.reader, greeted.closer, greeted.messages, events).unwrap();
-    let shapes = PAGES.map(|pages| BlockShape { pages: pages as u64, page_size: 4096 });
     let abort = Arc::new(Abort::default());
     let kept: Arc<Mutex<Vec<(Writer, Reader)>>> = Arc::default();
     let door: OtherDoor = {
@@ -92,7 +99,7 @@ fn odd_destination(
             Ok(())
         })
     };
-    let doorman = Doorman::new(greeted.session, Box::new(Nowhere(shapes.into())), &abort, Some(door), tell);
+    let doorman = Doorman::new(greeted.session, Box::new(Nowhere(SHAPES.into())), &abort, Some(door), tell);
     doorman.open();
     let stop = incoming.stop_handle();
     let mut peer = Peer::new(link);
@@ -220,66 +227,177 @@ fn a_destination_whose_memory_fails_in_post_copy_is_not_waited_for() {
     });
 }
 
-/// A destination against a source that says these things after the welcome, and then stays on the line.
-fn destination_against(says: &[ControlMessage]) -> (Result<ReceiveReport, MigrationError>, Vec<ControlMessage>) {
+/// A source that speaks the protocol as a test tells it to.
+struct OddSource {
+    address: Address,
+    session: Session,
+    peer: Peer,
+    news: Receiver<PeerNews>,
+    tell: TellPeer,
+    abort: Arc<Abort>,
+    said: Vec<ControlMessage>,
+}
+
+impl OddSource {
+    fn new(address: &Address, features: Features<'_>) -> Self {
+        let block =
+            |(name, pages): (&str, usize)| Block { name: name.into(), bytes: pages as u64 * 4096, page_size: 4096 };
+        let machine = Machine {
+            monitor: "odd".into(),
+            machine_type: String::new(),
+            ram: PAGES.iter().sum::<usize>() as u64 * 4096,
+            downtime_ms: 300,
+            blocks: ["low", "high"].into_iter().zip(PAGES).map(block).collect(),
+        };
+        let offer = Offer {
+            to: address,
+            security: &Security::Insecure,
+            channels: 1,
+            packet_size: 64 << 10,
+            machine,
+            mode: Mode::Embedded,
+            features,
+            method: MethodChoice::parse("none", None).unwrap().method(),
+        };
+        let (tell, news) = news();
+        let (link, session) = session::dial(&offer, &Cancel::new(), &tell).unwrap();
+        let (peer, abort, address) = (Peer::new(link), Arc::new(Abort::default()), address.clone());
+        Self { address, session, peer, news, tell, abort, said: Vec::new() }
+    }
+
+    /// Says this.
+    fn say(&mut self, message: ControlMessage) {
+        self.peer.say(&message);
+    }
+
+    fn say_of_the_switchover(&mut self, message: SwitchoverMessage) {
+        self.say(ControlMessage::Switchover(message));
+    }
+
+    /// Listens until something is heard that `wanted` looks for; false if the destination hung up before.
+    fn hears(&mut self, wanted: impl Fn(&ControlMessage) -> bool) -> bool {
+        while let Ok(news) = self.news.recv() {
+            match self.peer.hear(news) {
+                Some(Heard::Said(message, _share)) => {
+                    self.said.push(message);
+                    if self.said.last().is_some_and(&wanted) {
+                        return true;
+                    }
+                }
+                Some(Heard::Lost(_)) => return false,
+                _ => {}
+            }
+        }
+        false
+    }
+
+    /// All that is said until the destination hangs up.
+    fn to_the_end(mut self) -> Vec<ControlMessage> {
+        while self.hears(|_| true) {}
+        self.said
+    }
+
+    /// Opens its channels: one for RAM, and the stream.
+    fn open(&self) -> (Vec<SendChannel>, SendChannel) {
+        let context = SendContext {
+            window: Arc::new(Window::new(64 << 10, Duration::ZERO, Duration::ZERO)),
+            pacer: Arc::new(Pacer::new(None)),
+            abort: Arc::clone(&self.abort),
+            method: MethodChoice::parse("none", None).unwrap(),
+            rules: self.session.rules(),
+        };
+        self.session.open_channels(&Security::Insecure, &self.address, &context, &Cancel::new()).unwrap()
+    }
+
+    /// Is lost, and comes back.
+    fn comes_back(&mut self) {
+        self.session.incarnation = self.peer.begin_anew();
+        let (to, session, tell) = (self.address.clone(), self.session.clone(), Arc::clone(&self.tell));
+        session::dial_again(to, Security::Insecure, session, Duration::ZERO, tell);
+    }
+}
+
+/// The next request on a post-copy channel.
+fn request(reader: &mut Reader) -> PageRequest {
+    let mut bytes = [0; PAGE_REQUEST_LENGTH];
+    assert!(reader.read_packet_start(&mut bytes).unwrap());
+    PageRequest::decode(&bytes, &SHAPES).unwrap()
+}
+
+/// Sends what was asked for: zeros.
+fn answer(writer: &mut Writer, page: &PageRequest) {
+    let table = Run { kind: RunKind::Zero, first: page.first, count: page.count }.encode();
+    let header = PacketHeader {
+        kind: PacketKind::Pages,
+        method: 0,
+        subject: page.block,
+        sequence: 1,
+        table_length: table.len() as u32,
+        payload_length: 0,
+        content_length: 0,
+        content_checksum: 0,
+        detail: 0,
+    };
+    writer.write_all_vectored(&[&header.encode(&table), &table]).unwrap();
+}
+
+/// The records of a state of `content`: what begins it and what ends it.
+fn send_state(stream: &SendChannel, content: &[u8], end: bool) {
+    stream.send(Item::Stream { record: 3, content: content.to_vec() }).unwrap();
+    if end {
+        stream.send(Item::Stream { record: 4, content: Vec::new() }).unwrap();
+    }
+}
+
+/// As the test monitor writes it: two numbers, the second of which is the digest of RAM that was never touched.
+fn state() -> Vec<u8> {
+    let digest = Memory::new(PAGES[0], PAGES[1]).digest();
+    [[0; 8], digest.to_le_bytes()].concat()
+}
+
+const NOTHING: Features<'_> = Features { offered: &["guest-state-1"], required: &["guest-state-1"] };
+const POST_COPY: Features<'_> =
+    Features { offered: &["guest-state-1", "post-copy-1"], required: &["guest-state-1", "post-copy-1"] };
+
+/// A destination against such a source.
+fn destination_against<R: Send>(
+    features: Features<'_>,
+    source: impl FnOnce(OddSource, &Cancel) -> R + Send,
+) -> (Result<ReceiveReport, MigrationError>, R) {
     let memory = Memory::new(PAGES[0], PAGES[1]);
-    let (mut to, _) = Monitor::new(&memory, &Running::default(), BUSY);
+    let (mut to, _) = Monitor::new(&memory, &Running::default(), Workload { writers: 0, ..BUSY });
+    // In post-copy it would wait for what it looks at.
+    to.behind = Some(Behind::new(&memory));
     let listening = Destination::new(memory.ram())
         .linger(Duration::from_millis(100))
         .listen(Network::new(1).port("there"), &Security::Insecure)
         .unwrap();
-    let address = listening.address().clone();
+    let (address, cancel) = (listening.address().clone(), Cancel::new());
     let outcome = std::thread::scope(|scope| {
-        let to = &mut to;
-        let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
-        let said = odd_source(&address, says);
+        let (to, cancelled) = (&mut to, cancel.clone());
+        let receiving = scope.spawn(move || listening.run(to, &cancelled, &()));
+        let said = source(OddSource::new(&address, features), &cancel);
         (receiving.join().unwrap(), said)
     });
-    assert!(!to.runs());
+    assert_eq!(to.runs(), outcome.0.is_ok());
     outcome
 }
 
-fn odd_source(address: &Address, says: &[ControlMessage]) -> Vec<ControlMessage> {
-    let block = |(name, pages): (&str, usize)| Block { name: name.into(), bytes: pages as u64 * 4096, page_size: 4096 };
-    let blocks = ["low", "high"].into_iter().zip(PAGES).map(block).collect();
-    let machine = Machine {
-        monitor: "odd".into(),
-        machine_type: String::new(),
-        ram: PAGES.iter().sum::<usize>() as u64 * 4096,
-        downtime_ms: 300,
-        blocks,
-    };
-    let offer = Offer {
-        to: address,
-        security: &Security::Insecure,
-        channels: 1,
-        packet_size: 64 << 10,
-        machine,
-        mode: Mode::Embedded,
-        features: Features { offered: &["guest-state-1"], required: &["guest-state-1"] },
-        method: MethodChoice::parse("none", None).unwrap().method(),
-    };
-    let (tell, news) = news();
-    let (link, Session { .. }) = session::dial(&offer, &Cancel::new(), &tell).unwrap();
-    let mut peer = Peer::new(link);
-    says.iter().for_each(|message| peer.say(message));
-    let mut said = Vec::new();
-    for news in news {
-        match peer.hear(news) {
-            Some(Heard::Said(message, _share)) => {
-                said.push(message);
-            }
-            Some(Heard::Lost(_)) => break,
-            _ => {}
-        }
-    }
-    said
+fn is_post_copy_ready(message: &ControlMessage) -> bool {
+    matches!(message, ControlMessage::PostCopyReady)
+}
+
+fn is_switchover(wanted: &SwitchoverMessage) -> impl Fn(&ControlMessage) -> bool {
+    move |message| matches!(message, ControlMessage::Switchover(said) if said == wanted)
 }
 
 #[test]
 fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
     within_a_minute(|| {
-        let (received, said) = destination_against(&[ControlMessage::PostCopy]);
+        let (received, said) = destination_against(NOTHING, |mut source, _| {
+            source.say(ControlMessage::PostCopy);
+            source.to_the_end()
+        });
         let error = received.unwrap_err();
         assert!(error.reason.contains("it was not agreed on"), "{error}");
         assert_eq!(error.guest, GuestState::NotHere);
@@ -292,7 +410,10 @@ fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
     within_a_minute(|| {
         for ram in [vec![7], vec![], vec![0; 9]] {
             let totals = ControlMessage::Totals(Totals { ram, normal_pages: 7, zero_pages: 0 });
-            let (received, said) = destination_against(&[totals]);
+            let (received, said) = destination_against(NOTHING, |mut source, _| {
+                source.say(totals);
+                source.to_the_end()
+            });
             let error = received.unwrap_err();
             assert!(error.reason.contains("pages are missing"), "{error}");
             let told = said.iter().any(|message| {
@@ -300,5 +421,114 @@ fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
             });
             assert!(told, "{said:?}");
         }
+    });
+}
+
+#[test]
+fn a_source_that_sends_pages_after_its_totals_is_refused() {
+    within_a_minute(|| {
+        let (received, _) = destination_against(NOTHING, |mut source, _| {
+            let (ram, _stream) = source.open();
+            source.say(ControlMessage::Totals(Totals { ram: vec![0], normal_pages: 0, zero_pages: 0 }));
+            // What was said before is heard before this, and answered.
+            source.say(ControlMessage::PostCopy);
+            assert!(source.hears(|message| matches!(message, ControlMessage::Failed { .. })));
+            let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
+            batch.push_normal(3, 1, 4096).fill(1);
+            // It may have been taken down by now.
+            let _ = ram[0].send(Item::Pages(batch));
+            source.to_the_end()
+        });
+        let error = received.unwrap_err();
+        assert_eq!(error.guest, GuestState::NotHere);
+    });
+}
+
+#[test]
+fn a_destination_that_waits_for_state_can_be_cancelled() {
+    within_a_minute(|| {
+        let (received, _) = destination_against(NOTHING, |mut source, cancel| {
+            let (_ram, stream) = source.open();
+            source.say(ControlMessage::Totals(Totals { ram: vec![0], normal_pages: 0, zero_pages: 0 }));
+            send_state(&stream, &state()[..9], false);
+            stream.drained().unwrap();
+            cancel.cancel();
+            source.to_the_end()
+        });
+        let error = received.unwrap_err();
+        assert!(error.cancelled && error.reason == "cancelled", "{error}");
+    });
+}
+
+#[test]
+fn a_source_that_comes_back_before_anything_was_loaded_in_post_copy_hears_that_nothing_came_of_it() {
+    within_a_minute(|| {
+        if let Err(error) = Userfault::open(Faults::All, 0) {
+            return println!("skipped: {error}");
+        }
+        let (received, came_back) = destination_against(POST_COPY, |mut source, _| {
+            let (_ram, stream) = source.open();
+            source.say(ControlMessage::PostCopy);
+            assert!(source.hears(is_post_copy_ready));
+            // Nobody reads it: its thread waits.
+            send_state(&stream, &state(), true);
+            source.comes_back();
+            let told =
+                source.hears(|message| matches!(message, ControlMessage::Switchover(SwitchoverMessage::Abort { .. })));
+            source.abort.finish();
+            told
+        });
+        // Either it hears it, or the destination had gone by then: that it ends is what counts.
+        println!("heard: {came_back}");
+        assert_eq!(received.unwrap_err().guest, GuestState::NotHere);
+    });
+}
+
+#[test]
+fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
+    within_a_minute(|| {
+        if let Err(error) = Userfault::open(Faults::All, 0) {
+            return println!("skipped: {error}");
+        }
+        let (received, said) = destination_against(POST_COPY, |mut source, _| {
+            let (ram, stream) = source.open();
+            source.say(ControlMessage::PostCopy);
+            assert!(source.hears(is_post_copy_ready));
+            let halves = source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort).unwrap();
+            let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
+            batch.push_zero(7, 1);
+            ram[0].send(Item::Discard(batch)).unwrap();
+            let last = ram[0].drained().unwrap();
+            source.say(ControlMessage::Totals(Totals { ram: vec![last], normal_pages: 0, zero_pages: 0 }));
+            send_state(&stream, &state(), true);
+            source.say_of_the_switchover(SwitchoverMessage::Prepare);
+            assert!(source.hears(is_switchover(&SwitchoverMessage::Prepared)), "{:?}", source.said);
+            // All data channels break there, because of a page that is none.
+            let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
+            batch.push_zero(10_000, 1);
+            ram[0].send(Item::Pages(batch)).unwrap();
+            assert!(ram[0].drained().is_err());
+            drop((ram, stream, halves));
+            source.say_of_the_switchover(SwitchoverMessage::Commit);
+            // It hangs up, so that the source comes back with new channels, and knows what it lacks.
+            while source.hears(|_| true) {}
+            source.comes_back();
+            let wants_more = source.hears(is_post_copy_ready);
+            source.abort = Arc::default();
+            let (mut writer, mut reader) =
+                source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort).unwrap();
+            let page = request(&mut reader);
+            assert_eq!((page, request(&mut reader).count), (PageRequest { block: 0, first: 7, count: 1 }, 0));
+            answer(&mut writer, &page);
+            let complete = source.hears(|message| matches!(message, ControlMessage::PostCopyDone(_)));
+            // Before it noticed, or only with the new channels.
+            let runs = source.said.iter().any(is_switchover(&SwitchoverMessage::Running));
+            source.say(ControlMessage::Goodbye);
+            assert!(runs && wants_more && complete, "{:?}", source.said);
+            source.abort.finish();
+            source.said
+        });
+        received.unwrap();
+        assert_eq!(failures(&said), [""; 0]);
     });
 }

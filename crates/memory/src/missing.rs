@@ -96,6 +96,17 @@ pub enum MissingError {
     Zeros(io::Error),
 }
 
+impl MissingError {
+    /// Whether the system has no memory now, and may have some later.
+    pub fn is_no_memory(&self) -> bool {
+        match self {
+            Self::NoHugePage { .. } => true,
+            Self::Userfault(UserfaultError::Range { source, .. }) => source.raw_os_error() == Some(libc::ENOMEM),
+            _ => false,
+        }
+    }
+}
+
 /// What is to be done about a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {

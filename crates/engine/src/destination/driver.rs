@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, PostCopyFigures, Totals, Welcome};
 use sterna_wire::header::ChannelKind;
+use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
     RecordState, SwitchoverMessage,
@@ -18,15 +19,16 @@ use super::post_copy::{self, PostCopy, PostCopyNews};
 use super::target::{RamSink, Target};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
-use crate::control_link::{ControlLink, say};
+use crate::control_link::{ControlEvent, ControlLink, say};
 use crate::ledger::Ledger;
 use crate::migration::{GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, Side, difference, machine};
+use crate::occupied::Occupied;
 use crate::process;
 use crate::receive::{PacketRules, ReceiveCounters, Sink, receive_packets};
 use crate::report::{Observer, Outcome, ReceiveReport};
 use crate::session::{
     Doorman, Features, Greeted, Greeting, Heard, LAST_WORDS, OtherDoor, Peer, PeerNews, Sinks, TellPeer, UNCHECKED,
-    link_events,
+    after, link_events,
 };
 use crate::state::{Part, StateReader, StateSink, state_sink};
 use crate::transport::accept_channel;
@@ -44,6 +46,8 @@ enum Event {
     State(Part),
     Fenced,
     PostCopy(PostCopyNews),
+    /// The guest's start need not wait any more.
+    Start,
     /// The data channels of this incarnation have failed.
     Broken(u32),
     Cancelled,
@@ -91,14 +95,24 @@ pub(super) fn run(
 
     let (events_in, events) = channel();
     let told = events_in.clone();
-    let tell: TellPeer = Arc::new(move |news| drop(told.send(Event::Peer(news))));
+    let occupied = Occupied::default();
+    let meanwhile = occupied.clone();
+    let tell: TellPeer = Arc::new(move |news| {
+        if let PeerNews::Control(_, ControlEvent::Lost(reason)) = &news {
+            meanwhile.lost(format_args!("the source was lost: {reason}"));
+        }
+        drop(told.send(Event::Peer(news)));
+    });
     let link = ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1));
     let link = link.map_err(MigrationError::not_taken)?;
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
     abort.on_end(move || drop(broken.send(Event::Broken(1))));
-    let cancelled = events_in.clone();
-    cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
+    let (cancelled, meanwhile) = (events_in.clone(), occupied.clone());
+    cancel.on_cancel(move || {
+        meanwhile.raise(CANCELLED);
+        drop(cancelled.send(Event::Cancelled));
+    });
     let fenced = events_in.clone();
     fence.0.on_cancel(move || drop(fenced.send(Event::Fenced)));
 
@@ -126,10 +140,12 @@ pub(super) fn run(
         channels,
         faults: None,
         lacks_memory: None,
+        start_waits: false,
         target,
         switchover,
         ledger,
         peer: Peer::new(link),
+        occupied,
         data_incarnation: 1,
         welcome: Some(welcome),
         doorman,
@@ -163,8 +179,8 @@ struct TargetSinks<F> {
 }
 
 impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
-    fn ram(&self, _: u16) -> Box<dyn Sink> {
-        Box::new(RamSink::new(&self.target))
+    fn ram(&self, index: u16) -> Box<dyn Sink> {
+        Box::new(RamSink::new(&self.target, index))
     }
 
     fn stream(&self) -> Box<dyn Sink> {
@@ -173,29 +189,41 @@ impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
     }
 }
 
-/// The threads of the post-copy channels, of all incarnations.
+/// The post-copy channels: one of each incarnation.
 #[derive(Clone, Default)]
-struct PostCopyChannels(Arc<Mutex<Vec<JoinHandle<()>>>>);
+struct PostCopyChannels(Arc<Mutex<PostCopyThreads>>);
+
+#[derive(Default)]
+struct PostCopyThreads {
+    /// The incarnation of the channel that came last.
+    latest: u32,
+    threads: Vec<JoinHandle<()>>,
+}
 
 impl PostCopyChannels {
     /// Takes them in.
     fn door(&self, target: &Arc<Target>, rules: PacketRules) -> OtherDoor {
-        let (target, threads) = (Arc::clone(target), Arc::clone(&self.0));
+        let (target, channels) = (Arc::clone(target), Arc::clone(&self.0));
         Box::new(move |header, connection, abort| {
             let Some(post_copy) = target.post_copy().filter(|_| header.kind == ChannelKind::PostCopy) else {
                 return Err(Box::new((connection, "no such channel is expected here".into())));
             };
+            let mut channels = channels.lock().expect("nobody panics with it");
+            if header.index > 0 || header.incarnation <= channels.latest {
+                return Err(Box::new((connection, "there is one post-copy channel, and it has come".into())));
+            }
+            channels.latest = header.incarnation;
             let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
             let (abort, closer) = (Arc::clone(abort), connection.closer());
             abort.on_end(move || closer.close());
-            let mut sink = RamSink::new(&target);
+            let mut sink = RamSink::new(&target, 0);
             let thread = std::thread::spawn(move || {
                 let outcome =
                     accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, mut reader)| {
                         // A guest that has all that it works with asks for nothing.
                         reader.set_timeout(None).map_err(|error| error.to_string())?;
                         if first {
-                            post_copy.connected(writer);
+                            post_copy.connected(writer).map_err(|error| error.to_string())?;
                         } else {
                             post_copy.reconnected(writer).map_err(|error| error.to_string())?;
                         }
@@ -207,13 +235,13 @@ impl PostCopyChannels {
                     abort.lost(format_args!("the post-copy channel: {reason}"));
                 }
             });
-            threads.lock().expect("nobody panics with it").push(thread);
+            channels.threads.push(thread);
             Ok(())
         })
     }
 
     fn join(&self) {
-        let threads = std::mem::take(&mut *self.0.lock().expect("nobody panics with it"));
+        let threads = std::mem::take(&mut self.0.lock().expect("nobody panics with it").threads);
         for thread in threads {
             // A panic there has been printed.
             let _ = thread.join();
@@ -230,10 +258,13 @@ struct Driver<'a> {
     faults: Option<JoinHandle<()>>,
     /// The guest is to run before all of its RAM is here, and what has come of that.
     lacks_memory: Option<Lacks>,
+    /// The guest is to be started when the channels for what it lacks are there again.
+    start_waits: bool,
     target: Arc<Target>,
     switchover: DestinationSwitchover,
     ledger: Ledger,
     peer: Peer,
+    occupied: Occupied,
     data_incarnation: u32,
     welcome: Option<Welcome>,
     doorman: Arc<Doorman>,
@@ -290,9 +321,8 @@ impl Driver<'_> {
             }
             let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
             let waits = self.hang_up_at.map_or(IDLE, left).min(self.broken.map_or(IDLE, left));
-            if self.broken.is_some_and(|deadline| left(deadline).is_zero()) {
-                self.broken = None;
-                if let Some(event) = self.broken() {
+            if self.broken.take_if(|deadline| left(*deadline).is_zero()).is_some() {
+                if let Some(event) = self.channels_failed() {
                     actions = self.switchover.on(event);
                 }
                 continue;
@@ -315,7 +345,10 @@ impl Driver<'_> {
             self.hang_up_at = None;
             return false;
         }
-        let hang_up_at = *self.hang_up_at.get_or_insert_with(|| Instant::now() + self.linger);
+        // A source that was lost while the guest's last memory came notices it only after a time of silence.
+        let may_be_lost = self.peer.is_connected() && self.end == Some(DestinationEnd::Running);
+        let linger = if may_be_lost { self.linger.saturating_add(SILENCE_LIMIT) } else { self.linger };
+        let hang_up_at = *self.hang_up_at.get_or_insert_with(|| after(linger));
         self.settled || Instant::now() >= hang_up_at
     }
 
@@ -360,15 +393,7 @@ impl Driver<'_> {
                 self.peer.say(&ControlMessage::Switchover(message));
                 None
             }
-            DestinationAction::Cont => Some(match self.vmm.resume() {
-                Ok(()) => {
-                    self.figures.start_ms = self.decided.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
-                    DestinationEvent::Guest(DestinationGuest::Running)
-                }
-                Err(error) => {
-                    DestinationEvent::Failed { reason: format!("the monitor does not start the guest: {error}") }
-                }
-            }),
+            DestinationAction::Cont => self.start_guest(),
             DestinationAction::AnnounceSelf => None,
             // What this side has of the guest is not used any more: that is all there is to end.
             DestinationAction::Quit => {
@@ -400,8 +425,50 @@ impl Driver<'_> {
                     post_copy.arm();
                 }
                 self.end = Some(end);
+                if self.runs_short() && self.abort.is_over() {
+                    // They broke meanwhile.
+                    self.peer.hang_up();
+                }
                 None
             }
+        }
+    }
+
+    /// Starts the guest; none if that has to wait.
+    fn start_guest(&mut self) -> Option<DestinationEvent> {
+        match self.lacks_memory {
+            // Everything is in place. No channel's thread writes the memory of a guest that runs, whatever a source sends.
+            None => {
+                self.abort.finish();
+                self.doorman.join();
+            }
+            Some(Lacks::Awaited) if self.abort.is_over() => {
+                // The monitor may touch what is missing, and while it waits for that, nobody here makes new channels.
+                self.observer.note("the channels of the guest's memory failed: it is started when there are new ones");
+                self.start_waits = true;
+                self.peer.hang_up();
+                return None;
+            }
+            Some(Lacks::ForGood(_)) => {
+                let reason = "part of the guest's memory will not come".to_owned();
+                return Some(DestinationEvent::Failed { reason });
+            }
+            Some(Lacks::Awaited | Lacks::Nothing(_)) => {}
+        }
+        Some(match self.vmm.resume() {
+            Ok(()) => {
+                self.figures.start_ms = self.decided.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
+                DestinationEvent::Guest(DestinationGuest::Running)
+            }
+            Err(error) => DestinationEvent::Failed { reason: format!("the monitor does not start the guest: {error}") },
+        })
+    }
+
+    /// What the guest's start waited for has come, or never will.
+    fn start_now(&mut self) {
+        if std::mem::take(&mut self.start_waits) {
+            // This thread takes it.
+            let _ = self.events_in.send(Event::Start);
         }
     }
 
@@ -410,6 +477,7 @@ impl Driver<'_> {
             Event::Peer(news) => match self.peer.hear(news)? {
                 Heard::Said(message, _share) => self.heard(message),
                 Heard::Lost(reason) => {
+                    self.hang_up_at = None;
                     if self.end.is_none() {
                         self.observer.note(&format!("the connection to the source is lost: {reason}"));
                         self.abort.lost(format_args!("the source was lost: {reason}"));
@@ -428,6 +496,9 @@ impl Driver<'_> {
                 }
                 Heard::Unreachable(_) => None,
             },
+            Event::State(Part::Ahead) if self.state_begun => {
+                self.failed_to_load("the source sends state ahead of what it has sent already")
+            }
             Event::State(Part::Ahead) => self.load_ahead(),
             Event::State(Part::Final) => {
                 self.phase = Phase::SwitchingOver;
@@ -437,12 +508,12 @@ impl Driver<'_> {
             Event::Fenced => {
                 self.observer.note("an operator says that the source is gone for good");
                 self.peer.hang_up();
-                if self.runs_short() {
-                    let pages = self.target.post_copy().map_or(0, |post_copy| post_copy.missing());
+                let pages = self.target.post_copy().map_or(0, |post_copy| post_copy.missing());
+                if pages > 0 {
                     let reason =
                         format!("the source is gone for good, and {pages} pages of the guest's memory with it");
                     self.post_copy_says(PostCopyNews::Failed(reason));
-                    return None;
+                    self.start_now();
                 }
                 Some(DestinationEvent::SourceFenced)
             }
@@ -450,19 +521,13 @@ impl Driver<'_> {
                 self.post_copy_says(news);
                 None
             }
+            Event::Start => self.start_guest(),
             Event::Broken(incarnation) if incarnation != self.data_incarnation => None,
-            Event::Broken(_) if self.end.is_some() => {
-                if self.runs_short() {
-                    // By which the source notices, if it has not.
-                    self.peer.hang_up();
-                }
-                None
-            }
-            Event::Broken(_) if self.abort.was_lost() => {
+            Event::Broken(_) if self.abort.was_lost() && self.switchover.may_give_up() => {
                 self.broken = Some(Instant::now() + LAST_WORDS);
                 None
             }
-            Event::Broken(_) => self.broken(),
+            Event::Broken(_) => self.channels_failed(),
             Event::Cancelled if self.runs_short() => {
                 self.observer.note("the guest runs here and lacks part of its memory: this cannot be cancelled");
                 None
@@ -470,22 +535,31 @@ impl Driver<'_> {
             // Who waits here for the source to hang up does not wait for long.
             Event::Cancelled if self.end.is_some() => None,
             Event::Cancelled => {
-                if self.switchover.unsure() {
+                if !self.switchover.may_give_up() {
                     self.observer.note("the guest stands loaded here and the source decides: this cannot be cancelled");
-                } else {
-                    self.tell_failure(CANCELLED);
-                    self.cancelled = true;
+                    return None;
                 }
+                self.tell_failure(CANCELLED);
+                self.cancelled = true;
                 Some(DestinationEvent::Failed { reason: CANCELLED.into() })
             }
         }
     }
 
-    /// The data plane has failed.
-    fn broken(&mut self) -> Option<DestinationEvent> {
+    /// The data plane has failed. Before this side is prepared that ends the migration. Afterwards only post-copy still needs
+    /// it: there all channels are made anew, once the guest runs.
+    fn channels_failed(&mut self) -> Option<DestinationEvent> {
         let reason = self.abort.reason()?;
-        self.tell_failure(&reason);
-        Some(DestinationEvent::Failed { reason })
+        if self.switchover.may_give_up() {
+            self.tell_failure(&reason);
+            return Some(DestinationEvent::Failed { reason });
+        }
+        if self.runs_short() || self.start_waits {
+            self.observer.note(&format!("the channels of the guest's memory failed, and are made anew: {reason}"));
+            // By which the source notices, if it has not.
+            self.peer.hang_up();
+        }
+        None
     }
 
     fn heard(&mut self, message: ControlMessage) -> Option<DestinationEvent> {
@@ -498,6 +572,7 @@ impl Driver<'_> {
                     let reason = "pages are missing: the totals of the source are not what was placed";
                     return Some(DestinationEvent::Failed { reason: reason.into() });
                 }
+                self.target.seal();
                 self.totals = Some(totals);
                 self.load_if_complete()
             }
@@ -533,8 +608,13 @@ impl Driver<'_> {
         if self.phase != Phase::Rounds || self.target.post_copy().is_some() {
             return Err("it was begun already, or the guest is being switched over".into());
         }
-        let events = self.events_in.clone();
-        let tell = Box::new(move |news| drop(events.send(Event::PostCopy(news))));
+        let (events, meanwhile) = (self.events_in.clone(), self.occupied.clone());
+        let tell = Box::new(move |news| {
+            if let PostCopyNews::Failed(reason) = &news {
+                meanwhile.raise(reason);
+            }
+            drop(events.send(Event::PostCopy(news)));
+        });
         let post_copy = PostCopy::begin(self.target.ram(), tell)?;
         self.faults = Some(post_copy.hear_faults().map_err(|error| format!("no thread for page faults: {error}"))?);
         let released = Arc::clone(&post_copy);
@@ -548,6 +628,10 @@ impl Driver<'_> {
     /// The source has come back: in post-copy its data channels are made anew.
     fn renew_channels(&mut self) {
         let Some(post_copy) = self.target.post_copy().cloned() else { return };
+        if self.switchover.may_give_up() || (self.end.is_some() && self.end != Some(DestinationEnd::Running)) {
+            // A source comes back to say, or to hear, that nothing has come of it.
+            return;
+        }
         match self.lacks_memory {
             Some(Lacks::Awaited) => {}
             Some(Lacks::Nothing(figures)) => return self.peer.say(&ControlMessage::PostCopyDone(figures)),
@@ -563,6 +647,7 @@ impl Driver<'_> {
         self.broken = None;
         self.doorman.renew(incarnation, &self.abort);
         self.peer.say(&ControlMessage::PostCopyReady);
+        self.start_now();
     }
 
     fn post_copy_says(&mut self, news: PostCopyNews) {
@@ -572,6 +657,9 @@ impl Driver<'_> {
                 self.lacks_memory = Some(Lacks::Nothing(figures));
                 self.observer.note("all of the guest's memory is here");
                 self.peer.say(&ControlMessage::PostCopyDone(figures));
+            }
+            PostCopyNews::NoMemory(reason) => {
+                self.observer.note(&format!("the guest waits for memory of this host: {reason}"));
             }
             PostCopyNews::Failed(reason) => {
                 self.observer.note(&format!("the guest's memory: {reason}"));
@@ -585,8 +673,11 @@ impl Driver<'_> {
 
     fn load_ahead(&mut self) -> Option<DestinationEvent> {
         let mut reader = self.ahead.take()?;
+        let inside = self.occupied.enter(&self.abort, None);
         let loaded = self.vmm.load_ahead(&mut reader).map_err(|error| error.to_string());
-        match loaded.and_then(|()| reader.finish().map_err(|error| error.to_string())) {
+        let loaded = loaded.and_then(|()| reader.finish().map_err(|error| error.to_string()));
+        drop(inside);
+        match loaded {
             Ok(_) => {
                 self.peer.say(&ControlMessage::SwitchoverAck);
                 None
@@ -602,8 +693,11 @@ impl Driver<'_> {
         }
         let mut reader = self.last.take()?;
         let since = Instant::now();
+        let inside = self.occupied.enter(&self.abort, None);
         let loaded = self.vmm.load(&mut reader).map_err(|error| error.to_string());
-        match loaded.and_then(|()| reader.finish().map_err(|error| error.to_string())) {
+        let loaded = loaded.and_then(|()| reader.finish().map_err(|error| error.to_string()));
+        drop(inside);
+        match loaded {
             Ok(_) if self.target.post_copy().is_some_and(|post_copy| !post_copy.loaded()) => {
                 self.failed_to_load("loading the guest's state failed: pages that it needs did not come")
             }
@@ -615,9 +709,10 @@ impl Driver<'_> {
         }
     }
 
-    fn failed_to_load(&self, reason: &str) -> Option<DestinationEvent> {
+    fn failed_to_load(&mut self, reason: &str) -> Option<DestinationEvent> {
         // Where the migration is being taken down already, that reason says more.
         let reason = self.abort.reason().unwrap_or_else(|| reason.to_owned());
+        self.cancelled |= reason == CANCELLED;
         self.tell_failure(&reason);
         Some(DestinationEvent::Failed { reason })
     }
@@ -634,11 +729,16 @@ impl Driver<'_> {
                 post_copy.release();
             }
         }
-        let (outcome, guest, reason) = match end {
-            Some(DestinationEnd::Running) if matches!(self.lacks_memory, Some(Lacks::ForGood(_))) => {
-                let Some(Lacks::ForGood(reason)) = self.lacks_memory.take() else { unreachable!("just looked at") };
-                (Outcome::Lost, GuestState::LacksMemory, Some(reason))
+        let lost = match (&end, self.lacks_memory.take()) {
+            (Some(DestinationEnd::Running | DestinationEnd::Stuck { .. }), Some(Lacks::ForGood(reason))) => {
+                Some(reason)
             }
+            // Nobody takes its page faults any more.
+            (Some(DestinationEnd::Stuck { reason }), Some(Lacks::Awaited)) => Some(reason.clone()),
+            _ => None,
+        };
+        let (outcome, guest, reason) = match end {
+            _ if lost.is_some() => (Outcome::Lost, GuestState::LacksMemory, lost),
             Some(DestinationEnd::Running) => (Outcome::Completed, GuestState::BelongsToDestination, None),
             // Whichever came first is the reason, and the source may have cancelled too.
             Some(DestinationEnd::Discarded { reason }) if self.cancelled && reason == CANCELLED => {

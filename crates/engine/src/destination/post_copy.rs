@@ -11,7 +11,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::missing::{Answer, MissingError, MissingPages};
@@ -26,6 +26,8 @@ use crate::transport::Writer;
 
 /// Largest page of a backing that is waited for as a whole, in bytes: one of 1 GiB would take seconds.
 const LARGEST_PAGE: usize = 2 << 20;
+/// Between two attempts to have memory for a page.
+const NO_MEMORY_PAUSE: Duration = Duration::from_millis(100);
 /// Latencies that are kept for the report.
 const MOST_LATENCIES: usize = 1 << 20;
 
@@ -36,6 +38,8 @@ pub(super) enum PostCopyNews {
     Complete,
     /// The guest can not go on as it must: stop it.
     Failed(String),
+    /// It waits for memory of this host, and why. Told once.
+    NoMemory(String),
 }
 
 /// The requests under way and what became of those before.
@@ -68,6 +72,8 @@ pub(super) struct PostCopy {
     /// All discards are here: that nothing is stale means that nothing is missing.
     armed: AtomicBool,
     complete: AtomicBool,
+    /// That memory is lacking has been told.
+    no_memory: AtomicBool,
     load: Mutex<Load>,
     tell: Box<dyn Fn(PostCopyNews) + Send + Sync>,
 }
@@ -119,6 +125,7 @@ impl PostCopy {
             waited_for: AtomicUsize::new(0),
             armed: AtomicBool::new(false),
             complete: AtomicBool::new(false),
+            no_memory: AtomicBool::new(false),
             load: Mutex::default(),
             tell,
         }))
@@ -133,7 +140,7 @@ impl PostCopy {
                 match post_copy.userfault.wait_faults(&post_copy.stop, &mut buffer) {
                     Ok(None) => return,
                     Ok(Some(faults)) => {
-                        let outcome = faults.iter().try_for_each(|fault| post_copy.fault(fault.address()));
+                        let outcome = faults.iter().try_for_each(|fault| post_copy.answer(fault.address()));
                         if let Err(error) = outcome {
                             (post_copy.tell)(PostCopyNews::Failed(format!(
                                 "a page fault could not be answered: {error}"
@@ -148,6 +155,23 @@ impl PostCopy {
                 }
             }
         })
+    }
+
+    /// Answers a fault, again and again while the system has no memory for a page that was never written: its thread waits.
+    fn answer(&self, address: usize) -> Result<(), MissingError> {
+        loop {
+            match self.fault(address) {
+                Err(error) if error.is_no_memory() => {
+                    if !self.no_memory.swap(true, Ordering::Relaxed) {
+                        (self.tell)(PostCopyNews::NoMemory(error.to_string()));
+                    }
+                    if self.stop.within(NO_MEMORY_PAUSE) {
+                        return Ok(());
+                    }
+                }
+                outcome => return outcome,
+            }
+        }
     }
 
     fn fault(&self, address: usize) -> Result<(), MissingError> {
@@ -182,8 +206,10 @@ impl PostCopy {
     }
 
     /// The post-copy channel has come, at first.
-    pub(super) fn connected(&self, writer: Writer) {
+    pub(super) fn connected(&self, writer: Writer) -> Result<(), MissingError> {
         *self.requests() = Some(writer);
+        // What was missed since the source had its answer was not asked for.
+        self.missing.iter().try_for_each(MissingPages::forget_asked)
     }
 
     /// The post-copy channel of a source that has come back: says what is missing, then what is waited for.
@@ -217,6 +243,15 @@ impl PostCopy {
 
     /// Pages have come. `huge` puts together those of a huge page; it is the channel's own.
     pub(super) fn place(&self, block: u16, runs: &[Run], content: &[u8], huge: &mut HugePage) -> Result<(), SinkError> {
+        let placed = self.place_runs(block, runs, content, huge);
+        if let Err(PlaceError::Missing(error @ MissingError::NotMissing { .. })) = &placed {
+            (self.tell)(PostCopyNews::Failed(error.to_string()));
+        }
+        self.if_complete();
+        Ok(placed?)
+    }
+
+    fn place_runs(&self, block: u16, runs: &[Run], content: &[u8], huge: &mut HugePage) -> Result<(), PlaceError> {
         let missing = &self.missing[usize::from(block)];
         let whole = missing.backing().page_size() / PAGE_SIZE;
         let mut rest = content;
@@ -241,7 +276,6 @@ impl PostCopy {
                 self.arrived(block, run.first..run.end());
             }
         }
-        self.if_complete();
         Ok(())
     }
 
@@ -323,6 +357,17 @@ impl PostCopy {
     }
 }
 
+/// Why pages are not in place.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PlaceError {
+    /// The system did not take them.
+    #[error(transparent)]
+    Missing(#[from] MissingError),
+    /// They do not make up a huge page.
+    #[error("the pages of a huge page did not come one after the other")]
+    TornHugePage,
+}
+
 /// A huge page that comes in several packets of one channel: it can be put in place only as a whole.
 #[derive(Debug, Default)]
 pub(super) struct HugePage {
@@ -341,7 +386,7 @@ impl HugePage {
         content: Option<&[u8]>,
         whole: usize,
         mut place: impl FnMut(u64, &[u8]) -> Result<(), MissingError>,
-    ) -> Result<(), SinkError> {
+    ) -> Result<(), PlaceError> {
         self.content.resize(whole * PAGE_SIZE, 0);
         let mut done = 0;
         while done < run.count as usize {
@@ -349,7 +394,7 @@ impl HugePage {
             if self.here == 0 && page.is_multiple_of(whole as u64) {
                 (self.block, self.first) = (block, page);
             } else if (self.block, self.first + self.here as u64) != (block, page) || self.here == 0 {
-                return Err("the pages of a huge page did not come one after the other".into());
+                return Err(PlaceError::TornHugePage);
             }
             let count = (run.count as usize - done).min(whole - self.here);
             let target = &mut self.content[self.here * PAGE_SIZE..][..count * PAGE_SIZE];

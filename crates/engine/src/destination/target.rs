@@ -5,6 +5,7 @@
 //! channel for its own.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use sterna_memory::PAGE_SIZE;
@@ -15,6 +16,7 @@ use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 use super::Before;
 use super::post_copy::{HugePage, PostCopy};
+use crate::entry::REGION;
 use crate::receive::{Places, Sink, SinkError};
 
 /// Pages populated or cleared by one step of preparing, so that several threads share a block: 64 MiB.
@@ -29,6 +31,10 @@ pub(super) struct Target {
     files: Vec<Option<FileWrite>>,
     /// Once the guest is to go on before all of its RAM is here.
     post_copy: OnceLock<Arc<PostCopy>>,
+    /// By block and region: which RAM channel its pages come on, from 1 on; 0 before the first.
+    channels: Vec<Vec<AtomicU16>>,
+    /// The source has said that it has sent everything, or in post-copy, everything that is to be given up.
+    sealed: AtomicBool,
 }
 
 impl Target {
@@ -38,7 +44,10 @@ impl Target {
         let received = ram.blocks().iter().map(|block| ReceivedBitmap::new(block.pages())).collect();
         let shape = |block: &RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
         let shapes = ram.blocks().iter().map(shape).collect();
-        Self { ram, received, shapes, files, post_copy: OnceLock::new() }
+        let regions = |block: &RamBlock| (0..block.bytes().div_ceil(REGION)).map(|_| AtomicU16::new(0)).collect();
+        let channels = ram.blocks().iter().map(regions).collect();
+        let sealed = AtomicBool::new(false);
+        Self { ram, received, shapes, files, post_copy: OnceLock::new(), channels, sealed }
     }
 
     pub(super) fn ram(&self) -> &GuestRam {
@@ -49,6 +58,31 @@ impl Target {
     pub(super) fn begin_post_copy(&self, post_copy: Arc<PostCopy>) {
         // It is begun once.
         let _ = self.post_copy.set(post_copy);
+    }
+
+    /// Nothing more is to come, but for the pages of post-copy.
+    pub(super) fn seal(&self) {
+        self.sealed.store(true, Ordering::Release);
+    }
+
+    fn is_sealed(&self) -> bool {
+        self.sealed.load(Ordering::Acquire)
+    }
+
+    /// Refuses pages of regions that come on another channel: only the thread of one writes a page.
+    fn claim(&self, number: u16, runs: &[Run], channel: u16) -> Result<(), SinkError> {
+        let regions = &self.channels[usize::from(number)];
+        for run in runs {
+            let first = run.first * PAGE_SIZE as u64 / REGION;
+            let last = (run.end() * PAGE_SIZE as u64).div_ceil(REGION);
+            for region in &regions[first as usize..last as usize] {
+                let claimed = region.compare_exchange(0, channel + 1, Ordering::Relaxed, Ordering::Relaxed);
+                if claimed.is_err_and(|owner| owner != channel + 1) {
+                    return Err("pages of one region come on several channels".into());
+                }
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn post_copy(&self) -> Option<&Arc<PostCopy>> {
@@ -114,8 +148,9 @@ impl Target {
                 RunKind::Normal => {
                     received.mark(pages.clone());
                     block.populate(pages.clone())?;
-                    // SAFETY: nobody else has access to a destination's RAM before its guest was started, and pages of one
-                    // region travel on one channel only, whose thread this is.
+                    // SAFETY: nobody else has access to a destination's RAM before its guest was started, and before that all
+                    // channels' threads have ended; pages of one region are taken from one channel only (`claim`), whose
+                    // thread this is.
                     places.push(unsafe { block.bytes_mut(pages) });
                 }
                 RunKind::Zero => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
@@ -182,12 +217,22 @@ fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
 /// The sink of one RAM channel, or of the post-copy channel.
 pub(super) struct RamSink {
     target: Arc<Target>,
+    /// The RAM channel; of no meaning in post-copy.
+    channel: u16,
     huge: HugePage,
 }
 
 impl RamSink {
-    pub(super) fn new(target: &Arc<Target>) -> Self {
-        Self { target: Arc::clone(target), huge: HugePage::default() }
+    pub(super) fn new(target: &Arc<Target>, channel: u16) -> Self {
+        Self { target: Arc::clone(target), channel, huge: HugePage::default() }
+    }
+
+    /// Before post-copy: whether these pages may come now and here.
+    fn check(&self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
+        if self.target.is_sealed() {
+            return Err("pages after the source said that it has sent everything".into());
+        }
+        self.target.claim(block, runs, self.channel)
     }
 }
 
@@ -199,19 +244,28 @@ impl Sink for RamSink {
     fn places(&mut self, block: u16, runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
         match self.target.post_copy() {
             Some(_) => Ok(None),
-            None => Ok(self.target.places(block, runs)?),
+            None => {
+                self.check(block, runs)?;
+                Ok(self.target.places(block, runs)?)
+            }
         }
     }
 
     fn pages(&mut self, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
         match self.target.post_copy() {
             Some(post_copy) => post_copy.place(block, runs, content, &mut self.huge),
-            None => self.target.place(block, runs, content),
+            None => {
+                self.check(block, runs)?;
+                self.target.place(block, runs, content)
+            }
         }
     }
 
     fn discard(&mut self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
         match self.target.post_copy() {
+            Some(_) if self.target.is_sealed() => {
+                Err("discards after the source said that it has sent all of them".into())
+            }
             Some(post_copy) => post_copy.discard(block, runs),
             None => Err("discards before post-copy was begun".into()),
         }

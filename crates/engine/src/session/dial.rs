@@ -104,17 +104,17 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
 }
 
 /// Tries to come back to the destination after the connection was lost, on a thread of its own: with a control channel of the
-/// incarnation that `session` says, on which the destination speaks first. `tell` hears of the outcome before it hears what
-/// the destination says, and of a failure only after `pause`: then it may be tried again.
+/// incarnation that `session` says, on which the destination speaks first. Waits for `pause` before. `tell` hears of the
+/// outcome before it hears what the destination says.
 pub fn dial_again(to: Address, security: Security, session: Session, pause: Duration, tell: TellPeer) {
-    std::thread::spawn(move || match reconnect(&to, &security, &session, &tell) {
-        Ok((link, gate)) => {
-            tell(PeerNews::Connected(session.incarnation, link));
-            drop(gate);
-        }
-        Err(error) => {
-            std::thread::sleep(pause);
-            tell(PeerNews::Unreachable(error.to_string()));
+    std::thread::spawn(move || {
+        std::thread::sleep(pause);
+        match reconnect(&to, &security, &session, &tell) {
+            Ok((link, gate)) => {
+                tell(PeerNews::Connected(session.incarnation, link));
+                drop(gate);
+            }
+            Err(error) => tell(PeerNews::Unreachable(error.to_string())),
         }
     });
 }

@@ -15,6 +15,14 @@ use crate::report::Observer;
 /// How often a driver is given the word to tell progress.
 const TICK: Duration = Duration::from_millis(250);
 
+/// The longest time that is waited for: a setting may be so long that it means for ever.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// The moment after `time`, which may be of any length.
+pub fn after(time: Duration) -> Instant {
+    Instant::now() + time.min(LONGEST)
+}
+
 /// How a source's migration ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SourceOutcome {
@@ -133,7 +141,7 @@ impl SourceLead {
     /// Whether nobody needs to wait any more for what is to be delivered.
     fn gives_up(&mut self) -> bool {
         if self.switchover.may_stop() && !self.switchover.decided() {
-            self.give_up.get_or_insert(Instant::now() + self.telling);
+            self.give_up.get_or_insert(after(self.telling));
         }
         self.give_up.is_some_and(|deadline| Instant::now() >= deadline)
     }

@@ -27,7 +27,7 @@ use crate::receive::PacketRules;
 pub use self::dial::{DIAL_PAUSE, Offer, dial, dial_again};
 pub use self::doorman::{Doorman, OtherDoor, Refused, Sinks, receive_thread};
 pub use self::greet::{Greeted, Greeting};
-pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, lead_source};
+pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, after, lead_source};
 pub use self::peer::{Heard, Peer, PeerNews, TellPeer, link_events};
 
 /// The capability to leave out the checksums of packets' content, version 1: offered by a source only where it was asked to.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use sterna_wire::control::ControlMessage;
 
-use crate::control_link::{ControlEvent, ControlLink, Share};
+use crate::control_link::{ControlEvent, ControlLink, ControlSender, Share};
 
 /// What comes from the control channels of a migration.
 #[derive(Debug)]
@@ -83,6 +83,11 @@ impl Peer {
             // The link's reading side reports the loss.
             tracing::info!(%error, "the peer did not take a message");
         }
+    }
+
+    /// What another thread can say things with, on the control channel that there is now.
+    pub fn sender(&self) -> Option<ControlSender> {
+        self.link.as_ref().map(ControlLink::sender)
     }
 
     /// Whether there is a control channel.

@@ -13,13 +13,15 @@ use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::holes::PageMap;
 use sterna_memory::ram::GuestRam;
+use sterna_wire::control::{ControlMessage, Totals};
 
 use super::convergence::{Convergence, Decision, Measure};
 use super::unsent::Unsent;
 use crate::abort::Abort;
+use crate::control_link::ControlSender;
 use crate::entry::{PageSearch, Pipeline};
 use crate::report::Progress;
-use crate::send::SendChannel;
+use crate::send::{SendChannel, Sent};
 use crate::window::WindowClosed;
 
 /// A round that found next to nothing is followed by the next after this long: without a pause the rounds of an idle guest
@@ -59,9 +61,8 @@ pub(super) enum RoundNews {
     Failed(String),
     /// A line for people.
     Note(String),
-    /// All of RAM, or in post-copy what is to be given up of it, has been acknowledged: the last sequence number of each RAM
-    /// channel.
-    Drained(Vec<u64>),
+    /// All of RAM, or in post-copy what is to be given up of it, has been acknowledged, since then; the destination was told.
+    Drained(Instant),
 }
 
 /// The rounds' state, as others may look at it.
@@ -114,6 +115,9 @@ pub(super) struct Rounds<N> {
     pub(super) started: Instant,
     pub(super) orders: Receiver<Order>,
     pub(super) news: N,
+    /// Where the totals are said. Not by the driver, which is busy with the state then: the destination reads none of it
+    /// before it has them.
+    pub(super) totals: Option<ControlSender>,
     pub(super) told: Arc<Mutex<Told>>,
     pub(super) unsent: Arc<Unsent>,
     pub(super) may_stop: bool,
@@ -167,7 +171,19 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         }
         (self.news)(RoundNews::Stopped);
         self.send(&mut pending)?;
-        let drained = self.drain()?;
+        self.say_totals()
+    }
+
+    /// Waits until everything is acknowledged, and says so at both sides.
+    fn say_totals(&mut self) -> Result<(), Ended> {
+        let ram = self.drain()?;
+        let drained = Instant::now();
+        let Sent { normal_pages, zero_pages, .. } = Sent::over(&self.pipeline().channels);
+        let totals = ControlMessage::Totals(Totals { ram, normal_pages, zero_pages });
+        if let Some(Err(error)) = self.totals.as_ref().map(|destination| destination.send(&totals)) {
+            // The driver hears of the loss.
+            tracing::info!(%error, "the destination did not take the totals");
+        }
         (self.news)(RoundNews::Drained(drained));
         Ok(())
     }
@@ -194,8 +210,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         });
         outcome?;
         self.search.flush()?;
-        let drained = self.drain()?;
-        (self.news)(RoundNews::Drained(drained));
+        self.say_totals()?;
         while self.order()? != Order::Stream {}
         Ok(self.unsent.stream(&mut self.search)?)
     }

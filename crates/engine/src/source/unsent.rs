@@ -28,6 +28,8 @@ const FOLLOWED: u64 = 4;
 #[derive(Debug)]
 pub(super) struct Unsent {
     blocks: Vec<AtomicPageBitmap>,
+    /// By block: whether its pages are huge, so that only whole ones can be placed.
+    huge: Vec<bool>,
     /// Where the guest faulted last.
     fault: Mutex<Option<(u16, u64)>>,
 }
@@ -36,7 +38,8 @@ impl Unsent {
     /// None of `ram`.
     pub(super) fn none_of(ram: &GuestRam) -> Self {
         let blocks = ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect();
-        Self { blocks, fault: Mutex::default() }
+        let huge = ram.blocks().iter().map(|block| block.page_size() > PAGE_SIZE).collect();
+        Self { blocks, huge, fault: Mutex::default() }
     }
 
     /// Adds the pages of `pending`, block by block, widened to whole pages of each block's backing: the destination can
@@ -79,12 +82,17 @@ impl Unsent {
     fn stream_region(&self, search: &mut PageSearch, number: u16, region: u64) -> Result<(), WindowClosed> {
         let block = &self.blocks[usize::from(number)];
         let pages = (region * REGION_PAGES).min(block.pages())..((region + 1) * REGION_PAGES).min(block.pages());
-        let mut outcome = Ok(());
-        block.take_runs(pages, |run| {
-            if outcome.is_ok() {
+        let (mut outcome, mut any) = (Ok(()), false);
+        block.take_runs(pages.clone(), |run| {
+            any = true;
+            if outcome.is_ok() && !self.huge[usize::from(number)] {
                 outcome = search.pages(number, run);
             }
         });
+        if any && self.huge[usize::from(number)] {
+            // Whole, even if a request takes part of it off the list right now: what comes twice is dropped.
+            outcome = search.pages(number, pages);
+        }
         outcome
     }
 }

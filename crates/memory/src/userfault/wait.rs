@@ -1,11 +1,12 @@
 //! Taking the faults of missing pages from the kernel, in a thread that can be ended.
 
 use super::{Userfault, UserfaultError};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Ends [`Userfault::wait_faults`], in whatever thread, for good. Clones are the same handle.
 #[derive(Clone, Debug)]
@@ -24,6 +25,24 @@ impl Stop {
     pub fn stop(&self) {
         // Refused only where the counter is at its end: then it is readable, which is all that counts.
         let _ = rustix::io::write(&*self.event, &1u64.to_ne_bytes());
+    }
+}
+
+impl Stop {
+    /// Waits for `time`, or until it is stopped: then true.
+    pub fn within(&self, time: Duration) -> bool {
+        let deadline = Instant::now() + time;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).ok();
+            let mut waits = [PollFd::new(&self.event, PollFlags::IN)];
+            match poll(&mut waits, left.as_ref()) {
+                Ok(ready) => return ready > 0,
+                Err(Errno::INTR) => {}
+                // Who cannot wait does not go on for ever.
+                Err(_) => return true,
+            }
+        }
     }
 }
 

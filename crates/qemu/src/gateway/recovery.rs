@@ -188,7 +188,7 @@ impl Common<'_> {
                         give_up.get_or_insert(Instant::now() + time);
                         self.peer.hang_up();
                         match self.security() {
-                            Ok(security) => self.dial(security),
+                            Ok(security) => self.dial(security, Duration::ZERO),
                             // The guest runs here, and a destination that was not told can ask.
                             Err(_) if machine.may_stop() => return Ok(RESUMED.into()),
                             Err(error) => return Err(error),
@@ -230,7 +230,7 @@ impl Common<'_> {
                     Some(Heard::Connected) => machine.on(SourceEvent::Connected),
                     Some(Heard::Unreachable(reason)) => {
                         tracing::info!(reason, "the destination cannot be reached yet");
-                        self.dial(self.security()?);
+                        self.dial(self.security()?, DIAL_PAUSE);
                         Vec::new()
                     }
                     Some(Heard::Said(..)) | None => Vec::new(),
@@ -300,7 +300,7 @@ impl Common<'_> {
     }
 
     /// Dials on a thread of its own; the outcome comes as an event.
-    fn dial(&mut self, security: Security) {
+    fn dial(&mut self, security: Security, pause: Duration) {
         let record = self.record.record();
         let session = Session {
             id: record.migration,
@@ -311,7 +311,7 @@ impl Common<'_> {
             features: Vec::new(),
             round_trip: Duration::ZERO,
         };
-        session::dial_again(Address::from(&record.peer), security, session, DIAL_PAUSE, Arc::clone(&self.tell));
+        session::dial_again(Address::from(&record.peer), security, session, pause, Arc::clone(&self.tell));
     }
 
     fn destination(mut self, state: DestinationState) -> Result<String, GatewayError> {

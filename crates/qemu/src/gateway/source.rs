@@ -236,7 +236,7 @@ impl SourceDriver for Driver<'_> {
                 Heard::Connected => Some(SourceEvent::Connected),
                 Heard::Unreachable(reason) => {
                     tracing::info!(reason, "the destination cannot be reached yet");
-                    self.reconnect();
+                    self.reconnect(DIAL_PAUSE);
                     None
                 }
             },
@@ -329,7 +329,7 @@ impl Driver<'_> {
                 self.lead.peer.hang_up();
                 let time = if self.lead.switchover.decided() { DELIVERY_TIME } else { TELLING_TIME };
                 self.lead.give_up.get_or_insert(Instant::now() + time);
-                self.reconnect();
+                self.reconnect(Duration::ZERO);
                 None
             }
             SourceAction::Done(_) => unreachable!("the loop ends before it is performed"),
@@ -551,10 +551,10 @@ impl Driver<'_> {
         }
     }
 
-    fn reconnect(&mut self) {
+    fn reconnect(&mut self, pause: Duration) {
         self.session.incarnation = self.lead.peer.begin_anew();
         let (to, security) = (Address::from(&self.options.to), self.options.security.clone());
-        session::dial_again(to, security, self.session.clone(), DIAL_PAUSE, Arc::clone(&self.tell_peer));
+        session::dial_again(to, security, self.session.clone(), pause, Arc::clone(&self.tell_peer));
     }
 
     /// How long a step with the guest stopped may take before it is given up.

@@ -199,6 +199,11 @@ impl DestinationSwitchover {
         (machine, actions)
     }
 
+    /// Whether it may still give up: it has not said that it is prepared.
+    pub fn may_give_up(&self) -> bool {
+        self.phase.unprepared() || matches!(self.phase, Phase::WritingStarted | Phase::WritingPrepared)
+    }
+
     /// Whether it stands prepared and waits to be told: it may not be cancelled here.
     pub fn unsure(&self) -> bool {
         self.phase == Phase::Prepared

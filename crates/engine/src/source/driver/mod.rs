@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
-use sterna_wire::control::{ControlMessage, DestinationFigures, Mode, Totals};
+use sterna_wire::control::{ControlMessage, DestinationFigures, Mode};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
     RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SwitchoverMessage,
@@ -25,14 +25,17 @@ use super::{Settings, Source};
 use crate::abort::Abort;
 use crate::batch::BatchPool;
 use crate::cancel::Cancel;
+use crate::control_link::ControlEvent;
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
 use crate::migration::{GUEST_STATE, MigrationError, POST_COPY, Phase, machine};
+use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
 use crate::send::{SendChannel, SendContext, Sent};
 use crate::session::{
-    self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, lead_source,
+    self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, after,
+    lead_source,
 };
 use crate::state::{Part, StateWriter};
 use crate::transport::{Address, Security};
@@ -86,7 +89,14 @@ pub(super) fn run(
         method: settings.method.method(),
     };
     let told = events_in.clone();
-    let tell_peer: TellPeer = Arc::new(move |news| drop(told.send(Event::Peer(news))));
+    let occupied = Occupied::default();
+    let meanwhile = occupied.clone();
+    let tell_peer: TellPeer = Arc::new(move |news| {
+        if let PeerNews::Control(_, ControlEvent::Lost(reason)) = &news {
+            meanwhile.lost(format_args!("the destination was lost: {reason}"));
+        }
+        drop(told.send(Event::Peer(news)));
+    });
     let dialled = session::dial(&offer, cancel, &tell_peer);
     // Which also is what interrupts dialling.
     let (link, session) =
@@ -100,7 +110,11 @@ pub(super) fn run(
     let ledger = ledger.map_err(MigrationError::untouched)?;
 
     let tell_cancelled = events_in.clone();
-    cancel.on_cancel(move || drop(tell_cancelled.send(Event::Cancelled)));
+    let meanwhile = occupied.clone();
+    cancel.on_cancel(move || {
+        meanwhile.raise(CANCELLED);
+        drop(tell_cancelled.send(Event::Cancelled));
+    });
     let (lead, first) = SourceLead::begin(Peer::new(link), Arc::new(Abort::default()), settings.limits.telling);
     let mut driver = Driver {
         lead,
@@ -120,6 +134,7 @@ pub(super) fn run(
         session,
         events_in,
         tell_peer,
+        occupied,
         moving: None,
         told: Arc::default(),
         moments: Moments::default(),
@@ -195,6 +210,7 @@ struct Driver<'a> {
     pacer: Arc<Pacer>,
     events_in: Sender<Event>,
     tell_peer: TellPeer,
+    occupied: Occupied,
     moving: Option<Moving>,
     told: Arc<Mutex<Told>>,
     moments: Moments,
@@ -262,9 +278,9 @@ impl SourceDriver for Driver<'_> {
                 if self.lead.switchover.decided() {
                     self.lead.give_up = self.lead.give_up.or_else(|| self.delivery_deadline());
                 } else {
-                    self.lead.give_up.get_or_insert(Instant::now() + self.settings.limits.telling);
+                    self.lead.give_up.get_or_insert(after(self.settings.limits.telling));
                 }
-                self.reconnect();
+                self.reconnect(Duration::ZERO);
                 None
             }
             SourceAction::Done(_) => unreachable!("it is not asked for the end"),
@@ -281,7 +297,9 @@ impl SourceDriver for Driver<'_> {
                     self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
                     if follows {
                         self.lead.give_up = self.delivery_deadline();
-                        self.reconnect();
+                        // Where channels break as soon as they are made, they are not made again and again without a pause.
+                        let again = self.data_incarnation > 1;
+                        self.reconnect(if again { self.settings.limits.dial_pause } else { Duration::ZERO });
                         return None;
                     }
                     Some(SourceEvent::ConnectionLost)
@@ -293,7 +311,7 @@ impl SourceDriver for Driver<'_> {
                 Heard::Connected => Some(SourceEvent::Connected),
                 Heard::Unreachable(reason) => {
                     tracing::info!(reason, "the destination cannot be reached yet");
-                    self.reconnect();
+                    self.reconnect(self.settings.limits.dial_pause);
                     None
                 }
             },
@@ -401,6 +419,10 @@ impl Driver<'_> {
     }
 
     fn rounds_say(&mut self, news: RoundNews) -> Option<SourceEvent> {
+        if self.lead.abort.is_over() && !matches!(news, RoundNews::Note(_) | RoundNews::Failed(_)) {
+            // What it was about is being taken down: the guest is resumed, if it has to be, and runs at full speed.
+            return None;
+        }
         let outcome = match news {
             RoundNews::Note(text) => {
                 self.observer.note(&text);
@@ -418,11 +440,9 @@ impl Driver<'_> {
                 Ok(())
             }
             RoundNews::Failed(reason) => Err(reason),
-            RoundNews::Drained(ram) => {
-                self.moments.drained = Some(Instant::now());
-                self.lead.due = Some((Instant::now() + self.step_time(), "loading at the destination"));
-                let Sent { normal_pages, zero_pages, .. } = self.sent();
-                self.lead.peer.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
+            RoundNews::Drained(when) => {
+                self.moments.drained = Some(when);
+                self.lead.due = Some((after(self.step_time()), "loading at the destination"));
                 return Some(SourceEvent::FinalStateSent);
             }
         };
@@ -450,8 +470,11 @@ impl Driver<'_> {
         let stream = self.session.open(self.security, self.to, ChannelKind::DeviceState, 0, &context);
         let stream = stream.map_err(|error| error.to_string())?;
         let mut ahead = StateWriter::new(&stream, Part::Ahead, self.session.packet_size);
-        self.vmm.save_ahead(&mut ahead).map_err(|error| format!("saving state ahead failed: {error}"))?;
-        let ahead = ahead.finish().map_err(|error| error.to_string())?;
+        let inside = self.occupied.enter(&self.lead.abort, None);
+        let saved = self.vmm.save_ahead(&mut ahead).map_err(|error| format!("saving state ahead failed: {error}"));
+        let finished = saved.and_then(|()| ahead.finish().map_err(|error| error.to_string()));
+        drop(inside);
+        let ahead = finished.map_err(|error| self.lead.abort.reason().unwrap_or(error))?;
 
         let (orders, orders_out) = channel();
         let events = self.events_in.clone();
@@ -466,6 +489,7 @@ impl Driver<'_> {
             started: self.started,
             orders: orders_out,
             news: move |news| drop(events.send(Event::Rounds(news))),
+            totals: self.lead.peer.sender(),
             told: Arc::clone(&self.told),
             unsent: Arc::clone(&self.unsent),
             may_stop: ahead == 0,
@@ -483,7 +507,8 @@ impl Driver<'_> {
     /// When the rounds must be over, if they may not take as long as they want. Between two rounds they give up by
     /// themselves, and say why; a round that lasts is not waited for.
     fn rounds_due(&self) -> Option<(Instant, &'static str)> {
-        Some((self.started + self.settings.give_up_after? + ROUND_GRACE, "sending the guest's memory"))
+        let left = self.settings.give_up_after?.saturating_sub(self.started.elapsed());
+        Some((after(left.saturating_add(ROUND_GRACE)), "sending the guest's memory"))
     }
 
     /// Tells this thread when the data channels of this incarnation have failed.
@@ -551,7 +576,7 @@ impl Driver<'_> {
         self.moments.pausing = Some(Instant::now());
         self.vmm.pause().map_err(|error| format!("the monitor does not pause the guest: {error}"))?;
         self.moments.paused = Some(Instant::now());
-        self.lead.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
+        self.lead.due = Some((after(self.step_time()), "sending the last pages and the state"));
         moving.order(Order::LastRound);
         Ok(())
     }
@@ -578,8 +603,11 @@ impl Driver<'_> {
         }
         let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
         let mut state = StateWriter::new(stream, Part::Final, self.session.packet_size);
+        // A destination that does not read keeps the monitor waiting, and this thread with it.
+        let inside = self.occupied.enter(&self.lead.abort, self.lead.due);
         let saved = self.vmm.save(&mut state).map_err(|error| format!("saving the guest's state failed: {error}"));
         let finished = saved.and_then(|()| state.finish().map_err(|error| error.to_string()));
+        drop(inside);
         // The reason that came first says more than a state that could not be sent.
         let bytes = finished.map_err(|error| self.lead.abort.reason().unwrap_or(error))?;
         self.moments.saved = Some(Instant::now());
@@ -591,16 +619,16 @@ impl Driver<'_> {
     /// takes, unless nobody wants to: what is here of the guest's memory is nowhere else.
     fn delivery_deadline(&self) -> Option<Instant> {
         let waits_for_ever = self.post_copy.begun().is_some() && !self.lead.cancelled;
-        (!waits_for_ever).then(|| Instant::now() + self.settings.limits.delivery)
+        (!waits_for_ever).then(|| after(self.settings.limits.delivery))
     }
 
     fn step_time(&self) -> Duration {
-        self.settings.limits.step.max(10 * self.settings.downtime)
+        self.settings.limits.step.max(self.settings.downtime.saturating_mul(10))
     }
 
-    fn reconnect(&mut self) {
+    fn reconnect(&mut self, pause: Duration) {
         self.session.incarnation = self.lead.peer.begin_anew();
         let (to, security, session) = (self.to.clone(), self.security.clone(), self.session.clone());
-        session::dial_again(to, security, session, self.settings.limits.dial_pause, Arc::clone(&self.tell_peer));
+        session::dial_again(to, security, session, pause, Arc::clone(&self.tell_peer));
     }
 }

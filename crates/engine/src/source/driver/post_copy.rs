@@ -76,6 +76,10 @@ impl Driver<'_> {
     /// The destination watches for missing pages: at first, or again after it was lost.
     pub(super) fn destination_watches(&mut self) -> Option<SourceEvent> {
         let decided = self.lead.switchover.decided();
+        if !decided && self.lead.abort.is_over() {
+            // It answers what does not matter any more.
+            return None;
+        }
         let new_channels = self.session.incarnation != self.data_incarnation;
         let outcome = match &self.post_copy {
             PostCopy::Asked if !decided => self.begin_post_copy(),

@@ -6,7 +6,7 @@ use sterna_wire::control::ControlMessage;
 use sterna_wire::switchover::SourceEnd;
 
 use super::Driver;
-use crate::migration::{GuestState, MigrationError, Phase, Side};
+use crate::migration::{GuestState, MigrationError, Side};
 use crate::process::own_cpu_seconds;
 use crate::report::{DowntimeParts, Outcome, PostCopyReport, Report};
 use crate::send::Sent;
@@ -119,7 +119,7 @@ impl Driver<'_> {
                 let reason = "the destination runs the guest although it was not given to it".to_owned();
                 (Outcome::Stuck, GuestState::RunsTwice, reason)
             }
-            SourceOutcome::Undelivered if self.phase == Phase::PostCopy => {
+            SourceOutcome::Undelivered if self.lead.switchover.decided() && self.post_copy.begun().is_some() => {
                 let cancelled = || {
                     "the rest of the guest's memory was not sent: the destination was lost, and the migration cancelled"
                         .to_owned()

@@ -1,0 +1,131 @@
+//! A driver inside a call of its monitor hears no events. What has to end such a call all the same – the peer is lost, it was
+//! cancelled, it takes too long – raises the alarm by itself: that closes the channels that the monitor writes to or reads
+//! from, and the call fails.
+
+use std::fmt::Display;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use crate::abort::Abort;
+
+/// Whether a driver is inside such a call. Clones are of the same driver.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Occupied(Arc<Mutex<State>>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// The alarm that ends the call that the driver is inside of.
+    inside: Option<Arc<Abort>>,
+    /// Why no call is begun any more, and whether it is that the peer was lost.
+    reason: Option<(String, bool)>,
+}
+
+impl Occupied {
+    /// The driver is inside until the value that is given here is dropped. With a `deadline` no longer than until then;
+    /// its words say what takes so long.
+    pub(crate) fn enter(&self, abort: &Arc<Abort>, deadline: Option<(Instant, &'static str)>) -> Inside<'_> {
+        let mut state = self.state();
+        // The driver has not heard of it yet.
+        if let Some((reason, lost)) = &state.reason {
+            raise(abort, reason, *lost);
+        }
+        state.inside = Some(Arc::clone(abort));
+        drop(state);
+        let watch = deadline.map(|(deadline, what)| {
+            let (left, leaving) = channel::<()>();
+            let abort = Arc::clone(abort);
+            let watching = std::thread::spawn(move || {
+                let time = deadline.saturating_duration_since(Instant::now());
+                if leaving.recv_timeout(time) == Err(RecvTimeoutError::Timeout) {
+                    abort.raise(format_args!("{what} took too long"));
+                }
+            });
+            (left, watching)
+        });
+        Inside { occupied: self, watch }
+    }
+
+    /// Ends the call that the driver is inside of, and all that it would enter later, for `reason`.
+    pub(crate) fn raise(&self, reason: impl Display) {
+        self.end(&reason.to_string(), false);
+    }
+
+    /// As [`Occupied::raise`], because the peer was lost.
+    pub(crate) fn lost(&self, reason: impl Display) {
+        self.end(&reason.to_string(), true);
+    }
+
+    fn end(&self, reason: &str, lost: bool) {
+        let mut state = self.state();
+        if let Some(abort) = &state.inside {
+            raise(abort, reason, lost);
+        }
+        state.reason.get_or_insert_with(|| (reason.to_owned(), lost));
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().expect("wakers do not panic")
+    }
+}
+
+fn raise(abort: &Abort, reason: &str, lost: bool) {
+    if lost {
+        abort.lost(reason)
+    } else {
+        abort.raise(reason)
+    };
+}
+
+/// The driver is inside a call of its monitor.
+#[derive(Debug)]
+pub(crate) struct Inside<'a> {
+    occupied: &'a Occupied,
+    watch: Option<(Sender<()>, JoinHandle<()>)>,
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.occupied.state().inside = None;
+        if let Some((left, watching)) = self.watch.take() {
+            drop(left);
+            // It does not panic.
+            let _ = watching.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_call_that_is_under_way_is_ended_and_so_are_those_after_it() {
+        let (occupied, abort) = (Occupied::default(), Arc::new(Abort::default()));
+        let inside = occupied.enter(&abort, Some((Instant::now() + Duration::from_secs(3600), "waiting")));
+        assert!(!abort.is_over());
+        occupied.clone().lost("amid");
+        drop(inside);
+        assert_eq!((abort.reason().as_deref(), abort.was_lost()), (Some("amid"), true));
+        occupied.raise("after");
+        let later = Arc::new(Abort::default());
+        drop(occupied.enter(&later, None));
+        assert_eq!((later.reason().as_deref(), later.was_lost()), (Some("amid"), true));
+    }
+
+    #[test]
+    fn a_call_that_takes_too_long_is_ended_with_words() {
+        let (occupied, abort) = (Occupied::default(), Arc::new(Abort::default()));
+        let (ended, end) = channel();
+        abort.on_end(move || {
+            let _ = ended.send(());
+        });
+        let inside = occupied.enter(&abort, Some((Instant::now(), "waiting")));
+        end.recv().unwrap();
+        drop(inside);
+        assert_eq!(abort.reason().as_deref(), Some("waiting took too long"));
+    }
+}
