@@ -266,12 +266,12 @@ impl OddSource {
     }
 
     /// Says this.
-    fn say(&mut self, message: ControlMessage) {
-        self.peer.say(&message);
+    fn say(&self, message: &ControlMessage) {
+        self.peer.say(message);
     }
 
-    fn say_of_the_switchover(&mut self, message: SwitchoverMessage) {
-        self.say(ControlMessage::Switchover(message));
+    fn say_of_the_switchover(&self, message: SwitchoverMessage) {
+        self.say(&ControlMessage::Switchover(message));
     }
 
     /// Listens until something is heard that `wanted` looks for; false if the destination hung up before.
@@ -292,7 +292,7 @@ impl OddSource {
     }
 
     /// All that is said until the destination hangs up.
-    fn to_the_end(mut self) -> Vec<ControlMessage> {
+    fn until_it_hangs_up(mut self) -> Vec<ControlMessage> {
         while self.hears(|_| true) {}
         self.said
     }
@@ -395,8 +395,8 @@ fn is_switchover(wanted: &SwitchoverMessage) -> impl Fn(&ControlMessage) -> bool
 fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
     within_a_minute(|| {
         let (received, said) = destination_against(NOTHING, |mut source, _| {
-            source.say(ControlMessage::PostCopy);
-            source.to_the_end()
+            source.say(&ControlMessage::PostCopy);
+            source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
         assert!(error.reason.contains("it was not agreed on"), "{error}");
@@ -411,8 +411,8 @@ fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
         for ram in [vec![7], vec![], vec![0; 9]] {
             let totals = ControlMessage::Totals(Totals { ram, normal_pages: 7, zero_pages: 0 });
             let (received, said) = destination_against(NOTHING, |mut source, _| {
-                source.say(totals);
-                source.to_the_end()
+                source.say(&totals);
+                source.until_it_hangs_up()
             });
             let error = received.unwrap_err();
             assert!(error.reason.contains("pages are missing"), "{error}");
@@ -429,15 +429,15 @@ fn a_source_that_sends_pages_after_its_totals_is_refused() {
     within_a_minute(|| {
         let (received, _) = destination_against(NOTHING, |mut source, _| {
             let (ram, _stream) = source.open();
-            source.say(ControlMessage::Totals(Totals { ram: vec![0], normal_pages: 0, zero_pages: 0 }));
+            source.say(&ControlMessage::Totals(Totals { ram: vec![0], normal_pages: 0, zero_pages: 0 }));
             // What was said before is heard before this, and answered.
-            source.say(ControlMessage::PostCopy);
+            source.say(&ControlMessage::PostCopy);
             assert!(source.hears(|message| matches!(message, ControlMessage::Failed { .. })));
             let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
             batch.push_normal(3, 1, 4096).fill(1);
             // It may have been taken down by now.
             let _ = ram[0].send(Item::Pages(batch));
-            source.to_the_end()
+            source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
         assert_eq!(error.guest, GuestState::NotHere);
@@ -449,11 +449,11 @@ fn a_destination_that_waits_for_state_can_be_cancelled() {
     within_a_minute(|| {
         let (received, _) = destination_against(NOTHING, |mut source, cancel| {
             let (_ram, stream) = source.open();
-            source.say(ControlMessage::Totals(Totals { ram: vec![0], normal_pages: 0, zero_pages: 0 }));
+            source.say(&ControlMessage::Totals(Totals { ram: vec![0], normal_pages: 0, zero_pages: 0 }));
             send_state(&stream, &state()[..9], false);
             stream.drained().unwrap();
             cancel.cancel();
-            source.to_the_end()
+            source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
         assert!(error.cancelled && error.reason == "cancelled", "{error}");
@@ -468,7 +468,7 @@ fn a_source_that_comes_back_before_anything_was_loaded_in_post_copy_hears_that_n
         }
         let (received, came_back) = destination_against(POST_COPY, |mut source, _| {
             let (_ram, stream) = source.open();
-            source.say(ControlMessage::PostCopy);
+            source.say(&ControlMessage::PostCopy);
             assert!(source.hears(is_post_copy_ready));
             // Nobody reads it: its thread waits.
             send_state(&stream, &state(), true);
@@ -492,14 +492,14 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
         }
         let (received, said) = destination_against(POST_COPY, |mut source, _| {
             let (ram, stream) = source.open();
-            source.say(ControlMessage::PostCopy);
+            source.say(&ControlMessage::PostCopy);
             assert!(source.hears(is_post_copy_ready));
             let halves = source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort).unwrap();
             let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
             batch.push_zero(7, 1);
             ram[0].send(Item::Discard(batch)).unwrap();
             let last = ram[0].drained().unwrap();
-            source.say(ControlMessage::Totals(Totals { ram: vec![last], normal_pages: 0, zero_pages: 0 }));
+            source.say(&ControlMessage::Totals(Totals { ram: vec![last], normal_pages: 0, zero_pages: 0 }));
             send_state(&stream, &state(), true);
             source.say_of_the_switchover(SwitchoverMessage::Prepare);
             assert!(source.hears(is_switchover(&SwitchoverMessage::Prepared)), "{:?}", source.said);
@@ -523,7 +523,7 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
             let complete = source.hears(|message| matches!(message, ControlMessage::PostCopyDone(_)));
             // Before it noticed, or only with the new channels.
             let runs = source.said.iter().any(is_switchover(&SwitchoverMessage::Running));
-            source.say(ControlMessage::Goodbye);
+            source.say(&ControlMessage::Goodbye);
             assert!(runs && wants_more && complete, "{:?}", source.said);
             source.abort.finish();
             source.said
