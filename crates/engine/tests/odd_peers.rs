@@ -394,7 +394,7 @@ fn is_switchover(wanted: &SwitchoverMessage) -> impl Fn(&ControlMessage) -> bool
 #[test]
 fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
     within_a_minute(|| {
-        let (received, said) = destination_against(NOTHING, |mut source, _| {
+        let (received, said) = destination_against(NOTHING, |source, _| {
             source.say(&ControlMessage::PostCopy);
             source.until_it_hangs_up()
         });
@@ -410,7 +410,7 @@ fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
     within_a_minute(|| {
         for ram in [vec![7], vec![], vec![0; 9]] {
             let totals = ControlMessage::Totals(Totals { ram, normal_pages: 7, zero_pages: 0 });
-            let (received, said) = destination_against(NOTHING, |mut source, _| {
+            let (received, said) = destination_against(NOTHING, |source, _| {
                 source.say(&totals);
                 source.until_it_hangs_up()
             });
@@ -447,7 +447,7 @@ fn a_source_that_sends_pages_after_its_totals_is_refused() {
 #[test]
 fn a_destination_that_waits_for_state_can_be_cancelled() {
     within_a_minute(|| {
-        let (received, _) = destination_against(NOTHING, |mut source, cancel| {
+        let (received, _) = destination_against(NOTHING, |source, cancel| {
             let (_ram, stream) = source.open();
             source.say(&ControlMessage::Totals(Totals { ram: vec![0], normal_pages: 0, zero_pages: 0 }));
             send_state(&stream, &state()[..9], false);
