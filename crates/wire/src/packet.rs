@@ -68,7 +68,7 @@ pub struct PacketHeader {
     pub method: u8,
     /// The RAM block's index, or the stream record's kind.
     pub subject: u16,
-    /// Counted per channel from 1, through all incarnations.
+    /// Counted per channel from 1.
     pub sequence: u64,
     /// Bytes of table that follow the header.
     pub table_length: u32,

@@ -1,8 +1,8 @@
 //! Sequence numbers of one channel: what was sent, what has been placed, what is missing.
 //!
 //! Completeness is counted, never assumed: at the end the source says the last number of each channel, and the
-//! destination is complete only when each channel has placed exactly that one. Numbers go on through incarnations, so
-//! that a channel made again after a lost connection continues where it was.
+//! destination is complete only when each channel has placed exactly that one. A channel made again in post-copy, where
+//! the destination says what it lacks, begins again at 1.
 
 /// The sending end of a channel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
