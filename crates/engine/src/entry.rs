@@ -2,7 +2,8 @@
 //!
 //! There are two. *Owned bytes*: content that somebody has already read, such as the packets of a QEMU ([`Entry`]).
 //! *Guest ranges*: memory of a guest that runs and writes while it is read ([`PageSearch`]): here it is only said which
-//! pages; the channel's own thread reads them, exactly once, with the zero test in the same pass.
+//! pages; the channel's own thread reads them, exactly once, with the zero test in the same pass, or where nobody looks at
+//! their content sends them from where they lie.
 //!
 //! **Affinity.** All pages of one 2 MiB region take the same channel, and a channel delivers in order, so a newer copy of
 //! a page never overtakes an older one and rounds need no barrier across channels.

@@ -122,6 +122,7 @@ pub mod cancel;
 pub mod control_link;
 pub mod destination;
 pub mod entry;
+mod in_place;
 mod ledger;
 pub mod migration;
 mod occupied;

@@ -1,13 +1,14 @@
 //! Guest RAM read into a batch: once per page, with the zero test and the checksum in the same pass.
 
 use sterna_memory::PAGE_SIZE;
-use sterna_memory::ram::GuestRam;
+use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_memory::snapshot::Snapshot;
 
 use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::Run;
 
 use crate::batch::Batch;
+use crate::in_place;
 use crate::receive::PacketRules;
 
 /// What guest RAM is read into. One per thread that reads: it stays in that core's cache.
@@ -17,19 +18,39 @@ pub(crate) struct Reading {
     /// One bit per page of a batch.
     zero_map: Vec<u64>,
     checksums: bool,
+    /// What is in the batch is sent from where it lies in this RAM.
+    in_place: Option<GuestRam>,
 }
 
 impl Reading {
     /// For batches of `rules`.
     pub(crate) fn new(rules: PacketRules) -> Self {
         let pages = rules.packet_size / PAGE_SIZE;
-        Self { batch: Batch::new(rules.packet_size), zero_map: vec![0; pages.div_ceil(64)], checksums: rules.checksums }
+        Self {
+            batch: Batch::new(rules.packet_size),
+            zero_map: vec![0; pages.div_ceil(64)],
+            checksums: rules.checksums,
+            in_place: None,
+        }
     }
 
     /// Begins a batch of pages of `block`.
     pub(crate) fn begin(&mut self, block: u16) {
         self.batch.clear();
         self.batch.block = block;
+    }
+
+    /// As [`Reading::read`], but says only which pages are zero: the others will be sent from where they lie.
+    pub(crate) fn look(&mut self, ram: &GuestRam, runs: &[Run]) {
+        if self.in_place.is_none() {
+            self.in_place = Some(ram.clone());
+        }
+        in_place::look(ram, runs, &mut self.batch);
+    }
+
+    /// The block that the batch's content lies in, where that was not read.
+    pub(crate) fn in_place(&self) -> Option<&RamBlock> {
+        self.in_place.as_ref().map(|ram| &ram.blocks()[usize::from(self.batch.block)])
     }
 
     /// What was read since it was begun.
@@ -43,7 +64,7 @@ impl Reading {
         let Some(last) = self.batch.runs().last() else { return self.batch.block == block };
         let pages: usize = runs.iter().map(|run| run.count as usize).sum();
         self.batch.block == block
-            && self.batch.content().is_empty()
+            && self.batch.in_window() == 0
             && runs.first().is_none_or(|run| last.end() <= run.first)
             && self.batch.runs().len() + pages <= MAX_RUNS
     }
@@ -51,7 +72,7 @@ impl Reading {
     /// Reads `runs`, at most a packet's worth of pages that [`Reading::takes`], from `ram`, which the guest may be writing.
     pub(crate) fn read(&mut self, ram: &GuestRam, runs: &[Run]) {
         let block = &ram.blocks()[usize::from(self.batch.block)];
-        debug_assert!(self.batch.content().is_empty());
+        debug_assert!(self.batch.content().is_empty() && self.in_place.is_none());
         let mut snapshot = Snapshot::new(self.batch.spare_mut(), &mut self.zero_map);
         if !self.checksums {
             snapshot = snapshot.unchecked();

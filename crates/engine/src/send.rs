@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 
 use sterna_codec::{Adaptive, Encoded, Encoder, MethodChoice};
 use sterna_memory::PAGE_SIZE;
-use sterna_memory::ram::GuestRam;
+use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_wire::checksum::crc32c;
 use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{
@@ -24,6 +24,7 @@ use sterna_wire::sequence::SendSequence;
 
 use crate::abort::Abort;
 use crate::batch::{Batch, PooledBatch};
+use crate::in_place;
 use crate::pacer::Pacer;
 use crate::reading::Reading;
 use crate::receive::PacketRules;
@@ -426,7 +427,7 @@ impl Sending {
         self.table.clear();
         match item {
             Item::Guest(..) => unreachable!("done above"),
-            Item::Pages(batch) => self.pages(&batch),
+            Item::Pages(batch) => self.pages(&batch, None),
             Item::Discard(batch) => {
                 batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
                 self.packet(PacketKind::Discard, batch.block, 0, &Content::of(&[]))
@@ -451,6 +452,11 @@ impl Sending {
         let packet_pages = (self.context.rules.packet_size / PAGE_SIZE) as u64;
         let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
         let mut rest = Piecewise::new(wanted.runs());
+        // A limit is kept by small pieces, which are easier cut from a copy.
+        let in_place = self.method == 0
+            && !self.context.rules.checksums
+            && self.writer.passes_on()
+            && (reading.in_place().is_some() || self.context.pacer.limit().is_none());
         while rest.next(packet_pages, &mut self.piece) {
             if !reading.takes(wanted.block, &self.piece) {
                 self.pages_read(&mut reading)?;
@@ -463,9 +469,13 @@ impl Sending {
                 reading.begin(wanted.block);
                 self.context.window.enter(asked)?;
             }
-            reading.read(ram, &self.piece);
+            if in_place {
+                reading.look(ram, &self.piece);
+            } else {
+                reading.read(ram, &self.piece);
+            }
             self.context.window.give_back(asked - reading.batch().in_window());
-            if !reading.batch().content().is_empty() || reading.batch().pages() >= MOST_HELD_ZERO_PAGES {
+            if reading.batch().in_window() > 0 || reading.batch().pages() >= MOST_HELD_ZERO_PAGES {
                 self.pages_read(&mut reading)?;
             }
         }
@@ -489,13 +499,14 @@ impl Sending {
     /// Sends what `reading` has, which is empty then.
     fn pages_read(&mut self, reading: &mut Reading) -> Result<(), Box<dyn std::error::Error>> {
         if !reading.batch().is_empty() {
-            self.pages(reading.batch())?;
+            self.pages(reading.batch(), reading.in_place())?;
             reading.begin(reading.batch().block);
         }
         Ok(())
     }
 
-    fn pages(&mut self, batch: &Batch) -> Result<(), Box<dyn std::error::Error>> {
+    /// Sends `batch`. Its content lies in `in_place`, if that is given.
+    fn pages(&mut self, batch: &Batch, in_place: Option<&RamBlock>) -> Result<(), Box<dyn std::error::Error>> {
         self.table.clear();
         let (mut normal, mut zero) = (0, 0);
         for run in batch.runs() {
@@ -509,7 +520,25 @@ impl Sending {
         let counters = &self.shared.counters;
         counters.normal_pages.fetch_add(normal, Ordering::Relaxed);
         counters.zero_pages.fetch_add(zero, Ordering::Relaxed);
-        let content = Content { bytes: batch.content(), checksum: batch.checksum(), in_window: batch.in_window() };
+        let in_window = batch.in_window();
+        if let Some(block) = in_place {
+            let header = PacketHeader {
+                kind: PacketKind::Pages,
+                method: 0,
+                subject: batch.block,
+                sequence: self.next_sequence(in_window),
+                table_length: self.table.len() as u32,
+                payload_length: in_window as u32,
+                content_length: in_window as u32,
+                content_checksum: 0,
+                detail: 0,
+            };
+            let header = header.encode(&self.table);
+            in_place::write(&mut self.writer, &header, &self.table, block, batch.runs())?;
+            self.count(in_window, (header.len() + self.table.len()) as u64 + in_window);
+            return Ok(());
+        }
+        let content = Content { bytes: batch.content(), checksum: batch.checksum(), in_window };
         self.packet(PacketKind::Pages, batch.block, 0, &content)
     }
 
@@ -544,16 +573,11 @@ impl Sending {
             }
             _ => (0, content),
         };
-        let sequence = {
-            let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
-            progress.in_flight.push_back(in_window);
-            progress.sequence.advance()
-        };
         let header = PacketHeader {
             kind,
             method,
             subject,
-            sequence,
+            sequence: self.next_sequence(in_window),
             table_length: self.table.len() as u32,
             payload_length: payload.len() as u32,
             content_length: content.len() as u32,
@@ -575,11 +599,23 @@ impl Sending {
             self.writer.write_all_vectored(&[part])?;
         }
 
+        self.count(content.len() as u64, (header.len() + self.table.len() + payload.len()) as u64);
+        Ok(())
+    }
+
+    /// The number of the next packet, which holds so many bytes of the window.
+    fn next_sequence(&self, in_window: u64) -> u64 {
+        let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
+        progress.in_flight.push_back(in_window);
+        progress.sequence.advance()
+    }
+
+    /// Counts a packet that was written.
+    fn count(&self, content_bytes: u64, packet_bytes: u64) {
         let counters = &self.shared.counters;
         counters.packets.fetch_add(1, Ordering::Relaxed);
-        counters.content_bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
-        counters.packet_bytes.fetch_add((header.len() + self.table.len() + payload.len()) as u64, Ordering::Relaxed);
+        counters.content_bytes.fetch_add(content_bytes, Ordering::Relaxed);
+        counters.packet_bytes.fetch_add(packet_bytes, Ordering::Relaxed);
         counters.wire_bytes.store(self.writer.bytes_written(), Ordering::Relaxed);
-        Ok(())
     }
 }

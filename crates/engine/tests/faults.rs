@@ -244,6 +244,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     let migration = Source::new(source.ram(), Box::new(log))
         .channels(1 + random.below(3) as u16)
         .method(MethodChoice::parse(method, None).unwrap())
+        .checksums(!random.chance(25))
         .downtime(if post_copy { Duration::from_micros(1) } else { Duration::from_millis(300) })
         .when_not_converging(answer)
         .time_limits(limits);

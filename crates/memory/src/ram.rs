@@ -9,7 +9,7 @@
 use std::any::Any;
 use std::fmt::{Debug, Formatter};
 use std::fs::File;
-use std::io;
+use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
@@ -219,6 +219,21 @@ impl RamBlock {
         // SAFETY: the pages were checked to lie inside the block, which is readable by the contract of `new`; what the
         // snapshot copies to is a buffer, and so not part of it.
         unsafe { snapshot.read(at, pages as usize) };
+    }
+
+    /// The pages of `run` as a part of what is sent: for the kernel (sendmsg(2)), since the guest may be writing them.
+    ///
+    /// # Safety
+    /// Nobody in this process reads it.
+    ///
+    /// # Panics
+    /// When they are not in the block.
+    pub unsafe fn io_slice(&self, run: Range<u64>) -> IoSlice<'_> {
+        let pages = run.end - run.start;
+        let part = libc::iovec { iov_base: self.at(run.start, pages).cast(), iov_len: pages as usize * PAGE_SIZE };
+        // SAFETY: an `IoSlice` is laid out as an `iovec` (its documentation says so), and the range is mapped by the contract of
+        // `new` as long as the block lives. No slice is made of it: for that the caller vouches.
+        unsafe { std::mem::transmute::<libc::iovec, IoSlice<'_>>(part) }
     }
 
     /// The pages of `run`, to be filled.

@@ -6,7 +6,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, PostCopyFigures, Totals, Welcome};
-use sterna_wire::header::ChannelKind;
 use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
@@ -15,6 +14,7 @@ use sterna_wire::switchover::{
 use sterna_wire::text::cleaned;
 
 use super::Listening;
+use super::channels::PostCopyChannels;
 use super::post_copy::{self, PostCopy, PostCopyNews};
 use super::target::{RamSink, Target};
 use crate::abort::Abort;
@@ -24,14 +24,13 @@ use crate::ledger::Ledger;
 use crate::migration::{GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, Side, difference, machine};
 use crate::occupied::Occupied;
 use crate::process;
-use crate::receive::{PacketRules, ReceiveCounters, Sink, receive_packets};
+use crate::receive::Sink;
 use crate::report::{Observer, Outcome, ReceiveReport};
 use crate::session::{
-    Doorman, Features, Greeted, Greeting, Heard, LAST_WORDS, OtherDoor, Peer, PeerNews, Sinks, TellPeer, UNCHECKED,
-    after, link_events,
+    Doorman, Features, Greeted, Greeting, Heard, LAST_WORDS, Peer, PeerNews, Sinks, TellPeer, UNCHECKED, after,
+    link_events,
 };
 use crate::state::{Part, StateReader, StateSink, state_sink};
-use crate::transport::accept_channel;
 use crate::vmm::DestinationVmm;
 
 /// How often the loop wakes when nothing happens.
@@ -186,66 +185,6 @@ impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
     fn stream(&self) -> Box<dyn Sink> {
         let sink = self.state.lock().expect("nobody panics with it").take();
         Box::new(sink.expect("the doorman lets one stream channel in"))
-    }
-}
-
-/// The post-copy channels: one of each incarnation.
-#[derive(Clone, Default)]
-struct PostCopyChannels(Arc<Mutex<PostCopyThreads>>);
-
-#[derive(Default)]
-struct PostCopyThreads {
-    /// The incarnation of the channel that came last.
-    latest: u32,
-    threads: Vec<JoinHandle<()>>,
-}
-
-impl PostCopyChannels {
-    /// Takes them in.
-    fn door(&self, target: &Arc<Target>, rules: PacketRules) -> OtherDoor {
-        let (target, channels) = (Arc::clone(target), Arc::clone(&self.0));
-        Box::new(move |header, connection, abort| {
-            let Some(post_copy) = target.post_copy().filter(|_| header.kind == ChannelKind::PostCopy) else {
-                return Err(Box::new((connection, "no such channel is expected here".into())));
-            };
-            let mut channels = channels.lock().expect("nobody panics with it");
-            if header.index > 0 || header.incarnation <= channels.latest {
-                return Err(Box::new((connection, "there is one post-copy channel, and it has come".into())));
-            }
-            channels.latest = header.incarnation;
-            let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
-            let (abort, closer) = (Arc::clone(abort), connection.closer());
-            abort.on_end(move || closer.close());
-            let mut sink = RamSink::new(&target, 0);
-            let thread = std::thread::spawn(move || {
-                let outcome =
-                    accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, mut reader)| {
-                        // A guest that has all that it works with asks for nothing.
-                        reader.set_timeout(None).map_err(|error| error.to_string())?;
-                        if first {
-                            post_copy.connected(writer).map_err(|error| error.to_string())?;
-                        } else {
-                            post_copy.reconnected(writer).map_err(|error| error.to_string())?;
-                        }
-                        let received = receive_packets(reader, None, &mut sink, rules, &ReceiveCounters::default());
-                        post_copy.disconnected();
-                        received.map_err(|error| error.to_string())
-                    });
-                if let Err(reason) = outcome {
-                    abort.lost(format_args!("the post-copy channel: {reason}"));
-                }
-            });
-            channels.threads.push(thread);
-            Ok(())
-        })
-    }
-
-    fn join(&self) {
-        let threads = std::mem::take(&mut self.0.lock().expect("nobody panics with it").threads);
-        for thread in threads {
-            // A panic there has been printed.
-            let _ = thread.join();
-        }
     }
 }
 

@@ -12,6 +12,7 @@
 //! ```
 //! `driver` does what the switchover's state machine says on the caller's thread; `target` puts pages into RAM.
 
+mod channels;
 mod driver;
 mod post_copy;
 mod target;

@@ -146,7 +146,8 @@ impl Source {
     }
 
     /// Whether the content of packets is checked from end to end; it is unless said otherwise. Without it a wrong codec or
-    /// bad memory goes unnoticed; TCP and TLS still notice what happens between them.
+    /// bad memory goes unnoticed; TCP and TLS still notice what happens between them. Pages that are not compressed, not
+    /// encrypted and not paced by a limit are then sent from where they lie, without a copy.
     #[must_use]
     pub fn checksums(mut self, checksums: bool) -> Self {
         self.settings.checksums = checksums;

@@ -210,6 +210,11 @@ impl Socket {
         Ok(())
     }
 
+    /// Whether there is a socket of the kernel behind it.
+    pub(super) fn is_of_the_kernel(&self) -> bool {
+        matches!(self.way(), Way::Kernel(_))
+    }
+
     /// Ends one direction, or both.
     pub(super) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         match &self.0 {

@@ -95,6 +95,28 @@ impl Writer {
         Ok(())
     }
 
+    /// Whether what is written here goes to the kernel as it is, and nothing in this process looks at it.
+    pub fn passes_on(&self) -> bool {
+        self.link.tls.is_none() && self.link.socket.is_of_the_kernel()
+    }
+
+    /// As [`Writer::write_all_vectored`], without looking at the parts.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// Where it does not [pass on](Writer::passes_on).
+    pub fn pass_on(&mut self, parts: &mut [IoSlice<'_>]) -> io::Result<()> {
+        assert!(self.passes_on(), "what is to be encrypted or kept is looked at");
+        // Their lengths, which are not of the memory behind them.
+        self.written += parts.iter().map(|part| part.len() as u64).sum::<u64>();
+        self.link.socket.send_all(parts, Sending::Waits).map_err(|error| {
+            self.failed = true;
+            self.link.explain(error)
+        })
+    }
+
     fn encrypt_and_send(&mut self, tls: &Mutex<Session>, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
         IoSlice::advance_slices(&mut parts, 0);
         while !parts.is_empty() {

@@ -1,0 +1,71 @@
+//! The post-copy channel at the destination: lets it in, and has its packets placed, on a thread of its own for each incarnation.
+
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use sterna_wire::header::ChannelKind;
+
+use super::target::{RamSink, Target};
+use crate::receive::{PacketRules, ReceiveCounters, receive_packets};
+use crate::session::OtherDoor;
+use crate::transport::accept_channel;
+
+/// The post-copy channels: one of each incarnation.
+#[derive(Clone, Default)]
+pub(super) struct PostCopyChannels(Arc<Mutex<PostCopyThreads>>);
+
+#[derive(Default)]
+struct PostCopyThreads {
+    /// The incarnation of the channel that came last.
+    latest: u32,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl PostCopyChannels {
+    /// Takes them in.
+    pub(super) fn door(&self, target: &Arc<Target>, rules: PacketRules) -> OtherDoor {
+        let (target, channels) = (Arc::clone(target), Arc::clone(&self.0));
+        Box::new(move |header, connection, abort| {
+            let Some(post_copy) = target.post_copy().filter(|_| header.kind == ChannelKind::PostCopy) else {
+                return Err(Box::new((connection, "no such channel is expected here".into())));
+            };
+            let mut channels = channels.lock().expect("nobody panics with it");
+            if header.index > 0 || header.incarnation <= channels.latest {
+                return Err(Box::new((connection, "there is one post-copy channel, and it has come".into())));
+            }
+            channels.latest = header.incarnation;
+            let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
+            let (abort, closer) = (Arc::clone(abort), connection.closer());
+            abort.on_end(move || closer.close());
+            let mut sink = RamSink::new(&target, 0);
+            let thread = std::thread::spawn(move || {
+                let outcome =
+                    accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, mut reader)| {
+                        // A guest that has all that it works with asks for nothing.
+                        reader.set_timeout(None).map_err(|error| error.to_string())?;
+                        if first {
+                            post_copy.connected(writer).map_err(|error| error.to_string())?;
+                        } else {
+                            post_copy.reconnected(writer).map_err(|error| error.to_string())?;
+                        }
+                        let received = receive_packets(reader, None, &mut sink, rules, &ReceiveCounters::default());
+                        post_copy.disconnected();
+                        received.map_err(|error| error.to_string())
+                    });
+                if let Err(reason) = outcome {
+                    abort.lost(format_args!("the post-copy channel: {reason}"));
+                }
+            });
+            channels.threads.push(thread);
+            Ok(())
+        })
+    }
+
+    pub(super) fn join(&self) {
+        let threads = std::mem::take(&mut self.0.lock().expect("nobody panics with it").threads);
+        for thread in threads {
+            // A panic there has been printed.
+            let _ = thread.join();
+        }
+    }
+}
