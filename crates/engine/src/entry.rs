@@ -12,11 +12,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use sterna_memory::PAGE_SIZE;
-use sterna_memory::ram::GuestRam;
+use sterna_memory::bitmap::AtomicPageBitmap;
+use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_wire::packet::{Run, RunKind};
 
 use crate::batch::{BatchPool, PooledBatch};
-use crate::send::{Item, SendChannel};
+use crate::send::{GuestPages, Item, SendChannel};
 use crate::window::{Window, WindowClosed};
 
 /// Pages of a region of this many bytes travel on one channel.
@@ -172,6 +173,50 @@ impl Entry {
     }
 }
 
+/// Pages that have gone another way while they wait in a channel's queue, and need not be sent from there any more.
+#[derive(Debug)]
+pub struct Overtaken {
+    /// By block: the pages, and how many of them make up one of its backing, which are sent together or not at all.
+    blocks: Vec<(AtomicPageBitmap, u64)>,
+}
+
+impl Overtaken {
+    /// None of `ram`.
+    pub fn none_of(ram: &GuestRam) -> Self {
+        let block = |block: &RamBlock| (AtomicPageBitmap::new(block.pages()), (block.page_size() / PAGE_SIZE) as u64);
+        Self { blocks: ram.blocks().iter().map(block).collect() }
+    }
+
+    /// The pages of `run` in `block`, whole ones of its backing, go another way.
+    pub fn add(&self, block: u16, run: Range<u64>) {
+        self.blocks[usize::from(block)].0.set(run);
+    }
+
+    /// What went another way may have been lost there.
+    pub fn forget(&self) {
+        self.blocks.iter().for_each(|(pages, _)| pages.clear(0..pages.pages()));
+    }
+
+    /// Adds to `left` what of `runs` in `block` is still to be sent. While pages are being added a page of the backing goes
+    /// by its first, which is added first.
+    pub(crate) fn leave(&self, block: u16, runs: &[Run], left: &mut Vec<Run>) {
+        let (overtaken, unit) = &self.blocks[usize::from(block)];
+        for run in runs {
+            let mut at = run.first;
+            while at < run.end() {
+                let count = (unit - at % unit).min(run.end() - at) as u32;
+                if !overtaken.contains(at) {
+                    match left.last_mut().filter(|last| last.end() == at && last.count + count <= Run::MAX_COUNT) {
+                        Some(last) => last.count += count,
+                        None => left.push(Run { first: at, count, ..*run }),
+                    }
+                }
+                at += u64::from(count);
+            }
+        }
+    }
+}
+
 /// What is to be done about pages of guest RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wanted {
@@ -191,6 +236,7 @@ pub struct PageSearch {
     /// Pages in a full batch: a region's, or those of one packet if that is more. The channel makes packets of it.
     batch_pages: u64,
     handed_over: u64,
+    overtaken: Option<Arc<Overtaken>>,
 }
 
 impl PageSearch {
@@ -198,7 +244,13 @@ impl PageSearch {
     /// content.
     pub fn new(pipeline: Arc<Pipeline>, ram: GuestRam, packet_size: usize) -> Self {
         let open = pipeline.channels.iter().map(|_| None).collect();
-        Self { pipeline, ram, open, batch_pages: (packet_size.max(REGION as usize) / PAGE_SIZE) as u64, handed_over: 0 }
+        let batch_pages = (packet_size.max(REGION as usize) / PAGE_SIZE) as u64;
+        Self { pipeline, ram, open, batch_pages, handed_over: 0, overtaken: None }
+    }
+
+    /// From now on pages are left out that, when their turn comes, have gone another way.
+    pub fn may_be_overtaken(&mut self, overtaken: &Arc<Overtaken>) {
+        self.overtaken = Some(Arc::clone(overtaken));
     }
 
     /// The pipeline behind.
@@ -263,7 +315,9 @@ impl PageSearch {
 
     fn flush_channel(&mut self, channel: usize) -> Result<(), WindowClosed> {
         let item = match self.open[channel].take() {
-            Some((Wanted::Content, batch)) => Item::Guest(self.ram.clone(), batch),
+            Some((Wanted::Content, pages)) => {
+                Item::Guest(GuestPages { ram: self.ram.clone(), pages, overtaken: self.overtaken.clone() })
+            }
             Some((Wanted::Discard, batch)) => Item::Discard(batch),
             None => return Ok(()),
         };

@@ -24,6 +24,7 @@ use sterna_wire::sequence::SendSequence;
 
 use crate::abort::Abort;
 use crate::batch::{Batch, PooledBatch};
+use crate::entry::Overtaken;
 use crate::in_place;
 use crate::pacer::Pacer;
 use crate::reading::Reading;
@@ -43,8 +44,8 @@ const MOST_HELD_ZERO_PAGES: u64 = (64 << 20) / PAGE_SIZE as u64;
 pub enum Item {
     /// Pages.
     Pages(PooledBatch),
-    /// Pages that are still to be read from guest RAM: the batch says which, by normal runs without content.
-    Guest(GuestRam, PooledBatch),
+    /// Pages that are still to be read from guest RAM.
+    Guest(GuestPages),
     /// Pages of which what was sent before is old, as zero runs.
     Discard(PooledBatch),
     /// All pages of this generation that go by this channel have been handed over.
@@ -67,6 +68,17 @@ pub enum Item {
     },
     /// Bytes of an opaque connection; none: its writing half was closed.
     Opaque(Vec<u8>),
+}
+
+/// Pages that are still to be read from guest RAM.
+#[derive(Debug)]
+pub struct GuestPages {
+    /// The RAM.
+    pub ram: GuestRam,
+    /// Which pages, by normal runs without content.
+    pub pages: PooledBatch,
+    /// Those of them that need not be sent any more when their turn has come.
+    pub overtaken: Option<Arc<Overtaken>>,
 }
 
 /// What went over a channel.
@@ -341,6 +353,8 @@ struct Sending {
     reading: Option<Reading>,
     /// Pages that are read at once.
     piece: Vec<Run>,
+    /// What of an item is still to be sent.
+    left: Vec<Run>,
 }
 
 /// Runs, taken a number of pages at a time.
@@ -388,6 +402,7 @@ impl Sending {
             table: Vec::with_capacity(MAX_TABLE),
             reading: None,
             piece: Vec::with_capacity(MAX_RUNS),
+            left: Vec::with_capacity(MAX_RUNS),
         })
     }
 
@@ -419,8 +434,8 @@ impl Sending {
     }
 
     fn item(&mut self, item: Item) -> Result<(), Box<dyn std::error::Error>> {
-        if let Item::Guest(ram, wanted) = item {
-            return self.guest(&ram, &wanted);
+        if let Item::Guest(wanted) = item {
+            return self.guest(&wanted);
         }
         // Whatever it is, it comes after the pages before it.
         self.send_held()?;
@@ -448,25 +463,38 @@ impl Sending {
     ///
     /// Zero pages need no packet of their own: they are held back, and go with those that come next, of this item or of
     /// one that follows.
-    fn guest(&mut self, ram: &GuestRam, wanted: &PooledBatch) -> Result<(), Box<dyn std::error::Error>> {
+    fn guest(&mut self, wanted: &GuestPages) -> Result<(), Box<dyn std::error::Error>> {
+        let GuestPages { ram, pages: wanted, overtaken } = wanted;
+        let mut left = std::mem::take(&mut self.left);
+        left.clear();
+        match overtaken {
+            Some(overtaken) => overtaken.leave(wanted.block, wanted.runs(), &mut left),
+            None => left.extend_from_slice(wanted.runs()),
+        }
+        let sent = self.runs_of_guest(ram, wanted.block, &left);
+        self.left = left;
+        sent
+    }
+
+    fn runs_of_guest(&mut self, ram: &GuestRam, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
         let packet_pages = (self.context.rules.packet_size / PAGE_SIZE) as u64;
         let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
-        let mut rest = Piecewise::new(wanted.runs());
+        let mut rest = Piecewise::new(runs);
         // A limit is kept by small pieces, which are easier cut from a copy.
         let in_place = self.method == 0
             && !self.context.rules.checksums
             && self.writer.passes_on()
             && (reading.in_place().is_some() || self.context.pacer.limit().is_none());
         while rest.next(packet_pages, &mut self.piece) {
-            if !reading.takes(wanted.block, &self.piece) {
+            if !reading.takes(block, &self.piece) {
                 self.pages_read(&mut reading)?;
-                reading.begin(wanted.block);
+                reading.begin(block);
             }
             let asked = self.piece.iter().map(|run| u64::from(run.count)).sum::<u64>() * PAGE_SIZE as u64;
             // What is in flight is counted from here, because from here on it grows old. Nothing is held while waiting.
             if !self.context.window.try_enter(asked)? {
                 self.pages_read(&mut reading)?;
-                reading.begin(wanted.block);
+                reading.begin(block);
                 self.context.window.enter(asked)?;
             }
             if in_place {

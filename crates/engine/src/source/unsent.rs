@@ -13,7 +13,7 @@ use sterna_memory::ram::GuestRam;
 use sterna_wire::packet::{BlockShape, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run, RunKind};
 use sterna_wire::sequence::SendSequence;
 
-use crate::entry::{PageSearch, REGION};
+use crate::entry::{Overtaken, PageSearch, REGION};
 use crate::pacer::Pacer;
 use crate::reading::Reading;
 use crate::receive::PacketRules;
@@ -30,6 +30,8 @@ pub(super) struct Unsent {
     blocks: Vec<AtomicPageBitmap>,
     /// By block: whether its pages are huge, so that only whole ones can be placed.
     huge: Vec<bool>,
+    /// What was sent because it was asked for.
+    answered: Arc<Overtaken>,
     /// Where the guest faulted last.
     fault: Mutex<Option<(u16, u64)>>,
 }
@@ -39,7 +41,7 @@ impl Unsent {
     pub(super) fn none_of(ram: &GuestRam) -> Self {
         let blocks = ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect();
         let huge = ram.blocks().iter().map(|block| block.page_size() > PAGE_SIZE).collect();
-        Self { blocks, huge, fault: Mutex::default() }
+        Self { blocks, huge, answered: Arc::new(Overtaken::none_of(ram)), fault: Mutex::default() }
     }
 
     /// Adds the pages of `pending`, block by block, widened to whole pages of each block's backing: the destination can
@@ -60,6 +62,7 @@ impl Unsent {
 
     /// Hands all of them to the channels, near the last fault first.
     pub(super) fn stream(&self, search: &mut PageSearch) -> Result<(), WindowClosed> {
+        search.may_be_overtaken(&self.answered);
         for (number, block) in self.blocks.iter().enumerate() {
             for region in 0..block.pages().div_ceil(REGION_PAGES) {
                 while let Some((number, page)) = self.take_fault() {
@@ -133,6 +136,8 @@ impl PageServer {
 
     /// Takes the list of what the destination lacks, which it says first on a new connection.
     pub(super) fn hear_list(&mut self) -> io::Result<()> {
+        // What was sent before may have been lost.
+        self.unsent.answered.forget();
         while let Some(request) = self.next_request()? {
             if request.count == 0 {
                 return Ok(());
@@ -146,6 +151,8 @@ impl PageServer {
     pub(super) fn serve(mut self) -> io::Result<()> {
         while let Some(request) = self.next_request()? {
             let end = request.first + u64::from(request.count);
+            // What waits for its turn in a channel's queue is not sent from there as well.
+            self.unsent.answered.add(request.block, request.first..end);
             self.unsent.blocks[usize::from(request.block)].clear(request.first..end);
             let mut at = request.first;
             while at < end {
