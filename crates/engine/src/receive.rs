@@ -47,6 +47,9 @@ pub trait Sink: Send {
         Ok(None)
     }
 
+    /// What was given by [`Sink::places`] is written.
+    fn placed(&mut self) {}
+
     /// Pages of `block`; `content` holds those of the normal runs. Returns when they are placed.
     fn pages(&mut self, _block: u16, _runs: &[Run], _content: &[u8]) -> Result<(), SinkError> {
         misplaced("pages")
@@ -239,21 +242,28 @@ impl Receiving<'_> {
         let normal = runs.iter().filter(|run| run.kind == RunKind::Normal).count();
         // A decoder writes one piece.
         let most = if header.method == 0 { MOST_PLACES } else { 1 };
-        if normal <= most
-            && let Some(mut places) = sink.places(header.subject, runs).map_err(|error| refused(header, error))?
-        {
-            debug_assert_eq!(places.iter().map(|place| place.len()).sum::<usize>(), header.content_length as usize);
-            return match (header.method, places.first_mut()) {
-                (_, None) => Ok(()),
-                (0, Some(_)) => self.read_straight(header, &mut places),
-                (_, Some(place)) => {
-                    self.reader.read_exact(&mut self.payload[..header.payload_length as usize])?;
-                    self.decode(header, place)
-                }
-            };
+        if normal <= most && self.straight(header, runs, sink)? {
+            sink.placed();
+            return Ok(());
         }
         let content = self.read_content(header)?;
         sink.pages(header.subject, runs, content).map_err(|error| refused(header, error))
+    }
+
+    /// Writes the content where the sink says; false if it does not say.
+    fn straight(&mut self, header: &PacketHeader, runs: &[Run], sink: &mut dyn Sink) -> Result<bool, ReceiveError> {
+        let places = sink.places(header.subject, runs).map_err(|error| refused(header, error))?;
+        let Some(mut places) = places else { return Ok(false) };
+        debug_assert_eq!(places.iter().map(|place| place.len()).sum::<usize>(), header.content_length as usize);
+        match (header.method, places.first_mut()) {
+            (_, None) => {}
+            (0, Some(_)) => self.read_straight(header, &mut places)?,
+            (_, Some(place)) => {
+                self.reader.read_exact(&mut self.payload[..header.payload_length as usize])?;
+                self.decode(header, place)?;
+            }
+        }
+        Ok(true)
     }
 
     fn read_straight(&mut self, header: &PacketHeader, places: &mut Places<'_>) -> Result<(), ReceiveError> {

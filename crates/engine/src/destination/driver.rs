@@ -558,7 +558,7 @@ impl Driver<'_> {
         self.faults = Some(post_copy.hear_faults().map_err(|error| format!("no thread for page faults: {error}"))?);
         let released = Arc::clone(&post_copy);
         self.abort.on_end(move || released.release_if_not_loaded());
-        self.target.begin_post_copy(post_copy);
+        self.target.begin_post_copy(post_copy)?;
         self.lacks_memory = Some(Lacks::Awaited);
         self.peer.say(&ControlMessage::PostCopyReady);
         Ok(())

@@ -101,8 +101,9 @@ impl Destination {
     }
 
     /// How long, once the migration has ended, the source has to take note and hang up, or to come back if it was lost
-    /// before it could hear; 5 s unless said otherwise. [`Listening::run`] returns so much later at most; the guest is not
-    /// kept waiting.
+    /// before it could hear; 5 s unless said otherwise. [`Listening::run`] returns so much later at most, and 10 s more (the
+    /// silence by which a loss is noticed) where the guest runs here and the source, seemingly connected, says nothing. The
+    /// guest is not kept waiting.
     #[must_use]
     pub fn linger(mut self, time: Duration) -> Self {
         self.linger = time;

@@ -5,7 +5,7 @@
 //! channel for its own.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use sterna_memory::PAGE_SIZE;
@@ -33,6 +33,8 @@ pub(super) struct Target {
     post_copy: OnceLock<Arc<PostCopy>>,
     /// By block and region: which RAM channel its pages come on, from 1 on; 0 before the first.
     channels: Vec<Vec<AtomicU16>>,
+    /// Channels that are writing straight into RAM.
+    straight: AtomicU32,
     /// The source has said that it has sent everything, or in post-copy, everything that is to be given up.
     sealed: AtomicBool,
 }
@@ -46,18 +48,31 @@ impl Target {
         let shapes = ram.blocks().iter().map(shape).collect();
         let regions = |block: &RamBlock| (0..block.bytes().div_ceil(REGION)).map(|_| AtomicU16::new(0)).collect();
         let channels = ram.blocks().iter().map(regions).collect();
-        let sealed = AtomicBool::new(false);
-        Self { ram, received, shapes, files, post_copy: OnceLock::new(), channels, sealed }
+        Self {
+            ram,
+            received,
+            shapes,
+            files,
+            post_copy: OnceLock::new(),
+            channels,
+            straight: AtomicU32::new(0),
+            sealed: AtomicBool::new(false),
+        }
     }
 
     pub(super) fn ram(&self) -> &GuestRam {
         &self.ram
     }
 
-    /// From now on pages are put in place under a guest that may be waiting for them. All that was sent before is in place.
-    pub(super) fn begin_post_copy(&self, post_copy: Arc<PostCopy>) {
-        // It is begun once.
+    /// From now on pages are put in place under a guest that may be waiting for them. All that was sent before is in place: it
+    /// is refused where a channel is still writing.
+    pub(super) fn begin_post_copy(&self, post_copy: Arc<PostCopy>) -> Result<(), String> {
+        // It is begun once. First, so that no channel begins to write after this has looked.
         let _ = self.post_copy.set(post_copy);
+        match self.straight.load(Ordering::SeqCst) {
+            0 => Ok(()),
+            _ => Err("pages that were sent before it are still on their way".into()),
+        }
     }
 
     /// Nothing more is to come, but for the pages of post-copy.
@@ -149,8 +164,8 @@ impl Target {
                     received.mark(pages.clone());
                     block.populate(pages.clone())?;
                     // SAFETY: nobody else has access to a destination's RAM before its guest was started, and before that all
-                    // channels' threads have ended; pages of one region are taken from one channel only (`claim`), whose
-                    // thread this is.
+                    // channels' threads have ended, or in post-copy have ended such writing (`begin_post_copy`); pages of one
+                    // region are taken from one channel only (`claim`), whose thread this is.
                     places.push(unsafe { block.bytes_mut(pages) });
                 }
                 RunKind::Zero => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
@@ -219,12 +234,14 @@ pub(super) struct RamSink {
     target: Arc<Target>,
     /// The RAM channel; of no meaning in post-copy.
     channel: u16,
+    /// It is writing straight into RAM.
+    straight: bool,
     huge: HugePage,
 }
 
 impl RamSink {
     pub(super) fn new(target: &Arc<Target>, channel: u16) -> Self {
-        Self { target: Arc::clone(target), channel, huge: HugePage::default() }
+        Self { target: Arc::clone(target), channel, straight: false, huge: HugePage::default() }
     }
 
     /// Before post-copy: whether these pages may come now and here.
@@ -236,18 +253,33 @@ impl RamSink {
     }
 }
 
+impl Drop for RamSink {
+    fn drop(&mut self) {
+        self.placed();
+    }
+}
+
 impl Sink for RamSink {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::clone(&self.target.shapes))
     }
 
     fn places(&mut self, block: u16, runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
-        match self.target.post_copy() {
-            Some(_) => Ok(None),
-            None => {
-                self.check(block, runs)?;
-                Ok(self.target.places(block, runs)?)
-            }
+        // Before it is looked whether post-copy was begun, so that whoever begins it sees this.
+        self.target.straight.fetch_add(1, Ordering::SeqCst);
+        self.straight = true;
+        if self.target.post_copy().is_some() {
+            self.placed();
+            return Ok(None);
+        }
+        self.check(block, runs)?;
+        // `None`: it is written by way of a buffer, which is no reference to RAM.
+        Ok(self.target.places(block, runs)?)
+    }
+
+    fn placed(&mut self) {
+        if std::mem::take(&mut self.straight) {
+            self.target.straight.fetch_sub(1, Ordering::SeqCst);
         }
     }
 
@@ -255,6 +287,7 @@ impl Sink for RamSink {
         match self.target.post_copy() {
             Some(post_copy) => post_copy.place(block, runs, content, &mut self.huge),
             None => {
+                self.placed();
                 self.check(block, runs)?;
                 self.target.place(block, runs, content)
             }
