@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use sterna_wire::switchover::{SourceAction, SourceEnd, SourceEvent, SourceSwitchover};
+use sterna_wire::switchover::{SourceAction, SourceEnd, SourceEvent, SourceSwitchover, SwitchoverMessage};
 use sterna_wire::text::cleaned;
 
 use super::{LAST_WORDS, Peer};
 use crate::abort::Abort;
-use crate::report::Observer;
+use crate::report::{Moments, Observer};
 
 /// How often a driver is given the word to tell progress.
 const TICK: Duration = Duration::from_millis(250);
@@ -41,6 +41,8 @@ pub struct SourceLead {
     pub peer: Peer,
     /// The alarm of the data channels that there are now.
     pub abort: Arc<Abort>,
+    /// What has come when.
+    pub moments: Moments,
     /// Somebody has cancelled it.
     pub cancelled: bool,
     /// Until when what is decided may be delivered.
@@ -92,6 +94,7 @@ impl SourceLead {
             switchover,
             peer,
             abort,
+            moments: Moments::default(),
             cancelled: false,
             give_up: None,
             due: None,
@@ -114,6 +117,16 @@ impl SourceLead {
     /// Whether a word about a broken channel is waited for.
     pub fn awaits_last_words(&self) -> bool {
         self.broken.is_some()
+    }
+
+    /// The destination says something of the switchover.
+    pub fn destination_says(&mut self, message: SwitchoverMessage) -> SourceEvent {
+        match message {
+            SwitchoverMessage::Prepared => self.moments.prepared = Some(Instant::now()),
+            SwitchoverMessage::Running => self.moments.running = Some(Instant::now()),
+            _ => {}
+        }
+        SourceEvent::Message(message)
     }
 
     /// The destination says that it has failed.

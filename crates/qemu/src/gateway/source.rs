@@ -25,11 +25,8 @@ use sterna::session::{
 use sterna::transport::Address;
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
-use sterna_wire::switchover::{
-    Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState, SwitchoverMessage,
-};
+use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};
 
-use self::report::Moments;
 use super::features::FEATURES;
 use super::layout::Start;
 use super::plane::{Plane, WhenAborted};
@@ -159,7 +156,6 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         tell_peer,
         moving: None,
         started: Instant::now(),
-        moments: Moments::default(),
         figures: DestinationFigures::default(),
         placement: Vec::new(),
         progress: Progress::default(),
@@ -196,7 +192,6 @@ struct Driver<'a> {
     tell_peer: TellPeer,
     moving: Option<Moving>,
     started: Instant,
-    moments: Moments,
     figures: DestinationFigures,
     placement: Vec<String>,
     progress: Progress,
@@ -243,7 +238,7 @@ impl SourceDriver for Driver<'_> {
             Event::Qemu(event) => self.qemu_says(event),
             Event::Stream(news) => self.stream_says(news),
             Event::Drained(ram) => {
-                self.moments.drained = Some(Instant::now());
+                self.lead.moments.drained = Some(Instant::now());
                 self.lead.due = Some((Instant::now() + self.step_time(), "loading at the destination"));
                 let Sent { normal_pages, zero_pages, .. } = self.sent();
                 self.lead.peer.say(&ControlMessage::Totals(Totals { ram, normal_pages, zero_pages }));
@@ -283,7 +278,7 @@ impl Driver<'_> {
                     Ok(()) => {
                         self.lead.due = None;
                         if state == SourceState::Committed {
-                            self.moments.decided = Some(Instant::now());
+                            self.lead.moments.decided = Some(Instant::now());
                             self.lead.give_up = Some(Instant::now() + DELIVERY_TIME);
                         }
                         Some(SourceEvent::RecordWritten)
@@ -359,14 +354,7 @@ impl Driver<'_> {
                 let relayed = self.return_message(message.into());
                 relayed.err().map(|error| SourceEvent::Failed { reason: error.to_string() })
             }
-            ControlMessage::Switchover(message) => {
-                match message {
-                    SwitchoverMessage::Prepared => self.moments.prepared = Some(Instant::now()),
-                    SwitchoverMessage::Running => self.moments.running = Some(Instant::now()),
-                    _ => {}
-                }
-                Some(SourceEvent::Message(message))
-            }
+            ControlMessage::Switchover(message) => Some(self.lead.destination_says(message)),
             ControlMessage::Figures(figures) => {
                 self.figures = figures;
                 None
@@ -384,14 +372,14 @@ impl Driver<'_> {
     fn qemu_says(&mut self, event: QemuEvent) -> Option<SourceEvent> {
         match event {
             QemuEvent::Stopped => {
-                self.moments.stopped.get_or_insert_with(Instant::now);
-                if self.moments.drained.is_none() && self.accepted {
+                self.lead.moments.stands();
+                if self.lead.moments.drained.is_none() && self.accepted {
                     self.lead.due = Some((Instant::now() + self.step_time(), "sending the last pages"));
                 }
                 self.stopped_by_another()
             }
             QemuEvent::Resumed => {
-                self.moments.stopped = None;
+                self.lead.moments.runs_on();
                 self.lead.due = None;
                 // Somebody has started by hand what was given away.
                 self.lead.switchover.decided().then_some(SourceEvent::Guest(SourceGuest::Running))

@@ -12,12 +12,9 @@ use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, Mode};
 use sterna_wire::header::ChannelKind;
-use sterna_wire::switchover::{
-    RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SwitchoverMessage,
-};
+use sterna_wire::switchover::{RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState};
 
 use self::post_copy::PostCopy;
-use self::report::Moments;
 use super::convergence::{Convergence, NotConverging};
 use super::rounds::{Order, RoundNews, Rounds, Told};
 use super::unsent::Unsent;
@@ -137,7 +134,6 @@ pub(super) fn run(
         occupied,
         moving: None,
         told: Arc::default(),
-        moments: Moments::default(),
         started: Instant::now(),
         phase: Phase::SettingUp,
         progress: Progress::default(),
@@ -213,7 +209,6 @@ struct Driver<'a> {
     occupied: Occupied,
     moving: Option<Moving>,
     told: Arc<Mutex<Told>>,
-    moments: Moments,
     started: Instant,
     phase: Phase,
     progress: Progress,
@@ -258,7 +253,7 @@ impl SourceDriver for Driver<'_> {
                 if let Some(moving) = &mut self.moving {
                     moving.end_rounds();
                 }
-                let stands = self.moments.pausing.is_some();
+                let stands = self.lead.moments.pausing.is_some();
                 Some(SourceEvent::Guest(if stands { SourceGuest::Completed } else { SourceGuest::Running }))
             }
             SourceAction::Cont => Some(match self.resume_guest() {
@@ -354,7 +349,7 @@ impl Driver<'_> {
                 self.lead.due = None;
                 if state == SourceState::Committed {
                     self.phase = Phase::Committed;
-                    self.moments.decided = Some(Instant::now());
+                    self.lead.moments.decided = Some(Instant::now());
                     if let Some(moving) = self.moving.as_ref().filter(|_| self.post_copy.begun().is_some()) {
                         moving.order(Order::Stream);
                     }
@@ -403,12 +398,7 @@ impl Driver<'_> {
             ControlMessage::PostCopyDone(figures) => return self.destination_has_all(figures),
             ControlMessage::Figures(figures) => self.figures = figures,
             ControlMessage::Switchover(message) => {
-                match message {
-                    SwitchoverMessage::Prepared => self.moments.prepared = Some(Instant::now()),
-                    SwitchoverMessage::Running => self.moments.running = Some(Instant::now()),
-                    _ => {}
-                }
-                return Some(SourceEvent::Message(message));
+                return Some(self.lead.destination_says(message));
             }
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
                 return self.lead.destination_failed(&reason, self.observer);
@@ -441,7 +431,7 @@ impl Driver<'_> {
             }
             RoundNews::Failed(reason) => Err(reason),
             RoundNews::Drained(when) => {
-                self.moments.drained = Some(when);
+                self.lead.moments.drained = Some(when);
                 self.lead.due = Some((after(self.step_time()), "loading at the destination"));
                 return Some(SourceEvent::FinalStateSent);
             }
@@ -573,9 +563,9 @@ impl Driver<'_> {
         self.phase = Phase::SwitchingOver;
         self.observer.note("stopping the guest");
         // Also where it fails: it may have stopped after all.
-        self.moments.pausing = Some(Instant::now());
+        self.lead.moments.pausing = Some(Instant::now());
         self.vmm.pause().map_err(|error| format!("the monitor does not pause the guest: {error}"))?;
-        self.moments.paused = Some(Instant::now());
+        self.lead.moments.paused = Some(Instant::now());
         self.lead.due = Some((after(self.step_time()), "sending the last pages and the state"));
         moving.order(Order::LastRound);
         Ok(())
@@ -591,7 +581,7 @@ impl Driver<'_> {
 
     fn resume_guest(&mut self) -> Result<(), String> {
         self.vmm.resume().map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
-        (self.moments.pausing, self.moments.paused) = (None, None);
+        self.lead.moments.runs_on();
         Ok(())
     }
 
@@ -610,7 +600,7 @@ impl Driver<'_> {
         drop(inside);
         // The reason that came first says more than a state that could not be sent.
         let bytes = finished.map_err(|error| self.lead.abort.reason().unwrap_or(error))?;
-        self.moments.saved = Some(Instant::now());
+        self.lead.moments.saved = Some(Instant::now());
         tracing::debug!(bytes, "the guest's state is handed over");
         Ok(())
     }

@@ -8,46 +8,10 @@ use sterna_wire::switchover::SourceEnd;
 use super::Driver;
 use crate::migration::{GuestState, MigrationError, Side};
 use crate::process::own_cpu_seconds;
-use crate::report::{DowntimeParts, Outcome, PostCopyReport, Report};
+use crate::report::{Outcome, PostCopyReport, Report, between};
 use crate::send::Sent;
 use crate::session::SourceOutcome;
 use crate::transport::Security;
-
-/// The moments that the downtime's parts lie between.
-#[derive(Debug, Default)]
-pub(super) struct Moments {
-    /// The monitor was asked to pause the guest. None if it has resumed it since, to let it run on.
-    pub(super) pausing: Option<Instant>,
-    pub(super) paused: Option<Instant>,
-    pub(super) drained: Option<Instant>,
-    pub(super) saved: Option<Instant>,
-    pub(super) prepared: Option<Instant>,
-    pub(super) decided: Option<Instant>,
-    pub(super) running: Option<Instant>,
-}
-
-/// Milliseconds; 0 where one of the moments has not come.
-fn between(from: Option<Instant>, to: Option<Instant>) -> f64 {
-    match (from, to) {
-        (Some(from), Some(to)) => to.saturating_duration_since(from).as_secs_f64() * 1e3,
-        _ => 0.0,
-    }
-}
-
-impl Moments {
-    fn parts(&self) -> DowntimeParts {
-        // State is written while the last pages travel: what of it takes longer than they do is its own part.
-        let sent = self.drained.max(self.saved);
-        DowntimeParts {
-            stop_ms: between(self.pausing, self.paused),
-            last_round_ms: between(self.paused, self.drained),
-            state_ms: between(self.drained, sent),
-            load_ms: between(sent, self.prepared),
-            commit_ms: between(self.prepared, self.decided),
-            start_ms: between(self.decided, self.running),
-        }
-    }
-}
 
 impl Driver<'_> {
     /// What went over the data channels, those that are closed included.
@@ -144,7 +108,7 @@ impl Driver<'_> {
         let sent = self.sent();
         let told = self.told.lock().expect("nobody panics with it").clone();
         let all_there = self.post_copy.done().map(|(when, _)| when);
-        let end = all_there.or(self.moments.running).unwrap_or_else(Instant::now);
+        let end = all_there.or(self.lead.moments.running).unwrap_or_else(Instant::now);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         Report {
             id: self.session.id.to_string(),
@@ -153,8 +117,8 @@ impl Driver<'_> {
             machine: self.vmm.name(),
             destination: self.to.to_string(),
             total_ms,
-            downtime_ms: between(self.moments.pausing, self.moments.running),
-            downtime: self.moments.parts(),
+            downtime_ms: self.lead.moments.downtime_ms(),
+            downtime: self.lead.moments.parts(),
             rounds: told.round,
             convergence: told.verdict.map(|verdict| match told.throttled {
                 0 => verdict,
@@ -164,7 +128,7 @@ impl Driver<'_> {
                 let (done, figures) = begun.done.unzip();
                 let figures = figures.unwrap_or_default();
                 PostCopyReport {
-                    ms: between(self.moments.running, done),
+                    ms: between(self.lead.moments.running, done),
                     requests: figures.requests,
                     latency_p50_ms: f64::from(figures.latency_p50_us) / 1e3,
                     latency_p99_ms: f64::from(figures.latency_p99_us) / 1e3,

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use sterna::process::own_cpu_seconds;
-use sterna::report::{DowntimeParts, Outcome, Progress, Report};
+use sterna::report::{Outcome, Progress, Report};
 use sterna::send::Sent;
 use sterna::session::SourceOutcome;
 use sterna::transport::Security;
@@ -11,36 +11,6 @@ use sterna_wire::switchover::SourceEnd;
 
 use super::{COMMIT_ESTIMATE, Driver};
 use crate::gateway::recovery::source_end;
-
-/// The moments that the downtime's parts lie between.
-#[derive(Debug, Default)]
-pub(super) struct Moments {
-    pub(super) stopped: Option<Instant>,
-    pub(super) drained: Option<Instant>,
-    pub(super) prepared: Option<Instant>,
-    pub(super) decided: Option<Instant>,
-    pub(super) running: Option<Instant>,
-}
-
-impl Moments {
-    fn between(from: Option<Instant>, to: Option<Instant>) -> f64 {
-        match (from, to) {
-            (Some(from), Some(to)) => to.saturating_duration_since(from).as_secs_f64() * 1e3,
-            _ => 0.0,
-        }
-    }
-
-    fn parts(&self) -> DowntimeParts {
-        DowntimeParts {
-            stop_ms: 0.0,
-            last_round_ms: Self::between(self.stopped, self.drained),
-            state_ms: 0.0,
-            load_ms: Self::between(self.drained, self.prepared),
-            commit_ms: Self::between(self.prepared, self.decided),
-            start_ms: Self::between(self.decided, self.running),
-        }
-    }
-}
 
 impl Driver<'_> {
     pub(super) fn sent(&self) -> Sent {
@@ -117,7 +87,7 @@ impl Driver<'_> {
         if let Some(moving) = self.moving.take() {
             moving.plane.join();
         }
-        let end = self.moments.running.unwrap_or_else(Instant::now);
+        let end = self.lead.moments.running.unwrap_or_else(Instant::now);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         Report {
             id: self.session.id.to_string(),
@@ -126,8 +96,8 @@ impl Driver<'_> {
             machine: self.machine_name.clone(),
             destination: self.options.to.clone(),
             total_ms,
-            downtime_ms: Moments::between(self.moments.stopped, self.moments.running),
-            downtime: self.moments.parts(),
+            downtime_ms: self.lead.moments.downtime_ms(),
+            downtime: self.lead.moments.parts(),
             rounds,
             convergence: None,
             post_copy: None,
