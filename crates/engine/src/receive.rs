@@ -154,10 +154,10 @@ pub struct PacketRules {
 }
 
 /// Receives packets until the source closes the channel cleanly. Where there is a writer for them, packets are
-/// acknowledged.
+/// acknowledged. Both halves stay open: what failed is to be told before the peer sees the channel's end, which says less.
 pub fn receive_packets(
-    reader: Reader,
-    acknowledgements: Option<Writer>,
+    reader: &mut Reader,
+    acknowledgements: Option<&mut Writer>,
     sink: &mut dyn Sink,
     rules: PacketRules,
     counters: &ReceiveCounters,
@@ -175,7 +175,7 @@ pub fn receive_packets(
 
 /// The state of a receiving thread.
 struct Receiving<'a> {
-    reader: Reader,
+    reader: &'a mut Reader,
     rules: PacketRules,
     counters: &'a ReceiveCounters,
     decoders: Decoders,
@@ -184,7 +184,7 @@ struct Receiving<'a> {
 }
 
 impl Receiving<'_> {
-    fn run(&mut self, mut acknowledgements: Option<Writer>, sink: &mut dyn Sink) -> Result<(), ReceiveError> {
+    fn run(&mut self, mut acknowledgements: Option<&mut Writer>, sink: &mut dyn Sink) -> Result<(), ReceiveError> {
         let mut sequence = ReceiveSequence::default();
         let mut blocks = None;
         let mut pages = PageTable::new();

@@ -210,8 +210,8 @@ fn receive(bytes: &[u8], placed: &Placed) -> Result<(), ReceiveError> {
     let (mut near, far) = sockets();
     near.write_all(bytes).unwrap();
     near.shutdown(Shutdown::Write).unwrap();
-    let (writer, reader) = halves(far);
-    receive_packets(reader, Some(writer), &mut placed.clone(), RULES, &ReceiveCounters::default())
+    let (mut writer, mut reader) = halves(far);
+    receive_packets(&mut reader, Some(&mut writer), &mut placed.clone(), RULES, &ReceiveCounters::default())
 }
 
 fn nothing_of_a_damaged_packet_is_placed(method: &str) {

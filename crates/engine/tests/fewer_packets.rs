@@ -115,8 +115,8 @@ fn packets_that_arrived_together_share_acknowledgements_and_the_last_ones_do_not
         let placed = Placed::default();
         let mut sink = placed.clone();
         let receiving = std::thread::spawn(move || {
-            let (writer, reader) = halves(far);
-            receive_packets(reader, Some(writer), &mut sink, rules, &ReceiveCounters::default())
+            let (mut writer, mut reader) = halves(far);
+            receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &ReceiveCounters::default())
         });
         // At most eight packets share one, while a packet and half as much as is withheld wait to be read.
         let acknowledged = [8, 11, 12].map(|expected| {

@@ -110,8 +110,8 @@ fn move_memory(method: &str, checksums: bool) {
             generations: Arc::clone(&generations),
         };
         receivers.push(std::thread::spawn(move || {
-            let (writer, reader) = halves(far);
-            receive_packets(reader, Some(writer), &mut sink, rules, &ReceiveCounters::default())
+            let (mut writer, mut reader) = halves(far);
+            receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &ReceiveCounters::default())
         }));
     }
     let pool = BatchPool::new(4 * CHANNELS, 0);

@@ -4,6 +4,7 @@
 mod common;
 mod guest;
 
+use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -14,7 +15,7 @@ use sterna::abort::Abort;
 use sterna::batch::BatchPool;
 use sterna::cancel::Cancel;
 use sterna::control_link::ControlLink;
-use sterna::destination::Destination;
+use sterna::destination::{Destination, Fence};
 use sterna::migration::{GuestState, MigrationError, Phase};
 use sterna::pacer::Pacer;
 use sterna::receive::{Sink, SinkError};
@@ -28,6 +29,7 @@ use sterna::transport::simulated::Network;
 use sterna::transport::{Address, Limits, Listener, Reader, Security, Writer, accept_channel};
 use sterna::window::Window;
 use sterna_codec::MethodChoice;
+use sterna_memory::ram::Backing;
 use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::control::{Block, ControlMessage, Machine, Mode, PostCopyFigures, Totals};
 use sterna_wire::packet::{
@@ -43,8 +45,8 @@ const BUSY: Workload = Workload { writers: 1, span: 500, seed: 3, burst: 0 };
 const FEATURES: Features<'_> =
     Features { offered: &["guest-state-1", "post-copy-1", "unchecked-1"], required: &["guest-state-1"] };
 
-/// Takes everything and looks at nothing.
-struct Nowhere(Arc<[BlockShape]>);
+/// Takes everything and looks at nothing. State it takes only while it can have the lock.
+struct Nowhere(Arc<[BlockShape]>, Arc<Mutex<()>>);
 
 impl Sink for Nowhere {
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
@@ -60,6 +62,7 @@ impl Sink for Nowhere {
     }
 
     fn stream(&mut self, _: u16, _: &[u8]) -> Result<(), SinkError> {
+        drop(self.1.lock().unwrap());
         Ok(())
     }
 
@@ -70,7 +73,7 @@ impl Sink for Nowhere {
 
 impl Sinks for Nowhere {
     fn ram(&self, _: u16) -> Box<dyn Sink> {
-        Box::new(Self(Arc::clone(&self.0)))
+        Box::new(Self(Arc::clone(&self.0), Arc::clone(&self.1)))
     }
 
     fn stream(&self) -> Box<dyn Sink> {
@@ -82,6 +85,7 @@ impl Sinks for Nowhere {
 /// source said, when it has hung up.
 fn odd_destination(
     listener: Listener,
+    stall: Arc<Mutex<()>>,
     mut answers: impl FnMut(&ControlMessage) -> Vec<ControlMessage>,
 ) -> Vec<ControlMessage> {
     let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
@@ -99,7 +103,7 @@ fn odd_destination(
             Ok(())
         })
     };
-    let doorman = Doorman::new(greeted.session, Box::new(Nowhere(SHAPES.into())), &abort, Some(door), tell);
+    let doorman = Doorman::new(greeted.session, Box::new(Nowhere(SHAPES.into(), stall)), &abort, Some(door), tell);
     doorman.open();
     let stop = incoming.stop_handle();
     let mut peer = Peer::new(link);
@@ -156,13 +160,44 @@ fn source_against(
         .bandwidth(Some(20 << 20))
         .downtime(Duration::from_millis(1));
     let (sent, said) = std::thread::scope(|scope| {
-        let odd = scope.spawn(move || odd_destination(listener, answers));
+        let odd = scope.spawn(move || odd_destination(listener, Arc::default(), answers));
         let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
         (sent, odd.join().unwrap())
     });
     let runs = from.runs();
     from.stop();
     (sent.unwrap_err(), said, runs)
+}
+
+#[test]
+fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on() {
+    within_a_minute(|| {
+        let memory = Memory::new(PAGES[0], PAGES[1]);
+        let (mut from, log) = Monitor::new(&memory, &Running::default(), Workload { span: 1, ..BUSY });
+        // More than all queues and sockets hold.
+        from.state_bytes = 64 << 20;
+        from.start();
+        let listener = Listener::bind(Network::new(1).port("there")).unwrap();
+        let address = listener.local_address();
+        let short = Duration::from_millis(100);
+        let limits = TimeLimits { step: short, telling: short, ..TimeLimits::default() };
+        let migration = Source::new(memory.ram(), Box::new(log))
+            .time_limits(limits)
+            .downtime(Duration::from_millis(10))
+            .packet_size(64 << 10);
+        let stall = Arc::new(Mutex::new(()));
+        let error = std::thread::scope(|scope| {
+            let held = stall.lock().unwrap();
+            let stall = Arc::clone(&stall);
+            scope.spawn(move || odd_destination(listener, stall, |_| Vec::new()));
+            let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
+            drop(held);
+            sent.unwrap_err()
+        });
+        assert!(from.runs() && error.guest == GuestState::RunsAtSource, "{error}");
+        assert!(error.reason.contains("sending the last pages and the state took too long"), "{error}");
+        from.stop();
+    });
 }
 
 fn failures(said: &[ControlMessage]) -> Vec<&str> {
@@ -252,7 +287,7 @@ impl OddSource {
         let offer = Offer {
             to: address,
             security: &Security::Insecure,
-            channels: 1,
+            channels: 2,
             packet_size: 64 << 10,
             machine,
             mode: Mode::Embedded,
@@ -297,7 +332,7 @@ impl OddSource {
         self.said
     }
 
-    /// Opens its channels: one for RAM, and the stream.
+    /// Opens its channels: two for RAM, and the stream.
     fn open(&self) -> (Vec<SendChannel>, SendChannel) {
         let context = SendContext {
             window: Arc::new(Window::new(64 << 10, Duration::ZERO, Duration::ZERO)),
@@ -359,27 +394,45 @@ const NOTHING: Features<'_> = Features { offered: &["guest-state-1"], required: 
 const POST_COPY: Features<'_> =
     Features { offered: &["guest-state-1", "post-copy-1"], required: &["guest-state-1", "post-copy-1"] };
 
+/// What a test has of the destination.
+struct Destined {
+    memory: Arc<Memory>,
+    cancel: Cancel,
+    fence: Fence,
+    /// The calls of its monitor.
+    calls: Receiver<&'static str>,
+}
+
 /// A destination against such a source.
 fn destination_against<R: Send>(
     features: Features<'_>,
-    source: impl FnOnce(OddSource, &Cancel) -> R + Send,
+    source: impl FnOnce(OddSource, &Destined) -> R + Send,
 ) -> (Result<ReceiveReport, MigrationError>, R) {
     let memory = Memory::new(PAGES[0], PAGES[1]);
     let (mut to, _) = Monitor::new(&memory, &Running::default(), Workload { writers: 0, ..BUSY });
     // In post-copy it would wait for what it looks at.
     to.behind = Some(Behind::new(&memory));
-    let listening = Destination::new(memory.ram())
+    let ram = memory.ram();
+    let listening = Destination::new(ram)
         .linger(Duration::from_millis(100))
         .listen(Network::new(1).port("there"), &Security::Insecure)
         .unwrap();
-    let (address, cancel) = (listening.address().clone(), Cancel::new());
+    let (called, calls) = channel();
+    to.on_call = Some(Box::new(move |call| {
+        // The test may have ended.
+        let _ = called.send(call);
+    }));
+    let address = listening.address().clone();
+    let destined = Destined { memory, cancel: Cancel::new(), fence: listening.fence(), calls };
     let outcome = std::thread::scope(|scope| {
-        let (to, cancelled) = (&mut to, cancel.clone());
+        let (to, cancelled) = (&mut to, destined.cancel.clone());
         let receiving = scope.spawn(move || listening.run(to, &cancelled, &()));
-        let said = source(OddSource::new(&address, features), &cancel);
+        let said = source(OddSource::new(&address, features), &destined);
         (receiving.join().unwrap(), said)
     });
-    assert_eq!(to.runs(), outcome.0.is_ok());
+    // Started it is stopped by nobody here, whatever it lacks.
+    let started = outcome.0.as_ref().err().is_none_or(|error| error.phase == Phase::PostCopy);
+    assert_eq!(to.runs(), started);
     outcome
 }
 
@@ -408,7 +461,7 @@ fn a_source_that_begins_post_copy_without_having_agreed_on_it_is_refused() {
 #[test]
 fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
     within_a_minute(|| {
-        for ram in [vec![7], vec![], vec![0; 9]] {
+        for ram in [vec![7, 0], vec![], vec![0; 9]] {
             let totals = ControlMessage::Totals(Totals { ram, normal_pages: 7, zero_pages: 0 });
             let (received, said) = destination_against(NOTHING, |source, _| {
                 source.say(&totals);
@@ -424,35 +477,59 @@ fn a_source_that_claims_to_have_sent_what_did_not_come_is_refused() {
     });
 }
 
+/// So many pages from `first` on, for a channel.
+fn pages(first: u64, count: u32) -> Item {
+    let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
+    batch.push_normal(first, count, count as usize * 4096).fill(1);
+    Item::Pages(batch)
+}
+
+fn nothing_sent() -> ControlMessage {
+    ControlMessage::Totals(Totals { ram: vec![0, 0], normal_pages: 0, zero_pages: 0 })
+}
+
 #[test]
 fn a_source_that_sends_pages_after_its_totals_is_refused() {
     within_a_minute(|| {
-        let (received, _) = destination_against(NOTHING, |mut source, _| {
-            let (ram, _stream) = source.open();
-            source.say(&ControlMessage::Totals(Totals { ram: vec![0], normal_pages: 0, zero_pages: 0 }));
-            // What was said before is heard before this, and answered.
-            source.say(&ControlMessage::PostCopy);
-            assert!(source.hears(|message| matches!(message, ControlMessage::Failed { .. })));
-            let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
-            batch.push_normal(3, 1, 4096).fill(1);
-            // It may have been taken down by now.
-            let _ = ram[0].send(Item::Pages(batch));
+        let (received, _) = destination_against(NOTHING, |source, destined| {
+            let (ram, stream) = source.open();
+            send_state(&stream, &state()[..9], false);
+            source.say(&nothing_sent());
+            // It loads, and waits for the rest of the state.
+            assert_eq!(destined.calls.recv().unwrap(), "load");
+            ram[0].send(pages(3, 1)).unwrap();
             source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
         assert_eq!(error.guest, GuestState::NotHere);
+        assert!(error.reason.contains("pages after the source said that it has sent everything"), "{error}");
+    });
+}
+
+#[test]
+fn a_source_that_sends_a_region_on_two_channels_is_refused() {
+    within_a_minute(|| {
+        let (received, _) = destination_against(NOTHING, |source, _| {
+            let (ram, _stream) = source.open();
+            ram[0].send(pages(3, 1)).unwrap();
+            ram[0].drained().unwrap();
+            ram[1].send(pages(4, 1)).unwrap();
+            source.until_it_hangs_up()
+        });
+        let error = received.unwrap_err();
+        assert!(error.reason.contains("pages of one region come on several channels"), "{error}");
     });
 }
 
 #[test]
 fn a_destination_that_waits_for_state_can_be_cancelled() {
     within_a_minute(|| {
-        let (received, _) = destination_against(NOTHING, |source, cancel| {
+        let (received, _) = destination_against(NOTHING, |source, destined| {
             let (_ram, stream) = source.open();
-            source.say(&ControlMessage::Totals(Totals { ram: vec![0], normal_pages: 0, zero_pages: 0 }));
+            source.say(&nothing_sent());
             send_state(&stream, &state()[..9], false);
             stream.drained().unwrap();
-            cancel.cancel();
+            destined.cancel.cancel();
             source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
@@ -484,6 +561,91 @@ fn a_source_that_comes_back_before_anything_was_loaded_in_post_copy_hears_that_n
     });
 }
 
+/// What a source has in post-copy: RAM channels, the stream and the post-copy channel.
+type Channels = (Vec<SendChannel>, SendChannel, (Writer, Reader));
+
+impl OddSource {
+    /// Leads the destination to where it is prepared, and lacks one page of a block.
+    fn prepares_without(&mut self, block: u16, page: u64) -> Channels {
+        let (ram, stream) = self.open();
+        self.say(&ControlMessage::PostCopy);
+        assert!(self.hears(is_post_copy_ready));
+        let halves = self.session.open_post_copy(&Security::Insecure, &self.address, &self.abort).unwrap();
+        let mut batch = BatchPool::new(1, 64 << 10).take(block).unwrap();
+        batch.push_zero(page, 1);
+        ram[0].send(Item::Discard(batch)).unwrap();
+        let last = ram[0].drained().unwrap();
+        self.say(&ControlMessage::Totals(Totals { ram: vec![last, 0], normal_pages: 0, zero_pages: 0 }));
+        send_state(&stream, &state(), true);
+        self.say_of_the_switchover(SwitchoverMessage::Prepare);
+        assert!(self.hears(is_switchover(&SwitchoverMessage::Prepared)), "{:?}", self.said);
+        (ram, stream, halves)
+    }
+}
+
+#[test]
+fn a_second_post_copy_channel_is_refused() {
+    within_a_minute(|| {
+        if let Err(error) = Userfault::open(Faults::All, 0) {
+            return println!("skipped: {error}");
+        }
+        let (received, refused) = destination_against(POST_COPY, |mut source, _| {
+            let _channels = source.prepares_without(0, 7);
+            let second = source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort);
+            source.say_of_the_switchover(SwitchoverMessage::Abort { reason: "seen enough".into() });
+            let refused = second.unwrap_err().to_string();
+            source.until_it_hangs_up();
+            refused
+        });
+        assert!(refused.contains("there is one post-copy channel"), "{refused}");
+        assert_eq!(received.unwrap_err().guest, GuestState::NotHere);
+    });
+}
+
+#[test]
+fn a_guest_that_lacks_memory_is_not_started_when_its_source_is_gone_for_good() {
+    within_a_minute(|| {
+        if let Err(error) = Userfault::open(Faults::All, 0) {
+            return println!("skipped: {error}");
+        }
+        let (received, started) = destination_against(POST_COPY, |mut source, destined| {
+            let channels = source.prepares_without(0, 7);
+            destined.fence.source_is_gone();
+            while source.hears(|_| true) {}
+            drop(channels);
+            destined.calls.try_iter().any(|call| call == "start")
+        });
+        let error = received.unwrap_err();
+        assert!(!started && error.guest == GuestState::LacksMemory, "{error}");
+        assert!(error.reason.contains("1 pages of the guest's memory with it"), "{error}");
+    });
+}
+
+#[test]
+fn memory_that_somebody_else_touched_in_post_copy_is_told_and_not_tried_again() {
+    within_a_minute(|| {
+        if let Err(error) = Userfault::open(Faults::All, 0) {
+            return println!("skipped: {error}");
+        }
+        let (received, said) = destination_against(POST_COPY, |mut source, destined| {
+            // Of the block that is a file.
+            let (_ram, _stream, (mut writer, _reader)) = source.prepares_without(1, 7);
+            source.say_of_the_switchover(SwitchoverMessage::Commit);
+            assert!(source.hears(is_switchover(&SwitchoverMessage::Running)), "{:?}", source.said);
+            let ram = destined.memory.ram();
+            let Backing::Shared(file, _) = ram.blocks()[1].backing() else { panic!("a file is behind it") };
+            file.write_all_at(&[1], 7 * 4096).unwrap();
+            answer(&mut writer, &PageRequest { block: 1, first: 7, count: 1 });
+            source.hears(|message| matches!(message, ControlMessage::Failed { .. }));
+            source.said
+        });
+        let error = received.unwrap_err();
+        assert_eq!((error.guest, error.phase), (GuestState::LacksMemory, Phase::PostCopy), "{error}");
+        assert!(error.reason.contains("another mapping"), "{error}");
+        assert_eq!(failures(&said), [error.reason.as_str()]);
+    });
+}
+
 #[test]
 fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
     within_a_minute(|| {
@@ -491,18 +653,7 @@ fn channels_that_break_under_a_prepared_destination_do_not_make_it_give_up() {
             return println!("skipped: {error}");
         }
         let (received, said) = destination_against(POST_COPY, |mut source, _| {
-            let (ram, stream) = source.open();
-            source.say(&ControlMessage::PostCopy);
-            assert!(source.hears(is_post_copy_ready));
-            let halves = source.session.open_post_copy(&Security::Insecure, &source.address, &source.abort).unwrap();
-            let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
-            batch.push_zero(7, 1);
-            ram[0].send(Item::Discard(batch)).unwrap();
-            let last = ram[0].drained().unwrap();
-            source.say(&ControlMessage::Totals(Totals { ram: vec![last], normal_pages: 0, zero_pages: 0 }));
-            send_state(&stream, &state(), true);
-            source.say_of_the_switchover(SwitchoverMessage::Prepare);
-            assert!(source.hears(is_switchover(&SwitchoverMessage::Prepared)), "{:?}", source.said);
+            let (ram, stream, halves) = source.prepares_without(0, 7);
             // All data channels break there, because of a page that is none.
             let mut batch = BatchPool::new(1, 64 << 10).take(0).unwrap();
             batch.push_zero(10_000, 1);

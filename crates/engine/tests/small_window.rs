@@ -50,8 +50,8 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         senders.push(SendChannel::start(&format!("ram-{index}"), writer, reader, context.clone()).unwrap());
         let mut sink = placed.clone();
         receivers.push(std::thread::spawn(move || {
-            let (writer, reader) = halves(far);
-            receive_packets(reader, Some(writer), &mut sink, RULES, &ReceiveCounters::default())
+            let (mut writer, mut reader) = halves(far);
+            receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default())
         }));
     }
     // One open batch for each channel, one that is being filled, and one on its way for each channel.

@@ -1,12 +1,13 @@
 //! The post-copy channel at the destination: lets it in, and has its packets placed, on a thread of its own for each incarnation.
 
+use std::fmt::Display;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use sterna_wire::header::ChannelKind;
 
 use super::target::{RamSink, Target};
-use crate::receive::{PacketRules, ReceiveCounters, receive_packets};
+use crate::receive::{PacketRules, ReceiveCounters, SinkError, receive_packets};
 use crate::session::OtherDoor;
 use crate::transport::accept_channel;
 
@@ -39,21 +40,27 @@ impl PostCopyChannels {
             abort.on_end(move || closer.close());
             let mut sink = RamSink::new(&target, 0);
             let thread = std::thread::spawn(move || {
-                let outcome =
-                    accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, mut reader)| {
-                        // A guest that has all that it works with asks for nothing.
-                        reader.set_timeout(None).map_err(|error| error.to_string())?;
-                        if first {
-                            post_copy.connected(writer).map_err(|error| error.to_string())?;
-                        } else {
-                            post_copy.reconnected(writer).map_err(|error| error.to_string())?;
-                        }
-                        let received = receive_packets(reader, None, &mut sink, rules, &ReceiveCounters::default());
-                        post_copy.disconnected();
-                        received.map_err(|error| error.to_string())
-                    });
-                if let Err(reason) = outcome {
+                let lost = |reason: &dyn Display| {
                     abort.lost(format_args!("the post-copy channel: {reason}"));
+                };
+                let (writer, mut reader) = match accept_channel(connection) {
+                    Ok(halves) => halves,
+                    Err(error) => return lost(&error),
+                };
+                let serve = || -> Result<(), SinkError> {
+                    // A guest that has all that it works with asks for nothing.
+                    reader.set_timeout(None)?;
+                    if first {
+                        post_copy.connected(writer)?;
+                    } else {
+                        post_copy.reconnected(writer)?;
+                    }
+                    let received = receive_packets(&mut reader, None, &mut sink, rules, &ReceiveCounters::default());
+                    post_copy.disconnected();
+                    Ok(received?)
+                };
+                if let Err(error) = serve() {
+                    lost(&error);
                 }
             });
             channels.threads.push(thread);

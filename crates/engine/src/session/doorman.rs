@@ -219,11 +219,13 @@ pub fn receive_thread(
     abort.on_end(move || closer.close());
     let abort = Arc::clone(abort);
     std::thread::Builder::new().name(name.clone()).spawn(move || match accept_channel(connection) {
-        Ok((writer, reader)) => match receive_packets(reader, Some(writer), &mut *sink, rules, &counters) {
-            Ok(()) => {}
-            Err(error @ ReceiveError::Connection(_)) => drop(abort.lost(format_args!("channel {name}: {error}"))),
-            Err(error) => drop(abort.raise(format_args!("channel {name}: {error}"))),
-        },
+        Ok((mut writer, mut reader)) => {
+            match receive_packets(&mut reader, Some(&mut writer), &mut *sink, rules, &counters) {
+                Ok(()) => {}
+                Err(error @ ReceiveError::Connection(_)) => drop(abort.lost(format_args!("channel {name}: {error}"))),
+                Err(error) => drop(abort.raise(format_args!("channel {name}: {error}"))),
+            }
+        }
         Err(error) => drop(abort.lost(format_args!("channel {name}: {error}"))),
     })
 }

@@ -110,9 +110,9 @@ impl Door {
                 let mut sink =
                     PlacingSink { ram: ram.clone(), shapes: Arc::clone(&shapes), received: received.clone() };
                 running.push(scope.spawn(move || {
-                    let (writer, reader) = accept_channel(connection).map_err(text)?;
+                    let (mut writer, mut reader) = accept_channel(connection).map_err(text)?;
                     let counters = ReceiveCounters::default();
-                    receive_packets(reader, Some(writer), &mut sink, RULES, &counters).map_err(text)
+                    receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &counters).map_err(text)
                 }));
             }
             running.into_iter().try_for_each(|thread| thread.join().expect("receiving does not panic"))

@@ -70,8 +70,8 @@ pub(super) fn pump_out(
 /// Carries what the peer says to `local`, until the peer's connection closes its writing half.
 pub(super) fn pump_in(
     local: UnixStream,
-    reader: Reader,
-    writer: Writer,
+    mut reader: Reader,
+    mut writer: Writer,
     packet_size: usize,
     open: &Open,
     ended: impl FnOnce() + Send + 'static,
@@ -81,7 +81,10 @@ pub(super) fn pump_in(
         let handle = local.try_clone();
         let mut sink = OpaqueSink(local);
         let rules = PacketRules { packet_size, checksums: true };
-        if let Err(error) = receive_packets(reader, Some(writer), &mut sink, rules, &ReceiveCounters::default()) {
+        let counters = ReceiveCounters::default();
+        let received = receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &counters);
+        drop((reader, writer));
+        if let Err(error) = received {
             tracing::info!(%error, "an opaque connection broke");
             // Both halves: what was carried is not whole, and the local side must see it.
             let _ = handle.map(|local| local.shutdown(Shutdown::Both));
