@@ -353,8 +353,6 @@ impl Driver<'_> {
                 if let DestinationEnd::Stuck { reason } = &end {
                     self.tell_failure(reason);
                 }
-                // With these the source waits for nothing that could still come.
-                self.settled = matches!(end, DestinationEnd::Stuck { .. } | DestinationEnd::Conflict);
                 if end == DestinationEnd::Running
                     && let Some(post_copy) = self.target.post_copy()
                 {
@@ -430,6 +428,9 @@ impl Driver<'_> {
                 Heard::Connected => {
                     // It has its time again to hear how it ended.
                     self.hang_up_at = None;
+                    if let Some(DestinationEnd::Stuck { reason }) = &self.end {
+                        self.tell_failure(reason);
+                    }
                     self.renew_channels();
                     Some(DestinationEvent::Connected)
                 }
@@ -447,6 +448,8 @@ impl Driver<'_> {
             Event::Fenced => {
                 self.observer.note("an operator says that the source is gone for good");
                 self.peer.hang_up();
+                // Nobody is left to take note.
+                self.settled = true;
                 let pages = self.target.post_copy().map_or(0, |post_copy| post_copy.missing());
                 if pages > 0 {
                     let reason =
@@ -571,10 +574,12 @@ impl Driver<'_> {
             // A source comes back to say, or to hear, that nothing has come of it.
             return;
         }
-        match self.lacks_memory {
+        match &self.lacks_memory {
             Some(Lacks::Awaited) => {}
-            Some(Lacks::Nothing(figures)) => return self.peer.say(&ControlMessage::PostCopyDone(figures)),
-            Some(Lacks::ForGood(_)) | None => return,
+            Some(Lacks::Nothing(figures)) => return self.peer.say(&ControlMessage::PostCopyDone(*figures)),
+            // It may not have heard.
+            Some(Lacks::ForGood(reason)) => return self.tell_failure(reason),
+            None => return,
         }
         self.abort.lost("the source has come back with new channels");
         post_copy.disconnected();
@@ -605,7 +610,6 @@ impl Driver<'_> {
                 self.tell_failure(&reason);
                 self.abort.raise(&reason);
                 self.lacks_memory = Some(Lacks::ForGood(reason));
-                self.settled |= self.end.is_some();
             }
         }
     }
