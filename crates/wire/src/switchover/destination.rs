@@ -34,6 +34,10 @@ pub enum DestinationEvent {
     AutostartCleared,
     /// Counted against the totals everything is placed, QEMU has sent SHUT(0) and reports `paused`.
     AllPlacedAndLoaded,
+    /// So many *write leases* are out: pieces of guest RAM that an accelerator which fell silent may still write. None to
+    /// begin with; told whenever it changes. While there is one this side is not prepared: a late write would land
+    /// under the running guest.
+    WriteLeases(u32),
     /// QEMU's state changed, or is the answer to [`DestinationAction::Cont`] or [`DestinationAction::Quit`].
     Guest(DestinationGuest),
     /// An operator asserts that the source is gone for good and its guest cannot run. Without its process there is no
@@ -135,6 +139,7 @@ pub struct DestinationSwitchover {
     fenced_peer: bool,
     prepare_heard: bool,
     loaded: bool,
+    write_leases: u32,
     reason: String,
     /// Events that came while a record was being written.
     waiting: Vec<DestinationEvent>,
@@ -235,6 +240,7 @@ impl DestinationSwitchover {
             fenced_peer: false,
             prepare_heard: false,
             loaded: false,
+            write_leases: 0,
             reason: String::new(),
             waiting: Vec::new(),
         }
@@ -314,6 +320,10 @@ impl DestinationSwitchover {
                 self.loaded |= self.phase == Phase::Loading;
                 self.prepare(actions);
             }
+            DestinationEvent::WriteLeases(leases) => {
+                self.write_leases = leases;
+                self.prepare(actions);
+            }
             DestinationEvent::Guest(state) => self.qemu(state, actions),
             DestinationEvent::SourceFenced => match self.phase {
                 phase if phase.unprepared() => {
@@ -388,7 +398,7 @@ impl DestinationSwitchover {
     }
 
     fn prepare(&mut self, actions: &mut Vec<DestinationAction>) {
-        if self.phase == Phase::Loading && self.prepare_heard && self.loaded {
+        if self.phase == Phase::Loading && self.prepare_heard && self.loaded && self.write_leases == 0 {
             self.write(Phase::WritingPrepared, Some(DestinationState::Prepared), actions);
         }
     }

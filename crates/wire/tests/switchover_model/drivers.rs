@@ -1,7 +1,7 @@
 //! The drivers: they perform actions on the world and tell the machines what happened, as the gateway does.
 
 use super::properties::Mutant;
-use super::world::{DestinationProcess, DestinationSterna, SourceProcess, SourceSterna, State, World};
+use super::world::{DestinationProcess, DestinationSterna, Device, SourceProcess, SourceSterna, State, World};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationState, DestinationSwitchover, Outcome,
     SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover, SwitchoverMessage as Message,
@@ -162,6 +162,7 @@ impl World {
             todo,
             written: None,
             seen: Some(qemu),
+            leases_told: 0,
             cleared: false,
             loaded_told: true,
             connected: false,
@@ -205,6 +206,8 @@ pub(crate) fn crash_source(state: &mut State, sterna: &SourceSterna) {
 }
 
 pub(crate) fn crash_destination(state: &mut State, sterna: &DestinationSterna) {
+    // The kernel lets a process end only when its work queues are drained (idxd: close).
+    state.device = Device::Quiet;
     if sterna.connected {
         state.link = false;
         state.to_destination.clear();

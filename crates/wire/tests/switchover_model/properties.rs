@@ -39,6 +39,8 @@ pub(crate) enum Mutant {
     NoLock,
     /// Nobody calls `recover`.
     NoRecover,
+    /// Does not tell of write leases.
+    ForgetsLeases,
 }
 
 const NEVER_BOTH: &str = "never do both run";
@@ -46,6 +48,7 @@ const DECIDED_FOR_GOOD: &str = "the source never runs after the decision";
 const NOT_BEFORE_DECISION: &str = "the destination never runs before the decision";
 const EXACTLY_ONE: &str = "where nothing is left to do and a copy is left, exactly one runs";
 const NOT_LOST: &str = "the destination never loses the guest unless its QEMU died by itself";
+const NO_LATE_WRITE: &str = "no accelerator writes guest RAM under the running guest";
 const NO_CONFLICT: &str = "no machine ever meets a contradiction";
 
 /// Each mutant and the property that must catch it.
@@ -66,6 +69,7 @@ pub(crate) const MUTANTS: &[(Mutant, &str)] = &[
     (Mutant::DestinationFencesLiving, NEVER_BOTH),
     (Mutant::NoLock, NEVER_BOTH),
     (Mutant::NoRecover, EXACTLY_ONE),
+    (Mutant::ForgetsLeases, NO_LATE_WRITE),
 ];
 
 /// What is checked in every state (`always`), and what must be reached at all (`sometimes`).
@@ -98,6 +102,11 @@ pub(crate) fn properties() -> Vec<Property<World>> {
         }),
         Property::always(NO_CONFLICT, |_, state: &State| {
             !state.conflict || state.source_fenced || state.destination_fenced
+        }),
+        Property::always(NO_LATE_WRITE, |_, state: &State| !state.written_under_guest),
+        Property::sometimes("the guest moves after an accelerator has written late", |world: &World, state: &State| {
+            destination_runs(state) && state.left.silent_devices < world.budget.silent_devices
+                || world.budget.silent_devices == 0
         }),
         Property::sometimes("the guest moves", |_, state: &State| {
             destination_runs(state) && state.source_end == Some(SourceEnd::Finished)

@@ -32,6 +32,19 @@ pub(crate) struct Budget {
     pub(crate) hosts: u8,
     /// `recover` is called where everything is settled.
     pub(crate) stale_recovers: u8,
+    /// An accelerator that writes guest RAM at the destination falls silent.
+    pub(crate) silent_devices: u8,
+}
+
+/// What an accelerator does with guest RAM at the destination that it was given to write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Device {
+    /// Nothing is out.
+    Quiet,
+    /// It fell silent, and may still write.
+    MayWrite,
+    /// So for ever, as far as anybody knows: the process has given up waiting for it.
+    GivenUp,
 }
 
 /// The source's QEMU, finer than QMP shows it.
@@ -111,6 +124,8 @@ pub(crate) struct DestinationSterna {
     pub(crate) todo: Vec<DestinationAction>,
     pub(crate) written: Option<bool>,
     pub(crate) seen: Option<DestinationGuest>,
+    /// What the machine knows of write leases.
+    pub(crate) leases_told: u32,
     pub(crate) cleared: bool,
     pub(crate) loaded_told: bool,
     pub(crate) connected: bool,
@@ -136,6 +151,9 @@ pub(crate) struct State {
     pub(crate) stream_sent: bool,
     /// The destination QEMU's stream was opened.
     pub(crate) feeding: bool,
+    pub(crate) device: Device,
+    /// History: it wrote under the running guest.
+    pub(crate) written_under_guest: bool,
     /// What is sent arrives, or may arrive.
     pub(crate) link: bool,
     pub(crate) to_source: Vec<Message>,
@@ -175,6 +193,7 @@ pub(crate) enum Happens {
     DestinationTold,
     DestinationSeesQemu,
     DestinationLoaded,
+    DestinationCountsLeases,
     DestinationHears,
     DestinationNoticesLoss,
     DestinationCancelled,
@@ -196,6 +215,10 @@ pub(crate) enum Happens {
     DestinationQemuLoads,
     DestinationQemuExits,
     DestinationQemuDies,
+    // An accelerator at the destination.
+    DeviceFallsSilent,
+    DeviceWritesLate,
+    DeviceGivenUp,
 }
 
 impl Happens {
@@ -220,6 +243,7 @@ impl Happens {
                 | SourceQemuFails
                 | SourceQemuDies
                 | DestinationQemuDies
+                | DeviceFallsSilent
         )
     }
 }
@@ -335,7 +359,10 @@ impl World {
         if sterna.seen != Some(shown) && !matches!(shown, DestinationGuest::Paused | DestinationGuest::Incoming) {
             actions.push(DestinationSeesQemu);
         }
-        if shown == DestinationGuest::Paused && state.feeding && !sterna.loaded_told {
+        let leases = u32::from(state.device != Device::Quiet);
+        if sterna.leases_told != leases && self.mutant != Mutant::ForgetsLeases {
+            actions.push(DestinationCountsLeases);
+        } else if shown == DestinationGuest::Paused && state.feeding && !sterna.loaded_told {
             actions.push(DestinationLoaded);
         }
         if sterna.connected {
@@ -348,6 +375,24 @@ impl World {
         }
         if state.left.cancels > 0 && !sterna.ended {
             actions.push(DestinationCancelled);
+        }
+        // Work is handed to a device while pages arrive, and all of it is through or has fallen silent when they are placed.
+        if state.left.silent_devices > 0
+            && state.device == Device::Quiet
+            && state.feeding
+            && !sterna.loaded_told
+            && !sterna.ended
+        {
+            actions.push(DeviceFallsSilent);
+        }
+        if state.device == Device::MayWrite {
+            actions.push(DeviceGivenUp);
+        }
+    }
+
+    fn device_actions(state: &State, actions: &mut Vec<Happens>) {
+        if state.device != Device::Quiet {
+            actions.push(Happens::DeviceWritesLate);
         }
     }
 
@@ -453,6 +498,7 @@ impl Model for World {
             todo,
             written: None,
             seen: Some(DestinationGuest::Incoming),
+            leases_told: 0,
             cleared: false,
             loaded_told: false,
             connected: true,
@@ -470,6 +516,8 @@ impl Model for World {
             return_path_closed: false,
             stream_sent: false,
             feeding: false,
+            device: Device::Quiet,
+            written_under_guest: false,
             link: true,
             to_source: Vec::new(),
             to_destination: Vec::new(),
@@ -489,6 +537,7 @@ impl Model for World {
         self.destination_actions(state, actions);
         self.operator_actions(state, actions);
         self.qemu_actions(state, actions);
+        Self::device_actions(state, actions);
         if state.link && state.left.losses > 0 {
             actions.push(Happens::LinkBreaks);
         }
@@ -619,6 +668,24 @@ impl Model for World {
                 sterna.loaded_told = true;
                 sterna.seen = Some(DestinationGuest::Paused);
                 self.destination_event(state, DestinationEvent::AllPlacedAndLoaded);
+            }
+            DestinationCountsLeases => {
+                let leases = u32::from(state.device != Device::Quiet);
+                state.destination.as_mut()?.leases_told = leases;
+                self.destination_event(state, DestinationEvent::WriteLeases(leases));
+            }
+            DeviceFallsSilent => {
+                state.left.silent_devices -= 1;
+                state.device = Device::MayWrite;
+            }
+            DeviceWritesLate => {
+                state.device = Device::Quiet;
+                state.written_under_guest |= state.destination_qemu == DestinationProcess::Running;
+            }
+            DeviceGivenUp => {
+                state.device = Device::GivenUp;
+                let reason = "an accelerator has not answered".into();
+                self.destination_event(state, DestinationEvent::Failed { reason });
             }
             DestinationHears => {
                 let message = state.to_destination.remove(0);
