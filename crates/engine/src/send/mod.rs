@@ -1,0 +1,318 @@
+//! The source's channels: from a queue of batches to packets on the wire, and acknowledgements back.
+//!
+//! Each channel has two threads. The *sending* thread owns the queue's end, the encoder and the writing half of the
+//! connection; it takes a batch, encodes it, and writes the packet. The *acknowledging* thread blocks in the reading
+//! half and lets what was acknowledged leave the window. Packets are never waited for one by one: the window is the only
+//! brake.
+
+mod thread;
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+
+use sterna_codec::MethodChoice;
+use sterna_memory::ram::GuestRam;
+use sterna_wire::packet::{ACK_LENGTH, Ack};
+use sterna_wire::sequence::SendSequence;
+
+use self::thread::Sending;
+use crate::abort::Abort;
+use crate::batch::PooledBatch;
+use crate::entry::Overtaken;
+use crate::pacer::Pacer;
+use crate::receive::PacketRules;
+use crate::transport::{Reader, Writer};
+use crate::window::{Window, WindowClosed};
+
+/// Batches that wait in a channel's queue. The window bounds bytes; this only has to keep the channel busy.
+const QUEUE_LENGTH: usize = 16;
+
+/// What is handed to a channel.
+#[derive(Debug)]
+pub enum Item {
+    /// Pages.
+    Pages(PooledBatch),
+    /// Pages that are still to be read from guest RAM.
+    Guest(GuestPages),
+    /// Pages of which what was sent before is old, as zero runs.
+    Discard(PooledBatch),
+    /// All pages of this generation that go by this channel have been handed over.
+    GenerationEnd(u64),
+    /// A record of the virtual machine's own stream.
+    Stream {
+        /// What kind of record, as the two gateways agree.
+        record: u16,
+        /// Its bytes.
+        content: Vec<u8>,
+    },
+    /// A buffer of device state.
+    DeviceState {
+        /// The device's name.
+        name: Vec<u8>,
+        /// Which of several devices with this name.
+        instance: u32,
+        /// The buffer.
+        content: Vec<u8>,
+    },
+    /// Bytes of an opaque connection; none: its writing half was closed.
+    Opaque(Vec<u8>),
+}
+
+/// Pages that are still to be read from guest RAM.
+#[derive(Debug)]
+pub struct GuestPages {
+    /// The RAM.
+    pub ram: GuestRam,
+    /// Which pages, by normal runs without content.
+    pub pages: PooledBatch,
+    /// Those of them that need not be sent any more when their turn has come.
+    pub overtaken: Option<Arc<Overtaken>>,
+}
+
+/// What went over a channel.
+#[derive(Debug, Default)]
+pub struct SendCounters {
+    /// Normal pages.
+    pub normal_pages: AtomicU64,
+    /// Zero pages.
+    pub zero_pages: AtomicU64,
+    /// Bytes of content, before compression.
+    pub content_bytes: AtomicU64,
+    /// Bytes of packets, before TLS.
+    pub packet_bytes: AtomicU64,
+    /// Bytes on the wire.
+    pub wire_bytes: AtomicU64,
+    /// Packets whose content did not shrink and went raw.
+    pub raw_packets: AtomicU64,
+    /// Packets.
+    pub packets: AtomicU64,
+}
+
+impl SendCounters {
+    /// Pages of either kind.
+    pub fn pages(&self) -> u64 {
+        self.normal_pages.load(Ordering::Relaxed) + self.zero_pages.load(Ordering::Relaxed)
+    }
+
+    /// Bytes on the wire.
+    pub fn wire(&self) -> u64 {
+        self.wire_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// What went over several channels.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sent {
+    /// Normal pages.
+    pub normal_pages: u64,
+    /// Zero pages.
+    pub zero_pages: u64,
+    /// Bytes of content, before compression.
+    pub content_bytes: u64,
+    /// Bytes of packets, before TLS.
+    pub packet_bytes: u64,
+    /// Bytes on the wire.
+    pub wire_bytes: u64,
+}
+
+impl std::ops::Add for Sent {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            normal_pages: self.normal_pages + other.normal_pages,
+            zero_pages: self.zero_pages + other.zero_pages,
+            content_bytes: self.content_bytes + other.content_bytes,
+            packet_bytes: self.packet_bytes + other.packet_bytes,
+            wire_bytes: self.wire_bytes + other.wire_bytes,
+        }
+    }
+}
+
+impl Sent {
+    /// The sum over `channels` so far.
+    pub fn over<'a>(channels: impl IntoIterator<Item = &'a SendChannel>) -> Self {
+        let mut sent = Self::default();
+        for channel in channels {
+            let counters = channel.counters();
+            sent.normal_pages += counters.normal_pages.load(Ordering::Relaxed);
+            sent.zero_pages += counters.zero_pages.load(Ordering::Relaxed);
+            sent.content_bytes += counters.content_bytes.load(Ordering::Relaxed);
+            sent.packet_bytes += counters.packet_bytes.load(Ordering::Relaxed);
+            sent.wire_bytes += counters.wire_bytes.load(Ordering::Relaxed);
+        }
+        sent
+    }
+
+    /// Content bytes / packet bytes; 1 before anything was sent.
+    pub fn ratio(&self) -> f64 {
+        if self.packet_bytes > 0 { self.content_bytes as f64 / self.packet_bytes as f64 } else { 1.0 }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    sequence: SendSequence,
+    /// Items of the queue all of whose packets are written.
+    sent_items: u64,
+    /// Window bytes of each packet not yet acknowledged, oldest first.
+    in_flight: VecDeque<u64>,
+    /// Nothing more will be sent: the peer may close the channel.
+    finished: bool,
+    ended: bool,
+    /// Threads that wait for a change: waking costs a system call even where nobody waits.
+    waiting: u32,
+}
+
+#[derive(Debug)]
+struct Shared {
+    progress: Mutex<Progress>,
+    changed: Condvar,
+    counters: SendCounters,
+}
+
+/// What the channels of one migration have in common.
+#[derive(Debug, Clone)]
+pub struct SendContext {
+    /// The window.
+    pub window: Arc<Window>,
+    /// The bandwidth limit.
+    pub pacer: Arc<Pacer>,
+    /// The alarm.
+    pub abort: Arc<Abort>,
+    /// How content is compressed.
+    pub method: MethodChoice,
+    /// What was agreed on with the peer.
+    pub rules: PacketRules,
+}
+
+/// One channel of the source. Dropping it ends its queue; [`SendChannel::join`] waits for its threads.
+#[derive(Debug)]
+pub struct SendChannel {
+    queue: SyncSender<Item>,
+    shared: Arc<Shared>,
+    handed_over: AtomicU64,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl SendChannel {
+    /// Starts the threads of a channel that the peer has accepted. `name` is for thread names and errors.
+    pub fn start(name: &str, writer: Writer, reader: Reader, context: SendContext) -> io::Result<Self> {
+        let (queue, items) = sync_channel(QUEUE_LENGTH);
+        let shared =
+            Arc::new(Shared { progress: Mutex::default(), changed: Condvar::new(), counters: SendCounters::default() });
+        let abort = Arc::clone(&context.abort);
+        let waker = Arc::clone(&shared);
+        abort.on_end(move || waker.end());
+
+        let sender = Sending::new(writer, Arc::clone(&shared), context.clone()).map_err(io::Error::other)?;
+        let sending = {
+            let (abort, name, shared) = (Arc::clone(&abort), name.to_owned(), Arc::clone(&shared));
+            std::thread::Builder::new().name(format!("send-{name}")).spawn(move || {
+                if let Err(error) = sender.run(&items, &shared) {
+                    let reason = format!("channel {name}: sending failed: {error}");
+                    if error.is::<io::Error>() {
+                        abort.lost(reason)
+                    } else {
+                        abort.raise(reason)
+                    };
+                }
+            })?
+        };
+        let acknowledging = {
+            let (shared, window, name) = (Arc::clone(&shared), context.window, name.to_owned());
+            std::thread::Builder::new().name(format!("ack-{name}")).spawn(move || {
+                if let Err(error) = shared.take_acknowledgements(reader, &window) {
+                    abort.lost(format_args!("channel {name}: the destination was lost: {error}"));
+                }
+                shared.end();
+            })?
+        };
+        Ok(Self { queue, shared, handed_over: AtomicU64::new(0), threads: vec![sending, acknowledging] })
+    }
+
+    /// Hands `item` over; waits while the queue is full. Fails when the migration is being taken down.
+    pub fn send(&self, item: Item) -> Result<(), WindowClosed> {
+        self.handed_over.fetch_add(1, Ordering::Relaxed);
+        self.queue.send(item).map_err(|_| WindowClosed)
+    }
+
+    /// Waits until everything that was handed over is acknowledged, and gives the last sequence number. Nobody hands
+    /// anything over meanwhile.
+    pub fn drained(&self) -> Result<u64, WindowClosed> {
+        let expected = self.handed_over.load(Ordering::Relaxed);
+        let is_done = |progress: &Progress| progress.sent_items == expected && progress.sequence.outstanding() == 0;
+        let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
+        while !progress.ended && !is_done(&progress) {
+            progress.waiting += 1;
+            progress = self.shared.changed.wait(progress).expect("no thread of the channel panics");
+            progress.waiting -= 1;
+        }
+        if is_done(&progress) { Ok(progress.sequence.last()) } else { Err(WindowClosed) }
+    }
+
+    /// What went over the channel so far.
+    pub fn counters(&self) -> &SendCounters {
+        &self.shared.counters
+    }
+
+    /// Ends the queue and waits for the threads. The connection must have been closed, or the peer must close it.
+    pub fn join(self) {
+        drop(self.queue);
+        for thread in self.threads {
+            // A panic of a channel thread has already been printed; the migration was aborted by its closed connection.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn end(&self) {
+        self.progress.lock().expect("no thread of the channel panics").ended = true;
+        self.changed.notify_all();
+    }
+
+    /// All packets of `items` more items are written; none are left to be counted then.
+    fn sent(&self, items: &mut u64) {
+        if *items > 0 {
+            let mut progress = self.progress.lock().expect("no thread of the channel panics");
+            progress.sent_items += std::mem::take(items);
+            self.wake(progress);
+        }
+    }
+
+    fn wake(&self, progress: MutexGuard<'_, Progress>) {
+        let waiting = progress.waiting;
+        drop(progress);
+        if waiting > 0 {
+            self.changed.notify_all();
+        }
+    }
+
+    fn take_acknowledgements(&self, mut reader: Reader, window: &Window) -> Result<(), Box<dyn std::error::Error>> {
+        let mut bytes = [0; ACK_LENGTH];
+        while reader.read_packet_start(&mut bytes)? {
+            let ack = Ack::decode(&bytes)?;
+            let mut released = 0;
+            let mut progress = self.progress.lock().expect("no thread of the channel panics");
+            let before = progress.sequence.acknowledged();
+            progress.sequence.acknowledge(ack.sequence)?;
+            for _ in before..ack.sequence {
+                released += progress.in_flight.pop_front().unwrap_or(0);
+            }
+            self.wake(progress);
+            if released > 0 {
+                window.leave(released);
+            }
+        }
+        let progress = self.progress.lock().expect("no thread of the channel panics");
+        if progress.finished && progress.sequence.outstanding() == 0 {
+            return Ok(());
+        }
+        Err("it closed the channel before the end".into())
+    }
+}
