@@ -1,0 +1,88 @@
+//! Exact shares between the VMs of one process.
+
+use super::spill::CpuCost;
+use super::turns::Turns;
+use super::{Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, Share, Verdict};
+
+/// The least time to be sent away for: asking again costs something too.
+const LEAST_WAIT: Nanos = 5_000;
+
+/// Start-time fair queueing by predicted device time, with a bound on what is in the hardware.
+#[derive(Debug)]
+pub struct Fair {
+    turns: Turns,
+    bound: Nanos,
+    in_flight: Nanos,
+    batches: u64,
+    cpu: CpuCost,
+    spill: bool,
+}
+
+impl Default for Fair {
+    fn default() -> Self {
+        Self::new(IN_FLIGHT)
+    }
+}
+
+impl Fair {
+    /// With so much device time in the hardware at most; a single batch that is larger goes alone.
+    pub fn new(bound: Nanos) -> Self {
+        Self { turns: Turns::default(), bound, in_flight: 0, batches: 0, cpu: CpuCost::default(), spill: false }
+    }
+
+    /// Batches go to the CPU when their turn is further away than the CPU would take. Who spills keeps its turn.
+    #[must_use]
+    pub fn spilling(mut self) -> Self {
+        self.spill = true;
+        self
+    }
+
+    /// Device time in the hardware, as predicted.
+    pub fn in_flight(&self) -> Nanos {
+        self.in_flight
+    }
+
+    fn left(&mut self, grant: &Grant) {
+        self.in_flight = self.in_flight.saturating_sub(grant.predicted);
+        self.batches = self.batches.saturating_sub(1);
+        self.turns.left(grant.vm);
+    }
+}
+
+impl Share for Fair {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+        let before = self.turns.ask(ask, now);
+        let filled = self.in_flight.saturating_add(before).saturating_add(ask.predicted);
+        if filled <= self.bound || (self.batches == 0 && before == 0) {
+            self.turns.admit(ask);
+            self.in_flight = self.in_flight.saturating_add(ask.predicted);
+            self.batches += 1;
+            return Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes });
+        }
+        let wait = filled.saturating_sub(self.bound);
+        let cost = self.cpu.of(ask.bytes);
+        if self.spill && wait > cost {
+            self.turns.wait(ask.vm, now.saturating_add(cost));
+            return Verdict::Spill;
+        }
+        let until = now.saturating_add(wait.clamp(LEAST_WAIT, self.bound.max(LEAST_WAIT)));
+        self.turns.wait(ask.vm, until);
+        Verdict::Wait { until }
+    }
+
+    fn done(&mut self, grant: Grant, _sojourn: Nanos, _now: Nanos) {
+        self.left(&grant);
+    }
+
+    fn dropped(&mut self, grant: Grant) {
+        self.left(&grant);
+    }
+
+    fn spilled(&mut self, bytes: u64, took: Nanos) {
+        self.cpu.learn(bytes, took);
+    }
+
+    fn largest_batch(&self) -> u64 {
+        if self.turns.contended() { CONTENDED_BATCH } else { u64::MAX }
+    }
+}

@@ -1,0 +1,17 @@
+//! No share at all: everything goes to the hardware at once. What the others are compared with.
+
+use super::{Ask, Grant, Nanos, Share, Verdict};
+
+/// Admits everything.
+#[derive(Debug, Default)]
+pub struct Fifo;
+
+impl Share for Fifo {
+    fn ask(&mut self, ask: &Ask, _now: Nanos) -> Verdict {
+        Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes })
+    }
+
+    fn done(&mut self, _grant: Grant, _sojourn: Nanos, _now: Nanos) {}
+
+    fn dropped(&mut self, _grant: Grant) {}
+}

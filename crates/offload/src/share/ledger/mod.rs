@@ -1,0 +1,297 @@
+//! Shares between processes that co-operate: each says in a common file what it has in a queue and what it wants there.
+//!
+//! Every process has a **slot**: its weight, the device time it has in flight, the device time it wants, and its place in the
+//! order of start-time fair queueing, which is the same as inside one process. A batch is let in when everything in flight, and
+//! what waits with an earlier turn, leaves room for it within [`IN_FLIGHT`]; while others wait, a process
+//! has no more in flight than its weight's part of that, or one batch where the part is smaller than a batch.
+//!
+//! There is no lock around a decision. Each publishes that it wants, then looks, then publishes what it took; two that look at
+//! the same moment can both go, so more than the bound can be in flight, by one batch for each other process at most. That is waiting
+//! time, never a wrong result, and the tags make up for it in the next turns.
+//!
+//! Nothing that others wrote is believed beyond what they might rightly say:
+//!
+//! * what a slot claims to have or want counts up to its part and one batch, its weight up to [`MAX_WEIGHT`](super::MAX_WEIGHT);
+//! * virtual time follows the median of all, and no faster than a device can work;
+//! * a slot that wants but does not come back is let past ([`PATIENCE`]), and one whose owner has died is cleared: the kernel
+//!   gave its lock back;
+//! * whatever all the others claim, a process with nothing in flight gets a batch in after [`LONGEST_TURN`].
+//!
+//! Who has more in the device than its slot says is not seen here. Others then wait longer than they expect, and spill.
+
+pub mod file;
+mod slot;
+
+pub use file::{LedgerFile, OpenError};
+pub use slot::{Slot, Table};
+
+use super::spill::CpuCost;
+use super::turns::{SCALE, Turns, virtual_span};
+use super::{Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, PATIENCE, Share, Verdict};
+
+/// The longest that one who has nothing in flight waits for a turn, whatever the others claim.
+pub const LONGEST_TURN: Nanos = 50_000_000;
+/// Turns that come in less than this are nobody's fault.
+const SHORT_TURN: Nanos = 5_000_000;
+/// What a batch may be believed to take: 512 KiB at 10 GB/s.
+const LIKELY_BATCH: Nanos = 50_000;
+/// A slot that has not changed for this long has nothing in the device, whatever it says.
+const FORGOTTEN: Nanos = 10 * PATIENCE;
+const LEAST_WAIT: Nanos = 5_000;
+
+/// What this process has seen of another's slot.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    slot: Slot,
+    since: Nanos,
+    probed: Nanos,
+}
+
+/// What the others want and have, as far as it is believed.
+struct Others {
+    weight: u64,
+    in_flight: Nanos,
+    /// Wanted with an earlier turn.
+    before: Nanos,
+    anyone_waits: bool,
+}
+
+/// One process's side of the ledger of one queue.
+#[derive(Debug)]
+pub struct Ledger<T: Table> {
+    table: T,
+    slots: Vec<Slot>,
+    seen: Vec<Seen>,
+    tags: Vec<u64>,
+    turns: Turns,
+    own: Slot,
+    finish: u64,
+    in_flight: Nanos,
+    batches: u64,
+    /// Since when a batch has waited, and when it is expected to be asked for again.
+    waiting: Option<(Nanos, Nanos)>,
+    virtual_time: Option<u64>,
+    looked: Nanos,
+    bound: Nanos,
+    cpu: CpuCost,
+    spill: bool,
+    contended: bool,
+}
+
+impl<T: Table> Ledger<T> {
+    /// Takes part with the slot that `table` holds.
+    pub fn new(table: T) -> Self {
+        let slots = table.slots();
+        Self {
+            table,
+            slots: vec![Slot::default(); slots],
+            seen: vec![Seen::default(); slots],
+            tags: Vec::with_capacity(slots),
+            turns: Turns::default(),
+            own: Slot::default(),
+            finish: 0,
+            in_flight: 0,
+            batches: 0,
+            waiting: None,
+            virtual_time: None,
+            looked: 0,
+            bound: IN_FLIGHT,
+            cpu: CpuCost::default(),
+            spill: false,
+            contended: false,
+        }
+    }
+
+    /// Batches go to the CPU when their turn is further away than the CPU would take. Who spills keeps its turn.
+    #[must_use]
+    pub fn spilling(mut self) -> Self {
+        self.spill = true;
+        self
+    }
+
+    /// Device time that this process has in flight, as predicted.
+    pub fn in_flight(&self) -> Nanos {
+        self.in_flight
+    }
+
+    /// Looks at all slots. What has not changed since it was last looked at is older.
+    fn look(&mut self, now: Nanos) {
+        self.table.read(&mut self.slots);
+        let own = self.table.own();
+        self.slots[own] = Slot::default();
+        for (index, (slot, seen)) in self.slots.iter_mut().zip(&mut self.seen).enumerate() {
+            if index == own {
+                continue;
+            }
+            if *slot != seen.slot {
+                *seen = Seen { slot: *slot, since: now, probed: now };
+            }
+            if !slot.active() {
+                *slot = Slot::default();
+                continue;
+            }
+            let age = now.saturating_sub(seen.since);
+            if age > PATIENCE {
+                // Asked once in a while: it is a system call.
+                if now.saturating_sub(seen.probed) > PATIENCE {
+                    seen.probed = now;
+                    if !self.table.alive(index) {
+                        *slot = Slot::default();
+                        continue;
+                    }
+                }
+                slot.wants = 0;
+                if age > FORGOTTEN {
+                    *slot = Slot::default();
+                }
+            }
+        }
+        self.follow(now);
+    }
+
+    /// Virtual time: the median of the start tags of all that are active, never back, and no faster than one device that works
+    /// for a single flow of weight 1.
+    fn follow(&mut self, now: Nanos) {
+        self.tags.clear();
+        self.tags.extend(self.slots.iter().filter(|slot| slot.active()).map(|slot| slot.start));
+        let elapsed = now.saturating_sub(self.looked);
+        self.looked = now;
+        if self.tags.is_empty() {
+            self.virtual_time.get_or_insert(0);
+            return;
+        }
+        let middle = (self.tags.len() - 1) / 2;
+        let (_, &mut median, _) = self.tags.select_nth_unstable(middle);
+        self.virtual_time = Some(match self.virtual_time {
+            // Just come: beside the others.
+            None => median,
+            Some(before) => {
+                let most = before.saturating_add((2 * elapsed.min(u64::MAX / 4 / SCALE) + self.bound) * SCALE);
+                median.clamp(before, most)
+            }
+        });
+    }
+
+    fn others(&self, start: u64, batch: Nanos) -> Others {
+        let weight: u64 = self.slots.iter().filter(|slot| slot.active()).map(Slot::weight).sum();
+        let all = weight + self.own.weight();
+        let mut others = Others { weight, in_flight: 0, before: 0, anyone_waits: false };
+        for (index, slot) in self.slots.iter().enumerate() {
+            if !slot.active() {
+                continue;
+            }
+            let rightful = self.part(slot.weight(), all) + batch.max(LIKELY_BATCH);
+            others.in_flight += slot.in_flight.min(rightful);
+            if slot.wants > 0 {
+                others.anyone_waits = true;
+                if (slot.start, index) < (start, self.table.own()) {
+                    others.before += slot.wants.min(rightful);
+                }
+            }
+        }
+        others
+    }
+
+    /// Of the device time that may be in flight, what belongs to this weight.
+    fn part(&self, weight: u64, all: u64) -> Nanos {
+        self.bound * weight / all.max(1)
+    }
+
+    fn publish(&mut self) {
+        self.own.in_flight = self.in_flight;
+        self.own.beat = self.own.beat.wrapping_add(1);
+        self.table.write(&self.own);
+    }
+
+    fn admit(&mut self, ask: &Ask) -> Verdict {
+        self.turns.admit(ask);
+        self.finish = self.own.start.saturating_add(virtual_span(ask.predicted, self.own.weight()));
+        self.in_flight = self.in_flight.saturating_add(ask.predicted);
+        self.batches += 1;
+        self.own.wants = 0;
+        self.waiting = None;
+        self.publish();
+        Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes })
+    }
+
+    fn left(&mut self, grant: &Grant, now: Option<Nanos>) {
+        self.in_flight = self.in_flight.saturating_sub(grant.predicted);
+        self.batches = self.batches.saturating_sub(1);
+        self.turns.left(grant.vm);
+        // A want that is not asked for again must not look fresh because something else was published.
+        if let (Some((_, expected)), Some(now)) = (self.waiting, now)
+            && now > expected.saturating_add(PATIENCE)
+        {
+            self.waiting = None;
+            self.own.wants = 0;
+        }
+        self.publish();
+    }
+}
+
+impl<T: Table> Share for Ledger<T> {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+        let before_own = self.turns.ask(ask, now);
+        let needed = before_own.saturating_add(ask.predicted);
+        self.own.weight = self.turns.active_weight(now).max(1);
+        // The first look comes before the first tag: one begins beside the others, not at zero.
+        if self.virtual_time.is_none() {
+            self.look(now);
+        }
+        if self.waiting.is_none() {
+            self.own.start = self.finish.max(self.virtual_time.unwrap_or(0));
+            self.waiting = Some((now, now));
+        }
+        self.own.wants = needed.max(1);
+        self.publish();
+        self.look(now);
+        let others = self.others(self.own.start, ask.predicted);
+        self.contended = others.weight > 0;
+        let all = others.weight + self.own.weight();
+        let filled =
+            needed.saturating_add(self.in_flight).saturating_add(others.in_flight).saturating_add(others.before);
+        let within_part =
+            !others.anyone_waits || self.batches == 0 || self.in_flight < self.part(self.own.weight(), all);
+        let alone = self.batches == 0 && others.in_flight == 0 && others.before == 0 && before_own == 0;
+        let since = self.waiting.map_or(now, |(since, _)| since);
+        let turn = ask.predicted.saturating_mul(2 * all / self.own.weight()).clamp(SHORT_TURN, LONGEST_TURN);
+        let overdue = self.batches == 0 && now.saturating_sub(since) >= turn;
+        if (filled <= self.bound && within_part) || alone || overdue {
+            return self.admit(ask);
+        }
+        let wait = filled.saturating_sub(self.bound).max(ask.predicted.min(self.bound));
+        let cost = self.cpu.of(ask.bytes);
+        if self.spill && wait > cost {
+            let expected = now.saturating_add(cost);
+            self.turns.wait(ask.vm, expected);
+            self.waiting = Some((since, expected));
+            return Verdict::Spill;
+        }
+        let until = now.saturating_add(wait.clamp(LEAST_WAIT, self.bound));
+        self.turns.wait(ask.vm, until);
+        self.waiting = Some((since, until));
+        Verdict::Wait { until }
+    }
+
+    fn done(&mut self, grant: Grant, _sojourn: Nanos, now: Nanos) {
+        self.left(&grant, Some(now));
+    }
+
+    fn dropped(&mut self, grant: Grant) {
+        self.left(&grant, None);
+    }
+
+    fn spilled(&mut self, bytes: u64, took: Nanos) {
+        self.cpu.learn(bytes, took);
+    }
+
+    fn largest_batch(&self) -> u64 {
+        if self.contended || self.turns.contended() { CONTENDED_BATCH } else { u64::MAX }
+    }
+}
+
+impl<T: Table> Drop for Ledger<T> {
+    fn drop(&mut self) {
+        self.table.write(&Slot::default());
+    }
+}
