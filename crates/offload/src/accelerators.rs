@@ -1,0 +1,144 @@
+//! What `--accel` says: which accelerators to use.
+
+use std::fmt::{Display, Formatter};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+use crate::engine::Kind;
+
+/// One wish of an `--accel` list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Wish {
+    /// Whatever opens; nothing is an answer too.
+    Auto,
+    /// Every usable queue of this kind of accelerator; at least one.
+    Kind(Kind),
+    /// This queue, by its device file.
+    Queue(Kind, PathBuf),
+    /// The software model, described by this file.
+    Model(PathBuf),
+}
+
+/// Which accelerators to use, as `--accel` says it: a comma list of `auto`, `cpu`, `dsa`, `iaa`, `dsa:/dev/dsa/wq0.0`,
+/// `iaa:/dev/iax/wq1.0`, `model:FILE.json`.
+///
+/// `auto` uses what there is. What is asked for by name and is not there is an error, before anything is touched.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Accelerators {
+    wishes: Vec<Wish>,
+}
+
+/// An `--accel` list that says nothing that can be meant.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error(
+    "--accel {given}: {wrong}; it takes a comma list of auto, cpu, dsa, iaa, dsa:/dev/dsa/wqX.Y, iaa:/dev/iax/wqX.Y, \
+     model:FILE.json"
+)]
+pub struct AcceleratorsError {
+    given: String,
+    wrong: String,
+}
+
+impl Accelerators {
+    /// What there is.
+    pub fn auto() -> Self {
+        Self { wishes: vec![Wish::Auto] }
+    }
+
+    /// The CPU alone.
+    pub fn cpu() -> Self {
+        Self { wishes: vec![Wish::Kind(Kind::Cpu)] }
+    }
+
+    /// The wishes, in order.
+    pub fn wishes(&self) -> &[Wish] {
+        &self.wishes
+    }
+}
+
+impl Default for Accelerators {
+    fn default() -> Self {
+        Self::auto()
+    }
+}
+
+impl FromStr for Accelerators {
+    type Err = AcceleratorsError;
+
+    fn from_str(given: &str) -> Result<Self, AcceleratorsError> {
+        let wrong = |wrong: String| AcceleratorsError { given: given.to_owned(), wrong };
+        let mut wishes = Vec::new();
+        for wish in given.split(',').map(str::trim) {
+            let wish = match wish.split_once(':') {
+                None => match wish {
+                    "auto" => Wish::Auto,
+                    "cpu" => Wish::Kind(Kind::Cpu),
+                    "dsa" => Wish::Kind(Kind::Dsa),
+                    "iaa" => Wish::Kind(Kind::Iaa),
+                    "" => return Err(wrong("an empty name".into())),
+                    other => return Err(wrong(format!("there is no accelerator called {other}"))),
+                },
+                Some((kind @ ("dsa" | "iaa" | "model"), "")) => return Err(wrong(format!("{kind}: without a path"))),
+                Some(("dsa", path)) => Wish::Queue(Kind::Dsa, path.into()),
+                Some(("iaa", path)) => Wish::Queue(Kind::Iaa, path.into()),
+                Some(("model", path)) => Wish::Model(path.into()),
+                Some((other, _)) => return Err(wrong(format!("there is no accelerator called {other} with a path"))),
+            };
+            if wishes.contains(&wish) {
+                return Err(wrong(format!("{wish} twice")));
+            }
+            wishes.push(wish);
+        }
+        let alone = wishes.iter().any(|wish| matches!(wish, Wish::Auto | Wish::Kind(Kind::Cpu)));
+        if alone && wishes.len() > 1 {
+            return Err(wrong("auto and cpu stand alone (the CPU always helps out)".into()));
+        }
+        Ok(Self { wishes })
+    }
+}
+
+impl Display for Wish {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Auto => write!(f, "auto"),
+            Self::Kind(kind) => write!(f, "{}", kind.name()),
+            Self::Queue(kind, path) => write!(f, "{}:{}", kind.name(), path.display()),
+            Self::Model(path) => write!(f, "model:{}", path.display()),
+        }
+    }
+}
+
+impl Display for Accelerators {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        for (at, wish) in self.wishes.iter().enumerate() {
+            write!(f, "{}{wish}", if at == 0 { "" } else { "," })?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_read_and_written_alike() {
+        for list in
+            ["auto", "cpu", "dsa", "iaa", "dsa,iaa", "dsa:/dev/dsa/wq0.0,iaa", "model:a b.json", "dsa:/x,dsa:/y"]
+        {
+            assert_eq!(list.parse::<Accelerators>().unwrap().to_string(), list);
+        }
+        assert_eq!(" dsa , iaa ".parse::<Accelerators>().unwrap().to_string(), "dsa,iaa");
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused_and_the_error_lists_what_can() {
+        for list in ["", "gpu", "dsa:", "model:", "cpu:/x", "dsa,,iaa", "dsa,dsa", "auto,dsa", "dsa,cpu"] {
+            let error = list.parse::<Accelerators>().unwrap_err().to_string();
+            assert!(error.contains("model:FILE.json"), "{error}");
+        }
+    }
+}

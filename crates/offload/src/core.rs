@@ -1,0 +1,374 @@
+//! What all channels of a process share, and the one path of a request: submit, look, deliver.
+
+use std::fmt::{Debug, Formatter};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+
+use crate::batch::Batch;
+use crate::channel::{Done, Outcome, Pools, Reason, Shared, TicketId};
+use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, cpu};
+use crate::lease::Leases;
+use crate::operation::Operation;
+use crate::report::{Requests, Statistics};
+use crate::request::Request;
+use crate::settings::{Recheck, Settings};
+use crate::state::State;
+use crate::sync::lock_std;
+use crate::table::{Id, Slots, Step};
+use crate::time::{Bell, NEVER, Nanos};
+
+/// The engine number of a request that no accelerator has had.
+pub(crate) const CPU: usize = usize::MAX;
+
+/// What all channels share.
+pub(crate) struct Core {
+    pub(crate) settings: Settings,
+    /// By node; the first also for nodes without one.
+    pub(crate) pools: Vec<Arc<Pools>>,
+    /// The accelerators, in order of preference. Empty: everything is done by the CPU.
+    pub(crate) engines: Vec<Arc<dyn Engine>>,
+    pub(crate) leases: Arc<Leases>,
+    pub(crate) statistics: Arc<Statistics>,
+    pub(crate) closing: AtomicBool,
+    pub(crate) channels: Mutex<Vec<Arc<Shared>>>,
+    /// What the backstop sleeps on, and until when it does.
+    pub(crate) bell: Bell,
+    pub(crate) until: AtomicU64,
+    sampled: AtomicU64,
+}
+
+impl Debug for Core {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Core({} engines)", self.engines.len())
+    }
+}
+
+impl Core {
+    pub(crate) fn new(
+        settings: Settings,
+        pools: Vec<Arc<Pools>>,
+        engines: Vec<Arc<dyn Engine>>,
+        leases: Arc<Leases>,
+        statistics: Arc<Statistics>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            settings,
+            pools,
+            engines,
+            leases,
+            statistics,
+            closing: AtomicBool::new(false),
+            channels: Mutex::new(Vec::new()),
+            bell: Bell::default(),
+            until: AtomicU64::new(NEVER),
+            sampled: AtomicU64::new(0),
+        })
+    }
+
+    /// The requests of `node`.
+    pub(crate) fn pools(&self, node: Option<u32>) -> &Arc<Pools> {
+        let of_node = self.pools.iter().find(|pools| node.is_some() && pools.shape().node == node);
+        of_node.unwrap_or(&self.pools[0])
+    }
+
+    fn now(&self) -> Nanos {
+        self.settings.time.now()
+    }
+
+    /// Takes a batch in.
+    pub(crate) fn submit(&self, channel: &Shared, mut batch: Batch) -> Result<Id, (Reason, Batch)> {
+        if batch.is_empty() {
+            return Err((Reason::Empty, batch));
+        }
+        if self.closing.load(Ordering::Acquire) {
+            return Err((Reason::Closed, batch));
+        }
+        if self.leases.forbid(batch.request()) {
+            return Err((Reason::Leased, batch));
+        }
+        let mut slots = channel.table.lock();
+        let now = self.now();
+        self.harvest(channel, &mut slots, now);
+        if !slots.has_room() {
+            return Err((Reason::Full, batch));
+        }
+        if !batch.request_mut().enter() {
+            return Err((Reason::Retired, batch));
+        }
+        let mut request = batch.into_request();
+        request.unanswered();
+        request.go(State::Queued);
+        request.submitted = now;
+        let step = self.begin(&mut request, channel, now);
+        let due = request.work.due;
+        let inserted =
+            slots.insert(request, &step).unwrap_or_else(|_| unreachable!("there was room, and it is locked"));
+        if step == Step::Going {
+            let due = channel.due.load(Relaxed).min(due);
+            channel.due.store(due, Ordering::SeqCst);
+            drop(slots);
+            self.arm(due);
+        }
+        Ok(inserted)
+    }
+
+    /// Gives a queued request to the first engine that takes it, or leaves it to the CPU.
+    fn begin(&self, request: &mut Request, channel: &Shared, now: Nanos) -> Step {
+        let operation = request.operation;
+        for (number, engine) in self.engines.iter().enumerate().filter(|(_, engine)| engine.does(operation)) {
+            let counters = self.statistics.of(operation, engine.kind());
+            match engine.begin(request, (channel.vm, channel.weight), now) {
+                Begun::InDevice => {
+                    request.work.engine = number;
+                    request.go(State::InDevice);
+                    counters.batches.fetch_add(1, Relaxed);
+                    counters.items.fetch_add(request.items.len() as u64, Relaxed);
+                    counters.bytes.fetch_add(request.bytes, Relaxed);
+                    return Step::Going;
+                }
+                Begun::Wait(until) => {
+                    request.work.due = until;
+                    return Step::Going;
+                }
+                Begun::Spill(cause) => counters.fell_back(cause, request.items.len() as u64),
+            }
+        }
+        self.leave_to_cpu(request);
+        Step::Done
+    }
+
+    fn leave_to_cpu(&self, request: &mut Request) {
+        request.work.engine = CPU;
+        request.work.rest.clear();
+        request.work.rest.push(Run { first: 0, count: request.items.len() as u32 });
+        request.go(State::Done);
+    }
+
+    /// Looks at everything of `channel` that is under way, and notes when to look again.
+    pub(crate) fn harvest(&self, channel: &Shared, slots: &mut Slots<Box<Request>>, now: Nanos) -> usize {
+        let mut due = NEVER;
+        let closing = self.closing.load(Ordering::Acquire);
+        let delivered = slots.harvest(
+            |request| {
+                let step = match request.state() {
+                    State::Queued if closing => {
+                        request.work.outcome = Outcome::Cancelled;
+                        request.go(State::Done);
+                        Step::Done
+                    }
+                    State::Queued => self.begin(request, channel, now),
+                    _ => self.advance(request, now),
+                };
+                if step == Step::Going {
+                    due = due.min(request.work.due);
+                }
+                step
+            },
+            |request| self.put_away(request),
+        );
+        channel.due.store(due, Ordering::SeqCst);
+        delivered
+    }
+
+    fn advance(&self, request: &mut Box<Request>, now: Nanos) -> Step {
+        let engine = &self.engines[request.work.engine];
+        match engine.advance(request, now) {
+            Progress::Going => return Step::Going,
+            Progress::Done => request.go(State::Done),
+            Progress::Lost => {
+                let fresh = self.replace(request);
+                engine.quarantine(std::mem::replace(request, fresh));
+            }
+        }
+        Step::Done
+    }
+
+    /// What the caller gets in place of a request that a device may still write.
+    fn replace(&self, lost: &Request) -> Box<Request> {
+        // This is the way of a broken device: here, and only here, a request may have to be made.
+        let mut fresh = self.pools(lost.node()).take(lost.buffer.is_some());
+        fresh.go(State::Filling);
+        lost.copy_into(&mut fresh);
+        fresh.go(State::Queued);
+        if lost.operation.writes_guest() {
+            fresh.work.outcome = Outcome::Leased;
+            fresh.go(State::Done);
+        } else {
+            let counters = self.statistics.of(lost.operation, self.engines[lost.work.engine].kind());
+            counters.fell_back(Cause::Timeout, lost.items.len() as u64);
+            self.leave_to_cpu(&mut fresh);
+        }
+        fresh
+    }
+
+    /// Looks at a channel and takes what is done first. The backstop takes nothing.
+    pub(crate) fn look(&self, channel: &Shared, take: bool) -> Option<(Id, Box<Request>)> {
+        let mut slots = channel.table.lock();
+        let now = self.now();
+        // What is done already needs no look at records: completions are collected in bulk.
+        if slots.done() == 0 || channel.due.load(Relaxed) <= now {
+            self.harvest(channel, &mut slots, now);
+        }
+        if take { slots.take() } else { None }
+    }
+
+    /// Finishes a request that no device has any more, and makes it its caller's again.
+    pub(crate) fn deliver(&self, id: Id, mut request: Box<Request>) -> Done {
+        let outcome = request.work.outcome;
+        if outcome == Outcome::Done {
+            self.finish(&mut request);
+        }
+        request.leave();
+        Done { ticket: TicketId(id), batch: self.open(request), outcome }
+    }
+
+    fn finish(&self, request: &mut Request) {
+        let operation = request.operation;
+        let number = request.work.engine;
+        if number == CPU {
+            let counters = self.statistics.of(operation, Kind::Cpu);
+            counters.batches.fetch_add(1, Relaxed);
+            counters.items.fetch_add(request.items.len() as u64, Relaxed);
+            counters.bytes.fetch_add(request.bytes, Relaxed);
+        } else {
+            self.engines[number].settle(request);
+            if operation == Operation::ZeroMap {
+                self.recheck(request);
+            }
+        }
+        while let Some(run) = request.work.rest.pop() {
+            cpu::execute(request, run);
+        }
+    }
+
+    /// Reads some of the pages that a device called zero.
+    fn recheck(&self, request: &mut Request) {
+        let every = match self.settings.recheck {
+            Recheck::None => return,
+            Recheck::All => 1,
+            Recheck::OneIn(pages) => u64::from(pages.max(1)),
+        };
+        let engine = &self.engines[request.work.engine];
+        let (mut sampled, mut wrong) = (0, false);
+        for word in 0..request.items.len().div_ceil(64) {
+            let mut zero = request.zero[word];
+            let count = u64::from(zero.count_ones());
+            // The count of zero pages goes on from batch to batch, so that small batches are sampled as often as large ones.
+            let before = self.sampled.fetch_add(count, Relaxed);
+            let mut skip = (every - before % every) % every;
+            while zero != 0 {
+                if skip == 0 {
+                    let page = word * 64 + zero.trailing_zeros() as usize;
+                    cpu::execute(request, Run { first: page as u32, count: 1 });
+                    sampled += 1;
+                    wrong |= !request.is_zero(page);
+                    skip = every;
+                }
+                skip -= 1;
+                zero &= zero - 1;
+            }
+        }
+        let counters = self.statistics.of(request.operation, engine.kind());
+        counters.sampled.fetch_add(sampled, Relaxed);
+        if wrong {
+            counters.fell_back(Cause::WrongResult, request.items.len() as u64);
+            engine.distrust(request);
+            request.work.rest.clear();
+            request.work.rest.push(Run { first: 0, count: request.items.len() as u32 });
+        }
+    }
+
+    /// Puts a request away that nobody wants and no device has.
+    pub(crate) fn put_away(&self, mut request: Box<Request>) {
+        request.leave();
+        if request.state() == State::Queued {
+            request.go(State::Done);
+        }
+        request.go(State::Free);
+        self.pools(request.node()).put(request);
+    }
+
+    /// A request as its caller's batch.
+    pub(crate) fn open(&self, mut request: Box<Request>) -> Batch {
+        request.leave();
+        let pools = Arc::clone(self.pools(request.node()));
+        Batch::new(request, pools)
+    }
+
+    /// Whether nothing is with a device.
+    pub(crate) fn idle(&self) -> bool {
+        lock_std(&self.channels).iter().all(|channel| channel.table.lock().active() == 0)
+    }
+
+    /// Looks at everything until no device has anything any more. Ends, as a device that says nothing is given up.
+    pub(crate) fn settle_all(&self) {
+        let channels = lock_std(&self.channels).clone();
+        for channel in channels {
+            loop {
+                let heard = self.bell.heard();
+                let mut slots = channel.table.lock();
+                let now = self.now();
+                if self.harvest(&channel, &mut slots, now) > 0 {
+                    channel.table.bell.ring();
+                }
+                if slots.active() == 0 {
+                    break;
+                }
+                drop(slots);
+                self.settings.time.sleep(&self.bell, heard, channel.due.load(Ordering::SeqCst));
+            }
+        }
+    }
+
+    /// Something is due at `due`: the backstop must not sleep longer.
+    pub(crate) fn arm(&self, due: Nanos) {
+        if due < self.until.load(Ordering::SeqCst) {
+            self.bell.ring();
+        }
+    }
+
+    /// A channel that nothing comes to any more.
+    pub(crate) fn forget(&self, channel: &Arc<Shared>) {
+        lock_std(&self.channels).retain(|other| !Arc::ptr_eq(other, channel));
+    }
+
+    /// Where the requests are.
+    pub(crate) fn requests(&self) -> Requests {
+        let mut requests = Requests::default();
+        for pools in &self.pools {
+            let (made, free) = pools.counts();
+            requests.made += made;
+            requests.free += free;
+        }
+        requests.quarantined = self.engines.iter().map(|engine| engine.quarantined()).sum();
+        requests
+    }
+
+    /// Looks at the channels whose owners do not, says when to come again, and lets go of those that are closed and empty.
+    pub(crate) fn turn(&self) -> Nanos {
+        let now = self.now();
+        let mut next = NEVER;
+        lock_std(&self.channels).retain(|channel| {
+            let due = channel.due.load(Ordering::SeqCst);
+            if due > now || channel.attended.load(Ordering::SeqCst) {
+                next = next.min(if due > now { due } else { NEVER });
+                let idle =
+                    due == NEVER && channel.table.try_lock().is_some_and(|slots| slots.closed() && slots.active() == 0);
+                return !idle;
+            }
+            match channel.table.try_lock() {
+                // Its owner is just looking.
+                None => next = next.min(now + crate::backstop::SHORT),
+                Some(mut slots) => {
+                    if self.harvest(channel, &mut slots, now) > 0 {
+                        channel.table.bell.ring();
+                    }
+                    next = next.min(channel.due.load(Ordering::SeqCst));
+                    return !(slots.closed() && slots.active() == 0);
+                }
+            }
+            true
+        });
+        next
+    }
+}

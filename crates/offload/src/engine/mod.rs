@@ -1,0 +1,160 @@
+//! The engines behind the table of operations: who can do what, how a request is begun, looked at and settled.
+//!
+//! A new engine implements [`Engine`] and is put into the table at start; no caller and nothing in `channel.rs` changes.
+
+pub(crate) mod cpu;
+
+use std::fmt::Debug;
+
+use serde::Serialize;
+
+use crate::arena::Slab;
+use crate::channel::Outcome;
+use crate::operation::Operation;
+use crate::request::{Request, Shape};
+use crate::time::{NEVER, Nanos};
+
+/// A kind of engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Kind {
+    /// The CPU, always there.
+    Cpu,
+    /// Intel Data Streaming Accelerator.
+    Dsa,
+    /// Intel In-Memory Analytics Accelerator.
+    Iaa,
+}
+
+impl Kind {
+    /// Its name, as `--accel` has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Dsa => "dsa",
+            Self::Iaa => "iaa",
+        }
+    }
+}
+
+/// Why work that an accelerator could have done was done by the CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Cause {
+    /// A page was not there for the device.
+    PageFault,
+    /// The queue stayed full.
+    QueueFull,
+    /// The device said that it failed.
+    DeviceError,
+    /// The device said nothing.
+    Timeout,
+    /// A page that the device called zero was not.
+    WrongResult,
+    /// No device was in service.
+    OutOfService,
+    /// The CPU was expected to be sooner.
+    Spilled,
+    /// The device does not take items like this one.
+    Unsuitable,
+}
+
+impl Cause {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::PageFault,
+        Self::QueueFull,
+        Self::DeviceError,
+        Self::Timeout,
+        Self::WrongResult,
+        Self::OutOfService,
+        Self::Spilled,
+        Self::Unsuitable,
+    ];
+}
+
+/// Items one after another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub(crate) first: u32,
+    pub(crate) count: u32,
+}
+
+/// An accelerator's part of a request.
+#[derive(Debug)]
+pub(crate) struct Work {
+    /// Descriptors and records.
+    pub(crate) lists: Option<Slab>,
+    /// Which engine has it, by its place in the table.
+    pub(crate) engine: usize,
+    /// When it is worth looking at again.
+    pub(crate) due: Nanos,
+    /// What is left for the CPU.
+    pub(crate) rest: Vec<Run>,
+    /// How it will have ended.
+    pub(crate) outcome: Outcome,
+}
+
+impl Work {
+    pub(crate) fn new(shape: Shape) -> Self {
+        let lists = shape.device.then(|| Slab::new(4096, shape.node));
+        Self { lists, engine: 0, due: NEVER, rest: Vec::with_capacity(shape.pages), outcome: Outcome::Done }
+    }
+
+    pub(crate) fn reset(&mut self) {
+        self.due = NEVER;
+        self.rest.clear();
+        self.outcome = Outcome::Done;
+    }
+}
+
+/// What an engine made of a new request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Begun {
+    /// A device has it.
+    InDevice,
+    /// Not its turn yet: ask again then.
+    Wait(Nanos),
+    /// The CPU shall do it.
+    Spill(Cause),
+}
+
+/// How a request is getting on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Progress {
+    /// A device has it; `work.due` says when to look again.
+    Going,
+    /// No device has it; `work.rest` is the CPU's.
+    Done,
+    /// A device has it and is not expected to give it back.
+    Lost,
+}
+
+/// An engine.
+pub(crate) trait Engine: Debug + Send + Sync {
+    /// What kind it is.
+    fn kind(&self) -> Kind;
+
+    /// Whether it can do `operation` at all.
+    fn does(&self, operation: Operation) -> bool;
+
+    /// Gives a queued request of a VM with this weight to a device.
+    fn begin(&self, request: &mut Request, vm: (u32, u32), now: Nanos) -> Begun;
+
+    /// Looks at the records that say whether anything is finished, and submits what is still to be submitted.
+    fn advance(&self, request: &mut Request, now: Nanos) -> Progress;
+
+    /// Turns records into answers, on the caller's thread; may add to `work.rest`.
+    fn settle(&self, request: &mut Request);
+
+    /// The device that had `request` gave a wrong result: it is taken out of service.
+    fn distrust(&self, request: &Request);
+
+    /// Keeps a request that a device may still write, until the device is proved quiet.
+    fn quarantine(&self, request: Box<Request>);
+
+    /// Requests in quarantine.
+    fn quarantined(&self) -> usize;
+}

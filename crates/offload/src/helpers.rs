@@ -1,0 +1,132 @@
+//! One line each: blocking calls, and completions by call-back on the caller's thread.
+
+use crate::batch::{Batch, PushError};
+use crate::channel::{Channel, Done, Outcome, Reason, Ticket, TicketId};
+use crate::offload::Offload;
+use crate::operation::Operation;
+use crate::region::Range;
+use crate::sync::lock_std;
+use crate::time::{NEVER, Nanos};
+
+use thiserror::Error;
+
+/// Why a blocking call has no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CallError {
+    /// A range does not fit the operation.
+    #[error(transparent)]
+    Push(#[from] PushError),
+    /// The batch was not taken.
+    #[error("{0}")]
+    Refused(Reason),
+    /// It was not done.
+    #[error("the batch was not done: {0:?}")]
+    NotDone(Outcome),
+}
+
+impl Offload {
+    /// Does one batch, filled by `fill`, and waits for it.
+    pub fn call(
+        &self,
+        operation: Operation,
+        fill: impl FnOnce(&mut Batch) -> Result<(), PushError>,
+    ) -> Result<Batch, CallError> {
+        let channel = lock_std(&self.helpers).pop().unwrap_or_else(|| self.channel());
+        let mut batch = channel.batch(operation);
+        fill(&mut batch)?;
+        let ticket = channel.submit(batch).map_err(|(reason, _)| CallError::Refused(reason))?;
+        let done = channel.wait(NEVER);
+        drop(ticket);
+        let Done { batch, outcome, .. } = done.expect("a batch under way is delivered");
+        lock_std(&self.helpers).push(channel);
+        if outcome == Outcome::Done { Ok(batch) } else { Err(CallError::NotDone(outcome)) }
+    }
+
+    /// Which pages of `ranges` (whole pages) are zero.
+    pub fn is_zero(&self, ranges: &[Range]) -> Result<Vec<bool>, CallError> {
+        let batch =
+            self.call(Operation::ZeroMap, |batch| ranges.iter().try_for_each(|range| batch.push(range).map(drop)))?;
+        Ok((0..batch.len()).map(|page| batch.is_zero(page)).collect())
+    }
+
+    /// Where two ranges of one length differ first.
+    pub fn compare(&self, first: &Range, second: &Range) -> Result<Option<usize>, CallError> {
+        Ok(self.call(Operation::Compare, |batch| batch.push_pair(first, second).map(drop))?.difference(0))
+    }
+
+    /// The CRC-32C of a range.
+    pub fn checksum(&self, range: &Range) -> Result<u32, CallError> {
+        Ok(self.call(Operation::Checksum, |batch| batch.push(range).map(drop))?.checksum(0))
+    }
+
+    /// A copy of a range.
+    pub fn copy(&self, range: &Range) -> Result<Vec<u8>, CallError> {
+        Ok(self.call(Operation::Copy, |batch| batch.push(range).map(drop))?.copy(0).to_vec())
+    }
+}
+
+/// A channel whose completions call back, on the thread that polls it.
+pub struct Callbacks<F> {
+    channel: Channel,
+    waiting: Vec<(TicketId, F)>,
+}
+
+impl<F> std::fmt::Debug for Callbacks<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Callbacks({} waiting)", self.waiting.len())
+    }
+}
+
+impl<F: FnOnce(Batch, Outcome)> Callbacks<F> {
+    /// Call-backs on `channel`.
+    pub fn new(channel: Channel) -> Self {
+        Self { channel, waiting: Vec::new() }
+    }
+
+    /// An empty batch from the pool.
+    pub fn batch(&self, operation: Operation) -> Batch {
+        self.channel.batch(operation)
+    }
+
+    /// Hands a batch in, and calls `then` when it is done, from [`Self::poll`] or [`Self::wait`].
+    ///
+    /// # Errors
+    /// Why it was not taken, with the batch and the call-back.
+    pub fn submit(&mut self, batch: Batch, then: F) -> Result<(), (Reason, Batch, F)> {
+        match self.channel.submit(batch).map(Ticket::into_id) {
+            Ok(id) => {
+                self.waiting.push((id, then));
+                Ok(())
+            }
+            Err((reason, batch)) => Err((reason, batch, then)),
+        }
+    }
+
+    /// Calls back for what is done. Says for how many.
+    pub fn poll(&mut self) -> usize {
+        let mut called = 0;
+        while let Some(done) = self.channel.poll() {
+            self.call(done);
+            called += 1;
+        }
+        called
+    }
+
+    /// As [`Self::poll`], after waiting for one until `deadline`.
+    pub fn wait(&mut self, deadline: Nanos) -> usize {
+        match self.channel.wait(deadline) {
+            None => 0,
+            Some(done) => {
+                self.call(done);
+                1 + self.poll()
+            }
+        }
+    }
+
+    fn call(&mut self, done: Done) {
+        let at = self.waiting.iter().position(|(id, _)| *id == done.ticket).expect("every ticket has its call-back");
+        let (_, then) = self.waiting.swap_remove(at);
+        then(done.batch, done.outcome);
+    }
+}

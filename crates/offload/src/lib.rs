@@ -1,0 +1,65 @@
+//! Zero pages, comparison, delta, checksum, copy and deflate: by an accelerator where there is one, by the CPU else, and no
+//! caller notices which.
+//!
+//! ```text
+//! caller ─> batch ─> channel ─> table of operations ─> dsa, iaa ─┐   records, read by whoever comes by:
+//!    ^                                              └> cpu       │   the next submit, poll, wait, the backstop
+//!    └────── completion queue <── the CPU finishes what is left <┘
+//! ```
+//! ```
+//! use std::ptr::NonNull;
+//! use sterna_offload::{Accelerators, Offload, Operation, Region, Settings};
+//!
+//! let offload = Offload::start(&Accelerators::cpu(), &Settings::default())?;
+//! let memory: &'static mut [[u64; 512]] = vec![[0; 512]; 9].leak();
+//! let start = NonNull::from(memory).cast::<u8>();
+//! let aligned = start.align_offset(4096);
+//! // SAFETY: leaked, so it stays mapped, and nothing refers to it any more.
+//! let region = unsafe { Region::new(start.add(aligned), 8 * 4096, None) };
+//!
+//! let channel = offload.channel();
+//! let mut batch = channel.batch(Operation::ZeroMap);
+//! batch.push(&region.range(0, 8 * 4096)?)?;
+//! let ticket = channel.submit(batch).map_err(|(reason, _)| reason)?;
+//! let done = channel.wait(offload.deadline(std::time::Duration::from_secs(5))).expect("done by then");
+//! assert_eq!((done.ticket, done.batch.zero_map()), (ticket.id(), &[0xff][..]));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod accelerators;
+mod arena;
+mod backstop;
+mod batch;
+mod channel;
+mod core;
+mod deflate;
+mod delta;
+mod engine;
+mod helpers;
+mod lease;
+mod offload;
+mod operation;
+mod pool;
+mod region;
+mod report;
+mod request;
+mod settings;
+pub mod share;
+mod state;
+mod sync;
+mod table;
+mod time;
+
+pub use accelerators::{Accelerators, AcceleratorsError, Wish};
+pub use batch::{Batch, Delta, PushError};
+pub use channel::{Cancelled, Channel, Done, Outcome, Reason, Ticket, TicketId};
+pub use engine::{Cause, Kind};
+pub use helpers::{CallError, Callbacks};
+pub use lease::Leases;
+pub use offload::{Offload, StartError};
+pub use operation::Operation;
+pub use region::{OutOfRegion, Range, Region, RegionBusy};
+pub use report::{EngineReport, OffloadReport, OperationReport, Requests, TakenOut};
+pub use settings::{Recheck, Settings};
+pub use state::State;
+pub use time::{Bell, NEVER, Nanos, SystemTime, Time};

@@ -1,0 +1,157 @@
+//! Offload of a process: started once, shared by all channels.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::accelerators::{Accelerators, Wish};
+use crate::backstop::Backstop;
+use crate::channel::{Channel, Pools, Shared};
+use crate::core::Core;
+use crate::engine::{Engine, Kind};
+use crate::lease::Leases;
+use crate::report::{OffloadReport, Statistics};
+use crate::request::Shape;
+use crate::settings::Settings;
+use crate::sync::lock_std;
+use crate::time::Nanos;
+
+/// Most pages of a batch: as many descriptors as a device takes in one.
+const MOST_PAGES: usize = 1024;
+
+/// Why offload could not be started. Nothing was touched.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// A setting is out of its range.
+    #[error("offload: {name} is {given}, which is not within {range}")]
+    Setting {
+        /// The setting.
+        name: &'static str,
+        /// What it was.
+        given: usize,
+        /// What it may be.
+        range: &'static str,
+    },
+    /// What was asked for by name is not there or cannot be used.
+    #[error("--accel {wish}: {why}")]
+    Missing {
+        /// The wish.
+        wish: String,
+        /// What is there, and what would help.
+        why: String,
+    },
+    /// A thread could not be started.
+    #[error("offload: no thread for the backstop: {0}")]
+    Thread(std::io::Error),
+}
+
+/// Offload of a process.
+#[derive(Debug)]
+pub struct Offload {
+    core: Arc<Core>,
+    summary: String,
+    backstop: Mutex<Option<Backstop>>,
+    /// Channels of the blocking helpers, at rest.
+    pub(crate) helpers: Mutex<Vec<Channel>>,
+}
+
+impl Offload {
+    /// Opens what `choice` names.
+    ///
+    /// # Errors
+    /// What was asked for by name is not there, or a setting is out of its range; nothing was touched.
+    pub fn start(choice: &Accelerators, settings: &Settings) -> Result<Arc<Self>, StartError> {
+        if let Some(wish) = choice.wishes().iter().find(|wish| !matches!(wish, Wish::Auto | Wish::Kind(Kind::Cpu))) {
+            return Err(StartError::Missing { wish: wish.to_string(), why: "no such device here".into() });
+        }
+        Self::over(Vec::new(), settings, "cpu".into())
+    }
+
+    fn over(engines: Vec<Arc<dyn Engine>>, settings: &Settings, summary: String) -> Result<Arc<Self>, StartError> {
+        check("batch_pages", settings.batch_pages, 1, MOST_PAGES, "1 to 1024")?;
+        check("in_flight", settings.in_flight, 1, 4096, "1 to 4096")?;
+        let device = !engines.is_empty();
+        let pools = vec![Pools::new(Shape { pages: settings.batch_pages, device, node: None })];
+        let core =
+            Core::new(settings.clone(), pools, engines, Arc::new(Leases::default()), Arc::new(Statistics::default()));
+        let backstop = match settings.threads && device {
+            true => Some(Backstop::start(Arc::clone(&core)).map_err(StartError::Thread)?),
+            false => None,
+        };
+        Ok(Arc::new(Self { core, summary, backstop: Mutex::new(backstop), helpers: Mutex::new(Vec::new()) }))
+    }
+
+    /// A channel for one submitter.
+    pub fn channel(&self) -> Channel {
+        self.channel_of(0, 1)
+    }
+
+    /// A channel for one submitter of virtual machine `vm`, which has `weight` (1 to 1000) beside others when they share a
+    /// device.
+    pub fn channel_of(&self, vm: u32, weight: u32) -> Channel {
+        let shared = Shared::new(Arc::clone(&self.core), vm, weight);
+        lock_std(&self.core.channels).push(Arc::clone(&shared));
+        Channel::new(shared, Arc::clone(self.core.pools(None)))
+    }
+
+    /// What is used, and why not the rest: one line.
+    pub fn summary(&self) -> String {
+        self.summary.clone()
+    }
+
+    /// Whether any accelerator can do `operation`: else it is all the CPU's.
+    pub fn accelerates(&self, operation: crate::Operation) -> bool {
+        self.core.engines.iter().any(|engine| engine.does(operation))
+    }
+
+    /// Guest memory that a device out of service may still write.
+    pub fn leases(&self) -> &Leases {
+        &self.core.leases
+    }
+
+    /// What happened so far.
+    pub fn report(&self) -> OffloadReport {
+        let core = &self.core;
+        core.statistics.report(self.summary(), core.requests(), core.leases.count())
+    }
+
+    /// Now, by the clock of [`Settings::time`]: what deadlines are counted from.
+    pub fn now(&self) -> Nanos {
+        self.core.settings.time.now()
+    }
+
+    /// `after` from now, as a deadline.
+    pub fn deadline(&self, after: Duration) -> Nanos {
+        self.now().saturating_add(u64::try_from(after.as_nanos()).unwrap_or(Nanos::MAX))
+    }
+
+    /// What the backstop thread does, where [`Settings::threads`] is off. Says when to come again.
+    pub fn turn(&self) -> Nanos {
+        self.core.turn()
+    }
+
+    /// Takes no more work; gives back what no device has seen ([`Outcome::Cancelled`](crate::Outcome)); waits until devices
+    /// have given back the rest or are out of service. Completions can still be collected.
+    pub fn shutdown(&self) {
+        lock_std(&self.helpers).clear();
+        self.core.closing.store(true, Ordering::Release);
+        self.core.settle_all();
+        self.core.bell.ring();
+        if let Some(backstop) = lock_std(&self.backstop).take() {
+            backstop.join();
+        }
+    }
+}
+
+impl Drop for Offload {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+fn check(name: &'static str, given: usize, least: usize, most: usize, range: &'static str) -> Result<(), StartError> {
+    if (least..=most).contains(&given) { Ok(()) } else { Err(StartError::Setting { name, given, range }) }
+}

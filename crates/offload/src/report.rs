@@ -1,0 +1,168 @@
+//! What was done by whom: counted per operation and engine, cheaply, and given out as a report.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use serde::Serialize;
+
+use crate::engine::{Cause, Kind};
+use crate::operation::Operation;
+use crate::sync::lock_std;
+
+/// Everything that happened since the start.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct OffloadReport {
+    /// What is used and why not the rest, in one line.
+    pub summary: String,
+    /// Per operation that was asked for.
+    pub operations: Vec<OperationReport>,
+    /// Devices that were taken out of service, in order.
+    pub taken_out: Vec<TakenOut>,
+    /// Where the requests are now.
+    pub requests: Requests,
+    /// Ranges of guest memory that a device may still write.
+    pub leases: usize,
+}
+
+/// One operation.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct OperationReport {
+    /// The operation.
+    pub operation: Operation,
+    /// By engine, those that did anything.
+    pub engines: Vec<EngineReport>,
+}
+
+/// What one engine did of one operation.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct EngineReport {
+    /// The engine.
+    pub engine: Kind,
+    /// Batches begun there.
+    pub batches: u64,
+    /// Items (pages of zero maps) of these batches.
+    pub items: u64,
+    /// Bytes of guest memory of these batches.
+    pub bytes: u64,
+    /// Items that the CPU did in its place, by cause.
+    pub fallbacks: Vec<(Cause, u64)>,
+    /// Submissions that the queue refused at first.
+    pub retries: u64,
+    /// Pages that the device called zero and the CPU read again.
+    pub sampled: u64,
+    /// Time between submission and the seen completion, summed over descriptors submitted, in nanoseconds. They overlap.
+    pub device_nanos: u64,
+    /// CPU time of the work itself (not of submission), in nanoseconds; 0 where it is not measured.
+    pub cpu_nanos: u64,
+}
+
+/// A device out of service.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct TakenOut {
+    /// Its name.
+    pub device: String,
+    /// Why.
+    pub reason: String,
+    /// Whether it was proved quiet: until then what it may write is kept.
+    pub quiet: bool,
+    /// Bytes of memory kept because it may still write them.
+    pub quarantined_bytes: u64,
+}
+
+/// Where requests are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct Requests {
+    /// Ever made.
+    pub made: usize,
+    /// In the pool.
+    pub free: usize,
+    /// Kept because a device may still write them.
+    pub quarantined: usize,
+}
+
+/// The counters of one operation on one engine.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) batches: AtomicU64,
+    pub(crate) items: AtomicU64,
+    pub(crate) bytes: AtomicU64,
+    pub(crate) fallbacks: [AtomicU64; Cause::ALL.len()],
+    pub(crate) retries: AtomicU64,
+    pub(crate) sampled: AtomicU64,
+    pub(crate) device_nanos: AtomicU64,
+    pub(crate) cpu_nanos: AtomicU64,
+}
+
+impl Counters {
+    /// `items` items go to the CPU.
+    pub(crate) fn fell_back(&self, cause: Cause, items: u64) {
+        self.fallbacks[cause as usize].fetch_add(items, Relaxed);
+    }
+
+    fn report(&self, engine: Kind) -> Option<EngineReport> {
+        let get = |counter: &AtomicU64| counter.load(Relaxed);
+        let fallbacks: Vec<_> = Cause::ALL
+            .into_iter()
+            .map(|cause| (cause, get(&self.fallbacks[cause as usize])))
+            .filter(|(_, items)| *items != 0)
+            .collect();
+        if get(&self.batches) == 0 && fallbacks.is_empty() {
+            return None;
+        }
+        Some(EngineReport {
+            engine,
+            batches: get(&self.batches),
+            items: get(&self.items),
+            bytes: get(&self.bytes),
+            fallbacks,
+            retries: get(&self.retries),
+            sampled: get(&self.sampled),
+            device_nanos: get(&self.device_nanos),
+            cpu_nanos: get(&self.cpu_nanos),
+        })
+    }
+}
+
+/// All counters.
+#[derive(Debug, Default)]
+pub(crate) struct Statistics {
+    table: [[Counters; 3]; Operation::ALL.len()],
+    taken_out: Mutex<Vec<TakenOut>>,
+}
+
+impl Statistics {
+    /// The counters of `operation` on `engine`.
+    pub(crate) fn of(&self, operation: Operation, engine: Kind) -> &Counters {
+        &self.table[operation.index()][engine as usize]
+    }
+
+    /// Notes a device out of service, and gives its place in the list.
+    pub(crate) fn taken_out(&self, device: String, reason: String) -> usize {
+        let mut all = lock_std(&self.taken_out);
+        all.push(TakenOut { device, reason, quiet: false, quarantined_bytes: 0 });
+        all.len() - 1
+    }
+
+    /// Changes what was noted at that place.
+    pub(crate) fn change(&self, place: usize, change: impl FnOnce(&mut TakenOut)) {
+        change(&mut lock_std(&self.taken_out)[place]);
+    }
+
+    pub(crate) fn report(&self, summary: String, requests: Requests, leases: usize) -> OffloadReport {
+        let operations = Operation::ALL
+            .into_iter()
+            .map(|operation| {
+                let of = |kind| self.of(operation, kind).report(kind);
+                let engines = [Kind::Cpu, Kind::Dsa, Kind::Iaa].into_iter().filter_map(of).collect();
+                OperationReport { operation, engines }
+            })
+            .filter(|operation| !operation.engines.is_empty())
+            .collect();
+        OffloadReport { summary, operations, taken_out: lock_std(&self.taken_out).clone(), requests, leases }
+    }
+}

@@ -1,0 +1,26 @@
+//! What the queue modules synchronise with: the standard library's, or loom's under `--cfg loom`, which then tries every
+//! order of events (`loom_tests.rs`).
+
+#[cfg(not(loom))]
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
+
+#[cfg(loom)]
+pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
+
+/// Locks `mutex`. A panic elsewhere must not take the others' batches with it: every critical section here leaves its
+/// state whole at each point where it could panic.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+pub(crate) use plain::lock as lock_std;
+
+/// For what loom does not look at.
+mod plain {
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
+    /// Locks a mutex of the standard library, as [`super::lock`] does.
+    pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+        mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,80 @@
+//! Time and sleep, passed in: tests run in virtual time and never sleep.
+
+use std::fmt::Debug;
+use std::sync::LazyLock;
+use std::time::{Duration, Instant};
+
+use crate::sync::{Condvar, Mutex, lock};
+
+/// Nanoseconds of a monotonic clock.
+pub type Nanos = u64;
+
+/// A moment that never comes.
+pub const NEVER: Nanos = Nanos::MAX;
+
+/// Where the time comes from, and how a thread waits for it.
+pub trait Time: Debug + Send + Sync {
+    /// Now.
+    fn now(&self) -> Nanos;
+
+    /// Sleeps until `bell` has been rung since `heard` was taken from it, or it is `until`. May return earlier.
+    fn sleep(&self, bell: &Bell, heard: u64, until: Nanos);
+}
+
+/// The machine's monotonic clock.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SystemTime;
+
+impl Time for SystemTime {
+    fn now(&self) -> Nanos {
+        static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+        // One, so that 0 is never a moment that something happened at.
+        1 + u64::try_from(START.elapsed().as_nanos()).unwrap_or(NEVER - 1)
+    }
+
+    fn sleep(&self, bell: &Bell, heard: u64, until: Nanos) {
+        if until == NEVER {
+            bell.wait(heard, None);
+        } else {
+            let now = self.now();
+            if until > now {
+                bell.wait(heard, Some(Duration::from_nanos(until - now)));
+            }
+        }
+    }
+}
+
+/// What a thread sleeps on: a count of rings. Who looks first ([`Bell::heard`]), then checks what it waits for, then sleeps,
+/// misses no ring.
+#[derive(Debug, Default)]
+pub struct Bell {
+    rings: Mutex<u64>,
+    rung: Condvar,
+}
+
+impl Bell {
+    /// How often it was rung.
+    pub fn heard(&self) -> u64 {
+        *lock(&self.rings)
+    }
+
+    /// Wakes whoever sleeps.
+    pub fn ring(&self) {
+        *lock(&self.rings) += 1;
+        self.rung.notify_all();
+    }
+
+    /// Sleeps until the count is not `heard`, or for `at_most`; may return earlier.
+    pub fn wait(&self, heard: u64, at_most: Option<Duration>) {
+        let rings = lock(&self.rings);
+        if *rings != heard {
+            return;
+        }
+        match at_most {
+            None => drop(self.rung.wait(rings).unwrap_or_else(std::sync::PoisonError::into_inner)),
+            Some(at_most) => {
+                drop(self.rung.wait_timeout(rings, at_most).unwrap_or_else(std::sync::PoisonError::into_inner));
+            }
+        }
+    }
+}
