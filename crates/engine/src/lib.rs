@@ -117,6 +117,7 @@
 //! ```
 
 pub mod abort;
+pub mod accelerator;
 pub mod batch;
 pub mod cancel;
 pub mod control_link;

@@ -5,7 +5,7 @@ use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_memory::snapshot::Snapshot;
 
 use sterna_wire::limits::MAX_RUNS;
-use sterna_wire::packet::Run;
+use sterna_wire::packet::{Run, RunKind};
 
 use crate::batch::Batch;
 use crate::in_place;
@@ -69,7 +69,23 @@ impl Reading {
             && self.batch.runs().len() + pages <= MAX_RUNS
     }
 
-    /// Reads `runs`, at most a packet's worth of pages that [`Reading::takes`], from `ram`, which the guest may be writing.
+    /// Notes `runs`, which [`Reading::takes`], by their kinds: the content of the normal ones lies elsewhere.
+    pub(crate) fn know(&mut self, runs: &[Run]) {
+        let mut normal = 0;
+        for run in runs {
+            match run.kind {
+                RunKind::Zero => self.batch.push_zero(run.first, run.count),
+                RunKind::Normal => {
+                    self.batch.push_normal(run.first, run.count, 0);
+                    normal += u64::from(run.count) * PAGE_SIZE as u64;
+                }
+            }
+        }
+        self.batch.set_in_window(normal);
+    }
+
+    /// Reads the normal ones of `runs`, at most a packet's worth of pages that [`Reading::takes`], from `ram`, which the guest
+    /// may be writing. The others are zero.
     pub(crate) fn read(&mut self, ram: &GuestRam, runs: &[Run]) {
         let block = &ram.blocks()[usize::from(self.batch.block)];
         debug_assert!(self.batch.content().is_empty() && self.in_place.is_none());
@@ -77,16 +93,23 @@ impl Reading {
         if !self.checksums {
             snapshot = snapshot.unchecked();
         }
-        for run in runs {
+        for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
             block.read(run.first..run.end(), &mut snapshot);
         }
         let result = snapshot.finish();
-        let pages = runs.iter().flat_map(|run| run.first..run.end());
-        for (seen, page) in pages.enumerate() {
-            if self.zero_map[seen / 64] >> (seen % 64) & 1 == 1 {
-                self.batch.push_zero(page, 1);
-            } else {
-                self.batch.push_normal(page, 1, PAGE_SIZE);
+        let mut seen = 0;
+        for run in runs {
+            if run.kind == RunKind::Zero {
+                self.batch.push_zero(run.first, run.count);
+                continue;
+            }
+            for page in run.first..run.end() {
+                if self.zero_map[seen / 64] >> (seen % 64) & 1 == 1 {
+                    self.batch.push_zero(page, 1);
+                } else {
+                    self.batch.push_normal(page, 1, PAGE_SIZE);
+                }
+                seen += 1;
             }
         }
         debug_assert_eq!(result.normal_bytes(), self.batch.content().len());

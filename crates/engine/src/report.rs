@@ -173,6 +173,9 @@ pub struct Report {
     pub destination_faults: u64,
     /// How each RAM block was placed, and why.
     pub placement: Vec<String>,
+    /// Which accelerators the source used for what so far, and what the CPU had to do in their place.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub accelerators: Vec<String>,
 }
 
 impl Report {
@@ -424,6 +427,7 @@ mod tests {
             destination_cpu_seconds: 1.0,
             destination_faults: 0,
             placement: Vec::new(),
+            accelerators: Vec::new(),
         }
     }
 

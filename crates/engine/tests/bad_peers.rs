@@ -48,6 +48,7 @@ impl Source {
             abort: Arc::clone(&abort),
             method: MethodChoice::parse(method, None).unwrap(),
             rules: RULES,
+            accelerator: None,
         };
         let (near, peer) = sockets();
         let (writer, reader) = halves(near);

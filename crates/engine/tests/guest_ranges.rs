@@ -97,6 +97,7 @@ fn move_memory(method: &str, checksums: bool) {
         abort: Arc::clone(&abort),
         method: MethodChoice::parse(method, None).unwrap(),
         rules,
+        accelerator: None,
     };
     let mut channels = Vec::new();
     let mut receivers = Vec::new();

@@ -340,6 +340,7 @@ impl OddSource {
             abort: Arc::clone(&self.abort),
             method: MethodChoice::parse("none", None).unwrap(),
             rules: self.session.rules(),
+            accelerator: None,
         };
         self.session.open_channels(&Security::Insecure, &self.address, &context, &Cancel::new()).unwrap()
     }

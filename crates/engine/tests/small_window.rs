@@ -41,6 +41,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         abort: Arc::clone(&abort),
         method: MethodChoice::parse("none", None).unwrap(),
         rules: RULES,
+        accelerator: None,
     };
     let placed = Placed::default();
     let (mut senders, mut receivers) = (Vec::new(), Vec::new());

@@ -323,6 +323,23 @@ impl Batch {
         self.written(item, self.request().items[item].room)
     }
 
+    /// All copies, one after the other.
+    ///
+    /// # Panics
+    /// When the batch is not of copies, or there is room between them: ranges that are copied with their checksum must be of
+    /// multiples of 64 bytes then.
+    pub fn copies(&self) -> &[u8] {
+        assert!(matches!(self.operation(), Operation::Copy | Operation::CopyChecksum), "{self:?} has no copies");
+        let request = self.request();
+        assert!(request.buffered as u64 == request.bytes, "{self:?} has room between its copies");
+        if self.is_empty() {
+            return &[];
+        }
+        // SAFETY: this many bytes, those of all items together, are the used part of the batch's own buffer, initialised (zero at
+        // first); no device has the batch, as it is in its caller's hands.
+        unsafe { std::slice::from_raw_parts(request.room(0), request.buffered) }
+    }
+
     fn written(&self, item: usize, bytes: u32) -> &[u8] {
         let request = self.request();
         assert!(bytes <= request.items[item].room, "an engine said {bytes} bytes of item {item}, which has less room");

@@ -107,6 +107,11 @@ impl Offload {
         self.core.engines.iter().any(|engine| engine.does(operation))
     }
 
+    /// Most pages of a batch.
+    pub fn batch_pages(&self) -> usize {
+        self.core.settings.batch_pages
+    }
+
     /// Guest memory that a device out of service may still write.
     pub fn leases(&self) -> &Leases {
         &self.core.leases

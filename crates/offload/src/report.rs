@@ -1,5 +1,6 @@
 //! What was done by whom: counted per operation and engine, cheaply, and given out as a report.
 
+use std::fmt::Write as _;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -23,6 +24,38 @@ pub struct OffloadReport {
     pub requests: Requests,
     /// Ranges of guest memory that a device may still write.
     pub leases: usize,
+}
+
+impl OffloadReport {
+    /// What a person wants to know, a line for each operation that an accelerator did, and for each device out of service.
+    pub fn lines(&self) -> Vec<String> {
+        let mut lines = vec![self.summary.clone()];
+        for OperationReport { operation, engines } in &self.operations {
+            lines.extend(
+                engines.iter().filter(|engine| engine.engine != Kind::Cpu).map(|engine| engine.line(*operation)),
+            );
+        }
+        lines.extend(self.taken_out.iter().map(|TakenOut { device, reason, quiet, quarantined_bytes }| {
+            let since = match quiet {
+                true => "it is quiet".to_owned(),
+                false => format!("it may still write {quarantined_bytes} bytes, which are kept for it"),
+            };
+            format!("{device} was taken out of service: {reason}; {since}")
+        }));
+        lines
+    }
+}
+
+impl EngineReport {
+    fn line(&self, operation: Operation) -> String {
+        let Self { engine, batches, items, bytes, .. } = self;
+        let mut line =
+            format!("{}: {} of {items} items ({bytes} bytes) in {batches} batches", engine.name(), operation.name());
+        for (cause, items) in &self.fallbacks {
+            let _ = write!(line, ", {items} of them by the CPU ({cause})");
+        }
+        line
+    }
 }
 
 /// One operation.

@@ -5,6 +5,7 @@
 //! half and lets what was acknowledged leave the window. Packets are never waited for one by one: the window is the only
 //! brake.
 
+mod ahead;
 mod thread;
 
 use std::collections::VecDeque;
@@ -21,6 +22,7 @@ use sterna_wire::sequence::SendSequence;
 
 use self::thread::Sending;
 use crate::abort::Abort;
+use crate::accelerator::Accelerator;
 use crate::batch::PooledBatch;
 use crate::entry::Overtaken;
 use crate::pacer::Pacer;
@@ -188,6 +190,8 @@ pub struct SendContext {
     pub method: MethodChoice,
     /// What was agreed on with the peer.
     pub rules: PacketRules,
+    /// What helps to read guest RAM, besides the CPU.
+    pub accelerator: Option<Accelerator>,
 }
 
 /// One channel of the source. Dropping it ends its queue; [`SendChannel::join`] waits for its threads.

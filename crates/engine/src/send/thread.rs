@@ -12,6 +12,7 @@ use sterna_wire::checksum::crc32c;
 use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind};
 
+use super::ahead::{self, Ahead, Copy, Ready};
 use super::{GuestPages, Item, SendContext, Shared};
 use crate::batch::Batch;
 use crate::in_place;
@@ -29,6 +30,16 @@ struct Content<'a> {
     checksum: Option<u32>,
     /// Bytes of the window that its acknowledgement frees.
     in_window: u64,
+}
+
+/// Where the content of a batch's normal pages lies.
+enum Lies<'a> {
+    /// In the batch.
+    There,
+    /// In guest RAM, and it is sent from there.
+    InPlace(&'a RamBlock),
+    /// In a copy that an accelerator has made.
+    Copied(&'a Copy),
 }
 
 impl<'a> Content<'a> {
@@ -52,6 +63,8 @@ pub(super) struct Sending {
     piece: Vec<Run>,
     /// What of an item is still to be sent.
     left: Vec<Run>,
+    /// Where an accelerator is used: made when the first pages are to be read from guest RAM.
+    ahead: Option<Ahead>,
 }
 
 /// Runs, taken a number of pages at a time.
@@ -104,6 +117,7 @@ impl Sending {
             reading: None,
             piece: Vec::with_capacity(MAX_RUNS),
             left: Vec::with_capacity(MAX_RUNS),
+            ahead: None,
         })
     }
 
@@ -115,7 +129,7 @@ impl Sending {
                 Ok(item) => item,
                 Err(TryRecvError::Disconnected) => break,
                 Err(TryRecvError::Empty) => {
-                    self.send_held()?;
+                    self.send_all()?;
                     shared.sent(&mut unsent);
                     let Ok(item) = items.recv() else { break };
                     item
@@ -127,7 +141,7 @@ impl Sending {
                 shared.sent(&mut unsent);
             }
         }
-        self.send_held()?;
+        self.send_all()?;
         shared.sent(&mut unsent);
         // Before the writing half is closed by dropping it, so that the peer's closing in return is no surprise.
         shared.progress.lock().expect("no thread of the channel panics").finished = true;
@@ -139,11 +153,11 @@ impl Sending {
             return self.guest(&wanted);
         }
         // Whatever it is, it comes after the pages before it.
-        self.send_held()?;
+        self.send_all()?;
         self.table.clear();
         match item {
             Item::Guest(..) => unreachable!("done above"),
-            Item::Pages(batch) => self.pages(&batch, None),
+            Item::Pages(batch) => self.pages(&batch, &Lies::There),
             Item::Discard(batch) => {
                 batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
                 self.packet(PacketKind::Discard, batch.block, 0, &Content::of(&[]))
@@ -178,47 +192,163 @@ impl Sending {
     }
 
     fn runs_of_guest(&mut self, ram: &GuestRam, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
-        let packet_pages = (self.context.rules.packet_size / PAGE_SIZE) as u64;
+        if let Some(accelerator) = &self.context.accelerator {
+            let content = match () {
+                () if self.in_place() => ahead::Content::InPlace,
+                () if self.context.rules.checksums => ahead::Content::Checked,
+                () => ahead::Content::Copied,
+            };
+            let mut ahead = self.ahead.take().unwrap_or_else(|| Ahead::new(accelerator.clone(), content));
+            let sent = self.runs_ahead(&mut ahead, block, runs);
+            self.ahead = Some(ahead);
+            return sent;
+        }
         let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
         let mut rest = Piecewise::new(runs);
-        // A limit is kept by small pieces, which are easier cut from a copy.
-        let in_place = self.method == 0
-            && !self.context.rules.checksums
-            && self.writer.passes_on()
-            && (reading.in_place().is_some() || self.context.pacer.limit().is_none());
-        while rest.next(packet_pages, &mut self.piece) {
-            if !reading.takes(block, &self.piece) {
-                self.pages_read(&mut reading)?;
-                reading.begin(block);
-            }
-            let asked = self.piece.iter().map(|run| u64::from(run.count)).sum::<u64>() * PAGE_SIZE as u64;
-            // What is in flight is counted from here, because from here on it grows old. Nothing is held while waiting.
-            if !self.context.window.try_enter(asked)? {
-                self.pages_read(&mut reading)?;
-                reading.begin(block);
-                self.context.window.enter(asked)?;
-            }
-            if in_place {
-                reading.look(ram, &self.piece);
-            } else {
-                reading.read(ram, &self.piece);
-            }
-            self.context.window.give_back(asked - reading.batch().in_window());
-            if reading.batch().in_window() > 0 || reading.batch().pages() >= MOST_HELD_ZERO_PAGES {
-                self.pages_read(&mut reading)?;
-            }
+        let mut piece = std::mem::take(&mut self.piece);
+        let in_place = reading.in_place().is_some() || self.in_place();
+        while rest.next(self.packet_pages(), &mut piece) {
+            self.read_piece(&mut reading, ram, block, &piece, in_place)?;
         }
+        self.piece = piece;
         self.reading = Some(reading);
         Ok(())
     }
 
-    /// Whether zero pages wait for others.
-    fn holds(&self) -> bool {
-        self.reading.as_ref().is_some_and(|reading| !reading.batch().is_empty())
+    /// Whether pages are sent from where they lie. A limit is kept by small pieces, which are easier cut from a copy.
+    fn in_place(&self) -> bool {
+        self.method == 0
+            && !self.context.rules.checksums
+            && self.writer.passes_on()
+            && self.context.pacer.limit().is_none()
     }
 
-    /// Sends the zero pages that wait for others.
-    fn send_held(&mut self) -> Result<(), Box<dyn std::error::Error>> {
+    fn packet_pages(&self) -> u64 {
+        (self.context.rules.packet_size / PAGE_SIZE) as u64
+    }
+
+    /// Reads a packet's worth of pages, and sends them unless all of them are zero.
+    fn read_piece(
+        &mut self,
+        reading: &mut Reading,
+        ram: &GuestRam,
+        block: u16,
+        piece: &[Run],
+        in_place: bool,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        self.make_room(reading, block, piece)?;
+        let asked = piece.iter().map(|run| u64::from(run.count)).sum::<u64>() * PAGE_SIZE as u64;
+        // What is in flight is counted from here, because from here on it grows old.
+        self.enter_window(reading, asked)?;
+        if in_place {
+            reading.look(ram, piece);
+        } else {
+            reading.read(ram, piece);
+        }
+        self.context.window.give_back(asked - reading.batch().in_window());
+        self.send_if_due(reading)
+    }
+
+    /// Sends what `reading` holds unless it takes `runs` of `block` too.
+    fn make_room(&mut self, reading: &mut Reading, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
+        if !reading.takes(block, runs) {
+            self.pages_read(reading)?;
+            reading.begin(block);
+        }
+        Ok(())
+    }
+
+    /// Waits until `bytes` may be in flight. Nothing is held meanwhile.
+    fn enter_window(&mut self, reading: &mut Reading, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
+        if !self.context.window.try_enter(bytes)? {
+            self.pages_read(reading)?;
+            self.context.window.enter(bytes)?;
+        }
+        Ok(())
+    }
+
+    fn send_if_due(&mut self, reading: &mut Reading) -> Result<(), Box<dyn std::error::Error>> {
+        if reading.batch().in_window() > 0 || reading.batch().pages() >= MOST_HELD_ZERO_PAGES {
+            self.pages_read(reading)?;
+        }
+        Ok(())
+    }
+
+    /// Has an accelerator look at `runs`, and sends what is through before. The last few stay under way.
+    fn runs_ahead(&mut self, ahead: &mut Ahead, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
+        let pages = self.packet_pages().min(ahead.piece_pages());
+        let mut rest = Piecewise::new(runs);
+        loop {
+            while ahead.has_room() {
+                if !rest.next(pages, &mut self.piece) {
+                    return Ok(());
+                }
+                ahead.look(block, &self.piece);
+            }
+            self.send_oldest(ahead)?;
+        }
+    }
+
+    /// Sends the oldest of the pieces that are under way, or holds it if all of it is zero.
+    fn send_oldest(&mut self, ahead: &mut Ahead) -> Result<(), Box<dyn std::error::Error>> {
+        let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
+        let needs = ahead.needs();
+        if needs > 0 {
+            self.enter_window(&mut reading, needs)?;
+        }
+        let window = Arc::clone(&self.context.window);
+        let (piece, ready) = ahead.take(|bytes| window.try_enter(bytes))?;
+        let ram = ahead.ram().clone();
+        if !matches!(ready, Ready::Unasked) {
+            self.make_room(&mut reading, piece.block, &piece.runs)?;
+        }
+        match ready {
+            Ready::Unasked => {
+                let in_place = self.in_place();
+                self.read_piece(&mut reading, &ram, piece.block, &piece.runs, in_place)?;
+            }
+            Ready::Uncopied => {
+                reading.read(&ram, &piece.runs);
+                self.context.window.give_back(piece.normal - reading.batch().in_window());
+                self.send_if_due(&mut reading)?;
+            }
+            Ready::Known if piece.normal == 0 => {
+                reading.know(&piece.runs);
+                self.send_if_due(&mut reading)?;
+            }
+            Ready::Known => {
+                reading.know(&piece.runs);
+                let block = &ram.blocks()[usize::from(piece.block)];
+                self.pages(reading.batch(), &Lies::InPlace(block))?;
+                reading.begin(piece.block);
+            }
+            Ready::Here(copy) => {
+                reading.know(&piece.runs);
+                self.pages(reading.batch(), &Lies::Copied(&copy))?;
+                reading.begin(piece.block);
+            }
+        }
+        ahead.put(piece);
+        self.reading = Some(reading);
+        Ok(())
+    }
+
+    /// Whether pages that were handed over wait for something.
+    fn holds(&self) -> bool {
+        self.reading.as_ref().is_some_and(|reading| !reading.batch().is_empty())
+            || self.ahead.as_ref().is_some_and(|ahead| !ahead.is_empty())
+    }
+
+    /// Sends everything that was handed over: what is still under way, and zero pages that wait for others.
+    fn send_all(&mut self) -> Result<(), Box<dyn std::error::Error>> {
+        if let Some(mut ahead) = self.ahead.take() {
+            let mut sent = Ok(());
+            while sent.is_ok() && !ahead.is_empty() {
+                sent = self.send_oldest(&mut ahead);
+            }
+            self.ahead = Some(ahead);
+            sent?;
+        }
         let Some(mut reading) = self.reading.take() else { return Ok(()) };
         let sent = self.pages_read(&mut reading);
         self.reading = Some(reading);
@@ -228,14 +358,15 @@ impl Sending {
     /// Sends what `reading` has, which is empty then.
     fn pages_read(&mut self, reading: &mut Reading) -> Result<(), Box<dyn std::error::Error>> {
         if !reading.batch().is_empty() {
-            self.pages(reading.batch(), reading.in_place())?;
+            let lies = reading.in_place().map_or(Lies::There, Lies::InPlace);
+            self.pages(reading.batch(), &lies)?;
             reading.begin(reading.batch().block);
         }
         Ok(())
     }
 
-    /// Sends `batch`. Its content lies in `in_place`, if that is given.
-    fn pages(&mut self, batch: &Batch, in_place: Option<&RamBlock>) -> Result<(), Box<dyn std::error::Error>> {
+    /// Sends `batch`.
+    fn pages(&mut self, batch: &Batch, lies: &Lies<'_>) -> Result<(), Box<dyn std::error::Error>> {
         self.table.clear();
         let (mut normal, mut zero) = (0, 0);
         for run in batch.runs() {
@@ -250,25 +381,33 @@ impl Sending {
         counters.normal_pages.fetch_add(normal, Ordering::Relaxed);
         counters.zero_pages.fetch_add(zero, Ordering::Relaxed);
         let in_window = batch.in_window();
-        if let Some(block) = in_place {
-            let header = PacketHeader {
-                kind: PacketKind::Pages,
-                method: 0,
-                subject: batch.block,
-                sequence: self.next_sequence(in_window),
-                table_length: self.table.len() as u32,
-                payload_length: in_window as u32,
-                content_length: in_window as u32,
-                content_checksum: 0,
-                detail: 0,
-            };
-            let header = header.encode(&self.table);
-            in_place::write(&mut self.writer, &header, &self.table, block, batch.runs())?;
-            self.count(in_window, (header.len() + self.table.len()) as u64 + in_window);
-            return Ok(());
-        }
-        let content = Content { bytes: batch.content(), checksum: batch.checksum(), in_window };
-        self.packet(PacketKind::Pages, batch.block, 0, &content)
+        let (bytes, checksum) = match lies {
+            Lies::There => (batch.content(), batch.checksum()),
+            Lies::Copied(copy) => (copy.bytes(), copy.checksum()),
+            Lies::InPlace(block) => return self.pages_in_place(batch, block),
+        };
+        debug_assert_eq!(bytes.len() as u64 / PAGE_SIZE as u64, normal);
+        self.packet(PacketKind::Pages, batch.block, 0, &Content { bytes, checksum, in_window })
+    }
+
+    /// Writes one packet with `self.table` and the pages of `batch`, which lie in `block`.
+    fn pages_in_place(&mut self, batch: &Batch, block: &RamBlock) -> Result<(), Box<dyn std::error::Error>> {
+        let bytes = batch.in_window();
+        let header = PacketHeader {
+            kind: PacketKind::Pages,
+            method: 0,
+            subject: batch.block,
+            sequence: self.next_sequence(bytes),
+            table_length: self.table.len() as u32,
+            payload_length: bytes as u32,
+            content_length: bytes as u32,
+            content_checksum: 0,
+            detail: 0,
+        };
+        let header = header.encode(&self.table);
+        in_place::write(&mut self.writer, &header, &self.table, block, batch.runs())?;
+        self.count(bytes, (header.len() + self.table.len()) as u64 + bytes);
+        Ok(())
     }
 
     /// Writes one packet with `self.table`.

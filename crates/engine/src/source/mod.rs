@@ -22,12 +22,14 @@ mod rounds;
 mod unsent;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_codec::MethodChoice;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
+use sterna_offload::Offload;
 use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
 
 pub use self::convergence::{NotConverging, Throttle};
@@ -83,6 +85,7 @@ struct Settings {
     not_converging: NotConverging,
     give_up_after: Option<Duration>,
     state_dir: Option<PathBuf>,
+    offload: Option<Arc<Offload>>,
 }
 
 impl std::fmt::Debug for Source {
@@ -106,6 +109,7 @@ impl Source {
             not_converging: NotConverging::default(),
             give_up_after: None,
             state_dir: None,
+            offload: None,
         };
         Self { ram, log, settings }
     }
@@ -180,6 +184,14 @@ impl Source {
     #[must_use]
     pub fn state_dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.settings.state_dir = Some(dir.into());
+        self
+    }
+
+    /// Lets accelerators look for zero pages and take snapshots of the others, where `offload` has any that can; without, and
+    /// whatever they leave undone, the CPU does it. One [`Offload`] serves all migrations of a process.
+    #[must_use]
+    pub fn offload(mut self, offload: Arc<Offload>) -> Self {
+        self.settings.offload = Some(offload);
         self
     }
 

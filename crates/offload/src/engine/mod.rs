@@ -4,7 +4,7 @@
 
 pub(crate) mod cpu;
 
-use std::fmt::Debug;
+use std::fmt::{Debug, Display, Formatter};
 
 use serde::Serialize;
 
@@ -59,6 +59,21 @@ pub enum Cause {
     Spilled,
     /// The device does not take items like this one.
     Unsuitable,
+}
+
+impl Display for Cause {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::PageFault => "a page was not there for the device",
+            Self::QueueFull => "the queue stayed full",
+            Self::DeviceError => "the device failed",
+            Self::Timeout => "the device did not answer",
+            Self::WrongResult => "the device was wrong",
+            Self::OutOfService => "no device was in service",
+            Self::Spilled => "the CPU was expected to be sooner",
+            Self::Unsuitable => "the device does not take such items",
+        })
+    }
 }
 
 impl Cause {

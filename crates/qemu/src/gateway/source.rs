@@ -446,6 +446,7 @@ impl Driver<'_> {
             abort: Arc::clone(&self.lead.abort),
             method: self.options.method,
             rules: self.session.rules(),
+            accelerator: None,
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);

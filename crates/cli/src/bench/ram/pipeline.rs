@@ -52,6 +52,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         abort: Arc::new(Abort::default()),
         method: MethodChoice::default(),
         rules: RULES,
+        accelerator: None,
     };
     let to = Address::from(to);
     let open = |index| session.open(&Security::Insecure, &to, ChannelKind::Ram, index, &context);

@@ -20,6 +20,7 @@ use super::rounds::{Order, RoundNews, Rounds, Told};
 use super::unsent::Unsent;
 use super::{Settings, Source};
 use crate::abort::Abort;
+use crate::accelerator::Accelerator;
 use crate::batch::BatchPool;
 use crate::cancel::Cancel;
 use crate::control_link::ControlEvent;
@@ -113,8 +114,10 @@ pub(super) fn run(
         drop(tell_cancelled.send(Event::Cancelled));
     });
     let (lead, first) = SourceLead::begin(Peer::new(link), Arc::new(Abort::default()), settings.limits.telling);
+    let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram));
     let mut driver = Driver {
         lead,
+        accelerator,
         vmm,
         to,
         security,
@@ -188,6 +191,7 @@ impl Moving {
 
 struct Driver<'a> {
     lead: SourceLead,
+    accelerator: Option<Accelerator>,
     vmm: &'a mut dyn SourceVmm,
     to: &'a Address,
     security: &'a Security,
@@ -514,6 +518,7 @@ impl Driver<'_> {
             abort: Arc::clone(&self.lead.abort),
             method: self.settings.method,
             rules: self.session.rules(),
+            accelerator: self.accelerator.clone(),
         }
     }
 

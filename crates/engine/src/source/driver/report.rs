@@ -6,6 +6,7 @@ use sterna_wire::control::ControlMessage;
 use sterna_wire::switchover::SourceEnd;
 
 use super::Driver;
+use crate::accelerator::Accelerator;
 use crate::migration::{GuestState, MigrationError, Side};
 use crate::process::own_cpu_seconds;
 use crate::report::{Outcome, PostCopyReport, Report, between};
@@ -45,6 +46,9 @@ impl Driver<'_> {
         self.lead.peer.say(&ControlMessage::Goodbye);
         self.lead.peer.hang_up();
         self.end_data_plane();
+        if let Some(Err(busy)) = self.accelerator.as_ref().map(Accelerator::retire) {
+            self.observer.note(&format!("{busy}; an accelerator out of service may still read it"));
+        }
         let report = self.report(outcome, reason.clone());
         match reason {
             None => Ok(report),
@@ -148,6 +152,7 @@ impl Driver<'_> {
             destination_cpu_seconds: self.figures.cpu_seconds,
             destination_faults: self.figures.faults,
             placement: std::mem::take(&mut self.placement),
+            accelerators: self.settings.offload.as_ref().map(|offload| offload.report().lines()).unwrap_or_default(),
         }
     }
 }

@@ -297,6 +297,7 @@ impl Proxy<'_> {
             abort: Arc::clone(&self.abort),
             method: self.options.method,
             rules,
+            accelerator: None,
         })
     }
 

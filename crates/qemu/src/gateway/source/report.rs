@@ -114,6 +114,7 @@ impl Driver<'_> {
             destination_cpu_seconds: self.figures.cpu_seconds,
             destination_faults: self.figures.faults,
             placement: self.placement.clone(),
+            accelerators: Vec::new(),
         }
     }
 }

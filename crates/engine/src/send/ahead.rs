@@ -1,0 +1,258 @@
+//! Pages on their way through an accelerator, a few packets ahead of the one that is sent.
+//!
+//! What a channel's thread does with a packet's pages when it has only the CPU, it does here in steps, each asked of the
+//! accelerator: which pages are zero; a copy of the others, with its checksum. While one packet is written the next ones are
+//! looked at. They leave in the order in which they came. Whatever an accelerator leaves undone, offload has done on the
+//! CPU: nothing here fails.
+
+use std::collections::VecDeque;
+
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::ram::GuestRam;
+use sterna_offload::{Batch, Channel, Done, NEVER, Operation, Outcome, PushError, TicketId};
+use sterna_wire::checksum::combine;
+use sterna_wire::packet::{Run, RunKind};
+
+use crate::accelerator::Accelerator;
+
+/// Packets that are looked at ahead of the one being sent: while one is written, one is copied and two are searched.
+const DEPTH: usize = 4;
+
+/// A packet's worth of pages.
+pub(super) struct Piece {
+    pub(super) block: u16,
+    /// What was asked for, and once it is known what is zero, this by kind.
+    pub(super) runs: Vec<Run>,
+    /// Bytes of its normal pages, once that is known. As many are in the window once they are being copied.
+    pub(super) normal: u64,
+    stage: Stage,
+    /// What was asked for, while `runs` is made of it.
+    asked: Vec<Run>,
+}
+
+/// How far a piece has come.
+enum Stage {
+    /// Its zero map is being made.
+    Looked(TicketId),
+    /// It is known which of its pages are zero.
+    Known,
+    /// Its normal pages are being copied.
+    Copied(TicketId),
+    /// Their copy is here.
+    Here(Batch),
+    /// Nobody could be asked which pages are zero: it is the thread's own to read.
+    Unasked,
+    /// Its normal pages could not be copied: they are the thread's own to read.
+    Uncopied,
+}
+
+/// What is to be done with a piece.
+pub(super) enum Ready {
+    /// Its runs say everything: all of it is zero, or it is sent from where it lies.
+    Known,
+    /// This is the content of its normal pages.
+    Here(Copy),
+    /// Its normal runs are still to be read; there is room for them in the window.
+    Uncopied,
+    /// All of it is still to be read.
+    Unasked,
+}
+
+/// A copy of a piece's normal pages.
+pub(super) struct Copy(Batch);
+
+impl Copy {
+    /// The content.
+    pub(super) fn bytes(&self) -> &[u8] {
+        self.0.copies()
+    }
+
+    /// Its CRC-32C, if that was asked for.
+    pub(super) fn checksum(&self) -> Option<u32> {
+        if self.0.operation() != Operation::CopyChecksum {
+            return None;
+        }
+        let ranges = (0..self.0.len()).map(|item| (self.0.checksum(item), self.0.copy(item).len() as u64));
+        ranges
+            .reduce(|(first, before), (second, bytes)| (combine(first, second, bytes), before + bytes))
+            .map(|all| all.0)
+    }
+}
+
+/// How normal pages get into a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    /// By a copy with its checksum.
+    Checked,
+    /// By a copy.
+    Copied,
+    /// From where they lie.
+    InPlace,
+}
+
+/// The pieces of one channel that are under way.
+pub(super) struct Ahead {
+    accelerator: Accelerator,
+    channel: Channel,
+    content: Content,
+    /// Oldest first.
+    pieces: VecDeque<Piece>,
+    /// Pieces at rest: their lists are used again.
+    spare: Vec<Piece>,
+}
+
+impl Ahead {
+    pub(super) fn new(accelerator: Accelerator, content: Content) -> Self {
+        let channel = accelerator.offload().channel();
+        Self { accelerator, channel, content, pieces: VecDeque::with_capacity(DEPTH), spare: Vec::with_capacity(DEPTH) }
+    }
+
+    /// Most pages of a piece.
+    pub(super) fn piece_pages(&self) -> u64 {
+        self.accelerator.offload().batch_pages() as u64
+    }
+
+    /// The guest's RAM.
+    pub(super) fn ram(&self) -> &GuestRam {
+        self.accelerator.ram()
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        self.pieces.len() < DEPTH
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// Has it looked at which pages of `runs` in `block` are zero. There is room, and they fit a piece.
+    pub(super) fn look(&mut self, block: u16, runs: &[Run]) {
+        let spare = self.spare.pop();
+        let mut piece = spare.unwrap_or_default();
+        (piece.block, piece.normal) = (block, 0);
+        piece.runs.clear();
+        piece.runs.extend_from_slice(runs);
+        piece.stage = match self.ask(Operation::ZeroMap, block, runs) {
+            Some(ticket) => Stage::Looked(ticket),
+            None => Stage::Unasked,
+        };
+        self.pieces.push_back(piece);
+    }
+
+    /// Waits until it is known what the oldest piece consists of, and says how much room its pages need in the window before
+    /// [`Ahead::take`]; there is one.
+    pub(super) fn needs(&mut self) -> u64 {
+        while let Some(Stage::Looked(_)) = self.pieces.front().map(|piece| &piece.stage) {
+            self.collect();
+        }
+        match self.pieces.front() {
+            Some(Piece { stage: Stage::Known, normal, .. }) => *normal,
+            _ => 0,
+        }
+    }
+
+    /// The oldest piece, with everything that is needed to send it. There is one, and what it [`needs`](Ahead::needs) has
+    /// entered the window. Those after it are begun to be copied as far as it is known what they consist of, and `enter` finds
+    /// room for them too: no piece enters before an older one.
+    pub(super) fn take<E>(&mut self, enter: impl FnMut(u64) -> Result<bool, E>) -> Result<(Piece, Ready), E> {
+        if self.content != Content::InPlace {
+            self.begin_copies(enter)?;
+        }
+        while let Some(Stage::Copied(_)) = self.pieces.front().map(|piece| &piece.stage) {
+            self.collect();
+        }
+        let mut piece = self.pieces.pop_front().expect("a piece is under way");
+        let ready = match std::mem::replace(&mut piece.stage, Stage::Unasked) {
+            Stage::Here(batch) => Ready::Here(Copy(batch)),
+            Stage::Known => Ready::Known,
+            Stage::Uncopied => Ready::Uncopied,
+            Stage::Unasked => Ready::Unasked,
+            Stage::Looked(_) | Stage::Copied(_) => unreachable!("waited for"),
+        };
+        Ok((piece, ready))
+    }
+
+    fn begin_copies<E>(&mut self, mut enter: impl FnMut(u64) -> Result<bool, E>) -> Result<(), E> {
+        let operation = if self.content == Content::Checked { Operation::CopyChecksum } else { Operation::Copy };
+        for at in 0..self.pieces.len() {
+            let piece = &self.pieces[at];
+            match piece.stage {
+                Stage::Known if piece.normal > 0 => {}
+                Stage::Looked(_) | Stage::Unasked => break,
+                Stage::Known | Stage::Copied(_) | Stage::Here(_) | Stage::Uncopied => continue,
+            }
+            if at > 0 && !enter(piece.normal)? {
+                break;
+            }
+            let ticket = self.ask(operation, piece.block, &piece.runs);
+            self.pieces[at].stage = ticket.map_or(Stage::Uncopied, Stage::Copied);
+        }
+        Ok(())
+    }
+
+    /// Takes a piece back that was sent.
+    pub(super) fn put(&mut self, piece: Piece) {
+        self.spare.push(piece);
+    }
+
+    /// Hands a batch in for the normal runs of `runs`; none where it is not taken.
+    fn ask(&self, operation: Operation, block: u16, runs: &[Run]) -> Option<TicketId> {
+        let region = &self.accelerator.regions()[usize::from(block)];
+        let mut batch = self.channel.batch(operation);
+        for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
+            let (offset, bytes) = (run.first as usize * PAGE_SIZE, run.count as usize * PAGE_SIZE);
+            let range = region.range(offset, bytes).expect("pages of a block are within its region");
+            batch.push(&range).ok()?;
+        }
+        self.channel.submit(batch).ok().map(sterna_offload::Ticket::into_id)
+    }
+
+    /// Waits for the next completion.
+    fn collect(&mut self) {
+        let Some(Done { ticket, batch, outcome, .. }) = self.channel.wait(NEVER) else {
+            // Nothing is under way any more, which was: offload was shut down.
+            self.pieces.iter_mut().for_each(Piece::forsake);
+            return;
+        };
+        let of_it = |piece: &&mut Piece| matches!(piece.stage, Stage::Looked(id) | Stage::Copied(id) if id == ticket);
+        let Some(piece) = self.pieces.iter_mut().find(of_it) else { return };
+        match (&piece.stage, outcome) {
+            (Stage::Looked(_), Outcome::Done) => piece.split(&batch),
+            (_, Outcome::Done) => piece.stage = Stage::Here(batch),
+            _ => piece.forsake(),
+        }
+    }
+}
+
+impl Piece {
+    /// What was asked of others for it will not come.
+    fn forsake(&mut self) {
+        match self.stage {
+            Stage::Looked(_) => self.stage = Stage::Unasked,
+            Stage::Copied(_) => self.stage = Stage::Uncopied,
+            Stage::Known | Stage::Here(_) | Stage::Uncopied | Stage::Unasked => {}
+        }
+    }
+
+    /// It is known which pages are zero: as the zero map of `batch` says.
+    fn split(&mut self, batch: &Batch) {
+        std::mem::swap(&mut self.runs, &mut self.asked);
+        self.runs.clear();
+        let pages = self.asked.iter().flat_map(|run| run.first..run.end());
+        for (index, page) in pages.enumerate() {
+            let kind = if batch.is_zero(index) { RunKind::Zero } else { RunKind::Normal };
+            self.normal += if kind == RunKind::Normal { PAGE_SIZE as u64 } else { 0 };
+            match self.runs.last_mut() {
+                Some(last) if last.kind == kind && last.end() == page && last.count < Run::MAX_COUNT => last.count += 1,
+                _ => self.runs.push(Run { kind, first: page, count: 1 }),
+            }
+        }
+        self.stage = Stage::Known;
+    }
+}
+
+impl Default for Piece {
+    fn default() -> Self {
+        Self { block: 0, runs: Vec::new(), normal: 0, stage: Stage::Unasked, asked: Vec::new() }
+    }
+}
