@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use sterna::migration::GuestState;
 use sterna_microvm::{Error, Machine};
+use sterna_offload::{Offload, Settings};
 
 /// For what takes as long as it takes, such as a number of passes at any rate.
 const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
@@ -57,6 +58,7 @@ fn begin(options: &Options, machine: &Arc<Machine>, told: &Told) -> Result<Outco
     // What would be refused later is refused before the guest has done its work.
     let security = options.migrate_to.as_ref().map(|_| options.security()).transpose()?;
     options.source.method()?;
+    let offload = Offload::start(&options.source.accel, &Settings::default())?;
     machine.boot()?;
     machine.resume()?;
     // At least 20 MiB a second.
@@ -79,7 +81,8 @@ fn begin(options: &Options, machine: &Arc<Machine>, told: &Told) -> Result<Outco
     wait_to_begin(options, machine, &filled, told)?;
     let begun = Mark::of(machine);
     outcome.before = Some(begun.since(&filled));
-    let moved = moving::send(machine, to, options, &security, told)?;
+    say(format_args!("{}", offload.summary()));
+    let moved = moving::send(machine, to, options, &security, offload, told)?;
     told.moved();
     let ended = Mark::of(machine);
     outcome.during = Some(ended.since(&begun));

@@ -12,6 +12,7 @@ use sterna::source::Source;
 use sterna::transport::Security;
 use sterna_microvm::Machine;
 use sterna_microvm::migration::{Movable, guest_ram};
+use sterna_offload::Offload;
 
 /// Why there was no migration at all.
 pub(crate) type NotBegun = Box<dyn std::error::Error>;
@@ -22,6 +23,7 @@ pub(crate) fn send(
     to: &str,
     options: &Options,
     security: &Security,
+    offload: Arc<Offload>,
     told: &Told,
 ) -> Result<Result<Report, MigrationError>, NotBegun> {
     let log = machine.take_dirty_log().ok_or("the dirty log has been taken")?;
@@ -29,6 +31,7 @@ pub(crate) fn send(
     let mut source = Source::new(guest_ram(machine)?, log)
         .method(settings.method()?)
         .channels(settings.channels)
+        .offload(offload)
         .bandwidth(settings.bandwidth)
         .downtime(settings.downtime())
         .give_up_after(settings.give_up_after())

@@ -8,6 +8,7 @@ use sterna::tls::TlsSettings;
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
 use sterna_microvm::{Backing, BlockConfig, Config, Execution, Fill, Pattern, Rate, Tracking, Workload};
+use sterna_offload::Accelerators;
 
 const HELP: &str = "\
 Exit codes:
@@ -126,6 +127,9 @@ pub(crate) struct SourceOptions {
     /// Level of the method
     #[arg(long, allow_hyphen_values = true)]
     level: Option<String>,
+    /// What helps to look for zero pages and to copy: cpu, auto, dsa, dsa:/dev/dsa/wqX.Y or model:FILE.json
+    #[arg(long, value_name = "LIST", default_value = "cpu")]
+    pub(crate) accel: Accelerators,
     /// Connections that carry pages, 1 to 64
     #[arg(long, default_value_t = 2)]
     pub(crate) channels: u16,
