@@ -39,6 +39,7 @@ mod helpers;
 mod lease;
 mod offload;
 mod operation;
+pub mod plan;
 mod pool;
 mod region;
 mod report;
@@ -49,6 +50,7 @@ mod state;
 mod sync;
 mod table;
 mod time;
+mod trial;
 
 pub use accelerators::{Accelerators, AcceleratorsError, Wish};
 pub use batch::{Batch, Delta, PushError};
@@ -63,3 +65,4 @@ pub use report::{EngineReport, OffloadReport, OperationReport, Requests, TakenOu
 pub use settings::{Recheck, Settings};
 pub use state::State;
 pub use time::{Bell, NEVER, Nanos, SystemTime, Time};
+pub use trial::{Trial, try_all};

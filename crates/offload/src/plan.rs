@@ -1,0 +1,344 @@
+//! A queue configuration for a host that migrates so many guests at once, as `accel-config` takes it.
+//!
+//! Two shared queues on each device, in one group with all of its engines: one for the pages of running guests and one for
+//! those of guests that stand, which the device prefers. Why each number is what it is stands beside it.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+use thiserror::Error;
+
+/// What a device is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accelerator {
+    /// Data Streaming Accelerator.
+    Dsa,
+    /// In-Memory Analytics Accelerator.
+    Iaa,
+}
+
+/// A device that queues are planned for, as sysfs shows it (`/sys/bus/dsa/devices/NAME`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlanDevice {
+    /// `dsa0`, `iax1`.
+    pub name: String,
+    /// What it is.
+    pub kind: Accelerator,
+    /// `max_engines`.
+    pub engines: u32,
+    /// `max_work_queues`.
+    pub work_queues: u32,
+    /// `max_work_queues_size`: entries for all queues together.
+    pub entries: u32,
+    /// `max_batch_size`, in descriptors; not used for IAA, which has no batches.
+    pub max_batch: u32,
+    /// `max_transfer_size`, in bytes.
+    pub max_transfer: u64,
+}
+
+/// Why nothing can be planned.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// No device.
+    #[error("there is no DSA or IAA device to plan for; `sterna accel list` says what this host has")]
+    NoDevice,
+    /// Not a device that two queues fit.
+    #[error(
+        "{device} has {engines} engines, {work_queues} queues and {entries} queue entries; at least one engine, two queues and \
+         16 entries are needed"
+    )]
+    TooSmall {
+        /// The device.
+        device: String,
+        /// Its engines.
+        engines: u32,
+        /// Its queues.
+        work_queues: u32,
+        /// Its entries.
+        entries: u32,
+    },
+    /// A name that no `accel-config` line could have.
+    #[error("{0:?} is not the name of a device: it is dsa or iax with a number")]
+    Name(String),
+}
+
+/// Descriptors in a batch: the pages of a packet of the usual 512 KiB. The kernel's default of 32 would make four of it.
+const BATCH: u32 = 128;
+/// The kernel's default, and four packets.
+const TRANSFER: u64 = 2 << 20;
+/// Batches that one guest's channel keeps in flight so that the device never waits for it.
+const IN_FLIGHT: u32 = 2;
+
+/// One queue. In the order in which `accel-config load-config` wants the properties: `dev` comes first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Queue {
+    dev: String,
+    mode: &'static str,
+    size: u32,
+    group_id: u32,
+    priority: u32,
+    block_on_fault: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_batch_size: Option<u32>,
+    max_transfer_size: u64,
+    #[serde(rename = "type")]
+    kind: &'static str,
+    driver_name: &'static str,
+    name: &'static str,
+    threshold: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Engine {
+    dev: String,
+    group_id: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Group {
+    dev: String,
+    grouped_workqueues: Vec<Queue>,
+    grouped_engines: Vec<Engine>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Device {
+    dev: String,
+    groups: Vec<Group>,
+}
+
+/// A configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    devices: Vec<Device>,
+    notes: Vec<String>,
+}
+
+impl Plan {
+    /// For `guests` guests that are migrated at once, on all of `devices`.
+    ///
+    /// # Errors
+    /// There is none, or one that is too small or has no name of a device.
+    pub fn new(guests: u32, devices: &[PlanDevice]) -> Result<Self, PlanError> {
+        if devices.is_empty() {
+            return Err(PlanError::NoDevice);
+        }
+        let planned = devices.iter().map(plan_device).collect::<Result<Vec<_>, _>>()?;
+        let notes = notes(guests, devices, &planned);
+        Ok(Self { devices: planned, notes })
+    }
+
+    /// What a reader must know.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// The file for `accel-config load-config -c FILE -e`.
+    pub fn json(&self) -> String {
+        serde_json::to_string_pretty(&self.devices).expect("numbers and words only")
+    }
+
+    /// The same, line by line. A device that is enabled must be disabled before.
+    pub fn commands(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for device in &self.devices {
+            for group in &device.groups {
+                lines.extend(group.grouped_engines.iter().map(|engine| {
+                    format!("accel-config config-engine {}/{} --group-id={}", device.dev, engine.dev, engine.group_id)
+                }));
+                lines.extend(group.grouped_workqueues.iter().map(|queue| queue.command(&device.dev)));
+            }
+            lines.push(format!("accel-config enable-device {}", device.dev));
+            for queue in device.groups.iter().flat_map(|group| &group.grouped_workqueues) {
+                lines.push(format!("accel-config enable-wq {}/{}", device.dev, queue.dev));
+            }
+        }
+        lines
+    }
+}
+
+impl Queue {
+    fn command(&self, device: &str) -> String {
+        let mut line = format!(
+            "accel-config config-wq {device}/{} --group-id={} --mode={} --wq-size={} --threshold={} --priority={} \
+             --block-on-fault={} --max-transfer-size={}",
+            self.dev,
+            self.group_id,
+            self.mode,
+            self.size,
+            self.threshold,
+            self.priority,
+            self.block_on_fault,
+            self.max_transfer_size
+        );
+        if let Some(size) = self.max_batch_size {
+            let _ = write!(line, " --max-batch-size={size}");
+        }
+        let _ = write!(line, " --type={} --name={} --driver-name={}", self.kind, self.name, self.driver_name);
+        line
+    }
+}
+
+fn plan_device(device: &PlanDevice) -> Result<Device, PlanError> {
+    let PlanDevice { name, engines, work_queues, entries, .. } = device;
+    let number = name.strip_prefix("dsa").or_else(|| name.strip_prefix("iax")).and_then(|number| number.parse().ok());
+    let number: u32 = number.ok_or_else(|| PlanError::Name(name.clone()))?;
+    if *engines < 1 || *work_queues < 2 || *entries < 16 {
+        let (device, engines, work_queues, entries) = (name.clone(), *engines, *work_queues, *entries);
+        return Err(PlanError::TooSmall { device, engines, work_queues, entries });
+    }
+    // A guest that stands has little left to send, and nobody before it in its queue.
+    let switchover = entries / 4;
+    let bulk = entries - switchover;
+    // The device issues three descriptors of the one queue for each of the other (config-wq(1), `--priority`).
+    let queues = vec![
+        queue(device, number, 0, bulk, 5, "sterna-bulk"),
+        queue(device, number, 1, switchover, 15, "sterna-switchover"),
+    ];
+    let engines = (0..*engines).map(|engine| Engine { dev: format!("engine{number}.{engine}"), group_id: 0 }).collect();
+    let group = Group { dev: format!("group{number}.0"), grouped_workqueues: queues, grouped_engines: engines };
+    Ok(Device { dev: name.clone(), groups: vec![group] })
+}
+
+fn queue(device: &PlanDevice, number: u32, index: u32, size: u32, priority: u32, name: &'static str) -> Queue {
+    Queue {
+        dev: format!("wq{number}.{index}"),
+        mode: "shared",
+        size,
+        group_id: 0,
+        priority,
+        // A page that is not there would hold up an engine, and everybody's work behind it.
+        block_on_fault: 0,
+        max_batch_size: match device.kind {
+            Accelerator::Dsa => Some(BATCH.min(device.max_batch)),
+            Accelerator::Iaa => None,
+        },
+        max_transfer_size: TRANSFER.min(device.max_transfer),
+        kind: "user",
+        driver_name: "user",
+        name,
+        // At least one entry is kept for the kernel's own commands (config-wq(1), `--threshold`).
+        threshold: size - (size / 12).max(1),
+    }
+}
+
+fn notes(guests: u32, devices: &[PlanDevice], planned: &[Device]) -> Vec<String> {
+    let mut notes = Vec::new();
+    for (kind, words) in [(Accelerator::Dsa, "DSA"), (Accelerator::Iaa, "IAA")] {
+        let count = devices.iter().filter(|device| device.kind == kind).count();
+        if count == 0 {
+            continue;
+        }
+        let places: u32 = devices
+            .iter()
+            .zip(planned)
+            .filter(|(device, _)| device.kind == kind)
+            .map(|(_, planned)| planned.groups[0].grouped_workqueues[0].threshold)
+            .sum();
+        let each = places / guests.max(1);
+        let enough = if each >= IN_FLIGHT {
+            format!("{each} for each of {guests} guests")
+        } else {
+            format!(
+                "fewer than {IN_FLIGHT} for each of {guests} guests: they take turns (ledger), and who waits too long uses the CPU"
+            )
+        };
+        notes.push(format!("{words}: {count} devices have room for {places} batches in their bulk queues, {enough}."));
+    }
+    if devices.iter().any(|device| device.kind == Accelerator::Dsa && device.max_batch < BATCH) {
+        notes.push(format!(
+            "A device takes batches of fewer than {BATCH} descriptors: a packet's pages become several."
+        ));
+    }
+    notes.push("A device that is enabled has to be disabled first: accel-config disable-device NAME.".into());
+    notes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dsa(name: &str) -> PlanDevice {
+        PlanDevice {
+            name: name.into(),
+            kind: Accelerator::Dsa,
+            engines: 4,
+            work_queues: 8,
+            entries: 128,
+            max_batch: 1024,
+            max_transfer: 1 << 31,
+        }
+    }
+
+    #[test]
+    fn a_device_of_the_usual_size_gets_both_queues_and_all_engines() {
+        let plan = Plan::new(100, &[dsa("dsa2")]).unwrap();
+        assert_eq!(
+            plan.commands(),
+            [
+                "accel-config config-engine dsa2/engine2.0 --group-id=0",
+                "accel-config config-engine dsa2/engine2.1 --group-id=0",
+                "accel-config config-engine dsa2/engine2.2 --group-id=0",
+                "accel-config config-engine dsa2/engine2.3 --group-id=0",
+                "accel-config config-wq dsa2/wq2.0 --group-id=0 --mode=shared --wq-size=96 --threshold=88 --priority=5 \
+                 --block-on-fault=0 --max-transfer-size=2097152 --max-batch-size=128 --type=user --name=sterna-bulk \
+                 --driver-name=user",
+                "accel-config config-wq dsa2/wq2.1 --group-id=0 --mode=shared --wq-size=32 --threshold=30 --priority=15 \
+                 --block-on-fault=0 --max-transfer-size=2097152 --max-batch-size=128 --type=user --name=sterna-switchover \
+                 --driver-name=user",
+                "accel-config enable-device dsa2",
+                "accel-config enable-wq dsa2/wq2.0",
+                "accel-config enable-wq dsa2/wq2.1",
+            ]
+        );
+    }
+
+    #[test]
+    fn in_the_file_every_block_begins_with_its_device() {
+        let iaa = PlanDevice { name: "iax1".into(), kind: Accelerator::Iaa, engines: 8, ..dsa("") };
+        let json = Plan::new(4, &[dsa("dsa0"), iaa]).unwrap().json();
+        // accel-config-load-config(1) demands it.
+        for (line, next) in json.lines().zip(json.lines().skip(1)) {
+            assert!(!line.trim_end().ends_with('{') || next.trim_start().starts_with("\"dev\""), "{line}\n{next}");
+        }
+        let read: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(read[0]["groups"][0]["grouped_workqueues"][1]["threshold"], 30);
+        assert_eq!(read[1]["groups"][0]["grouped_engines"].as_array().unwrap().len(), 8);
+        assert!(read[1]["groups"][0]["grouped_workqueues"][0].get("max_batch_size").is_none(), "IAA has no batches");
+    }
+
+    #[test]
+    fn limits_of_the_device_are_kept_whatever_its_size() {
+        for entries in 16..=200 {
+            for max_batch in [1, 32, 4096] {
+                let device = PlanDevice { entries, max_batch, max_transfer: 1 << 16, ..dsa("dsa0") };
+                let plan = Plan::new(1, &[device]).unwrap();
+                let queues = &plan.devices[0].groups[0].grouped_workqueues;
+                assert_eq!(queues.iter().map(|queue| queue.size).sum::<u32>(), entries);
+                for queue in queues {
+                    assert!((1..queue.size).contains(&queue.threshold), "{queue:?}");
+                    assert!(
+                        queue.max_batch_size.unwrap() <= max_batch && queue.max_transfer_size <= 1 << 16,
+                        "{queue:?}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn more_guests_than_places_are_told_that_they_take_turns() {
+        let few = Plan::new(10, &[dsa("dsa0")]).unwrap();
+        assert!(few.notes()[0].contains("8 for each of 10 guests"), "{:?}", few.notes());
+        let many = Plan::new(100, &[dsa("dsa0")]).unwrap();
+        assert!(many.notes()[0].contains("take turns"), "{:?}", many.notes());
+    }
+
+    #[test]
+    fn what_cannot_be_planned_for_is_refused() {
+        assert_eq!(Plan::new(1, &[]), Err(PlanError::NoDevice));
+        assert!(matches!(Plan::new(1, &[dsa("dsa0; reboot")]), Err(PlanError::Name(_))));
+        assert!(matches!(Plan::new(1, &[PlanDevice { entries: 15, ..dsa("dsa0") }]), Err(PlanError::TooSmall { .. })));
+    }
+}
