@@ -1,0 +1,87 @@
+//! How many more descriptors a dedicated work queue can take.
+//!
+//! A dedicated queue drops what does not fit, silently (DSA section 3.3.2): software counts. The count belongs to the
+//! process, not to a submitter, and a credit comes back only when the completion record of what used it was **seen** — not
+//! when time has passed, and not when a submitter gave up: the entry may still be in the queue.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+#[derive(Debug)]
+pub(crate) struct Credits {
+    free: AtomicU32,
+    size: u32,
+}
+
+impl Credits {
+    pub(crate) fn new(size: u32) -> Self {
+        Self { free: AtomicU32::new(size), size }
+    }
+
+    /// Takes one, if there is one.
+    pub(crate) fn take(&self) -> bool {
+        // Acquire: whoever takes a credit another thread gave back comes after that thread's look at the record.
+        self.free.fetch_update(Ordering::Acquire, Ordering::Relaxed, |free| free.checked_sub(1)).is_ok()
+    }
+
+    /// Gives `n` back, never above the size. What was more than was out is returned: somebody counted wrong.
+    pub(crate) fn give_back(&self, n: u32) -> u32 {
+        let before = self
+            .free
+            .fetch_update(Ordering::Release, Ordering::Relaxed, |free| Some(free.saturating_add(n).min(self.size)))
+            .unwrap_or_else(|free| free);
+        n.saturating_sub(self.size - before)
+    }
+
+    pub(crate) fn free(&self) -> u32 {
+        self.free.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn outstanding(&self) -> u32 {
+        self.size - self.free()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_as_the_queue_has_entries_and_no_more() {
+        let credits = Credits::new(3);
+        assert!(credits.take() && credits.take() && credits.take());
+        assert!(!credits.take());
+        assert_eq!((credits.free(), credits.outstanding()), (0, 3));
+        assert_eq!(credits.give_back(2), 0);
+        assert!(credits.take() && credits.take() && !credits.take());
+    }
+
+    #[test]
+    fn giving_back_too_many_is_noticed_and_changes_nothing() {
+        let credits = Credits::new(2);
+        assert!(credits.take());
+        assert_eq!(credits.give_back(5), 4);
+        assert_eq!(credits.free(), 2);
+        assert_eq!(credits.give_back(u32::MAX), u32::MAX);
+        assert_eq!(credits.free(), 2);
+    }
+
+    #[test]
+    fn threads_together_never_hold_more_than_there_are() {
+        use std::sync::atomic::AtomicU32;
+        let (credits, held, rounds) = (Credits::new(4), AtomicU32::new(0), if cfg!(miri) { 20 } else { 5_000 });
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..rounds {
+                        if credits.take() {
+                            assert!(held.fetch_add(1, Ordering::SeqCst) < 4);
+                            held.fetch_sub(1, Ordering::SeqCst);
+                            assert_eq!(credits.give_back(1), 0);
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(credits.free(), 4);
+    }
+}

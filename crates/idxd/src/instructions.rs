@@ -1,0 +1,126 @@
+//! The instructions that hand 64 bytes to a device in one piece, and whether this CPU has them.
+//!
+//! `ENQCMD` (shared queues; says in the zero flag whether the queue took it) and `MOVDIR64B` (dedicated queues; says
+//! nothing). CPUID alone proves little: `ENQCMD` faults in a process that has no address space bound to a device, and a
+//! hypervisor may show the bit without passing a device. It says which instruction may be tried; a completed no-op proves.
+
+use crate::descriptor::Descriptor;
+
+/// Which of the two instructions may be executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Instructions {
+    enqcmd: bool,
+    movdir64b: bool,
+}
+
+impl Instructions {
+    /// None: everything goes through `write(2)`.
+    pub const NONE: Instructions = Instructions { enqcmd: false, movdir64b: false };
+
+    /// What CPUID says (leaf 7, subleaf 0, ECX bits 28 and 29). On other architectures there are none.
+    pub fn detect() -> Instructions {
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        {
+            use std::arch::x86_64::{__cpuid, __cpuid_count};
+            if __cpuid(0).eax >= 7 {
+                let leaf = __cpuid_count(7, 0);
+                return Instructions { enqcmd: leaf.ecx & 1 << 29 != 0, movdir64b: leaf.ecx & 1 << 28 != 0 };
+            }
+        }
+        Instructions::NONE
+    }
+
+    /// Both, whatever CPUID says: for tests that catch the illegal-instruction signal and play the device.
+    ///
+    /// On architectures other than x86-64 the instructions do not exist; this is [`Instructions::NONE`] there.
+    ///
+    /// # Safety
+    ///
+    /// A handler of SIGILL must be installed that executes both instructions in the process's stead, for as long as
+    /// anything is opened with this.
+    pub const unsafe fn trapped() -> Instructions {
+        let there = cfg!(target_arch = "x86_64");
+        Instructions { enqcmd: there, movdir64b: there }
+    }
+
+    /// Whether `ENQCMD` may be executed.
+    pub const fn enqcmd(self) -> bool {
+        self.enqcmd
+    }
+
+    /// Whether `MOVDIR64B` may be executed.
+    pub const fn movdir64b(self) -> bool {
+        self.movdir64b
+    }
+}
+
+/// Makes what was written before visible to whoever sees a later store: record and descriptors before the submission.
+#[inline]
+pub(crate) fn store_fence() {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    {
+        // SAFETY: SFENCE is part of SSE, which every x86-64 CPU has; it has no operands.
+        unsafe { std::arch::x86_64::_mm_sfence() }
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    {
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+/// Sends `descriptor` to a shared work queue. True if the queue took it, false if it has to be sent again.
+///
+/// # Safety
+///
+/// `portal` is 64-byte aligned in a mapped portal page, the CPU has the instruction (or it is trapped), the process has an
+/// address space bound to the device, and the device may do what the descriptor says.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+pub(crate) unsafe fn enqcmd(portal: *mut u8, descriptor: &Descriptor) -> bool {
+    let retry: u8;
+    // SAFETY: as this function's caller promises. The instruction reads the 64 bytes of the descriptor and writes no memory
+    // but the portal; it clears all arithmetic flags but ZF, which is 1 where the queue did not take it (SDM, ENQCMD).
+    unsafe {
+        std::arch::asm!(
+            "enqcmd {portal}, [{descriptor}]",
+            "setz {retry}",
+            portal = in(reg) portal,
+            descriptor = in(reg) descriptor.as_bytes().as_ptr(),
+            retry = out(reg_byte) retry,
+            options(nostack),
+        );
+    }
+    retry == 0
+}
+
+/// Sends `descriptor` to a dedicated work queue, which takes it or drops it: nobody says which.
+///
+/// # Safety
+///
+/// As for [`enqcmd`].
+#[cfg(target_arch = "x86_64")]
+#[inline]
+pub(crate) unsafe fn movdir64b(portal: *mut u8, descriptor: &Descriptor) {
+    // SAFETY: as this function's caller promises. The instruction reads the 64 bytes of the descriptor and stores them to
+    // the portal, which is 64-byte aligned; it changes no flags.
+    unsafe {
+        std::arch::asm!(
+            "movdir64b {portal}, [{descriptor}]",
+            portal = in(reg) portal,
+            descriptor = in(reg) descriptor.as_bytes().as_ptr(),
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
+/// The instruction does not exist here, and [`Instructions`] never says it does.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) unsafe fn enqcmd(_portal: *mut u8, _descriptor: &Descriptor) -> bool {
+    unreachable!("ENQCMD exists on x86-64 only, and no queue is opened with it elsewhere");
+}
+
+/// The instruction does not exist here, and [`Instructions`] never says it does.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) unsafe fn movdir64b(_portal: *mut u8, _descriptor: &Descriptor) {
+    unreachable!("MOVDIR64B exists on x86-64 only, and no queue is opened with it elsewhere");
+}

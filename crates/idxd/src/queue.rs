@@ -1,0 +1,379 @@
+//! An opened work queue: opened once per process, proved before its first use, shared by reference count.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{Mode as FileMode, OFlags};
+use tracing::{debug, warn};
+
+use crate::credits::Credits;
+use crate::descriptor::Descriptor;
+use crate::error::{NoBatches, NotProven, OpenError, SubmitError};
+use crate::flags::Operation;
+use crate::fork;
+use crate::iaa;
+use crate::instructions::{Instructions, store_fence};
+use crate::portal::{MappedPortal, Portal, Submission, Way, WritePortal};
+use crate::status::Status;
+use crate::sysfs::{Directories, Kind, Mode, QueueInfo, Reason, Unusable};
+
+/// How to open a queue.
+#[derive(Clone, Debug)]
+pub struct Opening {
+    /// The instructions that may be executed: what CPUID says, unless a test plays the device.
+    pub instructions: Instructions,
+    /// Whether to map the portal at all; without, `write(2)` is the only way.
+    pub map: bool,
+    /// How long the no-op that proves the queue may take.
+    pub deadline: Duration,
+}
+
+impl Default for Opening {
+    fn default() -> Self {
+        // A no-op takes a microsecond. What it may wait for is what others have put into a shared queue: at most 128 batches.
+        Self { instructions: Instructions::detect(), map: true, deadline: Duration::from_secs(1) }
+    }
+}
+
+/// A work queue that works: a no-op went through it.
+///
+/// It belongs to the process that opened it. In a child every submission fails ([`SubmitError::Forked`]).
+#[derive(Debug)]
+pub struct WorkQueue {
+    info: QueueInfo,
+    portal: Arc<dyn Portal>,
+    /// Of a dedicated queue.
+    credits: Option<Credits>,
+    batches: Result<u32, NoBatches>,
+    owner: u32,
+}
+
+impl WorkQueue {
+    /// Opens a queue that [`discover`](crate::discover) found, maps its portal where the kernel and the CPU allow it, uses
+    /// `write(2)` where not, and proves it with a no-op. `directories` says where the device files are.
+    pub fn open(info: QueueInfo, directories: &Directories) -> Result<Arc<WorkQueue>, OpenError> {
+        Self::open_with(info, directories, &Opening::default())
+    }
+
+    /// [`open`](Self::open) with a say in how.
+    pub fn open_with(
+        mut info: QueueInfo,
+        directories: &Directories,
+        opening: &Opening,
+    ) -> Result<Arc<WorkQueue>, OpenError> {
+        info.node = directories.node(info.kind(), &info.name);
+        // Whether the file may be opened is for the kernel to say, now; the rest of a verdict stands.
+        let verdict = info
+            .unusable
+            .clone()
+            .filter(|why| !matches!(why.reason, Reason::NoNode(_) | Reason::NoPermission(_) | Reason::Taken));
+        if let Some(why) = verdict {
+            return Err(OpenError::Unusable { queue: info.full_name(), why });
+        }
+        let mode = checked(&info)?;
+
+        let flags = OFlags::RDWR | OFlags::CLOEXEC;
+        let file = rustix::fs::open(&info.node, flags, FileMode::empty())
+            .map_err(|error| OpenError::Open { path: info.node.clone(), source: error.into() })?;
+        let (portal, not_mapped) = portal(file, mode, opening);
+        let queue = Self::proven(info, mode, portal, opening.deadline);
+        match (queue, not_mapped) {
+            // The kernel refuses the first write where it has no such way at all: say why the other was not taken, too.
+            (Err(OpenError::NotProven { queue, why: NotProven::Refused(source), .. }), Some(mapping)) => {
+                Err(OpenError::NoWay { queue, mapping, source })
+            }
+            (queue, _) => queue,
+        }
+    }
+
+    /// A queue behind any other portal, for instance a model's, with the same proof.
+    pub fn with_portal(info: QueueInfo, portal: Arc<dyn Portal>) -> Result<Arc<WorkQueue>, OpenError> {
+        let mode = checked(&info)?;
+        Self::proven(info, mode, portal, Opening::default().deadline)
+    }
+
+    /// [`with_portal`](Self::with_portal) with another deadline for the proof.
+    pub fn with_portal_within(
+        info: QueueInfo,
+        portal: Arc<dyn Portal>,
+        deadline: Duration,
+    ) -> Result<Arc<WorkQueue>, OpenError> {
+        let mode = checked(&info)?;
+        Self::proven(info, mode, portal, deadline)
+    }
+
+    fn proven(
+        info: QueueInfo,
+        mode: Mode,
+        portal: Arc<dyn Portal>,
+        deadline: Duration,
+    ) -> Result<Arc<WorkQueue>, OpenError> {
+        let credits = (mode == Mode::Dedicated).then(|| Credits::new(info.size));
+        let mut queue =
+            WorkQueue { info, portal, credits, batches: Err(NoBatches::NotOffered), owner: fork::process() };
+        queue.prove(deadline).map_err(|why| OpenError::NotProven {
+            queue: queue.info.full_name(),
+            way: queue.portal.way(),
+            why,
+        })?;
+        queue.batches = queue.find_batches(deadline);
+        debug!(queue = queue.info.name, way = %queue.portal.way(), batches = ?queue.batches, "work queue proved");
+        Ok(Arc::new(queue))
+    }
+
+    /// What is known of the queue.
+    pub fn info(&self) -> &QueueInfo {
+        &self.info
+    }
+
+    /// How descriptors reach it.
+    pub fn way(&self) -> Way {
+        self.portal.way()
+    }
+
+    /// The most descriptors of one batch, or why there can be none.
+    pub fn max_batch(&self) -> Result<u32, NoBatches> {
+        self.batches
+    }
+
+    /// Of a dedicated queue: how many descriptors it can take now. `None` for a shared one, which says so itself.
+    pub fn credits(&self) -> Option<u32> {
+        self.credits.as_ref().map(Credits::free)
+    }
+
+    /// Of a dedicated queue: descriptors sent whose records have not been seen yet.
+    pub fn outstanding(&self) -> Option<u32> {
+        self.credits.as_ref().map(Credits::outstanding)
+    }
+
+    /// Submits a descriptor. On a dedicated queue this takes a credit, which comes back with
+    /// [`seen_complete`](Self::seen_complete). All stores made before are visible to the device before the descriptor
+    /// is.
+    ///
+    /// # Safety
+    ///
+    /// Until the completion record of the descriptor has been seen (for a batch: the batch's own, or every
+    /// member's), everything it names — record, descriptor list, sources, destinations — must stay mapped in this process and be memory
+    /// that the device may read or write behind the compiler's back. The record must have been cleared. Nobody else waits on
+    /// the same record.
+    pub unsafe fn submit(&self, descriptor: &Descriptor) -> Result<(), SubmitError> {
+        let here = fork::process();
+        if here != self.owner {
+            return Err(SubmitError::Forked { owner: self.owner, here });
+        }
+        if descriptor.operation_code() == Operation::Batch as u8
+            && let Err(why) = self.batches
+        {
+            return Err(SubmitError::NoBatches(why));
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.send(descriptor) }
+    }
+
+    /// [`submit`](Self::submit), tried again up to `attempts` times in all while there is no room, with pauses that grow and
+    /// differ from thread to thread. A queue that never has room may be disabled or halted, so this always ends.
+    ///
+    /// # Safety
+    ///
+    /// As for [`submit`](Self::submit).
+    pub unsafe fn submit_patiently(&self, descriptor: &Descriptor, attempts: u32) -> Result<(), SubmitError> {
+        let mut left = attempts.max(1);
+        let mut most = 16;
+        loop {
+            // SAFETY: the caller's promise.
+            match unsafe { self.submit(descriptor) } {
+                Err(SubmitError::Busy) if left > 1 => {
+                    left -= 1;
+                    for _ in 0..jitter(most) {
+                        std::hint::spin_loop();
+                    }
+                    most = (most * 2).min(1024);
+                }
+                other => return other,
+            }
+        }
+    }
+
+    /// Gives back the credits of `n` descriptors whose records were **seen** complete. Time-outs, cancelled requests and
+    /// dropped tickets are no reason to call this: their entries may still be in the queue.
+    pub fn seen_complete(&self, n: u32) {
+        let Some(credits) = &self.credits else { return };
+        let too_many = credits.give_back(n);
+        if too_many > 0 {
+            warn!(queue = self.info.name, too_many, "more completions were counted than descriptors submitted");
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`submit`](Self::submit).
+    unsafe fn send(&self, descriptor: &Descriptor) -> Result<(), SubmitError> {
+        if let Some(credits) = &self.credits
+            && !credits.take()
+        {
+            return Err(SubmitError::Busy);
+        }
+        store_fence();
+        // SAFETY: the caller's promise; the store fence makes what the descriptor names visible before it.
+        let error = match unsafe { self.portal.submit(descriptor) } {
+            Submission::Accepted => return Ok(()),
+            Submission::Retry => SubmitError::Busy,
+            Submission::Refused(error) => SubmitError::Refused(error),
+        };
+        // It never reached the queue.
+        self.seen_complete(1);
+        Err(error)
+    }
+
+    /// A no-op, sent and completed.
+    fn prove(&self, deadline: Duration) -> Result<(), NotProven> {
+        let record = Box::new(iaa::CompletionRecord::new());
+        let noop = Descriptor::noop().with_record(record.address());
+        match self.run(&noop, record, (), deadline)? {
+            Status::Success => Ok(()),
+            status => Err(NotProven::Answered(status)),
+        }
+    }
+
+    /// Whether batches may be sent. Where the kernel declares them and a portal is mapped that is believed; where it
+    /// hides them on a first-generation device, the portal may take them all the same (what the kernel hides is its own
+    /// `write`), so one is tried.
+    fn find_batches(&self, deadline: Duration) -> Result<u32, NoBatches> {
+        if self.info.kind() == Kind::Iaa {
+            return Err(NoBatches::Iaa);
+        }
+        if self.info.max_batch < 2 {
+            return Err(NoBatches::Maximum(self.info.max_batch));
+        }
+        let declared = self.info.declares(Operation::Batch as u8);
+        let first = self.info.device.is_first_generation();
+        match (self.portal.way(), declared) {
+            (Way::Write, _) if first => return Err(NoBatches::FirstGeneration),
+            (Way::Write, Some(false)) => return Err(NoBatches::NotOffered),
+            (Way::Enqcmd | Way::Movdir64b, Some(false)) if !first => return Err(NoBatches::NotOffered),
+            (Way::Enqcmd | Way::Movdir64b, Some(true)) => return Ok(self.info.max_batch),
+            _ => {}
+        }
+        let members = Box::new([Descriptor::noop(), Descriptor::noop()]);
+        let record = Box::new(iaa::CompletionRecord::new());
+        let list = members.as_ptr().expose_provenance() as u64;
+        let batch = Descriptor::batch(list, members.len() as u32).with_record(record.address());
+        match self.run(&batch, record, members, deadline) {
+            Ok(Status::Success) => Ok(self.info.max_batch),
+            Ok(status) => Err(NoBatches::RefusedByDevice(status.code())),
+            Err(NotProven::Refused(_)) => Err(NoBatches::RefusedByKernel),
+            Err(_) => Err(NoBatches::NotAnswered),
+        }
+    }
+
+    /// Sends one descriptor of the queue's own and waits for its record. `named` is what else the descriptor names. If there
+    /// is no answer both are leaked: the device may still write them.
+    fn run<N>(
+        &self,
+        descriptor: &Descriptor,
+        record: Box<iaa::CompletionRecord>,
+        named: N,
+        deadline: Duration,
+    ) -> Result<Status, NotProven> {
+        let end = Instant::now() + deadline;
+        record.clear();
+        loop {
+            // SAFETY: the descriptor is a no-op or a batch of no-ops; its record and list are on the heap and are leaked below
+            // unless the record was seen.
+            match unsafe { self.send(descriptor) } {
+                Ok(()) => break,
+                Err(SubmitError::Refused(error)) => return Err(NotProven::Refused(error)),
+                Err(_) if Instant::now() >= end => return Err(NotProven::NotTaken(deadline)),
+                Err(_) => std::thread::sleep(Duration::from_micros(20)),
+            }
+        }
+        let mut polls = 0_u32;
+        let answer = loop {
+            if let Some(completion) = record.poll() {
+                break Some(completion.status);
+            }
+            if Instant::now() >= end {
+                // Once more: this thread may have been off the CPU between the look and the clock.
+                break record.poll().map(|completion| completion.status);
+            }
+            polls += 1;
+            if polls < 1_000 { std::hint::spin_loop() } else { std::thread::sleep(Duration::from_micros(20)) }
+        };
+        match answer {
+            Some(status) => {
+                self.seen_complete(1);
+                Ok(status)
+            }
+            None => {
+                Box::leak(record);
+                std::mem::forget(named);
+                Err(NotProven::NoAnswer(deadline))
+            }
+        }
+    }
+}
+
+/// What must be known of a queue before anything is sent to it.
+fn checked(info: &QueueInfo) -> Result<Mode, OpenError> {
+    let unusable =
+        |reason| OpenError::Unusable { queue: info.full_name(), why: Unusable { reason, commands: Vec::new() } };
+    if info.ats_disable {
+        return Err(unusable(Reason::AtsDisabled));
+    }
+    if info.size == 0 {
+        return Err(unusable(Reason::Unknown("size")));
+    }
+    info.mode.ok_or_else(|| unusable(Reason::Unknown("mode")))
+}
+
+/// The best way into an opened queue, and why it is not a mapped portal if it is not.
+fn portal(file: OwnedFd, mode: Mode, opening: &Opening) -> (Arc<dyn Portal>, Option<String>) {
+    let (way, there) = match mode {
+        Mode::Shared => (Way::Enqcmd, opening.instructions.enqcmd()),
+        Mode::Dedicated => (Way::Movdir64b, opening.instructions.movdir64b()),
+    };
+    if !opening.map {
+        return (Arc::new(WritePortal { file }), Some("not asked for".to_owned()));
+    }
+    if !there {
+        let why = match way {
+            Way::Enqcmd => "this CPU has no ENQCMD",
+            _ => "this CPU has no MOVDIR64B",
+        };
+        return (Arc::new(WritePortal { file }), Some(why.to_owned()));
+    }
+    match MappedPortal::map(file, way) {
+        Ok(portal) => (Arc::new(portal), None),
+        Err((file, error)) => {
+            let hint = match error.raw_os_error() {
+                Some(libc::EPERM) => " (it needs CAP_SYS_RAWIO)",
+                _ => "",
+            };
+            debug!(%error, "portal not mapped, using write(2)");
+            (Arc::new(WritePortal { file }), Some(format!("{error}{hint}")))
+        }
+    }
+}
+
+/// A number from 1 to `most` that differs from call to call and from thread to thread.
+fn jitter(most: u32) -> u32 {
+    static TURN: AtomicU32 = AtomicU32::new(0);
+    // A Weyl sequence, mixed: spread evenly, one relaxed addition, no state per thread.
+    let mut x = TURN.fetch_add(0x9e37_79b9, Ordering::Relaxed);
+    x = (x ^ x >> 16).wrapping_mul(0x7feb_352d);
+    x = (x ^ x >> 15).wrapping_mul(0x846c_a68b);
+    1 + (x ^ x >> 16) % most.max(1)
+}
+
+impl From<SubmitError> for io::Error {
+    fn from(error: SubmitError) -> io::Error {
+        match error {
+            SubmitError::Refused(error) => error,
+            SubmitError::Busy => io::Error::new(io::ErrorKind::WouldBlock, error),
+            other => io::Error::other(other),
+        }
+    }
+}

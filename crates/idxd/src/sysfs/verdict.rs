@@ -1,0 +1,334 @@
+//! Whether a queue can be used, and if not, why and what would help: a sentence and the lines to type.
+//!
+//! What an administrator cannot change with `accel-config` (boot parameters, permissions) is in the sentence. The option names
+//! are those of accel-config 3.5 and later.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::info::{DeviceInfo, Kind, Mode, QueueInfo, QueueType};
+use crate::flags::Operation;
+
+/// Why a queue cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unusable {
+    /// The reason, by type.
+    pub reason: Reason,
+    /// The lines that would help, to be typed in this order as root; empty where none would.
+    pub commands: Vec<String>,
+}
+
+/// Something worth knowing of a queue that can be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Remark {
+    /// One sentence.
+    pub what: String,
+    /// The lines that would change it; empty where none would.
+    pub commands: Vec<String>,
+}
+
+/// Why a queue cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Reason {
+    /// The kernel uses it.
+    Kernel {
+        /// Its driver, if shown.
+        driver: Option<String>,
+    },
+    /// It is for a driver that is not the one for processes.
+    OtherDriver(String),
+    /// It has no type, or one this crate does not know.
+    NotForUsers,
+    /// Shared virtual addressing is off.
+    NoSharedAddressing,
+    /// Address translation by the device is off.
+    AtsDisabled,
+    /// The device is disabled.
+    DeviceDisabled,
+    /// The queue is disabled.
+    QueueDisabled,
+    /// The kernel does not show something that must be known.
+    Unknown(&'static str),
+    /// It is in no group, or in one without an engine.
+    NoEngine,
+    /// The device file is not there.
+    NoNode(PathBuf),
+    /// The device file may not be opened by this process.
+    NoPermission(PathBuf),
+    /// It is dedicated and somebody has it.
+    Taken,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Reason::Kernel { driver: Some(driver) } => write!(f, "it belongs to the kernel (driver {driver})"),
+            Reason::Kernel { driver: None } => f.write_str("it belongs to the kernel"),
+            Reason::OtherDriver(driver) => {
+                write!(f, "it is meant for the driver {driver:?}, not for \"user\", the one that serves processes")
+            }
+            Reason::NotForUsers => f.write_str("it is not configured for processes (type user)"),
+            Reason::NoSharedAddressing => f.write_str(
+                "the device has no shared virtual addressing (pasid_enabled is 0): boot with intel_iommu=on,sm_on on a \
+                 kernel that has it; some stable kernels leave it off even on capable machines",
+            ),
+            Reason::AtsDisabled => f.write_str(
+                "address translation by the device is off (ats_disable is 1), and writes can be lost silently so",
+            ),
+            Reason::DeviceDisabled => f.write_str("its device is disabled"),
+            Reason::QueueDisabled => f.write_str("it is disabled"),
+            Reason::Unknown(attribute) => {
+                write!(f, "the kernel does not show its {attribute} in a form that makes sense")
+            }
+            Reason::NoEngine => f.write_str("it is in no group that has an engine"),
+            Reason::NoNode(node) => {
+                write!(
+                    f,
+                    "there is no {}: udev has not made it, or it is not visible in this container",
+                    node.display()
+                )
+            }
+            Reason::NoPermission(node) => write!(
+                f,
+                "this process may not open {node} for reading and writing: setfacl -m u:NAME:rw {node}, or a udev rule",
+                node = node.display()
+            ),
+            Reason::Taken => f.write_str("it is dedicated, and another process has it open"),
+        }
+    }
+}
+
+impl fmt::Display for Unusable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.reason)?;
+        if !self.commands.is_empty() {
+            write!(f, "; as root: {}", self.commands.join("; "))?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Remark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)?;
+        if !self.commands.is_empty() {
+            write!(f, "; as root: {}", self.commands.join("; "))?;
+        }
+        Ok(())
+    }
+}
+
+/// Gives each queue of the device its verdict.
+pub(super) fn judge(info: &mut DeviceInfo) {
+    for index in 0..info.queues.len() {
+        let queue = &info.queues[index];
+        let unusable = reason(info, queue).map(|reason| Unusable { commands: commands(info, queue, &reason), reason });
+        let remarks = if unusable.is_none() { remarks(queue) } else { Vec::new() };
+        let queue = &mut info.queues[index];
+        (queue.unusable, queue.remarks) = (unusable, remarks);
+    }
+}
+
+/// The first thing in the way, from what lies deepest.
+fn reason(info: &DeviceInfo, queue: &QueueInfo) -> Option<Reason> {
+    let device = &info.device;
+    if device.pasid_enabled == Some(false) {
+        return Some(Reason::NoSharedAddressing);
+    }
+    match &queue.queue_type {
+        Some(QueueType::User) => {}
+        Some(QueueType::Kernel) => return Some(Reason::Kernel { driver: queue.driver.clone() }),
+        Some(QueueType::None | QueueType::Other(_)) => return Some(Reason::NotForUsers),
+        None => return Some(Reason::Unknown("type")),
+    }
+    if let Some(driver) = queue.driver.as_ref().filter(|driver| *driver != "user") {
+        return Some(Reason::OtherDriver(driver.clone()));
+    }
+    if queue.ats_disable {
+        return Some(Reason::AtsDisabled);
+    }
+    match device.enabled {
+        Some(true) => {}
+        Some(false) => return Some(Reason::DeviceDisabled),
+        None => return Some(Reason::Unknown("device's state")),
+    }
+    match queue.enabled {
+        Some(true) => {}
+        Some(false) => return Some(Reason::QueueDisabled),
+        None => return Some(Reason::Unknown("state")),
+    }
+    if queue.mode.is_none() {
+        return Some(Reason::Unknown("mode"));
+    }
+    if queue.size == 0 {
+        return Some(Reason::Unknown("size"));
+    }
+    let served = |group: u32| info.engines.iter().any(|engine| engine.group == Some(group));
+    if !info.engines.is_empty() && !queue.group.is_some_and(served) {
+        return Some(Reason::NoEngine);
+    }
+    if let Err(reason) = node(&queue.node) {
+        return Some(reason);
+    }
+    (queue.mode == Some(Mode::Dedicated) && queue.clients.is_some_and(|clients| clients > 0)).then_some(Reason::Taken)
+}
+
+fn node(path: &Path) -> Result<(), Reason> {
+    use rustix::fs::{Access, access};
+    use rustix::io::Errno;
+    match access(path, Access::READ_OK | Access::WRITE_OK) {
+        Ok(()) => Ok(()),
+        Err(Errno::NOENT | Errno::NOTDIR) => Err(Reason::NoNode(path.to_owned())),
+        Err(_) => Err(Reason::NoPermission(path.to_owned())),
+    }
+}
+
+/// The lines that would help.
+fn commands(info: &DeviceInfo, queue: &QueueInfo, reason: &Reason) -> Vec<String> {
+    let name = queue.full_name();
+    let mut lines = Vec::new();
+    // Configuration can be changed only while the queue is disabled.
+    let disable = |lines: &mut Vec<String>| {
+        if queue.enabled == Some(true) {
+            lines.push(format!("accel-config disable-wq {name}"));
+        }
+    };
+    match reason {
+        Reason::NoSharedAddressing | Reason::NoNode(_) | Reason::NoPermission(_) => return lines,
+        Reason::Taken => {
+            disable(&mut lines);
+            lines.push(format!("accel-config config-wq {name} --mode=shared --threshold={}", queue.size.max(1)));
+        }
+        Reason::AtsDisabled => {
+            disable(&mut lines);
+            lines.push(format!("accel-config config-wq {name} --ats-disable=0"));
+        }
+        Reason::DeviceDisabled | Reason::QueueDisabled if configured(info, queue) => {}
+        Reason::NoEngine => {
+            disable(&mut lines);
+            lines.push(format!("accel-config disable-device {}", info.device.name));
+            lines.extend(engine_line(info, queue.group.unwrap_or(0)));
+            lines.push(format!("accel-config config-wq {name} --group-id={}", queue.group.unwrap_or(0)));
+            lines.push(format!("accel-config enable-device {}", info.device.name));
+            lines.push(format!("accel-config enable-wq {name}"));
+            return lines;
+        }
+        _ => {
+            disable(&mut lines);
+            if info.device.enabled != Some(true) {
+                lines.extend(engine_line(info, queue.group.unwrap_or(0)));
+            }
+            lines.push(config_line(info, queue));
+        }
+    }
+    if info.device.enabled != Some(true) {
+        lines.push(format!("accel-config enable-device {}", info.device.name));
+    }
+    lines.push(format!("accel-config enable-wq {name}"));
+    lines
+}
+
+/// Whether only enabling is missing.
+fn configured(info: &DeviceInfo, queue: &QueueInfo) -> bool {
+    let served = queue.group.is_some_and(|group| info.engines.iter().any(|engine| engine.group == Some(group)));
+    queue.size > 0 && queue.mode.is_some() && (served || info.engines.is_empty())
+}
+
+/// An engine for the group, if it has none.
+fn engine_line(info: &DeviceInfo, group: u32) -> Option<String> {
+    let served = info.engines.iter().any(|engine| engine.group == Some(group));
+    let free = info.engines.iter().find(|engine| engine.group.is_none()).or(info.engines.first());
+    let name = free.map_or_else(|| format!("engine{}.0", info.device.number), |engine| engine.name.clone());
+    (!served).then(|| format!("accel-config config-engine {}/{name} --group-id={group}", info.device.name))
+}
+
+/// Entries of a queue where none are configured: the kernel's own default is 16, and a device has 128 in all.
+const USUAL_SIZE: u32 = 16;
+/// Members of a batch and bytes of a transfer that suit migration: a batch of 128 pages, 512 KiB.
+const USUAL_BATCH: u32 = 128;
+const USUAL_TRANSFER: u64 = 2 << 20;
+
+fn config_line(info: &DeviceInfo, queue: &QueueInfo) -> String {
+    let size = if queue.size == 0 { USUAL_SIZE } else { queue.size };
+    let size = info.device.max_queue_entries.filter(|most| *most > 0).map_or(size, |most| size.min(most));
+    let batch = match queue.kind() {
+        Kind::Dsa => {
+            let most = info.device.max_batch.unwrap_or(USUAL_BATCH);
+            format!(" --max-batch-size={}", queue.max_batch.max(USUAL_BATCH).min(most.max(1)))
+        }
+        Kind::Iaa => String::new(),
+    };
+    format!(
+        "accel-config config-wq {} --group-id={} --mode=shared --type=user --driver-name=user --name={} --wq-size={size} \
+         --threshold={size} --priority={} --max-transfer-size={}{batch}",
+        queue.full_name(),
+        queue.group.unwrap_or(0),
+        queue.label.as_deref().filter(|label| plain(label)).unwrap_or("sterna"),
+        queue.priority.filter(|priority| *priority > 0).unwrap_or(10),
+        info.device.max_transfer.unwrap_or(USUAL_TRANSFER).min(USUAL_TRANSFER),
+    )
+}
+
+/// Whether a label from sysfs can stand in a line that people paste into a root shell.
+fn plain(label: &str) -> bool {
+    !label.is_empty() && label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
+}
+
+pub(super) fn set_up(info: &DeviceInfo) -> Vec<String> {
+    let Some(queue) = info.queues.first() else { return Vec::new() };
+    commands(info, queue, &Reason::NotForUsers)
+}
+
+fn remarks(queue: &QueueInfo) -> Vec<Remark> {
+    let mut remarks = Vec::new();
+    let name = queue.full_name();
+    if queue.kind() == Kind::Dsa {
+        let reconfigure = |option: String| {
+            vec![
+                format!("accel-config disable-wq {name}"),
+                format!("accel-config config-wq {name} {option}"),
+                format!("accel-config enable-wq {name}"),
+            ]
+        };
+        let declared = queue.declares(Operation::Batch as u8);
+        let most = queue.device.max_batch.unwrap_or(1);
+        if queue.max_batch < 2 {
+            remarks.push(Remark {
+                what: "it takes no batches, so every page is a submission of its own".to_owned(),
+                commands: if most > 1 {
+                    reconfigure(format!("--max-batch-size={}", most.min(USUAL_BATCH)))
+                } else {
+                    Vec::new()
+                },
+            });
+        } else if declared == Some(false) {
+            remarks.push(Remark {
+                what: if queue.device.is_first_generation() {
+                    "the kernel offers no batches on this generation of the device; only a process with CAP_SYS_RAWIO, \
+                     which may map the portal, can have them"
+                } else {
+                    "it is not configured for batches (op_config)"
+                }
+                .to_owned(),
+                commands: Vec::new(),
+            });
+        } else if queue.max_batch < USUAL_BATCH.min(most) {
+            remarks.push(Remark {
+                what: format!("batches are limited to {} descriptors of {most} possible", queue.max_batch),
+                commands: reconfigure(format!("--max-batch-size={}", most.min(USUAL_BATCH))),
+            });
+        }
+    }
+    if queue.block_on_fault && queue.mode == Some(Mode::Shared) {
+        remarks.push(Remark {
+            what: "block-on-fault is enabled on a shared queue: whoever uses it can hold up everybody".to_owned(),
+            commands: vec![
+                format!("accel-config disable-wq {name}"),
+                format!("accel-config config-wq {name} --block-on-fault=0"),
+                format!("accel-config enable-wq {name}"),
+            ],
+        });
+    }
+    remarks
+}
