@@ -42,8 +42,8 @@ fn checksum(bytes: &[u8]) {
 
 fn ways() -> Vec<Way<'static>> {
     let mut ways: Vec<Way<'static>> = Implementation::available()
-        .into_iter()
-        .map(|way| -> Way<'static> {
+        .iter()
+        .map(|&way| -> Way<'static> {
             let scan = move |batch: &[u8], _: &mut [u8], _: &mut [u64]| {
                 for page in batch.chunks(PAGE_SIZE) {
                     // SAFETY: a slice is readable, and the implementation is one of those available.

@@ -1,7 +1,8 @@
 //! Guest RAM: bitmaps, page scans, snapshots, and the ways to place pages into it.
 
 pub mod bitmap;
-mod checksum;
+pub mod checksum;
+pub mod cpu;
 pub mod dirty;
 pub mod discard;
 pub mod holes;

@@ -1,0 +1,164 @@
+//! Which vector instructions this process uses.
+//!
+//! One answer for scan, compare, delta and snapshot, found once: what the CPU has, unless `STERNA_CPU` says to use less.
+//! The variable is for tests and for finding out whether a wrong result comes from a vector unit; it never makes anything
+//! run that the CPU does not have.
+
+use std::sync::LazyLock;
+
+/// A set of instructions that the loops over guest memory are written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Implementation {
+    /// 64-bit words, on every CPU.
+    Scalar,
+    /// 256-bit vectors of x86-64.
+    Avx2,
+    /// 512-bit vectors of x86-64 (AVX-512F).
+    Avx512,
+    /// 128-bit vectors of aarch64, which every such CPU has.
+    Neon,
+}
+
+/// What was found, and what follows from it.
+#[derive(Debug, PartialEq, Eq)]
+struct Choice {
+    /// What may be run, the simplest first.
+    available: Vec<Implementation>,
+    chosen: Implementation,
+    /// What a person should know about their `STERNA_CPU`.
+    warning: Option<String>,
+}
+
+static CHOICE: LazyLock<Choice> = LazyLock::new(|| {
+    let wanted = std::env::var_os("STERNA_CPU").map(|value| value.to_string_lossy().into_owned());
+    let choice = choose(wanted.as_deref(), detected());
+    if let Some(warning) = &choice.warning {
+        tracing::warn!("{warning}");
+    }
+    choice
+});
+
+impl Implementation {
+    /// Every implementation that may run here, the simplest first; the scalar one always.
+    ///
+    /// That is what the CPU has, up to what the environment variable `STERNA_CPU` (`scalar`, `avx2`, `avx512`, `neon`)
+    /// names where it is set. It is read once. A value that is unknown, or that this CPU does not have, is ignored with a
+    /// warning.
+    pub fn available() -> &'static [Self] {
+        &CHOICE.available
+    }
+
+    /// The one in use: what `STERNA_CPU` names, else the best available.
+    ///
+    /// AVX2 goes before AVX-512 for what only reads memory: where it was measured (Zen 4,
+    /// `examples/memory_throughput.rs`) the wider one was no faster, and on some older CPUs 512-bit vectors lower the clock.
+    pub fn chosen() -> Self {
+        CHOICE.chosen
+    }
+
+    /// Its name, as `STERNA_CPU` takes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Neon => "neon",
+        }
+    }
+}
+
+/// Asks for the cache line at `ptr` to be brought in. Never faults, wherever it points.
+#[inline(always)]
+pub(crate) fn prefetch(ptr: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch reads nothing that a program sees; SSE is part of the target.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(ptr.cast());
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: a prefetch reads nothing that a program sees.
+    unsafe {
+        std::arch::asm!("prfm pldl1keep, [{ptr}]", ptr = in(reg) ptr, options(nostack, preserves_flags, readonly));
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = ptr;
+}
+
+/// What the CPU has, the simplest first.
+fn detected() -> Vec<Implementation> {
+    let extra: &[(bool, Implementation)] = &[
+        #[cfg(target_arch = "x86_64")]
+        (is_x86_feature_detected!("avx2"), Implementation::Avx2),
+        #[cfg(target_arch = "x86_64")]
+        (is_x86_feature_detected!("avx512f"), Implementation::Avx512),
+        #[cfg(target_arch = "aarch64")]
+        (true, Implementation::Neon),
+    ];
+    let extra = extra.iter().filter(|(has, _)| *has).map(|(_, implementation)| *implementation);
+    std::iter::once(Implementation::Scalar).chain(extra).collect()
+}
+
+/// What follows from `wanted`, the value of `STERNA_CPU`, on a CPU that has `detected`, the simplest first.
+fn choose(wanted: Option<&str>, mut detected: Vec<Implementation>) -> Choice {
+    let best = |available: &[Implementation]| {
+        [Implementation::Neon, Implementation::Avx2, Implementation::Avx512]
+            .into_iter()
+            .find(|implementation| available.contains(implementation))
+            .unwrap_or(Implementation::Scalar)
+    };
+    let Some(wanted) = wanted.filter(|value| !value.is_empty()) else {
+        return Choice { chosen: best(&detected), available: detected, warning: None };
+    };
+    if let Some(place) = detected.iter().position(|implementation| implementation.name() == wanted) {
+        detected.truncate(place + 1);
+        return Choice { chosen: detected[place], available: detected, warning: None };
+    }
+    let names: Vec<_> = detected.iter().map(|implementation| implementation.name()).collect();
+    let chosen = best(&detected);
+    let warning =
+        format!("STERNA_CPU={wanted} is ignored and {} is used: this CPU has {}", chosen.name(), names.join(", "),);
+    Choice { chosen, available: detected, warning: Some(warning) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Implementation::*;
+    use super::*;
+
+    #[test]
+    fn without_a_wish_the_best_is_chosen() {
+        assert_eq!(choose(None, vec![Scalar]).chosen, Scalar);
+        assert_eq!(choose(None, vec![Scalar, Avx2]).chosen, Avx2);
+        assert_eq!(choose(Some(""), vec![Scalar, Avx2, Avx512]).chosen, Avx2);
+        assert_eq!(choose(None, vec![Scalar, Neon]).chosen, Neon);
+    }
+
+    #[test]
+    fn a_wish_is_used_and_hides_what_is_beyond_it() {
+        let all = || vec![Scalar, Avx2, Avx512];
+        let choice =
+            |available: &[Implementation], chosen| Choice { available: available.to_vec(), chosen, warning: None };
+        assert_eq!(choose(Some("scalar"), all()), choice(&[Scalar], Scalar));
+        assert_eq!(choose(Some("avx2"), all()), choice(&[Scalar, Avx2], Avx2));
+        assert_eq!(choose(Some("avx512"), all()), choice(&[Scalar, Avx2, Avx512], Avx512));
+        assert_eq!(choose(Some("neon"), vec![Scalar, Neon]), choice(&[Scalar, Neon], Neon));
+    }
+
+    #[test]
+    fn a_wish_that_is_unknown_or_not_to_be_had_is_ignored_and_said() {
+        for wish in ["avx512", "AVX2", "sse9", "neon"] {
+            let choice = choose(Some(wish), vec![Scalar, Avx2]);
+            assert_eq!((choice.chosen, &choice.available[..]), (Avx2, &[Scalar, Avx2][..]));
+            assert_eq!(
+                choice.warning.unwrap(),
+                format!("STERNA_CPU={wish} is ignored and avx2 is used: this CPU has scalar, avx2")
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_chosen_is_available() {
+        assert!(Implementation::available().contains(&Implementation::chosen()));
+        assert_eq!(Implementation::available()[0], Scalar);
+    }
+}
