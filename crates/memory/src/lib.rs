@@ -2,9 +2,11 @@
 
 pub mod bitmap;
 pub mod checksum;
+pub mod copy;
 pub mod cpu;
 pub mod dirty;
 pub mod discard;
+mod fold;
 pub mod holes;
 pub mod missing;
 mod pagemap_scan;

@@ -208,16 +208,14 @@ mod x86 {
         // SAFETY: every load ends at or before `len`; the last one starts at len - 32 >= 0.
         unsafe {
             let load = |at: usize| _mm256_loadu_si256(ptr.add(at).cast());
-            while at + 256 <= len {
+            while at + 128 <= len {
                 let a = _mm256_or_si256(load(at), load(at + 32));
                 let b = _mm256_or_si256(load(at + 64), load(at + 96));
-                let c = _mm256_or_si256(load(at + 128), load(at + 160));
-                let d = _mm256_or_si256(load(at + 192), load(at + 224));
-                let all = _mm256_or_si256(_mm256_or_si256(a, b), _mm256_or_si256(c, d));
+                let all = _mm256_or_si256(a, b);
                 if _mm256_testz_si256(all, all) == 0 {
                     return false;
                 }
-                at += 256;
+                at += 128;
             }
             let mut all = load(len - 32);
             while at + 32 <= len {

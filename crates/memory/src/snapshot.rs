@@ -1,15 +1,18 @@
 //! The one read of guest memory per send.
 //!
 //! While the guest runs its memory races, so nobody may look at a page twice and expect the same. A batch is copied
-//! once into a pooled buffer, and codecs, duplicate search and checksum see only that copy. The zero test is part of the
-//! copy: a page is read as "zero so far" until the first block that is not, then the rest is copied; a zero page costs
-//! no store and takes no room. The checksum runs over the copy while it is still in the cache.
+//! once into a pooled buffer, and codecs and duplicate search see only that copy. The zero test is part of the copy: a page
+//! is read as "zero so far" until the first block that is not, then the rest is copied; a zero page costs no store and
+//! takes no room. So is the checksum where the CPU can make it beside the copy (`fold.rs`); elsewhere it runs over the copy
+//! while that is still in the cache.
 //!
-//! Loads are volatile, so each byte of guest memory is read exactly once and the verdict and the copy are of the same
+//! Each byte of guest memory is loaded exactly once (`copy.rs`): the verdict, the copy and the checksum are of the same
 //! value.
 
 use crate::PAGE_SIZE;
 use crate::checksum::Crc32c;
+use crate::copy::Way;
+use crate::fold::Folded;
 
 /// What one snapshot found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,16 +42,17 @@ pub struct Snapshot<'a> {
     capacity: usize,
     pages: usize,
     normal: usize,
-    checksum: Option<Crc32c>,
-    copy_page: CopyPage,
+    way: Way,
+    checksums: bool,
+    /// The checksum, where the way makes it with the copy.
+    folded: Folded,
+    /// The checksum, where it goes over the copy.
+    behind: Crc32c,
 }
 
-/// The checksum follows the copy after this many normal pages, while they are in the first-level cache. Of 1 to 128 pages
-/// this was the fastest, by a little (`examples/memory_throughput.rs`); prefetching the next page made every case slower.
+/// Where the checksum goes over the copy, it follows after this many normal pages, while they are in the first-level cache.
+/// Of 1 to 128 pages this was the fastest, by a little (`examples/memory_throughput.rs`).
 const CHECKSUM_PAGES: usize = 4;
-
-/// Copies one page unless it is zero, and says whether it was zero.
-type CopyPage = unsafe fn(*const u8, *mut u8) -> bool;
 
 impl<'a> Snapshot<'a> {
     /// Starts a snapshot of as many pages as both `copy` (4096 bytes each) and `zero_map` (one bit each) have room for.
@@ -56,13 +60,23 @@ impl<'a> Snapshot<'a> {
     /// Neither needs to be cleared first. After an all-zero batch `copy` is untouched.
     pub fn new(copy: &'a mut [u8], zero_map: &'a mut [u64]) -> Self {
         let capacity = (copy.len() / PAGE_SIZE).min(zero_map.len() * 64);
-        Self { copy, zero_map, capacity, pages: 0, normal: 0, checksum: Some(Crc32c::new()), copy_page: copy_page() }
+        Self {
+            copy,
+            zero_map,
+            capacity,
+            pages: 0,
+            normal: 0,
+            way: Way::best(true),
+            checksums: true,
+            folded: Folded::new(),
+            behind: Crc32c::new(),
+        }
     }
 
     /// The same without a checksum, which then is 0.
     #[must_use]
     pub fn unchecked(self) -> Self {
-        Self { checksum: None, ..self }
+        Self { checksums: false, way: Way::best(false), ..self }
     }
 
     /// How many more pages there is room for.
@@ -83,9 +97,12 @@ impl<'a> Snapshot<'a> {
         let mut first_normal = self.normal;
         for page in 0..pages {
             let target = &mut self.copy[self.normal * PAGE_SIZE..][..PAGE_SIZE];
-            // SAFETY: the source page is within what the caller vouches for and is page-aligned; the target is a whole
-            // page of our own buffer; `copy_page` was chosen for this CPU.
-            let zero = unsafe { (self.copy_page)(source.add(page * PAGE_SIZE), target.as_mut_ptr()) };
+            let ahead = source.wrapping_add((page + 1).min(pages - 1) * PAGE_SIZE);
+            // SAFETY: the source page is within what the caller vouches for; the target is a whole page of our own buffer;
+            // the way is one of those that this CPU has.
+            let zero = unsafe {
+                (self.way.copy_page)(source.add(page * PAGE_SIZE), target.as_mut_ptr(), ahead, &mut self.folded)
+            };
             self.note(zero);
             self.normal += usize::from(!zero);
             if self.normal - first_normal >= CHECKSUM_PAGES {
@@ -98,7 +115,12 @@ impl<'a> Snapshot<'a> {
 
     /// The result. The destination buffer and the zero map now hold what it describes.
     pub fn finish(self) -> SnapshotResult {
-        SnapshotResult { pages: self.pages, normal: self.normal, checksum: self.checksum.map_or(0, Crc32c::finish) }
+        let checksum = match (self.checksums, self.way.folds) {
+            (false, _) => 0,
+            (true, true) => self.folded.finish(),
+            (true, false) => self.behind.finish(),
+        };
+        SnapshotResult { pages: self.pages, normal: self.normal, checksum }
     }
 
     fn admit(&self, source: *const u8, pages: usize) {
@@ -115,8 +137,8 @@ impl<'a> Snapshot<'a> {
     }
 
     fn add_to_checksum(&mut self, first_normal: usize) {
-        if let Some(checksum) = &mut self.checksum {
-            checksum.update(&self.copy[first_normal * PAGE_SIZE..self.normal * PAGE_SIZE]);
+        if self.checksums && !self.way.folds {
+            self.behind.update(&self.copy[first_normal * PAGE_SIZE..self.normal * PAGE_SIZE]);
         }
     }
 }
@@ -133,87 +155,6 @@ pub unsafe fn snapshot(source: *const u8, pages: usize, copy: &mut [u8], zero_ma
     // SAFETY: passed on from the caller.
     unsafe { snapshot.read(source, pages) };
     snapshot.finish()
-}
-
-/// The way this CPU copies a page best.
-fn copy_page() -> CopyPage {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
-        return x86::copy_page;
-    }
-    copy_page_scalar
-}
-
-/// # Safety
-/// `source` readable and 8-byte aligned, `target` writable, both for a page, not overlapping.
-unsafe fn copy_page_scalar(source: *const u8, target: *mut u8) -> bool {
-    const WORDS: usize = PAGE_SIZE / 8;
-    let (source, target) = (source.cast::<u64>(), target.cast::<u64>());
-    // SAFETY: all indices are below WORDS; the caller vouches for a page on both sides and for alignment of the source.
-    unsafe {
-        let mut at = 0;
-        let first = loop {
-            if at == WORDS {
-                return true;
-            }
-            let word = source.add(at).read_volatile();
-            if word != 0 {
-                break word;
-            }
-            at += 1;
-        };
-        target.cast::<u8>().write_bytes(0, at * 8);
-        target.add(at).write_unaligned(first);
-        for at in at + 1..WORDS {
-            target.add(at).write_unaligned(source.add(at).read_volatile());
-        }
-    }
-    false
-}
-
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use super::PAGE_SIZE;
-    use std::arch::x86_64::*;
-
-    /// Bytes looked at together.
-    const BLOCK: usize = 128;
-
-    /// # Safety
-    /// `source` readable and 32-byte aligned, `target` writable, both for a page, not overlapping; AVX2.
-    #[target_feature(enable = "avx2")]
-    pub(super) unsafe fn copy_page(source: *const u8, target: *mut u8) -> bool {
-        // SAFETY: every block lies within the page that the caller vouches for; loads are aligned because the source is
-        // and offsets are multiples of 32; stores need no alignment.
-        unsafe {
-            let load = |at: usize| source.add(at).cast::<__m256i>().read_volatile();
-            let store = |at: usize, value| _mm256_storeu_si256(target.add(at).cast(), value);
-            let mut at = 0;
-            while at < PAGE_SIZE {
-                let (a, b, c, d) = (load(at), load(at + 32), load(at + 64), load(at + 96));
-                let all = _mm256_or_si256(_mm256_or_si256(a, b), _mm256_or_si256(c, d));
-                if _mm256_testz_si256(all, all) == 0 {
-                    target.write_bytes(0, at);
-                    store(at, a);
-                    store(at + 32, b);
-                    store(at + 64, c);
-                    store(at + 96, d);
-                    at += BLOCK;
-                    while at < PAGE_SIZE {
-                        let (a, b, c, d) = (load(at), load(at + 32), load(at + 64), load(at + 96));
-                        store(at, a);
-                        store(at + 32, b);
-                        store(at + 64, c);
-                        store(at + 96, d);
-                        at += BLOCK;
-                    }
-                    return false;
-                }
-                at += BLOCK;
-            }
-        }
-        true
-    }
 }
 
 #[cfg(test)]
@@ -259,20 +200,6 @@ mod tests {
             prop_assert_eq!(result.checksum, crc32c(&normal));
             for (page, (value, _)) in kinds.iter().enumerate() {
                 prop_assert_eq!(map[page / 64] >> (page % 64) & 1 == 1, *value == 0, "page {}", page);
-            }
-        }
-
-        #[test]
-        fn both_ways_to_copy_a_page_agree(value in any::<u8>(), at in 0..PAGE_SIZE, offset in 0usize..64) {
-            let guest = pages_of(&[(value, at)]);
-            for way in [copy_page_scalar as CopyPage, copy_page()] {
-                let mut copy = vec![0xaa; PAGE_SIZE + 64 + 1];
-                // SAFETY: the source is one aligned page, the target has a page after its offset.
-                let zero = unsafe { way(guest.ptr(), copy.as_mut_ptr().add(offset)) };
-                prop_assert_eq!(zero, value == 0);
-                let expected: &[u8] = if zero { &[0xaa; PAGE_SIZE] } else { guest.bytes() };
-                prop_assert_eq!(&copy[offset..offset + PAGE_SIZE], expected);
-                prop_assert!(copy[..offset].iter().chain(&copy[offset + PAGE_SIZE..]).all(|byte| *byte == 0xaa));
             }
         }
     }

@@ -1,0 +1,305 @@
+//! Reading memory that is being written: every byte is loaded once, and what is tested, copied and checksummed is the value
+//! that was loaded.
+//!
+//! Loads are volatile, so that no compiler makes two of one. One walk for all vector types; the vector type and what else is
+//! done with each block come from the caller, and everything is in line.
+
+use crate::PAGE_SIZE;
+use crate::cpu::{Implementation, prefetch};
+use crate::fold::{self, Folded};
+
+/// Copies the page at the first pointer to the second unless it is zero, and says whether it was zero.
+///
+/// The third is a page that is read next: it is prefetched while this one is copied, because the hardware's prefetchers
+/// stop at a page's end. Whether it is readable does not matter. Where the way folds, a page that is not zero is added to
+/// the checksum.
+///
+/// # Safety
+/// The first must be readable and the second writable for a page, and they must not overlap; this CPU must have what the
+/// way needs.
+pub(crate) type CopyPage = unsafe fn(*const u8, *mut u8, *const u8, &mut Folded) -> bool;
+
+/// A way to copy pages.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Way {
+    pub(crate) copy_page: CopyPage,
+    /// Whether the checksum is part of it.
+    pub(crate) folds: bool,
+}
+
+impl Way {
+    /// All that this CPU has and `STERNA_CPU` allows, the best last.
+    pub(crate) fn available(with_checksum: bool) -> impl Iterator<Item = Self> {
+        #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only AVX-512 folds"))]
+        let may_fold = with_checksum && fold::in_use();
+        Implementation::available().iter().filter_map(move |implementation| match implementation {
+            #[cfg(target_arch = "x86_64")]
+            Implementation::Avx2 => Some(Self { copy_page: x86::copy_page_avx2, folds: false }),
+            #[cfg(target_arch = "x86_64")]
+            Implementation::Avx512 => may_fold.then_some(Self { copy_page: x86::copy_page_folding, folds: true }),
+            #[cfg(target_arch = "aarch64")]
+            Implementation::Neon => Some(Self { copy_page: aarch64::copy_page, folds: false }),
+            Implementation::Scalar => Some(Self { copy_page: copy_page_scalar, folds: false }),
+            _ => None,
+        })
+    }
+
+    /// The best.
+    pub(crate) fn best(with_checksum: bool) -> Self {
+        Self::available(with_checksum).last().expect("the scalar way is always there")
+    }
+}
+
+/// Copies `len` bytes from memory that may change meanwhile, each loaded once. Any alignment.
+///
+/// # Safety
+/// `source` must be readable and `target` writable for `len` bytes, and they must not overlap.
+pub unsafe fn copy_raw(source: *const u8, target: *mut u8, len: usize) {
+    match Implementation::chosen() {
+        // SAFETY: passed on; the implementation is one that this CPU has.
+        #[cfg(target_arch = "x86_64")]
+        Implementation::Avx2 | Implementation::Avx512 => unsafe { x86::copy_avx2(source, target, len) },
+        // SAFETY: passed on; NEON is part of the target.
+        #[cfg(target_arch = "aarch64")]
+        Implementation::Neon => unsafe { copy_by::<std::arch::aarch64::uint8x16_t, 8>(source, target, len) },
+        // SAFETY: passed on.
+        _ => unsafe { copy_by::<u64, 8>(source, target, len) },
+    }
+}
+
+/// One vector from anywhere, in one volatile load.
+///
+/// # Safety
+/// It must be readable, and every value of its bytes a `V`.
+#[inline(always)]
+pub(crate) unsafe fn load<V: Copy>(ptr: *const u8) -> V {
+    #[derive(Clone, Copy)]
+    #[repr(C, packed)]
+    struct Unaligned<V>(V);
+    // SAFETY: the caller vouches for the bytes; a packed struct has no alignment.
+    unsafe { ptr.cast::<Unaligned<V>>().read_volatile().0 }
+}
+
+/// `N` vectors, one after another.
+///
+/// # Safety
+/// As [`load`], for all of them.
+#[inline(always)]
+pub(crate) unsafe fn load_block<V: Copy, const N: usize>(ptr: *const u8) -> [V; N] {
+    // SAFETY: the caller vouches for all of them.
+    std::array::from_fn(|i| unsafe { load(ptr.add(i * size_of::<V>())) })
+}
+
+/// # Safety
+/// `N` vectors at `ptr` must be writable.
+#[inline(always)]
+unsafe fn store_block<V: Copy, const N: usize>(ptr: *mut u8, block: [V; N]) {
+    // SAFETY: the caller vouches for the room.
+    unsafe { ptr.cast::<[V; N]>().write_unaligned(block) };
+}
+
+/// The walk of a [`CopyPage`]: in blocks of `N` vectors `V`, of which `nothing` is the zero one. `each` is given every
+/// block of a page that is not zero, in order.
+///
+/// # Safety
+/// As [`CopyPage`]; blocks divide a page.
+#[inline(always)]
+unsafe fn copy_page_by<V: Copy, const N: usize>(
+    source: *const u8,
+    target: *mut u8,
+    ahead: *const u8,
+    nothing: V,
+    is_zero: impl Fn([V; N]) -> bool,
+    mut each: impl FnMut([V; N]),
+) -> bool {
+    let step = N * size_of::<V>();
+    debug_assert!(PAGE_SIZE.is_multiple_of(step));
+    let mut at = 0;
+    // SAFETY: `at` goes in blocks, which divide a page, from 0 to the page's end, on both sides.
+    unsafe {
+        let mut block = loop {
+            let block = load_block(source.add(at));
+            if !is_zero(block) {
+                break block;
+            }
+            at += step;
+            if at == PAGE_SIZE {
+                return true;
+            }
+        };
+        // What was read as zero is not read again.
+        for before in (0..at).step_by(step) {
+            store_block(target.add(before), [nothing; N]);
+            each([nothing; N]);
+        }
+        loop {
+            for line in (0..step).step_by(64) {
+                prefetch(ahead.wrapping_add(at + line));
+            }
+            store_block(target.add(at), block);
+            each(block);
+            at += step;
+            if at == PAGE_SIZE {
+                return false;
+            }
+            block = load_block(source.add(at));
+        }
+    }
+}
+
+/// # Safety
+/// As [`CopyPage`].
+unsafe fn copy_page_scalar(source: *const u8, target: *mut u8, ahead: *const u8, _: &mut Folded) -> bool {
+    // SAFETY: passed on.
+    unsafe {
+        copy_page_by::<u64, 8>(
+            source,
+            target,
+            ahead,
+            0,
+            |block| block.iter().fold(0, |all, word| all | word) == 0,
+            |_| (),
+        )
+    }
+}
+
+/// # Safety
+/// As [`copy_raw`].
+#[inline(always)]
+unsafe fn copy_by<V: Copy, const N: usize>(source: *const u8, target: *mut u8, len: usize) {
+    let step = N * size_of::<V>();
+    let mut at = 0;
+    // SAFETY: every access below ends at or before `len`.
+    unsafe {
+        while at + step <= len {
+            store_block(target.add(at), load_block::<V, N>(source.add(at)));
+            at += step;
+        }
+        while at + 8 <= len {
+            store_block(target.add(at), load_block::<u64, 1>(source.add(at)));
+            at += 8;
+        }
+        while at < len {
+            target.add(at).write(source.add(at).read_volatile());
+            at += 1;
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{copy_by, copy_page_by};
+    use crate::fold::{Folded, x86::fold_block};
+    use std::arch::x86_64::*;
+
+    /// # Safety
+    /// As [`super::CopyPage`]; AVX2.
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn copy_page_avx2(source: *const u8, target: *mut u8, ahead: *const u8, _: &mut Folded) -> bool {
+        let is_zero = |[a, b, c, d]: [__m256i; 4]| {
+            let all = _mm256_or_si256(_mm256_or_si256(a, b), _mm256_or_si256(c, d));
+            _mm256_testz_si256(all, all) != 0
+        };
+        // SAFETY: passed on; 128 bytes divide a page.
+        unsafe { copy_page_by(source, target, ahead, _mm256_setzero_si256(), is_zero, |_| ()) }
+    }
+
+    /// # Safety
+    /// As [`super::CopyPage`]; AVX-512F and VPCLMULQDQ.
+    #[target_feature(enable = "avx512f,vpclmulqdq")]
+    pub(super) unsafe fn copy_page_folding(
+        source: *const u8,
+        target: *mut u8,
+        ahead: *const u8,
+        folded: &mut Folded,
+    ) -> bool {
+        let is_zero = |[a, b, c, d]: [__m512i; 4]| {
+            let all = _mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d));
+            _mm512_test_epi64_mask(all, all) == 0
+        };
+        let mut lanes = folded.lanes();
+        let fold = |block| lanes = fold_block(lanes, block);
+        // SAFETY: passed on; 256 bytes divide a page.
+        let zero = unsafe { copy_page_by(source, target, ahead, _mm512_setzero_si512(), is_zero, fold) };
+        if !zero {
+            folded.set_lanes(lanes);
+        }
+        zero
+    }
+
+    /// # Safety
+    /// As [`super::copy_raw`]; AVX2.
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn copy_avx2(source: *const u8, target: *mut u8, len: usize) {
+        // SAFETY: passed on.
+        unsafe { copy_by::<__m256i, 4>(source, target, len) };
+    }
+}
+
+#[cfg(target_arch = "aarch64")]
+mod aarch64 {
+    use super::copy_page_by;
+    use crate::fold::Folded;
+    use std::arch::aarch64::*;
+
+    /// # Safety
+    /// As [`super::CopyPage`].
+    pub(super) unsafe fn copy_page(source: *const u8, target: *mut u8, ahead: *const u8, _: &mut Folded) -> bool {
+        // SAFETY: NEON is part of the target.
+        let is_zero = |block: [uint8x16_t; 8]| unsafe {
+            let all = block.into_iter().fold(vdupq_n_u8(0), |all, vector| vorrq_u8(all, vector));
+            vmaxvq_u32(vreinterpretq_u32_u8(all)) == 0
+        };
+        // SAFETY: passed on; 128 bytes divide a page.
+        unsafe { copy_page_by(source, target, ahead, vdupq_n_u8(0), is_zero, |_| ()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checksum::crc32c;
+    use crate::test_util::Area;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_way_to_copy_a_page_copies_what_is_not_zero_and_nothing_else(
+            content in proptest::collection::vec((0..PAGE_SIZE, any::<u8>()), 0..4),
+            offset in 0usize..64,
+        ) {
+            let guest = Area::anonymous(PAGE_SIZE);
+            for (at, value) in &content {
+                guest.bytes_mut()[*at] = *value;
+            }
+            let is_zero = guest.bytes().iter().all(|byte| *byte == 0);
+            for way in Way::available(true).chain(Way::available(false)) {
+                let mut copy = vec![0xaa; PAGE_SIZE + 64 + 1];
+                let mut folded = Folded::new();
+                // SAFETY: the source is one aligned page, the target has a page after its offset.
+                let zero = unsafe {
+                    (way.copy_page)(guest.ptr(), copy.as_mut_ptr().add(offset), std::ptr::null(), &mut folded)
+                };
+                prop_assert_eq!(zero, is_zero);
+                let expected: &[u8] = if zero { &[0xaa; PAGE_SIZE] } else { guest.bytes() };
+                prop_assert_eq!(&copy[offset..offset + PAGE_SIZE], expected);
+                prop_assert!(copy[..offset].iter().chain(&copy[offset + PAGE_SIZE..]).all(|byte| *byte == 0xaa));
+                if way.folds {
+                    prop_assert_eq!(folded.finish(), if zero { 0 } else { crc32c(guest.bytes()) });
+                }
+            }
+        }
+
+        #[test]
+        fn a_raw_copy_is_the_bytes_and_writes_no_others(
+            bytes in proptest::collection::vec(any::<u8>(), 0..2000),
+            offset in 0usize..64,
+        ) {
+            let mut copy = vec![0xaa; offset + bytes.len() + 64];
+            // SAFETY: the target has room for the bytes after its offset.
+            unsafe { copy_raw(bytes.as_ptr(), copy.as_mut_ptr().add(offset), bytes.len()) };
+            prop_assert_eq!(&copy[offset..offset + bytes.len()], &bytes[..]);
+            prop_assert!(copy[..offset].iter().chain(&copy[offset + bytes.len()..]).all(|byte| *byte == 0xaa));
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! CRC-32C while copying: the part of the checksum that has to be in the copy's own loop.
+//!
+//! Copying first and then running `crc-fast` over the copy costs twice the time of a copy where the memory is in the cache.
+//! With wide carry-less multiplication the checksum of a block costs less than its store, so that inside the loop it is
+//! free. Only that step is here; everything else about the checksum remains with `crc-fast`, also where there is no such
+//! instruction.
+//!
+//! A message is reduced modulo the polynomial P without ever being divided: 16 lanes of 128 bits hold the last block, and
+//! the next one is added after multiplying them by x^2048, the length of a block. Multiplying a lane's halves by x^2048
+//! mod P does that (Intel, *Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction*, 2009, there for one
+//! lane and shorter distances). The lanes are at any time a message of 256 bytes with the same remainder as the whole one,
+//! which is what [`Folded::finish`] has `crc-fast` do the rest of.
+
+use crate::checksum::Crc32c;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::Implementation;
+
+/// Bytes of a block.
+pub(crate) const BLOCK: usize = 256;
+
+/// The Castagnoli polynomial with its bits reflected: bit 31 is x^0.
+pub(crate) const POLYNOMIAL: u32 = 0x82f6_3b78;
+
+/// A checksum in the making of a message that comes in blocks.
+#[derive(Clone, Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Folded([u8; BLOCK]);
+
+impl Folded {
+    /// The checksum of nothing yet.
+    pub(crate) fn new() -> Self {
+        Self::after(0)
+    }
+
+    /// That of a message that goes on, of which the beginning has checksum `crc`.
+    pub(crate) fn after(crc: u32) -> Self {
+        let mut lanes = [0; BLOCK];
+        lanes[BLOCK - 4..].copy_from_slice(&four_bytes_that_leave(!crc).to_le_bytes());
+        Self(lanes)
+    }
+
+    /// The checksum of all blocks.
+    pub(crate) fn finish(&self) -> u32 {
+        let mut remainder = Crc32c::with_register(0);
+        remainder.update(&self.0);
+        remainder.finish()
+    }
+}
+
+/// What a CRC register that is 0 has to be given to be `register` after it: 32 steps of the shift register backwards.
+fn four_bytes_that_leave(register: u32) -> u32 {
+    (0..32).fold(register, |register, _| {
+        // The polynomial's highest bit is set, so this bit tells whether the step forward added it.
+        let added = register >> 31;
+        (register ^ POLYNOMIAL & added.wrapping_neg()) << 1 | added
+    })
+}
+
+/// x^`power` mod P, reflected.
+pub(crate) const fn power_of_x(power: u32) -> u32 {
+    let mut value = 1u32 << 31;
+    let mut done = 0;
+    while done < power {
+        value = (value >> 1) ^ POLYNOMIAL & (value & 1).wrapping_neg();
+        done += 1;
+    }
+    value
+}
+
+/// Whether this CPU multiplies without carries in 512-bit vectors, and may.
+pub(crate) fn in_use() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("vpclmulqdq") && Implementation::available().contains(&Implementation::Avx512);
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// Adds the whole blocks of what is at `source` to the message with checksum `crc`, where that is [`in_use`], and copies
+/// them to `target` where there is one. Gives how many bytes these were and the checksum with them. The memory may change
+/// meanwhile: each byte is loaded once.
+///
+/// # Safety
+/// `source` must be readable and `target` writable for `len` bytes, and they must not overlap.
+pub(crate) unsafe fn fold_raw(source: *const u8, target: Option<*mut u8>, len: usize, crc: u32) -> (usize, u32) {
+    let blocks = len / BLOCK;
+    if blocks == 0 || !in_use() {
+        return (0, crc);
+    }
+    let mut folded = Folded::after(crc);
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: so many blocks are within the length; the CPU has what it needs.
+    unsafe {
+        x86::fold_blocks(source, target, blocks, &mut folded);
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (source, target, &mut folded);
+    (blocks * BLOCK, folded.finish())
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod x86 {
+    use super::{BLOCK, Folded, power_of_x};
+    use std::arch::x86_64::*;
+
+    const DISTANCE: u32 = 8 * BLOCK as u32;
+    /// For a lane's first 8 bytes, which stand for the higher powers: x^64 more than the others. Of a product of reflected
+    /// numbers of 64 and 32 bits in 128 bits, the lowest power stands 33 places from where it belongs.
+    const FIRST_HALF: u32 = power_of_x(DISTANCE + 64 - 33);
+    const SECOND_HALF: u32 = power_of_x(DISTANCE - 33);
+
+    impl Folded {
+        #[inline(always)]
+        pub(crate) fn lanes(&self) -> [__m512i; 4] {
+            // SAFETY: both are 256 bytes of which every value is valid, and the struct is aligned for it.
+            unsafe { (&raw const self.0).cast::<[__m512i; 4]>().read() }
+        }
+
+        #[inline(always)]
+        pub(crate) fn set_lanes(&mut self, lanes: [__m512i; 4]) {
+            // SAFETY: as above.
+            unsafe { (&raw mut self.0).cast::<[__m512i; 4]>().write(lanes) };
+        }
+    }
+
+    /// The lanes after one more block.
+    #[inline]
+    #[target_feature(enable = "avx512f,vpclmulqdq")]
+    pub(crate) fn fold_block(lanes: [__m512i; 4], block: [__m512i; 4]) -> [__m512i; 4] {
+        let halves = _mm_set_epi64x(i64::from(SECOND_HALF), i64::from(FIRST_HALF));
+        let halves = _mm512_broadcast_i32x4(halves);
+        let fold = |lane, next| {
+            let first = _mm512_clmulepi64_epi128::<0x00>(lane, halves);
+            let second = _mm512_clmulepi64_epi128::<0x11>(lane, halves);
+            _mm512_ternarylogic_epi64::<0x96>(first, second, next)
+        };
+        let ([a, b, c, d], [e, f, g, h]) = (lanes, block);
+        [fold(a, e), fold(b, f), fold(c, g), fold(d, h)]
+    }
+
+    /// Adds `blocks` blocks from memory that may change meanwhile, each byte loaded once, and stores them at `target`
+    /// where there is one.
+    ///
+    /// # Safety
+    /// The source must be readable, a target writable for so many blocks without overlap; AVX-512F and VPCLMULQDQ.
+    #[target_feature(enable = "avx512f,vpclmulqdq")]
+    pub(super) unsafe fn fold_blocks(source: *const u8, target: Option<*mut u8>, blocks: usize, folded: &mut Folded) {
+        let mut lanes = folded.lanes();
+        for at in (0..blocks).map(|number| number * BLOCK) {
+            // SAFETY: the block lies within what the caller vouches for.
+            let block: [__m512i; 4] = unsafe { crate::copy::load_block(source.add(at)) };
+            if let Some(target) = target {
+                // SAFETY: as above.
+                unsafe { target.add(at).cast::<[__m512i; 4]>().write_unaligned(block) };
+            }
+            lanes = fold_block(lanes, block);
+        }
+        folded.set_lanes(lanes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_beginning_without_blocks_keeps_its_checksum(crc: u32) {
+            prop_assert_eq!(Folded::after(crc).finish(), crc);
+        }
+
+        #[test]
+        fn folded_blocks_have_the_checksum_of_their_bytes_and_are_copied(
+            bytes in proptest::collection::vec(any::<u8>(), 0..30 * BLOCK),
+            crc: u32,
+        ) {
+            let mut copy = vec![0xaa; bytes.len()];
+            // SAFETY: both are as long as the bytes.
+            let (len, folded) = unsafe { fold_raw(bytes.as_ptr(), Some(copy.as_mut_ptr()), bytes.len(), crc) };
+            prop_assert_eq!(len, if in_use() { bytes.len() / BLOCK * BLOCK } else { 0 });
+            let mut expected = Crc32c::after(crc);
+            expected.update(&bytes[..len]);
+            prop_assert_eq!(folded, expected.finish());
+            prop_assert_eq!(&copy[..len], &bytes[..len]);
+            prop_assert!(copy[len..].iter().all(|byte| *byte == 0xaa));
+        }
+    }
+}
