@@ -18,6 +18,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::bench::BenchArgs;
 use crate::cert::CertArgs;
+use crate::commands::accel::AccelCommand;
 use crate::demo::DemoArgs;
 use crate::units;
 
@@ -59,6 +60,9 @@ pub(crate) enum Command {
     Cert(CertArgs),
     /// Move a real Linux guest between two QEMUs on this machine, and prove that it came through whole
     Demo(DemoArgs),
+    /// Look at the accelerators of this host, try them, plan their queues
+    #[command(subcommand)]
+    Accel(AccelCommand),
     /// Measure Sterna beside what it is compared with, and say which targets are met
     Bench(BenchArgs),
     /// One side of a benchmark, which starts it itself

@@ -53,6 +53,11 @@ impl Accelerators {
         Self { wishes: vec![Wish::Kind(Kind::Cpu)] }
     }
 
+    /// The software model that `file` describes.
+    pub fn model(file: impl Into<PathBuf>) -> Self {
+        Self { wishes: vec![Wish::Model(file.into())] }
+    }
+
     /// The wishes, in order.
     pub fn wishes(&self) -> &[Wish] {
         &self.wishes

@@ -2,6 +2,7 @@
 //!
 //! A further command is a variant of [`Command`], a file here and a line in [`run`].
 
+pub(crate) mod accel;
 mod proxy;
 mod receive;
 mod recover;
@@ -92,6 +93,7 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
             crate::cert::run(args).map(|()| Exit::Completed).map_err(|error| Failure::failed(&error))
         }
         Command::Demo(args) => crate::demo::run(args),
+        Command::Accel(command) => accel::run(command),
         Command::Bench(args) => crate::bench::run(args),
         Command::BenchSide => crate::bench::run_side(),
     }

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Batch, Channel, Done, NEVER, Operation, Outcome, PushError, TicketId};
+use sterna_offload::{Batch, Channel, Done, NEVER, Operation, Outcome, TicketId};
 use sterna_wire::checksum::combine;
 use sterna_wire::packet::{Run, RunKind};
 
