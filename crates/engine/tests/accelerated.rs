@@ -1,0 +1,148 @@
+//! Whole migrations with the software model of DSA as accelerator: everything that a device can do wrong, and a guest that
+//! writes all the while. Whatever the device does, the migration succeeds and memory is the same.
+
+mod common;
+mod guest;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::within_a_minute;
+use guest::{Memory, Monitor, Running, Workload};
+use sterna::cancel::Cancel;
+use sterna::destination::Destination;
+use sterna::source::{NotConverging, Source};
+use sterna::transport::Security;
+use sterna_codec::MethodChoice;
+use sterna_offload::{Accelerators, Kind, Offload, OffloadReport, Operation, Recheck, Settings};
+
+/// What goes wrong, and whether the device is expected to be taken out of service for it.
+const TROUBLES: &[(&str, &str, Option<bool>)] = &[
+    ("nothing", "[]", Some(false)),
+    ("pages that are not there", r#"[{"every":3,"what":{"page_fault":{"per_mille":0}}}]"#, Some(false)),
+    ("pages that go in the middle", r#"[{"every":5,"what":{"page_fault":{"per_mille":500}}}]"#, Some(false)),
+    ("all pages gone", r#"[{"what":{"page_fault":{"per_mille":0}}}]"#, None),
+    ("wrong zero maps", r#"[{"opcode":6,"per_mille":20,"what":"wrong_result"}]"#, None),
+    ("wrong copies", r#"[{"opcode":17,"per_mille":100,"what":"wrong_result"}]"#, Some(true)),
+    ("wrong records", r#"[{"per_mille":10,"what":{"status":{"code":16}}}]"#, None),
+    ("hardware errors", r#"[{"nth":40,"what":{"status":{"code":32}}}]"#, None),
+    ("halt", r#"[{"nth":60,"what":"halt"}]"#, Some(true)),
+    ("hang", r#"[{"nth":60,"what":"hang"}]"#, None),
+    ("lost completion", r#"[{"nth":50,"what":"drop_completion"}]"#, None),
+    ("late completions", r#"[{"per_mille":50,"what":{"late":{"delay_ns":2000000}}}]"#, None),
+    ("slow", r#"[{"what":{"slow":{"factor":50}}}]"#, Some(false)),
+];
+
+/// Queues of every kind that a device can have.
+const QUEUES: &[(&str, &str)] = &[
+    ("shared", r#"{"name":"wq0.0","size":32,"max_batch_size":128}"#),
+    ("dedicated", r#"{"name":"wq0.0","mode":"dedicated","size":16,"max_batch_size":128}"#),
+    ("small", r#"{"name":"wq0.0","size":2,"max_batch_size":8}"#),
+];
+
+fn offload(queue: &str, faults: &str, seed: u64) -> Arc<Offload> {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("model.json");
+    let devices = format!(r#"{{"seed":{seed},"devices":[{{"name":"dsa0","queues":[{queue}]}}],"faults":{faults}}}"#);
+    std::fs::write(&file, devices).unwrap();
+    let mut settings = Settings::default();
+    // What is not caught is said in the documents; that what is looked at is caught is shown here.
+    settings.recheck = Recheck::All;
+    settings.patience = Duration::from_millis(30);
+    Offload::start(&Accelerators::model(file), &settings).unwrap()
+}
+
+/// Moves a guest that writes, and says what the accelerator did.
+fn migrate(what: &str, offload: &Arc<Offload>, settings: impl FnOnce(Source) -> Source) -> OffloadReport {
+    let (source, destination) = (Memory::new(1500, 700), Memory::new(1500, 700));
+    let running = Running::default();
+    let workload = Workload { writers: 2, span: 500, seed: 7, burst: 40 };
+    let (mut from, log) = Monitor::new(&source, &running, workload);
+    let (mut to, _) = Monitor::new(&destination, &running, workload);
+    // Pages of zeros that were touched, beside those that nobody has touched.
+    for block in 0..2 {
+        source.words(block).iter().step_by(512).for_each(|word| word.store(0, std::sync::atomic::Ordering::Relaxed));
+    }
+    from.start();
+    let cancel = Cancel::new();
+    let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+    let address = listening.address().clone();
+    let migration = settings(Source::new(source.ram(), Box::new(log)).offload(Arc::clone(offload)));
+    let (sent, received) = std::thread::scope(|scope| {
+        let (to, cancel) = (&mut to, &cancel);
+        let receiving = scope.spawn(move || listening.run(to, cancel, &()));
+        let sent = migration.run(address, &Security::Insecure, &mut from, cancel, &());
+        (sent, receiving.join().unwrap())
+    });
+    let (sent, received) = (sent.unwrap_or_else(|error| panic!("{what}: {error}")), received);
+    received.unwrap_or_else(|error| panic!("{what}: {error}"));
+    // The destination's monitor compares memory with what the source's stopped with before it starts the guest.
+    assert_eq!((to.called.as_slice(), running.now(), running.ever_twice()), (&["load", "start"][..], 1, false), "{what}");
+    assert!(!sent.accelerators.is_empty(), "{what}");
+    offload.report()
+}
+
+fn done_by_device(report: &OffloadReport, operation: Operation) -> u64 {
+    let of = report.operations.iter().filter(|one| one.operation == operation).flat_map(|one| &one.engines);
+    of.filter(|engine| engine.engine == Kind::Dsa).map(|engine| engine.items).sum()
+}
+
+#[test]
+fn whatever_the_device_does_the_guest_arrives_whole() {
+    within_a_minute(|| {
+        for (seed, (what, faults, taken_out)) in TROUBLES.iter().enumerate() {
+            for (kind, queue) in QUEUES {
+                let what = format!("{what}, {kind}");
+                let offload = offload(queue, faults, seed as u64);
+                let report = migrate(&what, &offload, |source| source);
+                assert!(done_by_device(&report, Operation::ZeroMap) > 0, "{what}: {report:?}");
+                if let Some(expected) = taken_out {
+                    assert_eq!(!report.taken_out.is_empty(), *expected, "{what}: {report:?}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn every_way_of_sending_pages_takes_what_the_device_has_found() {
+    within_a_minute(|| {
+        for (method, checksums) in [("none", true), ("none", false), ("lz4", true), ("zstd", false)] {
+            let what = format!("{method}, checksums {checksums}");
+            let offload = offload(QUEUES[0].1, TROUBLES[1].1, 1);
+            let choice = MethodChoice::parse(method, None).unwrap();
+            let report = migrate(&what, &offload, |source| source.method(choice).checksums(checksums).channels(3));
+            let copy = if checksums { Operation::CopyChecksum } else { Operation::Copy };
+            let in_place = method == "none" && !checksums;
+            assert_eq!(done_by_device(&report, copy) > 0, !in_place, "{what}: {report:?}");
+        }
+    });
+}
+
+#[test]
+fn one_offload_serves_several_guests_at_once_and_one_after_the_other() {
+    within_a_minute(|| {
+        let offload = offload(QUEUES[2].1, TROUBLES[2].1, 1);
+        for _ in 0..2 {
+            std::thread::scope(|scope| {
+                for _ in 0..4 {
+                    scope.spawn(|| migrate("several", &offload, |source| source.bandwidth(Some(200_000_000))));
+                }
+            });
+        }
+        let requests = offload.report().requests;
+        assert_eq!(requests.made, requests.free, "nothing is left over: {requests:?}");
+    });
+}
+
+#[test]
+fn a_small_window_and_a_bandwidth_limit_do_not_stop_what_is_under_way() {
+    within_a_minute(|| {
+        let offload = offload(QUEUES[0].1, TROUBLES[0].1, 1);
+        let slow = |source: Source| source.bandwidth(Some(20_000_000)).downtime(Duration::from_millis(1)).packet_size(4096);
+        let report = migrate("small packets", &offload, |source| {
+            slow(source).when_not_converging(NotConverging::GoOn).downtime(Duration::from_millis(300))
+        });
+        assert!(done_by_device(&report, Operation::ZeroMap) > 0, "{report:?}");
+    });
+}
