@@ -2,8 +2,10 @@
 
 pub mod bitmap;
 pub mod checksum;
+pub mod compare;
 pub mod copy;
 pub mod cpu;
+pub mod delta;
 pub mod dirty;
 pub mod discard;
 mod fold;
