@@ -1,5 +1,8 @@
 //! The handed-in dirty log, and several logs as one.
 
+// The guests that write here are x86-64 machine code.
+#![cfg(target_arch = "x86_64")]
+
 mod dirty_support;
 
 use dirty_support::guest::{BLOCKS, FIRST_FREE, Guest, fd_of};

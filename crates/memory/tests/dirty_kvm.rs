@@ -1,5 +1,8 @@
 //! KVM's dirty bitmap and dirty rings, against real guests that write their memory.
 
+// The guests that write here are x86-64 machine code.
+#![cfg(target_arch = "x86_64")]
+
 mod dirty_support;
 
 use dirty_support::guest::{BLOCKS, FIRST_FREE, FIRST_WRITTEN, Guest, RING_FULL, WRITTEN, fd_of};

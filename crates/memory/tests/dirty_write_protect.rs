@@ -1,5 +1,8 @@
 //! The write-protecting dirty log on memory of every kind, against the memory itself.
 
+// The guests that write here are x86-64 machine code.
+#![cfg(target_arch = "x86_64")]
+
 mod dirty_support;
 
 use dirty_support::guest::{self, Guest};

@@ -1,5 +1,8 @@
 //! Missing pages with the real userfaultfd: memory of every kind, threads that touch and threads that place.
 
+// The guests that write here are x86-64 machine code.
+#![cfg(target_arch = "x86_64")]
+
 mod dirty_support;
 mod missing_support;
 
