@@ -304,3 +304,6 @@ impl fmt::Debug for Descriptor {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -209,7 +209,7 @@ mod tests {
 
     #[test]
     fn a_file_that_cannot_be_mapped_is_given_back_with_the_reason() {
-        let (read, _write) = std::io::pipe().unwrap();
+        let (read, _write) = io::pipe().unwrap();
         let (_file, error) = MappedPortal::map(read.into(), Way::Enqcmd).unwrap_err();
         assert!(error.raw_os_error().is_some());
     }
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn a_full_file_descriptor_that_does_not_block_means_retry() {
-        let (_read, write) = std::io::pipe().unwrap();
+        let (_read, write) = io::pipe().unwrap();
         rustix::io::ioctl_fionbio(&write, true).unwrap();
         let portal = WritePortal { file: write.into() };
         let mut accepted = 0;

@@ -377,3 +377,6 @@ impl From<SubmitError> for io::Error {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

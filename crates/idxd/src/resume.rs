@@ -142,3 +142,6 @@ fn rest_of_delta(descriptor: &Descriptor, completion: &Completion) -> Rest {
 fn delta_size(descriptor: &Descriptor) -> u32 {
     u32::from_le_bytes(descriptor.get(offset::DELTA_SIZE))
 }
+
+#[cfg(test)]
+mod tests;

@@ -212,3 +212,6 @@ impl Default for Histogram {
         Self::new()
     }
 }
+
+#[cfg(test)]
+mod tests;

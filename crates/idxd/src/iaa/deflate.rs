@@ -252,5 +252,4 @@ impl<'a> Bits<'a> {
 }
 
 #[cfg(test)]
-#[path = "deflate_tests.rs"]
 mod tests;

@@ -278,3 +278,6 @@ impl fmt::Debug for Descriptor {
         write!(f, "iaa::{:?}", self.0)
     }
 }
+
+#[cfg(test)]
+mod tests;
