@@ -118,7 +118,7 @@ impl Share for DelayBased {
             self.last_admitted = now;
             return Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes });
         }
-        let cost = self.cpu.of(ask.bytes);
+        let cost = self.cpu.of(ask.bytes, now);
         if self.settings.spill && room_at - now > cost {
             self.waiting.insert(ask.vm, (since, now.saturating_add(cost)));
             return Verdict::Spill;
@@ -150,8 +150,8 @@ impl Share for DelayBased {
         self.left(&grant);
     }
 
-    fn spilled(&mut self, bytes: u64, took: Nanos) {
-        self.cpu.learn(bytes, took);
+    fn spilled(&mut self, bytes: u64, took: Nanos, now: Nanos) {
+        self.cpu.learn(bytes, took, now);
     }
 
     fn largest_batch(&self) -> u64 {

@@ -6,14 +6,24 @@ use super::{Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, Share, Verdict};
 
 /// The least time to be sent away for: asking again costs something too.
 const LEAST_WAIT: Nanos = 5_000;
+/// And the most, in case the device is quicker than predicted.
+const MOST_WAIT: Nanos = 2_000_000;
+
+/// A grant comes back when its completion is noticed, and a thread that waits for a core notices late. So what is in the
+/// hardware is reckoned by predicted time; grants that are out may be more than the bound by this factor, in case the device
+/// is slower than predicted.
+const OUTSTANDING: Nanos = 4;
 
 /// Start-time fair queueing by predicted device time, with a bound on what is in the hardware.
 #[derive(Debug)]
 pub struct Fair {
     turns: Turns,
     bound: Nanos,
+    /// Of grants that have not come back.
     in_flight: Nanos,
     batches: u64,
+    /// When the device will have done all of it, as predicted.
+    drained: Nanos,
     cpu: CpuCost,
     spill: bool,
 }
@@ -27,7 +37,15 @@ impl Default for Fair {
 impl Fair {
     /// With so much device time in the hardware at most; a single batch that is larger goes alone.
     pub fn new(bound: Nanos) -> Self {
-        Self { turns: Turns::default(), bound, in_flight: 0, batches: 0, cpu: CpuCost::default(), spill: false }
+        Self {
+            turns: Turns::default(),
+            bound,
+            in_flight: 0,
+            batches: 0,
+            drained: 0,
+            cpu: CpuCost::default(),
+            spill: false,
+        }
     }
 
     /// Batches go to the CPU when their turn is further away than the CPU would take. Who spills keeps its turn.
@@ -37,9 +55,15 @@ impl Fair {
         self
     }
 
-    /// Device time in the hardware, as predicted.
+    /// Device time of all grants that have not come back.
     pub fn in_flight(&self) -> Nanos {
         self.in_flight
+    }
+
+    /// Device time that is still in the hardware, as predicted.
+    fn backlog(&self, now: Nanos) -> Nanos {
+        let reckoned = self.drained.saturating_sub(now).min(self.in_flight);
+        reckoned.max(self.in_flight.saturating_sub(self.bound.saturating_mul(OUTSTANDING - 1)))
     }
 
     fn left(&mut self, grant: &Grant) {
@@ -52,20 +76,21 @@ impl Fair {
 impl Share for Fair {
     fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
         let before = self.turns.ask(ask, now);
-        let filled = self.in_flight.saturating_add(before).saturating_add(ask.predicted);
+        let filled = self.backlog(now).saturating_add(before).saturating_add(ask.predicted);
         if filled <= self.bound || (self.batches == 0 && before == 0) {
             self.turns.admit(ask);
             self.in_flight = self.in_flight.saturating_add(ask.predicted);
             self.batches += 1;
+            self.drained = self.drained.max(now).saturating_add(ask.predicted);
             return Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes });
         }
         let wait = filled.saturating_sub(self.bound);
-        let cost = self.cpu.of(ask.bytes);
+        let cost = self.cpu.of(ask.bytes, now);
         if self.spill && wait > cost {
             self.turns.wait(ask.vm, now.saturating_add(cost));
             return Verdict::Spill;
         }
-        let until = now.saturating_add(wait.clamp(LEAST_WAIT, self.bound.max(LEAST_WAIT)));
+        let until = now.saturating_add(wait.clamp(LEAST_WAIT, MOST_WAIT));
         self.turns.wait(ask.vm, until);
         Verdict::Wait { until }
     }
@@ -78,8 +103,8 @@ impl Share for Fair {
         self.left(&grant);
     }
 
-    fn spilled(&mut self, bytes: u64, took: Nanos) {
-        self.cpu.learn(bytes, took);
+    fn spilled(&mut self, bytes: u64, took: Nanos, now: Nanos) {
+        self.cpu.learn(bytes, took, now);
     }
 
     fn largest_batch(&self) -> u64 {

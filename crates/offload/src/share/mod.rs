@@ -44,8 +44,9 @@ pub const IN_FLIGHT: Nanos = 300_000;
 /// The largest weight; larger ones count as this. The least is 1.
 pub const MAX_WEIGHT: u32 = 1000;
 
-/// How long one that waits may be late in coming back before those behind it are let past. It keeps its place.
-pub const PATIENCE: Nanos = 1_000_000;
+/// How long room is kept for one that was told to come back and is late: 50 µs. After that others are let past it; it keeps its
+/// place in the order.
+pub const PATIENCE: Nanos = 50_000;
 
 /// A batch that wants to go to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,8 +114,8 @@ pub trait Share: Send {
     fn dropped(&mut self, grant: Grant);
 
     /// A batch of so many bytes was done on the CPU instead and took this long by the clock, waiting for a core included.
-    fn spilled(&mut self, bytes: u64, took: Nanos) {
-        let _ = (bytes, took);
+    fn spilled(&mut self, bytes: u64, took: Nanos, now: Nanos) {
+        let _ = (bytes, took, now);
     }
 
     /// The most bytes that one batch should have now.

@@ -13,7 +13,7 @@
 //!
 //! * what a slot claims to have or want counts up to its part and one batch, its weight up to [`MAX_WEIGHT`](super::MAX_WEIGHT);
 //! * virtual time follows the median of all, and no faster than a device can work;
-//! * a slot that wants but does not come back is let past ([`PATIENCE`]), and one whose owner has died is cleared: the kernel
+//! * a slot that wants but does not come back is let past (within [`PATIENCE`]), and one whose owner has died is cleared: the kernel
 //!   gave its lock back;
 //! * whatever all the others claim, a process with nothing in flight gets a batch in after [`LONGEST_TURN`].
 //!
@@ -35,9 +35,11 @@ pub const LONGEST_TURN: Nanos = 50_000_000;
 const SHORT_TURN: Nanos = 5_000_000;
 /// What a batch may be believed to take: 512 KiB at 10 GB/s.
 const LIKELY_BATCH: Nanos = 50_000;
-/// A slot that has not changed for this long has nothing in the device, whatever it says.
-const FORGOTTEN: Nanos = 10 * PATIENCE;
 const LEAST_WAIT: Nanos = 5_000;
+/// A slot that has not changed for this long wants nothing any more; perhaps its owner is dead.
+const SILENCE: Nanos = 1_000_000;
+/// Who waits shows that it lives well within the others' patience.
+const MOST_WAIT: Nanos = SILENCE / 2;
 
 /// What this process has seen of another's slot.
 #[derive(Clone, Copy, Debug, Default)]
@@ -131,9 +133,14 @@ impl<T: Table> Ledger<T> {
                 continue;
             }
             let age = now.saturating_sub(seen.since);
-            if age > PATIENCE {
+            // Grants come back when completions are noticed, which can be late; what the device still has is until then.
+            slot.in_flight = slot.in_flight.min(slot.until.saturating_sub(now));
+            if now > slot.again.saturating_add(PATIENCE) {
+                slot.wants = 0;
+            }
+            if age > SILENCE {
                 // Asked once in a while: it is a system call.
-                if now.saturating_sub(seen.probed) > PATIENCE {
+                if now.saturating_sub(seen.probed) > SILENCE {
                     seen.probed = now;
                     if !self.table.alive(index) {
                         *slot = Slot::default();
@@ -141,9 +148,6 @@ impl<T: Table> Ledger<T> {
                     }
                 }
                 slot.wants = 0;
-                if age > FORGOTTEN {
-                    *slot = Slot::default();
-                }
             }
         }
         self.follow(now);
@@ -197,14 +201,22 @@ impl<T: Table> Ledger<T> {
         self.bound * weight / all.max(1)
     }
 
+    /// A batch that has wanted to go since then will be asked for again at that moment, and the others know.
+    fn come_again(&mut self, since: Nanos, expected: Nanos) {
+        self.waiting = Some((since, expected));
+        self.own.again = expected;
+        self.publish();
+    }
+
     fn publish(&mut self) {
         self.own.in_flight = self.in_flight;
         self.own.beat = self.own.beat.wrapping_add(1);
         self.table.write(&self.own);
     }
 
-    fn admit(&mut self, ask: &Ask) -> Verdict {
+    fn admit(&mut self, ask: &Ask, ahead: Nanos, now: Nanos) -> Verdict {
         self.turns.admit(ask);
+        self.own.until = now.saturating_add(ahead);
         self.finish = self.own.start.saturating_add(virtual_span(ask.predicted, self.own.weight()));
         self.in_flight = self.in_flight.saturating_add(ask.predicted);
         self.batches += 1;
@@ -243,33 +255,36 @@ impl<T: Table> Share for Ledger<T> {
             self.waiting = Some((now, now));
         }
         self.own.wants = needed.max(1);
+        self.own.again = now;
         self.publish();
         self.look(now);
         let others = self.others(self.own.start, ask.predicted);
         self.contended = others.weight > 0;
         let all = others.weight + self.own.weight();
-        let filled =
-            needed.saturating_add(self.in_flight).saturating_add(others.in_flight).saturating_add(others.before);
-        let within_part =
-            !others.anyone_waits || self.batches == 0 || self.in_flight < self.part(self.own.weight(), all);
+        let own = self.in_flight.min(self.own.until.saturating_sub(now));
+        let ahead = needed.saturating_add(own).saturating_add(others.in_flight);
+        let filled = ahead.saturating_add(others.before);
+        let within_part = !others.anyone_waits || self.batches == 0 || own < self.part(self.own.weight(), all);
         let alone = self.batches == 0 && others.in_flight == 0 && others.before == 0 && before_own == 0;
         let since = self.waiting.map_or(now, |(since, _)| since);
         let turn = ask.predicted.saturating_mul(2 * all / self.own.weight()).clamp(SHORT_TURN, LONGEST_TURN);
         let overdue = self.batches == 0 && now.saturating_sub(since) >= turn;
-        if (filled <= self.bound && within_part) || alone || overdue {
-            return self.admit(ask);
+        // However slow the device is against its prediction: no more than this is out.
+        let outstanding = self.batches == 0 || self.in_flight.saturating_add(ask.predicted) <= self.bound;
+        if (filled <= self.bound && within_part && outstanding) || alone || overdue {
+            return self.admit(ask, ahead, now);
         }
         let wait = filled.saturating_sub(self.bound).max(ask.predicted.min(self.bound));
-        let cost = self.cpu.of(ask.bytes);
+        let cost = self.cpu.of(ask.bytes, now);
         if self.spill && wait > cost {
             let expected = now.saturating_add(cost);
             self.turns.wait(ask.vm, expected);
-            self.waiting = Some((since, expected));
+            self.come_again(since, expected);
             return Verdict::Spill;
         }
-        let until = now.saturating_add(wait.clamp(LEAST_WAIT, self.bound));
+        let until = now.saturating_add(wait.clamp(LEAST_WAIT, MOST_WAIT));
         self.turns.wait(ask.vm, until);
-        self.waiting = Some((since, until));
+        self.come_again(since, until);
         Verdict::Wait { until }
     }
 
@@ -281,8 +296,8 @@ impl<T: Table> Share for Ledger<T> {
         self.left(&grant, None);
     }
 
-    fn spilled(&mut self, bytes: u64, took: Nanos) {
-        self.cpu.learn(bytes, took);
+    fn spilled(&mut self, bytes: u64, took: Nanos, now: Nanos) {
+        self.cpu.learn(bytes, took, now);
     }
 
     fn largest_batch(&self) -> u64 {

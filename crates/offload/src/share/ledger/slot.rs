@@ -13,23 +13,27 @@ pub struct Slot {
     pub wants: u64,
     /// Start tag of the batch that waits, or of the last one that went.
     pub start: u64,
+    /// When the device will have done all that is in flight, on the system's monotonic clock.
+    pub until: u64,
+    /// When it will ask again for what it wants, on the same clock.
+    pub again: u64,
     /// Changes with every word that is written: who waits and is alive is seen to be.
     pub beat: u64,
 }
 
 /// Words of a slot.
-pub(super) const WORDS: usize = 5;
+pub(super) const WORDS: usize = 7;
 
 impl Slot {
     /// From what lies in the table, whatever it is.
     pub fn from_words(words: [u64; WORDS]) -> Self {
-        let [weight, in_flight, wants, start, beat] = words;
-        Self { weight, in_flight, wants, start, beat }
+        let [weight, in_flight, wants, start, until, again, beat] = words;
+        Self { weight, in_flight, wants, start, until, again, beat }
     }
 
     /// As it lies in the table.
     pub fn words(&self) -> [u64; WORDS] {
-        [self.weight, self.in_flight, self.wants, self.start, self.beat]
+        [self.weight, self.in_flight, self.wants, self.start, self.until, self.again, self.beat]
     }
 
     pub(super) fn active(&self) -> bool {

@@ -1,0 +1,175 @@
+//! What things take, and where each figure is from.
+
+use std::ops::AddAssign;
+
+use serde::Serialize;
+
+use crate::Nanos;
+
+/// CPU time in two accounts, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Cpu {
+    /// By figures that were measured: on this machine or in a published run.
+    pub measured: f64,
+    /// Charged for what nobody measured here: instructions and cache misses of hardware that is not there.
+    pub charged: f64,
+}
+
+impl Cpu {
+    /// Measured only.
+    pub fn measured(nanos: f64) -> Self {
+        Self { measured: nanos, charged: 0.0 }
+    }
+
+    /// Charged only.
+    pub fn charged(nanos: f64) -> Self {
+        Self { measured: 0.0, charged: nanos }
+    }
+
+    /// Both together, for who wants to know how long it takes.
+    pub fn total(self) -> f64 {
+        self.measured + self.charged
+    }
+
+    /// So many times.
+    #[must_use]
+    pub fn times(self, count: f64) -> Self {
+        Self { measured: self.measured * count, charged: self.charged * count }
+    }
+
+    /// And this.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self += other;
+        self
+    }
+}
+
+impl AddAssign for Cpu {
+    fn add_assign(&mut self, other: Self) {
+        self.measured += other.measured;
+        self.charged += other.charged;
+    }
+}
+
+/// All figures, in nanoseconds where nothing else is said.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Costs {
+    /// Finding a page that must be sent and putting it into a packet. QEMU's main thread, 50 % normal pages, CPU check.
+    pub search_page: f64,
+    /// Sending one normal page of 4 KiB over TCP. The rest of QEMU's sender threads in the same run.
+    pub send_page: f64,
+    /// One call that sends a packet's header. Charged: a `sendmsg` on TCP.
+    pub send_packet: f64,
+    /// Packets of nothing but zero pages that share one call.
+    pub zero_packets_shared: f64,
+    /// Zero test of 4 KiB that is in no cache: 21 GB/s, measured (AVX2, Zen 4).
+    pub scan_page: f64,
+    /// Filling a descriptor and clearing its record. Measured on this machine.
+    pub fill_descriptor: f64,
+    /// `Share::ask` and `Share::done` for a batch. Measured on this machine.
+    pub ask: f64,
+    /// Logic of taking a batch back, without the misses. Measured on this machine.
+    pub harvest: f64,
+    /// `ENQCMD`. Charged: between 140 and 610 (one core cannot fill a device with 4 KiB each, four can).
+    pub enqcmd: f64,
+    /// Reading a line that the device wrote, one after another. Charged: last-level cache, overlapping.
+    pub record_line: f64,
+    /// The first of them, alone. Charged.
+    pub record_first: f64,
+    /// Blocking and being woken, both sides. Charged.
+    pub wake: f64,
+    /// How late a timer is. Charged as time, not as CPU.
+    pub timer_slack: f64,
+    /// One look of a thread that polls without sleeping. Charged.
+    pub poll: f64,
+    /// Memory bandwidth, GB/s: two sockets of eight channels DDR5-4800, at what is reached of 614.
+    pub dram: f64,
+    /// Memory traffic of sending a byte: read, written into the socket, read by the network card.
+    pub send_traffic: f64,
+    /// The network, GB/s: 100 Gbit/s.
+    pub link: f64,
+    /// Bytes that a connection holds before its sender blocks.
+    pub socket_buffer: f64,
+    /// How long a thread keeps its core while others wait for it.
+    pub time_slice: f64,
+}
+
+/// The figures of the published run that the software's costs are fitted to: seed Z, 50 % normal pages, CPU check.
+pub mod fit {
+    /// 100 GB of pages, as the published figures per page reckon.
+    pub const PAGES: f64 = 25.6e6;
+    /// Main thread, ms.
+    pub const MAIN_MS: f64 = 5_658.0;
+    /// All senders, ms.
+    pub const SENDERS_MS: f64 = 41_922.0 - 5_658.0;
+    /// From beginning to end, ms.
+    pub const TOTAL_MS: f64 = 10_343.0;
+    /// What went over the network, bytes.
+    pub const BYTES: f64 = 51_583_797.0 * 1024.0;
+}
+
+impl Default for Costs {
+    fn default() -> Self {
+        let scan_page = 4096.0 / 21.0;
+        let send_packet = 2_500.0;
+        let senders = fit::SENDERS_MS * 1e6 / fit::PAGES;
+        Self {
+            search_page: fit::MAIN_MS * 1e6 / fit::PAGES,
+            // What is left of the senders' time, for every second page.
+            send_page: (senders - scan_page - send_packet / 128.0) * 2.0,
+            send_packet,
+            zero_packets_shared: 8.0,
+            scan_page,
+            fill_descriptor: 8.0,
+            ask: 150.0,
+            harvest: 300.0,
+            enqcmd: 350.0,
+            record_line: 30.0,
+            record_first: 100.0,
+            wake: 2_000.0,
+            timer_slack: 1_500.0,
+            poll: 100.0,
+            dram: 350.0,
+            send_traffic: 3.0,
+            link: 12.5,
+            socket_buffer: 4.0e6,
+            time_slice: 3.0e6,
+        }
+    }
+}
+
+/// How quick a device is; the formulas are those of [`Device`](crate::device::Device).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct DeviceTiming {
+    /// Engine time of every descriptor.
+    pub descriptor: Nanos,
+    /// Of the whole device, picoseconds per source byte: 30 GB/s for reading alone. (23 GB/s for reading and writing.)
+    pub byte_ps: u64,
+    /// Of one engine, picoseconds per source byte.
+    pub engine_byte_ps: u64,
+    /// From the end of the work to the record being visible.
+    pub latency: Nanos,
+    /// Reading a batch's list.
+    pub batch: Nanos,
+    /// Entries of the queue.
+    pub entries: usize,
+    /// Engines.
+    pub engines: usize,
+}
+
+impl Default for DeviceTiming {
+    fn default() -> Self {
+        Self { descriptor: 25, byte_ps: 33, engine_byte_ps: 38, latency: 500, batch: 200, entries: 128, engines: 4 }
+    }
+}
+
+/// When the run was measured that [`Costs`] are fitted to, the whole took this rate: the destination, not the network.
+pub fn fitted_sink() -> f64 {
+    fit::BYTES / (fit::TOTAL_MS * 1e6)
+}
+
+/// A moment as a whole number, not before the other.
+pub(crate) fn after(now: Nanos, span: f64) -> Nanos {
+    now + span.max(0.0).round() as Nanos
+}

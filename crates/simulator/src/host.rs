@@ -1,0 +1,588 @@
+//! The machine and the threads of migrations on it.
+//!
+//! A thread has a core while it works, a step at a time, and decides its next step when one is done; it gives the core back when it
+//! must wait. A device's completion wakes nobody, as a record in memory does not: a thread of Sterna's structure sleeps until
+//! the completion is expected and looks; in the published structure a thread polls.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+
+use sterna_offload::share::{Ask, Grant, Predictor, Share, Verdict};
+
+use crate::Nanos;
+use crate::costs::{Cpu, after};
+use crate::device::{Completed, Device};
+use crate::ledger::Sheet;
+use crate::resources::{Cores, Pipe};
+use crate::scenario::{Policy, Scenario, Structure};
+
+mod outcome;
+mod sender;
+
+pub use outcome::{Outcome, VmOutcome, WINDOW};
+
+/// A packet of pages.
+#[derive(Clone, Copy, Debug)]
+struct Packet {
+    pages: u32,
+    normal: u32,
+}
+
+impl Packet {
+    fn bytes(self) -> u64 {
+        u64::from(self.pages) << 12
+    }
+}
+
+/// A batch in a device, as its sender knows it.
+#[derive(Debug)]
+struct InFlight {
+    tag: u64,
+    packet: Packet,
+    device: usize,
+    grant: Grant,
+    predicted: Nanos,
+    submitted: Nanos,
+    /// The last look that found it not done.
+    pending: Nanos,
+    visible: Option<Nanos>,
+}
+
+/// What happens when a step is done.
+#[derive(Debug)]
+enum Then {
+    Nothing,
+    Found(Packet),
+    Submit { packet: Packet, device: usize, grant: Grant, predicted: Nanos },
+    Checked { packet: Packet, spilled: Option<(usize, Nanos)> },
+    Sent(u64),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Working,
+    Runnable,
+    Blocked,
+    Ended,
+}
+
+#[derive(Debug)]
+struct Thread {
+    vm: usize,
+    /// None is the one that searches.
+    channel: Option<usize>,
+    state: State,
+    then: Then,
+    /// A wake that was set for an earlier sleep means nothing.
+    sleep: u64,
+    runnable_since: Nanos,
+    slice: f64,
+    /// Time on a core and time waiting for one, both fading: what the CPU really costs by the clock.
+    ran: f64,
+    waited: f64,
+    faded: Nanos,
+    owes: Cpu,
+}
+
+#[derive(Debug, Default)]
+struct Sender {
+    in_flight: Vec<InFlight>,
+    checked: VecDeque<Packet>,
+    /// The share said to wait until then; what a batch has waited for it so far, and when it asked last.
+    not_before: Nanos,
+    asked: Option<(Nanos, Nanos)>,
+    next_device: usize,
+    /// Bytes that the socket holds: when they will be gone, and how many.
+    socket: VecDeque<(Nanos, f64)>,
+    held: f64,
+}
+
+#[derive(Debug)]
+struct Migration {
+    left: u64,
+    normal: u64,
+    packets: VecDeque<Packet>,
+    most_packets: usize,
+    searching: bool,
+    ended: usize,
+    /// Of the polling thread: what it waits for in order, and since when.
+    polled: VecDeque<(u64, usize, bool)>,
+    polls_since: Nanos,
+    gone: bool,
+}
+
+/// What one process knows of one device.
+#[derive(Debug)]
+struct View {
+    predictor: Predictor,
+    sojourn: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    Begin(usize),
+    Die(usize),
+    Hog(usize),
+    Device(usize),
+    Stepped(usize),
+    Woken(usize, u64),
+}
+
+/// Tags of hogs: none of a sender's reach this far.
+const HOGS: u64 = 1 << 48;
+
+struct World<'a> {
+    scenario: &'a Scenario,
+    now: Nanos,
+    events: BinaryHeap<Reverse<(Nanos, u64, Event)>>,
+    serial: u64,
+    next_tag: u64,
+    cores: Cores,
+    devices: Vec<Device>,
+    device_event: Vec<Option<Nanos>>,
+    memory: Pipe,
+    network: Pipe,
+    threads: Vec<Thread>,
+    senders: Vec<Sender>,
+    migrations: Vec<Migration>,
+    shares: Vec<Vec<Box<dyn Share>>>,
+    views: Vec<Vec<View>>,
+    sheets: Vec<Sheet>,
+    slots: Vec<usize>,
+    /// Whose batch a tag is: thread of the sender.
+    owners: std::collections::HashMap<u64, usize>,
+    outcome: Outcome,
+    completed: Vec<Completed>,
+}
+
+/// Runs it to its end.
+///
+/// # Panics
+/// If a VM has no channel, or a batch no pages.
+pub fn run(scenario: &Scenario) -> Outcome {
+    let mut world = World::new(scenario);
+    for (index, vm) in scenario.vms.iter().enumerate() {
+        assert!(vm.channels > 0 && vm.batch > 0 && vm.window > 0, "a migration needs a channel");
+        world.at(vm.begins, Event::Begin(index));
+        if let Some(moment) = vm.dies {
+            world.at(moment, Event::Die(index));
+        }
+    }
+    for (index, hog) in scenario.hogs.iter().enumerate() {
+        world.at(hog.begins, Event::Hog(index));
+    }
+    let mut open = scenario.vms.len();
+    while let Some(Reverse((at, _, event))) = world.events.pop() {
+        if at > scenario.limit {
+            break;
+        }
+        world.now = at;
+        match event {
+            Event::Begin(vm) => world.begin(vm),
+            Event::Die(vm) => {
+                if !world.migrations[vm].gone && world.outcome.vms[vm].finished.is_none() {
+                    world.die(vm);
+                    open -= 1;
+                }
+            }
+            Event::Hog(hog) => world.hog(hog),
+            Event::Device(device) => world.device(device),
+            Event::Stepped(thread) => world.stepped(thread),
+            Event::Woken(thread, sleep) => {
+                if world.threads[thread].sleep == sleep {
+                    world.wake(thread);
+                }
+            }
+        }
+        open -= std::mem::take(&mut world.outcome.just_finished);
+        if open == 0 {
+            break;
+        }
+    }
+    world.finish()
+}
+
+impl<'a> World<'a> {
+    fn new(scenario: &'a Scenario) -> Self {
+        let sheets: Vec<Sheet> = (0..scenario.devices).map(|_| Sheet::default()).collect();
+        let mut shares: Vec<Vec<Box<dyn Share>>> = Vec::new();
+        let mut slots = Vec::new();
+        let mut ledger_slots = 0;
+        for vm in &scenario.vms {
+            let of_process = |sheet: &Sheet| -> Box<dyn Share> {
+                if vm.lies {
+                    // It holds a slot that says nothing.
+                    let _ = sheet.slot(true);
+                    return Policy::Fifo.share(false, sheet);
+                }
+                scenario.policy.share(scenario.spill, sheet)
+            };
+            slots.push(ledger_slots);
+            ledger_slots += 1;
+            // All VMs of one process share what decides.
+            if scenario.policy != Policy::Exact || shares.is_empty() || vm.lies {
+                shares.push(sheets.iter().map(of_process).collect());
+            } else {
+                shares.push(Vec::new());
+            }
+        }
+        let fresh = || View { predictor: Predictor::default(), sojourn: 0.0 };
+        Self {
+            scenario,
+            now: 0,
+            events: BinaryHeap::new(),
+            serial: 0,
+            next_tag: 0,
+            cores: Cores::new(scenario.cores),
+            devices: (0..scenario.devices).map(|_| Device::new(scenario.timing)).collect(),
+            device_event: vec![None; scenario.devices],
+            memory: Pipe::new(scenario.costs.dram),
+            network: Pipe::new(scenario.costs.link),
+            threads: Vec::new(),
+            senders: Vec::new(),
+            migrations: scenario
+                .vms
+                .iter()
+                .map(|vm| Migration {
+                    left: vm.pages,
+                    normal: 0,
+                    packets: VecDeque::new(),
+                    most_packets: if scenario.structure == Structure::Harvest { 2 * vm.channels } else { 1 },
+                    searching: true,
+                    ended: 0,
+                    polled: VecDeque::new(),
+                    polls_since: 0,
+                    gone: false,
+                })
+                .collect(),
+            views: shares.iter().map(|_| (0..scenario.devices).map(|_| fresh()).collect()).collect(),
+            shares,
+            sheets,
+            slots,
+            owners: std::collections::HashMap::new(),
+            outcome: Outcome::new(scenario),
+            completed: Vec::new(),
+        }
+    }
+
+    fn at(&mut self, at: Nanos, event: Event) {
+        self.serial += 1;
+        self.events.push(Reverse((at.max(self.now), self.serial, event)));
+    }
+
+    /// Which of the shares decides for a VM.
+    fn process(&self, vm: usize) -> usize {
+        if self.shares[vm].is_empty() { 0 } else { vm }
+    }
+
+    fn begin(&mut self, vm: usize) {
+        for channel in std::iter::once(None).chain((0..self.scenario.vms[vm].channels).map(Some)) {
+            let thread = self.threads.len();
+            self.threads.push(Thread {
+                vm,
+                channel: channel.map(|_| self.senders.len()),
+                state: State::Blocked,
+                then: Then::Nothing,
+                sleep: 0,
+                runnable_since: self.now,
+                slice: 0.0,
+                ran: 1.0,
+                waited: 0.0,
+                faded: self.now,
+                owes: Cpu::default(),
+            });
+            if channel.is_some() {
+                self.senders.push(Sender { next_device: vm, ..Sender::default() });
+            }
+            self.wake(thread);
+        }
+    }
+
+    fn die(&mut self, vm: usize) {
+        self.migrations[vm].gone = true;
+        for device in 0..self.devices.len() {
+            self.sheets[device].kill(self.slots[vm]);
+        }
+        for index in 0..self.threads.len() {
+            if self.threads[index].vm == vm {
+                // Who has a core gives it back at the end of the step.
+                if self.threads[index].state == State::Blocked {
+                    self.threads[index].state = State::Ended;
+                }
+                self.threads[index].sleep += 1;
+            }
+        }
+        self.outcome.vms[vm].died = true;
+    }
+
+    fn hog(&mut self, hog: usize) {
+        let it = self.scenario.hogs[hog];
+        for _ in 0..it.batches {
+            self.hog_submits(hog);
+        }
+        self.schedule(it.device);
+    }
+
+    fn hog_submits(&mut self, hog: usize) {
+        let it = self.scenario.hogs[hog];
+        if it.device < self.devices.len() {
+            let _ = self.devices[it.device].submit(HOGS + hog as u64, 1, it.bytes, self.now);
+        }
+    }
+
+    /// Makes a blocked thread runnable.
+    fn wake(&mut self, thread: usize) {
+        if self.threads[thread].state != State::Blocked {
+            return;
+        }
+        self.threads[thread].sleep += 1;
+        self.threads[thread].owes += Cpu::charged(self.scenario.costs.wake);
+        self.threads[thread].slice = 0.0;
+        self.runnable(thread);
+    }
+
+    fn runnable(&mut self, thread: usize) {
+        self.threads[thread].state = State::Runnable;
+        self.threads[thread].runnable_since = self.now;
+        if self.cores.want(thread) {
+            self.dispatch(thread);
+        }
+    }
+
+    /// It has a core.
+    fn dispatch(&mut self, thread: usize) {
+        let it = &mut self.threads[thread];
+        it.state = State::Working;
+        // Of the last milliseconds.
+        let fade = (-((self.now - it.faded) as f64) / 5e6).exp2();
+        it.faded = self.now;
+        it.ran = it.ran * fade + 1.0;
+        it.waited = it.waited * fade + (self.now - it.runnable_since) as f64;
+        self.decide(thread);
+    }
+
+    fn release(&mut self) {
+        if let Some(next) = self.cores.give() {
+            self.dispatch(next);
+        }
+    }
+
+    /// A step of this much CPU and memory traffic begins; the thread has a core.
+    fn work(&mut self, thread: usize, cpu: Cpu, traffic: f64, then: Then) {
+        let it = &mut self.threads[thread];
+        let cpu = cpu.and(std::mem::take(&mut it.owes));
+        let mut end = after(self.now, cpu.total());
+        if traffic > 0.0 {
+            end = end.max(self.memory.reserve(self.now, traffic));
+        }
+        // A core that waits for memory is busy; what is above the figure belongs to the same account.
+        let cpu = cpu.times((end - self.now) as f64 / cpu.total().max(1.0));
+        it.then = then;
+        it.ran += (end - self.now) as f64;
+        it.slice += (end - self.now) as f64;
+        let vm = &mut self.outcome.vms[it.vm];
+        match (&it.then, it.channel) {
+            (_, None) => vm.search += cpu,
+            (Then::Sent(_), _) => vm.send += cpu,
+            _ => vm.check += cpu,
+        }
+        self.at(end, Event::Stepped(thread));
+    }
+
+    fn block(&mut self, thread: usize, until: Option<Nanos>) {
+        self.threads[thread].state = State::Blocked;
+        self.threads[thread].sleep += 1;
+        if let Some(until) = until {
+            let until = after(until.max(self.now), self.scenario.costs.timer_slack);
+            let sleep = self.threads[thread].sleep;
+            self.at(until, Event::Woken(thread, sleep));
+        }
+        self.release();
+    }
+
+    fn end(&mut self, thread: usize) {
+        self.threads[thread].state = State::Ended;
+        self.threads[thread].sleep += 1;
+        self.release();
+    }
+
+    /// A step is done.
+    fn stepped(&mut self, thread: usize) {
+        let vm = self.threads[thread].vm;
+        if self.migrations[vm].gone {
+            self.end(thread);
+            return;
+        }
+        match std::mem::replace(&mut self.threads[thread].then, Then::Nothing) {
+            Then::Nothing => {}
+            Then::Found(packet) => {
+                self.migrations[vm].packets.push_back(packet);
+                self.wake_sender(vm);
+            }
+            Then::Submit { packet, device, grant, predicted } => {
+                if !self.submit(thread, packet, device, grant, predicted) {
+                    return;
+                }
+            }
+            Then::Checked { packet, spilled } => self.checked(thread, packet, spilled),
+            Then::Sent(bytes) => self.sent(thread, bytes),
+        }
+        let it = &mut self.threads[thread];
+        if it.state != State::Working {
+            return;
+        }
+        if it.slice >= self.scenario.costs.time_slice && self.cores.wanted() {
+            it.slice = 0.0;
+            self.runnable(thread);
+            self.release();
+            return;
+        }
+        self.decide(thread);
+    }
+
+    /// One sender that has nothing to do learns of a packet.
+    fn wake_sender(&mut self, vm: usize) {
+        let blocked = |thread: &Thread| thread.vm == vm && thread.channel.is_some() && thread.state == State::Blocked;
+        let now = self.now;
+        let idle = self.threads.iter().position(|thread| {
+            blocked(thread) && {
+                let sender = &self.senders[thread.channel.expect("a sender")];
+                sender.checked.is_empty()
+                    && sender.in_flight.len() < self.scenario.vms[vm].window
+                    && sender.not_before <= now
+            }
+        });
+        if let Some(thread) = idle {
+            self.wake(thread);
+        }
+    }
+
+    fn wake_search(&mut self, vm: usize) {
+        // The first thread of a migration.
+        if let Some(thread) = self.threads.iter().position(|thread| thread.vm == vm && thread.channel.is_none()) {
+            self.wake(thread);
+        }
+    }
+
+    fn decide(&mut self, thread: usize) {
+        let vm = self.threads[thread].vm;
+        if self.migrations[vm].gone {
+            self.end(thread);
+            return;
+        }
+        match self.threads[thread].channel {
+            None => self.search(thread, vm),
+            Some(channel) => self.sender(thread, vm, channel),
+        }
+    }
+
+    fn search(&mut self, thread: usize, vm: usize) {
+        let spec = self.scenario.vms[vm];
+        let migration = &mut self.migrations[vm];
+        if migration.left == 0 {
+            if migration.packets.is_empty() {
+                migration.searching = false;
+                self.end(thread);
+                let senders: Vec<usize> = (0..self.threads.len())
+                    .filter(|&other| self.threads[other].vm == vm && self.threads[other].channel.is_some())
+                    .collect();
+                for sender in senders {
+                    self.wake(sender);
+                }
+                return;
+            }
+            self.block(thread, None);
+            return;
+        }
+        if migration.packets.len() >= migration.most_packets {
+            self.block(thread, None);
+            return;
+        }
+        let pages = migration.left.min(u64::from(spec.batch));
+        migration.left -= pages;
+        // Spread evenly over the packets.
+        migration.normal += pages * spec.normal_per_mille;
+        let normal = migration.normal / 1000;
+        migration.normal %= 1000;
+        let packet = Packet { pages: pages as u32, normal: normal as u32 };
+        let cpu = Cpu::measured(self.scenario.costs.search_page).times(pages as f64);
+        self.work(thread, cpu, 0.0, Then::Found(packet));
+    }
+
+    fn schedule(&mut self, device: usize) {
+        if let Some(next) = self.devices[device].next()
+            && self.device_event[device].is_none_or(|set| next < set || set < self.now)
+        {
+            self.device_event[device] = Some(next);
+            self.at(next, Event::Device(device));
+        }
+    }
+
+    fn device(&mut self, device: usize) {
+        self.device_event[device] = None;
+        let mut completed = std::mem::take(&mut self.completed);
+        self.devices[device].advance(self.now, &mut completed);
+        for done in completed.drain(..) {
+            if done.tag >= HOGS {
+                self.outcome.hog_device += done.busy as f64;
+                self.hog_submits((done.tag - HOGS) as usize);
+                continue;
+            }
+            let Some(thread) = self.owners.remove(&done.tag) else { continue };
+            let vm = self.threads[thread].vm;
+            self.outcome.device_time(vm, self.now, done.busy);
+            let channel = self.threads[thread].channel.expect("only senders submit");
+            if let Some(batch) = self.senders[channel].in_flight.iter_mut().find(|batch| batch.tag == done.tag) {
+                // The device reads memory as everybody does.
+                let visible = done.at.max(self.memory.reserve(self.now, batch.packet.bytes() as f64));
+                batch.visible = Some(visible);
+                let sojourn = visible - batch.submitted;
+                self.outcome.vms[vm].sojourn(sojourn);
+                self.polled(vm, done.tag);
+            }
+        }
+        self.completed = completed;
+        self.schedule(device);
+    }
+
+    /// The published structure's polling thread sees completions in the order of submission.
+    fn polled(&mut self, vm: usize, tag: u64) {
+        if self.scenario.structure != Structure::CompletionThread {
+            return;
+        }
+        let migration = &mut self.migrations[vm];
+        if let Some(entry) = migration.polled.iter_mut().find(|(other, ..)| *other == tag) {
+            entry.2 = true;
+        }
+        let seen = after(self.now, self.scenario.costs.poll + self.scenario.timing.latency as f64);
+        let mut woken = Vec::new();
+        while let Some(&(_, thread, true)) = migration.polled.front() {
+            migration.polled.pop_front();
+            woken.push(thread);
+        }
+        if migration.polled.is_empty() && !woken.is_empty() {
+            let polling = (seen - migration.polls_since) as f64;
+            self.outcome.vms[vm].poll += Cpu::charged(polling + self.scenario.costs.wake);
+        }
+        for thread in woken {
+            let sleep = self.threads[thread].sleep;
+            self.at(seen, Event::Woken(thread, sleep));
+        }
+    }
+
+    fn finish(mut self) -> Outcome {
+        self.outcome.ended = self.now;
+        self.outcome.memory_busy = self.memory.busy();
+        self.outcome.network_busy = self.network.busy();
+        self.outcome.device_busy = self.devices.iter().map(|device| device.busy() as f64).collect();
+        self.outcome.refused = self.devices.iter().map(|device| device.refused).sum();
+        self.outcome
+    }
+
+    fn ask(&mut self, vm: usize, device: usize, packet: Packet) -> (Verdict, Nanos) {
+        let process = self.process(vm);
+        let predicted = self.views[process][device].predictor.predict(packet.bytes(), packet.pages);
+        let ask = Ask { vm: vm as u32, weight: self.scenario.vms[vm].weight, predicted, bytes: packet.bytes() };
+        (self.shares[process][device].ask(&ask, self.now), predicted)
+    }
+}

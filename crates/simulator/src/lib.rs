@@ -1,0 +1,26 @@
+//! Many migrations and their accelerators in virtual time.
+//!
+//! What no machine at hand can show, a hundred VMs on eight devices, is worked out event by event. What decides is the
+//! product's own code: [`sterna_offload::share`] is linked, not imitated. What takes time are figures with a source
+//! ([`costs`]), and a result is never more than these: it is called *simulated* wherever it is shown.
+//!
+//! * [`host`] is the machine: cores with a run queue, devices, memory bandwidth, a network, and the threads of migrations on
+//!   them, in Sterna's structure or in the published one of QEMU;
+//! * [`device`] is a device as a queue with engines;
+//! * [`resources`] are what is shared: cores and pipes;
+//! * [`zero_page`] and [`many_vms`] are the scenarios of the benchmarks of these names.
+//!
+//! Three accounts are kept and never added silently ([`costs::Cpu`]): CPU time by measured figures, CPU time that is
+//! charged for what the hardware would need, and device time.
+
+pub mod costs;
+pub mod device;
+pub mod host;
+pub mod ledger;
+pub mod many_vms;
+pub mod resources;
+pub mod scenario;
+pub mod zero_page;
+
+/// Nanoseconds of virtual time.
+pub type Nanos = u64;

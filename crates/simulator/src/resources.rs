@@ -1,0 +1,70 @@
+//! What everybody shares: pipes of some bandwidth, and cores with a run queue.
+
+use std::collections::VecDeque;
+
+use crate::Nanos;
+
+/// Something that moves bytes one after another: memory, a network. It is never busier than it can be.
+#[derive(Clone, Debug)]
+pub struct Pipe {
+    bytes_per_nano: f64,
+    free: f64,
+    moved: f64,
+}
+
+impl Pipe {
+    /// With this bandwidth in GB/s.
+    pub fn new(gigabytes: f64) -> Self {
+        Self { bytes_per_nano: gigabytes, free: 0.0, moved: 0.0 }
+    }
+
+    /// When these bytes will be through, if they come now.
+    pub fn reserve(&mut self, now: Nanos, bytes: f64) -> Nanos {
+        self.free = self.free.max(now as f64) + bytes / self.bytes_per_nano;
+        self.moved += bytes;
+        self.free.ceil() as Nanos
+    }
+
+    /// Nanoseconds of work since the beginning.
+    pub fn busy(&self) -> f64 {
+        self.moved / self.bytes_per_nano
+    }
+}
+
+/// Cores of a host and who waits for one, first come first served.
+#[derive(Clone, Debug, Default)]
+pub struct Cores {
+    free: usize,
+    waiting: VecDeque<usize>,
+}
+
+impl Cores {
+    /// So many.
+    pub fn new(count: usize) -> Self {
+        Self { free: count, waiting: VecDeque::new() }
+    }
+
+    /// A thread wants to run; true if it has a core.
+    pub fn want(&mut self, thread: usize) -> bool {
+        if self.free > 0 {
+            self.free -= 1;
+            return true;
+        }
+        self.waiting.push_back(thread);
+        false
+    }
+
+    /// A thread gives its core back; the next thread has it.
+    pub fn give(&mut self) -> Option<usize> {
+        let next = self.waiting.pop_front();
+        if next.is_none() {
+            self.free += 1;
+        }
+        next
+    }
+
+    /// Whether any thread waits.
+    pub fn wanted(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+}
