@@ -113,11 +113,13 @@ impl Default for Costs {
     fn default() -> Self {
         let scan_page = 4096.0 / 21.0;
         let send_packet = 2_500.0;
+        let wake = 2_000.0;
         let senders = fit::SENDERS_MS * 1e6 / fit::PAGES;
         Self {
-            search_page: fit::MAIN_MS * 1e6 / fit::PAGES,
+            // Both threads sleep once for each packet of that run.
+            search_page: fit::MAIN_MS * 1e6 / fit::PAGES - wake / 128.0,
             // What is left of the senders' time, for every second page.
-            send_page: (senders - scan_page - send_packet / 128.0) * 2.0,
+            send_page: (senders - scan_page - (send_packet + wake) / 128.0) * 2.0,
             send_packet,
             zero_packets_shared: 8.0,
             scan_page,
@@ -127,7 +129,7 @@ impl Default for Costs {
             enqcmd: 350.0,
             record_line: 30.0,
             record_first: 100.0,
-            wake: 2_000.0,
+            wake,
             timer_slack: 1_500.0,
             poll: 100.0,
             dram: 350.0,

@@ -43,9 +43,21 @@ struct InFlight {
     grant: Grant,
     predicted: Nanos,
     submitted: Nanos,
+    /// What it had waited for its share before.
+    admission: Nanos,
     /// The last look that found it not done.
     pending: Nanos,
     visible: Option<Nanos>,
+}
+
+/// A batch that was let in.
+#[derive(Debug)]
+struct Admitted {
+    packet: Packet,
+    device: usize,
+    grant: Grant,
+    predicted: Nanos,
+    admission: Nanos,
 }
 
 /// What happens when a step is done.
@@ -53,7 +65,7 @@ struct InFlight {
 enum Then {
     Nothing,
     Found(Packet),
-    Submit { packet: Packet, device: usize, grant: Grant, predicted: Nanos },
+    Submit(Admitted),
     Checked { packet: Packet, spilled: Option<(usize, Nanos)> },
     Sent(u64),
 }
@@ -419,8 +431,8 @@ impl<'a> World<'a> {
                 self.migrations[vm].packets.push_back(packet);
                 self.wake_sender(vm);
             }
-            Then::Submit { packet, device, grant, predicted } => {
-                if !self.submit(thread, packet, device, grant, predicted) {
+            Then::Submit(admitted) => {
+                if !self.submit(thread, admitted) {
                     return;
                 }
             }
@@ -537,7 +549,8 @@ impl<'a> World<'a> {
                 let visible = done.at.max(self.memory.reserve(self.now, batch.packet.bytes() as f64));
                 batch.visible = Some(visible);
                 let sojourn = visible - batch.submitted;
-                self.outcome.vms[vm].sojourn(sojourn);
+                let admission = batch.admission;
+                self.outcome.vms[vm].waited(admission, sojourn);
                 self.polled(vm, done.tag);
             }
         }
@@ -571,7 +584,8 @@ impl<'a> World<'a> {
     }
 
     fn finish(mut self) -> Outcome {
-        self.outcome.ended = self.now;
+        let drained = self.outcome.vms.iter().filter_map(|vm| vm.finished).max();
+        self.outcome.ended = drained.unwrap_or(0).max(self.now);
         self.outcome.memory_busy = self.memory.busy();
         self.outcome.network_busy = self.network.busy();
         self.outcome.device_busy = self.devices.iter().map(|device| device.busy() as f64).collect();

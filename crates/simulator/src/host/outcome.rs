@@ -36,10 +36,10 @@ pub struct VmOutcome {
     pub longest_sojourn: Nanos,
     /// The longest from wanting to go to being let in.
     pub longest_admission: Nanos,
-    /// Sums of both, for means.
+    /// The longest of both together, of one batch.
+    pub longest_wait: Nanos,
+    /// Sum of all times from submission to completion.
     pub sojourns: f64,
-    /// Sum of waits for admission.
-    pub admissions: f64,
 }
 
 impl VmOutcome {
@@ -53,14 +53,12 @@ impl VmOutcome {
         self.search.and(self.check).and(self.send).and(self.poll)
     }
 
-    pub(super) fn sojourn(&mut self, sojourn: Nanos) {
+    /// A batch was let in after `admission` and was done `sojourn` after it was submitted.
+    pub(super) fn waited(&mut self, admission: Nanos, sojourn: Nanos) {
+        self.longest_admission = self.longest_admission.max(admission);
         self.longest_sojourn = self.longest_sojourn.max(sojourn);
+        self.longest_wait = self.longest_wait.max(admission + sojourn);
         self.sojourns += sojourn as f64;
-    }
-
-    pub(super) fn admitted_after(&mut self, wait: Nanos) {
-        self.longest_admission = self.longest_admission.max(wait);
-        self.admissions += wait as f64;
     }
 }
 

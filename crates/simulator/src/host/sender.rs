@@ -1,10 +1,10 @@
 //! A sender thread: takes packets, has them checked, sends them.
 
-use super::{InFlight, Packet, State, Then, World};
+use super::{Admitted, InFlight, Packet, State, Then, World};
 use crate::Nanos;
 use crate::costs::{Cpu, after};
 use crate::scenario::Structure;
-use sterna_offload::share::{Grant, Verdict};
+use sterna_offload::share::Verdict;
 
 impl World<'_> {
     /// What it does next, in this order: give the device work, take work back, send, wait.
@@ -81,10 +81,14 @@ impl World<'_> {
                 let sender = &mut self.senders[channel];
                 sender.next_device += 1;
                 sender.asked = None;
-                self.outcome.vms[vm].admitted_after(waited);
                 let fill = Cpu::measured(costs.fill_descriptor).times(f64::from(packet.pages));
                 let cpu = asking.and(fill).and(Cpu::charged(costs.enqcmd));
-                self.work(thread, cpu, 0.0, Then::Submit { packet, device, grant, predicted });
+                self.work(
+                    thread,
+                    cpu,
+                    0.0,
+                    Then::Submit(Admitted { packet, device, grant, predicted, admission: waited }),
+                );
                 true
             }
             (Verdict::Spill, _) => {
@@ -131,14 +135,8 @@ impl World<'_> {
     }
 
     /// False if the thread is at work on it instead.
-    pub(super) fn submit(
-        &mut self,
-        thread: usize,
-        packet: Packet,
-        device: usize,
-        grant: Grant,
-        predicted: Nanos,
-    ) -> bool {
+    pub(super) fn submit(&mut self, thread: usize, admitted: Admitted) -> bool {
+        let Admitted { packet, device, grant, predicted, admission } = admitted;
         let vm = self.threads[thread].vm;
         let channel = self.threads[thread].channel.expect("only senders submit");
         self.next_tag += 1;
@@ -162,6 +160,7 @@ impl World<'_> {
             grant,
             predicted,
             submitted,
+            admission,
             pending: submitted,
             visible: None,
         });
