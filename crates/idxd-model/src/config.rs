@@ -101,8 +101,10 @@ pub struct DeviceConfig {
     pub destination_readback: bool,
     /// Order: how completions of different engines, and of the members of a batch, may overtake each other.
     pub reorder: bool,
-    /// Its speed.
-    pub timing: Timing,
+    /// *Compare Pattern* reports its difference rounded down to a multiple of this; 1 is exact.
+    pub pattern_granule: u32,
+    /// Its speed; without it [`Timing::of`] its kind.
+    pub timing: Option<Timing>,
     /// Its queues.
     pub queues: Vec<QueueConfig>,
 }
@@ -126,7 +128,8 @@ impl Default for DeviceConfig {
             cache_control: true,
             destination_readback: true,
             reorder: true,
-            timing: Timing::default(),
+            pattern_granule: 8,
+            timing: None,
             queues: vec![QueueConfig::default()],
         }
     }
@@ -213,6 +216,17 @@ pub enum ConfigError {
     /// Not JSON, or fields that do not exist.
     #[error("the model's configuration cannot be read: {0}")]
     Json(#[from] serde_json::Error),
+    /// The process's page tables cannot be read.
+    #[error("the model's devices cannot see this process's memory: {0}")]
+    Memory(std::io::Error),
+    /// An engine's thread.
+    #[error("{device}: a thread for an engine cannot be started: {error}")]
+    Threads {
+        /// Device.
+        device: String,
+        /// Why.
+        error: std::io::Error,
+    },
     /// The kernel or the device would refuse it.
     #[error("{what}: {why}")]
     Refused {
@@ -226,11 +240,184 @@ pub enum ConfigError {
 impl ModelConfig {
     /// Reads either form.
     pub fn from_json(text: &str) -> Result<ModelConfig, ConfigError> {
+        if text.trim_start().starts_with('[') {
+            let devices: Vec<saved::Device> = serde_json::from_str(text)?;
+            let devices = devices.into_iter().map(saved::Device::into_config).collect();
+            return Ok(ModelConfig { devices, ..ModelConfig::default() });
+        }
         Ok(serde_json::from_str(text)?)
     }
 
     /// One DSA device with one shared queue and default limits.
     pub fn dsa() -> ModelConfig {
         ModelConfig { devices: vec![DeviceConfig::default()], ..ModelConfig::default() }
+    }
+}
+
+impl DeviceConfig {
+    /// An IAA device, `iax1`, with the limits that such devices have.
+    pub fn iaa() -> DeviceConfig {
+        let queue = QueueConfig { name: "wq1.0".into(), block_on_fault: true, ..QueueConfig::default() };
+        DeviceConfig {
+            name: "iax1".into(),
+            kind: Kind::Iaa,
+            engines: 8,
+            queues: vec![queue],
+            ..DeviceConfig::default()
+        }
+    }
+
+    /// The rules of *Enable Device* and *Enable WQ* (DSA 5.1, 5.2), and of the kernel's attributes.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let refuse = |what: &str, why: String| Err(ConfigError::Refused { what: what.into(), why });
+        let prefix = if self.kind == Kind::Dsa { "dsa" } else { "iax" };
+        let number = self.name.strip_prefix(prefix).filter(|rest| rest.parse::<u32>().is_ok());
+        let Some(number) = number else {
+            return refuse(&self.name, format!("a {prefix} device is called {prefix} and a number"));
+        };
+        if !(1..=64).contains(&self.engines) {
+            return refuse(&self.name, format!("{} engines: there are 1 to 64", self.engines));
+        }
+        let total: u64 = self.queues.iter().map(|queue| u64::from(queue.size)).sum();
+        if total > u64::from(self.max_work_queues_size) {
+            let most = self.max_work_queues_size;
+            return refuse(&self.name, format!("its queues have {total} entries together, the device has {most}"));
+        }
+        for (index, queue) in self.queues.iter().enumerate() {
+            let name = queue.name.as_str();
+            let placed = name.strip_prefix(&format!("wq{number}.")).is_some_and(|rest| rest.parse::<u32>().is_ok());
+            if !placed {
+                return refuse(name, format!("a queue of {} is called wq{number}. and a number", self.name));
+            }
+            if self.queues[..index].iter().any(|other| other.name == queue.name) {
+                return refuse(name, "there are two of that name".into());
+            }
+            if queue.size == 0 {
+                return refuse(name, "it has no entries (size)".into());
+            }
+            if queue.threshold > queue.size {
+                return refuse(name, format!("threshold {} is above its size {}", queue.threshold, queue.size));
+            }
+            if !(1..=15).contains(&queue.priority) {
+                return refuse(name, format!("priority {}: 1 to 15", queue.priority));
+            }
+            let serves = |engine: u32| self.engine_groups.get(engine as usize).copied().unwrap_or(0) == queue.group_id;
+            if !(0..self.engines).any(serves) {
+                return refuse(name, format!("no engine is in its group {}", queue.group_id));
+            }
+            let batch = queue.max_batch_size;
+            if self.kind == Kind::Dsa && (batch == 0 || batch > self.max_batch_size) {
+                return refuse(name, format!("max_batch_size {batch}: 1 to {}", self.max_batch_size));
+            }
+            if queue.max_transfer_size == 0 || queue.max_transfer_size > self.max_transfer_size {
+                let most = self.max_transfer_size;
+                return refuse(name, format!("max_transfer_size {}: 1 to {most}", queue.max_transfer_size));
+            }
+            if queue.block_on_fault && !self.page_requests {
+                return refuse(name, "block_on_fault needs page requests (WQ command error 0x25)".into());
+            }
+            if queue.prs_disable && (!self.event_log || queue.block_on_fault) {
+                let why = "prs_disable needs the event log and no block_on_fault (WQ command error 0x2e)";
+                return refuse(name, why.into());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What `accel-config save-config` writes.
+mod saved {
+    use super::{DeviceConfig, Kind, QueueConfig, flag};
+    use serde::Deserialize;
+
+    #[derive(Deserialize)]
+    pub(super) struct Device {
+        dev: String,
+        #[serde(default)]
+        groups: Vec<Group>,
+    }
+
+    #[derive(Deserialize)]
+    struct Group {
+        dev: String,
+        #[serde(default)]
+        grouped_workqueues: Vec<Queue>,
+        #[serde(default)]
+        grouped_engines: Vec<Engine>,
+    }
+
+    #[derive(Deserialize)]
+    struct Engine {
+        dev: String,
+    }
+
+    /// Fields that are not the model's are ignored.
+    #[derive(Deserialize)]
+    struct Queue {
+        dev: String,
+        #[serde(default)]
+        mode: super::Mode,
+        size: u32,
+        #[serde(default)]
+        threshold: u32,
+        priority: Option<u32>,
+        #[serde(default, deserialize_with = "flag")]
+        block_on_fault: bool,
+        #[serde(default, deserialize_with = "flag")]
+        ats_disable: bool,
+        #[serde(default, deserialize_with = "flag")]
+        prs_disable: bool,
+        max_batch_size: Option<u32>,
+        max_transfer_size: Option<u64>,
+        #[serde(rename = "type")]
+        owner: Option<String>,
+        name: Option<String>,
+        driver_name: Option<String>,
+    }
+
+    impl Device {
+        pub(super) fn into_config(self) -> DeviceConfig {
+            let kind = if self.dev.starts_with("iax") { Kind::Iaa } else { Kind::Dsa };
+            let mut config = DeviceConfig { name: self.dev, kind, queues: Vec::new(), ..DeviceConfig::default() };
+            let mut engines = Vec::new();
+            for group in self.groups {
+                // group0.3 is group 3.
+                let id = group.dev.rsplit('.').next().and_then(|id| id.parse().ok()).unwrap_or(0);
+                for engine in group.grouped_engines {
+                    let index = engine.dev.rsplit('.').next().and_then(|id| id.parse().ok()).unwrap_or(engines.len());
+                    engines.push((index, id));
+                }
+                for queue in group.grouped_workqueues {
+                    config.queues.push(queue.into_config(id));
+                }
+            }
+            // Engines that no group names do nothing; here they are not.
+            engines.sort_unstable();
+            config.engine_groups = engines.iter().map(|&(_, group)| group).collect();
+            config.engines = engines.len() as u32;
+            config
+        }
+    }
+
+    impl Queue {
+        fn into_config(self, group_id: u32) -> QueueConfig {
+            let default = QueueConfig::default();
+            QueueConfig {
+                name: self.dev,
+                mode: self.mode,
+                size: self.size,
+                threshold: self.threshold,
+                priority: self.priority.unwrap_or(default.priority),
+                group_id,
+                block_on_fault: self.block_on_fault,
+                ats_disable: self.ats_disable,
+                prs_disable: self.prs_disable,
+                max_batch_size: self.max_batch_size.unwrap_or(default.max_batch_size),
+                max_transfer_size: self.max_transfer_size.unwrap_or(default.max_transfer_size),
+                owner: self.owner.unwrap_or(default.owner),
+                label: self.name.unwrap_or(default.label),
+                driver_name: self.driver_name.unwrap_or(default.driver_name),
+            }
+        }
     }
 }

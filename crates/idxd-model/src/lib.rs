@@ -7,7 +7,12 @@ pub mod config;
 pub mod core;
 pub mod memory;
 mod model;
+pub mod ops;
+pub mod table;
+pub mod trap;
+mod tree;
 
 pub use config::{ConfigError, DeviceConfig, Kind, Mode, ModelConfig, QueueConfig};
 pub use memory::{AddressSpace, ProcessMemory};
-pub use model::{Counters, Model, ModelQueue, Tree};
+pub use model::{Counters, Model, ModelQueue};
+pub use tree::Tree;

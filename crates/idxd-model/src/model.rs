@@ -1,21 +1,54 @@
-//! Devices in real time: threads for the engines, and queues that take 64 bytes.
+//! Devices and the memory they reach: in real time, with a thread per engine, or by hand, one step after the other.
 
-use std::io;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
-use crate::config::{ConfigError, DeviceConfig, ModelConfig, QueueConfig};
-use crate::core::Script;
+use crate::config::{ConfigError, DeviceConfig, MemoryKind, ModelConfig, QueueConfig};
+use crate::core::{Device, Nanos, Payload, Posting, Script, SoftwareError, Step, Submitted, Timing};
+use crate::memory::{AddressSpace, ProcessMemory};
+use crate::ops::Scratch;
+use crate::table::dsa::{self, code};
+use crate::table::iaa;
 
-/// A set of devices and the memory they reach.
+/// A set of devices and the memory they reach. Dropping it stops and joins all threads; its queues then take nothing more.
 #[derive(Debug)]
 pub struct Model {
     shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 #[derive(Debug)]
-struct Shared {
-    config: ModelConfig,
+pub(crate) struct Shared {
+    pub(crate) config: ModelConfig,
+    cells: Vec<Cell>,
+    memory: Arc<dyn AddressSpace>,
+    clock: Clock,
+    stopped: AtomicBool,
+    /// Of the one who steps a manual model.
+    scratch: Mutex<Scratch>,
+}
+
+#[derive(Debug)]
+struct Cell {
+    device: Mutex<Device>,
+    wake: Condvar,
+}
+
+#[derive(Debug)]
+enum Clock {
+    Real(Instant),
+    Manual(AtomicU64),
+}
+
+impl Clock {
+    fn now(&self) -> Nanos {
+        match self {
+            Clock::Real(start) => start.elapsed().as_nanos() as Nanos,
+            Clock::Manual(now) => now.load(Ordering::Relaxed),
+        }
+    }
 }
 
 /// One work queue's portal.
@@ -26,15 +59,6 @@ pub struct ModelQueue {
     queue: usize,
 }
 
-/// Where a fake tree was written.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tree {
-    /// In place of `/sys/bus/dsa/devices`.
-    pub sysfs: PathBuf,
-    /// In place of `/dev`.
-    pub dev: PathBuf,
-}
-
 /// What the devices have done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
@@ -42,7 +66,7 @@ pub struct Counters {
     pub descriptors: u64,
     /// Batches.
     pub batches: u64,
-    /// Source bytes.
+    /// Bytes that decided how long it took: what was written, or, of operations that only read, what was read.
     pub bytes: u64,
     /// Page faults that ended a descriptor.
     pub faults: u64,
@@ -52,30 +76,77 @@ pub struct Counters {
     pub retries: u64,
     /// Descriptors lost because a dedicated queue was full.
     pub overflows: u64,
+    /// Errors of the software error register.
+    pub software_errors: u64,
+    /// Completion records that the kernel copied from the event log.
+    pub event_log_records: u64,
+    /// Completion records that nobody will ever see.
+    pub lost_records: u64,
+    /// Pages whose translation was not cached.
+    pub translation_misses: u64,
     /// Translations that the device had to drop.
     pub translation_flushes: u64,
-    /// Engine time, ns.
+    /// Time that engines were occupied, by the timing, ns.
     pub device_ns: u64,
 }
 
 impl Model {
-    /// Starts devices whose engines are threads.
+    /// Starts devices whose engines are threads, on this process's memory.
     pub fn start(config: ModelConfig) -> Result<Arc<Model>, ConfigError> {
-        Ok(Arc::new(Model { shared: Arc::new(Shared { config }) }))
+        let memory = memory_of(&config)?;
+        Model::start_on(config, memory)
     }
 
-    /// Devices that do nothing until [`Model::step`] is called: one thread, one order, one seed.
+    /// The same on another memory.
+    pub fn start_on(config: ModelConfig, memory: Arc<dyn AddressSpace>) -> Result<Arc<Model>, ConfigError> {
+        let paced = config.paced;
+        let shared = Shared::new(config, memory, Clock::Real(Instant::now()), paced)?;
+        let model = Model { shared, threads: Mutex::default() };
+        let mut threads = Vec::new();
+        for (index, device) in model.shared.config.devices.iter().enumerate() {
+            for engine in 0..device.engines {
+                let shared = model.shared.clone();
+                let name = format!("{}-engine{engine}", device.name);
+                let thread = thread::Builder::new().name(name).spawn(move || shared.engine(index));
+                // What has been started is joined when `model` is dropped here.
+                let thread = thread.map_err(|error| ConfigError::Threads { device: device.name.clone(), error });
+                match thread {
+                    Ok(thread) => threads.push(thread),
+                    Err(error) => {
+                        *model.threads.lock().unwrap() = threads;
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        *model.threads.lock().unwrap() = threads;
+        Ok(Arc::new(model))
+    }
+
+    /// Devices that do nothing until [`Model::step`] is called: no threads, a clock that only moves with the steps, and one
+    /// order per seed. The timing always decides the order here.
     pub fn manual(config: ModelConfig) -> Result<Arc<Model>, ConfigError> {
-        Model::start(config)
+        let memory = memory_of(&config)?;
+        Model::manual_on(config, memory)
     }
 
-    /// Manual: the next thing that a device would do. False if all is idle.
+    /// The same on another memory.
+    pub fn manual_on(config: ModelConfig, memory: Arc<dyn AddressSpace>) -> Result<Arc<Model>, ConfigError> {
+        let shared = Shared::new(config, memory, Clock::Manual(AtomicU64::new(0)), true)?;
+        Ok(Arc::new(Model { shared, threads: Mutex::default() }))
+    }
+
+    /// Manual: the next thing that a device does, however far in time it is. False if there is none.
     pub fn step(&self) -> bool {
-        false
+        self.shared.step_until(Nanos::MAX)
     }
 
     /// Manual: lets this much time pass, with everything that is due in it.
-    pub fn advance(&self, _ns: u64) {}
+    pub fn advance(&self, ns: Nanos) {
+        let until = self.shared.clock.now() + ns;
+        while self.shared.step_until(until) {}
+        self.shared.set_time(until);
+    }
 
     /// Manual: until nothing is left to do.
     pub fn settle(&self) {
@@ -83,8 +154,8 @@ impl Model {
     }
 
     /// The devices' clock, ns.
-    pub fn now(&self) -> u64 {
-        0
+    pub fn now(&self) -> Nanos {
+        self.shared.clock.now()
     }
 
     /// By name: `wq0.0`.
@@ -103,35 +174,219 @@ impl Model {
         all
     }
 
-    /// Writes a tree that looks like the kernel's.
-    pub fn write_tree(&self, directory: &Path) -> io::Result<Tree> {
-        Ok(Tree { sysfs: directory.join("sys"), dev: directory.join("dev") })
+    /// As it was configured.
+    pub fn config(&self) -> &ModelConfig {
+        &self.shared.config
     }
 
     /// Adds something that goes wrong from now on.
-    pub fn inject(&self, _script: Script) {}
+    pub fn inject(&self, script: &Script) {
+        for cell in &self.shared.cells {
+            cell.device.lock().unwrap().add_script(script.clone());
+        }
+    }
 
     /// Takes back all that was injected or configured.
-    pub fn clear_scripts(&self) {}
+    pub fn clear_scripts(&self) {
+        for cell in &self.shared.cells {
+            cell.device.lock().unwrap().clear_scripts();
+        }
+    }
 
-    /// Puts a device into the halt state.
-    pub fn halt(&self, _device: &str) {}
-
-    /// Disables a queue: `ENQCMD` is told to retry, what is in it is completed.
-    pub fn disable(&self, _queue: &str) {}
-
-    /// Enables a queue.
-    pub fn enable(&self, _queue: &str) {}
+    /// Puts a device into the halt state. False if there is no such device.
+    pub fn halt(&self, device: &str) -> bool {
+        self.on_device(device, Device::halt)
+    }
 
     /// Resets a device: everything in it is gone, and its queues are disabled.
-    pub fn reset(&self, _device: &str) {}
+    pub fn reset(&self, device: &str) -> bool {
+        self.on_device(device, Device::reset)
+    }
 
     /// Event log on or off.
-    pub fn event_log(&self, _device: &str, _on: bool) {}
+    pub fn event_log(&self, device: &str, on: bool) -> bool {
+        self.on_device(device, |device| device.set_event_log(on))
+    }
+
+    /// The software error register of a device, which is cleared.
+    pub fn take_software_error(&self, device: &str) -> Option<SoftwareError> {
+        let mut error = None;
+        self.on_device(device, |device| error = device.take_software_error());
+        error
+    }
+
+    fn on_device(&self, name: &str, act: impl FnOnce(&mut Device)) -> bool {
+        let Some(index) = self.shared.config.devices.iter().position(|device| device.name == name) else {
+            return false;
+        };
+        act(&mut self.shared.cells[index].device.lock().unwrap());
+        self.shared.cells[index].wake.notify_all();
+        true
+    }
+
+    /// Disables a queue: `ENQCMD` is told to retry, what is in it is completed. False if there is no such queue.
+    pub fn disable(&self, queue: &str) -> bool {
+        self.set_enabled(queue, false)
+    }
+
+    /// Enables a queue.
+    pub fn enable(&self, queue: &str) -> bool {
+        self.set_enabled(queue, true)
+    }
+
+    fn set_enabled(&self, name: &str, enabled: bool) -> bool {
+        let Some(queue) = self.queue(name) else { return false };
+        queue.lock().enable(queue.queue, enabled);
+        true
+    }
 
     /// Of all devices.
     pub fn counters(&self) -> Counters {
-        Counters::default()
+        let translations = self.shared.memory.translations();
+        let mut sum = Counters {
+            translation_misses: translations.misses,
+            translation_flushes: translations.flushes,
+            ..Counters::default()
+        };
+        for cell in &self.shared.cells {
+            let of = cell.device.lock().unwrap().accounts();
+            sum.descriptors += of.descriptors;
+            sum.batches += of.batches;
+            sum.bytes += of.bytes;
+            sum.faults += of.faults;
+            sum.page_requests += of.page_requests;
+            sum.retries += of.retries;
+            sum.overflows += of.overflows;
+            sum.software_errors += of.software_errors;
+            sum.event_log_records += of.event_log_records;
+            sum.lost_records += of.lost_records;
+            sum.device_ns += of.engine_ns;
+        }
+        sum
+    }
+}
+
+impl Drop for Model {
+    fn drop(&mut self) {
+        self.shared.stopped.store(true, Ordering::SeqCst);
+        for cell in &self.shared.cells {
+            // With the lock, so that no thread is between looking at `stopped` and going to sleep.
+            let device = cell.device.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            cell.wake.notify_all();
+            drop(device);
+        }
+        crate::tree::forget(&self.shared);
+        for thread in self.threads.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).drain(..) {
+            // A panic of an engine has been printed; here it must not become a second one.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn memory_of(config: &ModelConfig) -> Result<Arc<dyn AddressSpace>, ConfigError> {
+    match config.memory {
+        MemoryKind::Process => Ok(Arc::new(ProcessMemory::new().map_err(ConfigError::Memory)?)),
+    }
+}
+
+impl Shared {
+    fn new(
+        config: ModelConfig,
+        memory: Arc<dyn AddressSpace>,
+        clock: Clock,
+        paced: bool,
+    ) -> Result<Arc<Shared>, ConfigError> {
+        let mut cells = Vec::new();
+        for (index, device) in config.devices.iter().enumerate() {
+            if config.devices[..index].iter().any(|other| other.name == device.name) {
+                return Err(ConfigError::Refused {
+                    what: device.name.clone(),
+                    why: "there are two of that name".into(),
+                });
+            }
+            let seed = config.seed.wrapping_mul(0x9e37_79b9).wrapping_add(index as u64);
+            let mut core = Device::new(device, seed, paced)?;
+            for script in &config.faults {
+                core.add_script(script.clone());
+            }
+            cells.push(Cell { device: Mutex::new(core), wake: Condvar::new() });
+        }
+        Ok(Arc::new(Shared {
+            config,
+            cells,
+            memory,
+            clock,
+            stopped: AtomicBool::new(false),
+            scratch: Mutex::default(),
+        }))
+    }
+
+    /// One engine's thread.
+    fn engine(&self, index: usize) {
+        let cell = &self.cells[index];
+        let mut scratch = Scratch::default();
+        let mut device = cell.device.lock().unwrap();
+        while !self.stopped.load(Ordering::SeqCst) {
+            match device.poll(self.clock.now()) {
+                Step::Execute(job) => {
+                    // There may be more than this thread can take.
+                    cell.wake.notify_one();
+                    drop(device);
+                    let done = job.run(&*self.memory, &mut scratch);
+                    device = cell.device.lock().unwrap();
+                    device.finish(done);
+                }
+                // Under the lock: records are written in the order in which the device writes them.
+                Step::Write(write) => {
+                    let came = write.perform(&*self.memory);
+                    device.written(&write, came);
+                }
+                Step::Completed(_) => {}
+                Step::Idle { next } => {
+                    device = match next {
+                        None => cell.wake.wait(device).unwrap(),
+                        Some(at) => {
+                            let wait = Duration::from_nanos(at.saturating_sub(self.clock.now()));
+                            cell.wake.wait_timeout(device, wait).unwrap().0
+                        }
+                    };
+                }
+            }
+        }
+    }
+
+    fn set_time(&self, to: Nanos) {
+        if let Clock::Manual(now) = &self.clock {
+            now.fetch_max(to, Ordering::Relaxed);
+        }
+    }
+
+    /// Does the first thing that is due by then. False if there is none.
+    fn step_until(&self, until: Nanos) -> bool {
+        assert!(matches!(self.clock, Clock::Manual(_)), "only a manual model is stepped");
+        loop {
+            let due = |cell: &Cell| cell.device.lock().unwrap().next_event();
+            let first = self.cells.iter().enumerate().filter_map(|(index, cell)| Some((due(cell)?, index))).min();
+            let Some((at, index)) = first.filter(|&(at, _)| at <= until) else { return false };
+            self.set_time(at);
+            let mut device = self.cells[index].device.lock().unwrap();
+            match device.poll(self.clock.now()) {
+                Step::Execute(job) => {
+                    drop(device);
+                    let done = job.run(&*self.memory, &mut self.scratch.lock().unwrap());
+                    self.cells[index].device.lock().unwrap().finish(done);
+                    return true;
+                }
+                Step::Write(write) => {
+                    let came = write.perform(&*self.memory);
+                    device.written(&write, came);
+                    return true;
+                }
+                Step::Completed(_) => return true,
+                // What was due needed nothing from outside; the next may.
+                Step::Idle { .. } => {}
+            }
+        }
     }
 }
 
@@ -151,21 +406,116 @@ impl ModelQueue {
         &self.shared.config.devices[self.device]
     }
 
-    /// `ENQCMD`: true is accepted (ZF = 0).
-    pub fn enqcmd(&self, _bytes: &[u8; 64]) -> bool {
-        false
+    /// Its device's timing.
+    pub fn timing(&self) -> Timing {
+        self.device().timing.clone().unwrap_or_else(|| Timing::of(self.device().kind))
+    }
+
+    pub(crate) fn of(shared: &Arc<Shared>, device: usize, queue: usize) -> ModelQueue {
+        ModelQueue { shared: shared.clone(), device, queue }
+    }
+
+    pub(crate) fn parts(&self) -> (&Arc<Shared>, usize, usize) {
+        (&self.shared, self.device, self.queue)
+    }
+
+    fn cell(&self) -> &Cell {
+        &self.shared.cells[self.device]
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Device> {
+        self.cell().device.lock().unwrap()
+    }
+
+    fn submit(&self, posting: Posting, bytes: &[u8; 64]) -> Submitted {
+        if self.shared.stopped.load(Ordering::SeqCst) {
+            return if posting == Posting::Posted { Submitted::Dropped } else { Submitted::Retry };
+        }
+        let answer =
+            self.lock().submit(self.queue, posting, Payload::Descriptor(Box::new(*bytes)), self.shared.clock.now());
+        self.cell().wake.notify_one();
+        answer
+    }
+
+    /// `ENQCMD`: true is accepted (ZF = 0), false is retry.
+    ///
+    /// # Panics
+    ///
+    /// If the first four bytes are not zero: the instruction raises a general protection fault then, because PASID and Priv
+    /// come from the processor.
+    pub fn enqcmd(&self, bytes: &[u8; 64]) -> bool {
+        assert!(enqcmd_permits(bytes), "ENQCMD with PASID or Priv set is a general protection fault: {bytes:02x?}");
+        self.submit(Posting::NonPosted, bytes) == Submitted::Accepted
     }
 
     /// `MOVDIR64B`: nothing is learned.
-    pub fn movdir64b(&self, _bytes: &[u8; 64]) {}
+    pub fn movdir64b(&self, bytes: &[u8; 64]) {
+        self.submit(Posting::Posted, bytes);
+    }
 
-    /// `write(2)` on the character device: bytes taken, or the error number.
-    pub fn write(&self, _bytes: &[u8]) -> Result<usize, i32> {
+    /// `write(2)` on the character device: bytes taken, or the error number. The rules are the kernel's: whole
+    /// descriptors; no batch on DSA of version 1, where the kernel cannot see what the members would do; the record's address
+    /// aligned even if the descriptor has none; `EAGAIN` when a shared queue stays full; no flow control on a dedicated one.
+    pub fn write(&self, bytes: &[u8]) -> Result<usize, i32> {
+        if !bytes.len().is_multiple_of(64) {
+            return Err(libc::EINVAL);
+        }
+        let mut taken = 0;
+        for descriptor in bytes.chunks_exact(64) {
+            match self.write_one(descriptor.try_into().expect("chunks of 64")) {
+                Ok(()) => taken += 64,
+                Err(error) if taken == 0 => return Err(error),
+                Err(_) => break,
+            }
+        }
+        Ok(taken)
+    }
+
+    fn write_one(&self, descriptor: &[u8; 64]) -> Result<(), i32> {
+        let (dsa, version) = (self.device().kind == crate::config::Kind::Dsa, self.device().version);
+        if dsa && dsa::OPERATION.get(descriptor) as u8 == code::BATCH && version <= 0x100 {
+            return Err(libc::EINVAL);
+        }
+        let alignment = if dsa { dsa::record::BYTES } else { iaa::record::BYTES };
+        if !dsa::RECORD.get(descriptor).is_multiple_of(alignment as u64) {
+            return Err(libc::EINVAL);
+        }
+        let mut bytes = *descriptor;
+        // The kernel fills in PASID and privilege.
+        dsa::TRUSTED.set(&mut bytes, 0);
+        if self.config().mode == crate::config::Mode::Dedicated {
+            self.submit(Posting::Posted, &bytes);
+            return Ok(());
+        }
+        for _ in 0..RETRIES {
+            if self.submit(Posting::NonPosted, &bytes) == Submitted::Accepted {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
         Err(libc::EAGAIN)
     }
 
     /// Entries in use.
     pub fn occupancy(&self) -> u32 {
-        0
+        self.lock().occupancy(self.queue) as u32
     }
+
+    /// Accepted and not complete.
+    pub fn in_flight(&self) -> u32 {
+        self.lock().in_flight(self.queue) as u32
+    }
+
+    /// Whether it takes descriptors.
+    pub fn is_enabled(&self) -> bool {
+        !self.shared.stopped.load(Ordering::SeqCst) && self.lock().is_enabled(self.queue)
+    }
+}
+
+/// The kernel's default of `enqcmds_retries`.
+const RETRIES: u32 = 32;
+
+/// Whether `ENQCMD` takes these bytes (Intel SDM: the low 32 bits are reserved).
+pub(crate) fn enqcmd_permits(bytes: &[u8; 64]) -> bool {
+    dsa::TRUSTED.get(bytes) == 0
 }

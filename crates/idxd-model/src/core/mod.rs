@@ -1,11 +1,28 @@
 //! A device as a state machine, without threads and without clocks: descriptors and the time are passed in, work and
 //! writes come out.
+//!
+//! ```text
+//! submit ─> queue (size, threshold) ─> engine of the group ─> Step::Execute ─> finish ─┬─> engine free again
+//!           by priority                fetches a batch's list                          └─> Step::Write ─> written
+//! ```
+//!
+//! The owner calls [`Device::poll`] with the time until it says [`Step::Idle`]: what it is given to execute it may execute
+//! elsewhere and report with [`Device::finish`]; what it is given to write it writes at once and reports with
+//! [`Device::written`]. With [`Payload::Timed`] nothing is read or written: that is the mode for simulators.
 
+mod batch;
+mod device;
+mod queue;
+mod random;
 mod script;
 mod timing;
 
+pub use device::{Accounts, Device, SoftwareError};
 pub use script::{Script, What};
 pub use timing::{PageRequests, Timing};
+
+use crate::memory::{AddressSpace, Fault};
+use crate::ops::{self, Effects, Limits, Outcome, Record, Scratch};
 
 /// Nanoseconds of whichever clock the caller has.
 pub type Nanos = u64;
@@ -33,10 +50,12 @@ pub enum Payload {
 pub struct Timed {
     /// Given back with the completion.
     pub tag: u64,
-    /// Descriptors of a batch; 1 is a descriptor by itself.
+    /// Descriptors of a batch; up to 1 is a descriptor by itself.
     pub members: u32,
-    /// Source bytes of each.
+    /// Bytes of each: what is written, or, of operations that only read, all that is read.
     pub bytes: u64,
+    /// Whether it writes to a destination.
+    pub writes: bool,
     /// Pages of each whose translation is not cached.
     pub translation_misses: u32,
     /// Page requests of each (block on fault).
@@ -50,6 +69,166 @@ pub enum Submitted {
     Accepted,
     /// Retry: no room, or a queue that takes nothing.
     Retry,
-    /// A posted write that went nowhere; dedicated and full is `SWERROR` 0x53.
+    /// A posted write that went nowhere; dedicated and full is software error 0x53.
     Dropped,
+}
+
+/// What the owner of a device has to do next.
+#[derive(Debug)]
+pub enum Step {
+    /// Execute this and report with [`Device::finish`].
+    Execute(Job),
+    /// Do this write now and report with [`Device::written`].
+    Write(Write),
+    /// A [`Payload::Timed`] is complete.
+    Completed(Completed),
+    /// Nothing before this time, or before the next submission.
+    Idle {
+        /// When.
+        next: Option<Nanos>,
+    },
+}
+
+/// A completed [`Payload::Timed`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completed {
+    /// As submitted.
+    pub tag: u64,
+    /// The queue it was submitted to.
+    pub queue: usize,
+    /// When its record became visible.
+    pub at: Nanos,
+    /// When an engine took it out of the queue.
+    pub started: Nanos,
+}
+
+/// Work for an engine.
+#[derive(Debug)]
+pub struct Job {
+    pub(super) id: u64,
+    pub(super) engine: usize,
+    pub(super) task: Task,
+}
+
+#[derive(Debug)]
+pub(super) enum Task {
+    Descriptor {
+        bytes: Box<[u8; 64]>,
+        in_batch: bool,
+        limits: Limits,
+        effects: Effects,
+    },
+    /// A batch's list. Its address always blocks on fault where page requests are on (8.1.3, bit 1).
+    List {
+        address: u64,
+        count: usize,
+        page_requests: bool,
+    },
+}
+
+/// What came of a [`Job`].
+#[derive(Debug)]
+pub struct Done {
+    pub(super) id: u64,
+    pub(super) engine: usize,
+    pub(super) came: Came,
+}
+
+#[derive(Debug)]
+pub(super) enum Came {
+    Descriptor(Box<Outcome>),
+    List { descriptors: Vec<u8>, fault: Option<Fault>, page_requests: u32 },
+}
+
+impl Job {
+    /// The engine that does it.
+    pub fn engine(&self) -> usize {
+        self.engine
+    }
+
+    /// Does it.
+    pub fn run(&self, memory: &dyn AddressSpace, scratch: &mut Scratch) -> Done {
+        let came = match &self.task {
+            Task::Descriptor { bytes, in_batch, limits, effects } => {
+                Came::Descriptor(Box::new(ops::execute(bytes, *in_batch, limits, memory, scratch, effects)))
+            }
+            &Task::List { address, count, page_requests } => fetch(memory, address, count, page_requests),
+        };
+        Done { id: self.id, engine: self.engine, came }
+    }
+}
+
+/// Reads as many whole descriptors as can be read.
+fn fetch(memory: &dyn AddressSpace, address: u64, count: usize, page_requests: bool) -> Came {
+    let mut descriptors = vec![0; count * 64];
+    let (mut done, mut requests) = (0, 0);
+    loop {
+        match memory.read(address + done as u64, &mut descriptors[done..]) {
+            Ok(_) => return Came::List { descriptors, fault: None, page_requests: requests },
+            Err(fault) => {
+                done += fault.done;
+                requests += u32::from(page_requests);
+                if page_requests && requests < 64 && memory.resolve(fault.address, false) {
+                    continue;
+                }
+                descriptors.truncate(done / 64 * 64);
+                return Came::List { descriptors, fault: Some(fault), page_requests: requests };
+            }
+        }
+    }
+}
+
+/// A write that becomes visible now: a completion record, or data that a script has held back.
+#[derive(Debug)]
+pub struct Write {
+    pub(super) id: u64,
+    pub(super) what: Writing,
+}
+
+#[derive(Debug)]
+pub(super) enum Writing {
+    /// `page_requests`: whether the device may ask for the page; `kernel`: the event log's handler writes it.
+    Record {
+        address: u64,
+        record: Record,
+        page_requests: bool,
+        kernel: bool,
+    },
+    Data {
+        address: u64,
+        bytes: Vec<u8>,
+    },
+}
+
+/// What came of a [`Write`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Written {
+    /// It is there.
+    Done,
+    /// It is there, after a page request.
+    Requested,
+    /// The address could not be translated.
+    Faulted,
+}
+
+impl Write {
+    /// Does it.
+    pub fn perform(&self, memory: &dyn AddressSpace) -> Written {
+        match &self.what {
+            Writing::Data { address, bytes } => match memory.write(*address, bytes) {
+                Ok(_) => Written::Done,
+                Err(_) => Written::Faulted,
+            },
+            Writing::Record { address, record, page_requests, kernel } => {
+                if memory.write_record(*address, record.as_bytes()).is_ok() {
+                    return Written::Done;
+                }
+                let may = *page_requests || *kernel;
+                if may && memory.resolve(*address, true) && memory.write_record(*address, record.as_bytes()).is_ok() {
+                    return Written::Requested;
+                }
+                Written::Faulted
+            }
+        }
+    }
 }

@@ -2,6 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::Nanos;
+use super::random::Random;
+use crate::ops::Effects;
+use crate::table::dsa::{self, code};
+
 /// One thing that goes wrong, and when.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -10,7 +15,7 @@ pub struct Script {
     pub device: Option<String>,
     /// Only on this queue.
     pub queue: Option<String>,
-    /// Only operations with this code.
+    /// Only operations with this code. Batches and drains are met only when they are named here.
     pub opcode: Option<u8>,
     /// The n-th matching descriptor (from 0).
     pub nth: Option<u64>,
@@ -25,12 +30,18 @@ pub struct Script {
 }
 
 /// What happens.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum What {
-    /// A page fault that cannot be resolved, at this share (per mille) of the transfer.
-    #[default]
-    PageFault,
+    /// A page fault.
+    PageFault {
+        /// After this share of the transfer size has been read and written.
+        #[serde(default)]
+        per_mille: u32,
+        /// Whether a page request resolves it, where the descriptor blocks on faults.
+        #[serde(default)]
+        resolvable: bool,
+    },
     /// One bit of the result is wrong: of the data written if there is any, else of the record.
     WrongResult,
     /// The data is written so many ns after the record.
@@ -38,7 +49,7 @@ pub enum What {
         /// How long after.
         delay_ns: u64,
     },
-    /// Data and record come so many ns later than they should.
+    /// Data and record come so many ns later than they should; the engine works on.
     Late {
         /// How much later.
         delay_ns: u64,
@@ -48,15 +59,107 @@ pub enum What {
         /// How many times.
         factor: u32,
     },
-    /// Never completes, and keeps its engine.
+    /// Never completes, and keeps its engine until the device is reset.
     Hang,
     /// Is done, but its record is never written.
     DropCompletion,
-    /// The hardware says so: this status.
+    /// Fails with this status.
     Status {
         /// The code.
         code: u8,
     },
     /// The device halts when it comes to this descriptor.
     Halt,
+}
+
+impl Default for What {
+    fn default() -> What {
+        What::PageFault { per_mille: 0, resolvable: false }
+    }
+}
+
+/// A script and how often it has been met.
+#[derive(Clone, Debug)]
+pub(super) struct Active {
+    script: Script,
+    met: u64,
+    fired: u64,
+}
+
+/// All that happens to one descriptor.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Fate {
+    pub(super) effects: Effects,
+    pub(super) late_data: Option<Nanos>,
+    pub(super) late: Nanos,
+    pub(super) slow: u32,
+    pub(super) hang: bool,
+    pub(super) dropped: bool,
+    pub(super) halt: bool,
+}
+
+impl Active {
+    pub(super) fn new(script: Script) -> Active {
+        Active { script, met: 0, fired: 0 }
+    }
+
+    fn fires(&mut self, device: &str, queue: &str, operation: u8, random: &mut Random) -> bool {
+        let script = &self.script;
+        let control = matches!(operation, code::BATCH | code::DRAIN);
+        let here = script.device.as_deref().is_none_or(|only| only == device)
+            && script.queue.as_deref().is_none_or(|only| only == queue)
+            && script.opcode.map_or(!control, |only| only == operation);
+        if !here {
+            return false;
+        }
+        let met = self.met;
+        self.met += 1;
+        let now = script.nth.is_none_or(|nth| nth == met)
+            && script.every.is_none_or(|every| (met + 1).is_multiple_of(every.max(1)))
+            && script.per_mille.is_none_or(|share| random.below(1000) < u64::from(share))
+            && script.limit.is_none_or(|limit| self.fired < limit);
+        self.fired += u64::from(now);
+        now
+    }
+}
+
+/// What the scripts do to this descriptor.
+pub(super) fn fate(
+    scripts: &mut [Active],
+    device: &str,
+    queue: &str,
+    descriptor: &[u8; 64],
+    random: &mut Random,
+) -> Fate {
+    let mut fate = Fate::default();
+    if scripts.is_empty() {
+        return fate;
+    }
+    let operation = dsa::OPERATION.get(descriptor) as u8;
+    for active in scripts {
+        if !active.fires(device, queue, operation, random) {
+            continue;
+        }
+        match active.script.what {
+            What::PageFault { per_mille, resolvable } => {
+                fate.effects.fault_after = Some(dsa::SIZE.get(descriptor) * u64::from(per_mille) / 1000);
+                fate.effects.resolvable = resolvable;
+            }
+            What::WrongResult => fate.effects.corrupt = true,
+            What::LateData { delay_ns } => {
+                fate.effects.defer = true;
+                fate.late_data = Some(delay_ns);
+            }
+            What::Late { delay_ns } => {
+                fate.effects.defer = true;
+                fate.late = fate.late.max(delay_ns);
+            }
+            What::Slow { factor } => fate.slow = factor.max(1),
+            What::Hang => fate.hang = true,
+            What::DropCompletion => fate.dropped = true,
+            What::Status { code } => fate.effects.status = Some(code),
+            What::Halt => fate.halt = true,
+        }
+    }
+    fate
 }

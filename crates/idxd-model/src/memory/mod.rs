@@ -1,28 +1,39 @@
 //! What a device sees of memory: a translation that can fail, then bytes.
 
+mod double;
 mod process;
+mod regions;
+mod scripted;
 
+pub use double::{PageState, TestMemory};
 pub use process::ProcessMemory;
+pub use scripted::{Rule, ScriptedMemory};
 
 /// Why an access stopped, and where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The first address that could not be reached.
     pub address: u64,
-    /// Whether it was to be written.
-    pub write: bool,
     /// Bytes before it that were read or written.
     pub done: usize,
 }
 
 /// The memory that a device reaches, through page tables that it does not own.
 pub trait AddressSpace: Send + Sync + std::fmt::Debug {
-    /// Reads; on a fault the bytes before it are valid.
-    fn read(&self, address: u64, into: &mut [u8]) -> Result<(), Fault>;
-    /// Writes; on a fault the bytes before it are written.
-    fn write(&self, address: u64, from: &[u8]) -> Result<(), Fault>;
+    /// Reads; on a fault the bytes before it are valid. Returns how many pages had no cached translation.
+    fn read(&self, address: u64, into: &mut [u8]) -> Result<u32, Fault>;
+    /// Writes; on a fault the bytes before it are written. Returns how many pages had no cached translation.
+    fn write(&self, address: u64, from: &[u8]) -> Result<u32, Fault>;
     /// Page request: makes the page present as the kernel would. False is an *invalid request* response.
     fn resolve(&self, address: u64, write: bool) -> bool;
+
+    /// Writes a completion record: its first byte is seen last.
+    fn write_record(&self, address: u64, record: &[u8]) -> Result<u32, Fault> {
+        self.write(address + 1, &record[1..])?;
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+        self.write(address, &record[..1])
+    }
+
     /// What the device's translation cache has seen.
     fn translations(&self) -> Translations {
         Translations::default()
@@ -36,8 +47,24 @@ pub struct Translations {
     pub hits: u64,
     /// Pages asked of the IOMMU.
     pub misses: u64,
-    /// Pages that had been translated and are no longer so.
+    /// Pages that had been translated and, when seen again, were no longer so: an invalidation had come between.
     pub flushes: u64,
     /// Accesses that could not be translated.
     pub faults: u64,
+    /// Page requests that made a page present.
+    pub resolved: u64,
+}
+
+const PAGE: u64 = 4096;
+
+/// The pages that a range touches: first page number, and how many.
+fn pages(address: u64, bytes: usize) -> (u64, usize) {
+    let first = address / PAGE;
+    let last = address.saturating_add(bytes as u64 - 1) / PAGE;
+    (first, (last - first + 1) as usize)
+}
+
+/// Bytes of a range that lie before page number `first + index`.
+fn bytes_before(address: u64, first: u64, index: usize) -> usize {
+    ((first + index as u64) * PAGE).saturating_sub(address) as usize
 }

@@ -1,21 +1,221 @@
 //! This process's own memory, as its page tables have it.
+//!
+//! A device with shared virtual memory walks the process's page tables and takes what they say: a page that was never
+//! touched is not there for it, however valid the mapping is. So every access first asks `/proc/self/pagemap`, and only
+//! pages that are present are read or written, with `process_vm_readv` and `process_vm_writev` on this very process: what
+//! permissions forbid, or what was unmapped in the meantime, is an error number there, never a signal.
+//!
+//! Known to be less exact than hardware: a page made read-only by `fork` counts as writable again once the child is gone,
+//! though its page table entry stays read-only until the CPU writes; pages that NUMA balancing hides for a moment count as
+//! present; and between the question and the access the page can vanish, in which case the kernel brings it back (on
+//! memory registered with userfaultfd the engine then waits for whoever serves it).
 
-use super::{AddressSpace, Fault};
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::regions::Regions;
+use super::{AddressSpace, Fault, PAGE, Translations, bytes_before, pages};
+
+// Bits of a pagemap entry (Documentation/admin-guide/mm/pagemap.rst).
+const EXCLUSIVE: u64 = 1 << 56;
+const WRITE_PROTECTED: u64 = 1 << 57;
+const FILE: u64 = 1 << 61;
+const PRESENT: u64 = 1 << 63;
+/// What a change of means that the translation is another: all but soft-dirty.
+const IDENTITY: u64 = !(1 << 55);
+
+/// Pages looked up at once.
+const ENTRIES: usize = 64;
+/// Translations that are remembered.
+const CACHE: usize = 1 << 16;
 
 /// This process.
-#[derive(Debug, Default)]
-pub struct ProcessMemory;
+#[derive(Debug)]
+pub struct ProcessMemory {
+    pagemap: File,
+    regions: Regions,
+    cache: Mutex<HashMap<u64, u64>>,
+    hits: AtomicU64,
+    misses: AtomicU64,
+    flushes: AtomicU64,
+    faults: AtomicU64,
+    resolved: AtomicU64,
+}
+
+impl ProcessMemory {
+    /// Opens the page tables. Fails where `/proc` is not mounted.
+    pub fn new() -> io::Result<ProcessMemory> {
+        Ok(ProcessMemory {
+            pagemap: File::open("/proc/self/pagemap")?,
+            regions: Regions::default(),
+            cache: Mutex::default(),
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
+            flushes: AtomicU64::new(0),
+            faults: AtomicU64::new(0),
+            resolved: AtomicU64::new(0),
+        })
+    }
+
+    /// Whether the device could write to a page with this entry.
+    fn writable(&self, entry: u64, page: u64) -> bool {
+        if entry & WRITE_PROTECTED != 0 {
+            return false;
+        }
+        if entry & FILE != 0 {
+            // A page of a file: written in place if the mapping is shared, copied on write if it is private.
+            return self.regions.shared(page * PAGE);
+        }
+        // Anonymous: the shared zero page, pages shared with a child and merged ones are mapped by others too.
+        entry & EXCLUSIVE != 0
+    }
+
+    /// How many bytes of the range can be reached, and the first page that cannot.
+    fn translate(&self, address: u64, bytes: usize, write: bool, misses: &mut u32) -> (usize, Option<u64>) {
+        let (first, count) = pages(address, bytes);
+        let mut buffer = [0_u8; ENTRIES * 8];
+        let mut cache = self.cache.lock().unwrap();
+        for start in (0..count).step_by(ENTRIES) {
+            let part = ENTRIES.min(count - start);
+            let from = (first + start as u64).saturating_mul(8);
+            // Beyond the end of the address space the file is shorter: nothing is present there.
+            let got = self.pagemap.read_at(&mut buffer[..part * 8], from).unwrap_or(0);
+            buffer[got - got % 8..part * 8].fill(0);
+            for (index, entry) in buffer[..part * 8].chunks_exact(8).enumerate() {
+                let entry = u64::from_le_bytes(entry.try_into().unwrap());
+                let page = first + (start + index) as u64;
+                let usable = entry & PRESENT != 0 && (!write || self.writable(entry, page));
+                match cache.get(&page) {
+                    Some(&known) if known & IDENTITY == entry & IDENTITY => {
+                        self.hits.fetch_add(1, Ordering::Relaxed);
+                    }
+                    known => {
+                        if known.is_some() {
+                            self.flushes.fetch_add(1, Ordering::Relaxed);
+                            cache.remove(&page);
+                        }
+                        *misses += 1;
+                        self.misses.fetch_add(1, Ordering::Relaxed);
+                        if entry & PRESENT != 0 {
+                            if cache.len() >= CACHE {
+                                cache.clear();
+                            }
+                            cache.insert(page, entry);
+                        }
+                    }
+                }
+                if !usable {
+                    self.faults.fetch_add(1, Ordering::Relaxed);
+                    return (bytes_before(address, first, start + index), Some((page * PAGE).max(address)));
+                }
+            }
+        }
+        (bytes, None)
+    }
+
+    /// `call` moves up to so many bytes and returns how many, or less than 0.
+    fn transfer(
+        &self,
+        address: u64,
+        bytes: usize,
+        write: bool,
+        mut call: impl FnMut(usize, usize) -> isize,
+    ) -> Result<u32, Fault> {
+        let mut misses = 0;
+        if bytes == 0 {
+            return Ok(0);
+        }
+        let (reachable, fault) = self.translate(address, bytes, write, &mut misses);
+        let mut done = 0;
+        while done < reachable {
+            match call(done, reachable - done) {
+                moved if moved > 0 => done += moved as usize,
+                _ => {
+                    // Permissions, or gone since it was looked up.
+                    self.faults.fetch_add(1, Ordering::Relaxed);
+                    return Err(Fault { address: address + done as u64, done });
+                }
+            }
+        }
+        match fault {
+            None => Ok(misses),
+            Some(address) => Err(Fault { address, done }),
+        }
+    }
+}
+
+/// Reads from this process through the kernel: what cannot be read is an error.
+fn read_self(address: u64, into: &mut [u8]) -> isize {
+    let local = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
+    let remote = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: into.len() };
+    // SAFETY: `local` is the caller's buffer, for as long as the call takes; the remote address is checked by the kernel.
+    unsafe { libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) }
+}
+
+/// Writes to this process through the kernel.
+///
+/// A device writes to whatever memory its submitter has named; that the submitter may hand this memory to a device is the
+/// contract of the real portal as well, which is why the submitting functions of drivers are `unsafe`.
+fn write_self(address: u64, from: &[u8]) -> isize {
+    let local = libc::iovec { iov_base: from.as_ptr().cast_mut().cast(), iov_len: from.len() };
+    let remote = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: from.len() };
+    // SAFETY: `local` is only read; the remote address is checked by the kernel.
+    unsafe { libc::process_vm_writev(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) }
+}
 
 impl AddressSpace for ProcessMemory {
-    fn read(&self, address: u64, _into: &mut [u8]) -> Result<(), Fault> {
-        Err(Fault { address, write: false, done: 0 })
+    fn read(&self, address: u64, into: &mut [u8]) -> Result<u32, Fault> {
+        self.transfer(address, into.len(), false, |done, left| {
+            read_self(address + done as u64, &mut into[done..done + left])
+        })
     }
 
-    fn write(&self, address: u64, _from: &[u8]) -> Result<(), Fault> {
-        Err(Fault { address, write: true, done: 0 })
+    fn write(&self, address: u64, from: &[u8]) -> Result<u32, Fault> {
+        self.transfer(address, from.len(), true, |done, left| {
+            write_self(address + done as u64, &from[done..done + left])
+        })
     }
 
-    fn resolve(&self, _address: u64, _write: bool) -> bool {
-        false
+    fn resolve(&self, address: u64, write: bool) -> bool {
+        // The IOMMU's fault path cannot wait, and userfaultfd would have to: it answers *invalid* there.
+        if self.regions.userfault(address) {
+            return false;
+        }
+        let mut byte = [0];
+        if read_self(address, &mut byte) != 1 {
+            return false;
+        }
+        // Making a page writable without changing it: no write of ours can do that to a byte that the CPU may be writing
+        // at the same moment, so the kernel is asked to populate the page.
+        if write {
+            let page = (address & !(PAGE - 1)) as *mut libc::c_void;
+            // SAFETY: populating faults the page in as an access would; no content is changed.
+            if unsafe { libc::madvise(page, PAGE as usize, libc::MADV_POPULATE_WRITE) } != 0 {
+                return false;
+            }
+        }
+        self.resolved.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    fn write_record(&self, address: u64, record: &[u8]) -> Result<u32, Fault> {
+        // One translation for the record, which never crosses a page; two writes, the status last.
+        let misses = self.write(address + 1, &record[1..])?;
+        std::sync::atomic::fence(Ordering::SeqCst);
+        if write_self(address, &record[..1]) == 1 { Ok(misses) } else { Err(Fault { address, done: 0 }) }
+    }
+
+    fn translations(&self) -> Translations {
+        Translations {
+            hits: self.hits.load(Ordering::Relaxed),
+            misses: self.misses.load(Ordering::Relaxed),
+            flushes: self.flushes.load(Ordering::Relaxed),
+            faults: self.faults.load(Ordering::Relaxed),
+            resolved: self.resolved.load(Ordering::Relaxed),
+        }
     }
 }

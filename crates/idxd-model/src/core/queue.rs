@@ -1,0 +1,89 @@
+//! A work queue: what fits, what is waiting, what is still on its way.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use super::{Nanos, Payload};
+use crate::config::{Mode, QueueConfig};
+use crate::ops::Limits;
+
+/// Something in a queue.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) sequence: u64,
+    pub(super) payload: Payload,
+    pub(super) arrived: Nanos,
+}
+
+#[derive(Debug)]
+pub(super) struct Queue {
+    pub(super) config: QueueConfig,
+    pub(super) limits: Limits,
+    pub(super) enabled: bool,
+    pub(super) entries: VecDeque<Entry>,
+    /// Accepted and not complete, by sequence.
+    pub(super) outstanding: BTreeSet<u64>,
+    /// Drains that wait for everything before them.
+    pub(super) drains: Vec<Entry>,
+    /// Turns taken, each worth the inverse of the priority: the least is next.
+    pub(super) turns: u64,
+    sequence: u64,
+}
+
+impl Queue {
+    pub(super) fn new(config: QueueConfig, limits: Limits) -> Queue {
+        Queue {
+            config,
+            limits,
+            enabled: true,
+            entries: VecDeque::new(),
+            outstanding: BTreeSet::new(),
+            drains: Vec::new(),
+            turns: 0,
+            sequence: 0,
+        }
+    }
+
+    /// Entries that a client may use: 5.3, *limited portal*.
+    pub(super) fn room(&self) -> usize {
+        match self.config.mode {
+            Mode::Shared if self.config.threshold > 0 => self.config.threshold as usize,
+            _ => self.config.size as usize,
+        }
+    }
+
+    pub(super) fn push(&mut self, payload: Payload, arrived: Nanos) {
+        self.outstanding.insert(self.sequence);
+        self.entries.push_back(Entry { sequence: self.sequence, payload, arrived });
+        self.sequence += 1;
+    }
+
+    /// Ends an entry; returns the drains that have waited for it.
+    pub(super) fn complete(&mut self, sequence: u64) -> Vec<Entry> {
+        self.outstanding.remove(&sequence);
+        if self.drains.is_empty() {
+            return Vec::new();
+        }
+        let mut ready = Vec::new();
+        let mut index = 0;
+        while index < self.drains.len() {
+            if self.clear_before(self.drains[index].sequence) {
+                ready.push(self.drains.swap_remove(index));
+            } else {
+                index += 1;
+            }
+        }
+        ready
+    }
+
+    /// Whether everything before this entry is complete.
+    pub(super) fn clear_before(&self, sequence: u64) -> bool {
+        self.outstanding.first().is_none_or(|&first| first >= sequence)
+    }
+
+    /// Forgets everything: reset or halt.
+    pub(super) fn clear(&mut self) {
+        self.entries.clear();
+        self.outstanding.clear();
+        self.drains.clear();
+    }
+}

@@ -1,0 +1,1 @@
+//! Which test shows which row of the specification.

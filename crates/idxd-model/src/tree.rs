@@ -1,0 +1,228 @@
+//! A directory that looks like the kernel's: sysfs attributes of devices, queues, engines and groups, and device files that
+//! can be mapped. Drivers are pointed at it in place of `/sys/bus/dsa/devices` and `/dev`.
+//!
+//! A mapped device file is only memory; what makes it a portal is [`crate::trap`]. A `write` to it goes nowhere.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, Weak};
+
+use crate::config::{DeviceConfig, Kind, Mode, QueueConfig};
+use crate::model::{Model, ModelQueue, Shared};
+use crate::table::{dsa, iaa};
+
+/// Where a fake tree was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tree {
+    /// In place of `/sys/bus/dsa/devices`.
+    pub sysfs: PathBuf,
+    /// In place of `/dev`.
+    pub dev: PathBuf,
+}
+
+/// A device file that is a portal.
+#[derive(Debug)]
+struct Portal {
+    device_number: u64,
+    inode: u64,
+    shared: Weak<Shared>,
+    device: usize,
+    queue: usize,
+}
+
+static PORTALS: Mutex<Vec<Portal>> = Mutex::new(Vec::new());
+
+/// The queue whose device file this is.
+pub(crate) fn portal(device_number: u64, inode: u64) -> Option<ModelQueue> {
+    let portals = PORTALS.lock().unwrap();
+    let found = portals.iter().find(|portal| portal.device_number == device_number && portal.inode == inode)?;
+    Some(ModelQueue::of(&found.shared.upgrade()?, found.device, found.queue))
+}
+
+/// A model that is stopped has no portals.
+pub(crate) fn forget(shared: &Arc<Shared>) {
+    let mut portals = PORTALS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    portals.retain(|portal| !std::ptr::eq(portal.shared.as_ptr(), Arc::as_ptr(shared)));
+}
+
+impl Model {
+    /// Writes the tree into an existing directory.
+    pub fn write_tree(&self, directory: &Path) -> io::Result<Tree> {
+        let tree = Tree { sysfs: directory.join("sys"), dev: directory.join("dev") };
+        for queue in self.queues() {
+            let file = tree.dev.join(class(queue.device().kind)).join(queue.name());
+            fs::create_dir_all(file.parent().expect("it has just been joined"))?;
+            fs::write(&file, [0; 4096])?;
+            let status = fs::metadata(&file)?;
+            let (shared, device, index) = queue.parts();
+            PORTALS.lock().unwrap().push(Portal {
+                device_number: status.dev(),
+                inode: status.ino(),
+                shared: Arc::downgrade(shared),
+                device,
+                queue: index,
+            });
+        }
+        for device in &self.config().devices {
+            write_device(&tree.sysfs, device)?;
+        }
+        Ok(tree)
+    }
+}
+
+fn class(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Dsa => "dsa",
+        Kind::Iaa => "iax",
+    }
+}
+
+/// Writes attributes, each with the newline that the kernel ends it with.
+fn attributes(directory: &Path, values: &[(&str, String)]) -> io::Result<()> {
+    fs::create_dir_all(directory)?;
+    values.iter().try_for_each(|(name, value)| fs::write(directory.join(name), format!("{value}\n")))
+}
+
+fn write_device(sysfs: &Path, device: &DeviceConfig) -> io::Result<()> {
+    let directory = sysfs.join(&device.name);
+    let number: String = device.name.chars().filter(char::is_ascii_digit).collect();
+    let groups = device.queues.iter().map(|queue| queue.group_id + 1).max().unwrap_or(1).max(4);
+    let mut values = vec![
+        ("version", format!("{:#x}", device.version)),
+        ("cdev_major", "241".into()),
+        ("errors", "0x0 0x0 0x0 0x0".into()),
+        ("max_work_queues_size", device.max_work_queues_size.to_string()),
+        ("max_engines", device.engines.to_string()),
+        ("max_groups", groups.to_string()),
+        ("max_read_buffers", "96".into()),
+        ("max_transfer_size", device.max_transfer_size.to_string()),
+        ("max_work_queues", "8".into()),
+        ("numa_node", device.numa_node.to_string()),
+        ("op_cap", op_cap(device)),
+        ("gen_cap", format!("{:#x}", gen_cap(device))),
+        ("pasid_enabled", "1".into()),
+        ("state", "enabled".into()),
+        ("configurable", "1".into()),
+        ("read_buffer_limit", "0".into()),
+        ("cmd_status", "0x0".into()),
+        ("clients", "0".into()),
+        ("event_log_size", if device.event_log { "64" } else { "0" }.into()),
+    ];
+    match device.kind {
+        Kind::Dsa => values.push(("max_batch_size", device.max_batch_size.to_string())),
+        Kind::Iaa => values.push(("iaa_cap", "0x0".into())),
+    }
+    attributes(&directory, &values)?;
+    for (minor, queue) in device.queues.iter().enumerate() {
+        write_queue(&directory, device, queue, minor)?;
+        link(sysfs, &device.name, &queue.name)?;
+    }
+    for engine in 0..device.engines {
+        let name = format!("engine{number}.{engine}");
+        let group = device.engine_groups.get(engine as usize).copied().unwrap_or(0);
+        attributes(&directory.join(&name), &[("group_id", group.to_string())])?;
+        link(sysfs, &device.name, &name)?;
+    }
+    for group in 0..groups {
+        let name = format!("group{number}.{group}");
+        let of = |names: Vec<String>| names.join(" ");
+        let queues = device.queues.iter().filter(|queue| queue.group_id == group).map(|queue| queue.name.clone());
+        let engine_group = |engine: &u32| device.engine_groups.get(*engine as usize).copied().unwrap_or(0) == group;
+        let engines = (0..device.engines).filter(engine_group).map(|engine| format!("engine{number}.{engine}"));
+        let values = [
+            ("work_queues", of(queues.collect())),
+            ("engines", of(engines.collect())),
+            ("use_read_buffer_limit", "0".into()),
+            ("read_buffers_allowed", "96".into()),
+            ("read_buffers_reserved", "0".into()),
+            ("traffic_class_a", "1".into()),
+            ("traffic_class_b", "1".into()),
+            ("desc_progress_limit", "0".into()),
+            ("batch_progress_limit", "0".into()),
+        ];
+        attributes(&directory.join(&name), &values)?;
+        link(sysfs, &device.name, &name)?;
+    }
+    Ok(())
+}
+
+/// On the bus all of them are side by side.
+fn link(sysfs: &Path, device: &str, name: &str) -> io::Result<()> {
+    let at = sysfs.join(name);
+    match fs::remove_file(&at) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    symlink(Path::new(device).join(name), at)
+}
+
+fn write_queue(directory: &Path, device: &DeviceConfig, queue: &QueueConfig, minor: usize) -> io::Result<()> {
+    let flag = |on: bool| u8::from(on).to_string();
+    let mode = if queue.mode == Mode::Shared { "shared" } else { "dedicated" };
+    let threshold = match (queue.mode, queue.threshold) {
+        (Mode::Dedicated, _) => 0,
+        (Mode::Shared, 0) => queue.size,
+        (Mode::Shared, threshold) => threshold,
+    };
+    let mut values = vec![
+        ("block_on_fault", flag(queue.block_on_fault)),
+        ("group_id", queue.group_id.to_string()),
+        ("size", queue.size.to_string()),
+        ("type", queue.owner.clone()),
+        ("cdev_minor", minor.to_string()),
+        ("mode", mode.into()),
+        ("priority", queue.priority.to_string()),
+        ("state", "enabled".into()),
+        ("threshold", threshold.to_string()),
+        ("max_transfer_size", queue.max_transfer_size.to_string()),
+        ("ats_disable", flag(queue.ats_disable)),
+        ("prs_disable", flag(queue.prs_disable)),
+        ("occupancy", "0".into()),
+        ("enqcmds_retries", "32".into()),
+        ("op_config", op_cap(device)),
+        ("driver_name", queue.driver_name.clone()),
+        ("name", queue.label.clone()),
+        ("clients", "0".into()),
+    ];
+    if device.kind == Kind::Dsa {
+        values.push(("max_batch_size", queue.max_batch_size.to_string()));
+    }
+    attributes(&directory.join(&queue.name), &values)
+}
+
+/// 256 bits, a bit per operation code, as the kernel prints bitmaps. On version 1 of DSA it hides batches, because it does
+/// not take them from `write`.
+fn op_cap(device: &DeviceConfig) -> String {
+    let operations = if device.kind == Kind::Dsa { dsa::OPERATIONS } else { iaa::OPERATIONS };
+    let mut words = [0_u32; 8];
+    for operation in operations {
+        let hidden = device.kind == Kind::Dsa && device.version <= 0x100 && operation.code == dsa::code::BATCH;
+        if !hidden {
+            words[usize::from(operation.code) / 32] |= 1 << (operation.code % 32);
+        }
+    }
+    let text: Vec<String> = words.iter().rev().map(|word| format!("{word:08x}")).collect();
+    text.join(",")
+}
+
+/// Bits of GENCAP (DSA 9.2.2): what the configuration says, and the two limits as logarithms.
+fn gen_cap(device: &DeviceConfig) -> u64 {
+    let bit = |on: bool, at: u32| u64::from(on) << at;
+    let logarithm = |value: u64| u64::from(value.max(1).ilog2());
+    let batch = if device.kind == Kind::Dsa { logarithm(u64::from(device.max_batch_size)) } else { 0 };
+    let log = if device.version >= 0x200 || device.event_log { 1 } else { 0 };
+    let decompress = device.kind == Kind::Iaa;
+    bit(device.page_requests, 0)
+        | bit(device.overlapping_copy, 1)
+        | bit(device.cache_control, 2)
+        | bit(device.destination_readback, 8)
+        | log << 13
+        | bit(device.version >= 0x200, 15)
+        | logarithm(device.max_transfer_size) << 16
+        | batch << 21
+        | bit(true, 31)
+        | bit(decompress, 40)
+        | bit(device.batch_of_one, 52)
+}

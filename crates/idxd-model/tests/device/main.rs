@@ -1,0 +1,4 @@
+//! The devices seen from outside: 64 bytes in, records and memory out.
+
+mod common;
+mod operations;
