@@ -76,6 +76,11 @@ impl Batch {
         dsa::FLAGS.get(self.member(index)) as u32 & dsa::FENCE != 0
     }
 
+    /// Whether [`Batch::next`] would say something other than that it waits.
+    pub(super) fn can_go_on(&self) -> bool {
+        !self.stretch.is_empty() || self.rest >= self.count() || self.pending == 0 || !self.fenced(self.rest)
+    }
+
     pub(super) fn next(&mut self, reorder: bool, random: &mut Random) -> Next {
         if self.stretch.is_empty() && self.rest < self.count() && !self.abandoned {
             if self.fenced(self.rest) {

@@ -244,10 +244,10 @@ impl Device {
 
     /// When [`Device::poll`] will have something, if nothing is submitted: now if an engine could take something.
     pub fn next_event(&self) -> Option<Nanos> {
-        let waiting = self.engines.iter().any(|engine| {
-            !engine.busy
-                && engine.batch.is_none()
-                && self.groups[engine.group].iter().any(|&queue| !self.queues[queue].entries.is_empty())
+        let waiting = self.engines.iter().any(|engine| match engine.batch {
+            _ if engine.busy => false,
+            Some(batch) => self.batches.get(&batch).is_some_and(Batch::can_go_on),
+            None => self.groups[engine.group].iter().any(|&queue| !self.queues[queue].entries.is_empty()),
         });
         if waiting && self.state == State::Enabled {
             return Some(self.time);

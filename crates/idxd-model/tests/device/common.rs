@@ -215,7 +215,10 @@ pub(crate) struct Mapping {
 
 impl Mapping {
     pub(crate) fn anonymous(bytes: usize, protection: i32) -> Mapping {
-        Mapping::map(bytes, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
+        let mapping = Mapping::map(bytes, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+        // Tests that fork would otherwise make the pages of all tests copy-on-write for a while.
+        mapping.advise(0, bytes, libc::MADV_DONTFORK);
+        mapping
     }
 
     pub(crate) fn map(bytes: usize, protection: i32, flags: i32, file: i32) -> Mapping {

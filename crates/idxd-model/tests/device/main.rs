@@ -2,3 +2,5 @@
 
 mod common;
 mod operations;
+mod process;
+mod queues;
