@@ -230,7 +230,7 @@ impl WorkQueue {
 
     /// A no-op, sent and completed.
     fn prove(&self, deadline: Duration) -> Result<(), NotProven> {
-        let record = Box::new(iaa::CompletionRecord::new());
+        let record = Arc::new(iaa::CompletionRecord::new());
         let noop = Descriptor::noop().with_record(record.address());
         match self.run(&noop, record, (), deadline)? {
             Status::Success => Ok(()),
@@ -257,8 +257,8 @@ impl WorkQueue {
             (Way::Enqcmd | Way::Movdir64b, Some(true)) => return Ok(self.info.max_batch),
             _ => {}
         }
-        let members = Box::new([Descriptor::noop(), Descriptor::noop()]);
-        let record = Box::new(iaa::CompletionRecord::new());
+        let members = Arc::new([Descriptor::noop(), Descriptor::noop()]);
+        let record = Arc::new(iaa::CompletionRecord::new());
         let list = members.as_ptr().expose_provenance() as u64;
         let batch = Descriptor::batch(list, members.len() as u32).with_record(record.address());
         match self.run(&batch, record, members, deadline) {
@@ -270,11 +270,12 @@ impl WorkQueue {
     }
 
     /// Sends one descriptor of the queue's own and waits for its record. `named` is what else the descriptor names. If there
-    /// is no answer both are leaked: the device may still write them.
+    /// is no answer both are leaked: the device may still write them. (Behind an `Arc` rather than a `Box`, which may not be moved
+    /// while somebody else has the address: a box claims to be the only way to its contents.)
     fn run<N>(
         &self,
         descriptor: &Descriptor,
-        record: Box<iaa::CompletionRecord>,
+        record: Arc<iaa::CompletionRecord>,
         named: N,
         deadline: Duration,
     ) -> Result<Status, NotProven> {
@@ -308,8 +309,7 @@ impl WorkQueue {
                 Ok(status)
             }
             None => {
-                Box::leak(record);
-                std::mem::forget(named);
+                std::mem::forget((record, named));
                 Err(NotProven::NoAnswer(deadline))
             }
         }

@@ -6,7 +6,9 @@
 //! the device's behalf (record faults with the event log on) it copies the status byte last.
 //!
 //! A record must stay where it is, untouched, until its status has been seen: the device knows only its address. Who drops or
-//! reuses one early has memory overwritten. That is why submission is `unsafe` and this file is not.
+//! reuses one early has memory overwritten. That is why submission is `unsafe` and this file is not. A `Box` that is moved
+//! after its record's address was taken counts as too early, since a box claims to be the only way to its contents: keep records in
+//! an arena, or behind an `Arc`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -7,7 +7,7 @@
 mod attribute;
 mod capabilities;
 mod info;
-#[cfg(test)]
+#[cfg(all(test, not(miri)))]
 mod tests;
 mod verdict;
 

@@ -1,6 +1,7 @@
 //! Each descriptor byte by byte, as the figures of the specification's section 8.3 have it. Nothing here uses the crate's own
 //! offsets or flag names.
 
+#[cfg(not(miri))]
 use proptest::prelude::*;
 
 use super::*;
@@ -203,6 +204,7 @@ fn a_descriptor_is_64_bytes_on_a_64_byte_boundary() {
     assert_eq!(std::ptr::from_ref(&pair[1]) as usize - std::ptr::from_ref(&pair[0]) as usize, 64);
 }
 
+#[cfg(not(miri))]
 proptest! {
     #[test]
     fn fields_read_back(source: u64, destination: u64, size: u32, record: u64, seed: u32) {

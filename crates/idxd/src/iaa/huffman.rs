@@ -121,6 +121,7 @@ pub(super) fn canonical_codes(lengths: &[u8], codes: &mut [u16]) {
 
 #[cfg(test)]
 mod tests {
+    #[cfg(not(miri))]
     use proptest::prelude::*;
 
     use super::*;
@@ -169,6 +170,7 @@ mod tests {
         assert_eq!(codes, [0b010, 0b011, 0b100, 0b101, 0b110, 0b00, 0b1110, 0b1111]);
     }
 
+    #[cfg(not(miri))]
     proptest! {
         #[test]
         fn every_code_is_complete_and_within_the_limit(

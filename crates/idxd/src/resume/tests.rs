@@ -1,6 +1,7 @@
 //! The rules of each operation, and a device in a few lines that stops anywhere: whatever it stops at, doing the rest gives what
 //! doing all at once gives.
 
+#[cfg(not(miri))]
 use proptest::prelude::*;
 
 use super::*;
@@ -115,6 +116,7 @@ fn first_difference(memory: &[u8], source: u64, bytes: u32, pattern: u64) -> Opt
     data.iter().enumerate().position(|(index, byte)| *byte != pattern[index % 8]).map(|at| at as u32)
 }
 
+#[cfg(not(miri))]
 proptest! {
     #[test]
     fn compare_pattern_after_any_fault_finds_the_same_difference(
