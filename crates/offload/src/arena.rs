@@ -10,7 +10,6 @@ use std::ptr::NonNull;
 pub(crate) struct Slab {
     start: NonNull<u8>,
     bytes: usize,
-    locked: bool,
 }
 
 // SAFETY: a slab is owned memory; whoever holds the slab decides who accesses it.
@@ -36,11 +35,6 @@ impl Slab {
     /// Its length in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
-    }
-
-    /// Whether it is locked in memory.
-    pub(crate) fn locked(&self) -> bool {
-        self.locked
     }
 }
 
@@ -73,7 +67,7 @@ mod system {
             // SAFETY: as above; populating changes no content.
             let _ = unsafe { rustix::mm::madvise(start, bytes, Advice::LinuxPopulateWrite) };
         }
-        Slab { start: NonNull::new(start.cast()).expect("mmap never gives address 0"), bytes, locked }
+        Slab { start: NonNull::new(start.cast()).expect("mmap never gives address 0"), bytes }
     }
 
     /// Prefers `node` for pages not yet there. A preference and not a rule: memory on another node is slow, none is worse.
@@ -109,7 +103,7 @@ mod system {
     pub(super) fn map(bytes: usize, _node: Option<u32>) -> Slab {
         // SAFETY: the layout is of at least a page.
         let start = unsafe { alloc_zeroed(layout(bytes)) };
-        Slab { start: NonNull::new(start).expect("out of memory"), bytes, locked: false }
+        Slab { start: NonNull::new(start).expect("out of memory"), bytes }
     }
 
     pub(super) fn unmap(slab: &Slab) {

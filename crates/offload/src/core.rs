@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::batch::Batch;
 use crate::channel::{Done, Outcome, Pools, Reason, Shared, TicketId};
+use crate::engine::device::{Closers, Common};
 use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, cpu};
 use crate::lease::Leases;
 use crate::operation::Operation;
@@ -16,9 +17,6 @@ use crate::state::State;
 use crate::sync::lock_std;
 use crate::table::{Id, Slots, Step};
 use crate::time::{Bell, NEVER, Nanos};
-
-/// The engine number of a request that no accelerator has had.
-pub(crate) const CPU: usize = usize::MAX;
 
 /// What all channels share.
 pub(crate) struct Core {
@@ -35,6 +33,7 @@ pub(crate) struct Core {
     pub(crate) bell: Bell,
     pub(crate) until: AtomicU64,
     sampled: AtomicU64,
+    pub(crate) closers: Arc<Closers>,
 }
 
 impl Debug for Core {
@@ -44,13 +43,8 @@ impl Debug for Core {
 }
 
 impl Core {
-    pub(crate) fn new(
-        settings: Settings,
-        pools: Vec<Arc<Pools>>,
-        engines: Vec<Arc<dyn Engine>>,
-        leases: Arc<Leases>,
-        statistics: Arc<Statistics>,
-    ) -> Arc<Self> {
+    pub(crate) fn new(common: Common, engines: Vec<Arc<dyn Engine>>) -> Arc<Self> {
+        let Common { settings, statistics, leases, pools, closers } = common;
         Arc::new(Self {
             settings,
             pools,
@@ -62,6 +56,7 @@ impl Core {
             bell: Bell::default(),
             until: AtomicU64::new(NEVER),
             sampled: AtomicU64::new(0),
+            closers,
         })
     }
 
@@ -130,7 +125,11 @@ impl Core {
                     request.work.due = until;
                     return Step::Going;
                 }
-                Begun::Spill(cause) => counters.fell_back(cause, request.items.len() as u64),
+                Begun::Spill(cause) => {
+                    request.work.engine = number;
+                    request.work.spilled = cause == Cause::Spilled;
+                    counters.fell_back(cause, request.items.len() as u64);
+                }
             }
         }
         self.leave_to_cpu(request);
@@ -138,7 +137,7 @@ impl Core {
     }
 
     fn leave_to_cpu(&self, request: &mut Request) {
-        request.work.engine = CPU;
+        request.work.by_cpu = true;
         request.work.rest.clear();
         request.work.rest.push(Run { first: 0, count: request.items.len() as u32 });
         request.go(State::Done);
@@ -189,6 +188,7 @@ impl Core {
         let mut fresh = self.pools(lost.node()).take(lost.buffer.is_some());
         fresh.go(State::Filling);
         lost.copy_into(&mut fresh);
+        fresh.unanswered();
         fresh.go(State::Queued);
         if lost.operation.writes_guest() {
             fresh.work.outcome = Outcome::Leased;
@@ -224,20 +224,26 @@ impl Core {
 
     fn finish(&self, request: &mut Request) {
         let operation = request.operation;
-        let number = request.work.engine;
-        if number == CPU {
+        let began = if request.work.spilled { self.now() } else { 0 };
+        let engine = self.engines.get(request.work.engine);
+        if request.work.by_cpu {
             let counters = self.statistics.of(operation, Kind::Cpu);
             counters.batches.fetch_add(1, Relaxed);
             counters.items.fetch_add(request.items.len() as u64, Relaxed);
             counters.bytes.fetch_add(request.bytes, Relaxed);
         } else {
-            self.engines[number].settle(request);
+            engine.expect("an engine had it").settle(request);
             if operation == Operation::ZeroMap {
                 self.recheck(request);
             }
         }
         while let Some(run) = request.work.rest.pop() {
             cpu::execute(request, run);
+        }
+        if request.work.spilled
+            && let Some(engine) = engine
+        {
+            engine.spilled(request, self.now().saturating_sub(began));
         }
     }
 

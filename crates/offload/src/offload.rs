@@ -6,20 +6,30 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::accelerators::{Accelerators, Wish};
+use sterna_idxd::WorkQueue;
+
+use crate::accelerators::Accelerators;
 use crate::backstop::Backstop;
 use crate::channel::{Channel, Pools, Shared};
 use crate::core::Core;
+use crate::engine::device::{Closers, Common, Device};
+use crate::engine::dsa::Dsa;
+use crate::engine::iaa::Iaa;
+use crate::engine::parts::Accelerator;
 use crate::engine::{Engine, Kind};
 use crate::lease::Leases;
-use crate::report::{OffloadReport, Statistics};
+use crate::report::OffloadReport;
 use crate::request::Shape;
 use crate::settings::Settings;
+use crate::start::{self, Opened};
 use crate::sync::lock_std;
 use crate::time::Nanos;
 
 /// Most pages of a batch: as many descriptors as a device takes in one.
 const MOST_PAGES: usize = 1024;
+
+/// How long a shutdown waits for devices out of service to be closed.
+const LAST_WAIT: Duration = Duration::from_secs(5);
 
 /// Why offload could not be started. Nothing was touched.
 #[derive(Debug, Error)]
@@ -64,20 +74,61 @@ impl Offload {
     /// # Errors
     /// What was asked for by name is not there, or a setting is out of its range; nothing was touched.
     pub fn start(choice: &Accelerators, settings: &Settings) -> Result<Arc<Self>, StartError> {
-        if let Some(wish) = choice.wishes().iter().find(|wish| !matches!(wish, Wish::Auto | Wish::Kind(Kind::Cpu))) {
-            return Err(StartError::Missing { wish: wish.to_string(), why: "no such device here".into() });
-        }
-        Self::over(Vec::new(), settings, "cpu".into())
+        checked(settings)?;
+        Self::running(start::open(choice, settings)?, settings)
     }
 
-    fn over(engines: Vec<Arc<dyn Engine>>, settings: &Settings, summary: String) -> Result<Arc<Self>, StartError> {
-        check("batch_pages", settings.batch_pages, 1, MOST_PAGES, "1 to 1024")?;
-        check("in_flight", settings.in_flight, 1, 4096, "1 to 4096")?;
-        let device = !engines.is_empty();
-        let pools = vec![Pools::new(Shape { pages: settings.batch_pages, device, node: None })];
-        let core =
-            Core::new(settings.clone(), pools, engines, Arc::new(Leases::default()), Arc::new(Statistics::default()));
-        let backstop = match settings.threads && device {
+    /// Over queues that are open already: those of a model, or of an embedder that has its own idea of what to open.
+    /// Nobody else may keep them: a device is proved quiet by closing its queues.
+    ///
+    /// # Errors
+    /// A setting is out of its range.
+    pub fn over(queues: Vec<Arc<WorkQueue>>, settings: &Settings) -> Result<Arc<Self>, StartError> {
+        checked(settings)?;
+        Self::running(Opened { queues, not_used: Vec::new() }, settings)
+    }
+
+    fn running(opened: Opened, settings: &Settings) -> Result<Arc<Self>, StartError> {
+        let summary = start::summary(&opened);
+        let mut devices: Vec<Vec<Arc<WorkQueue>>> = Vec::new();
+        for queue in opened.queues {
+            let same = |device: &&mut Vec<Arc<WorkQueue>>| device[0].info().device.name == queue.info().device.name;
+            match devices.iter_mut().find(same) {
+                Some(device) => device.push(queue),
+                None => devices.push(vec![queue]),
+            }
+        }
+        let mut nodes: Vec<_> = devices.iter().map(|device| device[0].info().device.numa_node).collect();
+        nodes.sort_unstable();
+        nodes.dedup();
+        if nodes.is_empty() {
+            nodes.push(None);
+        }
+        let shape = |node| Shape { pages: settings.batch_pages, device: !devices.is_empty(), node };
+        let common = Common {
+            settings: settings.clone(),
+            statistics: Arc::default(),
+            leases: Arc::default(),
+            pools: nodes.into_iter().map(|node| Pools::new(shape(node))).collect(),
+            closers: Closers::new(settings.threads),
+        };
+        let devices: Vec<_> = devices
+            .into_iter()
+            .enumerate()
+            .map(|(number, queues)| Device::new(number as u64, queues, &common))
+            .collect();
+        let of = |kind| -> Vec<_> { devices.iter().filter(|device| device.kind == kind).cloned().collect() };
+        let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
+        let (dsa, iaa) = (of(Kind::Dsa), of(Kind::Iaa));
+        if !dsa.is_empty() {
+            engines.push(Arc::new(Accelerator::new(Dsa, dsa)));
+        }
+        if !iaa.is_empty() {
+            engines.push(Arc::new(Accelerator::new(Iaa::new(), iaa)));
+        }
+        let threads = settings.threads && !engines.is_empty();
+        let core = Core::new(common, engines);
+        let backstop = match threads {
             true => Some(Backstop::start(Arc::clone(&core)).map_err(StartError::Thread)?),
             false => None,
         };
@@ -148,6 +199,15 @@ impl Offload {
         if let Some(backstop) = lock_std(&self.backstop).take() {
             backstop.join();
         }
+        if !self.core.closers.wait(LAST_WAIT) {
+            tracing::warn!("an accelerator out of service has not closed: the memory it may write stays as it is");
+        }
+    }
+
+    /// Where [`Settings::threads`] is off: drains and closes the devices that were taken out of service, which can take for
+    /// ever where a device hangs.
+    pub fn close_devices(&self) {
+        self.core.closers.run_waiting();
     }
 }
 
@@ -155,6 +215,11 @@ impl Drop for Offload {
     fn drop(&mut self) {
         self.shutdown();
     }
+}
+
+fn checked(settings: &Settings) -> Result<(), StartError> {
+    check("batch_pages", settings.batch_pages, 1, MOST_PAGES, "1 to 1024")?;
+    check("in_flight", settings.in_flight, 1, 4096, "1 to 4096")
 }
 
 fn check(name: &'static str, given: usize, least: usize, most: usize, range: &'static str) -> Result<(), StartError> {

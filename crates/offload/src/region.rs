@@ -153,6 +153,12 @@ impl Region {
         }
     }
 
+    /// One request more, of which the region has another form already.
+    pub(crate) fn enter_again(&self) {
+        let before = self.uses.fetch_add(1, Ordering::AcqRel);
+        debug_assert!(before & !RETIRED > 0, "nobody is in the region");
+    }
+
     /// One request less.
     pub(crate) fn leave(&self) {
         let before = self.uses.fetch_sub(1, Ordering::AcqRel);

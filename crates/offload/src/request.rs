@@ -112,6 +112,11 @@ impl Request {
         }
     }
 
+    /// Bytes of its own that a device may write.
+    pub(crate) fn device_bytes(&self) -> u64 {
+        (self.work.bytes() + self.buffer.as_ref().map_or(0, Slab::bytes)) as u64
+    }
+
     /// The node of its memory.
     pub(crate) fn node(&self) -> Option<u32> {
         self.node
@@ -175,6 +180,9 @@ impl Request {
         fresh.items.extend_from_slice(&self.items);
         fresh.regions.extend(self.regions.iter().cloned());
         (fresh.bytes, fresh.buffered, fresh.submitted) = (self.bytes, self.buffered, self.submitted);
+        // The old one keeps its regions, so they let the new one in even while they are being retired.
+        fresh.regions.iter().for_each(|region| region.enter_again());
+        fresh.entered = true;
     }
 
     /// Notes that page `page` is zero.

@@ -3,7 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use sterna_idxd::Directories;
+
+use crate::share::{Fifo, Share};
 use crate::time::{SystemTime, Time};
+use crate::trace::Trace;
 
 /// How many pages that a device called zero are read again by the CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +40,41 @@ pub struct Settings {
     pub threads: bool,
     /// Where time comes from.
     pub time: Arc<dyn Time>,
+    /// Who may put how much on a device: nobody is held back by default.
+    pub shares: Shares,
+    /// Where everything that goes to devices and comes back is written down, for `sterna accel capture`.
+    pub trace: Option<Arc<Trace>>,
+    /// Where devices are looked for.
+    pub directories: Directories,
+}
+
+/// Makes the share of a device, given its name.
+#[derive(Clone)]
+pub struct Shares(Arc<MakeShare>);
+
+type MakeShare = dyn Fn(&str) -> Box<dyn Share> + Send + Sync;
+
+impl Shares {
+    /// Shares that `make` makes, given the device's name (`dsa0`).
+    pub fn new(make: impl Fn(&str) -> Box<dyn Share> + Send + Sync + 'static) -> Self {
+        Self(Arc::new(make))
+    }
+
+    pub(crate) fn of(&self, device: &str) -> Box<dyn Share> {
+        (self.0)(device)
+    }
+}
+
+impl std::fmt::Debug for Shares {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Shares")
+    }
+}
+
+impl Default for Shares {
+    fn default() -> Self {
+        Self::new(|_| Box::new(Fifo))
+    }
 }
 
 impl Default for Settings {
@@ -48,6 +87,9 @@ impl Default for Settings {
             retries: 16,
             threads: true,
             time: Arc::new(SystemTime),
+            shares: Shares::default(),
+            trace: None,
+            directories: Directories::default(),
         }
     }
 }

@@ -3,6 +3,8 @@
 //! Guest memory races. Whatever looks at it more than once works on a copy: each byte is read once, by a volatile or
 //! vector load of `sterna-memory`.
 
+use std::cell::RefCell;
+
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::scan::is_zero_raw;
 
@@ -68,26 +70,38 @@ fn one(request: &mut Request, index: usize) {
             let record = unsafe { std::slice::from_raw_parts(request.room(index), item.room as usize) };
             request.answers[index] = crate::delta::apply(record, &item);
         }
-        Operation::Deflate => {
-            let mut input = vec![0; bytes];
+        Operation::Deflate => with_scratch(bytes, |input| {
             // SAFETY: the source is within an entered region, the target a buffer of that length.
             unsafe { copy_racing(item.first, input.as_mut_ptr(), bytes) };
             // SAFETY: this item's room, of that length; no device has it any more.
             let room = unsafe { std::slice::from_raw_parts_mut(request.room(index), item.room as usize) };
-            request.answers[index] = crate::deflate::deflate(&input, room);
-        }
-        Operation::Inflate => {
+            request.answers[index] = crate::deflate::deflate(input, room);
+        }),
+        Operation::Inflate => with_scratch(bytes, |output| {
             // SAFETY: this item's room, of that length; no device has it any more.
             let input = unsafe { std::slice::from_raw_parts(request.room(index), item.room as usize) };
-            let mut output = vec![0; bytes];
-            let answer = crate::deflate::inflate(input, &mut output);
+            let answer = crate::deflate::inflate(input, output);
             if let Answer::Written(written) = answer {
                 // SAFETY: the destination is within an entered, writable region of at least that many bytes.
                 unsafe { item.first.copy_from_nonoverlapping(output.as_ptr(), written as usize) };
             }
             request.answers[index] = answer;
-        }
+        }),
     }
+}
+
+/// Gives `bytes` bytes of this thread's own, of undefined content: codecs look at their data more than once, and so need it to
+/// lie still.
+fn with_scratch(bytes: usize, work: impl FnOnce(&mut [u8])) {
+    thread_local! {
+        static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+    SCRATCH.with_borrow_mut(|scratch| {
+        if scratch.len() < bytes {
+            scratch.resize(bytes, 0);
+        }
+        work(&mut scratch[..bytes]);
+    });
 }
 
 /// Copies memory that someone may be writing.

@@ -3,15 +3,22 @@
 //! A new engine implements [`Engine`] and is put into the table at start; no caller and nothing in `channel.rs` changes.
 
 pub(crate) mod cpu;
+pub(crate) mod device;
+pub(crate) mod dsa;
+pub(crate) mod iaa;
+pub(crate) mod lists;
+pub(crate) mod parts;
 
 use std::fmt::{Debug, Display, Formatter};
 
 use serde::Serialize;
 
-use crate::arena::Slab;
 use crate::channel::Outcome;
+use crate::engine::lists::Lists;
+use crate::engine::parts::Parts;
 use crate::operation::Operation;
 use crate::request::{Request, Shape};
+use crate::share::Grant;
 use crate::time::{NEVER, Nanos};
 
 /// A kind of engine.
@@ -100,8 +107,7 @@ pub(crate) struct Run {
 /// An accelerator's part of a request.
 #[derive(Debug)]
 pub(crate) struct Work {
-    /// Descriptors and records.
-    pub(crate) lists: Option<Slab>,
+    lists: Option<Lists>,
     /// Which engine has it, by its place in the table.
     pub(crate) engine: usize,
     /// When it is worth looking at again.
@@ -110,18 +116,55 @@ pub(crate) struct Work {
     pub(crate) rest: Vec<Run>,
     /// How it will have ended.
     pub(crate) outcome: Outcome,
+    /// Where its parts are.
+    pub(crate) parts: Parts,
+    /// Members whose records have to be read.
+    pub(crate) review: Vec<Run>,
+    /// The share's permission, as long as a device has it.
+    pub(crate) grant: Option<Grant>,
+    /// When a device first got anything of it.
+    pub(crate) begun: Nanos,
+    /// The CPU was said to be sooner: it is told how long it took.
+    pub(crate) spilled: bool,
+    /// No device has had any of it: all of it is the CPU's, and counted as such.
+    pub(crate) by_cpu: bool,
 }
 
 impl Work {
     pub(crate) fn new(shape: Shape) -> Self {
-        let lists = shape.device.then(|| Slab::new(4096, shape.node));
-        Self { lists, engine: 0, due: NEVER, rest: Vec::with_capacity(shape.pages), outcome: Outcome::Done }
+        Self {
+            lists: shape.device.then(|| Lists::new(shape)),
+            engine: 0,
+            due: NEVER,
+            rest: Vec::with_capacity(shape.pages),
+            outcome: Outcome::Done,
+            parts: Parts::default(),
+            review: Vec::with_capacity(shape.pages),
+            grant: None,
+            begun: 0,
+            spilled: false,
+            by_cpu: false,
+        }
     }
 
     pub(crate) fn reset(&mut self) {
         self.due = NEVER;
         self.rest.clear();
         self.outcome = Outcome::Done;
+        self.parts = Parts::default();
+        self.review.clear();
+        (self.spilled, self.by_cpu) = (false, false);
+        debug_assert!(self.grant.is_none(), "a grant goes back when the device is done");
+    }
+
+    /// Descriptors and records.
+    pub(crate) fn lists(&self) -> &Lists {
+        self.lists.as_ref().expect("requests of a process with accelerators have lists")
+    }
+
+    /// Bytes that a device may write, without the buffer.
+    pub(crate) fn bytes(&self) -> usize {
+        self.lists.as_ref().map_or(0, Lists::bytes)
     }
 }
 
@@ -172,4 +215,7 @@ pub(crate) trait Engine: Debug + Send + Sync {
 
     /// Requests in quarantine.
     fn quarantined(&self) -> usize;
+
+    /// The CPU did what the share of the request's device had said it would be sooner at, and took so long.
+    fn spilled(&self, request: &Request, took: Nanos);
 }

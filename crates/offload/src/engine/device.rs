@@ -1,0 +1,402 @@
+//! A device in service, and how it is taken out of it.
+//!
+//! A device that fails, lies or says nothing gets no more work. What it may still write is quarantined, and its queues are
+//! drained and closed, on a thread of its own as closing can hang: the kernel drains a queue when its file is closed, so
+//! when that has returned the device is quiet and the quarantine ends. If it never returns, the memory is kept for ever.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::Duration;
+
+use sterna_idxd::{Descriptor, SubmitError, WorkQueue, iaa};
+
+use crate::arena::Slab;
+use crate::channel::Pools;
+use crate::engine::Kind;
+use crate::lease::Leases;
+use crate::operation::Operation;
+use crate::report::Statistics;
+use crate::request::Request;
+use crate::settings::Settings;
+use crate::share::{Grant, Predictor, Share};
+use crate::state::State;
+use crate::sync::lock_std;
+use crate::time::{Bell, Nanos};
+use crate::trace::Trace;
+
+/// What engines use of the process's offload.
+#[derive(Clone, Debug)]
+pub(crate) struct Common {
+    pub(crate) settings: Settings,
+    pub(crate) statistics: Arc<Statistics>,
+    pub(crate) leases: Arc<Leases>,
+    pub(crate) pools: Vec<Arc<Pools>>,
+    pub(crate) closers: Arc<Closers>,
+}
+
+impl Common {
+    pub(crate) fn patience(&self) -> Nanos {
+        u64::try_from(self.settings.patience.as_nanos()).unwrap_or(Nanos::MAX / 16).max(1)
+    }
+
+    fn pools(&self, node: Option<u32>) -> &Arc<Pools> {
+        let of_node = self.pools.iter().find(|pools| node.is_some() && pools.shape().node == node);
+        of_node.unwrap_or(&self.pools[0])
+    }
+}
+
+/// One queue of a device.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    /// Gone when the device is out of service.
+    opened: RwLock<Option<Arc<WorkQueue>>>,
+    pub(crate) name: Arc<str>,
+    /// Most descriptors of a batch; 1 where there are no batches.
+    pub(crate) max_batch: u32,
+    pub(crate) max_transfer: u64,
+}
+
+impl Queue {
+    fn new(queue: Arc<WorkQueue>) -> Self {
+        let info = queue.info();
+        Self {
+            name: info.full_name().into(),
+            max_batch: queue.max_batch().unwrap_or(1).max(1),
+            max_transfer: info.max_transfer,
+            opened: RwLock::new(Some(queue)),
+        }
+    }
+
+    /// Submits, if the queue is still there.
+    ///
+    /// # Safety
+    /// As [`WorkQueue::submit`]: the request that `descriptor` is of is kept until its record was seen, or quarantined.
+    pub(crate) unsafe fn submit(&self, descriptor: &Descriptor) -> Option<Result<(), SubmitError>> {
+        let opened = self.opened.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // SAFETY: passed on.
+        opened.as_ref().map(|queue| unsafe { queue.submit(descriptor) })
+    }
+
+    /// A record of the queue was seen.
+    pub(crate) fn seen(&self) {
+        let opened = self.opened.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if let Some(queue) = opened.as_ref() {
+            queue.seen_complete(1);
+        }
+    }
+
+    fn take(&self) -> Option<Arc<WorkQueue>> {
+        self.opened.write().unwrap_or_else(std::sync::PoisonError::into_inner).take()
+    }
+}
+
+/// Admission to a device.
+pub(crate) struct Admission {
+    pub(crate) share: Box<dyn Share>,
+    pub(crate) predictors: [Predictor; Operation::ALL.len()],
+}
+
+#[derive(Debug, Default)]
+struct Quarantine {
+    #[expect(clippy::vec_box, reason = "a request goes from hand to hand in its box")]
+    requests: Vec<Box<Request>>,
+    /// The device is proved quiet: nothing need be kept any more.
+    quiet: bool,
+}
+
+/// A device.
+pub(crate) struct Device {
+    /// Names it in leases.
+    number: u64,
+    pub(crate) name: Arc<str>,
+    pub(crate) kind: Kind,
+    pub(crate) node: Option<u32>,
+    pub(crate) queues: Vec<Queue>,
+    next: AtomicUsize,
+    out: AtomicBool,
+    /// Its place in the list of devices taken out.
+    place: AtomicUsize,
+    /// When anything of it was last seen to complete.
+    completed: AtomicU64,
+    /// When it will be through with what it has, as predicted.
+    busy_until: AtomicU64,
+    outstanding: AtomicU32,
+    /// What most pages of the last zero map were.
+    expect_zero: AtomicBool,
+    pub(crate) admission: Mutex<Admission>,
+    quarantine: Mutex<Quarantine>,
+    pub(crate) common: Common,
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Device({}, {} queues)", self.name, self.queues.len())
+    }
+}
+
+impl Device {
+    /// A device with these queues of it, all proved.
+    pub(crate) fn new(number: u64, queues: Vec<Arc<WorkQueue>>, common: &Common) -> Arc<Self> {
+        let info = Arc::clone(&queues[0].info().device);
+        let admission = Admission { share: common.settings.shares.of(&info.name), predictors: Default::default() };
+        Arc::new(Self {
+            number,
+            name: info.name.as_str().into(),
+            kind: match info.kind {
+                sterna_idxd::Kind::Dsa => Kind::Dsa,
+                sterna_idxd::Kind::Iaa => Kind::Iaa,
+            },
+            node: info.numa_node,
+            queues: queues.into_iter().map(Queue::new).collect(),
+            next: AtomicUsize::new(0),
+            out: AtomicBool::new(false),
+            place: AtomicUsize::new(0),
+            completed: AtomicU64::new(0),
+            busy_until: AtomicU64::new(0),
+            outstanding: AtomicU32::new(0),
+            expect_zero: AtomicBool::new(false),
+            admission: Mutex::new(admission),
+            quarantine: Mutex::default(),
+            common: common.clone(),
+        })
+    }
+
+    /// Whether it gets work.
+    pub(crate) fn in_service(&self) -> bool {
+        !self.out.load(Ordering::Acquire)
+    }
+
+    /// The queue whose turn it is.
+    pub(crate) fn next_queue(&self) -> usize {
+        self.next.fetch_add(1, Relaxed) % self.queues.len()
+    }
+
+    /// Something that will take `predicted` was submitted. Says when it is expected to be complete.
+    pub(crate) fn submitted(&self, predicted: Nanos, now: Nanos) -> Nanos {
+        if self.outstanding.fetch_add(1, Relaxed) == 0 {
+            self.busy_until.store(now, Relaxed);
+        }
+        // Two at once may both begin with the same figure: it is a prediction, and the next completion puts it right.
+        let until = self.busy_until.load(Relaxed).max(now).saturating_add(predicted);
+        self.busy_until.store(until, Relaxed);
+        until
+    }
+
+    /// Something was seen to complete.
+    pub(crate) fn completed(&self, now: Nanos) {
+        self.outstanding.fetch_sub(1, Relaxed);
+        self.completed.fetch_max(now, Relaxed);
+    }
+
+    /// Whether what was submitted at `submitted` and is overdue since `deadline` has to be given up: nothing of the device has
+    /// completed for as long as that takes, or the others' completions have gone by it for four times as long.
+    pub(crate) fn given_up(&self, submitted: Nanos, deadline: Nanos, now: Nanos) -> bool {
+        if now < deadline {
+            return false;
+        }
+        let silent_since = self.completed.load(Relaxed).max(submitted);
+        now.saturating_sub(silent_since) >= self.common.patience()
+            || now >= deadline.saturating_add(4 * (deadline - submitted))
+    }
+
+    /// How much longer than on an idle device something submitted now may take.
+    pub(crate) fn backlog(&self, now: Nanos) -> Nanos {
+        self.busy_until.load(Relaxed).saturating_sub(now)
+    }
+
+    /// Whether the next pages are expected to be zero.
+    pub(crate) fn expects_zero(&self) -> bool {
+        self.expect_zero.load(Relaxed)
+    }
+
+    /// Notes what most pages were.
+    pub(crate) fn expect_zero(&self, zero: bool) {
+        self.expect_zero.store(zero, Relaxed);
+    }
+
+    /// Puts it out of service, once.
+    pub(crate) fn take_out(self: &Arc<Self>, reason: &str) {
+        if self.out.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        tracing::warn!(device = &*self.name, reason, "accelerator taken out of service; the CPU does its work");
+        self.place.store(self.common.statistics.taken_out(self.name.to_string(), reason.to_owned()), Relaxed);
+        let device = Arc::clone(self);
+        self.common.closers.run(Box::new(move || device.close()));
+    }
+
+    /// Keeps a request that it may still write, until it is proved quiet.
+    pub(crate) fn keep(&self, mut request: Box<Request>) {
+        request.go(State::Quarantined);
+        let mut quarantine = lock_std(&self.quarantine);
+        if quarantine.quiet {
+            drop(quarantine);
+            return self.free(request);
+        }
+        if request.operation.writes_guest() {
+            self.common.leases.add(self.number, &request);
+        }
+        let bytes = request.device_bytes();
+        quarantine.requests.push(request);
+        self.common.statistics.change(self.place.load(Relaxed), |out| out.quarantined_bytes += bytes);
+    }
+
+    /// Requests in quarantine.
+    pub(crate) fn quarantined(&self) -> usize {
+        lock_std(&self.quarantine).requests.len()
+    }
+
+    fn free(&self, mut request: Box<Request>) {
+        request.leave();
+        request.go(State::Free);
+        self.common.pools(request.node()).put(request);
+    }
+
+    /// Drains and closes its queues. Returns when it is quiet, or never.
+    fn close(&self) {
+        let time = &self.common.settings.time;
+        let queues: Vec<_> = self.queues.iter().filter_map(Queue::take).collect();
+        // The records of the drains are in this slab, which outlives the closing of the queues.
+        let records = Slab::new(queues.len() * 64, self.node);
+        let asleep = Bell::default();
+        for (number, queue) in queues.iter().enumerate() {
+            let end = time.now().saturating_add(self.common.patience());
+            // SAFETY: within the slab, aligned, zero, made of atomics.
+            let record = unsafe { &*records.pointer().wrapping_add(number * 64).cast::<iaa::CompletionRecord>() };
+            let drain = Descriptor::drain().with_record(record.address());
+            let mut pause = 1_000;
+            // SAFETY: the record lives until the queue is closed, below; a drain names nothing else.
+            while unsafe { queue.submit(&drain) }.is_err() && time.now() < end {
+                time.sleep(&asleep, 0, time.now() + pause);
+                pause = (pause * 2).min(1_000_000);
+            }
+            while record.poll().is_none() && time.now() < end {
+                time.sleep(&asleep, 0, time.now() + pause);
+                pause = (pause * 2).min(1_000_000);
+            }
+        }
+        // The last reference unmaps the portal and then closes the file, in which the kernel drains the queue.
+        let shared = queues.into_iter().filter(|queue| Arc::strong_count(queue) > 1).count();
+        if shared > 0 {
+            tracing::error!(device = &*self.name, "a queue is also held elsewhere: it cannot be proved quiet");
+            std::mem::forget(records);
+            return;
+        }
+        drop(records);
+        let kept = {
+            let mut quarantine = lock_std(&self.quarantine);
+            quarantine.quiet = true;
+            std::mem::take(&mut quarantine.requests)
+        };
+        kept.into_iter().for_each(|request| self.free(request));
+        self.common.leases.release(self.number);
+        self.common.statistics.change(self.place.load(Relaxed), |out| (out.quiet, out.quarantined_bytes) = (true, 0));
+        tracing::info!(device = &*self.name, "the accelerator is closed and quiet");
+    }
+
+    /// Gives a grant back.
+    pub(crate) fn give_back(&self, grant: Option<Grant>, submitted: Option<Nanos>, now: Nanos) {
+        let Some(grant) = grant else { return };
+        let mut admission = lock_std(&self.admission);
+        match submitted {
+            Some(submitted) => admission.share.done(grant, now.saturating_sub(submitted), now),
+            None => admission.share.dropped(grant),
+        }
+    }
+
+    pub(crate) fn trace(&self) -> Option<&Trace> {
+        self.common.settings.trace.as_deref()
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let quarantine = std::mem::take(&mut *lock_std(&self.quarantine));
+        if !quarantine.requests.is_empty() {
+            // A device that was never proved quiet may write them for as long as the process lives.
+            tracing::warn!(
+                device = &*self.name,
+                requests = quarantine.requests.len(),
+                "memory of a hung device is leaked"
+            );
+            std::mem::forget(quarantine.requests);
+        }
+    }
+}
+
+/// What closes devices.
+#[derive(Debug)]
+pub(crate) struct Closers {
+    threads: bool,
+    jobs: Mutex<Jobs>,
+    ended: Bell,
+}
+
+#[derive(Default)]
+struct Jobs {
+    waiting: Vec<Job>,
+    running: usize,
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+impl std::fmt::Debug for Jobs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} waiting, {} running", self.waiting.len(), self.running)
+    }
+}
+
+impl Closers {
+    pub(crate) fn new(threads: bool) -> Arc<Self> {
+        Arc::new(Self { threads, jobs: Mutex::default(), ended: Bell::default() })
+    }
+
+    fn run(self: &Arc<Self>, job: Job) {
+        if !self.threads {
+            lock_std(&self.jobs).waiting.push(job);
+            return;
+        }
+        lock_std(&self.jobs).running += 1;
+        let closers = Arc::clone(self);
+        let started = std::thread::Builder::new().name("offload-close".into()).spawn(move || {
+            job();
+            lock_std(&closers.jobs).running -= 1;
+            closers.ended.ring();
+        });
+        if let Err(error) = started {
+            // The job is lost and with it the proof: what the device may write is kept for ever.
+            tracing::error!(%error, "no thread to close an accelerator with");
+            lock_std(&self.jobs).running -= 1;
+        }
+    }
+
+    /// Without threads: closes what waits to be closed.
+    pub(crate) fn run_waiting(&self) {
+        let waiting = std::mem::take(&mut lock_std(&self.jobs).waiting);
+        waiting.into_iter().for_each(|job| job());
+    }
+
+    /// Waits until all devices are closed, at most so long. Says whether they are.
+    pub(crate) fn wait(&self, at_most: Duration) -> bool {
+        let end = std::time::Instant::now() + at_most;
+        loop {
+            let heard = self.ended.heard();
+            let left = end.saturating_duration_since(std::time::Instant::now());
+            if lock_std(&self.jobs).running == 0 {
+                return true;
+            }
+            if left.is_zero() {
+                return false;
+            }
+            self.ended.wait(heard, Some(left));
+        }
+    }
+}
+
+impl Drop for Closers {
+    fn drop(&mut self) {
+        // Closing is what a job does when it is run, and not when it is dropped: the device would be closed without its
+        // quarantine being let go of.
+        std::mem::forget(std::mem::take(&mut lock_std(&self.jobs).waiting));
+    }
+}

@@ -1,0 +1,98 @@
+//! Intel DSA: which operation is which descriptor, and what its record means.
+
+use sterna_idxd::{Completion, Descriptor, Status};
+
+use crate::engine::parts::{Dialect, Meaning};
+use crate::engine::{Cause, Kind};
+use crate::operation::Operation;
+use crate::request::{Answer, Request};
+
+/// What DSA devices are told.
+#[derive(Debug)]
+pub(crate) struct Dsa;
+
+impl Dialect for Dsa {
+    const KIND: Kind = Kind::Dsa;
+
+    fn does(&self, operation: Operation) -> bool {
+        !matches!(operation, Operation::Deflate | Operation::Inflate)
+    }
+
+    fn takes(&self, request: &Request, item: usize, max_transfer: u64) -> bool {
+        let item = &request.items[item];
+        // A delta record of no entries, or one shorter than an entry, is what the device refuses (status 15).
+        let record = request.operation != Operation::ApplyDelta || item.room > 0;
+        u64::from(item.bytes) <= max_transfer && u64::from(item.room) <= max_transfer && record
+    }
+
+    fn describe(&self, request: &Request, index: usize, part: Option<usize>, expect_zero: bool) -> Descriptor {
+        let item = &request.items[index];
+        let first = item.first.expose_provenance() as u64;
+        let second = item.second.expose_provenance() as u64;
+        let room = || request.room(index).expose_provenance() as u64;
+        let bytes = item.bytes;
+        let descriptor = match request.operation {
+            // Result 0 is "all of it is the pattern". Only members of batches have a prediction: it is what their batch's
+            // status is made of.
+            Operation::ZeroMap if part.is_none() => {
+                Descriptor::compare_pattern(first, 0, bytes).expecting(u8::from(!expect_zero))
+            }
+            Operation::ZeroMap => Descriptor::compare_pattern(first, 0, bytes),
+            Operation::Compare => Descriptor::compare(first, second, bytes),
+            Operation::Checksum => Descriptor::crc(first, bytes, 0),
+            Operation::Copy => Descriptor::memmove(first, room(), bytes),
+            Operation::CopyChecksum => Descriptor::copy_crc(first, room(), bytes, 0),
+            Operation::CreateDelta => Descriptor::create_delta(first, second, bytes, room(), item.room),
+            Operation::ApplyDelta => Descriptor::apply_delta(room(), item.room, first, bytes),
+            Operation::Place => Descriptor::memmove(room(), first, bytes),
+            Operation::Deflate | Operation::Inflate => unreachable!("`does` says that it does not"),
+        };
+        match part {
+            Some(part) => descriptor.with_record(request.work.lists().part(part).address()),
+            None => descriptor,
+        }
+    }
+
+    fn poll(&self, request: &Request, part: usize) -> Option<Completion> {
+        request.work.lists().part(part).poll()
+    }
+
+    fn read(&self, request: &Request, item: usize, _part: usize, completion: &Completion) -> Meaning {
+        meaning(request, item, completion)
+    }
+}
+
+/// What the record of item `item` means, be it a part of its own or a member of a batch.
+pub(crate) fn meaning(request: &Request, item: usize, completion: &Completion) -> Meaning {
+    let Completion { status, result, bytes_completed, .. } = *completion;
+    let of = request.items[item];
+    match (status, request.operation) {
+        (Status::DeltaOffsetOrder | Status::DeltaOffsetRange, Operation::ApplyDelta) => {
+            Meaning::Answer(Answer::Malformed)
+        }
+        (status, _) if status.is_page_fault() => Meaning::Rest(Cause::PageFault),
+        (status, _) if status.is_rejected() => Meaning::Rest(Cause::Unsuitable),
+        (status, _) if !status.is_done() => Meaning::Broken(status),
+        (_, Operation::ZeroMap) => {
+            if result == 0 {
+                Meaning::Zero
+            } else {
+                Meaning::NotZero
+            }
+        }
+        (_, Operation::Compare) if result == 0 => Meaning::Answer(Answer::Equal),
+        (_, Operation::Compare) if bytes_completed < of.bytes => Meaning::Answer(Answer::Differs(bytes_completed)),
+        (_, Operation::Checksum | Operation::CopyChecksum) => Meaning::Answer(Answer::Checksum(completion.crc())),
+        (_, Operation::CreateDelta) => match (result, completion.delta_size()) {
+            (0, _) => Meaning::Answer(Answer::Equal),
+            (1, size) if size <= of.room && size % crate::delta::ENTRY as u32 == 0 => {
+                Meaning::Answer(Answer::Written(size))
+            }
+            (2, _) => Meaning::Answer(Answer::TooLong),
+            _ => Meaning::Broken(status),
+        },
+        (_, Operation::Copy | Operation::Place | Operation::ApplyDelta) => Meaning::Answer(Answer::Written(of.bytes)),
+        // A difference beyond the end: nothing that this device says can be believed.
+        _ => Meaning::Broken(status),
+    }
+}

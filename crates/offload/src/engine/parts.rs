@@ -1,0 +1,586 @@
+//! How a request goes through a device: in parts, a few at a time.
+//!
+//! A part is one submission: a batch of descriptors where the queue takes batches, else the descriptor of one item, or, for
+//! zero maps, one descriptor over a run of pages that lie side by side (*range first*: what the device reports ends the
+//! run, and it goes on behind that page). Every part has a record of its own, and only these are polled; the records of a batch's
+//! members are read when its own says that not all went as predicted, and by the thread that collects the completion.
+
+use sterna_idxd::{Completion, Descriptor, Status, SubmitError};
+use sterna_memory::PAGE_SIZE;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use crate::engine::device::Device;
+use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run};
+use crate::operation::Operation;
+use crate::request::{Answer, Request};
+use crate::share::{Ask, Verdict};
+use crate::state::State;
+use crate::sync::lock_std;
+use crate::time::{NEVER, Nanos};
+
+/// Parts of one request that are with a device at once.
+pub(crate) const PARTS: usize = 8;
+
+/// The first wait after a refused submission; it doubles.
+const FIRST_PAUSE: Nanos = 2_000;
+const LONGEST_PAUSE: Nanos = 256_000;
+/// The first look at something overdue comes so much later, each further one by a quarter of its age later.
+const SHORTEST_LOOK: Nanos = 5_000;
+const LONGEST_LOOK: Nanos = 5_000_000;
+/// The shortest and the longest run of a range-first zero map, in pages.
+const SHORTEST_RUN: u32 = 1;
+const LONGEST_RUN: u32 = 128;
+
+/// What a part is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// Items as members of a batch.
+    #[default]
+    Batch,
+    /// One item.
+    Single,
+    /// Pages side by side, as one range.
+    Range,
+}
+
+/// Where a part is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Place {
+    #[default]
+    Nowhere,
+    /// To be submitted.
+    Waiting,
+    /// With the device.
+    InDevice,
+}
+
+/// A part.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Part {
+    place: Place,
+    form: Form,
+    run: (u32, u32),
+    submitted: Nanos,
+    /// Its number in the trace.
+    traced: u64,
+    due: Nanos,
+    deadline: Nanos,
+}
+
+/// The parts of a request.
+#[derive(Debug, Default)]
+pub(crate) struct Parts {
+    parts: [Part; PARTS],
+    device: usize,
+    queue: usize,
+    /// Items before this one have been given to parts.
+    cursor: u32,
+    /// Refused submissions, one after another.
+    refusals: u32,
+    /// Whether pages are expected to be zero.
+    expect_zero: bool,
+    /// Pages of the next range.
+    stride: u32,
+    /// Device time over all parts, as measured.
+    nanos: Nanos,
+}
+
+/// What a device's answer to one item means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Meaning {
+    /// The page is zero.
+    Zero,
+    /// The page is not.
+    NotZero,
+    /// The item's answer.
+    Answer(Answer),
+    /// The CPU has to do the item.
+    Rest(Cause),
+    /// The same, and the device is not to be trusted any more.
+    Broken(Status),
+}
+
+/// What a kind of device is told and what it answers.
+pub(crate) trait Dialect: std::fmt::Debug + Send + Sync {
+    /// Its kind.
+    const KIND: Kind;
+
+    /// Whether it can do `operation`.
+    fn does(&self, operation: Operation) -> bool;
+
+    /// Whether it can do item `item` on a queue of such transfers.
+    fn takes(&self, request: &Request, item: usize, max_transfer: u64) -> bool;
+
+    /// The descriptor of item `item`, as part number `part` or as a member of a batch.
+    fn describe(&self, request: &Request, item: usize, part: Option<usize>, expect_zero: bool) -> Descriptor;
+
+    /// What the record of part `part` says, once it says something; and its bytes for the trace.
+    fn poll(&self, request: &Request, part: usize) -> Option<Completion>;
+
+    /// What the record of part `part`, which is of item `item` alone, means.
+    fn read(&self, request: &Request, item: usize, part: usize, completion: &Completion) -> Meaning;
+}
+
+/// The engine over all devices that speak `D`.
+#[derive(Debug)]
+pub(crate) struct Accelerator<D> {
+    dialect: D,
+    devices: Vec<Arc<Device>>,
+    next: AtomicUsize,
+}
+
+impl<D: Dialect> Accelerator<D> {
+    pub(crate) fn new(dialect: D, devices: Vec<Arc<Device>>) -> Self {
+        Self { dialect, devices, next: AtomicUsize::new(0) }
+    }
+
+    fn device_of<'a>(&'a self, request: &Request) -> &'a Arc<Device> {
+        &self.devices[request.work.parts.device]
+    }
+
+    /// The next device in service, of the node of the request's pages if there is one.
+    fn choose(&self, request: &Request) -> Option<usize> {
+        let node = request.regions.first().and_then(|region| region.node());
+        let turn = self.next.fetch_add(1, Relaxed);
+        let in_service = || (0..self.devices.len()).filter(|at| self.devices[*at].in_service());
+        let near = |at: &usize| node.is_none() || self.devices[*at].node.is_none() || self.devices[*at].node == node;
+        // One that is taken out between the count and the choice only spoils the turn.
+        let in_turn = |count: usize| if count == 0 { 0 } else { turn % count };
+        let chosen = in_service().filter(near).nth(in_turn(in_service().filter(near).count()));
+        chosen.or_else(|| in_service().nth(in_turn(in_service().count())))
+    }
+
+    /// Cuts the next part off the items that no part has had.
+    fn next_part(&self, request: &mut Request) -> Option<Part> {
+        let queue = &self.devices[request.work.parts.device].queues[request.work.parts.queue];
+        let items = request.items.len() as u32;
+        let first = request.work.parts.cursor;
+        if first == items {
+            return None;
+        }
+        let (form, count) = if queue.max_batch > 1 {
+            let count = queue.max_batch.min(items - first);
+            (if count > 1 { Form::Batch } else { Form::Single }, count)
+        } else if request.operation == Operation::ZeroMap {
+            let longest = (queue.max_transfer / PAGE_SIZE as u64).clamp(1, LONGEST_RUN.into()) as u32;
+            (Form::Range, side_by_side(request, first, request.work.parts.stride.min(longest)))
+        } else {
+            (Form::Single, 1)
+        };
+        request.work.parts.cursor += count;
+        Some(Part { place: Place::Waiting, form, run: (first, count), ..Part::default() })
+    }
+
+    /// Submits part `number`. `Err` says why it could not be; [`Cause::QueueFull`] is worth another try.
+    fn submit(&self, request: &mut Request, number: usize, now: Nanos) -> Result<(), Cause> {
+        let device = self.device_of(request);
+        if !device.in_service() {
+            return Err(Cause::OutOfService);
+        }
+        let queue = &device.queues[request.work.parts.queue];
+        let part = request.work.parts.parts[number];
+        let (first, count) = (part.run.0 as usize, part.run.1 as usize);
+        let expect_zero = request.work.parts.expect_zero;
+        let lists = request.work.lists();
+        let descriptor = match part.form {
+            Form::Single => self.dialect.describe(request, first, Some(number), expect_zero),
+            Form::Range => {
+                let bytes = (count * PAGE_SIZE) as u32;
+                let source = request.items[first].first.expose_provenance() as u64;
+                Descriptor::compare_pattern(source, 0, bytes).with_record(lists.part(number).address())
+            }
+            Form::Batch => {
+                for item in first..first + count {
+                    let member = lists.member(item);
+                    member.clear();
+                    let descriptor =
+                        self.dialect.describe(request, item, None, expect_zero).with_record(member.address());
+                    // SAFETY: inside the lists (checked there), aligned; no device has this part of them, as the part is not
+                    // submitted.
+                    unsafe { lists.descriptor(item).write(descriptor) };
+                }
+                let list = lists.descriptor(first).expose_provenance() as u64;
+                Descriptor::batch(list, count as u32).with_record(lists.part(number).address())
+            }
+        };
+        lists.iaa_part(number).clear();
+        // SAFETY: all that the descriptor names is memory of this request (lists, buffer) or of regions it has entered. The
+        // request stays as it is until the part's record was seen, or is quarantined (`State`).
+        let said = unsafe { queue.submit(&descriptor) };
+        match said {
+            Some(Ok(())) => {}
+            Some(Err(SubmitError::Busy)) => return Err(Cause::QueueFull),
+            None => return Err(Cause::OutOfService),
+            Some(Err(error)) => {
+                device.take_out(&error.to_string());
+                return Err(Cause::DeviceError);
+            }
+        }
+        let bytes: u64 = request.items[first..first + count].iter().map(|item| u64::from(item.bytes)).sum();
+        let predicted = lock_std(&device.admission).predictors[request.operation.index()].predict(bytes, count as u32);
+        let traced = device.trace().map(|trace| {
+            let members = if part.form == Form::Batch { first..first + count } else { 0..0 };
+            trace.submitted(now, &queue.name, &descriptor, members.map(|item| lists.descriptor_bytes(item)))
+        });
+        let backlog = device.backlog(now);
+        let due = device.submitted(predicted, now);
+        let patience = device.common.patience();
+        let part = &mut request.work.parts.parts[number];
+        part.place = Place::InDevice;
+        part.traced = traced.unwrap_or(0);
+        (part.submitted, part.due) = (now, due.max(now + 1));
+        part.deadline = now.saturating_add(patience).saturating_add(8 * (backlog + predicted));
+        Ok(())
+    }
+
+    /// Fills the places that are free with parts, and submits those that wait.
+    fn refill(&self, request: &mut Request, now: Nanos) {
+        for number in 0..PARTS {
+            if request.work.parts.parts[number].place == Place::Nowhere {
+                match self.next_part(request) {
+                    Some(part) => request.work.parts.parts[number] = part,
+                    None => continue,
+                }
+            }
+            if request.work.parts.parts[number].place != Place::Waiting {
+                continue;
+            }
+            if request.work.parts.parts[number].due > now {
+                return;
+            }
+            match self.submit(request, number, now) {
+                Ok(()) => request.work.parts.refusals = 0,
+                Err(Cause::QueueFull) if self.refused(request, number, now) => return,
+                Err(cause) => self.give_up(request, cause),
+            }
+        }
+    }
+
+    /// The queue had no room for part `number`. Says whether it is worth another try.
+    fn refused(&self, request: &mut Request, number: usize, now: Nanos) -> bool {
+        let device = self.device_of(request);
+        let counters = device.common.statistics.of(request.operation, D::KIND);
+        counters.retries.fetch_add(1, Relaxed);
+        let pause = pause(request.work.parts.refusals, now ^ std::ptr::from_ref(request).addr() as u64);
+        let limit = device.common.settings.retries;
+        let parts = &mut request.work.parts;
+        parts.refusals += 1;
+        parts.parts[number].due = now + pause;
+        parts.refusals <= limit
+    }
+
+    /// Everything that is not with the device is the CPU's.
+    fn give_up(&self, request: &mut Request, cause: Cause) {
+        let mut left = 0;
+        for number in 0..PARTS {
+            let part = &mut request.work.parts.parts[number];
+            if part.place == Place::Waiting {
+                part.place = Place::Nowhere;
+                let (first, count) = part.run;
+                request.work.rest.push(Run { first, count });
+                left += count;
+            }
+        }
+        let (first, count) = (request.work.parts.cursor, request.items.len() as u32 - request.work.parts.cursor);
+        if count > 0 {
+            request.work.rest.push(Run { first, count });
+            request.work.parts.cursor += count;
+        }
+        let counters = self.device_of(request).common.statistics.of(request.operation, D::KIND);
+        counters.fell_back(cause, u64::from(left + count));
+    }
+
+    /// The record of part `number` was seen.
+    fn completed(&self, request: &mut Request, number: usize, completion: &Completion, now: Nanos) {
+        let part = request.work.parts.parts[number];
+        let device = self.device_of(request);
+        device.queues[request.work.parts.queue].seen();
+        device.completed(now);
+        let items = &request.items[part.run.0 as usize..(part.run.0 + part.run.1) as usize];
+        let bytes = items.iter().map(|item| u64::from(item.bytes)).sum();
+        let predictor = &mut lock_std(&device.admission).predictors[request.operation.index()];
+        if completion.status.is_done() {
+            predictor.learn(bytes, part.run.1, part.submitted, now);
+        }
+        if let Some(trace) = device.trace() {
+            let lists = request.work.lists();
+            let (first, end) = (part.run.0 as usize, (part.run.0 + part.run.1) as usize);
+            let members = if part.form == Form::Batch { first..end } else { 0..0 };
+            let record = lists.part_bytes(number);
+            let record = if D::KIND == Kind::Iaa { &record[..] } else { &record[..32] };
+            trace.completed(now, part.traced, record, members.map(|item| lists.member_bytes(item)));
+        }
+        request.work.parts.nanos += now.saturating_sub(part.submitted);
+        request.work.parts.parts[number].place = Place::Nowhere;
+        match part.form {
+            Form::Batch => self.batch_completed(request, &part, completion),
+            Form::Single => {
+                let item = part.run.0 as usize;
+                let meaning = self.dialect.read(request, item, number, completion);
+                self.mean(request, item, meaning);
+            }
+            Form::Range => self.range_completed(request, number, &part, completion),
+        }
+    }
+
+    fn batch_completed(&self, request: &mut Request, part: &Part, completion: &Completion) {
+        let (first, count) = part.run;
+        match (completion.status, request.operation) {
+            // All as predicted: no member's record is read.
+            (Status::Success, Operation::ZeroMap) => {
+                if request.work.parts.expect_zero {
+                    (first..first + count).for_each(|page| request.set_zero(page as usize));
+                }
+                return;
+            }
+            (Status::Success, Operation::Copy | Operation::Place | Operation::ApplyDelta) => {
+                for item in first..first + count {
+                    request.answers[item as usize] = Answer::Written(request.items[item as usize].bytes);
+                }
+                return;
+            }
+            (status, _) if status.is_hardware_error() => self.device_of(request).take_out(&status.to_string()),
+            _ => {}
+        }
+        request.work.review.push(Run { first, count });
+    }
+
+    /// A range of pages: zero up to where the device stopped.
+    fn range_completed(&self, request: &mut Request, number: usize, part: &Part, completion: &Completion) {
+        let (first, count) = part.run;
+        let stopped = (completion.bytes_completed as usize / PAGE_SIZE).min(count as usize - 1) as u32;
+        let cause = match (completion.status, completion.result) {
+            (Status::Success, 0) => {
+                (first..first + count).for_each(|page| request.set_zero(page as usize));
+                request.work.parts.stride = (request.work.parts.stride * 2).min(LONGEST_RUN);
+                return;
+            }
+            (Status::Success, _) => None,
+            (status, _) if status.is_page_fault() => Some(Cause::PageFault),
+            (status, _) if status.is_hardware_error() => {
+                self.device_of(request).take_out(&status.to_string());
+                Some(Cause::DeviceError)
+            }
+            (status, _) if status.is_rejected() => Some(Cause::Unsuitable),
+            _ => Some(Cause::DeviceError),
+        };
+        if matches!(cause, Some(Cause::Unsuitable | Cause::DeviceError)) {
+            let counters = self.device_of(request).common.statistics.of(request.operation, D::KIND);
+            counters.fell_back(cause.expect("matched above"), count.into());
+            return request.work.rest.push(Run { first, count });
+        }
+        // What comes before is compared and equal. The page it stopped in has a difference, or a part that was not there.
+        (first..first + stopped).for_each(|page| request.set_zero(page as usize));
+        if let Some(cause) = cause {
+            self.mean(request, (first + stopped) as usize, Meaning::Rest(cause));
+        }
+        request.work.parts.stride = stopped.max(request.work.parts.stride / 2).max(SHORTEST_RUN);
+        let next = first + stopped + 1;
+        let left = first + count - next;
+        if left > 0 {
+            let part = &mut request.work.parts.parts[number];
+            (part.place, part.run, part.due) = (Place::Waiting, (next, left), 0);
+        }
+    }
+
+    fn mean(&self, request: &mut Request, item: usize, meaning: Meaning) {
+        let device = self.device_of(request);
+        let cause = match meaning {
+            Meaning::Zero => return request.set_zero(item),
+            Meaning::NotZero => return,
+            Meaning::Answer(answer) => return request.answers[item] = answer,
+            Meaning::Rest(cause) => cause,
+            Meaning::Broken(status) => {
+                device.take_out(&status.to_string());
+                Cause::DeviceError
+            }
+        };
+        device.common.statistics.of(request.operation, D::KIND).fell_back(cause, 1);
+        // Faults come in runs: so does what the CPU is left.
+        let item = item as u32;
+        match request.work.rest.last_mut() {
+            Some(run) if run.first + run.count == item => run.count += 1,
+            _ => request.work.rest.push(Run { first: item, count: 1 }),
+        }
+    }
+
+    fn end(&self, request: &mut Request, now: Nanos, completed: bool) {
+        let device = self.device_of(request);
+        let grant = request.work.grant.take();
+        device.give_back(grant, completed.then_some(request.work.begun), now);
+        let counters = device.common.statistics.of(request.operation, D::KIND);
+        counters.device_nanos.fetch_add(request.work.parts.nanos, Relaxed);
+    }
+}
+
+impl<D: Dialect> Engine for Accelerator<D> {
+    fn kind(&self) -> Kind {
+        D::KIND
+    }
+
+    fn does(&self, operation: Operation) -> bool {
+        self.dialect.does(operation)
+    }
+
+    fn begin(&self, request: &mut Request, (vm, weight): (u32, u32), now: Nanos) -> Begun {
+        debug_assert_eq!(request.state(), State::Queued);
+        let Some(chosen) = self.choose(request) else { return Begun::Spill(Cause::OutOfService) };
+        let device = &self.devices[chosen];
+        let queue = device.next_queue();
+        let refusals = request.work.parts.refusals;
+        let expect_zero = device.expects_zero();
+        let max_transfer = device.queues[queue].max_transfer;
+        if !(0..request.items.len()).all(|item| self.dialect.takes(request, item, max_transfer)) {
+            return Begun::Spill(Cause::Unsuitable);
+        }
+        if request.work.grant.is_none() {
+            let mut admission = lock_std(&device.admission);
+            let predicted =
+                admission.predictors[request.operation.index()].predict(request.bytes, request.items.len() as u32);
+            match admission.share.ask(&Ask { vm, weight, predicted, bytes: request.bytes }, now) {
+                Verdict::Admit(grant) => request.work.grant = Some(grant),
+                Verdict::Wait { until } => return Begun::Wait(until.max(now + 1)),
+                Verdict::Spill => return Begun::Spill(Cause::Spilled),
+            }
+        }
+        request.work.parts = Parts { device: chosen, queue, expect_zero, stride: 16, refusals, ..Parts::default() };
+        request.work.begun = now;
+        let part = self.next_part(request).expect("a batch has items");
+        request.work.parts.parts[0] = part;
+        match self.submit(request, 0, now) {
+            Ok(()) => {
+                request.work.parts.refusals = 0;
+                self.refill(request, now);
+                request.work.due = request.work.parts.due();
+                Begun::InDevice
+            }
+            Err(Cause::QueueFull) if self.refused(request, 0, now) => {
+                let until = request.work.parts.parts[0].due;
+                // The grant is for this device; the next try may be with another.
+                self.give_grant_back(request, now);
+                Begun::Wait(until)
+            }
+            Err(cause) => {
+                self.give_grant_back(request, now);
+                request.work.parts.refusals = 0;
+                Begun::Spill(cause)
+            }
+        }
+    }
+
+    fn advance(&self, request: &mut Request, now: Nanos) -> Progress {
+        let mut lost = None;
+        for number in 0..PARTS {
+            let part = request.work.parts.parts[number];
+            if part.place != Place::InDevice {
+                continue;
+            }
+            if let Some(completion) = self.dialect.poll(request, number) {
+                self.completed(request, number, &completion, now);
+            } else {
+                let device = self.device_of(request);
+                if !device.in_service() || device.given_up(part.submitted, part.deadline, now) {
+                    lost = Some(number);
+                } else if now >= part.due {
+                    let late = ((now - part.submitted) / 4).clamp(SHORTEST_LOOK, LONGEST_LOOK);
+                    request.work.parts.parts[number].due = now + late;
+                }
+            }
+        }
+        if let Some(number) = lost {
+            // Once more: this thread may have been off its CPU between the record and the clock.
+            match self.dialect.poll(request, number) {
+                Some(completion) => self.completed(request, number, &completion, now),
+                None => {
+                    let silent = (now - request.work.parts.parts[number].submitted) / 1_000_000;
+                    self.device_of(request).take_out(&format!("no answer for {silent} ms"));
+                    self.end(request, now, false);
+                    return Progress::Lost;
+                }
+            }
+        }
+        self.refill(request, now);
+        match request.work.parts.due() {
+            NEVER => {
+                self.end(request, now, true);
+                Progress::Done
+            }
+            due => {
+                request.work.due = due.max(now + 1);
+                Progress::Going
+            }
+        }
+    }
+
+    fn settle(&self, request: &mut Request) {
+        while let Some(Run { first, count }) = request.work.review.pop() {
+            for item in first as usize..(first + count) as usize {
+                let meaning = match request.work.lists().member(item).poll() {
+                    // Abandoned, or behind a page of the list that was not there.
+                    None => Meaning::Rest(Cause::PageFault),
+                    Some(completion) => crate::engine::dsa::meaning(request, item, &completion),
+                };
+                self.mean(request, item, meaning);
+            }
+        }
+        if request.operation == Operation::ZeroMap {
+            let zero: u32 = request.zero[..request.items.len().div_ceil(64)].iter().map(|word| word.count_ones()).sum();
+            self.device_of(request).expect_zero(2 * zero as usize > request.items.len());
+        }
+    }
+
+    fn distrust(&self, request: &Request) {
+        self.device_of(request).take_out("it called a page zero that is not");
+    }
+
+    fn quarantine(&self, request: Box<Request>) {
+        let device = Arc::clone(self.device_of(&request));
+        device.keep(request);
+    }
+
+    fn quarantined(&self) -> usize {
+        self.devices.iter().map(|device| device.quarantined()).sum()
+    }
+
+    fn spilled(&self, request: &Request, took: Nanos) {
+        lock_std(&self.device_of(request).admission).share.spilled(request.bytes, took);
+    }
+}
+
+impl<D> Accelerator<D> {
+    fn give_grant_back(&self, request: &mut Request, now: Nanos) {
+        let device = &self.devices[request.work.parts.device];
+        device.give_back(request.work.grant.take(), None, now);
+    }
+}
+
+impl Parts {
+    /// When the first of them is worth a look; [`NEVER`] when there is none.
+    fn due(&self) -> Nanos {
+        let with = |place| self.parts.iter().filter(move |part| part.place == place).map(|part| part.due);
+        // Parts are submitted in their order: those behind one that waits wait for it.
+        with(Place::InDevice).chain(with(Place::Waiting).take(1)).min().unwrap_or(NEVER)
+    }
+}
+
+/// How many pages from `first` on, at most `most`, lie one behind the other.
+fn side_by_side(request: &Request, first: u32, most: u32) -> u32 {
+    let items = &request.items[first as usize..];
+    let mut count = 1;
+    while count < (most as usize).min(items.len())
+        && items[count].first == items[count - 1].first.wrapping_add(PAGE_SIZE)
+    {
+        count += 1;
+    }
+    count as u32
+}
+
+/// How long to wait after `refusals` refusals: twice as long each time, and different for everyone.
+fn pause(refusals: u32, salt: u64) -> Nanos {
+    let most = (FIRST_PAUSE << refusals.min(16)).min(LONGEST_PAUSE);
+    // One round of splitmix64's mixing.
+    let mixed = (salt ^ (salt >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    most / 2 + (mixed ^ (mixed >> 27)) % (most / 2)
+}

@@ -1,0 +1,167 @@
+//! What is opened at start: wishes are matched with what is there before anything is opened, and everything that is not
+//! used has its reason.
+
+use std::sync::Arc;
+
+use sterna_idxd::{QueueInfo, WorkQueue, discover};
+
+use crate::accelerators::{Accelerators, Wish};
+use crate::engine::Kind;
+use crate::offload::StartError;
+use crate::settings::Settings;
+
+/// What was opened, and what there is to say of it.
+#[derive(Debug, Default)]
+pub(crate) struct Opened {
+    pub(crate) queues: Vec<Arc<WorkQueue>>,
+    /// Why other accelerators are not used.
+    pub(crate) not_used: Vec<String>,
+}
+
+/// Opens what `choice` names.
+pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened, StartError> {
+    let mut opened = Opened::default();
+    if *choice == Accelerators::cpu() {
+        opened.not_used.push("accelerators: not asked for".into());
+        return Ok(opened);
+    }
+    let mut models = Vec::new();
+    let mut chosen: Vec<QueueInfo> = Vec::new();
+    // The first round only looks, so that an error leaves everything as it was.
+    let found = discover(&settings.directories);
+    let all: Vec<QueueInfo> = match &found {
+        Ok(devices) => devices.iter().flat_map(|device| device.queues.iter().cloned()).collect(),
+        Err(_) => Vec::new(),
+    };
+    for wish in choice.wishes() {
+        let missing = |why: String| StartError::Missing { wish: wish.to_string(), why };
+        match wish {
+            Wish::Model(file) => models.push((wish, read_model(file).map_err(missing)?)),
+            Wish::Auto => chosen.extend(all.iter().filter(|queue| queue.unusable.is_none()).cloned()),
+            Wish::Kind(kind) => {
+                let of_kind: Vec<_> = all.iter().filter(|queue| kind_of(queue) == *kind).collect();
+                let usable: Vec<_> =
+                    of_kind.iter().filter(|queue| queue.unusable.is_none()).map(|queue| (*queue).clone()).collect();
+                if usable.is_empty() {
+                    let reasons: Vec<_> = of_kind.iter().filter_map(|queue| reason(queue)).collect();
+                    return Err(missing(match &found {
+                        Err(error) => error.to_string(),
+                        Ok(_) if reasons.is_empty() => format!("this host has no {} work queue", kind.name()),
+                        Ok(_) => reasons.join("; "),
+                    }));
+                }
+                chosen.extend(usable);
+            }
+            Wish::Queue(kind, path) => {
+                let named = |queue: &&QueueInfo| kind_of(queue) == *kind && queue.node == *path;
+                let Some(queue) = all.iter().find(named) else {
+                    let there: Vec<_> = all.iter().map(|queue| queue.node.display().to_string()).collect();
+                    return Err(missing(match &found {
+                        Err(error) => error.to_string(),
+                        Ok(_) if there.is_empty() => "there is no such work queue, and no other".into(),
+                        Ok(_) => format!("there is no such work queue; there are {}", there.join(", ")),
+                    }));
+                };
+                if let Some(why) = reason(queue) {
+                    return Err(missing(why));
+                }
+                chosen.push(queue.clone());
+            }
+        }
+    }
+    let auto = *choice == Accelerators::auto();
+    if auto {
+        match &found {
+            Err(error) => opened.not_used.push(format!("dsa, iaa: {error}")),
+            Ok(_) if all.is_empty() => opened.not_used.push("dsa, iaa: no work queue is configured".into()),
+            Ok(_) => opened.not_used.extend(all.iter().filter_map(reason)),
+        }
+    }
+    let mut names = std::collections::HashSet::new();
+    chosen.retain(|queue| names.insert(queue.full_name()));
+    for queue in chosen {
+        let name = queue.full_name();
+        let node = queue.node.clone();
+        let kind = kind_of(&queue);
+        match WorkQueue::open(queue, &settings.directories) {
+            Ok(queue) => opened.queues.push(queue),
+            Err(error) => {
+                let asked = choice.wishes().iter().any(|wish| matches!(wish, Wish::Queue(_, path) if *path == node));
+                if asked {
+                    return Err(StartError::Missing {
+                        wish: format!("{}:{}", kind.name(), node.display()),
+                        why: error.to_string(),
+                    });
+                }
+                opened.not_used.push(format!("{name}: {error}"));
+            }
+        }
+    }
+    for (wish, model) in models {
+        let missing = |why: String| StartError::Missing { wish: wish.to_string(), why };
+        opened.queues.extend(open_model(model).map_err(missing)?);
+    }
+    // A kind asked for by name of which nothing opened is not there.
+    for wish in choice.wishes() {
+        if let Wish::Kind(kind) = wish
+            && !opened.queues.iter().any(|queue| kind_of(queue.info()) == *kind)
+        {
+            return Err(StartError::Missing { wish: wish.to_string(), why: opened.not_used.join("; ") });
+        }
+    }
+    Ok(opened)
+}
+
+/// The one line that says what is used.
+pub(crate) fn summary(opened: &Opened) -> String {
+    let mut used = Vec::new();
+    for queue in &opened.queues {
+        let info = queue.info();
+        let mode = info.mode.map_or(String::new(), |mode| format!("{mode}, "));
+        let batches = match queue.max_batch() {
+            Ok(most) => format!(", batches of {most}"),
+            Err(_) if kind_of(info) == Kind::Iaa => String::new(),
+            Err(why) => format!(", no batches: {why}"),
+        };
+        used.push(format!("{} {} ({mode}{}{batches})", kind_of(info).name(), info.full_name(), queue.way()));
+    }
+    let mut line = if used.is_empty() { "cpu".to_owned() } else { format!("{}, cpu", used.join(", ")) };
+    if !opened.not_used.is_empty() {
+        line += &format!("; not used: {}", opened.not_used.join("; "));
+    }
+    line.replace('\n', " ")
+}
+
+pub(crate) fn kind_of(queue: &QueueInfo) -> Kind {
+    match queue.kind() {
+        sterna_idxd::Kind::Dsa => Kind::Dsa,
+        sterna_idxd::Kind::Iaa => Kind::Iaa,
+    }
+}
+
+fn reason(queue: &QueueInfo) -> Option<String> {
+    let why = queue.unusable.as_ref()?;
+    let help = match why.commands.is_empty() {
+        true => String::new(),
+        false => format!(" ({})", why.commands.join("; ")),
+    };
+    Some(format!("{}: {}{help}", queue.full_name(), why.reason))
+}
+
+#[cfg(feature = "model")]
+use crate::model::{open as open_model, read as read_model};
+
+/// What a build without the model has in place of one.
+#[cfg(not(feature = "model"))]
+#[derive(Clone, Copy)]
+enum NoModel {}
+
+#[cfg(not(feature = "model"))]
+fn read_model(_: &std::path::Path) -> Result<NoModel, String> {
+    Err("this build has no software model (feature `model`)".into())
+}
+
+#[cfg(not(feature = "model"))]
+fn open_model(model: NoModel) -> Result<Vec<Arc<WorkQueue>>, String> {
+    match model {}
+}
