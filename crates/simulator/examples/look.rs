@@ -1,55 +1,60 @@
 //! Prints runs.
+use sterna_simulator::costs::Costs;
 use sterna_simulator::host::run;
+use sterna_simulator::many_vms::*;
 use sterna_simulator::scenario::*;
+use sterna_simulator::zero_page::*;
 fn main() {
-    for (cores, normal, n, devices) in [
-        (192usize, 500, 100usize, 4usize),
-        (4, 500, 100, 4),
-        (192, 0, 100, 1),
-        (192, 0, 100, 4),
-        (4, 0, 100, 1),
-        (4, 0, 100, 4),
-        (192, 0, 1, 1),
-    ] {
-        println!("cores {cores} normal {normal} vms {n} devices {devices}");
-        let go = |name: &str, f: &dyn Fn(&mut Scenario)| {
-            let mut s = Scenario::of(vec![Vm { normal_per_mille: normal, ..Vm::gib(1) }; n]);
-            s.cores = cores;
-            s.devices = devices;
-            f(&mut s);
-            let t = std::time::Instant::now();
-            let o = run(&s);
-            let on: u64 = o.vms.iter().map(|v| v.on_device).sum();
-            let off: u64 = o.vms.iter().map(|v| v.on_cpu).sum();
-            let soj = o.vms.iter().map(|v| v.longest_sojourn).max().unwrap();
-            let adm = o.vms.iter().map(|v| v.longest_admission).max().unwrap();
-            let unfinished = o.vms.iter().filter(|v| v.finished.is_none()).count();
-            println!(
-                "{name:16} total {:8.1} ms cpu {:7.2} s (m {:.2} c {:.2}) check {:6.2} util {:.2} net {:.2} mem {:.2} dev {on} cpu {off} refused {} soj {:.0} us adm {:.0} us unfinished {unfinished} [{:?}]",
-                o.total() as f64 / 1e6,
-                o.cpu().total() / 1e9,
-                o.cpu().measured / 1e9,
-                o.cpu().charged / 1e9,
-                o.check().total() / 1e9,
-                o.utilisation(),
-                o.network_busy / o.ended as f64,
-                o.memory_busy / o.ended as f64,
-                o.refused,
-                soj as f64 / 1e3,
-                adm as f64 / 1e3,
-                t.elapsed()
-            );
-        };
-        go("cpu", &|s| {
-            s.structure = Structure::Cpu;
-            s.devices = 0
-        });
-        for p in Policy::ALL {
-            go(p.name(), &|s| s.policy = p);
-            go(&format!("{} no spill", p.name()), &|s| {
-                s.policy = p;
-                s.spill = false
-            });
+    let costs = Costs::default();
+    for p in PUBLISHED {
+        let f = Figures::of(&run(&published(&p, &costs, 1)), 25_600_000);
+        println!(
+            "{:20} main {:.0} ({:.0}) senders {:.0} ({:.0}) poll {:.0} ({:.0}) total {:.0} ({:.0}) util {:.2}",
+            p.name,
+            f.main,
+            p.main / 25.6,
+            f.senders,
+            p.senders / 25.6,
+            f.polling,
+            p.polling / 25.6,
+            f.total as f64 / 1e6,
+            p.total,
+            f.utilisation
+        );
+    }
+    for search in [costs.search_page, 20.0] {
+        for normal in [500, 0] {
+            for (devices, spill) in [(0, false), (1, false), (1, true), (4, false), (4, true)] {
+                let c = Costs { search_page: search, ..costs.clone() };
+                let f = Figures::of(&run(&sterna(normal, devices, spill, &c, 1)), 25_600_000);
+                println!(
+                    "search {search:.0} normal {normal} dev {devices} spill {spill}: {:.1?} total {:.0} sum {:.1}",
+                    f,
+                    f.total as f64 / 1e6,
+                    f.measured_and_charged()
+                );
+            }
+        }
+    }
+    for mix in Mix::ALL {
+        for policy in Policy::ALL {
+            for spill in [false, true] {
+                let s = unequal(mix, policy, spill);
+                let o = run(&s);
+                let unfinished = o.vms.iter().filter(|v| v.finished.is_none() && !v.died).count();
+                println!(
+                    "{:14} {:7} spill {spill}: total {:.0} worst wait {:.0} us util {:.2} cpu {:.1} refused {} {:.3?} unfinished {unfinished} hog {:.2}",
+                    mix.name(),
+                    policy.name(),
+                    o.total() as f64 / 1e6,
+                    longest_wait(&s, &o) as f64 / 1e3,
+                    o.utilisation(),
+                    o.cpu().total() / 1e9,
+                    o.refused,
+                    shares(&s, &o),
+                    o.hog_device / o.ended as f64
+                );
+            }
         }
     }
 }

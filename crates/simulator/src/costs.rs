@@ -89,6 +89,9 @@ pub struct Costs {
     pub send_traffic: f64,
     /// The network, GB/s: 100 Gbit/s.
     pub link: f64,
+    /// How long a connection blocks its sender for each normal page beyond the sender's own CPU time: the receiver of that
+    /// connection. 0 where nothing is known of one.
+    pub connection_page: f64,
     /// Bytes that a connection holds before its sender blocks.
     pub socket_buffer: f64,
     /// How long a thread keeps its core while others wait for it.
@@ -105,8 +108,6 @@ pub mod fit {
     pub const SENDERS_MS: f64 = 41_922.0 - 5_658.0;
     /// From beginning to end, ms.
     pub const TOTAL_MS: f64 = 10_343.0;
-    /// What went over the network, bytes.
-    pub const BYTES: f64 = 51_583_797.0 * 1024.0;
 }
 
 impl Default for Costs {
@@ -135,6 +136,7 @@ impl Default for Costs {
             dram: 350.0,
             send_traffic: 3.0,
             link: 12.5,
+            connection_page: 0.0,
             socket_buffer: 4.0e6,
             time_slice: 3.0e6,
         }
@@ -166,9 +168,12 @@ impl Default for DeviceTiming {
     }
 }
 
-/// When the run was measured that [`Costs`] are fitted to, the whole took this rate: the destination, not the network.
-pub fn fitted_sink() -> f64 {
-    fit::BYTES / (fit::TOTAL_MS * 1e6)
+/// What the 8 connections of the fitted run blocked their senders for, for each normal page: time that was not CPU time.
+pub fn fitted_connection() -> f64 {
+    let packets = fit::PAGES / 128.0;
+    let cycle = fit::TOTAL_MS * 1e6 * 8.0 / packets;
+    let cpu = fit::SENDERS_MS * 1e6 / packets;
+    (cycle - cpu) / 64.0
 }
 
 /// A moment as a whole number, not before the other.

@@ -100,13 +100,14 @@ struct Thread {
 struct Sender {
     in_flight: Vec<InFlight>,
     checked: VecDeque<Packet>,
-    /// The share said to wait until then; what a batch has waited for it so far, and when it asked last.
+    /// The share said to wait until then.
     not_before: Nanos,
-    asked: Option<(Nanos, Nanos)>,
     next_device: usize,
     /// Bytes that the socket holds: when they will be gone, and how many.
     socket: VecDeque<(Nanos, f64)>,
     held: f64,
+    /// A call that sends has not returned.
+    blocked_until: Nanos,
 }
 
 #[derive(Debug)]
@@ -118,8 +119,13 @@ struct Migration {
     searching: bool,
     ended: usize,
     /// Of the polling thread: what it waits for in order, and since when.
-    polled: VecDeque<(u64, usize, bool)>,
+    polled: VecDeque<(u64, usize, Option<Nanos>)>,
     polls_since: Nanos,
+    polled_until: Nanos,
+    /// What its next batch has waited for the share so far, and the last ask that was told to wait: since when, until when.
+    /// Which of its channels gets the turn does not matter: they take from the same packets.
+    waited: Nanos,
+    asked: Option<(Nanos, Nanos)>,
     gone: bool,
 }
 
@@ -264,6 +270,9 @@ impl<'a> World<'a> {
                     ended: 0,
                     polled: VecDeque::new(),
                     polls_since: 0,
+                    polled_until: 0,
+                    waited: 0,
+                    asked: None,
                     gone: false,
                 })
                 .collect(),
@@ -460,6 +469,7 @@ impl<'a> World<'a> {
             blocked(thread) && {
                 let sender = &self.senders[thread.channel.expect("a sender")];
                 sender.checked.is_empty()
+                    && sender.blocked_until <= now
                     && sender.in_flight.len() < self.scenario.vms[vm].window
                     && sender.not_before <= now
             }
@@ -551,7 +561,7 @@ impl<'a> World<'a> {
                 let sojourn = visible - batch.submitted;
                 let admission = batch.admission;
                 self.outcome.vms[vm].waited(admission, sojourn);
-                self.polled(vm, done.tag);
+                self.polled(vm, done.tag, visible);
             }
         }
         self.completed = completed;
@@ -559,25 +569,27 @@ impl<'a> World<'a> {
     }
 
     /// The published structure's polling thread sees completions in the order of submission.
-    fn polled(&mut self, vm: usize, tag: u64) {
+    fn polled(&mut self, vm: usize, tag: u64, visible: Nanos) {
         if self.scenario.structure != Structure::CompletionThread {
             return;
         }
         let migration = &mut self.migrations[vm];
         if let Some(entry) = migration.polled.iter_mut().find(|(other, ..)| *other == tag) {
-            entry.2 = true;
+            entry.2 = Some(visible);
         }
-        let seen = after(self.now, self.scenario.costs.poll + self.scenario.timing.latency as f64);
         let mut woken = Vec::new();
-        while let Some(&(_, thread, true)) = migration.polled.front() {
+        while let Some(&(_, thread, Some(visible))) = migration.polled.front() {
             migration.polled.pop_front();
-            woken.push(thread);
+            migration.polled_until = migration.polled_until.max(after(visible, self.scenario.costs.poll));
+            woken.push((thread, migration.polled_until));
         }
         if migration.polled.is_empty() && !woken.is_empty() {
-            let polling = (seen - migration.polls_since) as f64;
+            let polling = migration.polled_until.saturating_sub(migration.polls_since) as f64;
+            migration.polls_since = migration.polled_until;
+            // It sleeps where there is nothing.
             self.outcome.vms[vm].poll += Cpu::charged(polling + self.scenario.costs.wake);
         }
-        for thread in woken {
+        for (thread, seen) in woken {
             let sleep = self.threads[thread].sleep;
             self.at(seen, Event::Woken(thread, sleep));
         }
@@ -593,10 +605,11 @@ impl<'a> World<'a> {
         self.outcome
     }
 
-    fn ask(&mut self, vm: usize, device: usize, packet: Packet) -> (Verdict, Nanos) {
+    fn ask(&mut self, vm: usize, channel: usize, device: usize, packet: Packet) -> (Verdict, Nanos) {
         let process = self.process(vm);
         let predicted = self.views[process][device].predictor.predict(packet.bytes(), packet.pages);
-        let ask = Ask { vm: vm as u32, weight: self.scenario.vms[vm].weight, predicted, bytes: packet.bytes() };
+        let weight = self.scenario.vms[vm].weight;
+        let ask = Ask { vm: vm as u32, channel: channel as u32, weight, predicted, bytes: packet.bytes() };
         (self.shares[process][device].ask(&ask, self.now), predicted)
     }
 }

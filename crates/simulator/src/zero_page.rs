@@ -5,7 +5,7 @@
 //! error that every other figure here must be read with.
 
 use crate::Nanos;
-use crate::costs::{Costs, fit, fitted_sink};
+use crate::costs::{Costs, fit, fitted_connection};
 use crate::host::Outcome;
 use crate::scenario::{Policy, Scenario, Structure, Vm};
 
@@ -93,8 +93,8 @@ fn vm(normal_per_mille: u64, window: usize, part: u64) -> Vm {
 pub fn published(run: &Published, costs: &Costs, part: u64) -> Scenario {
     let mut scenario = Scenario::of(vec![vm(run.normal_per_mille, 1, part)]);
     scenario.costs = costs.clone();
-    // What the destination took, with normal pages; the network is quicker.
-    scenario.costs.link = fitted_sink();
+    // The network was not full, and no thread either: each connection's receiver is what the senders wait for.
+    scenario.costs.connection_page = fitted_connection();
     scenario.structure = if run.device { Structure::CompletionThread } else { Structure::Cpu };
     scenario.policy = Policy::Fifo;
     scenario.spill = false;
@@ -106,7 +106,7 @@ pub fn published(run: &Published, costs: &Costs, part: u64) -> Scenario {
 pub fn sterna(normal_per_mille: u64, devices: usize, spill: bool, costs: &Costs, part: u64) -> Scenario {
     let mut scenario = Scenario::of(vec![vm(normal_per_mille, 8, part)]);
     scenario.costs = costs.clone();
-    scenario.costs.link = fitted_sink();
+    scenario.costs.connection_page = fitted_connection();
     scenario.structure = if devices > 0 { Structure::Harvest } else { Structure::Cpu };
     scenario.devices = devices;
     scenario.spill = spill;

@@ -32,7 +32,7 @@ impl Default for DelaySettings {
 /// The window never falls below this, whatever is measured: 1 µs of device time, a batch of 512 KiB in about 20 round trips.
 const LEAST_WINDOW: f64 = 1_000.0;
 /// The longest that one waits before the device is tried again.
-const LONGEST_WAIT: Nanos = 5_000_000;
+const LONGEST_WAIT: Nanos = 2_000_000;
 const LEAST_WAIT: Nanos = 5_000;
 /// What is left of the window when it shrinks.
 const DECREASE: f64 = 0.7;
@@ -49,8 +49,8 @@ pub struct DelayBased {
     last_admitted: Nanos,
     last_shrunk: Nanos,
     cpu: CpuCost,
-    /// Which of this process's VMs wait, and since when: the one that has waited longest goes first.
-    waiting: BTreeMap<u32, (Nanos, Nanos)>,
+    /// Which of this process's channels wait, and since when: the one that has waited longest goes first.
+    waiting: BTreeMap<(u32, u32), (Nanos, Nanos)>,
 }
 
 impl Default for DelayBased {
@@ -105,25 +105,27 @@ impl DelayBased {
 
 impl Share for DelayBased {
     fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
-        let (since, _) = *self.waiting.entry(ask.vm).or_insert((now, now));
+        let who = (ask.vm, ask.channel);
+        let (since, _) = *self.waiting.entry(who).or_insert((now, now));
         // Who has not come back for two of the longest waits does not hold the others up.
         self.waiting.retain(|_, (_, expected)| now <= expected.saturating_add(2 * LONGEST_WAIT));
-        self.waiting.insert(ask.vm, (since, now));
-        let before = self.waiting.iter().filter(|&(&vm, &(other, _))| (other, vm) < (since, ask.vm)).count() as u64;
+        self.waiting.insert(who, (since, now));
+        let before =
+            self.waiting.iter().filter(|&(&other, &(before, _))| (before, other) < (since, who)).count() as u64;
         let room_at = self.room_at(ask.predicted.saturating_mul(before + 1), now);
         if room_at <= now {
-            self.waiting.remove(&ask.vm);
+            self.waiting.remove(&who);
             self.in_flight = self.in_flight.saturating_add(ask.predicted);
             self.batches += 1;
             self.last_admitted = now;
-            return Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes });
+            return Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected: 0 });
         }
         let cost = self.cpu.of(ask.bytes, now);
         if self.settings.spill && room_at - now > cost {
-            self.waiting.insert(ask.vm, (since, now.saturating_add(cost)));
+            self.waiting.insert(who, (since, now.saturating_add(cost)));
             return Verdict::Spill;
         }
-        self.waiting.insert(ask.vm, (since, room_at));
+        self.waiting.insert(who, (since, room_at));
         Verdict::Wait { until: room_at }
     }
 

@@ -1,5 +1,6 @@
 //! Exact shares between the VMs of one process.
 
+use super::pace::Pace;
 use super::spill::CpuCost;
 use super::turns::Turns;
 use super::{Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, Share, Verdict};
@@ -24,6 +25,7 @@ pub struct Fair {
     batches: u64,
     /// When the device will have done all of it, as predicted.
     drained: Nanos,
+    pace: Pace,
     cpu: CpuCost,
     spill: bool,
 }
@@ -43,6 +45,7 @@ impl Fair {
             in_flight: 0,
             batches: 0,
             drained: 0,
+            pace: Pace::default(),
             cpu: CpuCost::default(),
             spill: false,
         }
@@ -62,7 +65,7 @@ impl Fair {
 
     /// Device time that is still in the hardware, as predicted.
     fn backlog(&self, now: Nanos) -> Nanos {
-        let reckoned = self.drained.saturating_sub(now).min(self.in_flight);
+        let reckoned = self.drained.saturating_sub(now).min(self.pace.stretch(self.in_flight));
         reckoned.max(self.in_flight.saturating_sub(self.bound.saturating_mul(OUTSTANDING - 1)))
     }
 
@@ -76,26 +79,29 @@ impl Fair {
 impl Share for Fair {
     fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
         let before = self.turns.ask(ask, now);
-        let filled = self.backlog(now).saturating_add(before).saturating_add(ask.predicted);
+        let own = self.pace.stretch(ask.predicted);
+        let filled = self.backlog(now).saturating_add(self.pace.stretch(before)).saturating_add(own);
         if filled <= self.bound || (self.batches == 0 && before == 0) {
             self.turns.admit(ask);
             self.in_flight = self.in_flight.saturating_add(ask.predicted);
             self.batches += 1;
-            self.drained = self.drained.max(now).saturating_add(ask.predicted);
-            return Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes });
+            let expected = self.drained.saturating_sub(now).saturating_add(ask.predicted);
+            self.drained = self.drained.max(now).saturating_add(own);
+            return Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected });
         }
         let wait = filled.saturating_sub(self.bound);
         let cost = self.cpu.of(ask.bytes, now);
         if self.spill && wait > cost {
-            self.turns.wait(ask.vm, now.saturating_add(cost));
+            self.turns.wait(ask, now.saturating_add(cost));
             return Verdict::Spill;
         }
         let until = now.saturating_add(wait.clamp(LEAST_WAIT, MOST_WAIT));
-        self.turns.wait(ask.vm, until);
+        self.turns.wait(ask, until);
         Verdict::Wait { until }
     }
 
-    fn done(&mut self, grant: Grant, _sojourn: Nanos, _now: Nanos) {
+    fn done(&mut self, grant: Grant, sojourn: Nanos, _now: Nanos) {
+        self.pace.learn(sojourn, grant.expected);
         self.left(&grant);
     }
 

@@ -8,7 +8,7 @@ pub struct Fifo;
 
 impl Share for Fifo {
     fn ask(&mut self, ask: &Ask, _now: Nanos) -> Verdict {
-        Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes })
+        Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected: 0 })
     }
 
     fn done(&mut self, _grant: Grant, _sojourn: Nanos, _now: Nanos) {}

@@ -21,6 +21,7 @@ mod delay;
 mod fair;
 mod fifo;
 pub mod ledger;
+mod pace;
 mod predict;
 mod spill;
 mod turns;
@@ -53,6 +54,8 @@ pub const PATIENCE: Nanos = 50_000;
 pub struct Ask {
     /// Whose it is; shares are between these.
     pub vm: u32,
+    /// Which of the VM's channels asks: several may wait at one time.
+    pub channel: u32,
     /// How much this VM may have beside the others, 1 to [`MAX_WEIGHT`].
     pub weight: u32,
     /// Device time that it will take, by a [`Predictor`].
@@ -83,6 +86,8 @@ pub struct Grant {
     pub(crate) vm: u32,
     pub(crate) predicted: Nanos,
     pub(crate) bytes: u64,
+    /// From submission to completion, as reckoned when it was let in; 0 where nothing was.
+    pub(crate) expected: Nanos,
 }
 
 impl Grant {

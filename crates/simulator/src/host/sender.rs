@@ -9,6 +9,11 @@ use sterna_offload::share::Verdict;
 impl World<'_> {
     /// What it does next, in this order: give the device work, take work back, send, wait.
     pub(super) fn sender(&mut self, thread: usize, vm: usize, channel: usize) {
+        if self.senders[channel].blocked_until > self.now {
+            let until = self.senders[channel].blocked_until;
+            self.block(thread, Some(until));
+            return;
+        }
         if self.scenario.structure == Structure::CompletionThread && !self.senders[channel].in_flight.is_empty() {
             // It blocks until the polling thread says so.
             if self.senders[channel].in_flight[0].visible.is_none_or(|visible| visible > self.now) {
@@ -69,18 +74,20 @@ impl World<'_> {
             return false;
         }
         let device = sender.next_device % self.devices.len();
-        // Only waiting for the share counts, not what the thread did or waited for otherwise.
-        let waited = self.senders[channel]
-            .asked
-            .map_or(0, |(waited, asked)| waited + self.now.min(self.senders[channel].not_before).saturating_sub(asked));
+        // Only waiting for the share counts, not what its threads did or waited for otherwise.
+        let migration = &mut self.migrations[vm];
+        if let Some((since, until)) = migration.asked.take() {
+            migration.waited += self.now.min(until).saturating_sub(since);
+        }
+        let waited = migration.waited;
         let costs = &self.scenario.costs;
         let asking = Cpu::measured(costs.ask);
-        match self.ask(vm, device, packet) {
+        match self.ask(vm, channel, device, packet) {
             (Verdict::Admit(grant), predicted) => {
                 self.pop(vm);
                 let sender = &mut self.senders[channel];
                 sender.next_device += 1;
-                sender.asked = None;
+                self.migrations[vm].waited = 0;
                 let fill = Cpu::measured(costs.fill_descriptor).times(f64::from(packet.pages));
                 let cpu = asking.and(fill).and(Cpu::charged(costs.enqcmd));
                 self.work(
@@ -95,7 +102,7 @@ impl World<'_> {
                 self.pop(vm);
                 let sender = &mut self.senders[channel];
                 sender.next_device += 1;
-                sender.asked = None;
+                self.migrations[vm].waited = 0;
                 self.threads[thread].owes += asking;
                 self.check(thread, packet, Some(device));
                 true
@@ -103,7 +110,7 @@ impl World<'_> {
             (Verdict::Wait { until }, _) => {
                 self.threads[thread].owes += asking;
                 self.senders[channel].not_before = until;
-                self.senders[channel].asked = Some((waited, self.now));
+                self.migrations[vm].asked = Some((self.now, until));
                 false
             }
         }
@@ -167,9 +174,9 @@ impl World<'_> {
         if self.scenario.structure == Structure::CompletionThread {
             let migration = &mut self.migrations[vm];
             if migration.polled.is_empty() {
-                migration.polls_since = self.now;
+                migration.polls_since = self.now.max(migration.polled_until);
             }
-            migration.polled.push_back((tag, thread, false));
+            migration.polled.push_back((tag, thread, None));
         }
         true
     }
@@ -257,5 +264,6 @@ impl World<'_> {
         let sender = &mut self.senders[channel];
         sender.socket.push_back((gone, bytes as f64));
         sender.held += bytes as f64;
+        sender.blocked_until = after(self.now, (bytes >> 12) as f64 * self.scenario.costs.connection_page);
     }
 }

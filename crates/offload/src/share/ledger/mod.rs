@@ -12,7 +12,7 @@
 //! Nothing that others wrote is believed beyond what they might rightly say:
 //!
 //! * what a slot claims to have or want counts up to its part and one batch, its weight up to [`MAX_WEIGHT`](super::MAX_WEIGHT);
-//! * virtual time follows the median of all, and no faster than a device can work;
+//! * virtual time stays near the median of all, and is no faster than a device can work;
 //! * a slot that wants but does not come back is let past (within [`PATIENCE`]), and one whose owner has died is cleared: the kernel
 //!   gave its lock back;
 //! * whatever all the others claim, a process with nothing in flight gets a batch in after [`LONGEST_TURN`].
@@ -25,8 +25,9 @@ mod slot;
 pub use file::{LedgerFile, OpenError};
 pub use slot::{Slot, Table};
 
+use super::pace::Pace;
 use super::spill::CpuCost;
-use super::turns::{SCALE, Turns, virtual_span};
+use super::turns::{SCALE, Turns, start_tag, virtual_span};
 use super::{Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, PATIENCE, Share, Verdict};
 
 /// The longest that one who has nothing in flight waits for a turn, whatever the others claim.
@@ -75,6 +76,7 @@ pub struct Ledger<T: Table> {
     virtual_time: Option<u64>,
     looked: Nanos,
     bound: Nanos,
+    pace: Pace,
     cpu: CpuCost,
     spill: bool,
     contended: bool,
@@ -98,6 +100,7 @@ impl<T: Table> Ledger<T> {
             virtual_time: None,
             looked: 0,
             bound: IN_FLIGHT,
+            pace: Pace::default(),
             cpu: CpuCost::default(),
             spill: false,
             contended: false,
@@ -153,25 +156,33 @@ impl<T: Table> Ledger<T> {
         self.follow(now);
     }
 
-    /// Virtual time: the median of the start tags of all that are active, never back, and no faster than one device that works
-    /// for a single flow of weight 1.
+    /// Virtual time: the least start tag that waits. But no less than the median by more than honest tags lie apart, never back, and
+    /// no faster than one device that works for a single flow of weight 1.
     fn follow(&mut self, now: Nanos) {
-        self.tags.clear();
-        self.tags.extend(self.slots.iter().filter(|slot| slot.active()).map(|slot| slot.start));
         let elapsed = now.saturating_sub(self.looked);
         self.looked = now;
+        self.tags.clear();
+        self.tags.extend(self.slots.iter().filter(|slot| slot.wants > 0).map(|slot| slot.start));
         if self.tags.is_empty() {
+            // Nobody waits: the last that was let in.
+            self.tags.extend(self.slots.iter().filter(|slot| slot.active()).map(|slot| slot.start).max());
+        }
+        if self.own.wants > 0 {
+            self.tags.push(self.own.start);
+        }
+        let Some(&least) = self.tags.iter().min() else {
             self.virtual_time.get_or_insert(0);
             return;
-        }
+        };
         let middle = (self.tags.len() - 1) / 2;
         let (_, &mut median, _) = self.tags.select_nth_unstable(middle);
+        let seen = least.max(median.saturating_sub(2 * LIKELY_BATCH * SCALE));
         self.virtual_time = Some(match self.virtual_time {
             // Just come: beside the others.
-            None => median,
+            None => seen,
             Some(before) => {
                 let most = before.saturating_add((2 * elapsed.min(u64::MAX / 4 / SCALE) + self.bound) * SCALE);
-                median.clamp(before, most)
+                seen.clamp(before, most)
             }
         });
     }
@@ -217,13 +228,15 @@ impl<T: Table> Ledger<T> {
     fn admit(&mut self, ask: &Ask, ahead: Nanos, now: Nanos) -> Verdict {
         self.turns.admit(ask);
         self.own.until = now.saturating_add(ahead);
+        // Against what was predicted, not against what it has been stretched to already.
+        let expected = ahead.saturating_sub(self.pace.stretch(ask.predicted)).saturating_add(ask.predicted);
         self.finish = self.own.start.saturating_add(virtual_span(ask.predicted, self.own.weight()));
         self.in_flight = self.in_flight.saturating_add(ask.predicted);
         self.batches += 1;
         self.own.wants = 0;
         self.waiting = None;
         self.publish();
-        Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes })
+        Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected })
     }
 
     fn left(&mut self, grant: &Grant, now: Option<Nanos>) {
@@ -249,21 +262,23 @@ impl<T: Table> Share for Ledger<T> {
         // The first look comes before the first tag: one begins beside the others, not at zero.
         if self.virtual_time.is_none() {
             self.look(now);
+            self.finish = self.virtual_time.unwrap_or(0);
         }
         if self.waiting.is_none() {
-            self.own.start = self.finish.max(self.virtual_time.unwrap_or(0));
+            let span = virtual_span(ask.predicted, self.own.weight());
+            self.own.start = start_tag(self.finish, self.virtual_time.unwrap_or(0), span);
             self.waiting = Some((now, now));
         }
-        self.own.wants = needed.max(1);
+        self.own.wants = ask.predicted.max(1);
         self.own.again = now;
         self.publish();
         self.look(now);
         let others = self.others(self.own.start, ask.predicted);
         self.contended = others.weight > 0;
         let all = others.weight + self.own.weight();
-        let own = self.in_flight.min(self.own.until.saturating_sub(now));
-        let ahead = needed.saturating_add(own).saturating_add(others.in_flight);
-        let filled = ahead.saturating_add(others.before);
+        let own = self.pace.stretch(self.in_flight).min(self.own.until.saturating_sub(now));
+        let ahead = self.pace.stretch(needed).saturating_add(own).saturating_add(others.in_flight);
+        let filled = ahead.saturating_add(self.pace.stretch(others.before));
         let within_part = !others.anyone_waits || self.batches == 0 || own < self.part(self.own.weight(), all);
         let alone = self.batches == 0 && others.in_flight == 0 && others.before == 0 && before_own == 0;
         let since = self.waiting.map_or(now, |(since, _)| since);
@@ -274,21 +289,24 @@ impl<T: Table> Share for Ledger<T> {
         if (filled <= self.bound && within_part && outstanding) || alone || overdue {
             return self.admit(ask, ahead, now);
         }
-        let wait = filled.saturating_sub(self.bound).max(ask.predicted.min(self.bound));
+        // Each of its own batches before this one needs a turn of its own.
+        let turns = if others.anyone_waits { before_own.saturating_mul(all / self.own.weight() - 1) } else { 0 };
+        let wait = filled.saturating_sub(self.bound).max(ask.predicted.min(self.bound)).saturating_add(turns);
         let cost = self.cpu.of(ask.bytes, now);
         if self.spill && wait > cost {
             let expected = now.saturating_add(cost);
-            self.turns.wait(ask.vm, expected);
+            self.turns.wait(ask, expected);
             self.come_again(since, expected);
             return Verdict::Spill;
         }
         let until = now.saturating_add(wait.clamp(LEAST_WAIT, MOST_WAIT));
-        self.turns.wait(ask.vm, until);
+        self.turns.wait(ask, until);
         self.come_again(since, until);
         Verdict::Wait { until }
     }
 
-    fn done(&mut self, grant: Grant, _sojourn: Nanos, now: Nanos) {
+    fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
+        self.pace.learn(sojourn, grant.expected);
         self.left(&grant, Some(now));
     }
 
