@@ -9,6 +9,7 @@ mod machine;
 mod measured;
 mod memory;
 mod migration;
+mod offload;
 mod qemu;
 mod ram;
 mod received_bitmap;
@@ -63,6 +64,8 @@ enum Benchmark {
     DirtyRate,
     /// How closely the library keeps to a bandwidth limit, over every second
     Bandwidth,
+    /// Cost of the work on pages that an accelerator can take over
+    Offload,
 }
 
 fn release(text: &str) -> Result<QemuVersion, String> {
@@ -100,6 +103,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::ReceivedBitmap => received_bitmap::cells(),
         Benchmark::DirtyRate => dirty_rate::cells(),
         Benchmark::Bandwidth => bandwidth::cells(),
+        Benchmark::Offload => offload::cells(),
     })?;
     let cancel = Cancel::new();
     let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, tell);
@@ -111,6 +115,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::ReceivedBitmap => received_bitmap::measure(args, &cancel, &tell),
         Benchmark::DirtyRate => dirty_rate::measure(args, &cancel, &tell),
         Benchmark::Bandwidth => bandwidth::measure(args, &cancel, &tell),
+        Benchmark::Offload => offload::measure(args, &cancel, &tell),
     };
     let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
     if findings.rows.is_empty() {
