@@ -378,7 +378,8 @@ fn decompress_input(descriptor: &[u8; 64], access: &mut Access<'_>, input: &[u8]
     let mut consumed = input.len();
     if save {
         // What is not consumed of source 1 comes again with the next descriptor, from the byte it begins in on.
-        let whole_bits = if bits.at > held_bits { (bits.at - held_bits).div_ceil(8) * 8 + held_bits } else { bits.at };
+        let source_bits = bits.at.saturating_sub(held_bits);
+        let whole_bits = held_bits + source_bits.next_multiple_of(8);
         let keep = match stopped {
             Stopped::Output => whole_bits.min(end),
             Stopped::End => bits.at,
