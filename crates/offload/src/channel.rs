@@ -13,6 +13,7 @@ use thiserror::Error;
 
 use crate::batch::Batch;
 use crate::core::Core;
+use crate::engine::Whose;
 use crate::operation::Operation;
 use crate::pool::Pool;
 use crate::request::{Request, Shape};
@@ -137,14 +138,13 @@ pub(crate) struct Shared {
     /// Its owner sleeps in `wait` and will look by itself.
     pub(crate) attended: AtomicBool,
     pub(crate) core: Arc<Core>,
-    pub(crate) vm: u32,
-    pub(crate) weight: u32,
+    pub(crate) whose: Whose,
 }
 
 impl Shared {
-    pub(crate) fn new(core: Arc<Core>, vm: u32, weight: u32) -> Arc<Self> {
+    pub(crate) fn new(core: Arc<Core>, whose: Whose) -> Arc<Self> {
         let (table, due) = (Table::new(core.settings.in_flight), AtomicU64::new(NEVER));
-        Arc::new(Self { table, due, attended: AtomicBool::new(false), core, vm, weight })
+        Arc::new(Self { table, due, attended: AtomicBool::new(false), core, whose })
     }
 
     fn detach(&self, id: Id) -> Detached<Box<Request>> {
@@ -168,6 +168,13 @@ impl Debug for Channel {
 impl Channel {
     pub(crate) fn new(shared: Arc<Shared>, pools: Arc<Pools>) -> Self {
         Self { shared, pools, _one_thread: PhantomData }
+    }
+
+    /// The same channel, whose batches have their memory on NUMA node `node`: best that of the pages they will name.
+    #[must_use]
+    pub fn near(mut self, node: u32) -> Self {
+        self.pools = Arc::clone(self.shared.core.pools(Some(node)));
+        self
     }
 
     /// An empty batch from the pool.

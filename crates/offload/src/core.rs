@@ -1,7 +1,7 @@
 //! What all channels of a process share, and the one path of a request: submit, look, deliver.
 
 use std::fmt::{Debug, Formatter};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use crate::batch::Batch;
@@ -34,6 +34,7 @@ pub(crate) struct Core {
     pub(crate) until: AtomicU64,
     sampled: AtomicU64,
     pub(crate) closers: Arc<Closers>,
+    pub(crate) channel_number: AtomicU32,
 }
 
 impl Debug for Core {
@@ -57,6 +58,7 @@ impl Core {
             until: AtomicU64::new(NEVER),
             sampled: AtomicU64::new(0),
             closers,
+            channel_number: AtomicU32::new(0),
         })
     }
 
@@ -75,13 +77,14 @@ impl Core {
         if batch.is_empty() {
             return Err((Reason::Empty, batch));
         }
-        if self.closing.load(Ordering::Acquire) {
-            return Err((Reason::Closed, batch));
-        }
         if self.leases.forbid(batch.request()) {
             return Err((Reason::Leased, batch));
         }
         let mut slots = channel.table.lock();
+        // With the lock: who shuts down looks at every table afterwards.
+        if self.closing.load(Ordering::Acquire) {
+            return Err((Reason::Closed, batch));
+        }
         let now = self.now();
         self.harvest(channel, &mut slots, now);
         if !slots.has_room() {
@@ -112,7 +115,7 @@ impl Core {
         let operation = request.operation;
         for (number, engine) in self.engines.iter().enumerate().filter(|(_, engine)| engine.does(operation)) {
             let counters = self.statistics.of(operation, engine.kind());
-            match engine.begin(request, (channel.vm, channel.weight), now) {
+            match engine.begin(request, channel.whose, now) {
                 Begun::InDevice => {
                     request.work.engine = number;
                     request.go(State::InDevice);
@@ -224,7 +227,6 @@ impl Core {
 
     fn finish(&self, request: &mut Request) {
         let operation = request.operation;
-        let began = if request.work.spilled { self.now() } else { 0 };
         let engine = self.engines.get(request.work.engine);
         if request.work.by_cpu {
             let counters = self.statistics.of(operation, Kind::Cpu);
@@ -237,13 +239,21 @@ impl Core {
                 self.recheck(request);
             }
         }
+        if request.work.rest.is_empty() {
+            return;
+        }
+        let began = self.now();
         while let Some(run) = request.work.rest.pop() {
             cpu::execute(request, run);
         }
+        let now = self.now();
+        let took = now.saturating_sub(began);
+        let kind = if request.work.by_cpu { Kind::Cpu } else { engine.map_or(Kind::Cpu, |engine| engine.kind()) };
+        self.statistics.of(operation, kind).cpu_nanos.fetch_add(took, Relaxed);
         if request.work.spilled
             && let Some(engine) = engine
         {
-            engine.spilled(request, self.now().saturating_sub(began));
+            engine.spilled(request, took, now);
         }
     }
 

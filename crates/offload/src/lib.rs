@@ -37,6 +37,10 @@ mod delta;
 mod engine;
 mod helpers;
 mod lease;
+#[cfg(all(test, loom))]
+mod loom_tests;
+#[cfg(feature = "model")]
+pub mod model;
 mod offload;
 mod operation;
 pub mod plan;

@@ -16,7 +16,7 @@ use crate::engine::device::{Closers, Common, Device};
 use crate::engine::dsa::Dsa;
 use crate::engine::iaa::Iaa;
 use crate::engine::parts::Accelerator;
-use crate::engine::{Engine, Kind};
+use crate::engine::{Engine, Kind, Whose};
 use crate::lease::Leases;
 use crate::report::OffloadReport;
 use crate::request::Shape;
@@ -143,7 +143,8 @@ impl Offload {
     /// A channel for one submitter of virtual machine `vm`, which has `weight` (1 to 1000) beside others when they share a
     /// device.
     pub fn channel_of(&self, vm: u32, weight: u32) -> Channel {
-        let shared = Shared::new(Arc::clone(&self.core), vm, weight);
+        let channel = self.core.channel_number.fetch_add(1, Ordering::Relaxed);
+        let shared = Shared::new(Arc::clone(&self.core), Whose { vm, channel, weight });
         lock_std(&self.core.channels).push(Arc::clone(&shared));
         Channel::new(shared, Arc::clone(self.core.pools(None)))
     }

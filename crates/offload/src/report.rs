@@ -88,7 +88,8 @@ pub struct EngineReport {
     pub sampled: u64,
     /// Time between submission and the seen completion, summed over descriptors submitted, in nanoseconds. They overlap.
     pub device_nanos: u64,
-    /// CPU time of the work itself (not of submission), in nanoseconds; 0 where it is not measured.
+    /// How long the CPU took, by the clock, for the work itself: all of it where the engine is the CPU, else what the device had
+    /// left. In nanoseconds. Submission, the reading of records and the re-reading of zero pages are not in it.
     pub cpu_nanos: u64,
 }
 

@@ -190,6 +190,15 @@ pub(crate) enum Progress {
     Lost,
 }
 
+/// Who asks for a share of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Whose {
+    pub(crate) vm: u32,
+    /// Unique in the process.
+    pub(crate) channel: u32,
+    pub(crate) weight: u32,
+}
+
 /// An engine.
 pub(crate) trait Engine: Debug + Send + Sync {
     /// What kind it is.
@@ -198,8 +207,8 @@ pub(crate) trait Engine: Debug + Send + Sync {
     /// Whether it can do `operation` at all.
     fn does(&self, operation: Operation) -> bool;
 
-    /// Gives a queued request of a VM with this weight to a device.
-    fn begin(&self, request: &mut Request, vm: (u32, u32), now: Nanos) -> Begun;
+    /// Gives a queued request to a device.
+    fn begin(&self, request: &mut Request, whose: Whose, now: Nanos) -> Begun;
 
     /// Looks at the records that say whether anything is finished, and submits what is still to be submitted.
     fn advance(&self, request: &mut Request, now: Nanos) -> Progress;
@@ -217,5 +226,5 @@ pub(crate) trait Engine: Debug + Send + Sync {
     fn quarantined(&self) -> usize;
 
     /// The CPU did what the share of the request's device had said it would be sooner at, and took so long.
-    fn spilled(&self, request: &Request, took: Nanos);
+    fn spilled(&self, request: &Request, took: Nanos, now: Nanos);
 }

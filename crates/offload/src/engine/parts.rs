@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use crate::engine::device::Device;
-use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run};
+use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, Whose};
 use crate::operation::Operation;
 use crate::request::{Answer, Request};
 use crate::share::{Ask, Verdict};
@@ -424,8 +424,9 @@ impl<D: Dialect> Engine for Accelerator<D> {
         self.dialect.does(operation)
     }
 
-    fn begin(&self, request: &mut Request, (vm, weight): (u32, u32), now: Nanos) -> Begun {
+    fn begin(&self, request: &mut Request, whose: Whose, now: Nanos) -> Begun {
         debug_assert_eq!(request.state(), State::Queued);
+        let Whose { vm, channel, weight } = whose;
         let Some(chosen) = self.choose(request) else { return Begun::Spill(Cause::OutOfService) };
         let device = &self.devices[chosen];
         let queue = device.next_queue();
@@ -439,7 +440,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
             let mut admission = lock_std(&device.admission);
             let predicted =
                 admission.predictors[request.operation.index()].predict(request.bytes, request.items.len() as u32);
-            match admission.share.ask(&Ask { vm, weight, predicted, bytes: request.bytes }, now) {
+            match admission.share.ask(&Ask { vm, channel, weight, predicted, bytes: request.bytes }, now) {
                 Verdict::Admit(grant) => request.work.grant = Some(grant),
                 Verdict::Wait { until } => return Begun::Wait(until.max(now + 1)),
                 Verdict::Spill => return Begun::Spill(Cause::Spilled),
@@ -544,8 +545,8 @@ impl<D: Dialect> Engine for Accelerator<D> {
         self.devices.iter().map(|device| device.quarantined()).sum()
     }
 
-    fn spilled(&self, request: &Request, took: Nanos) {
-        lock_std(&self.device_of(request).admission).share.spilled(request.bytes, took);
+    fn spilled(&self, request: &Request, took: Nanos, now: Nanos) {
+        lock_std(&self.device_of(request).admission).share.spilled(request.bytes, took, now);
     }
 }
 

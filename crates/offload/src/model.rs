@@ -1,0 +1,108 @@
+//! `--accel model:FILE.json`: the queues of devices in software, as if they were opened.
+//!
+//! The model decodes the 64 bytes and works on this process's memory by its real page tables; everything above the portal is
+//! the product as it is on hardware.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue, iaa};
+use sterna_idxd_model as model;
+use sterna_idxd_model::{Model, ModelConfig, ModelQueue};
+
+/// How long closing waits for what is under way, before the device is reset as the kernel does.
+const DRAIN: Duration = Duration::from_secs(2);
+
+/// Reads a model's configuration, and changes nothing.
+pub(crate) fn read(file: &Path) -> Result<ModelConfig, String> {
+    let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+    ModelConfig::from_json(&text).map_err(|error| format!("{}: {error}", file.display()))
+}
+
+/// Starts a model and opens all queues of it.
+pub(crate) fn open(config: ModelConfig) -> Result<Vec<Arc<WorkQueue>>, String> {
+    let model = Model::start(config).map_err(|error| error.to_string())?;
+    queues(&model)
+}
+
+/// Opens all queues of a running model.
+///
+/// # Errors
+/// A queue does not answer the no-op that proves it.
+pub fn queues(model: &Arc<Model>) -> Result<Vec<Arc<WorkQueue>>, String> {
+    let open = |queue: ModelQueue| {
+        let info = info(&queue);
+        let way = if info.mode == Some(Mode::Dedicated) { Way::Movdir64b } else { Way::Enqcmd };
+        let portal = Arc::new(ModelPortal { model: Arc::clone(model), queue, way });
+        WorkQueue::with_portal(info, portal).map_err(|error| error.to_string())
+    };
+    model.queues().into_iter().map(open).collect()
+}
+
+fn info(queue: &ModelQueue) -> QueueInfo {
+    let (of, config) = (queue.device(), queue.config());
+    let kind = match of.kind {
+        model::Kind::Dsa => Kind::Dsa,
+        model::Kind::Iaa => Kind::Iaa,
+    };
+    let mut device = Device::new(&of.name, kind);
+    device.version = of.version;
+    device.numa_node = u32::try_from(of.numa_node).ok();
+    let mode = match config.mode {
+        model::Mode::Shared => Mode::Shared,
+        model::Mode::Dedicated => Mode::Dedicated,
+    };
+    let mut info = QueueInfo::new(&config.name, Arc::new(device), mode, config.size);
+    info.max_batch = if kind == Kind::Dsa { config.max_batch_size } else { 1 };
+    info.max_transfer = config.max_transfer_size;
+    info.block_on_fault = config.block_on_fault;
+    info.ats_disable = config.ats_disable;
+    info.prs_disable = config.prs_disable;
+    info
+}
+
+/// One queue's way in. It keeps the model running.
+#[derive(Debug)]
+struct ModelPortal {
+    model: Arc<Model>,
+    queue: ModelQueue,
+    way: Way,
+}
+
+impl Portal for ModelPortal {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
+        let bytes = descriptor.as_bytes();
+        if self.way == Way::Movdir64b {
+            self.queue.movdir64b(bytes);
+            return Submission::Accepted;
+        }
+        if self.queue.enqcmd(bytes) { Submission::Accepted } else { Submission::Retry }
+    }
+
+    fn way(&self) -> Way {
+        self.way
+    }
+}
+
+impl Drop for ModelPortal {
+    /// The kernel's part in closing: nothing of the queue is under way afterwards.
+    fn drop(&mut self) {
+        let end = Instant::now() + DRAIN;
+        let record = iaa::CompletionRecord::new();
+        let drain = Descriptor::drain().with_record(record.address());
+        let mut sent = false;
+        while Instant::now() < end {
+            // On a dedicated queue too: whoever closes it is the last who submits.
+            if !sent {
+                // SAFETY: the record is here until it was written, or the device has been reset.
+                sent = matches!(unsafe { self.submit(&drain) }, Submission::Accepted);
+            }
+            if record.poll().is_some() {
+                return;
+            }
+            std::thread::sleep(Duration::from_micros(20));
+        }
+        self.model.reset(&self.queue.device().name);
+    }
+}

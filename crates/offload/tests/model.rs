@@ -1,0 +1,248 @@
+//! The product over the software model, in real time: its own threads, its backstop, the process's real page tables.
+#![cfg(feature = "model")]
+
+mod support;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_idxd_model::core::{Script, What};
+use sterna_idxd_model::{DeviceConfig, Model, ModelConfig};
+use sterna_offload::{Cause, Channel, Kind, NEVER, Offload, OffloadReport, Operation, Outcome, Region, Settings};
+use support::{Memory, PAGE, Random, crc32c};
+
+fn both_devices() -> ModelConfig {
+    ModelConfig { devices: vec![DeviceConfig::default(), DeviceConfig::iaa()], ..ModelConfig::dsa() }
+}
+
+fn over(config: ModelConfig) -> (Arc<Model>, Arc<Offload>) {
+    let model = Model::start(config).unwrap();
+    let queues = sterna_offload::model::queues(&model).unwrap();
+    let mut settings = Settings::default();
+    settings.patience = Duration::from_millis(200);
+    (model, Offload::over(queues, &settings).unwrap())
+}
+
+fn by_device(report: &OffloadReport) -> u64 {
+    report.operations.iter().flat_map(|of| &of.engines).filter(|of| of.engine != Kind::Cpu).map(|of| of.items).sum()
+}
+
+fn causes(report: &OffloadReport) -> Vec<Cause> {
+    let mut causes: Vec<_> = report
+        .operations
+        .iter()
+        .flat_map(|of| &of.engines)
+        .flat_map(|of| &of.fallbacks)
+        .map(|(cause, _)| *cause)
+        .collect();
+    causes.dedup();
+    causes
+}
+
+fn filled(pages: usize, seed: u64) -> (Arc<Memory>, Arc<Region>, Vec<u8>) {
+    let memory = Memory::new(pages);
+    let mut random = Random(seed);
+    for page in 0..pages {
+        if random.once_in(2) {
+            memory.write(page * PAGE + random.below(PAGE as u64) as usize, &[1 + random.below(255) as u8]);
+        }
+    }
+    let region = memory.region();
+    let content = memory.read(0, pages * PAGE);
+    (memory, region, content)
+}
+
+/// Every operation, over and over, several batches under way; what comes out is right.
+fn all_operations(offload: &Offload, rounds: usize) {
+    const PAGES: usize = 64;
+    let (_source, region, content) = filled(PAGES, 7);
+    let (written, target, _) = filled(PAGES, 8);
+    let page = |page: usize| &content[page * PAGE..(page + 1) * PAGE];
+    let of = |at: usize| region.range(at * PAGE, PAGE).unwrap();
+    let channel: Channel = offload.channel();
+    for _ in 0..rounds {
+        let mut tickets = Vec::new();
+        for operation in
+            [Operation::ZeroMap, Operation::Checksum, Operation::Copy, Operation::CopyChecksum, Operation::Deflate]
+        {
+            let mut batch = channel.batch(operation);
+            for at in 0..PAGES {
+                batch.push(&of(at)).unwrap();
+            }
+            tickets.push(channel.submit(batch).unwrap());
+        }
+        let mut compare = channel.batch(Operation::Compare);
+        let mut delta = channel.batch(Operation::CreateDelta);
+        let mut place = channel.batch(Operation::Place);
+        for at in 0..PAGES - 1 {
+            compare.push_pair(&of(at), &of(at + 1)).unwrap();
+            delta.push_pair(&of(at), &of(at + 1)).unwrap();
+            place.push_input(PAGE, &target.range(at * PAGE, PAGE).unwrap()).unwrap().copy_from_slice(page(at));
+        }
+        tickets.extend([compare, delta, place].map(|batch| channel.submit(batch).unwrap()));
+        let mut left = tickets.len();
+        while left > 0 {
+            let done = channel.wait(offload.deadline(Duration::from_secs(30))).expect("all of it is delivered");
+            assert!(tickets.iter().any(|ticket| ticket.id() == done.ticket));
+            assert_eq!(done.outcome, Outcome::Done);
+            left -= 1;
+            let batch = done.batch;
+            for item in 0..batch.len() {
+                match batch.operation() {
+                    Operation::ZeroMap => assert_eq!(batch.is_zero(item), page(item).iter().all(|byte| *byte == 0)),
+                    Operation::Checksum => assert_eq!(batch.checksum(item), crc32c(page(item))),
+                    Operation::Copy => assert_eq!(batch.copy(item), page(item)),
+                    Operation::CopyChecksum => {
+                        assert_eq!((batch.copy(item), batch.checksum(item)), (page(item), crc32c(page(item))));
+                    }
+                    Operation::Compare => {
+                        let differ = page(item).iter().zip(page(item + 1)).position(|(a, b)| a != b);
+                        assert_eq!(batch.difference(item), differ);
+                    }
+                    Operation::Place => assert_eq!(written.read(item * PAGE, PAGE), page(item)),
+                    Operation::Deflate => {
+                        let stream = batch.deflated(item).expect("a page with one byte in it is short").to_vec();
+                        let to = target.range((PAGES - 1) * PAGE, PAGE).unwrap();
+                        let back = offload
+                            .call(Operation::Inflate, |batch| {
+                                batch.push_input(stream.len(), &to)?.copy_from_slice(&stream);
+                                Ok(())
+                            })
+                            .unwrap();
+                        assert_eq!(back.placed(0), Some(PAGE));
+                        assert_eq!(written.read((PAGES - 1) * PAGE, PAGE), page(item));
+                    }
+                    _ => {
+                        let sterna_offload::Delta::Record(record) = batch.delta(item) else {
+                            assert_eq!(page(item), page(item + 1));
+                            continue;
+                        };
+                        let mut after = page(item).to_vec();
+                        for entry in record.chunks(10) {
+                            let at = usize::from(u16::from_le_bytes([entry[0], entry[1]])) * 8;
+                            after[at..at + 8].copy_from_slice(&entry[2..]);
+                        }
+                        assert_eq!(after, page(item + 1));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_operation_is_the_devices_and_right() {
+    let (model, offload) = over(both_devices());
+    all_operations(&offload, 5);
+    let report = offload.report();
+    assert!(report.taken_out.is_empty(), "{report:?}");
+    assert!(by_device(&report) >= 5 * 500, "{report:?}");
+    assert!(causes(&report).iter().all(|cause| matches!(cause, Cause::QueueFull | Cause::PageFault)), "{report:?}");
+    assert!(model.counters().batches > 0);
+    assert_eq!(model.counters().software_errors, 0, "nothing that the device has to refuse");
+}
+
+#[test]
+fn without_batches_and_through_dedicated_queues_all_is_right_too() {
+    let mut config = both_devices();
+    for device in &mut config.devices {
+        device.queues[0].mode = sterna_idxd_model::Mode::Dedicated;
+        device.queues[0].size = 4;
+        device.queues[0].max_batch_size = 1;
+    }
+    let (model, offload) = over(config);
+    all_operations(&offload, 3);
+    assert!(by_device(&offload.report()) > 0);
+    assert_eq!((model.counters().overflows, model.counters().batches), (0, 0));
+}
+
+#[test]
+fn whatever_the_device_does_wrong_nothing_comes_out_wrong() {
+    let faults = [
+        What::PageFault { per_mille: 500, resolvable: false },
+        What::Late { delay_ns: 300_000 },
+        What::Slow { factor: 50 },
+        What::Status { code: 0x20 },
+        What::DropCompletion,
+        What::Halt,
+    ];
+    for what in faults {
+        let mut config = both_devices();
+        config.faults = vec![Script { every: Some(97), what: what.clone(), ..Script::default() }];
+        let (_model, offload) = over(config);
+        all_operations_or_leases(&offload, &what);
+        offload.shutdown();
+        let report = offload.report();
+        assert_eq!(report.requests.made, report.requests.free, "{what:?}: {report:?}");
+        assert!(report.taken_out.iter().all(|out| out.quiet), "{what:?}: {report:?}");
+    }
+}
+
+/// Only what reads: what writes may end in a lease where the device is lost.
+fn all_operations_or_leases(offload: &Offload, what: &What) {
+    const PAGES: usize = 128;
+    let (_memory, region, content) = filled(PAGES, 3);
+    let channel = offload.channel();
+    for _ in 0..20 {
+        for operation in [Operation::ZeroMap, Operation::CopyChecksum] {
+            let mut batch = channel.batch(operation);
+            for at in 0..PAGES {
+                batch.push(&region.range(at * PAGE, PAGE).unwrap()).unwrap();
+            }
+            channel.submit(batch).unwrap().into_id();
+        }
+        while let Some(done) = channel.wait(NEVER) {
+            assert_eq!(done.outcome, Outcome::Done, "{what:?}");
+            for (at, page) in content.chunks(PAGE).enumerate() {
+                match done.batch.operation() {
+                    Operation::ZeroMap => {
+                        assert_eq!(done.batch.is_zero(at), page.iter().all(|byte| *byte == 0), "{what:?}")
+                    }
+                    _ => assert_eq!((done.batch.copy(at), done.batch.checksum(at)), (page, crc32c(page)), "{what:?}"),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_backstop_puts_away_what_nobody_waits_for_and_shutdown_with_work_outstanding_is_clean() {
+    let (_model, offload) = over(both_devices());
+    let (_memory, region, _) = filled(64, 5);
+    let channel = offload.channel();
+    for _ in 0..30 {
+        let mut batch = channel.batch(Operation::Checksum);
+        for at in 0..64 {
+            batch.push(&region.range(at * PAGE, PAGE).unwrap()).unwrap();
+        }
+        drop(channel.submit(batch).unwrap());
+    }
+    let time = sterna_offload::SystemTime;
+    assert_eq!(region.retire_by(offload.deadline(Duration::from_secs(30)), &time), Ok(()), "without anybody looking");
+    let (_memory, region, _) = filled(64, 6);
+    for _ in 0..10 {
+        let mut batch = channel.batch(Operation::Checksum);
+        batch.push(&region.range(0, 64 * PAGE).unwrap()).unwrap();
+        drop(channel.submit(batch).unwrap());
+    }
+    drop(channel);
+    offload.shutdown();
+    assert_eq!(region.retire(), Ok(()));
+    let requests = offload.report().requests;
+    assert_eq!(requests.made, requests.free);
+}
+
+#[test]
+fn a_model_is_named_by_its_file_and_the_summary_says_so() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), serde_json::to_string(&both_devices()).unwrap()).unwrap();
+    let choice = format!("model:{}", file.path().display()).parse().unwrap();
+    let offload = Offload::start(&choice, &Settings::default()).unwrap();
+    assert!(
+        offload.summary().contains("dsa dsa0/wq0.0") && offload.summary().contains("iaa iax1/wq1.0"),
+        "{}",
+        offload.summary()
+    );
+    std::fs::write(file.path(), "{}x").unwrap();
+    assert!(Offload::start(&choice, &Settings::default()).unwrap_err().to_string().contains(".tmp"));
+}
