@@ -443,7 +443,7 @@ impl Inside {
             for member in 0..count {
                 let member: [u8; 64] = load(list + u64::from(member) * 64, 64).try_into().unwrap();
                 // Another result than the expected one.
-                store(u64_at(&member, 8) + 1, &[1 - member[40]]);
+                write_again(&member, (0x01, 1 - member[40], 0, 0));
             }
         }
         match (list_fault, all_well) {
@@ -591,8 +591,7 @@ impl Inside {
         let address = u64_at(bytes, 8);
         assert!(address.is_multiple_of(64), "a record of an IAA at {address:#x}");
         assert_eq!(load(address, 1), [0], "the record was not cleared");
-        store(address + 1, &record[1..]);
-        status(address, record[0]);
+        record_to(address, &record);
     }
 }
 
@@ -603,19 +602,26 @@ fn write_record(bytes: &[u8; 64], (code, result, completed, detail): Outcome) {
     let address = u64_at(bytes, 8);
     assert!(bytes[4] & 0x04 != 0 && address.is_multiple_of(32), "a record at {address:#x}, flags {:#x}", bytes[4]);
     assert_eq!(load(address, 1), [0], "the record was not cleared");
-    let mut record = [0; 32];
-    record[1] = result;
-    record[4..8].copy_from_slice(&completed.to_le_bytes());
-    record[16..24].copy_from_slice(&detail.to_le_bytes());
-    store(address + 1, &record[1..]);
-    status(address, code);
+    write_again(bytes, (code, result, completed, detail));
 }
 
-/// The status last, as a device has it.
-fn status(address: u64, code: u8) {
-    let word: *const std::sync::atomic::AtomicU8 = std::ptr::with_exposed_provenance(address as usize);
-    // SAFETY: a completion record's first byte, mapped and aligned.
-    unsafe { &*word }.store(code, Ordering::Release);
+fn write_again(bytes: &[u8; 64], (code, result, completed, detail): Outcome) {
+    let address = u64_at(bytes, 8);
+    let mut record = [0; 32];
+    (record[0], record[1]) = (code, result);
+    record[4..8].copy_from_slice(&completed.to_le_bytes());
+    record[16..24].copy_from_slice(&detail.to_le_bytes());
+    record_to(address, &record);
+}
+
+/// Writes a record in words, the one with the status last, as a device has it.
+fn record_to(address: u64, record: &[u8]) {
+    let words: *const AtomicU64 = std::ptr::with_exposed_provenance(address as usize);
+    for (at, word) in record.chunks_exact(8).enumerate().rev() {
+        let word = u64::from_le_bytes(word.try_into().unwrap());
+        // SAFETY: a completion record, mapped and aligned, which is made of such words.
+        unsafe { &*words.add(at) }.store(word, Ordering::Release);
+    }
 }
 
 /// CRC-32C by its definition.
