@@ -55,8 +55,8 @@ mod state;
 mod sync;
 mod table;
 mod time;
-mod trial;
 pub mod trace;
+mod trial;
 
 pub use accelerators::{Accelerators, AcceleratorsError, Wish};
 pub use batch::{Batch, Delta, PushError};

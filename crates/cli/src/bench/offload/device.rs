@@ -1,0 +1,279 @@
+//! What the search for zero pages leaves to the CPU when a device does it: handing batches in and taking answers.
+//!
+//! The product's own way, down to the 64 bytes; behind them is the model of a DSA with queues as `sterna accel plan` makes
+//! them. Three accounts, never added silently: *measured* is CPU time of the submitting thread and of offload's own threads;
+//! *charged* is what the hardware would make the CPU wait for besides, and the model does not; *device* is the device's time by
+//! its calibration.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::time::{ClockId, clock_gettime};
+use sterna::cancel::Cancel;
+use sterna_idxd_model::Timing;
+use sterna_memory::PAGE_SIZE;
+use sterna_offload::{Accelerators, Channel, NEVER, Offload, Operation, Region, Settings, Ticket};
+
+use super::cpu::Pages;
+use crate::bench::BenchArgs;
+use crate::bench::harness::{Cell, Findings, Target, interleaved};
+use crate::hosts::HostsError;
+
+/// Pages in a batch.
+const BATCHES: [usize; 6] = [1, 8, 32, 128, 512, 1024];
+/// Batches that are under way together.
+const IN_FLIGHT: usize = 16;
+/// Memory that is searched again and again: more than the caches have.
+const BYTES: usize = 128 << 20;
+/// From this size on the targets are meant.
+const LARGE: usize = 128;
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// What the hardware makes a CPU wait for, in nanoseconds.
+struct Charges {
+    /// `ENQCMD`: 140 to 610 are what dsa-perf-micros' documentation allows (one core cannot keep a device busy with 4 KiB, four
+    /// can). The upper end.
+    submission: f64,
+    /// A cache line that a device has written, or from memory. No source gives it for these machines: it is what a line from
+    /// DRAM takes on servers of this kind.
+    line_from_device: f64,
+    /// Getting back the right to write a line that a device has read, many of them one after another: a tenth of the above,
+    /// as ten or more such requests of a core are under way together.
+    line_back: f64,
+}
+
+const CHARGES: Charges = Charges { submission: 610.0, line_from_device: 100.0, line_back: 10.0 };
+
+impl Charges {
+    /// For one batch of so many pages. Where pages of both kinds are mixed, what a batch finds is not what was predicted, and
+    /// every member's record is read, two to a line.
+    fn of(&self, pages: usize, mixed: bool) -> f64 {
+        let descriptors = if pages == 1 { 1 } else { pages + 1 };
+        let records = 1 + if mixed && pages > 1 { pages.div_ceil(2) } else { 0 };
+        // Lines one after another come by prefetching, several at once.
+        let records = self.line_from_device * (1.0 + (records - 1) as f64 / 10.0);
+        self.submission + records + self.line_back * descriptors as f64
+    }
+}
+
+/// How many of eight pages are zero.
+const CONTENTS: [(&str, usize); 3] = [("all zero", 8), ("mixed", 4), ("all normal", 0)];
+
+fn name(content: &str, batch: usize) -> String {
+    format!("device, {content}: batches of {batch}")
+}
+
+/// The names of the cells.
+pub(super) fn cells() -> Vec<String> {
+    CONTENTS.iter().flat_map(|(content, _)| BATCHES.map(|batch| name(content, batch))).collect()
+}
+
+/// Measures the cells that are wanted.
+pub(super) fn measure(
+    args: &BenchArgs,
+    cancel: &Cancel,
+    tell: &dyn Fn(&str),
+    findings: &mut Findings,
+) -> Result<(), HostsError> {
+    for (content, zero_of_8) in CONTENTS {
+        let wanted: Vec<usize> =
+            BATCHES.into_iter().filter(|batch| args.wants(&name(content, *batch))).collect();
+        if wanted.is_empty() {
+            continue;
+        }
+        let mut memory = Pages::new(BYTES, true)?;
+        memory.fill(zero_of_8);
+        let searches = wanted.iter().map(|batch| Search::new(memory.clone(), zero_of_8, *batch));
+        let searches = searches.collect::<Result<Vec<_>, _>>()?;
+        let mut cells: Vec<Cell<'_>> = searches
+            .iter()
+            .map(|search| Cell { name: name(content, search.batch), run: Box::new(|| search.run()) })
+            .collect();
+        findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, tell)?);
+    }
+    Ok(())
+}
+
+/// Adds the targets.
+pub(super) fn judge(findings: &mut Findings, scan: impl Fn(&str) -> String) {
+    for (content, _) in CONTENTS {
+        for batch in BATCHES.into_iter().filter(|batch| *batch >= LARGE) {
+            let (row, scan) = (name(content, batch), scan(content));
+            // What of the scan's CPU is still spent, by measured and charged time.
+            findings.at_most(&format!("{row}: measured and charged to the scan's CPU"), 0.25, &row, &scan, "all_ns");
+            let value = findings.spread(&row, "completion_core");
+            let name = format!("{row}: completion at 25 GB/s");
+            findings.targets.push(Target { name, limit: 0.10, value, unit: "of a core" });
+        }
+    }
+}
+
+/// What a reader must know.
+pub(super) fn notes() -> Vec<String> {
+    vec![
+        format!(
+            "The devices' cells: the product's own code on the software model of one DSA, {IN_FLIGHT} batches under way, \
+             {} MiB of memory. Measured is the submitter's thread and offload's own; the model's threads, which stand for the \
+             device, are not counted. Nothing here was run on hardware.",
+            BYTES >> 20
+        ),
+        format!(
+            "Charged, for each batch: {} ns for ENQCMD, {} ns for the first completion record and a tenth of that for each \
+             further line of records (read where a batch is mixed), {} ns for each descriptor that is written anew.",
+            CHARGES.submission, CHARGES.line_from_device, CHARGES.line_back
+        ),
+        "Completion is what poll takes that finds something, in thread CPU time, at 25 GB/s of searched memory: the published \
+         design needs 86 % of a core for it."
+            .into(),
+    ]
+}
+
+/// A search of the same memory in batches of one size.
+struct Search {
+    offload: Arc<Offload>,
+    region: Arc<Region>,
+    memory: Pages,
+    batch: usize,
+    zero_of_8: usize,
+}
+
+impl Search {
+    fn new(memory: Pages, zero_of_8: usize, batch: usize) -> Result<Self, HostsError> {
+        let failed = |error: &dyn std::fmt::Display| HostsError(error.to_string());
+        let file = tempfile::NamedTempFile::new().map_err(|error| failed(&error))?;
+        let queue = r#"{"name":"wq0.0","size":96,"threshold":88,"max_batch_size":1024}"#;
+        let model = format!(r#"{{"devices":[{{"name":"dsa0","queues":[{queue}]}}]}}"#);
+        std::fs::write(file.path(), model).map_err(|error| failed(&error))?;
+        let mut settings = Settings::default();
+        settings.batch_pages = batch.max(LARGE);
+        let offload = Offload::start(&Accelerators::model(file.path()), &settings).map_err(|error| failed(&error))?;
+        let start = NonNull::from(memory.bytes()).cast::<u8>();
+        // SAFETY: the memory is kept beside the region, and by the region itself; nobody writes it while it is searched.
+        let region = unsafe { Region::new(start, memory.bytes().len(), Some(Arc::new(memory.clone()))) };
+        Ok(Self { offload, region, memory, batch, zero_of_8 })
+    }
+
+    /// Measured, charged, both, device, completion: nanoseconds per page; then the share of a core for completion.
+    fn run(&self) -> Result<Vec<f64>, HostsError> {
+        let channel = self.offload.channel();
+        // The first walk makes the pools.
+        self.walk(&channel)?;
+        let pages = (self.memory.bytes().len() / PAGE_SIZE) as f64;
+        let (own, others) = (cpu_ns(), threads_ns());
+        let zero = self.walk(&channel)?;
+        let measured = (cpu_ns() - own + threads_ns() - others) / pages;
+        let expected = self.memory.zero_pages(self.zero_of_8);
+        if zero != expected {
+            return Err(HostsError(format!("{zero} zero pages were found of {expected}")));
+        }
+        let completion = self.completion(&channel)?;
+        let charged = CHARGES.of(self.batch, self.zero_of_8 % 8 != 0) / self.batch as f64;
+        let device = device_ns(self.batch) / self.batch as f64;
+        let at_25_gb = completion / (PAGE_SIZE as f64 / 25.0);
+        Ok(vec![measured, charged, measured + charged, device, completion, at_25_gb])
+    }
+
+    fn submit(&self, channel: &Channel, first: usize) -> Result<(), HostsError> {
+        let mut batch = channel.batch(Operation::ZeroMap);
+        let bytes = self.batch * PAGE_SIZE;
+        let range = self.region.range(first * PAGE_SIZE, bytes).map_err(|error| HostsError(error.to_string()))?;
+        batch.push(&range).map_err(|error| HostsError(error.to_string()))?;
+        channel.submit(batch).map(Ticket::into_id).map(drop).map_err(|(reason, _)| HostsError(reason.to_string()))
+    }
+
+    /// Goes through all of memory once, and counts the zero pages.
+    fn walk(&self, channel: &Channel) -> Result<usize, HostsError> {
+        let mut zero = 0;
+        let mut next = || {
+            channel.wait(NEVER).map(|done| {
+                zero += done.batch.zero_map().iter().map(|word| word.count_ones() as usize).sum::<usize>();
+            })
+        };
+        for first in (0..self.memory.bytes().len() / PAGE_SIZE).step_by(self.batch) {
+            if channel.under_way() >= IN_FLIGHT {
+                next();
+            }
+            self.submit(channel, first)?;
+        }
+        while next().is_some() {}
+        Ok(zero)
+    }
+
+    /// What taking answers takes, per page.
+    fn completion(&self, channel: &Channel) -> Result<f64, HostsError> {
+        let (mut spent, mut batches) = (0.0, 0);
+        let all = self.memory.bytes().len() / PAGE_SIZE / self.batch;
+        for round in 0..all.min(2000) / IN_FLIGHT {
+            for batch in 0..IN_FLIGHT {
+                self.submit(channel, (round * IN_FLIGHT + batch) * self.batch)?;
+            }
+            while channel.under_way() > 0 {
+                let began = cpu_ns();
+                let found = channel.poll().is_some();
+                let took = cpu_ns() - began - clock_ns();
+                if found {
+                    spent += took.max(0.0);
+                    batches += 1;
+                }
+            }
+        }
+        Ok(spent / (batches * self.batch).max(1) as f64)
+    }
+}
+
+/// The time of one batch on the device.
+fn device_ns(pages: usize) -> f64 {
+    let timing = Timing::dsa();
+    let bytes = (pages * PAGE_SIZE) as f64 * timing.read_byte_ps as f64 / 1e3;
+    let list = if pages > 1 { timing.batch_ns as f64 } else { 0.0 };
+    // The four engines share the bytes' time and have their own for descriptors.
+    list + bytes.max(pages as f64 * timing.descriptor_ns as f64 / 4.0)
+}
+
+/// CPU time of this thread.
+fn cpu_ns() -> f64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
+}
+
+/// What looking at the clock takes itself.
+fn clock_ns() -> f64 {
+    static TAKES: std::sync::LazyLock<f64> = std::sync::LazyLock::new(|| {
+        let looks: Vec<f64> = (0..1001).map(|_| cpu_ns()).collect();
+        let mut gaps: Vec<f64> = looks.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        gaps.sort_by(f64::total_cmp);
+        gaps[gaps.len() / 2]
+    });
+    *TAKES
+}
+
+/// CPU time of offload's own threads: /proc/self/task/*/schedstat begins with it, in nanoseconds (sched-stats.rst).
+fn threads_ns() -> f64 {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0.0 };
+    let of = |task: std::path::PathBuf| {
+        let name = std::fs::read_to_string(task.join("comm")).ok()?;
+        let spent = std::fs::read_to_string(task.join("schedstat")).ok()?;
+        let own = name.starts_with("offload-");
+        own.then(|| spent.split_whitespace().next()?.parse::<f64>().ok())?
+    };
+    tasks.filter_map(|task| of(task.ok()?.path())).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_hardware_is_charged_for_grows_with_the_batch_but_not_by_the_page() {
+        let per_page = |pages| CHARGES.of(pages, false) / pages as f64;
+        for pair in BATCHES.windows(2) {
+            assert!(per_page(pair[1]) < per_page(pair[0]));
+            assert!(CHARGES.of(pair[1], false) > CHARGES.of(pair[0], false));
+        }
+        assert!(CHARGES.of(128, true) > CHARGES.of(128, false));
+        // 64 lines of records are behind the batch's own.
+        assert_eq!(CHARGES.of(128, true) - CHARGES.of(128, false), 64.0 * CHARGES.line_from_device / 10.0);
+        assert_eq!(LINE / 32, 2, "two records in a line");
+    }
+}
