@@ -4,6 +4,8 @@ use std::fmt::{Debug, Formatter};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
+use sterna_memory::checksum::crc32c;
+
 use crate::batch::Batch;
 use crate::channel::{Done, Outcome, Pools, Reason, Shared, TicketId};
 use crate::engine::device::{Closers, Common};
@@ -11,7 +13,7 @@ use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, cpu};
 use crate::lease::Leases;
 use crate::operation::Operation;
 use crate::report::{Requests, Statistics};
-use crate::request::Request;
+use crate::request::{Answer, Request};
 use crate::settings::{Recheck, Settings};
 use crate::state::State;
 use crate::sync::lock_std;
@@ -235,8 +237,10 @@ impl Core {
             counters.bytes.fetch_add(request.bytes, Relaxed);
         } else {
             engine.expect("an engine had it").settle(request);
-            if operation == Operation::ZeroMap {
-                self.recheck(request);
+            match operation {
+                Operation::ZeroMap => self.recheck(request),
+                Operation::CopyChecksum if self.settings.recheck_copies => self.recheck_copies(request),
+                _ => {}
             }
         }
         if request.work.rest.is_empty() {
@@ -265,7 +269,8 @@ impl Core {
             Recheck::OneIn(pages) => u64::from(pages.max(1)),
         };
         let engine = &self.engines[request.work.engine];
-        let (mut sampled, mut wrong) = (0, false);
+        let races = request.regions.iter().any(|region| region.races());
+        let (mut sampled, mut doubtful, mut wrong) = (0, 0, false);
         for word in 0..request.items.len().div_ceil(64) {
             let mut zero = request.zero[word];
             let count = u64::from(zero.count_ones());
@@ -277,7 +282,10 @@ impl Core {
                     let page = word * 64 + zero.trailing_zeros() as usize;
                     cpu::execute(request, Run { first: page as u32, count: 1 });
                     sampled += 1;
-                    wrong |= !request.is_zero(page);
+                    if !request.is_zero(page) {
+                        doubtful += 1;
+                        wrong |= !races || self.repeats(engine, request, page);
+                    }
                     skip = every;
                 }
                 skip -= 1;
@@ -286,11 +294,43 @@ impl Core {
         }
         let counters = self.statistics.of(request.operation, engine.kind());
         counters.sampled.fetch_add(sampled, Relaxed);
+        counters.doubtful.fetch_add(doubtful, Relaxed);
         if wrong {
             counters.fell_back(Cause::WrongResult, request.items.len() as u64);
-            engine.distrust(request);
+            engine.distrust(request, "it called a page zero that is not");
             request.work.rest.clear();
             request.work.rest.push(Run { first: 0, count: request.items.len() as u32 });
+        }
+    }
+
+    /// Whether the device that called `page` zero, which the CPU has just seen is not, says so again while it still is not. Once, it
+    /// may only have been sooner than the guest.
+    fn repeats(&self, engine: &Arc<dyn Engine>, request: &mut Request, page: usize) -> bool {
+        if engine.still_zero(request, page) != Some(true) {
+            return false;
+        }
+        cpu::execute(request, Run { first: page as u32, count: 1 });
+        !request.is_zero(page)
+    }
+
+    /// Sums up the copies that a device has made. Nobody else writes them, so one that is not what the device has read by its own
+    /// checksum is its mistake.
+    fn recheck_copies(&self, request: &mut Request) {
+        let kind = self.engines[request.work.engine].kind();
+        let mut wrong = 0;
+        for item in 0..request.items.len() {
+            let Answer::Checksum(said) = request.answers[item] else { continue };
+            // SAFETY: this item's part of the batch's own buffer, initialised; no device has it any more.
+            let copy = unsafe { std::slice::from_raw_parts(request.room(item), request.items[item].bytes as usize) };
+            if crc32c(copy) != said {
+                wrong += 1;
+                request.answers[item] = Answer::None;
+                request.work.rest.push(Run { first: item as u32, count: 1 });
+            }
+        }
+        if wrong > 0 {
+            self.statistics.of(request.operation, kind).fell_back(Cause::WrongResult, wrong);
+            self.engines[request.work.engine].distrust(request, "its copy is not what it has read");
         }
     }
 

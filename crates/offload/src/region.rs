@@ -8,7 +8,7 @@ use std::any::Any;
 use std::fmt::{Debug, Formatter};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use thiserror::Error;
 
@@ -49,6 +49,7 @@ pub struct Region {
     start: NonNull<u8>,
     bytes: usize,
     node: Option<u32>,
+    races: AtomicBool,
     uses: AtomicU64,
     left: Bell,
     _owner: Option<Arc<dyn Any + Send + Sync>>,
@@ -75,7 +76,7 @@ impl Region {
     /// The range stays mapped, readable and (for work that writes) writable until the region is retired with success or
     /// dropped. No Rust reference to it exists meanwhile, except to atomics.
     pub unsafe fn new(start: NonNull<u8>, bytes: usize, owner: Option<Arc<dyn Any + Send + Sync>>) -> Arc<Self> {
-        Arc::new(Self { start, bytes, node: None, uses: AtomicU64::new(0), left: Bell::default(), _owner: owner })
+        Self::made(start, bytes, owner, None)
     }
 
     /// As [`Self::new`], for memory whose pages are on NUMA node `node`: its work goes to devices of that node.
@@ -88,8 +89,28 @@ impl Region {
         owner: Option<Arc<dyn Any + Send + Sync>>,
         node: u32,
     ) -> Arc<Self> {
-        let (uses, left) = (AtomicU64::new(0), Bell::default());
-        Arc::new(Self { start, bytes, node: Some(node), uses, left, _owner: owner })
+        Self::made(start, bytes, owner, Some(node))
+    }
+
+    fn made(
+        start: NonNull<u8>,
+        bytes: usize,
+        owner: Option<Arc<dyn Any + Send + Sync>>,
+        node: Option<u32>,
+    ) -> Arc<Self> {
+        let (races, uses, left) = (AtomicBool::new(true), AtomicU64::new(0), Bell::default());
+        Arc::new(Self { start, bytes, node, races, uses, left, _owner: owner })
+    }
+
+    /// Says whether somebody may write this memory while work on it is under way, as a guest does that runs; so it is at first. In
+    /// memory that lies still, what a device said and the CPU sees can be compared.
+    pub fn set_racing(&self, races: bool) {
+        self.races.store(races, Ordering::Relaxed);
+    }
+
+    /// Whether somebody may write it.
+    pub fn races(&self) -> bool {
+        self.races.load(Ordering::Relaxed)
     }
 
     /// Where it is.

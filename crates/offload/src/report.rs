@@ -86,6 +86,8 @@ pub struct EngineReport {
     pub retries: u64,
     /// Pages that the device called zero and the CPU read again.
     pub sampled: u64,
+    /// Those of them that were not zero any more: a running guest has written them, or the device was wrong.
+    pub doubtful: u64,
     /// Time between submission and the seen completion, summed over descriptors submitted, in nanoseconds. They overlap.
     pub device_nanos: u64,
     /// How long the CPU took, by the clock, for the work itself: all of it where the engine is the CPU, else what the device had
@@ -128,6 +130,7 @@ pub(crate) struct Counters {
     pub(crate) fallbacks: [AtomicU64; Cause::ALL.len()],
     pub(crate) retries: AtomicU64,
     pub(crate) sampled: AtomicU64,
+    pub(crate) doubtful: AtomicU64,
     pub(crate) device_nanos: AtomicU64,
     pub(crate) cpu_nanos: AtomicU64,
 }
@@ -156,6 +159,7 @@ impl Counters {
             fallbacks,
             retries: get(&self.retries),
             sampled: get(&self.sampled),
+            doubtful: get(&self.doubtful),
             device_nanos: get(&self.device_nanos),
             cpu_nanos: get(&self.cpu_nanos),
         })

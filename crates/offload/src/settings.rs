@@ -31,6 +31,9 @@ pub struct Settings {
     pub in_flight: usize,
     /// How much of a device's zero pages is checked.
     pub recheck: Recheck,
+    /// Whether a device's copies are summed up again by the CPU, while they are in the cache; they are by default. Without, a wrong
+    /// one is found at the destination, and ends the migration.
+    pub recheck_copies: bool,
     /// Least time before a device that says nothing is given up: 1 s by default, and not less in earnest.
     pub patience: Duration,
     /// Retries of a submission that the queue refuses, before the CPU does the work.
@@ -83,6 +86,7 @@ impl Default for Settings {
             batch_pages: 128,
             in_flight: 64,
             recheck: Recheck::OneIn(64),
+            recheck_copies: true,
             patience: Duration::from_secs(1),
             retries: 16,
             threads: true,

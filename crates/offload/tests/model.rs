@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use sterna_idxd_model::core::{Script, What};
 use sterna_idxd_model::{DeviceConfig, Model, ModelConfig};
-use sterna_offload::{Cause, Channel, Kind, NEVER, Offload, OffloadReport, Operation, Outcome, Region, Settings};
+use sterna_offload::{
+    Cause, Channel, Kind, NEVER, Offload, OffloadReport, Operation, Outcome, Recheck, Region, Settings,
+};
 use support::{Memory, PAGE, Random, crc32c};
 
 fn both_devices() -> ModelConfig {
@@ -245,4 +247,72 @@ fn a_model_is_named_by_its_file_and_the_summary_says_so() {
     );
     std::fs::write(file.path(), "{}x").unwrap();
     assert!(Offload::start(&choice, &Settings::default()).unwrap_err().to_string().contains(".tmp"));
+}
+
+/// A device that says the wrong thing about each page that it is shown alone, or in a batch.
+fn liar(opcode: u8) -> ModelConfig {
+    let lies = Script { opcode: Some(opcode), what: What::WrongResult, ..Script::default() };
+    ModelConfig { faults: vec![lies], ..ModelConfig::dsa() }
+}
+
+#[test]
+fn a_device_that_repeats_a_wrong_zero_is_taken_out_even_if_the_guest_may_have_written() {
+    const COMPARE_PATTERN: u8 = 6;
+    let model = Model::start(liar(COMPARE_PATTERN)).unwrap();
+    let mut settings = Settings::default();
+    settings.recheck = Recheck::All;
+    let offload = Offload::over(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
+    let memory = Memory::new(32);
+    (0..32).for_each(|page| memory.write(page * PAGE + 100, &[1]));
+    let region = memory.region();
+    region.set_racing(true);
+    let all = region.range(0, 32 * PAGE).unwrap();
+
+    let zero = offload.is_zero(std::slice::from_ref(&all)).unwrap();
+
+    assert!(!zero.contains(&true), "what the CPU has read counts");
+    let report = offload.report();
+    assert_eq!(report.taken_out.len(), 1, "{report:?}");
+}
+
+#[test]
+fn pages_that_were_written_since_the_device_has_read_them_are_nobodys_fault() {
+    // The page is written between the device's look and the CPU's: the completion is there, and nobody has collected it.
+    let (model, _) = over(ModelConfig::dsa());
+    let mut settings = Settings::default();
+    (settings.recheck, settings.threads) = (Recheck::All, false);
+    let offload = Offload::over(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
+    let memory = Memory::new(8);
+    // Touched: a page that was never there would be the CPU's.
+    (0..8).for_each(|page| memory.write(page * PAGE, &[0]));
+    let region = memory.region();
+    region.set_racing(true);
+    let channel = offload.channel();
+    let mut batch = channel.batch(Operation::ZeroMap);
+    batch.push(&region.range(0, 8 * PAGE).unwrap()).unwrap();
+    let before = model.counters().batches;
+    let _ticket = channel.submit(batch).unwrap();
+    while model.counters().batches == before {
+        std::hint::spin_loop();
+    }
+    // Its members are done when the batch is counted.
+    memory.write(3 * PAGE + 8, &[7]);
+
+    let done = channel.wait(NEVER).unwrap();
+
+    assert!(!done.batch.is_zero(3), "the CPU has seen that it is not zero");
+    assert!(offload.report().taken_out.is_empty(), "{:?}", offload.report());
+}
+
+#[test]
+fn a_copy_that_is_not_what_the_device_has_read_is_made_again_and_the_device_taken_out() {
+    const COPY_CRC: u8 = 0x11;
+    let (_model, offload) = over(liar(COPY_CRC));
+    let (_memory, region, content) = filled(4, 3);
+    let range = region.range(0, 4 * PAGE).unwrap();
+    let batch = offload.call(Operation::CopyChecksum, |batch| batch.push(&range).map(drop)).unwrap();
+    assert_eq!((batch.copy(0), batch.checksum(0)), (&content[..], crc32c(&content)));
+    let report = offload.report();
+    assert!(report.taken_out[0].reason.contains("copy"), "{report:?}");
+    assert!(causes(&report).contains(&Cause::WrongResult));
 }

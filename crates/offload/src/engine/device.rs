@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering,
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
-use sterna_idxd::{Descriptor, SubmitError, WorkQueue, iaa};
+use sterna_idxd::{CompletionRecord, Descriptor, SubmitError, WorkQueue, iaa};
+use sterna_memory::PAGE_SIZE;
 
 use crate::arena::Slab;
 use crate::channel::Pools;
@@ -125,7 +126,27 @@ pub(crate) struct Device {
     expect_zero: AtomicBool,
     pub(crate) admission: Mutex<Admission>,
     quarantine: Mutex<Quarantine>,
+    second: Mutex<SecondLook>,
     pub(crate) common: Common,
+}
+
+/// Looks at a device's record before a second look is given up: some hundred microseconds.
+const LOOKS: u32 = 20_000;
+
+/// A page that is shown to the device once more ([`Device::still_zero`]).
+#[derive(Debug)]
+struct SecondLook {
+    /// The record.
+    slab: Slab,
+    /// The queue of one that was not answered in time: until it is, the record is the device's.
+    under_way: Option<usize>,
+}
+
+impl SecondLook {
+    fn record(&self) -> &CompletionRecord {
+        // SAFETY: the slab is page-aligned, larger than a record, initialised (zero at first), and a record is made of atomics.
+        unsafe { &*self.slab.pointer().cast::<CompletionRecord>() }
+    }
 }
 
 impl std::fmt::Debug for Device {
@@ -157,6 +178,7 @@ impl Device {
             expect_zero: AtomicBool::new(false),
             admission: Mutex::new(admission),
             quarantine: Mutex::default(),
+            second: Mutex::new(SecondLook { slab: Slab::new(64, info.numa_node), under_way: None }),
             common: common.clone(),
         })
     }
@@ -292,6 +314,33 @@ impl Device {
         self.common.leases.release(self.number);
         self.common.statistics.change(self.place.load(Relaxed), |out| (out.quiet, out.quarantined_bytes) = (true, 0));
         tracing::info!(device = &*self.name, "the accelerator is closed and quiet");
+    }
+
+    /// Shows the device the page at `address` once more, and says whether it calls it zero. None if it does not answer at once: this
+    /// is for the rare case that the CPU sees something else, and worth no waiting.
+    pub(crate) fn still_zero(&self, queue: usize, address: u64) -> Option<bool> {
+        let mut second = lock_std(&self.second);
+        if let Some(before) = second.under_way {
+            second.record().poll()?;
+            self.queues[before].seen();
+            second.under_way = None;
+        }
+        second.record().clear();
+        let descriptor =
+            Descriptor::compare_pattern(address, 0, PAGE_SIZE as u32).with_record(second.record().address());
+        // SAFETY: the record is kept as long as the device, whose queues are closed before it goes; the page is only read, and one
+        // that is gone is a page fault in the record.
+        unsafe { self.queues[queue].submit(&descriptor) }?.ok()?;
+        let said = (0..LOOKS).find_map(|_| {
+            std::hint::spin_loop();
+            second.record().poll()
+        });
+        if said.is_none() {
+            second.under_way = Some(queue);
+        }
+        let said = said?;
+        self.queues[queue].seen();
+        said.status.is_success().then_some(said.result == 0)
     }
 
     /// Gives a grant back.

@@ -217,7 +217,13 @@ pub(crate) trait Engine: Debug + Send + Sync {
     fn settle(&self, request: &mut Request);
 
     /// The device that had `request` gave a wrong result: it is taken out of service.
-    fn distrust(&self, request: &Request);
+    fn distrust(&self, request: &Request, what: &str);
+
+    /// Asks the device that had `request`, which nobody has any more, once more whether page `item` is zero. None if it does
+    /// not say so at once.
+    fn still_zero(&self, _request: &Request, _item: usize) -> Option<bool> {
+        None
+    }
 
     /// Keeps a request that a device may still write, until the device is proved quiet.
     fn quarantine(&self, request: Box<Request>);

@@ -532,8 +532,13 @@ impl<D: Dialect> Engine for Accelerator<D> {
         }
     }
 
-    fn distrust(&self, request: &Request) {
-        self.device_of(request).take_out("it called a page zero that is not");
+    fn distrust(&self, request: &Request, what: &str) {
+        self.device_of(request).take_out(what);
+    }
+
+    fn still_zero(&self, request: &Request, item: usize) -> Option<bool> {
+        let page = request.items[item].first.expose_provenance() as u64;
+        self.device_of(request).still_zero(request.work.parts.queue, page)
     }
 
     fn quarantine(&self, request: Box<Request>) {

@@ -64,7 +64,9 @@ impl Memory {
 
     pub(crate) fn region(self: &Arc<Self>) -> Arc<Region> {
         // SAFETY: the region keeps the memory; it is accessed by raw pointers only.
-        unsafe { Region::new(self.start, self.bytes, Some(self.clone())) }
+        let region = unsafe { Region::new(self.start, self.bytes, Some(self.clone())) };
+        region.set_racing(false);
+        region
     }
 
     pub(crate) fn write(&self, at: usize, bytes: &[u8]) {
