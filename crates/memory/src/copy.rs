@@ -28,25 +28,47 @@ pub(crate) struct Way {
 }
 
 impl Way {
-    /// All that this CPU has and `STERNA_CPU` allows, the best last.
-    pub(crate) fn available(with_checksum: bool) -> impl Iterator<Item = Self> {
-        #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "only AVX-512 folds"))]
-        let may_fold = with_checksum && fold::in_use();
-        Implementation::available().iter().filter_map(move |implementation| match implementation {
+    /// By this implementation, without the checksum.
+    fn plain(implementation: Implementation) -> Option<Self> {
+        let copy_page: CopyPage = match implementation {
             #[cfg(target_arch = "x86_64")]
-            Implementation::Avx2 => Some(Self { copy_page: x86::copy_page_avx2, folds: false }),
-            #[cfg(target_arch = "x86_64")]
-            Implementation::Avx512 => may_fold.then_some(Self { copy_page: x86::copy_page_folding, folds: true }),
+            Implementation::Avx2 => x86::copy_page_avx2,
             #[cfg(target_arch = "aarch64")]
-            Implementation::Neon => Some(Self { copy_page: aarch64::copy_page, folds: false }),
-            Implementation::Scalar => Some(Self { copy_page: copy_page_scalar, folds: false }),
-            _ => None,
-        })
+            Implementation::Neon => aarch64::copy_page,
+            Implementation::Scalar => copy_page_scalar,
+            _ => return None,
+        };
+        Some(Self { copy_page, folds: false })
     }
 
-    /// The best.
+    /// By this implementation, with the checksum.
+    fn folding(implementation: Implementation) -> Option<Self> {
+        let copy_page: CopyPage = match implementation {
+            _ if !fold::folds_by(implementation) => return None,
+            #[cfg(target_arch = "x86_64")]
+            Implementation::Avx2 => x86::copy_page_folding_avx2,
+            #[cfg(target_arch = "x86_64")]
+            Implementation::Avx512 => x86::copy_page_folding_avx512,
+            _ => return None,
+        };
+        Some(Self { copy_page, folds: true })
+    }
+
+    /// The best that this CPU has and `STERNA_CPU` allows.
     pub(crate) fn best(with_checksum: bool) -> Self {
-        Self::available(with_checksum).last().expect("the scalar way is always there")
+        let mut best_first = Implementation::available().iter().rev().copied();
+        let way = |implementation| {
+            let folding = if with_checksum { Self::folding(implementation) } else { None };
+            folding.or_else(|| Self::plain(implementation))
+        };
+        best_first.find_map(way).expect("the scalar way is always there")
+    }
+
+    /// All of them.
+    #[cfg(test)]
+    fn all() -> impl Iterator<Item = Self> {
+        let all = Implementation::available().iter();
+        all.flat_map(|implementation| [Self::plain(*implementation), Self::folding(*implementation)]).flatten()
     }
 }
 
@@ -189,7 +211,7 @@ unsafe fn copy_by<V: Copy, const N: usize>(source: *const u8, target: *mut u8, l
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{copy_by, copy_page_by};
-    use crate::fold::{Folded, x86::fold_block};
+    use crate::fold::{Folded, x86::fold_block, x86::fold_block_avx2};
     use std::arch::x86_64::*;
 
     /// # Safety
@@ -205,9 +227,33 @@ mod x86 {
     }
 
     /// # Safety
+    /// As [`super::CopyPage`]; AVX2 and VPCLMULQDQ.
+    #[target_feature(enable = "avx2,vpclmulqdq")]
+    pub(super) unsafe fn copy_page_folding_avx2(
+        source: *const u8,
+        target: *mut u8,
+        ahead: *const u8,
+        folded: &mut Folded,
+    ) -> bool {
+        let is_zero = |[a, b, c, d, e, f, g, h]: [__m256i; 8]| {
+            let or = |a, b| _mm256_or_si256(a, b);
+            let all = or(or(or(a, b), or(c, d)), or(or(e, f), or(g, h)));
+            _mm256_testz_si256(all, all) != 0
+        };
+        let mut lanes = folded.lanes();
+        let fold = |block| lanes = fold_block_avx2(lanes, block);
+        // SAFETY: passed on; 256 bytes divide a page.
+        let zero = unsafe { copy_page_by(source, target, ahead, _mm256_setzero_si256(), is_zero, fold) };
+        if !zero {
+            folded.set_lanes(lanes);
+        }
+        zero
+    }
+
+    /// # Safety
     /// As [`super::CopyPage`]; AVX-512F and VPCLMULQDQ.
     #[target_feature(enable = "avx512f,vpclmulqdq")]
-    pub(super) unsafe fn copy_page_folding(
+    pub(super) unsafe fn copy_page_folding_avx512(
         source: *const u8,
         target: *mut u8,
         ahead: *const u8,
@@ -273,7 +319,7 @@ mod tests {
                 guest.bytes_mut()[*at] = *value;
             }
             let is_zero = guest.bytes().iter().all(|byte| *byte == 0);
-            for way in Way::available(true).chain(Way::available(false)) {
+            for way in Way::all() {
                 let mut copy = vec![0xaa; PAGE_SIZE + 64 + 1];
                 let mut folded = Folded::new();
                 // SAFETY: the source is one aligned page, the target has a page after its offset.

@@ -105,8 +105,8 @@ pub(super) fn measure(
 pub(super) fn judge(findings: &mut Findings) {
     for place in PLACES {
         for (what, limit, content, way, floor) in [
-            ("scan of zero pages to a read loop", 1.0 / 0.95, "all zero", SCAN, READ),
-            ("snapshot with checksum to a plain copy", 1.0 / 0.80, "all normal", SNAPSHOT, COPY),
+            ("scan of zero pages to a read loop", 1.05, "all zero", SCAN, READ),
+            ("snapshot with checksum to a plain copy", 1.25, "all normal", SNAPSHOT, COPY),
         ] {
             findings.at_most(
                 &format!("{what}, {}", place.name),
