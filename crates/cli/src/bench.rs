@@ -64,7 +64,7 @@ enum Benchmark {
     DirtyRate,
     /// How closely the library keeps to a bandwidth limit, over every second
     Bandwidth,
-    /// Cost of the work on pages that an accelerator can take over
+    /// Cost of the work on pages that an accelerator can take over, for the CPU alone and with one
     Offload,
 }
 

@@ -14,15 +14,10 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::scan::{Implementation, zero_map_raw};
 use sterna_memory::snapshot::Snapshot;
 
+use super::COLUMNS;
 use crate::bench::BenchArgs;
-use crate::bench::harness::{Cell, Column, Findings, Spread, interleaved};
+use crate::bench::harness::{Cell, Findings, Spread, interleaved};
 use crate::hosts::HostsError;
-
-/// What every cell gives.
-pub(super) const COLUMNS: &[Column] = &[
-    Column { name: "ns_per_page", title: "CPU, ns per page", scale: 1.0, places: 1 },
-    Column { name: "bytes_per_second", title: "GB/s", scale: 1e9, places: 1 },
-];
 
 const BATCH: usize = 128 * PAGE_SIZE;
 const HUGE: usize = 2 << 20;
@@ -46,7 +41,7 @@ const PLACES: [Place; 3] = [
 ];
 
 /// How many of eight pages are zero.
-const CONTENTS: [(&str, usize); 3] = [("all zero", 8), ("mixed", 4), ("all normal", 0)];
+pub(super) const CONTENTS: [(&str, usize); 3] = [("all zero", 8), ("mixed", 4), ("all normal", 0)];
 
 /// Does something with a batch of pages, a buffer with room for it, and a zero map.
 type Work = fn(&[u8], &mut [u8], &mut [u64]);
@@ -56,6 +51,11 @@ const SCAN: &str = "scan";
 const COPY: &str = "plain copy";
 const SNAPSHOT: &str = "snapshot";
 const WAYS: [(&str, Work); 4] = [(READ, read), (SCAN, scan), (COPY, copy), (SNAPSHOT, snapshot)];
+
+/// The cell of the scan that a device is compared with: from memory, as a migration finds it.
+pub(super) fn scan_cell(content: &str) -> String {
+    name("cold", content, SCAN)
+}
 
 fn name(place: &str, content: &str, way: &str) -> String {
     format!("cpu, {place}, {content}: {way}")
@@ -91,7 +91,7 @@ pub(super) fn measure(
                     name: name(place.name, content, way),
                     run: Box::new(move || {
                         let ns = ns_per_page(work, memory.bytes(), buffer.borrow_mut().bytes_mut(), place.walks);
-                        Ok(vec![ns, PAGE_SIZE as f64 * 1e9 / ns])
+                        Ok(vec![ns, PAGE_SIZE as f64 * 1e9 / ns, 0.0, ns, 0.0, 0.0, 0.0])
                     }),
                 })
                 .collect();
@@ -150,7 +150,7 @@ fn ns_per_page(work: Work, memory: &[u8], buffer: &mut [u8], walks: usize) -> f6
 }
 
 /// CPU time of this thread.
-fn cpu_ns() -> f64 {
+pub(super) fn cpu_ns() -> f64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
 }
@@ -197,14 +197,14 @@ fn read_avx2(batch: &[u8]) {
 }
 
 /// Memory that begins at the border of a huge page.
-struct Pages {
+pub(super) struct Pages {
     room: Vec<u8>,
     start: usize,
     len: usize,
 }
 
 impl Pages {
-    fn new(len: usize, huge: bool) -> Result<Self, HostsError> {
+    pub(super) fn new(len: usize, huge: bool) -> Result<Self, HostsError> {
         let mut room: Vec<u8> = Vec::new();
         room.try_reserve_exact(len + 2 * HUGE)
             .map_err(|error| HostsError(format!("no {len} bytes of memory to work on: {error}")))?;
@@ -217,7 +217,7 @@ impl Pages {
         Ok(Self { room, start, len })
     }
 
-    fn bytes(&self) -> &[u8] {
+    pub(super) fn bytes(&self) -> &[u8] {
         &self.room[self.start..][..self.len]
     }
 
@@ -225,7 +225,7 @@ impl Pages {
         &mut self.room[self.start..][..self.len]
     }
 
-    fn fill(&mut self, zero_of_8: usize) {
+    pub(super) fn fill(&mut self, zero_of_8: usize) {
         for (number, page) in self.bytes_mut().chunks_mut(PAGE_SIZE).enumerate() {
             // Mixed up, so that the branch predictor learns nothing.
             let zero = (number.wrapping_mul(0x9e37_79b9) >> 13) % 8 < zero_of_8;
@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn every_target_is_about_cells_that_exist() {
-        let row = |name| Row { name, detail: String::new(), runs: vec![vec![100.0, 1.0]], void: None };
+        let row = |name| Row { name, detail: String::new(), runs: vec![vec![100.0; COLUMNS.len()]], void: None };
         let mut findings = Findings {
             name: "offload",
             columns: COLUMNS,

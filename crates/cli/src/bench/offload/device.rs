@@ -8,13 +8,12 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::time::{ClockId, clock_gettime};
 use sterna::cancel::Cancel;
-use sterna_idxd_model::Timing;
+use sterna_idxd_model::core::Timing;
 use sterna_memory::PAGE_SIZE;
 use sterna_offload::{Accelerators, Channel, NEVER, Offload, Operation, Region, Settings, Ticket};
 
-use super::cpu::Pages;
+use super::cpu::{CONTENTS, Pages, cpu_ns, scan_cell};
 use crate::bench::BenchArgs;
 use crate::bench::harness::{Cell, Findings, Target, interleaved};
 use crate::hosts::HostsError;
@@ -57,9 +56,6 @@ impl Charges {
     }
 }
 
-/// How many of eight pages are zero.
-const CONTENTS: [(&str, usize); 3] = [("all zero", 8), ("mixed", 4), ("all normal", 0)];
-
 fn name(content: &str, batch: usize) -> String {
     format!("device, {content}: batches of {batch}")
 }
@@ -77,14 +73,14 @@ pub(super) fn measure(
     findings: &mut Findings,
 ) -> Result<(), HostsError> {
     for (content, zero_of_8) in CONTENTS {
-        let wanted: Vec<usize> =
-            BATCHES.into_iter().filter(|batch| args.wants(&name(content, *batch))).collect();
+        let wanted: Vec<usize> = BATCHES.into_iter().filter(|batch| args.wants(&name(content, *batch))).collect();
         if wanted.is_empty() {
             continue;
         }
         let mut memory = Pages::new(BYTES, true)?;
         memory.fill(zero_of_8);
-        let searches = wanted.iter().map(|batch| Search::new(memory.clone(), zero_of_8, *batch));
+        let memory = Arc::new(memory);
+        let searches = wanted.iter().map(|batch| Search::new(&memory, zero_of_8, *batch));
         let searches = searches.collect::<Result<Vec<_>, _>>()?;
         let mut cells: Vec<Cell<'_>> = searches
             .iter()
@@ -96,10 +92,10 @@ pub(super) fn measure(
 }
 
 /// Adds the targets.
-pub(super) fn judge(findings: &mut Findings, scan: impl Fn(&str) -> String) {
+pub(super) fn judge(findings: &mut Findings) {
     for (content, _) in CONTENTS {
         for batch in BATCHES.into_iter().filter(|batch| *batch >= LARGE) {
-            let (row, scan) = (name(content, batch), scan(content));
+            let (row, scan) = (name(content, batch), scan_cell(content));
             // What of the scan's CPU is still spent, by measured and charged time.
             findings.at_most(&format!("{row}: measured and charged to the scan's CPU"), 0.25, &row, &scan, "all_ns");
             let value = findings.spread(&row, "completion_core");
@@ -133,13 +129,13 @@ pub(super) fn notes() -> Vec<String> {
 struct Search {
     offload: Arc<Offload>,
     region: Arc<Region>,
-    memory: Pages,
+    memory: Arc<Pages>,
     batch: usize,
     zero_of_8: usize,
 }
 
 impl Search {
-    fn new(memory: Pages, zero_of_8: usize, batch: usize) -> Result<Self, HostsError> {
+    fn new(memory: &Arc<Pages>, zero_of_8: usize, batch: usize) -> Result<Self, HostsError> {
         let failed = |error: &dyn std::fmt::Display| HostsError(error.to_string());
         let file = tempfile::NamedTempFile::new().map_err(|error| failed(&error))?;
         let queue = r#"{"name":"wq0.0","size":96,"threshold":88,"max_batch_size":1024}"#;
@@ -150,8 +146,9 @@ impl Search {
         let offload = Offload::start(&Accelerators::model(file.path()), &settings).map_err(|error| failed(&error))?;
         let start = NonNull::from(memory.bytes()).cast::<u8>();
         // SAFETY: the memory is kept beside the region, and by the region itself; nobody writes it while it is searched.
-        let region = unsafe { Region::new(start, memory.bytes().len(), Some(Arc::new(memory.clone()))) };
-        Ok(Self { offload, region, memory, batch, zero_of_8 })
+        let region = unsafe { Region::new(start, memory.bytes().len(), Some(Arc::<Pages>::clone(memory))) };
+        region.set_racing(false);
+        Ok(Self { offload, region, memory: Arc::clone(memory), batch, zero_of_8 })
     }
 
     /// Measured, charged, both, device, completion: nanoseconds per page; then the share of a core for completion.
@@ -163,7 +160,8 @@ impl Search {
         let (own, others) = (cpu_ns(), threads_ns());
         let zero = self.walk(&channel)?;
         let measured = (cpu_ns() - own + threads_ns() - others) / pages;
-        let expected = self.memory.zero_pages(self.zero_of_8);
+        let is_zero = |page: &&[u8]| page.iter().all(|byte| *byte == 0);
+        let expected = self.memory.bytes().chunks(PAGE_SIZE).filter(is_zero).count();
         if zero != expected {
             return Err(HostsError(format!("{zero} zero pages were found of {expected}")));
         }
@@ -171,7 +169,8 @@ impl Search {
         let charged = CHARGES.of(self.batch, self.zero_of_8 % 8 != 0) / self.batch as f64;
         let device = device_ns(self.batch) / self.batch as f64;
         let at_25_gb = completion / (PAGE_SIZE as f64 / 25.0);
-        Ok(vec![measured, charged, measured + charged, device, completion, at_25_gb])
+        let rate = PAGE_SIZE as f64 * 1e9 / measured;
+        Ok(vec![measured, rate, charged, measured + charged, device, completion, at_25_gb])
     }
 
     fn submit(&self, channel: &Channel, first: usize) -> Result<(), HostsError> {
@@ -229,12 +228,6 @@ fn device_ns(pages: usize) -> f64 {
     let list = if pages > 1 { timing.batch_ns as f64 } else { 0.0 };
     // The four engines share the bytes' time and have their own for descriptors.
     list + bytes.max(pages as f64 * timing.descriptor_ns as f64 / 4.0)
-}
-
-/// CPU time of this thread.
-fn cpu_ns() -> f64 {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
 }
 
 /// What looking at the clock takes itself.
