@@ -1,16 +1,29 @@
 //! What devices a model has: a JSON file, in a form of its own or in the one that `accel-config` saves.
 //!
-//! ```json
-//! { "seed": 7, "paced": false, "memory": "process",
-//!   "devices": [ { "name": "dsa0", "kind": "dsa", "version": 256, "numa_node": 0, "engines": 4,
-//!                  "queues": [ { "name": "wq0.0", "mode": "shared", "size": 16, "threshold": 15,
-//!                                "priority": 10, "group_id": 0, "block_on_fault": 0,
-//!                                "max_batch_size": 32, "max_transfer_size": 2097152 } ] } ],
-//!   "faults": [ { "what": "page_fault", "every": 10 } ] }
+//! ```
+//! let text = r#"{
+//!   "seed": 7, "paced": false, "memory": "process",
+//!   "devices": [
+//!     { "name": "dsa0", "kind": "dsa", "version": 256, "numa_node": 0, "engines": 4, "event_log": false,
+//!       "queues": [
+//!         { "name": "wq0.0", "mode": "shared", "size": 16, "threshold": 15, "priority": 10, "group_id": 0,
+//!           "block_on_fault": 0, "max_batch_size": 32, "max_transfer_size": 2097152 },
+//!         { "name": "wq0.1", "mode": "dedicated", "size": 32 } ] },
+//!     { "name": "iax1", "kind": "iaa", "engines": 8, "queues": [ { "name": "wq1.0", "block_on_fault": 1 } ] } ],
+//!   "faults": [
+//!     { "every": 10, "what": { "page_fault": { "per_mille": 500 } } },
+//!     { "queue": "wq0.0", "opcode": 6, "per_mille": 1, "what": "wrong_result" },
+//!     { "device": "dsa0", "nth": 1000, "what": { "late": { "delay_ns": 50000000 } } } ]
+//! }"#;
+//! let config = sterna_idxd_model::ModelConfig::from_json(text)?;
+//! assert_eq!(config.devices[0].queues[1].size, 32);
+//! sterna_idxd_model::Model::manual(config)?;
+//! # Ok::<(), sterna_idxd_model::ConfigError>(())
 //! ```
 //!
-//! Every field but the names has a default. A file that begins with `[` is what `accel-config save-config` writes:
-//! devices with `groups`, each with `grouped_workqueues` and `grouped_engines`.
+//! Every field has a default, which the fields below give; a field that does not exist is an error. Faults are
+//! [`Script`]s. A file that begins with `[` is what `accel-config save-config` writes: devices with `groups`, each with
+//! `grouped_workqueues` and `grouped_engines`; what does not concern the model is ignored there.
 
 use serde::{Deserialize, Deserializer, Serialize};
 

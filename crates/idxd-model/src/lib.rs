@@ -1,7 +1,45 @@
-//! Intel DSA and IAA devices in software, at the level of 64-byte descriptors.
+//! Intel DSA and IAA devices in software, at the level of 64-byte descriptors: what drivers are tested against where there
+//! is no device.
 //!
-//! Nothing here is shared with the driver (`sterna-idxd`): the model decodes from its own table of the specification,
-//! so that an error in the driver's definitions meets a device that does not have it.
+//! Nothing here is shared with the driver (`sterna-idxd`), not a constant: the model decodes from its own [`table`] of the
+//! specification, so an error in the driver's definitions meets a device that does not have it. Both tables are held
+//! against the kernel's header. `docs/accelerators-conformance.md` says which test shows which section.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`table`] | the specification as data, each row with its section |
+//! | [`ops`] | one descriptor: checked, executed, turned into a completion record |
+//! | [`core`] | a device: queues, groups, engines, batches, what is due when; no threads, no clock |
+//! | [`memory`] | what a device sees of memory: this process's page tables, or doubles |
+//! | [`config`] | which devices, as JSON |
+//! | [`Model`] | devices with a thread per engine, or stepped by hand; [`ModelQueue`] is a portal |
+//! | [`trap`], [`Tree`] | the real instructions and a sysfs tree, on processors that have neither |
+//!
+//! Three ways to drive it, by the same state machine:
+//!
+//! * [`Model::start`]: real time, engines are threads. Completions come as fast as they can or, `paced`, after the time that
+//!   [`core::Timing`] gives.
+//! * [`Model::manual`]: nothing happens but by [`Model::step`]; the order is the timing's and the seed's. For randomised
+//!   tests: about 10 ms for 64 batches of 16 pages.
+//! * [`core::Device`] with [`core::Payload::Timed`]: virtual time without memory, for simulators.
+//!
+//! ```
+//! use std::sync::atomic::{AtomicU8, Ordering};
+//! use sterna_idxd_model::{Model, ModelConfig};
+//!
+//! #[repr(align(32))]
+//! struct Record([AtomicU8; 32]);
+//! let record = Record([const { AtomicU8::new(0) }; 32]);
+//!
+//! let model = Model::manual(ModelConfig::dsa())?;
+//! let mut noop = [0; 64];
+//! noop[4] = 0x0c; // record address valid, record requested
+//! noop[8..16].copy_from_slice(&(record.0.as_ptr() as u64).to_le_bytes());
+//! assert!(model.queue("wq0.0").unwrap().enqcmd(&noop));
+//! model.settle();
+//! assert_eq!(record.0[0].load(Ordering::Acquire), 1);
+//! # Ok::<(), sterna_idxd_model::ConfigError>(())
+//! ```
 
 pub mod config;
 pub mod core;

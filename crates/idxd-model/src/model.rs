@@ -330,7 +330,9 @@ impl Shared {
             match device.poll(self.clock.now()) {
                 Step::Execute(job) => {
                     // There may be more than this thread can take.
-                    cell.wake.notify_one();
+                    if device.next_event().is_some_and(|at| at <= self.clock.now()) {
+                        cell.wake.notify_one();
+                    }
                     drop(device);
                     let done = job.run(&*self.memory, &mut scratch);
                     device = cell.device.lock().unwrap();
@@ -411,6 +413,7 @@ impl ModelQueue {
         self.device().timing.clone().unwrap_or_else(|| Timing::of(self.device().kind))
     }
 
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn of(shared: &Arc<Shared>, device: usize, queue: usize) -> ModelQueue {
         ModelQueue { shared: shared.clone(), device, queue }
     }

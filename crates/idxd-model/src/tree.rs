@@ -10,7 +10,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 
 use crate::config::{DeviceConfig, Kind, Mode, QueueConfig};
-use crate::model::{Model, ModelQueue, Shared};
+#[cfg(target_arch = "x86_64")]
+use crate::model::ModelQueue;
+use crate::model::{Model, Shared};
 use crate::table::{dsa, iaa};
 
 /// Where a fake tree was written.
@@ -24,6 +26,7 @@ pub struct Tree {
 
 /// A device file that is a portal.
 #[derive(Debug)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "nothing can be trapped there"))]
 struct Portal {
     device_number: u64,
     inode: u64,
@@ -35,9 +38,11 @@ struct Portal {
 static PORTALS: Mutex<Vec<Portal>> = Mutex::new(Vec::new());
 
 /// The queue whose device file this is.
+#[cfg(target_arch = "x86_64")]
 pub(crate) fn portal(device_number: u64, inode: u64) -> Option<ModelQueue> {
     let portals = PORTALS.lock().unwrap();
-    let found = portals.iter().find(|portal| portal.device_number == device_number && portal.inode == inode)?;
+    // The newest: files come and go, and the numbers of those that have gone are used again.
+    let found = portals.iter().rev().find(|portal| portal.device_number == device_number && portal.inode == inode)?;
     Some(ModelQueue::of(&found.shared.upgrade()?, found.device, found.queue))
 }
 

@@ -242,17 +242,21 @@ impl Device {
         }
     }
 
-    /// When [`Device::poll`] will have something, if nothing is submitted: now if an engine could take something.
+    /// When [`Device::poll`] will have something to do, if nothing is submitted.
     pub fn next_event(&self) -> Option<Nanos> {
-        let waiting = self.engines.iter().any(|engine| match engine.batch {
-            _ if engine.busy => false,
-            Some(batch) => self.batches.get(&batch).is_some_and(Batch::can_go_on),
-            None => self.groups[engine.group].iter().any(|&queue| !self.queues[queue].entries.is_empty()),
-        });
-        if waiting && self.state == State::Enabled {
-            return Some(self.time);
+        let due = self.due.peek().map(|&Reverse((at, _, _))| at);
+        if self.state == State::Halted {
+            return due;
         }
-        self.due.peek().map(|&Reverse((at, _, _))| at)
+        let arrived = |engine: &Engine| {
+            let fronts = self.groups[engine.group].iter().filter_map(|&queue| self.queues[queue].entries.front());
+            fronts.map(|entry| entry.arrived.max(self.time)).min()
+        };
+        let ready = self.engines.iter().filter(|engine| !engine.busy).filter_map(|engine| match engine.batch {
+            Some(batch) => self.batches.get(&batch).filter(|batch| batch.can_go_on()).map(|_| self.time),
+            None => arrived(engine),
+        });
+        ready.chain(due).min()
     }
 
     fn id(&mut self) -> u64 {

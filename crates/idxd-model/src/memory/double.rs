@@ -18,10 +18,12 @@ pub enum PageState {
     Forbidden,
 }
 
+type Page = (PageState, Box<[u8]>);
+
 /// Pages by address; what was never set is [`PageState::Forbidden`].
 #[derive(Debug, Default)]
 pub struct TestMemory {
-    pages: Mutex<HashMap<u64, (PageState, Box<[u8]>)>>,
+    pages: Mutex<HashMap<u64, Page>>,
 }
 
 impl TestMemory {

@@ -13,6 +13,7 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -51,7 +52,7 @@ impl ProcessMemory {
     pub fn new() -> io::Result<ProcessMemory> {
         Ok(ProcessMemory {
             pagemap: File::open("/proc/self/pagemap")?,
-            regions: Regions::default(),
+            regions: Regions::new()?,
             cache: Mutex::default(),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
@@ -61,14 +62,18 @@ impl ProcessMemory {
         })
     }
 
-    /// Whether the device could write to a page with this entry.
-    fn writable(&self, entry: u64, page: u64) -> bool {
+    /// Whether the device could write to a page with this entry. `mapping`: the last one that was asked for.
+    fn writable(&self, entry: u64, page: u64, mapping: &mut Option<(Range<u64>, bool)>) -> bool {
         if entry & WRITE_PROTECTED != 0 {
             return false;
         }
         if entry & FILE != 0 {
             // A page of a file: written in place if the mapping is shared, copied on write if it is private.
-            return self.regions.shared(page * PAGE);
+            let address = page * PAGE;
+            if !mapping.as_ref().is_some_and(|(range, _)| range.contains(&address)) {
+                *mapping = self.regions.shared(address);
+            }
+            return mapping.as_ref().is_some_and(|&(_, shared)| shared);
         }
         // Anonymous: the shared zero page, pages shared with a child and merged ones are mapped by others too.
         entry & EXCLUSIVE != 0
@@ -78,6 +83,7 @@ impl ProcessMemory {
     fn translate(&self, address: u64, bytes: usize, write: bool, misses: &mut u32) -> (usize, Option<u64>) {
         let (first, count) = pages(address, bytes);
         let mut buffer = [0_u8; ENTRIES * 8];
+        let mut mapping = None;
         let mut cache = self.cache.lock().unwrap();
         for start in (0..count).step_by(ENTRIES) {
             let part = ENTRIES.min(count - start);
@@ -88,7 +94,7 @@ impl ProcessMemory {
             for (index, entry) in buffer[..part * 8].chunks_exact(8).enumerate() {
                 let entry = u64::from_le_bytes(entry.try_into().unwrap());
                 let page = first + (start + index) as u64;
-                let usable = entry & PRESENT != 0 && (!write || self.writable(entry, page));
+                let usable = entry & PRESENT != 0 && (!write || self.writable(entry, page, &mut mapping));
                 match cache.get(&page) {
                     Some(&known) if known & IDENTITY == entry & IDENTITY => {
                         self.hits.fetch_add(1, Ordering::Relaxed);

@@ -1,8 +1,11 @@
 //! What the page tables alone do not say: whether a mapping is shared, and whether userfaultfd watches it.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, Read};
+use std::ops::Range;
+use std::os::fd::AsRawFd;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// One mapping.
@@ -14,13 +17,17 @@ struct Region {
     userfault: bool,
 }
 
-/// Mappings as they were a moment ago: reading them costs more than the accesses that ask.
-#[derive(Debug, Default)]
+/// This process's mappings.
+#[derive(Debug)]
 pub(super) struct Regions {
-    maps: Mutex<Known>,
+    maps: File,
+    /// The kernel is older than 6.11 and has no query.
+    no_query: AtomicBool,
+    parsed: Mutex<Known>,
     details: Mutex<Known>,
 }
 
+/// Mappings as they were a moment ago: reading all of them costs more than the accesses that ask.
 #[derive(Debug, Default)]
 struct Known {
     regions: Vec<Region>,
@@ -28,15 +35,57 @@ struct Known {
 }
 
 impl Regions {
-    /// Whether the mapping at this address is a shared one.
-    pub(super) fn shared(&self, address: u64) -> bool {
-        look(&self.maps, "/proc/self/maps", address).is_some_and(|region| region.shared)
+    pub(super) fn new() -> io::Result<Regions> {
+        Ok(Regions {
+            maps: File::open("/proc/self/maps")?,
+            no_query: AtomicBool::new(false),
+            parsed: Mutex::default(),
+            details: Mutex::default(),
+        })
+    }
+
+    /// The mapping at this address, and whether it is a shared one.
+    pub(super) fn shared(&self, address: u64) -> Option<(Range<u64>, bool)> {
+        if !self.no_query.load(Ordering::Relaxed) {
+            match query(&self.maps, address) {
+                Ok(found) => return found,
+                Err(_) => self.no_query.store(true, Ordering::Relaxed),
+            }
+        }
+        let region = look(&self.parsed, "/proc/self/maps", address)?;
+        Some((region.start..region.end, region.shared))
     }
 
     /// Whether the mapping at this address is registered with userfaultfd.
     pub(super) fn userfault(&self, address: u64) -> bool {
         uses_userfaultfd() && look(&self.details, "/proc/self/smaps", address).is_some_and(|region| region.userfault)
     }
+}
+
+/// `struct procmap_query` of linux/fs.h.
+#[repr(C)]
+#[derive(Default)]
+struct Query {
+    size: u64,
+    flags: u64,
+    address: u64,
+    start: u64,
+    end: u64,
+    vma_flags: u64,
+    rest: [u64; 7],
+}
+
+/// `PROCMAP_QUERY`: one mapping for the price of a system call.
+fn query(maps: &File, address: u64) -> io::Result<Option<(Range<u64>, bool)>> {
+    const PROCMAP_QUERY: libc::c_ulong = 0xc068_6611;
+    const SHARED: u64 = 8;
+    let mut query = Query { size: size_of::<Query>() as u64, address, ..Query::default() };
+    // SAFETY: the structure has the size that the request's number says; names and build ids are not asked for.
+    if unsafe { libc::ioctl(maps.as_raw_fd(), PROCMAP_QUERY as _, &raw mut query) } == 0 {
+        return Ok(Some((query.start..query.end, query.vma_flags & SHARED != 0)));
+    }
+    let error = io::Error::last_os_error();
+    if error.raw_os_error() == Some(libc::ENOENT) { Ok(None) } else { Err(error) }
 }
 
 /// `smaps` walks every page table, so it is read only where somebody in this process has a userfaultfd at all.
@@ -65,7 +114,7 @@ fn look(known: &Mutex<Known>, path: &str, address: u64) -> Option<Region> {
 
 fn read(path: &str) -> io::Result<Vec<Region>> {
     let mut text = String::new();
-    fs::File::open(path)?.read_to_string(&mut text)?;
+    File::open(path)?.read_to_string(&mut text)?;
     Ok(parse(&text))
 }
 
@@ -91,7 +140,19 @@ fn parse(text: &str) -> Vec<Region> {
 
 #[cfg(test)]
 mod tests {
-    use super::parse;
+    use super::*;
+
+    #[test]
+    fn the_query_says_what_the_file_says() {
+        let regions = Regions::new().unwrap();
+        let on_stack = [0_u8; 8];
+        let address = on_stack.as_ptr() as u64;
+        let (range, shared) = regions.shared(address).unwrap();
+        assert!(range.contains(&address) && !shared);
+        regions.no_query.store(true, Ordering::Relaxed);
+        assert_eq!(regions.shared(address), Some((range, shared)));
+        assert_eq!(regions.shared(0x1000), None);
+    }
 
     #[test]
     fn both_files_are_understood() {

@@ -110,7 +110,7 @@ fn sizes(operation: &Operation, descriptor: &[u8; 64], limits: &Limits) -> Resul
                 return invalid(status::BAD_VALUE);
             }
             let source = if create { dsa::SOURCE.get(descriptor) } else { 0 };
-            if (source | dsa::DESTINATION.get(descriptor) | size) % 8 != 0 {
+            if !(source | dsa::DESTINATION.get(descriptor) | size).is_multiple_of(8) {
                 return invalid(status::ALIGNMENT);
             }
         }

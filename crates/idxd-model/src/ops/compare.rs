@@ -1,19 +1,20 @@
 //! Compare and compare pattern. A difference wins over a page fault behind it (8.3.6, 8.3.7).
 
 use super::access::{Access, Stop};
-use super::{CHUNK, Limits, Report, Scratch, predicate};
+use super::{CHUNK, Limits, Report, Scratch, predicate, tile};
 use crate::table::dsa;
 
 /// Both sources of a chunk: how much of both is valid, and what stopped it.
 pub(super) fn read_both(
     access: &mut Access<'_>,
-    first: (u64, &mut [u8]),
-    second: (u64, &mut [u8]),
+    at: (u64, u64),
+    first: &mut [u8],
+    second: &mut [u8],
 ) -> (usize, Option<(Stop, u8)>) {
-    let len = first.1.len();
-    let one = access.read(first.0, first.1).err();
+    let len = first.len();
+    let one = access.read(at.0, first).err();
     let valid = one.as_ref().map_or(len, |stop| stop.done);
-    let two = access.read(second.0, &mut second.1[..valid]).err();
+    let two = access.read(at.1, &mut second[..valid]).err();
     match (one, two) {
         (_, Some(stop)) => (stop.done, Some((stop, 2))),
         (Some(stop), None) => (valid, Some((stop, 1))),
@@ -44,7 +45,7 @@ pub(super) fn compare(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &
     while done < size {
         let part = CHUNK.min((size - done) as usize);
         let (one, two) = (&mut scratch.first[..part], &mut scratch.second[..part]);
-        let (valid, stopped) = read_both(access, (first + done, one), (second + done, two));
+        let (valid, stopped) = read_both(access, (first + done, second + done), one, two);
         if let Some(at) = difference(&scratch.first[..valid], &scratch.second[..valid]) {
             return differs(descriptor, done + at as u64, 2 * (done + at as u64));
         }
@@ -65,9 +66,7 @@ pub(super) fn pattern(
 ) -> Report {
     let (source, size) = (dsa::SOURCE.get(descriptor), dsa::SIZE.get(descriptor));
     let pattern = dsa::DESTINATION.get(descriptor).to_le_bytes();
-    for chunk in scratch.second.chunks_mut(8) {
-        chunk.copy_from_slice(&pattern);
-    }
+    tile(&mut scratch.second[..CHUNK.min(size as usize)], pattern);
     let mut done = 0;
     while done < size {
         let part = CHUNK.min((size - done) as usize);

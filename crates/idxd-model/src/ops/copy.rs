@@ -1,7 +1,7 @@
 //! Operations that move bytes: memory move, fill, dualcast; and the cache flush, which only translates.
 
 use super::access::Access;
-use super::{CHUNK, Limits, Report, Scratch, overlap};
+use super::{CHUNK, Limits, Report, Scratch, overlap, tile};
 use crate::table::dsa;
 
 /// Memory move (8.3.4). An overlapping copy whose destination lies behind its source is done from the end.
@@ -60,9 +60,7 @@ fn reverse(source: u64, destination: u64, size: u64, access: &mut Access<'_>, sc
 pub(super) fn fill(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &mut Scratch) -> Report {
     let pattern = dsa::SOURCE.get(descriptor).to_le_bytes();
     let (destination, size) = (dsa::DESTINATION.get(descriptor), dsa::SIZE.get(descriptor));
-    for chunk in scratch.first.chunks_mut(8) {
-        chunk.copy_from_slice(&pattern);
-    }
+    tile(&mut scratch.first[..CHUNK.min(size as usize)], pattern);
     let mut done = 0;
     while done < size {
         let part = CHUNK.min((size - done) as usize);

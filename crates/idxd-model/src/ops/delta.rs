@@ -33,7 +33,7 @@ pub(super) fn create(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &m
     while done < size {
         let part = PIECE.min((size - done) as usize);
         let (one, two) = (&mut scratch.first[..part], &mut scratch.second[..part]);
-        let (valid, stopped) = read_both(access, (first + done, one), (second + done, two));
+        let (valid, stopped) = read_both(access, (first + done, second + done), one, two);
         let valid = valid - valid % 8;
         scratch.output.clear();
         let mut overflow = None;

@@ -1,6 +1,7 @@
 //! What one descriptor does: checked against the table, executed on an address space, turned into a completion record.
 //!
-//! Pure in everything but the memory: no queues, no time. [`execute`] returns what the engine has to know for both.
+//! Pure in everything but the memory: no queues, no time. An [`Outcome`] has what the engine has to know for
+//! both.
 
 mod access;
 mod check;
@@ -282,6 +283,17 @@ fn finish(descriptor: &[u8; 64], limits: &Limits, writes: bool, mut report: Repo
 fn predicate(descriptor: &[u8; 64], as_expected: bool) -> u8 {
     let checked = dsa::FLAGS.get(descriptor) as u32 & dsa::CHECK_RESULT != 0;
     if checked && !as_expected { status::FALSE_PREDICATE } else { status::SUCCESS }
+}
+
+/// Fills with a pattern of 8 bytes, the last one perhaps in part.
+fn tile(buffer: &mut [u8], pattern: [u8; 8]) {
+    let mut filled = buffer.len().min(8);
+    buffer[..filled].copy_from_slice(&pattern[..filled]);
+    while filled < buffer.len() {
+        let part = filled.min(buffer.len() - filled);
+        buffer.copy_within(..part, filled);
+        filled += part;
+    }
 }
 
 /// Whether two ranges share a byte.

@@ -60,7 +60,9 @@ fn set() -> io::Result<()> {
         *BEFORE.0.get() = Some(before);
         let mut new: libc::sigaction = std::mem::zeroed();
         new.sa_sigaction = handle as *const () as usize;
-        new.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // Not SA_ONSTACK: the instruction is where a call would be, so there is as much stack as for a call, and the
+        // alternative stacks that Rust's threads have are too small for what is done here.
+        new.sa_flags = libc::SA_SIGINFO;
         if libc::sigaction(libc::SIGILL, &raw const new, std::ptr::null_mut()) != 0 {
             return Err(io::Error::last_os_error());
         }

@@ -251,6 +251,15 @@ impl Mapping {
         assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
     }
 
+    /// Takes all of it out of the page tables at once. The addresses stay reserved, so that whoever still writes to them
+    /// does not write to somebody else's next mapping.
+    pub(crate) fn vanish(&self) {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        // SAFETY: replaces this value's own mapping.
+        let at = unsafe { libc::mmap(self.address as *mut _, self.bytes, libc::PROT_NONE, flags, -1, 0) };
+        assert_eq!(at as u64, self.address, "{}", std::io::Error::last_os_error());
+    }
+
     pub(crate) fn protect(&self, at: usize, bytes: usize, protection: i32) {
         assert!(at + bytes <= self.bytes);
         // SAFETY: within the mapping.

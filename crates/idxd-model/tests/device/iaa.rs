@@ -279,7 +279,7 @@ fn a_job_of_several_compress_descriptors_goes_on_in_the_aecs() {
         let seen = bench.run(compress(part.len(), 0x2000, flags).flags(WRITE | toggle));
         assert_eq!(seen.status, 1);
         out.extend(bench.output(&seen));
-        assert!(last || seen.output % 8 == 0, "whole words until the last");
+        assert!(last || seen.output.is_multiple_of(8), "whole words until the last");
         assert!(!last || seen.crc == crc32(&data), "the checksum goes on as well");
         toggle ^= TOGGLE;
     }
@@ -348,7 +348,7 @@ struct Bits(Vec<u8>, usize);
 impl Bits {
     fn low_first(&mut self, value: u32, bits: u32) -> &mut Bits {
         for bit in 0..bits {
-            if self.1 % 8 == 0 {
+            if self.1.is_multiple_of(8) {
                 self.0.push(0);
             }
             *self.0.last_mut().unwrap() |= ((value >> bit & 1) as u8) << (self.1 % 8);
@@ -456,7 +456,7 @@ fn a_stream_in_several_buffers_is_one_job() {
             assert_eq!(seen.status, 1, "part {index} of {}: {seen:?}", parts.len());
             out.extend(bench.output(&seen));
             flags = READ | WRITE | if flags & READ == 0 || flags & TOGGLE == 0 { TOGGLE } else { 0 };
-            assert!(last || seen.output % 8 == 0, "a partial word is kept back");
+            assert!(last || seen.output.is_multiple_of(8), "a partial word is kept back");
             assert!(!last || seen.crc == crc32(&plain(1500)));
         }
         assert_eq!(out, plain(1500), "{size} bytes at a time");

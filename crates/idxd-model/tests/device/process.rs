@@ -144,6 +144,28 @@ fn a_private_page_of_a_file_is_copied_on_write_only_after_a_request() {
     assert_eq!(real.run(real.copy_to(shared.address, 1)).status, 1, "a shared one is written in place");
 }
 
+#[test]
+fn huge_pages_are_like_small_ones() {
+    // Where there are none, these are small pages and the same holds.
+    const HUGE: usize = 2 << 20;
+    let real = Real::new();
+    for touched in [true, false] {
+        let mapping = Mapping::anonymous(2 * HUGE, BOTH);
+        mapping.advise(0, 2 * HUGE, libc::MADV_HUGEPAGE);
+        let at = (mapping.address as usize).next_multiple_of(HUGE) - mapping.address as usize;
+        if touched {
+            mapping.put(at, &[1]);
+        } else {
+            assert_eq!(mapping.get(at, 1), [0], "reading maps the huge zero page");
+        }
+        let address = mapping.address + at as u64;
+        assert_eq!(real.run(real.copy_from(address, 1)).status, 1, "touched {touched}");
+        let status = real.run(real.copy_to(address, 1)).status;
+        assert_eq!(status, if touched { 1 } else { 0x83 }, "touched {touched}");
+        assert_eq!(real.run(real.copy_to(address, 1).flags(BLOCK)).status, 1);
+    }
+}
+
 /// Opens a userfaultfd and registers a mapping for missing pages. None where the kernel does not permit it.
 fn userfaultfd(mapping: &Mapping) -> Option<OwnedFd> {
     const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
@@ -253,7 +275,7 @@ fn memory_unmapped_in_flight_is_a_fault_never_a_signal() {
         for _ in 0..round * 50 {
             std::hint::spin_loop();
         }
-        drop(target);
+        target.vanish();
         let deadline = Instant::now() + Duration::from_secs(20);
         for slot in 0..32 {
             while records.byte(32 * slot).load(Ordering::Acquire) == 0 {
@@ -274,6 +296,25 @@ fn wait_for(records: &Mapping, slot: usize) -> Seen {
         thread::yield_now();
     }
     seen(&records.get(32 * slot, 32))
+}
+
+#[test]
+fn when_the_status_is_seen_the_rest_of_the_record_is_there() {
+    let model = Model::start(ModelConfig::dsa()).unwrap();
+    let queue = model.queue("wq0.0").unwrap();
+    let (records, data) = (Mapping::anonymous(PAGE, BOTH), Mapping::anonymous(PAGE, BOTH));
+    records.put(0, &[0; PAGE]);
+    data.put(0, b"123456789");
+    for round in 0..5000 {
+        records.put(0, &[0; 32]);
+        while !queue.enqcmd(&crc(records.address, data.address, 9, 0).0) {
+            thread::yield_now();
+        }
+        while records.byte(0).load(Ordering::Acquire) == 0 {
+            std::hint::spin_loop();
+        }
+        assert_eq!(records.get(16, 4), 0xe306_9283_u32.to_le_bytes(), "round {round}");
+    }
 }
 
 #[test]

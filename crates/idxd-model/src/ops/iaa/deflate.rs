@@ -50,9 +50,10 @@ fn tokens(bytes: &[u8], literals_only: bool, mut each: impl FnMut(Token)) {
             each(Token::Literal(bytes[at]));
             1
         };
-        for seen in at..(at + step).min(bytes.len().saturating_sub(2)) {
+        let hashed = at.min(before.len())..(at + step).min(bytes.len().saturating_sub(2)).max(at);
+        for (seen, earlier) in hashed.clone().zip(&mut before[hashed]) {
             let slot = hash(seen);
-            before[seen] = heads[slot];
+            *earlier = heads[slot];
             heads[slot] = seen;
         }
         at += step;
@@ -74,7 +75,7 @@ struct Bits {
 impl Bits {
     fn put(&mut self, value: u32, bits: u32) {
         for bit in 0..bits {
-            if self.count % 8 == 0 {
+            if self.count.is_multiple_of(8) {
                 self.bytes.push(0);
             }
             if value >> bit & 1 == 1 {
@@ -123,7 +124,7 @@ fn compress_input(descriptor: &[u8; 64], access: &mut Access<'_>, input: &[u8]) 
     let mut out =
         Bits { bytes: state[aecs::ACCUMULATOR..][..(held as usize).div_ceil(8)].to_vec(), count: held as usize };
     if let Some(last) = out.bytes.last_mut()
-        && held % 8 != 0
+        && !held.is_multiple_of(8)
     {
         *last &= (1 << (held % 8)) - 1;
     }

@@ -425,7 +425,7 @@ const HALF: usize = 32;
 fn load(state: &[u8]) -> Option<Inflate> {
     let sizes = &state[aecs::INPUT_SIZES..aecs::INPUT_SIZES + HALF];
     let output_bits = aecs::OUTPUT_BITS.get(state);
-    if sizes.iter().any(|&bits| bits > 64) || output_bits % 8 != 0 || output_bits > 56 {
+    if sizes.iter().any(|&bits| bits > 64) || !output_bits.is_multiple_of(8) || output_bits > 56 {
         return None;
     }
     let pair = |at: usize| u16::from_le_bytes([state[at], state[at + 1]]);

@@ -102,7 +102,7 @@ fn sizes(operation: &Operation, descriptor: &[u8; 64], uses_aecs: bool, limits: 
         return fail(status::BAD_SIZE);
     }
     if uses_aecs {
-        if aecs.0 % 32 != 0 || aecs.1 % 32 != 0 {
+        if !aecs.0.is_multiple_of(32) || !aecs.1.is_multiple_of(32) {
             return fail(status::ALIGNMENT);
         }
         let compress = operation.code == code::COMPRESS;

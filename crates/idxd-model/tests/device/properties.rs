@@ -1,0 +1,237 @@
+//! Random operations on random pages, against references that a line or two are enough for. Failing cases are printed and
+//! kept by proptest with their seed.
+
+use proptest::prelude::*;
+use sterna_idxd_model::memory::PageState;
+
+use crate::common::*;
+
+const A: u64 = DATA;
+const B: u64 = DATA + 0x4_0000;
+const C: u64 = DATA + 0x8_0000;
+
+/// Words of two kinds, so that buffers are alike in most places.
+fn content(bytes: usize) -> impl Strategy<Value = Vec<u8>> {
+    prop::collection::vec(prop::sample::select(vec![0_u8, 0, 0, 0, 0, 0, 0, 1]), bytes / 8 + 1)
+        .prop_map(move |words| words.iter().flat_map(|&word| [0, word, 0, 0, 0, 0, 0, 0]).take(bytes).collect())
+}
+
+/// Pages of the first 8 that are not there.
+fn holes() -> impl Strategy<Value = Vec<u64>> {
+    prop::collection::vec(0..8_u64, 0..3)
+}
+
+fn dig(bench: &Bench, base: u64, holes: &[u64], state: PageState) {
+    holes.iter().for_each(|page| bench.memory.set(base + 4096 * page, 1, state));
+}
+
+fn fill_in(bench: &Bench) {
+    bench.memory.set(DATA, 0x10_0000, PageState::Present);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    /// Resumed from every fault as 8.3.4 says, the copy is as if by way of a temporary buffer, whatever the overlap.
+    #[test]
+    fn moves_resume_to_the_end(
+        data in content(20_000), from in 0..5000_u64, to in 0..5000_u64, size in 1..20_000_u32,
+        overlapping in any::<bool>(), holes in holes(), forbidden in any::<bool>(),
+    ) {
+        let bench = Bench::new(|_| {});
+        let destination = if overlapping { A } else { B } + to;
+        let (mut source, mut target, mut left) = (A + from, destination, size);
+        bench.memory.put(A + from, &data);
+        let wanted = data[..size as usize].to_vec();
+        let state = if forbidden { PageState::Forbidden } else { PageState::ReadOnly };
+        dig(&bench, destination & !0xfff, &holes, state);
+        for faults in 0.. {
+            let record = bench.run(memmove(RECORDS, source, target, left));
+            if record.status == 1 {
+                prop_assert_eq!(record.completed, 0);
+                break;
+            }
+            prop_assert!([0x03, 0x83].contains(&record.status), "{:?}", record);
+            // Each page that was missing is brought once.
+            prop_assert!(record.completed < left && faults < 3, "{:?}", record);
+            if record.result == 0 {
+                source += u64::from(record.completed);
+                target += u64::from(record.completed);
+            }
+            left -= record.completed;
+            bench.memory.set(record.fault, 1, PageState::Present);
+        }
+        prop_assert_eq!(bench.memory.get(destination, size as usize), wanted);
+    }
+
+    #[test]
+    fn compares_find_the_first_difference_or_the_first_fault(
+        first in content(20_000), second in content(20_000), offset in 0..4096_u64, size in 1..20_000_u32, holes in holes(),
+    ) {
+        let bench = Bench::new(|_| {});
+        bench.memory.put(A, &first);
+        bench.memory.put(B + offset, &second);
+        dig(&bench, B, &holes, PageState::Forbidden);
+        let record = bench.run(compare(RECORDS, A, B + offset, size));
+        let size = size as usize;
+        let difference = (0..size).find(|&at| first[at] != second[at]);
+        let fault = (0..size).find(|at| holes.contains(&((offset + *at as u64) / 4096)));
+        match (difference, fault) {
+            (Some(at), fault) if fault.is_none_or(|fault| at < fault) => {
+                prop_assert_eq!((record.status, record.result, record.completed as usize), (1, 1, at));
+            }
+            (_, Some(at)) => prop_assert_eq!((record.status, record.result, record.completed as usize), (3, 0, at)),
+            (_, None) => prop_assert_eq!((record.status, record.result, record.completed), (1, 0, 0)),
+        }
+    }
+
+    #[test]
+    fn compare_pattern_is_never_beyond_the_first_difference(
+        data in content(20_000), pattern in prop::sample::select(vec![0_u64, 0x0100]), size in 1..20_000_u32,
+        granule in prop::sample::select(vec![1_u32, 8, 32, 64]),
+    ) {
+        let bench = Bench::new(|device| device.pattern_granule = granule);
+        bench.memory.put(A + 3, &data);
+        let record = bench.run(compare_pattern(RECORDS, A + 3, pattern, size));
+        let words = pattern.to_le_bytes();
+        let difference = (0..size as usize).find(|&at| data[at] != words[at % 8]);
+        prop_assert_eq!(record.result, u8::from(difference.is_some()));
+        let at = difference.unwrap_or(0);
+        prop_assert!(record.completed as usize <= at && at < record.completed as usize + granule as usize);
+    }
+
+    /// Created in parts, with faults and small records, and applied in parts: source 1 becomes source 2.
+    #[test]
+    fn deltas_carry_every_difference(
+        first in content(16_384), second in content(16_384), limit in 8..200_u32, words in 1..2048_u32,
+        holes in holes(), apply_holes in holes(),
+    ) {
+        let bench = Bench::new(|_| {});
+        bench.memory.put(A, &first);
+        bench.memory.put(B, &second);
+        dig(&bench, B, &holes, PageState::Forbidden);
+        let size = words * 8;
+        let (mut deltas, mut done) = (Vec::new(), 0_u32);
+        while done < size {
+            let (one, two) = (A + u64::from(done), B + u64::from(done));
+            let record = bench.run(create_delta(RECORDS, one, two, size - done, C, limit * 10));
+            prop_assert!([0x01, 0x03].contains(&record.status), "{:?}", record);
+            prop_assert!(record.detail.is_multiple_of(10) && record.detail <= limit * 10);
+            for delta in bench.memory.get(C, record.detail as usize).chunks(10) {
+                // Offsets begin again with each part.
+                let offset = u32::from(u16::from_le_bytes([delta[0], delta[1]])) + done / 8;
+                deltas.extend((offset as u16).to_le_bytes());
+                deltas.extend(&delta[2..]);
+            }
+            match (record.status, record.result) {
+                (1, 0) => { prop_assert_eq!((record.detail, record.completed), (0, 0)); break; }
+                (1, 1) => { prop_assert!(record.detail > 0 && record.completed == 0); break; }
+                (1, 2) => prop_assert!(record.completed > 0 && record.completed < size - done),
+                (_, result) => {
+                    prop_assert_eq!(result, u8::from(record.detail > 0));
+                    bench.memory.set(record.fault, 1, PageState::Present);
+                }
+            }
+            done += record.completed;
+        }
+        dig(&bench, A, &apply_holes, PageState::ReadOnly);
+        bench.memory.put(C, &deltas);
+        let mut applied = 0;
+        while applied < deltas.len() as u32 {
+            let left = deltas.len() as u32 - applied;
+            let record = bench.run(apply_delta(RECORDS, C + u64::from(applied), left, A, size));
+            if record.status == 1 {
+                break;
+            }
+            prop_assert_eq!(record.status, 0x83);
+            prop_assert_eq!(record.completed % 10, 0);
+            applied += record.completed;
+            bench.memory.set(record.fault, 1, PageState::Present);
+        }
+        fill_in(&bench);
+        let wanted = [&second[..size as usize], &first[size as usize..]].concat();
+        prop_assert_eq!(bench.memory.get(A, first.len()), wanted);
+    }
+
+    #[test]
+    fn crcs_resume_with_the_partial_value(data in content(20_000), size in 1..20_000_u32, holes in holes()) {
+        let bench = Bench::new(|_| {});
+        bench.memory.put(A, &data);
+        dig(&bench, A, &holes, PageState::Forbidden);
+        let (mut done, mut seed) = (0, 0);
+        let value = loop {
+            let at = u64::from(done);
+            let record = bench.run(copy_crc(RECORDS, A + at, B + at, size - done, seed));
+            if record.status == 1 {
+                break record.detail;
+            }
+            prop_assert_eq!(record.status, 0x03);
+            if record.completed > 0 {
+                seed = record.detail;
+            }
+            done += record.completed;
+            bench.memory.set(record.fault, 1, PageState::Present);
+        };
+        let mut reference = !0_u32;
+        for &byte in &data[..size as usize] {
+            reference ^= u32::from(byte);
+            for _ in 0..8 {
+                reference = if reference & 1 == 1 { reference >> 1 ^ 0x82f6_3b78 } else { reference >> 1 };
+            }
+        }
+        prop_assert_eq!(value, !reference);
+        prop_assert_eq!(bench.memory.get(B, size as usize), &data[..size as usize]);
+    }
+
+    /// Whatever 64 bytes: one completion or one software error, never neither and never a panic.
+    #[test]
+    fn any_descriptor_ends_somehow(bytes in prop::collection::vec(any::<u8>(), 64), plausible in any::<bool>()) {
+        let bench = Bench::new(|device| device.version = 0x200);
+        let mut raw = Raw([0; 64]);
+        raw.0.copy_from_slice(&bytes);
+        raw.0[..4].fill(0);
+        if plausible {
+            raw.0[7] %= 0x12;
+            let flags = [raw.0[4] & 0xc, raw.0[5] & 1, 0];
+            raw.0[4..7].copy_from_slice(&flags);
+            raw.0[38..].fill(0);
+            raw = raw.u64(8, RECORDS).u64(16, A).u64(24, B).u32(32, u32::from_le_bytes([bytes[32], bytes[33], 0, 0]));
+        }
+        bench.memory.put(RECORDS, &[0; 32]);
+        bench.hand_in(raw);
+        bench.model.settle();
+        prop_assert_eq!(bench.queue.in_flight(), 0);
+        let asked = raw.0[4] & 0xc == 0xc;
+        let reported = bench.record(RECORDS).status != 0 || bench.model.counters().software_errors > 0;
+        prop_assert!(reported || !asked);
+    }
+
+    /// Batches of copies, compares and faults, with and without fences, in every order of the seed.
+    #[test]
+    fn batches_count_and_abandon_by_their_fences(
+        members in prop::collection::vec((0..3_u8, any::<bool>()), 2..20), seed in any::<u64>(),
+    ) {
+        let bench = Bench::with_seed(seed, |_| {});
+        bench.memory.put(B, &[1; 64]);
+        let raws: Vec<Raw> = members.iter().enumerate().map(|(index, &(kind, fence))| {
+            let record = member_record(index);
+            let raw = match kind {
+                0 => memmove(record, A, C + 64 * index as u64, 64),
+                1 => compare_pattern(record, B, 0, 64).flags(CHECK),
+                _ => memmove(record, A, 0x10, 64),
+            };
+            raw.flags(if fence { FENCE } else { 0 })
+        }).collect();
+        let record = bench.run_batch(&raws);
+        let expected = [1, 2, 0x83];
+        let abandoned = (0..members.len())
+            .find(|&at| members[at].1 && members[..at].iter().any(|&(kind, _)| kind != 0))
+            .unwrap_or(members.len());
+        let failed = members[..abandoned].iter().any(|&(kind, _)| kind != 0);
+        prop_assert_eq!((record.status, record.completed as usize), (if failed { 5 } else { 1 }, abandoned));
+        for (index, &(kind, _)) in members.iter().enumerate() {
+            let status = if index < abandoned { expected[usize::from(kind)] } else { 0 };
+            prop_assert_eq!(bench.member(index).status, status, "member {}", index);
+        }
+    }
+}
