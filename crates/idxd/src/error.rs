@@ -184,8 +184,8 @@ fn explain(call: Call, error: &io::Error) -> &'static str {
             "the kernel could not bind this process's address space to the device: boot with intel_iommu=on,sm_on"
         }
         (Some(libc::EINVAL), Call::Write) => {
-            "the kernel does not submit such a descriptor for a process, or it was not enabled to submit at all: batches need \
-             CAP_SYS_RAWIO or a second-generation device, write(2) needs Linux 6.9 or one of its stable backports, and the \
+            "the kernel does not submit such a descriptor for a process, or submits none at all: batches need CAP_SYS_RAWIO or a \
+             second-generation device, write(2) needs a kernel that has the fixes for INTEL-SA-01084 (of 2024 or later), and the \
              completion record must be aligned to its size"
         }
         (Some(libc::ENOMEM), _) => "the kernel has no memory for another user of the device",

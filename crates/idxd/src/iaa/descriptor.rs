@@ -108,7 +108,7 @@ impl Descriptor {
     }
 
     /// Compresses `bytes` bytes into one deflate block, header included, with the codes and the header in the
-    /// [`CompressAecs`] at `aecs` (32-byte aligned).
+    /// [`CompressAecs`](super::CompressAecs) at `aecs` (32-byte aligned).
     pub fn compress(source: u64, bytes: u32, destination: u64, capacity: u32, aecs: u64) -> Self {
         Self::new(Operation::Compress, RESULT_FLAGS | flag::READ_AECS)
             .data(source, bytes, destination, capacity)
@@ -116,7 +116,7 @@ impl Descriptor {
             .operation_flags(flag::FLUSH_OUTPUT | flag::APPEND_END_OF_BLOCK)
     }
 
-    /// Counts the tokens that compressing `bytes` bytes would write, into the [`Histogram`] at `histogram`.
+    /// Counts the tokens that compressing `bytes` bytes would write, into the [`Histogram`](super::Histogram) at `histogram`.
     pub fn statistics(source: u64, bytes: u32, histogram: u64) -> Self {
         Self::new(Operation::Compress, RESULT_FLAGS)
             .data(source, bytes, histogram, HISTOGRAM_BYTES as u32)

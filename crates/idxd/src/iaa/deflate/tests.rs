@@ -199,9 +199,6 @@ fn inflate(bytes: &[u8]) -> Vec<u8> {
 }
 
 fn samples() -> Vec<Vec<u8>> {
-    if cfg!(miri) {
-        return vec![Vec::new(), vec![0; 300], (0..200).map(|value| value / 3).collect()];
-    }
     let text: Vec<u8> =
         b"a page of a guest is often like the page beside it, ".iter().copied().cycle().take(9000).collect();
     let numbers: Vec<u8> = (0..4096_u32).flat_map(|value| (value / 3).to_le_bytes()).collect();
@@ -210,6 +207,7 @@ fn samples() -> Vec<Vec<u8>> {
 }
 
 #[test]
+#[cfg(not(miri))]
 fn what_is_written_with_either_codes_inflates_to_the_input() {
     for data in samples() {
         let tokens = tokens(&data);
