@@ -6,6 +6,7 @@ mod bandwidth;
 mod dirty_rate;
 mod harness;
 mod machine;
+mod many_vms;
 mod measured;
 mod memory;
 mod migration;
@@ -13,6 +14,7 @@ mod offload;
 mod qemu;
 mod ram;
 mod received_bitmap;
+mod zero_page;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -66,6 +68,10 @@ enum Benchmark {
     Bandwidth,
     /// Cost of the work on pages that an accelerator can take over, for the CPU alone and with one
     Offload,
+    /// Simulated: looking for zero pages with an accelerator, in the published structure and in Sterna's
+    ZeroPage,
+    /// Simulated: up to 100 VMs at once on one to eight accelerators
+    ManyVms,
 }
 
 fn release(text: &str) -> Result<QemuVersion, String> {
@@ -104,6 +110,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::DirtyRate => dirty_rate::cells(),
         Benchmark::Bandwidth => bandwidth::cells(),
         Benchmark::Offload => offload::cells(),
+        Benchmark::ZeroPage => zero_page::cells(),
+        Benchmark::ManyVms => many_vms::cells(),
     })?;
     let cancel = Cancel::new();
     let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, tell);
@@ -116,6 +124,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::DirtyRate => dirty_rate::measure(args, &cancel, &tell),
         Benchmark::Bandwidth => bandwidth::measure(args, &cancel, &tell),
         Benchmark::Offload => offload::measure(args, &cancel, &tell),
+        Benchmark::ZeroPage => zero_page::measure(args, &cancel, &tell),
+        Benchmark::ManyVms => many_vms::measure(args, &cancel, &tell),
     };
     let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
     if findings.rows.is_empty() {

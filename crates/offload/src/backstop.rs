@@ -8,8 +8,9 @@ use std::thread::JoinHandle;
 use crate::core::Core;
 use crate::time::{NEVER, Nanos};
 
-/// How long to leave a channel alone that its owner is just looking at.
-pub(crate) const SHORT: Nanos = 20_000;
+/// How much later than predicted the backstop looks at a channel: its owner is expected to have done so by then. Were it on
+/// time, it would be woken for every batch of a caller that waits for each.
+pub(crate) const LATER: Nanos = 500_000;
 
 /// A running backstop.
 #[derive(Debug)]

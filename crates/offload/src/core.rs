@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use sterna_memory::checksum::crc32c;
 
+use crate::backstop::LATER;
 use crate::batch::Batch;
 use crate::channel::{Done, Outcome, Pools, Reason, Shared, TicketId};
 use crate::engine::device::{Closers, Common};
@@ -378,7 +379,7 @@ impl Core {
 
     /// Something is due at `due`: the backstop must not sleep longer.
     pub(crate) fn arm(&self, due: Nanos) {
-        if due < self.until.load(Ordering::SeqCst) {
+        if due.saturating_add(LATER) < self.until.load(Ordering::SeqCst) {
             self.bell.ring();
         }
     }
@@ -405,7 +406,7 @@ impl Core {
         let now = self.now();
         let mut next = NEVER;
         lock_std(&self.channels).retain(|channel| {
-            let due = channel.due.load(Ordering::SeqCst);
+            let due = channel.due.load(Ordering::SeqCst).saturating_add(LATER);
             if due > now || channel.attended.load(Ordering::SeqCst) {
                 next = next.min(if due > now { due } else { NEVER });
                 let idle =
@@ -414,12 +415,12 @@ impl Core {
             }
             match channel.table.try_lock() {
                 // Its owner is just looking.
-                None => next = next.min(now + crate::backstop::SHORT),
+                None => next = next.min(now + LATER),
                 Some(mut slots) => {
                     if self.harvest(channel, &mut slots, now) > 0 {
                         channel.table.bell.ring();
                     }
-                    next = next.min(channel.due.load(Ordering::SeqCst));
+                    next = next.min(channel.due.load(Ordering::SeqCst).saturating_add(LATER));
                     return !(slots.closed() && slots.active() == 0);
                 }
             }

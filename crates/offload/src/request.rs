@@ -150,7 +150,9 @@ impl Request {
     /// Ready to be worked on: no answers yet, no page said to be zero.
     pub(crate) fn unanswered(&mut self) {
         self.answers.clear();
-        self.answers.resize(self.items.len(), Answer::None);
+        if self.operation != Operation::ZeroMap {
+            self.answers.resize(self.items.len(), Answer::None);
+        }
         self.zero[..self.items.len().div_ceil(64)].fill(0);
     }
 
@@ -188,6 +190,17 @@ impl Request {
     /// Notes that page `page` is zero.
     pub(crate) fn set_zero(&mut self, page: usize) {
         self.zero[page / 64] |= 1 << (page % 64);
+    }
+
+    /// Notes that pages `first` to before `end` are zero.
+    pub(crate) fn set_zero_run(&mut self, first: usize, end: usize) {
+        let mut page = first;
+        while page < end {
+            let (word, bit) = (page / 64, page % 64);
+            let pages = (64 - bit).min(end - page);
+            self.zero[word] |= (u64::MAX >> (64 - pages)) << bit;
+            page += pages;
+        }
     }
 
     /// Notes that page `page` is not zero.

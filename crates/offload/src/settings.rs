@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_idxd::Directories;
+use sterna_idxd::{Directories, Opening};
 
 use crate::share::{Fifo, Share};
 use crate::time::{SystemTime, Time};
@@ -49,6 +49,8 @@ pub struct Settings {
     pub trace: Option<Arc<Trace>>,
     /// Where devices are looked for.
     pub directories: Directories,
+    /// How their queues are opened.
+    pub opening: Opening,
 }
 
 /// Makes the share of a device, given its name.
@@ -94,6 +96,7 @@ impl Default for Settings {
             shares: Shares::default(),
             trace: None,
             directories: Directories::default(),
+            opening: Opening::default(),
         }
     }
 }

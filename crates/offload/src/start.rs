@@ -50,6 +50,7 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
                         Ok(_) => reasons.join("; "),
                     }));
                 }
+                opened.not_used.extend(of_kind.iter().filter_map(|queue| reason(queue)));
                 chosen.extend(usable);
             }
             Wish::Queue(kind, path) => {
@@ -83,7 +84,7 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
         let name = queue.full_name();
         let node = queue.node.clone();
         let kind = kind_of(&queue);
-        match WorkQueue::open(queue, &settings.directories) {
+        match WorkQueue::open_with(queue, &settings.directories, &settings.opening) {
             Ok(queue) => opened.queues.push(queue),
             Err(error) => {
                 let asked = choice.wishes().iter().any(|wish| matches!(wish, Wish::Queue(_, path) if *path == node));

@@ -123,10 +123,8 @@ impl Ground {
             }
         }
         let mut trial = counted(offload, operation);
-        for (now, then) in [(&mut trial.done_by, &before.done_by)] {
-            now.iter_mut().for_each(|(kind, count)| *count -= of(then, *kind));
-            now.retain(|(_, count)| *count > 0);
-        }
+        trial.done_by.iter_mut().for_each(|(kind, count)| *count -= of(&before.done_by, *kind));
+        trial.done_by.retain(|(_, count)| *count > 0);
         trial.fallbacks.iter_mut().for_each(|(cause, count)| *count -= of(&before.fallbacks, *cause));
         trial.fallbacks.retain(|(_, count)| *count > 0);
         Trial { items, wrong, ..trial }

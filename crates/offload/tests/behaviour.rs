@@ -224,6 +224,55 @@ fn a_device_that_only_is_slow_is_waited_for_as_long_as_anything_of_it_completes(
 }
 
 #[test]
+fn the_credits_of_a_dedicated_queue_come_back_with_every_completion() {
+    let mut bench = Bench::new(32);
+    let device = Fake::new("dsa5", DeviceKind::Dsa, &[(2, true)], 1, Script::default());
+    bench.queues = device.open(&bench.clock, 32);
+    let offload = bench.start();
+    for _ in 0..50 {
+        offload.is_zero(&[bench.region.range(0, 32 * PAGE).unwrap()]).unwrap();
+    }
+    // Dropped tickets give theirs back too, when the backstop sees them.
+    let channel = offload.channel();
+    for _ in 0..2 {
+        drop(channel.submit(bench.zero_map(&channel)).unwrap());
+    }
+    while offload.turn() != NEVER {
+        bench.clock.pass(1_000_000);
+    }
+    offload.is_zero(&[bench.region.range(0, 32 * PAGE).unwrap()]).unwrap();
+    assert_eq!(by_device(&offload), 53 * 32);
+    assert_eq!(fallbacks(&offload, Operation::ZeroMap, Cause::QueueFull), 0);
+    assert_eq!(device.overflows.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn while_others_wait_batches_are_as_small_as_the_share_says() {
+    /// Four pages at a time.
+    struct Small;
+    impl Share for Small {
+        fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+            sterna_offload::share::Fifo.ask(ask, now)
+        }
+        fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
+            sterna_offload::share::Fifo.done(grant, sojourn, now);
+        }
+        fn dropped(&mut self, grant: Grant) {
+            sterna_offload::share::Fifo.dropped(grant);
+        }
+        fn largest_batch(&self) -> u64 {
+            4 * PAGE as u64
+        }
+    }
+    let mut bench = Bench::new(32);
+    bench.settings.shares = Shares::new(|_| Box::new(Small));
+    let offload = bench.start();
+    let before = bench.device.executed();
+    assert_eq!(offload.is_zero(&[bench.region.range(0, 32 * PAGE).unwrap()]), Ok(vec![true; 32]));
+    assert_eq!(bench.device.executed() - before, 8);
+}
+
+#[test]
 fn a_lying_device_is_found_out_and_its_whole_batch_is_done_again() {
     let mut bench = Bench::new(32);
     bench.settings.recheck = Recheck::All;
@@ -259,6 +308,21 @@ fn a_dropped_ticket_is_never_heard_of_and_its_request_comes_back() {
     assert_eq!((channel.under_way(), bench.region.uses()), (0, 0));
     let requests = offload.report().requests;
     assert_eq!(requests.made, requests.free);
+}
+
+#[test]
+fn an_old_ticket_means_nothing_to_the_batch_that_came_after_it() {
+    let mut bench = Bench::new(32);
+    bench.settings.in_flight = 1;
+    let offload = bench.start();
+    let channel = offload.channel();
+    let old = channel.submit(bench.zero_map(&channel)).unwrap();
+    assert_eq!(channel.wait(NEVER).map(|done| done.ticket), Some(old.id()));
+    let new = channel.submit(bench.zero_map(&channel)).unwrap().into_id();
+    assert_ne!(old.id(), new);
+    drop(old);
+    assert!(matches!(channel.submit(bench.zero_map(&channel)), Err((Reason::Full, _))));
+    assert_eq!(channel.wait(NEVER).map(|done| done.ticket), Some(new));
 }
 
 /// Lets nobody in until a moment.

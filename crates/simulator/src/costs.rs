@@ -143,31 +143,6 @@ impl Default for Costs {
     }
 }
 
-/// How quick a device is; the formulas are those of [`Device`](crate::device::Device).
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct DeviceTiming {
-    /// Engine time of every descriptor.
-    pub descriptor: Nanos,
-    /// Of the whole device, picoseconds per source byte: 30 GB/s for reading alone. (23 GB/s for reading and writing.)
-    pub byte_ps: u64,
-    /// Of one engine, picoseconds per source byte.
-    pub engine_byte_ps: u64,
-    /// From the end of the work to the record being visible.
-    pub latency: Nanos,
-    /// Reading a batch's list.
-    pub batch: Nanos,
-    /// Entries of the queue.
-    pub entries: usize,
-    /// Engines.
-    pub engines: usize,
-}
-
-impl Default for DeviceTiming {
-    fn default() -> Self {
-        Self { descriptor: 25, byte_ps: 33, engine_byte_ps: 38, latency: 500, batch: 200, entries: 128, engines: 4 }
-    }
-}
-
 /// What the 8 connections of the fitted run blocked their senders for, for each normal page: time that was not CPU time.
 pub fn fitted_connection() -> f64 {
     let packets = fit::PAGES / 128.0;

@@ -1,13 +1,30 @@
-//! A device as a queue with engines, in virtual time.
+//! A device in virtual time: the software model's own state machine, with batches that only take the time they would take.
 //!
-//! A batch takes an entry of the queue from the moment it is accepted until it is done. It is fetched by one engine, which works
-//! on it until its last byte; all engines share the device's bandwidth. So
-//! with one engine and one source it is the M/D/1 queue of the textbooks, which the tests compare it with.
+//! There is one model of the device in this project ([`sterna_idxd_model`]); this is no more than its use with one shared queue.
 
-use std::collections::VecDeque;
+use sterna_idxd_model::core::{self, Payload, Posting, Step, Submitted, Timed};
+use sterna_idxd_model::{DeviceConfig, QueueConfig};
+
+pub use sterna_idxd_model::core::Timing;
 
 use crate::Nanos;
-use crate::costs::DeviceTiming;
+
+/// How quick and how large a device is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shape {
+    /// How long things take.
+    pub timing: Timing,
+    /// Entries of its queue.
+    pub entries: u32,
+    /// Engines.
+    pub engines: u32,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self { timing: Timing::dsa(), entries: 128, engines: 4 }
+    }
+}
 
 /// A batch whose record can be seen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,95 +35,98 @@ pub struct Completed {
     pub at: Nanos,
     /// When an engine took it.
     pub begun: Nanos,
-    /// Of the device's bandwidth, how long it took.
-    pub busy: Nanos,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Queued {
-    tag: u64,
-    members: u32,
-    bytes: u64,
 }
 
 /// One device with one shared queue.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Device {
-    timing: DeviceTiming,
-    queue: VecDeque<Queued>,
-    /// Under work, with the moment that its engine is free and its record visible.
-    working: Vec<(Nanos, Completed)>,
-    /// When the device's bandwidth is free again.
-    pipe_free: Nanos,
-    busy: Nanos,
+    core: core::Device,
+    read_byte_ps: u64,
+    busy_ps: u64,
+    occupied: usize,
+    /// Came to be done while something was submitted.
+    early: Vec<Completed>,
     /// Batches refused because the queue was full.
     pub refused: u64,
 }
 
 impl Device {
     /// Idle and empty.
-    pub fn new(timing: DeviceTiming) -> Self {
-        Self { timing, queue: VecDeque::new(), working: Vec::new(), pipe_free: 0, busy: 0, refused: 0 }
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn new(shape: &Shape) -> Self {
+        let queue = QueueConfig {
+            size: shape.entries,
+            threshold: shape.entries,
+            max_batch_size: 1024,
+            ..QueueConfig::default()
+        };
+        let config = DeviceConfig {
+            engines: shape.engines,
+            max_work_queues_size: shape.entries,
+            // Nothing is left to chance.
+            reorder: false,
+            timing: Some(shape.timing.clone()),
+            queues: vec![queue],
+            ..DeviceConfig::default()
+        };
+        let core = core::Device::new(&config, 0, true).expect("a device that can be");
+        Self { core, read_byte_ps: shape.timing.read_byte_ps, busy_ps: 0, occupied: 0, early: Vec::new(), refused: 0 }
     }
 
-    /// How long the device as a whole is busy with a batch.
-    pub fn service(timing: &DeviceTiming, members: u32, bytes: u64) -> Nanos {
-        let overhead = timing.batch + timing.descriptor * u64::from(members);
-        // Overheads are an engine's own; the others work meanwhile.
-        let shared = overhead / timing.engines.max(1) as u64;
-        (bytes * timing.byte_ps / 1000).max(shared)
+    /// How long a device's bandwidth is taken by so many bytes that it only reads.
+    pub fn service(timing: &Timing, bytes: u64) -> f64 {
+        bytes as f64 * timing.read_byte_ps as f64 / 1000.0
     }
 
-    /// `ENQCMD` of a batch: true if it was accepted.
-    pub fn submit(&mut self, tag: u64, members: u32, bytes: u64, now: Nanos) -> bool {
-        if self.queue.len() + self.working.len() >= self.timing.entries {
+    /// `ENQCMD` of a batch of so many descriptors with so many bytes each: true if it was accepted.
+    pub fn submit(&mut self, tag: u64, members: u32, bytes_of_each: u64, now: Nanos) -> bool {
+        let timed = Timed { tag, members, bytes: bytes_of_each, ..Timed::default() };
+        if self.core.submit(0, Posting::NonPosted, Payload::Timed(timed), now) != Submitted::Accepted {
             self.refused += 1;
             return false;
         }
-        self.queue.push_back(Queued { tag, members, bytes });
-        self.start(now);
+        self.busy_ps += u64::from(members.max(1)) * bytes_of_each * self.read_byte_ps;
+        self.occupied += 1;
+        // An engine that is free takes it now.
+        let mut early = std::mem::take(&mut self.early);
+        self.poll(now, &mut early);
+        self.early = early;
         true
     }
 
-    fn start(&mut self, now: Nanos) {
-        while self.working.len() < self.timing.engines {
-            let Some(next) = self.queue.pop_front() else { return };
-            let timing = &self.timing;
-            let service = Self::service(timing, next.members, next.bytes);
-            let engine =
-                timing.batch + timing.descriptor * u64::from(next.members) + next.bytes * timing.engine_byte_ps / 1000;
-            let begun = now;
-            self.pipe_free = self.pipe_free.max(now) + service;
-            self.busy += service;
-            let free = self.pipe_free.max(now + engine);
-            let completed = Completed { tag: next.tag, at: free + timing.latency, begun, busy: service };
-            self.working.push((free, completed));
+    fn poll(&mut self, now: Nanos, out: &mut Vec<Completed>) {
+        loop {
+            match self.core.poll(now) {
+                Step::Completed(done) => {
+                    self.occupied -= 1;
+                    out.push(Completed { tag: done.tag, at: done.at, begun: done.started });
+                }
+                Step::Idle { .. } => return,
+                Step::Execute(_) | Step::Write(_) => unreachable!("nothing is handed in that is read or written"),
+            }
         }
     }
 
     /// When something will next happen in it.
     pub fn next(&self) -> Option<Nanos> {
-        self.working.iter().map(|(free, _)| *free).min()
+        self.early.first().map(|done| done.at).or_else(|| self.core.next_event())
     }
 
-    /// Time has come to here: what has been done since goes to `out`; its `at` may still lie ahead by the latency.
+    /// Time has come to here: what has been done since goes to `out`.
     pub fn advance(&mut self, now: Nanos, out: &mut Vec<Completed>) {
-        while let Some(first) = self.next()
-            && first <= now
-        {
-            let place = self.working.iter().position(|(free, _)| *free == first).expect("the least of them");
-            out.push(self.working.swap_remove(place).1);
-            self.start(first);
-        }
+        out.append(&mut self.early);
+        self.poll(now, out);
     }
 
-    /// Device time used since the beginning.
-    pub fn busy(&self) -> Nanos {
-        self.busy
+    /// Device time of all that was accepted since the beginning.
+    pub fn busy(&self) -> f64 {
+        self.busy_ps as f64 / 1000.0
     }
 
-    /// Entries taken.
+    /// Batches that were accepted and are not done.
     pub fn occupied(&self) -> usize {
-        self.queue.len() + self.working.len()
+        self.occupied
     }
 }

@@ -252,7 +252,7 @@ impl<'a> World<'a> {
             serial: 0,
             next_tag: 0,
             cores: Cores::new(scenario.cores),
-            devices: (0..scenario.devices).map(|_| Device::new(scenario.timing)).collect(),
+            devices: (0..scenario.devices).map(|_| Device::new(&scenario.device)).collect(),
             device_event: vec![None; scenario.devices],
             memory: Pipe::new(scenario.costs.dram),
             network: Pipe::new(scenario.costs.link),
@@ -546,13 +546,13 @@ impl<'a> World<'a> {
         self.devices[device].advance(self.now, &mut completed);
         for done in completed.drain(..) {
             if done.tag >= HOGS {
-                self.outcome.hog_device += done.busy as f64;
-                self.hog_submits((done.tag - HOGS) as usize);
+                let hog = (done.tag - HOGS) as usize;
+                self.outcome.hog_device += Device::service(&self.scenario.device.timing, self.scenario.hogs[hog].bytes);
+                self.hog_submits(hog);
                 continue;
             }
             let Some(thread) = self.owners.remove(&done.tag) else { continue };
             let vm = self.threads[thread].vm;
-            self.outcome.device_time(vm, self.now, done.busy);
             let channel = self.threads[thread].channel.expect("only senders submit");
             if let Some(batch) = self.senders[channel].in_flight.iter_mut().find(|batch| batch.tag == done.tag) {
                 // The device reads memory as everybody does.
@@ -560,6 +560,8 @@ impl<'a> World<'a> {
                 batch.visible = Some(visible);
                 let sojourn = visible - batch.submitted;
                 let admission = batch.admission;
+                let busy = Device::service(&self.scenario.device.timing, batch.packet.bytes());
+                self.outcome.device_time(vm, self.now, busy);
                 self.outcome.vms[vm].waited(admission, sojourn);
                 self.polled(vm, done.tag, visible);
             }
@@ -600,7 +602,7 @@ impl<'a> World<'a> {
         self.outcome.ended = drained.unwrap_or(0).max(self.now);
         self.outcome.memory_busy = self.memory.busy();
         self.outcome.network_busy = self.network.busy();
-        self.outcome.device_busy = self.devices.iter().map(|device| device.busy() as f64).collect();
+        self.outcome.device_busy = self.devices.iter().map(Device::busy).collect();
         self.outcome.refused = self.devices.iter().map(|device| device.refused).sum();
         self.outcome
     }

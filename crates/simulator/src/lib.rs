@@ -18,6 +18,7 @@ pub mod device;
 pub mod host;
 pub mod ledger;
 pub mod many_vms;
+pub mod measured;
 pub mod resources;
 pub mod scenario;
 pub mod zero_page;

@@ -4,7 +4,8 @@ use sterna_offload::share::ledger::Ledger;
 use sterna_offload::share::{DelayBased, DelaySettings, Fair, Fifo, IN_FLIGHT, Share};
 
 use crate::Nanos;
-use crate::costs::{Costs, DeviceTiming};
+use crate::costs::Costs;
+use crate::device::Shape;
 use crate::ledger::Sheet;
 
 /// How a migration is organised, and who looks whether a page is zero.
@@ -119,8 +120,8 @@ pub struct Scenario {
     pub costs: Costs,
     /// Cores for all migrations together.
     pub cores: usize,
-    /// The devices' speed.
-    pub timing: DeviceTiming,
+    /// What every device is like.
+    pub device: Shape,
     /// How many.
     pub devices: usize,
     /// How migrations are organised.
@@ -147,7 +148,7 @@ impl Scenario {
         Self {
             costs: Costs::default(),
             cores: 192,
-            timing: DeviceTiming::default(),
+            device: Shape::default(),
             devices: 1,
             structure: Structure::Harvest,
             policy: Policy::Exact,

@@ -6,7 +6,7 @@
 
 use crate::Nanos;
 use crate::costs::{Costs, fit, fitted_connection};
-use crate::host::Outcome;
+use crate::host::{Outcome, run};
 use crate::scenario::{Policy, Scenario, Structure, Vm};
 
 /// A published run, in milliseconds of CPU and of time.
@@ -156,4 +156,64 @@ impl Figures {
     pub fn measured_and_charged(&self) -> f64 {
         self.measured + self.charged
     }
+}
+
+/// A figure, and how it is set.
+type Knob = (&'static str, fn(&mut Scenario, f64));
+
+/// Every figure that a result may hang on.
+const KNOBS: [Knob; 16] = [
+    ("search_page", |scenario, factor| scenario.costs.search_page *= factor),
+    ("send_page", |scenario, factor| scenario.costs.send_page *= factor),
+    ("send_packet", |scenario, factor| scenario.costs.send_packet *= factor),
+    ("zero_packets_shared", |scenario, factor| scenario.costs.zero_packets_shared *= factor),
+    ("scan_page", |scenario, factor| scenario.costs.scan_page *= factor),
+    ("fill_descriptor", |scenario, factor| scenario.costs.fill_descriptor *= factor),
+    ("ask", |scenario, factor| scenario.costs.ask *= factor),
+    ("harvest", |scenario, factor| scenario.costs.harvest *= factor),
+    ("enqcmd", |scenario, factor| scenario.costs.enqcmd *= factor),
+    ("record_line, record_first", |scenario, factor| {
+        scenario.costs.record_line *= factor;
+        scenario.costs.record_first *= factor;
+    }),
+    ("wake", |scenario, factor| scenario.costs.wake *= factor),
+    ("timer_slack", |scenario, factor| scenario.costs.timer_slack *= factor),
+    ("connection_page", |scenario, factor| scenario.costs.connection_page *= factor),
+    ("memory bandwidth", |scenario, factor| scenario.costs.dram *= factor),
+    ("device, time per byte", |scenario, factor| {
+        let timing = &mut scenario.device.timing;
+        timing.read_byte_ps = (timing.read_byte_ps as f64 * factor) as u64;
+        timing.engine_read_byte_ps = (timing.engine_read_byte_ps as f64 * factor) as u64;
+    }),
+    ("device, time per descriptor", |scenario, factor| {
+        let timing = &mut scenario.device.timing;
+        timing.descriptor_ns = (timing.descriptor_ns as f64 * factor) as u64;
+    }),
+];
+
+/// What half and twice a figure make of a run: CPU of both accounts and time, as multiples.
+#[derive(Clone, Debug)]
+pub struct Sensitivity {
+    /// Which figure.
+    pub figure: &'static str,
+    /// CPU and time with half of it.
+    pub half: (f64, f64),
+    /// And with twice.
+    pub twice: (f64, f64),
+}
+
+/// Of every figure.
+pub fn sensitivity(scenario: &Scenario) -> Vec<Sensitivity> {
+    let result = |scenario: &Scenario| {
+        let figures = Figures::of(&run(scenario), scenario.vms[0].pages);
+        (figures.measured_and_charged(), figures.total as f64)
+    };
+    let (cpu, time) = result(scenario);
+    let with = |set: fn(&mut Scenario, f64), factor: f64| {
+        let mut changed = scenario.clone();
+        set(&mut changed, factor);
+        let result = result(&changed);
+        (result.0 / cpu, result.1 / time)
+    };
+    KNOBS.iter().map(|&(figure, set)| Sensitivity { figure, half: with(set, 0.5), twice: with(set, 2.0) }).collect()
 }

@@ -5,12 +5,15 @@
 
 use std::cell::RefCell;
 
-use sterna_memory::PAGE_SIZE;
+use sterna_memory::checksum::{copy_crc32c_raw, crc32c_raw};
+use sterna_memory::compare::first_difference_raw;
+use sterna_memory::copy::copy_raw;
+use sterna_memory::delta::{self, Created};
 use sterna_memory::scan::is_zero_raw;
 
 use crate::engine::Run;
 use crate::operation::Operation;
-use crate::request::{Answer, Item, Request};
+use crate::request::{Answer, Request};
 
 /// Does the items of `run`.
 pub(crate) fn execute(request: &mut Request, run: Run) {
@@ -32,28 +35,26 @@ fn one(request: &mut Request, index: usize) {
             }
         }
         Operation::Compare => {
-            request.answers[index] = first_difference(&item).map_or(Answer::Equal, Answer::Differs);
+            // SAFETY: both ranges are within entered regions.
+            let difference = unsafe { first_difference_raw(item.first, item.second, bytes) };
+            request.answers[index] = difference.map_or(Answer::Equal, |at| Answer::Differs(at as u32));
         }
         Operation::Checksum => {
-            let mut crc = Crc::new();
-            in_pieces(&item, |_, piece| crc.update(piece));
-            request.answers[index] = Answer::Checksum(crc.finish());
+            // SAFETY: the range is within an entered region.
+            request.answers[index] = Answer::Checksum(unsafe { crc32c_raw(item.first, bytes, 0) });
         }
         Operation::Copy => {
             let target = request.room(index);
             // SAFETY: the source is within an entered region, the target this item's own room of as many bytes, which no
             // device has any more.
-            unsafe { copy_racing(item.first, target, bytes) };
+            unsafe { copy_raw(item.first, target, bytes) };
             request.answers[index] = Answer::Written(item.bytes);
         }
         Operation::CopyChecksum => {
-            let (target, mut crc) = (request.room(index), Crc::new());
-            in_pieces(&item, |at, piece| {
-                crc.update(piece);
-                // SAFETY: the room has `bytes` bytes, of which this piece is a part; a piece is a local buffer.
-                unsafe { target.add(at).copy_from_nonoverlapping(piece.as_ptr(), piece.len()) };
-            });
-            request.answers[index] = Answer::Checksum(crc.finish());
+            // SAFETY: this item's room, of that length; no device has it any more.
+            let room = unsafe { std::slice::from_raw_parts_mut(request.room(index), bytes) };
+            // SAFETY: the source is within an entered region, as long as the room.
+            request.answers[index] = Answer::Checksum(unsafe { copy_crc32c_raw(item.first, room, 0) });
         }
         Operation::Place => {
             // SAFETY: the source is this item's room, the destination within an entered, writable region; both have `bytes`.
@@ -63,16 +64,26 @@ fn one(request: &mut Request, index: usize) {
         Operation::CreateDelta => {
             // SAFETY: this item's room, of that length; no device has it any more.
             let room = unsafe { std::slice::from_raw_parts_mut(request.room(index), item.room as usize) };
-            request.answers[index] = crate::delta::create(&item, room);
+            // SAFETY: both ranges are within entered regions; the room is the batch's own.
+            let created = unsafe { delta::create_raw(item.first, item.second, bytes, room) };
+            request.answers[index] = match created.expect("lengths and addresses were checked when it was pushed") {
+                Created::Same => Answer::Equal,
+                Created::Complete { record } => Answer::Written(record as u32),
+                Created::Overflow { .. } => Answer::TooLong,
+            };
         }
         Operation::ApplyDelta => {
             // SAFETY: this item's room, of that length; no device has it any more.
             let record = unsafe { std::slice::from_raw_parts(request.room(index), item.room as usize) };
-            request.answers[index] = crate::delta::apply(record, &item);
+            // SAFETY: the range is within an entered, writable region; the record is the batch's own.
+            request.answers[index] = match unsafe { delta::apply_raw(record, item.first, bytes) } {
+                Ok(()) => Answer::Written(item.bytes),
+                Err(_) => Answer::Malformed,
+            };
         }
         Operation::Deflate => with_scratch(bytes, |input| {
             // SAFETY: the source is within an entered region, the target a buffer of that length.
-            unsafe { copy_racing(item.first, input.as_mut_ptr(), bytes) };
+            unsafe { copy_raw(item.first, input.as_mut_ptr(), bytes) };
             // SAFETY: this item's room, of that length; no device has it any more.
             let room = unsafe { std::slice::from_raw_parts_mut(request.room(index), item.room as usize) };
             request.answers[index] = crate::deflate::deflate(input, room);
@@ -102,71 +113,4 @@ fn with_scratch(bytes: usize, work: impl FnOnce(&mut [u8])) {
         }
         work(&mut scratch[..bytes]);
     });
-}
-
-/// Copies memory that someone may be writing.
-///
-/// # Safety
-/// Both ranges are mapped, the target is writable, they do not overlap, and nobody else has the target.
-pub(crate) unsafe fn copy_racing(source: *const u8, target: *mut u8, bytes: usize) {
-    let mut at = 0;
-    // SAFETY: all offsets are below `bytes`; unaligned source addresses are read byte by byte.
-    unsafe {
-        if source.addr().is_multiple_of(8) {
-            while at + 8 <= bytes {
-                target.add(at).cast::<u64>().write_unaligned(source.add(at).cast::<u64>().read_volatile());
-                at += 8;
-            }
-        }
-        while at < bytes {
-            target.add(at).write(source.add(at).read_volatile());
-            at += 1;
-        }
-    }
-}
-
-/// Gives `item`'s first range piece by piece, each read once, with its offset.
-fn in_pieces(item: &Item, mut give: impl FnMut(usize, &[u8])) {
-    let mut buffer = [0; PAGE_SIZE];
-    let bytes = item.bytes as usize;
-    for at in (0..bytes).step_by(PAGE_SIZE) {
-        let piece = PAGE_SIZE.min(bytes - at);
-        // SAFETY: the range is within an entered region; the buffer is ours and has room for a piece.
-        unsafe { copy_racing(item.first.add(at), buffer.as_mut_ptr(), piece) };
-        give(at, &buffer[..piece]);
-    }
-}
-
-/// Where a pair differs first.
-fn first_difference(item: &Item) -> Option<u32> {
-    let mut other = [0; PAGE_SIZE];
-    let mut found = None;
-    in_pieces(item, |at, piece| {
-        if found.is_none() {
-            // SAFETY: the second range is as long as the first and in an entered region; the buffer has room for a piece.
-            unsafe { copy_racing(item.second.add(at), other.as_mut_ptr(), piece.len()) };
-            if piece != &other[..piece.len()] {
-                let inside = piece.iter().zip(&other).position(|(a, b)| a != b).expect("they differ");
-                found = Some((at + inside) as u32);
-            }
-        }
-    });
-    found
-}
-
-/// A CRC-32C in pieces.
-struct Crc(crc_fast::Digest);
-
-impl Crc {
-    fn new() -> Self {
-        Self(crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi))
-    }
-
-    fn update(&mut self, bytes: &[u8]) {
-        self.0.update(bytes);
-    }
-
-    fn finish(self) -> u32 {
-        u32::try_from(self.0.finalize()).expect("a 32-bit CRC fits 32 bits")
-    }
 }

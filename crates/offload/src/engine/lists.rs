@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use sterna_idxd::{CompletionRecord, Descriptor, iaa};
+use sterna_idxd::{CompletionRecord, Descriptor, Status, iaa, record_offset};
 
 use crate::arena::Slab;
 use crate::engine::parts::PARTS;
@@ -45,6 +45,14 @@ impl Lists {
         // SAFETY: within the slab (see `new`), 32-byte aligned as both factors are, initialised (zero at first), and a record
         // is made of atomics: the device may write it at any time.
         unsafe { &*self.slab.pointer().wrapping_add(at).cast::<CompletionRecord>() }
+    }
+
+    /// The result of item `item`, a member of a batch, if it was done in full. One word is read.
+    pub(crate) fn member_result(&self, item: usize) -> Option<u8> {
+        let word = std::ptr::from_ref(self.member(item)).cast::<AtomicU64>();
+        // SAFETY: a record is made of such words, and begins with one.
+        let bytes = unsafe { &*word }.load(Ordering::Acquire).to_le_bytes();
+        Status::from_code(bytes[record_offset::STATUS]).is_done().then_some(bytes[record_offset::RESULT])
     }
 
     /// The record of part `part`, as a DSA device writes it.

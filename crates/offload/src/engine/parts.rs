@@ -5,7 +5,7 @@
 //! run, and it goes on behind that page). Every part has a record of its own, and only these are polled; the records of a batch's
 //! members are read when its own says that not all went as predicted, and by the thread that collects the completion.
 
-use sterna_idxd::{Completion, Descriptor, Status, SubmitError};
+use sterna_idxd::{Completion, Descriptor, Status, SubmitError, descriptor_offset as at};
 use sterna_memory::PAGE_SIZE;
 
 use std::sync::Arc;
@@ -77,8 +77,11 @@ pub(crate) struct Parts {
     queue: usize,
     /// Items before this one have been given to parts.
     cursor: u32,
-    /// Refused submissions, one after another.
+    /// Refused submissions, one after another, and when the next may be tried.
     refusals: u32,
+    not_before: Nanos,
+    /// Most items of a part, where the share says that others wait.
+    most: u32,
     /// Whether pages are expected to be zero.
     expect_zero: bool,
     /// Pages of the next range.
@@ -161,16 +164,45 @@ impl<D: Dialect> Accelerator<D> {
             return None;
         }
         let (form, count) = if queue.max_batch > 1 {
-            let count = queue.max_batch.min(items - first);
+            let count = queue.max_batch.min(request.work.parts.most).min(items - first);
             (if count > 1 { Form::Batch } else { Form::Single }, count)
         } else if request.operation == Operation::ZeroMap {
             let longest = (queue.max_transfer / PAGE_SIZE as u64).clamp(1, LONGEST_RUN.into()) as u32;
-            (Form::Range, side_by_side(request, first, request.work.parts.stride.min(longest)))
+            (
+                Form::Range,
+                side_by_side(request, first, request.work.parts.stride.min(longest).min(request.work.parts.most)),
+            )
         } else {
             (Form::Single, 1)
         };
         request.work.parts.cursor += count;
         Some(Part { place: Place::Waiting, form, run: (first, count), ..Part::default() })
+    }
+
+    /// Writes the descriptors of items that are to be members of a batch, and clears their records.
+    fn describe_members(&self, request: &Request, items: std::ops::Range<usize>) {
+        let lists = request.work.lists();
+        let expect_zero = request.work.parts.expect_zero;
+        let mut template = None;
+        for item in items {
+            let member = lists.member(item);
+            member.clear();
+            let descriptor = match template {
+                // All pages of a zero map have the same descriptor but for two addresses.
+                Some(Template(mut bytes)) => {
+                    let source = request.items[item].first.expose_provenance() as u64;
+                    bytes[at::RECORD..at::RECORD + 8].copy_from_slice(&member.address().to_le_bytes());
+                    bytes[at::SOURCE..at::SOURCE + 8].copy_from_slice(&source.to_le_bytes());
+                    Descriptor::from_bytes(bytes)
+                }
+                None => self.dialect.describe(request, item, None, expect_zero).with_record(member.address()),
+            };
+            if request.operation == Operation::ZeroMap && template.is_none() {
+                template = Some(Template(*descriptor.as_bytes()));
+            }
+            // SAFETY: inside the lists (checked there), aligned; no device has this part of them, as it is not submitted.
+            unsafe { lists.descriptor(item).write(descriptor) };
+        }
     }
 
     /// Submits part `number`. `Err` says why it could not be; [`Cause::QueueFull`] is worth another try.
@@ -192,15 +224,7 @@ impl<D: Dialect> Accelerator<D> {
                 Descriptor::compare_pattern(source, 0, bytes).with_record(lists.part(number).address())
             }
             Form::Batch => {
-                for item in first..first + count {
-                    let member = lists.member(item);
-                    member.clear();
-                    let descriptor =
-                        self.dialect.describe(request, item, None, expect_zero).with_record(member.address());
-                    // SAFETY: inside the lists (checked there), aligned; no device has this part of them, as the part is not
-                    // submitted.
-                    unsafe { lists.descriptor(item).write(descriptor) };
-                }
+                self.describe_members(request, first..first + count);
                 let list = lists.descriptor(first).expose_provenance() as u64;
                 Descriptor::batch(list, count as u32).with_record(lists.part(number).address())
             }
@@ -218,7 +242,7 @@ impl<D: Dialect> Accelerator<D> {
                 return Err(Cause::DeviceError);
             }
         }
-        let bytes: u64 = request.items[first..first + count].iter().map(|item| u64::from(item.bytes)).sum();
+        let bytes = bytes_of(request, &part);
         let predicted = lock_std(&device.admission).predictors[request.operation.index()].predict(bytes, count as u32);
         let traced = device.trace().map(|trace| {
             let members = if part.form == Form::Batch { first..first + count } else { 0..0 };
@@ -298,8 +322,7 @@ impl<D: Dialect> Accelerator<D> {
         let device = self.device_of(request);
         device.queues[request.work.parts.queue].seen();
         device.completed(now);
-        let items = &request.items[part.run.0 as usize..(part.run.0 + part.run.1) as usize];
-        let bytes = items.iter().map(|item| u64::from(item.bytes)).sum();
+        let bytes = bytes_of(request, &part);
         let predictor = &mut lock_std(&device.admission).predictors[request.operation.index()];
         if completion.status.is_done() {
             predictor.learn(bytes, part.run.1, part.submitted, now);
@@ -331,7 +354,7 @@ impl<D: Dialect> Accelerator<D> {
             // All as predicted: no member's record is read.
             (Status::Success, Operation::ZeroMap) => {
                 if request.work.parts.expect_zero {
-                    (first..first + count).for_each(|page| request.set_zero(page as usize));
+                    request.set_zero_run(first as usize, (first + count) as usize);
                 }
                 return;
             }
@@ -353,7 +376,7 @@ impl<D: Dialect> Accelerator<D> {
         let stopped = (completion.bytes_completed as usize / PAGE_SIZE).min(count as usize - 1) as u32;
         let cause = match (completion.status, completion.result) {
             (Status::Success, 0) => {
-                (first..first + count).for_each(|page| request.set_zero(page as usize));
+                request.set_zero_run(first as usize, (first + count) as usize);
                 request.work.parts.stride = (request.work.parts.stride * 2).min(LONGEST_RUN);
                 return;
             }
@@ -372,7 +395,7 @@ impl<D: Dialect> Accelerator<D> {
             return request.work.rest.push(Run { first, count });
         }
         // What comes before is compared and equal. The page it stopped in has a difference, or a part that was not there.
-        (first..first + stopped).for_each(|page| request.set_zero(page as usize));
+        request.set_zero_run(first as usize, (first + stopped) as usize);
         if let Some(cause) = cause {
             self.mean(request, (first + stopped) as usize, Meaning::Rest(cause));
         }
@@ -427,16 +450,20 @@ impl<D: Dialect> Engine for Accelerator<D> {
     fn begin(&self, request: &mut Request, whose: Whose, now: Nanos) -> Begun {
         debug_assert_eq!(request.state(), State::Queued);
         let Whose { vm, channel, weight } = whose;
+        let Parts { refusals, not_before, .. } = request.work.parts;
+        if now < not_before {
+            return Begun::Wait(not_before);
+        }
         let Some(chosen) = self.choose(request) else { return Begun::Spill(Cause::OutOfService) };
         let device = &self.devices[chosen];
         let queue = device.next_queue();
-        let refusals = request.work.parts.refusals;
         let expect_zero = device.expects_zero();
         let max_transfer = device.queues[queue].max_transfer;
         if !(0..request.items.len()).all(|item| self.dialect.takes(request, item, max_transfer)) {
             return Begun::Spill(Cause::Unsuitable);
         }
-        if request.work.grant.is_none() {
+        let most;
+        {
             let mut admission = lock_std(&device.admission);
             let predicted =
                 admission.predictors[request.operation.index()].predict(request.bytes, request.items.len() as u32);
@@ -445,8 +472,10 @@ impl<D: Dialect> Engine for Accelerator<D> {
                 Verdict::Wait { until } => return Begun::Wait(until.max(now + 1)),
                 Verdict::Spill => return Begun::Spill(Cause::Spilled),
             }
+            most = u32::try_from(admission.share.largest_batch() / PAGE_SIZE as u64).unwrap_or(u32::MAX).max(1);
         }
-        request.work.parts = Parts { device: chosen, queue, expect_zero, stride: 16, refusals, ..Parts::default() };
+        request.work.parts =
+            Parts { device: chosen, queue, expect_zero, stride: 16, refusals, most, ..Parts::default() };
         request.work.begun = now;
         let part = self.next_part(request).expect("a batch has items");
         request.work.parts.parts[0] = part;
@@ -459,6 +488,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
             }
             Err(Cause::QueueFull) if self.refused(request, 0, now) => {
                 let until = request.work.parts.parts[0].due;
+                request.work.parts.not_before = until;
                 // The grant is for this device; the next try may be with another.
                 self.give_grant_back(request, now);
                 Begun::Wait(until)
@@ -518,6 +548,17 @@ impl<D: Dialect> Engine for Accelerator<D> {
     fn settle(&self, request: &mut Request) {
         while let Some(Run { first, count }) = request.work.review.pop() {
             for item in first as usize..(first + count) as usize {
+                if request.operation == Operation::ZeroMap {
+                    // Of nearly all pages the first word says it all.
+                    match request.work.lists().member_result(item) {
+                        Some(0) => {
+                            request.set_zero(item);
+                            continue;
+                        }
+                        Some(_) => continue,
+                        None => {}
+                    }
+                }
                 let meaning = match request.work.lists().member(item).poll() {
                     // Abandoned, or behind a page of the list that was not there.
                     None => Meaning::Rest(Cause::PageFault),
@@ -570,6 +611,19 @@ impl Parts {
         with(Place::InDevice).chain(with(Place::Waiting).take(1)).min().unwrap_or(NEVER)
     }
 }
+
+/// Bytes that a part is about.
+fn bytes_of(request: &Request, part: &Part) -> u64 {
+    let (first, count) = (part.run.0 as usize, part.run.1 as usize);
+    match request.operation {
+        Operation::ZeroMap => (count * PAGE_SIZE) as u64,
+        _ => request.items[first..first + count].iter().map(|item| u64::from(item.bytes)).sum(),
+    }
+}
+
+/// The 64 bytes that the members of a batch have in common.
+#[derive(Clone, Copy)]
+struct Template([u8; 64]);
 
 /// How many pages from `first` on, at most `most`, lie one behind the other.
 fn side_by_side(request: &Request, first: u32, most: u32) -> u32 {

@@ -132,3 +132,6 @@ pub trait Share: Send {
 fn weight(weight: u32) -> u64 {
     u64::from(weight.clamp(1, MAX_WEIGHT))
 }
+
+#[cfg(test)]
+mod tests;

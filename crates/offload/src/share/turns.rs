@@ -172,6 +172,11 @@ impl Turns {
             return;
         }
         self.swept = now;
+        // Nobody is there: what was is over, and the next begin at the end of it.
+        if self.flows.values().all(|flow| !flow.active(now)) {
+            let last = self.flows.values().map(|flow| flow.finish).max().unwrap_or(0);
+            self.virtual_time = self.virtual_time.max(last);
+        }
         let virtual_time = self.virtual_time;
         self.flows.retain(|_, flow| {
             flow.in_flight > 0 || flow.finish > virtual_time || now < flow.heard.saturating_add(FORGET)

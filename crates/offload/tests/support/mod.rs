@@ -4,13 +4,15 @@
 
 #![allow(dead_code, reason = "each test uses its part of it")]
 
+pub(crate) mod operations;
+
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue};
+use sterna_idxd::{Descriptor, Device, Kind, Mode, OperationSet, Portal, QueueInfo, Submission, Way, WorkQueue};
 use sterna_offload::{Bell, NEVER, Nanos, Region, Time};
 
 pub(crate) const PAGE: usize = 4096;
@@ -202,7 +204,7 @@ pub(crate) struct Fake {
     /// A dedicated queue was sent more than it holds.
     pub(crate) overflows: AtomicU32,
     sizes: Vec<(u32, bool)>,
-    time: Mutex<Option<Arc<Clock>>>,
+    time: Mutex<Weak<Clock>>,
 }
 
 impl Fake {
@@ -246,11 +248,13 @@ impl Fake {
         max_batch: u32,
         node: Option<u32>,
     ) -> Vec<Arc<WorkQueue>> {
-        *self.time.lock().unwrap() = Some(clock.clone());
+        *self.time.lock().unwrap() = Arc::downgrade(clock);
         clock.attach(self);
         let mut device = Device::new(&self.name, self.kind);
         device.version = 0x200;
         device.numa_node = node;
+        // All of them, batches too: then none is tried at opening.
+        device.operations = OperationSet::parse(&["ffffffff"; 8].join(","));
         let device = Arc::new(device);
         let number = self.name.trim_start_matches(|c: char| !c.is_ascii_digit());
         let mut queues = Vec::new();
@@ -322,7 +326,7 @@ impl Fake {
             inside.execute(bytes, self.kind);
             return Submission::Accepted;
         }
-        let now = self.time.lock().unwrap().as_ref().map_or(0, |time| time.now.load(Ordering::SeqCst));
+        let now = self.time.lock().unwrap().upgrade().map_or(0, |time| time.now.load(Ordering::SeqCst));
         let script = inside.script;
         if inside.random.once_in(script.halt) {
             inside.halted = true;
@@ -398,16 +402,16 @@ fn u64_at(bytes: &[u8; 64], at: usize) -> u64 {
 /// Memory as a device sees it.
 fn load(address: u64, bytes: usize) -> Vec<u8> {
     let source: *const u8 = std::ptr::with_exposed_provenance(address as usize);
-    // SAFETY: what a test has a device read is mapped, by the contract of submission.
-    (0..bytes).map(|at| unsafe { source.add(at).read_volatile() }).collect()
+    let mut copy = vec![0; bytes];
+    // SAFETY: what a test has a device read is mapped, by the contract of submission, and nobody writes it meanwhile.
+    unsafe { copy.as_mut_ptr().copy_from_nonoverlapping(source, bytes) };
+    copy
 }
 
 fn store(address: u64, bytes: &[u8]) {
     let target: *mut u8 = std::ptr::with_exposed_provenance_mut(address as usize);
-    for (at, byte) in bytes.iter().enumerate() {
-        // SAFETY: what a test has a device write is mapped, by the contract of submission.
-        unsafe { target.add(at).write_volatile(*byte) };
-    }
+    // SAFETY: what a test has a device write is mapped, by the contract of submission, and nobody else has it.
+    unsafe { target.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
 }
 
 /// The result of an operation before it is written down: status, result, bytes completed, detail.

@@ -93,14 +93,14 @@ impl Outcome {
         self.just_finished += 1;
     }
 
-    pub(super) fn device_time(&mut self, vm: usize, now: Nanos, busy: Nanos) {
+    pub(super) fn device_time(&mut self, vm: usize, now: Nanos, busy: f64) {
         let window = (now / WINDOW) as usize;
         let vm = &mut self.vms[vm];
         if vm.windows.len() <= window {
             vm.windows.resize(window + 1, 0.0);
         }
-        vm.windows[window] += busy as f64;
-        vm.device += busy as f64;
+        vm.windows[window] += busy;
+        vm.device += busy;
     }
 
     /// From the first beginning to the last end.

@@ -148,7 +148,7 @@ impl World<'_> {
         let channel = self.threads[thread].channel.expect("only senders submit");
         self.next_tag += 1;
         let tag = self.next_tag;
-        if !self.devices[device].submit(tag, packet.pages, packet.bytes(), self.now) {
+        if !self.devices[device].submit(tag, packet.pages, 4096, self.now) {
             // The queue is full: tried four times, then the CPU does it.
             self.threads[thread].owes += Cpu::charged(self.scenario.costs.enqcmd).times(4.0);
             let process = self.process(vm);

@@ -14,7 +14,6 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::scan::{Implementation, zero_map_raw};
 use sterna_memory::snapshot::Snapshot;
 
-use super::COLUMNS;
 use crate::bench::BenchArgs;
 use crate::bench::harness::{Cell, Findings, Spread, interleaved};
 use crate::hosts::HostsError;

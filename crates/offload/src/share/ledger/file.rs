@@ -1,7 +1,7 @@
 //! The ledger's file: a page of slots on a file system in memory, one file for each queue.
 //!
 //! It is read and written by system calls rather than mapped: somebody may cut the file short, and a mapping would then kill
-//! the process (`SIGBUS`). Four calls for a batch of 128 pages are about a hundredth of what the CPU would need for it.
+//! the process (`SIGBUS`). A batch costs two calls.
 //!
 //! A slot belongs to whoever holds the open-file-description lock on its first byte (fcntl_locking(2)): the kernel gives it back
 //! when the last descriptor is closed, however the process ends. The descriptor is closed on exec; a forked child keeps the
@@ -11,6 +11,7 @@ use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
 
@@ -76,7 +77,13 @@ pub enum OpenError {
 pub struct LedgerFile {
     file: OwnedFd,
     own: usize,
+    /// Slots up to here are read each time: beyond were none when all were read last.
+    reach: AtomicUsize,
+    reads: AtomicUsize,
 }
+
+/// All slots are read once in so many times. The lowest free slot is taken, so those in use lie together.
+const FULL_READ: usize = 32;
 
 impl LedgerFile {
     /// Opens the ledger of `queue` in `directory`, makes it where there is none, and takes a free slot.
@@ -110,7 +117,7 @@ impl LedgerFile {
             }
         }
         let Some(own) = own else { return Err(OpenError::Full { path }) };
-        let ledger = Self { file, own };
+        let ledger = Self { file, own, reach: AtomicUsize::new(SLOTS), reads: AtomicUsize::new(0) };
         ledger.put(own, &Slot::default());
         Ok(ledger)
     }
@@ -203,16 +210,27 @@ impl Table for LedgerFile {
     }
 
     fn read(&self, slots: &mut [Slot]) {
+        let full = self.reads.fetch_add(1, Ordering::Relaxed).is_multiple_of(FULL_READ);
+        let reach = if full { SLOTS } else { self.reach.load(Ordering::Relaxed).min(SLOTS) };
         let mut bytes = [0u8; SLOT_BYTES * SLOTS];
+        let wanted = &mut bytes[..SLOT_BYTES * reach];
         // What is not there reads as free.
-        let read = rustix::io::pread(&self.file, &mut bytes, offset(0)).unwrap_or(0);
-        bytes[read..].fill(0);
-        for (slot, bytes) in slots.iter_mut().zip(bytes.chunks_exact(SLOT_BYTES)) {
+        let read = rustix::io::pread(&self.file, &mut *wanted, offset(0)).unwrap_or(0);
+        wanted[read..].fill(0);
+        slots.iter_mut().skip(reach).for_each(|slot| *slot = Slot::default());
+        let mut last = self.own;
+        for (index, (slot, bytes)) in slots.iter_mut().zip(wanted.chunks_exact(SLOT_BYTES)).enumerate() {
             let mut words = [0u64; WORDS];
             for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
                 *word = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
             }
             *slot = Slot::from_words(words);
+            if slot.weight != 0 {
+                last = last.max(index);
+            }
+        }
+        if full {
+            self.reach.store(last + 1, Ordering::Relaxed);
         }
     }
 

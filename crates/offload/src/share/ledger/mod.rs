@@ -5,9 +5,10 @@
 //! what waits with an earlier turn, leaves room for it within [`IN_FLIGHT`]; while others wait, a process
 //! has no more in flight than its weight's part of that, or one batch where the part is smaller than a batch.
 //!
-//! There is no lock around a decision. Each publishes that it wants, then looks, then publishes what it took; two that look at
-//! the same moment can both go, so more than the bound can be in flight, by one batch for each other process at most. That is waiting
-//! time, never a wrong result, and the tags make up for it in the next turns.
+//! There is no lock around a decision: each looks, decides, and publishes what it took or that it waits. Those that look at the
+//! same moment can all go, so more than the bound can be in flight, by one batch for each other process at most. That is
+//! waiting time, never a wrong result, and the tags make up for it in the next turns. A batch costs one look and one
+//! publication; that it has left the device is not published but follows from when it was expected to.
 //!
 //! Nothing that others wrote is believed beyond what they might rightly say:
 //!
@@ -195,7 +196,7 @@ impl<T: Table> Ledger<T> {
             if !slot.active() {
                 continue;
             }
-            let rightful = self.part(slot.weight(), all) + batch.max(LIKELY_BATCH);
+            let rightful = self.part(slot.weight(), all) + batch.clamp(LIKELY_BATCH, self.bound);
             others.in_flight += slot.in_flight.min(rightful);
             if slot.wants > 0 {
                 others.anyone_waits = true;
@@ -239,18 +240,10 @@ impl<T: Table> Ledger<T> {
         Verdict::Admit(Grant { vm: ask.vm, predicted: ask.predicted, bytes: ask.bytes, expected })
     }
 
-    fn left(&mut self, grant: &Grant, now: Option<Nanos>) {
+    fn left(&mut self, grant: &Grant) {
         self.in_flight = self.in_flight.saturating_sub(grant.predicted);
         self.batches = self.batches.saturating_sub(1);
         self.turns.left(grant.vm);
-        // A want that is not asked for again must not look fresh because something else was published.
-        if let (Some((_, expected)), Some(now)) = (self.waiting, now)
-            && now > expected.saturating_add(PATIENCE)
-        {
-            self.waiting = None;
-            self.own.wants = 0;
-        }
-        self.publish();
     }
 }
 
@@ -264,14 +257,16 @@ impl<T: Table> Share for Ledger<T> {
             self.look(now);
             self.finish = self.virtual_time.unwrap_or(0);
         }
+        // What was not asked for again for long has not been waiting.
+        if self.waiting.is_some_and(|(_, expected)| now > expected.saturating_add(SILENCE)) {
+            self.waiting = None;
+        }
         if self.waiting.is_none() {
             let span = virtual_span(ask.predicted, self.own.weight());
             self.own.start = start_tag(self.finish, self.virtual_time.unwrap_or(0), span);
             self.waiting = Some((now, now));
         }
         self.own.wants = ask.predicted.max(1);
-        self.own.again = now;
-        self.publish();
         self.look(now);
         let others = self.others(self.own.start, ask.predicted);
         self.contended = others.weight > 0;
@@ -279,11 +274,13 @@ impl<T: Table> Share for Ledger<T> {
         let own = self.pace.stretch(self.in_flight).min(self.own.until.saturating_sub(now));
         let ahead = self.pace.stretch(needed).saturating_add(own).saturating_add(others.in_flight);
         let filled = ahead.saturating_add(self.pace.stretch(others.before));
-        let within_part = !others.anyone_waits || self.batches == 0 || own < self.part(self.own.weight(), all);
+        // While others wait, a process has its part, and gives it to its own VMs in their order.
+        let within_part =
+            !others.anyone_waits || (before_own == 0 && (self.batches == 0 || own < self.part(self.own.weight(), all)));
         let alone = self.batches == 0 && others.in_flight == 0 && others.before == 0 && before_own == 0;
         let since = self.waiting.map_or(now, |(since, _)| since);
         let turn = ask.predicted.saturating_mul(2 * all / self.own.weight()).clamp(SHORT_TURN, LONGEST_TURN);
-        let overdue = self.batches == 0 && now.saturating_sub(since) >= turn;
+        let overdue = self.batches == 0 && before_own == 0 && now.saturating_sub(since) >= turn;
         // However slow the device is against its prediction: no more than this is out.
         let outstanding = self.batches == 0 || self.in_flight.saturating_add(ask.predicted) <= self.bound;
         if (filled <= self.bound && within_part && outstanding) || alone || overdue {
@@ -305,13 +302,13 @@ impl<T: Table> Share for Ledger<T> {
         Verdict::Wait { until }
     }
 
-    fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
+    fn done(&mut self, grant: Grant, sojourn: Nanos, _now: Nanos) {
         self.pace.learn(sojourn, grant.expected);
-        self.left(&grant, Some(now));
+        self.left(&grant);
     }
 
     fn dropped(&mut self, grant: Grant) {
-        self.left(&grant, None);
+        self.left(&grant);
     }
 
     fn spilled(&mut self, bytes: u64, took: Nanos, now: Nanos) {

@@ -1,0 +1,134 @@
+//! Nothing is allocated per batch: counted, after a few batches that fill the pools.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue};
+use sterna_offload::{Accelerators, Channel, NEVER, Offload, Operation, Outcome, Region, Settings};
+
+/// Counts this thread's allocations.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: the system's allocator does the work.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        // SAFETY: passed on.
+        unsafe { System.dealloc(start, layout) }
+    }
+
+    unsafe fn realloc(&self, start: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        // SAFETY: passed on.
+        unsafe { System.realloc(start, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// A device that has answered when the submission returns: every descriptor succeeds, every other member of a batch is not as
+/// predicted, so that records are read.
+#[derive(Debug)]
+struct Instant;
+
+fn word(address: u64) -> &'static AtomicU64 {
+    // SAFETY: a completion record or a descriptor, mapped and aligned.
+    unsafe { &*std::ptr::with_exposed_provenance(address as usize) }
+}
+
+fn answer(record: u64, status: u64, result: u64) {
+    word(record + 16).store(0, Ordering::Relaxed);
+    word(record).store(status | result << 8, Ordering::Release);
+}
+
+impl Portal for Instant {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
+        let record = descriptor.record().expect("all have one");
+        if descriptor.operation_code() != 0x01 {
+            answer(record, 1, 0);
+            return Submission::Accepted;
+        }
+        for member in 0..u64::from(descriptor.bytes()) {
+            let at = descriptor.source() + 64 * member;
+            // A no-op of the proof has no record.
+            if word(at).load(Ordering::Relaxed) >> 34 & 1 == 1 {
+                answer(word(at + 8).load(Ordering::Relaxed), 1 + member % 2, member % 2);
+            }
+        }
+        answer(record, 5, 1);
+        Submission::Accepted
+    }
+
+    fn way(&self) -> Way {
+        Way::Enqcmd
+    }
+}
+
+fn instant_queues() -> Vec<Arc<WorkQueue>> {
+    let mut device = Device::new("dsa0", Kind::Dsa);
+    device.version = 0x200;
+    device.operations = sterna_idxd::OperationSet::parse(&["ffffffff"; 8].join(","));
+    let info = QueueInfo::new("wq0.0", Arc::new(device), Mode::Shared, 16);
+    vec![WorkQueue::with_portal(info, Arc::new(Instant)).unwrap()]
+}
+
+fn run(channel: &Channel, region: &Arc<Region>, batches: usize) {
+    for number in 0..batches {
+        let operation = [Operation::ZeroMap, Operation::CopyChecksum, Operation::Compare, Operation::Copy][number % 4];
+        for _ in 0..3 {
+            let mut batch = channel.batch(operation);
+            for page in 0..16 {
+                let range = region.range(page * 4096, 4096).unwrap();
+                match operation {
+                    Operation::Compare => batch.push_pair(&range, &range).unwrap(),
+                    _ => batch.push(&range).unwrap(),
+                };
+            }
+            channel.submit(batch).unwrap().into_id();
+        }
+        let mut done = 0;
+        while let Some(one) = channel.wait(NEVER) {
+            assert_eq!((one.outcome, one.batch.len()), (Outcome::Done, 16));
+            done += 1;
+        }
+        assert_eq!(done, 3);
+    }
+}
+
+fn per_batch(offload: &Offload) -> u64 {
+    let memory = Vec::leak(vec![[0u64; 512]; 17]);
+    let start = NonNull::from(memory).cast::<u8>();
+    // SAFETY: leaked, and nothing refers to it any more.
+    let region = unsafe { Region::new(start.add(start.align_offset(4096)), 16 * 4096, None) };
+    let channel = offload.channel();
+    run(&channel, &region, 20);
+    let before = ALLOCATIONS.get();
+    run(&channel, &region, 1000);
+    ALLOCATIONS.get() - before
+}
+
+#[test]
+fn no_batch_allocates_by_the_cpu_or_by_a_device() {
+    let cpu = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
+    assert_eq!(per_batch(&cpu), 0, "by the CPU");
+    let device = Offload::over(instant_queues(), &Settings::default()).unwrap();
+    assert_eq!(per_batch(&device), 0, "by a device");
+    let report = device.report();
+    assert_eq!(report.operations.len(), 4);
+    assert!(
+        report.operations.iter().all(|of| of.engines[0].engine == sterna_offload::Kind::Dsa && of.engines.len() == 1)
+    );
+}

@@ -1,0 +1,75 @@
+//! Figures that are measured where the simulator runs, with the product's own code.
+
+use std::hint::black_box;
+use std::path::Path;
+use std::time::Instant;
+
+use sterna_offload::share::ledger::{Ledger, LedgerFile};
+use sterna_offload::share::{Ask, Fair, Share, Verdict};
+
+use crate::costs::Costs;
+
+/// Rounds; the median counts, since a virtual machine is interrupted now and then.
+const ROUNDS: usize = 15;
+
+fn median(mut nanos: impl FnMut() -> f64) -> f64 {
+    let mut all: Vec<f64> = (0..ROUNDS).map(|_| nanos()).collect();
+    all.sort_by(f64::total_cmp);
+    all[ROUNDS / 2]
+}
+
+fn each(times: u32, mut what: impl FnMut()) -> f64 {
+    let begun = Instant::now();
+    for _ in 0..times {
+        what();
+    }
+    begun.elapsed().as_nanos() as f64 / f64::from(times)
+}
+
+/// `ask` and `done` of a share, for one batch.
+pub fn asking(share: &mut dyn Share) -> f64 {
+    let mut now = 1_000_000;
+    median(|| {
+        each(2000, || {
+            now += 20_000;
+            let ask = Ask { vm: 1, channel: 0, weight: 10, predicted: 17_000, bytes: 512 << 10 };
+            if let Verdict::Admit(grant) = share.ask(black_box(&ask), now) {
+                share.done(grant, 20_000, now + 19_000);
+            }
+        })
+    })
+}
+
+/// The same with a ledger's file in `directory`; nothing where there can be none.
+pub fn asking_ledger(directory: &Path) -> Option<f64> {
+    let name = format!("bench{}", std::process::id());
+    let file = LedgerFile::open(directory, &name).ok()?;
+    let nanos = asking(&mut Ledger::new(file));
+    let _ = std::fs::remove_file(directory.join(format!("{name}.ledger")));
+    Some(nanos)
+}
+
+/// Filling a descriptor of 64 bytes and clearing a record of 32, for each page of a batch.
+fn filling() -> f64 {
+    const PAGES: usize = 128;
+    let mut descriptors = vec![[0u64; 8]; PAGES];
+    let mut records = vec![[0u64; 4]; PAGES];
+    median(|| {
+        each(200, || {
+            let base = black_box(0x7f00_0000_0000u64);
+            for (page, (descriptor, record)) in descriptors.iter_mut().zip(&mut records).enumerate() {
+                *record = [0; 4];
+                let record_address = std::ptr::from_ref(record) as u64;
+                *descriptor = [0x0600_000c_u64 << 32, record_address, base + ((page as u64) << 12), 0, 4096, 0, 0, 0];
+            }
+            black_box(&mut descriptors);
+            black_box(&mut records);
+        }) / PAGES as f64
+    })
+}
+
+/// The figures that can be measured here put into `costs`.
+#[must_use]
+pub fn here(costs: Costs) -> Costs {
+    Costs { fill_descriptor: filling(), ask: asking(&mut Fair::default()), ..costs }
+}
