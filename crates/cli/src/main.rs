@@ -33,6 +33,9 @@ fn main() -> ExitCode {
     if let Some(filter) = &cli.log {
         start_log(filter);
     }
+    if let Some(warning) = sterna_memory::cpu::warning() {
+        complain(warning);
+    }
     // Nothing is known about the guest after a panic, which is what "unconfirmed" says.
     let exit = match catch_unwind(AssertUnwindSafe(|| commands::run(&cli))) {
         Ok(Ok(exit)) => exit,

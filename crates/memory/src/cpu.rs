@@ -67,6 +67,11 @@ impl Implementation {
     }
 }
 
+/// What a person who has set `STERNA_CPU` should know: that it is ignored, and why.
+pub fn warning() -> Option<&'static str> {
+    CHOICE.warning.as_deref()
+}
+
 /// Asks for the cache line at `ptr` to be brought in. Never faults, wherever it points.
 #[inline(always)]
 pub(crate) fn prefetch(ptr: *const u8) {
