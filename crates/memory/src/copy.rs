@@ -44,15 +44,14 @@ impl Way {
 
     /// By this implementation, with the checksum.
     fn folding(implementation: Implementation) -> Option<Self> {
-        let copy_page: CopyPage = match implementation {
-            _ if !fold::folds_by(implementation) => return None,
+        let copy_page: Option<CopyPage> = match implementation {
             #[cfg(target_arch = "x86_64")]
-            Implementation::Avx2 => x86::copy_page_folding_avx2,
+            Implementation::Avx2 => Some(x86::copy_page_folding_avx2),
             #[cfg(target_arch = "x86_64")]
-            Implementation::Avx512 => x86::copy_page_folding_avx512,
-            _ => return None,
+            Implementation::Avx512 => Some(x86::copy_page_folding_avx512),
+            _ => None,
         };
-        Some(Self { copy_page, folds: true })
+        copy_page.filter(|_| fold::folds_by(implementation)).map(|copy_page| Self { copy_page, folds: true })
     }
 
     /// The best that this CPU has and `STERNA_CPU` allows.
