@@ -26,8 +26,6 @@ const IN_FLIGHT: usize = 16;
 const BYTES: usize = 128 << 20;
 /// From this size on the targets are meant.
 const LARGE: usize = 128;
-/// Bytes of a cache line.
-const LINE: usize = 64;
 
 /// What the hardware makes a CPU wait for, in nanoseconds.
 struct Charges {
@@ -267,6 +265,5 @@ mod tests {
         assert!(CHARGES.of(128, true) > CHARGES.of(128, false));
         // 64 lines of records are behind the batch's own.
         assert_eq!(CHARGES.of(128, true) - CHARGES.of(128, false), 64.0 * CHARGES.line_from_device / 10.0);
-        assert_eq!(LINE / 32, 2, "two records in a line");
     }
 }
