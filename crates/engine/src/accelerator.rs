@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_memory::ram::{GuestRam, RamBlock};
+use sterna_memory::ram::GuestRam;
 use sterna_offload::{Offload, Operation, Region, RegionBusy, SystemTime};
 
 /// How long work that nobody waits for any more may take to leave a guest's RAM at the end.
@@ -23,12 +23,7 @@ impl Accelerator {
         if !offload.accelerates(Operation::ZeroMap) {
             return None;
         }
-        let region = |block: &RamBlock| {
-            // SAFETY: the region keeps a clone of the block, by whose contract the memory stays mapped, readable and writable as
-            // long as that lives, and is referred to by nobody.
-            unsafe { Region::new(block.start(), block.bytes() as usize, Some(Arc::new(block.clone()))) }
-        };
-        let regions = ram.blocks().iter().map(region).collect();
+        let regions = ram.blocks().iter().map(|block| Region::of_block(block, None)).collect();
         Some(Self { offload: Arc::clone(offload), ram: ram.clone(), regions })
     }
 

@@ -20,8 +20,8 @@
 //! * That the AECS holds codes *not* bit-reversed in bits 14:0, the length in bits 18:15: the copy of the specification at hand
 //!   has lost the row for bits 14:0; the kernel's own fixed table (`iaa_crypto_comp_fixed.c`) shows it, and it says that its fixed
 //!   block header is the three bits `0b011`, first bit lowest.
-//! * Bits 14 and 15 of the CRC64 flags and the place of the CRC64 value (bytes 40 to 47): lost in that copy, too; taken from
-//!   Intel's own libraries (QPL, accel-config), which agree.
+//! * The place of the CRC64 value (bytes 40 to 47): lost in that copy, too; taken from Intel's own libraries (QPL, accel-config),
+//!   which agree. Bits 14 and 15 of the CRC64 flags: from QPL alone.
 //! * Bits 2 and 3 of the decompression flags: the specification has *stop* at 2 and *check* at 3, the kernel's driver the other way
 //!   round. This crate always sets both, where the order does not matter.
 //! * That a *final stored block* counts as an end of block to stop at: assumed from QPL, which relies on it.

@@ -10,6 +10,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use sterna_memory::ram::RamBlock;
 use thiserror::Error;
 
 use crate::time::{Bell, Nanos, Time};
@@ -77,6 +78,12 @@ impl Region {
     /// dropped. No Rust reference to it exists meanwhile, except to atomics.
     pub unsafe fn new(start: NonNull<u8>, bytes: usize, owner: Option<Arc<dyn Any + Send + Sync>>) -> Arc<Self> {
         Self::made(start, bytes, owner, None)
+    }
+
+    /// A RAM block of a guest, on NUMA node `node` where that is known. The block is kept as long as the region or any work on
+    /// it: its own contract is the region's.
+    pub fn of_block(block: &RamBlock, node: Option<u32>) -> Arc<Self> {
+        Self::made(block.start(), block.addresses().len(), Some(Arc::new(block.clone())), node)
     }
 
     /// As [`Self::new`], for memory whose pages are on NUMA node `node`: its work goes to devices of that node.

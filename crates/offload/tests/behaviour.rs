@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use sterna_idxd::{Directories, Kind as DeviceKind, WorkQueue};
+use sterna_memory::ram::{Backing, RamBlock};
 use sterna_offload::share::{Ask, Grant, Share, Verdict};
 use sterna_offload::trace::{self, Trace};
 use sterna_offload::{
@@ -325,6 +326,34 @@ fn an_old_ticket_means_nothing_to_the_batch_that_came_after_it() {
     assert_eq!(channel.wait(NEVER).map(|done| done.ticket), Some(new));
 }
 
+#[test]
+fn what_the_cpu_is_said_to_be_sooner_at_it_does_and_the_share_hears_how_long_it_took() {
+    struct Spilling(Arc<AtomicU64>);
+    impl Share for Spilling {
+        fn ask(&mut self, _: &Ask, _: Nanos) -> Verdict {
+            Verdict::Spill
+        }
+        fn done(&mut self, _: Grant, _: Nanos, _: Nanos) {
+            panic!("nothing was let in");
+        }
+        fn dropped(&mut self, _: Grant) {
+            panic!("nothing was let in");
+        }
+        fn spilled(&mut self, bytes: u64, took: Nanos, now: Nanos) {
+            assert!(took > 0 && now >= took);
+            self.0.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+    let mut bench = Bench::new(32);
+    let spilled = Arc::new(AtomicU64::new(0));
+    let heard = spilled.clone();
+    bench.settings.shares = Shares::new(move |_| Box::new(Spilling(heard.clone())));
+    let offload = bench.start();
+    assert_eq!(offload.is_zero(&[bench.region.range(0, 32 * PAGE).unwrap()]), Ok(vec![true; 32]));
+    assert_eq!(spilled.load(Ordering::Relaxed), 32 * PAGE as u64);
+    assert_eq!((fallbacks(&offload, Operation::ZeroMap, Cause::Spilled), by_device(&offload)), (32, 0));
+}
+
 /// Lets nobody in until a moment.
 struct Gate(Nanos);
 
@@ -450,6 +479,19 @@ fn waiting_sleeps_until_a_completion_is_predicted_and_looks_a_few_times_at_most(
     let deadline = offload.deadline(Duration::from_millis(3));
     assert!(channel.wait(deadline).is_none());
     assert!(bench.clock.pass_so_far() < deadline + 1_000_000);
+}
+
+#[test]
+fn a_ram_block_is_a_region_that_keeps_it() {
+    let memory = Memory::new(2);
+    memory.write(PAGE, &[1]);
+    let start = memory.region().start();
+    // SAFETY: the memory is kept by the block, and accessed through raw pointers only.
+    let block = unsafe { RamBlock::new("ram", start, 2 * PAGE, Backing::Other) }.kept_by(memory);
+    let region = Region::of_block(&block, None);
+    drop(block);
+    let offload = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
+    assert_eq!(offload.is_zero(&[region.range(0, 2 * PAGE).unwrap()]), Ok(vec![true, false]));
 }
 
 #[test]

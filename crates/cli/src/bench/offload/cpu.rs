@@ -237,6 +237,7 @@ impl Pages {
 mod tests {
     use super::*;
     use crate::bench::harness::Row;
+    use crate::bench::offload::COLUMNS;
 
     #[test]
     fn every_way_gives_a_time_and_the_scan_finds_the_zero_pages_of_each_content() {

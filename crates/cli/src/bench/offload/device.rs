@@ -164,7 +164,7 @@ impl Search {
             return Err(HostsError(format!("{zero} zero pages were found of {expected}")));
         }
         let completion = self.completion(&channel)?;
-        let charged = CHARGES.of(self.batch, self.zero_of_8 % 8 != 0) / self.batch as f64;
+        let charged = CHARGES.of(self.batch, !self.zero_of_8.is_multiple_of(8)) / self.batch as f64;
         let device = device_ns(self.batch) / self.batch as f64;
         let at_25_gb = completion / (PAGE_SIZE as f64 / 25.0);
         let rate = PAGE_SIZE as f64 * 1e9 / measured;
