@@ -3,11 +3,13 @@
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::{Args, Subcommand};
 use sterna_idxd::{DeviceInfo, Directories, Kind, QueueInfo, WorkQueue, discover};
 use sterna_memory::scan::Implementation;
 use sterna_offload::plan::{Accelerator, Plan, PlanDevice};
+use sterna_offload::trace::Trace;
 use sterna_offload::{Accelerators, Offload, Settings, Trial, try_all};
 
 use super::{Exit, Failure};
@@ -21,6 +23,8 @@ pub(crate) enum AccelCommand {
     Test(TestArgs),
     /// Print how the queues should be set up for a number of guests, as accel-config takes it
     Plan(PlanArgs),
+    /// Run every operation, and write down each descriptor and completion record
+    Capture(CaptureArgs),
 }
 
 /// `sterna accel list`.
@@ -71,11 +75,22 @@ pub(crate) struct PlanArgs {
     json: Option<PathBuf>,
 }
 
+/// `sterna accel capture`.
+#[derive(Debug, Args)]
+pub(crate) struct CaptureArgs {
+    #[command(flatten)]
+    trial: TrialArgs,
+    /// The trace
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+}
+
 pub(super) fn run(command: &AccelCommand) -> Result<Exit, Failure> {
     match command {
         AccelCommand::List(args) => list(args),
-        AccelCommand::Test(args) => test(&args.trial),
+        AccelCommand::Test(args) => test(&args.trial, None),
         AccelCommand::Plan(args) => plan(args),
+        AccelCommand::Capture(args) => capture(args),
     }
 }
 
@@ -149,16 +164,30 @@ fn verdict(queue: &QueueInfo, directories: &Directories, closed: bool) -> String
     }
 }
 
-fn start(args: &TrialArgs) -> Result<std::sync::Arc<Offload>, Failure> {
+fn start(args: &TrialArgs, trace: Option<&Arc<Trace>>) -> Result<Arc<Offload>, Failure> {
     let choice = match &args.model {
         Some(file) => Accelerators::model(file),
         None => args.accel.clone(),
     };
-    Offload::start(&choice, &Settings::default()).map_err(|error| Failure::failed(&error))
+    let mut settings = Settings::default();
+    settings.trace = trace.map(Arc::clone);
+    Offload::start(&choice, &settings).map_err(|error| Failure::failed(&error))
 }
 
-fn test(args: &TrialArgs) -> Result<Exit, Failure> {
-    let offload = start(args)?;
+/// The trial, with everything written down that goes to devices and comes back.
+fn capture(args: &CaptureArgs) -> Result<Exit, Failure> {
+    let failed = |error: std::io::Error| Failure::failed(&format!("cannot write {}: {error}", args.output.display()));
+    let file = std::fs::File::create(&args.output).map_err(failed)?;
+    let trace = Arc::new(Trace::new(Box::new(std::io::BufWriter::new(file))));
+    let exit = test(&args.trial, Some(&trace));
+    trace.finish().map_err(failed)?;
+    let exit = exit?;
+    say(&format!("The trace is in {}; docs/accelerator-trace.md says how to read it.", args.output.display()));
+    Ok(exit)
+}
+
+fn test(args: &TrialArgs, trace: Option<&Arc<Trace>>) -> Result<Exit, Failure> {
+    let offload = start(args, trace)?;
     let trials = try_all(&offload, args.seed, args.rounds);
     say(&offload.summary());
     say(&table(&trials));
