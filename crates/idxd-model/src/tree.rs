@@ -103,7 +103,7 @@ fn write_device(sysfs: &Path, device: &DeviceConfig) -> io::Result<()> {
         ("max_groups", groups.to_string()),
         ("max_read_buffers", "96".into()),
         ("max_transfer_size", device.max_transfer_size.to_string()),
-        ("max_work_queues", "8".into()),
+        ("max_work_queues", work_queues(device).to_string()),
         ("numa_node", device.numa_node.to_string()),
         ("op_cap", op_cap(device)),
         ("gen_cap", format!("{:#x}", gen_cap(device))),
@@ -123,6 +123,13 @@ fn write_device(sysfs: &Path, device: &DeviceConfig) -> io::Result<()> {
     for (minor, queue) in device.queues.iter().enumerate() {
         write_queue(&directory, device, queue, minor)?;
         link(sysfs, &device.name, &queue.name)?;
+    }
+    for index in 0..work_queues(device) {
+        let name = format!("wq{number}.{index}");
+        if device.queues.iter().all(|queue| queue.name != name) {
+            write_spare_queue(&directory, device, &name)?;
+            link(sysfs, &device.name, &name)?;
+        }
     }
     for engine in 0..device.engines {
         let name = format!("engine{number}.{engine}");
@@ -195,6 +202,40 @@ fn write_queue(directory: &Path, device: &DeviceConfig, queue: &QueueConfig, min
         values.push(("max_batch_size", queue.max_batch_size.to_string()));
     }
     attributes(&directory.join(&queue.name), &values)
+}
+
+/// The kernel shows every queue that the hardware has, in use or not: eight on every device so far.
+fn work_queues(device: &DeviceConfig) -> u32 {
+    let index = |queue: &QueueConfig| queue.name.rsplit('.').next().and_then(|digits| digits.parse::<u32>().ok());
+    device.queues.iter().filter_map(index).map(|index| index + 1).max().unwrap_or(0).max(8)
+}
+
+/// A queue that nobody has configured, as `idxd_wq_disable_cleanup` and `idxd_setup_wqs` of the kernel leave it.
+fn write_spare_queue(directory: &Path, device: &DeviceConfig, name: &str) -> io::Result<()> {
+    let mut values = vec![
+        ("block_on_fault", "0".into()),
+        ("group_id", "-1".into()),
+        ("size", "0".into()),
+        ("type", "none".into()),
+        ("cdev_minor", "-1".into()),
+        ("mode", "shared".into()),
+        ("priority", "0".into()),
+        ("state", "disabled".into()),
+        ("threshold", "0".into()),
+        ("max_transfer_size", device.max_transfer_size.min(2 << 20).to_string()),
+        ("ats_disable", "0".into()),
+        ("prs_disable", "0".into()),
+        ("occupancy", "0".into()),
+        ("enqcmds_retries", "32".into()),
+        ("op_config", op_cap(device)),
+        ("driver_name", String::new()),
+        ("name", String::new()),
+        ("clients", "0".into()),
+    ];
+    if device.kind == Kind::Dsa {
+        values.push(("max_batch_size", device.max_batch_size.min(32).to_string()));
+    }
+    attributes(&directory.join(name), &values)
 }
 
 /// 256 bits, a bit per operation code, as the kernel prints bitmaps. On version 1 of DSA it hides batches, because it does
