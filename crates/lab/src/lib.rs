@@ -1,4 +1,5 @@
-//! The laboratory: real QEMUs, real guests and networks, started and taken down for tests, demo and benchmarks.
+//! The laboratory: real QEMUs, real guests and networks, started and taken down for tests, demo and benchmarks; and tools of
+//! administrators, shown hosts that are made up.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -18,6 +19,7 @@
 //! Everything started here is ended when its value is dropped, and by the kernel if this process dies first.
 
 pub mod accel;
+mod accel_config;
 pub mod boot_sector;
 mod console;
 mod error;
@@ -34,6 +36,7 @@ pub mod usage;
 mod warm;
 
 pub use accel::Accel;
+pub use accel_config::{AccelConfig, Configured};
 pub use console::{Console, GuestConsole, Ready, Tick, Verified};
 pub use error::Error;
 pub use options::{Backend, Dirty, Fill, Guest, LinuxGuest, Pattern, QemuOptions, Role};

@@ -1,4 +1,4 @@
-//! Finds what `scripts/setup` unpacked (two QEMU releases, a kernel) and builds the guests' init.
+//! Finds what `scripts/setup` unpacked (two QEMU releases, a kernel, accel-config) and builds the guests' init.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -95,16 +95,22 @@ impl Tools {
         Ok(command(&self.qemu_words(version)?))
     }
 
+    /// The administrator's tool for DSA and IAA, and where its libraries are.
+    pub(crate) fn accel_config(&self) -> Result<(PathBuf, String), Error> {
+        let tree = self.directory.join("accel-config");
+        let program = existing("accel-config", tree.join("usr/bin/accel-config"))?;
+        Ok((program, libraries(&tree)))
+    }
+
     /// [`Tools::qemu`] as words, for a command line that begins with other programs.
     pub(crate) fn qemu_words(&self, version: QemuVersion) -> Result<QemuWords, Error> {
         let tree = self.directory.join(version.directory());
         let program = existing(&format!("QEMU {version}"), tree.join("usr/bin/qemu-system-x86_64"))?;
-        let libraries = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|path| tree.join(path));
         let firmware = ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"];
         Ok(QemuWords {
             environment: vec![
-                ("LD_LIBRARY_PATH", format!("{}:{}", libraries[0].display(), libraries[1].display())),
-                ("QEMU_MODULE_DIR", libraries[0].join("qemu").display().to_string()),
+                ("LD_LIBRARY_PATH", libraries(&tree)),
+                ("QEMU_MODULE_DIR", tree.join("usr/lib/x86_64-linux-gnu/qemu").display().to_string()),
             ],
             words: std::iter::once(program.display().to_string())
                 .chain(firmware.iter().flat_map(|path| ["-L".to_owned(), tree.join(path).display().to_string()]))
@@ -123,6 +129,12 @@ fn command(words: &QemuWords) -> Command {
     let mut command = Command::new(&words.words[0]);
     command.args(&words.words[1..]).envs(words.environment.iter().map(|(name, value)| (name, value)));
     command
+}
+
+/// The directories of shared libraries in an unpacked tree, as `LD_LIBRARY_PATH` has them.
+fn libraries(tree: &Path) -> String {
+    let [first, second] = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|path| tree.join(path));
+    format!("{}:{}", first.display(), second.display())
 }
 
 fn existing(what: &str, path: PathBuf) -> Result<PathBuf, Error> {
