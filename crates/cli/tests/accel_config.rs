@@ -488,3 +488,8 @@ fn saves_and_reads_back(devices: Vec<DeviceConfig>) {
 fn what_accel_config_saves_of_dsa_devices_is_a_model_with_the_same_ones() {
     saves_and_reads_back(dsa_devices());
 }
+
+#[test]
+fn what_accel_config_saves_of_an_iaa_device_is_a_model_with_the_same_one() {
+    saves_and_reads_back(vec![iaa_device()]);
+}

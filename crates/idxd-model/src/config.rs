@@ -380,7 +380,8 @@ mod saved {
         ats_disable: bool,
         #[serde(default, deserialize_with = "flag")]
         prs_disable: bool,
-        max_batch_size: Option<u32>,
+        // For IAA, whose queues have no such attribute, `accel-config` 3.5 saves the error number in its place: -2.
+        max_batch_size: Option<i64>,
         max_transfer_size: Option<u64>,
         #[serde(rename = "type")]
         owner: Option<String>,
@@ -425,7 +426,10 @@ mod saved {
                 block_on_fault: self.block_on_fault,
                 ats_disable: self.ats_disable,
                 prs_disable: self.prs_disable,
-                max_batch_size: self.max_batch_size.unwrap_or(default.max_batch_size),
+                max_batch_size: self
+                    .max_batch_size
+                    .and_then(|size| u32::try_from(size).ok())
+                    .unwrap_or(default.max_batch_size),
                 max_transfer_size: self.max_transfer_size.unwrap_or(default.max_transfer_size),
                 owner: self.owner.unwrap_or(default.owner),
                 label: self.name.unwrap_or(default.label),
