@@ -196,7 +196,9 @@ fn shared_queues_have_no_credits_and_say_busy_themselves() {
 
 #[test]
 fn patience_is_bounded() {
-    let portal = Scripted::new(Way::Enqcmd, &[DONE], Answer::Retry);
+    // There would be room in the end, but nobody is to wait so long.
+    let answers = [&[DONE][..], &[Answer::Retry; 1_000]].concat();
+    let portal = Scripted::new(Way::Enqcmd, &answers, DONE);
     let queue = WorkQueue::with_portal(info(Mode::Shared), portal.clone()).unwrap();
     // SAFETY: the portal is no device.
     assert!(matches!(unsafe { queue.submit_patiently(&Descriptor::noop(), 7) }, Err(SubmitError::Busy)));
