@@ -3,14 +3,17 @@
 mod support;
 
 use std::io;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sterna_idxd::{Descriptor, Device, Kind as DeviceKind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue};
 use sterna_offload::share::{Ask, Fifo, Grant, Share, Verdict};
 use sterna_offload::trace::Trace;
-use sterna_offload::{Bell, Cause, Kind, NEVER, Nanos, Offload, Operation, Outcome, Region, Settings, Shares, Time};
+use sterna_offload::{
+    Bell, Cancelled, Cause, Channel, Kind, NEVER, Nanos, Offload, Operation, Outcome, Reason, Recheck, Region,
+    Settings, Shares, Time,
+};
 use support::{Clock, Fake, Memory, PAGE, Script, crc32c};
 
 struct Bench {
@@ -97,6 +100,35 @@ fn a_batch_in_part_as_predicted_is_read_from_its_members_records_and_the_cpu_doe
 }
 
 #[test]
+fn where_nothing_is_read_again_the_members_records_are_what_counts() {
+    let mut bench = Bench::new(16, false);
+    bench.settings.recheck = Recheck::None;
+    let offload = bench.start(32);
+    (0..32).for_each(|page| bench.memory.write(page * PAGE, &[1]));
+    bench.device.set_script(Script { lie: 1, ..Script::default() });
+    // None is as predicted, and what they say is wrong: had the CPU looked, it would have come out.
+    let map = offload.is_zero(&[bench.region.range(0, 32 * PAGE).unwrap()]).unwrap();
+    assert_eq!(map, [true; 32]);
+}
+
+#[test]
+fn a_range_is_zero_up_to_the_page_in_which_the_device_stopped_and_goes_on_behind_it() {
+    for coarse in [false, true] {
+        let mut bench = Bench::new(16, false);
+        bench.settings.recheck = Recheck::None;
+        bench.device.set_script(Script { coarse, ..Script::default() });
+        let offload = bench.start(1);
+        let normal = [0, 7, 8, 13, 31];
+        normal.iter().for_each(|page| bench.memory.write(page * PAGE + 4090, &[1]));
+        for _ in 0..3 {
+            let map = offload.is_zero(&[bench.region.range(0, 32 * PAGE).unwrap()]).unwrap();
+            assert_eq!((0..32).filter(|page| !map[*page]).collect::<Vec<_>>(), normal, "coarse: {coarse}");
+        }
+        assert_eq!(by_device(&offload), (96, vec![]));
+    }
+}
+
+#[test]
 fn members_that_were_not_processed_have_no_answer_and_never_the_one_of_the_batch_before() {
     let bench = Bench::new(16, false);
     let offload = bench.start(32);
@@ -114,12 +146,28 @@ fn a_dedicated_queue_gets_its_credits_back_and_serves_any_number_of_batches() {
     for max_batch in [1, 8] {
         let bench = Bench::new(4, true);
         let offload = bench.start(max_batch);
-        for _ in 0..10 {
-            assert_eq!(bench.checksums(&offload), bench.right_checksums());
+        for round in 0..10 {
+            // Other answers each time: those of the round before are none.
+            (0..32).for_each(|page| bench.memory.write(page * PAGE, &[round]));
+            assert_eq!(bench.checksums(&offload), bench.right_checksums(), "round {round}");
         }
         assert_eq!(by_device(&offload), (320, vec![]), "batches of {max_batch}");
         assert_eq!(bench.device.overflows.load(Ordering::Relaxed), 0);
     }
+}
+
+#[test]
+fn a_device_out_of_service_is_passed_over_and_the_others_do_its_work() {
+    let bench = Bench::new(16, false);
+    let other = Fake::new("dsa1", DeviceKind::Dsa, &[(16, false)], 2, Script::default());
+    let queues = [&bench.device, &other].map(|device| device.open(&bench.clock, 32)).into_iter().flatten().collect();
+    let offload = Offload::over(queues, &bench.settings).unwrap();
+    bench.device.set_script(Script { lost: 1, ..Script::default() });
+    for _ in 0..10 {
+        assert_eq!(bench.checksums(&offload), bench.right_checksums());
+    }
+    assert_eq!(offload.report().taken_out.len(), 1);
+    assert_eq!(by_device(&offload), (320, vec![(Cause::Timeout, 32)]));
 }
 
 #[test]
@@ -139,15 +187,71 @@ fn grants_come_back_whether_the_work_was_done_refused_or_lost() {
     assert_eq!(out.load(Ordering::Relaxed), 0, "lost");
 }
 
+#[test]
+fn a_lease_holds_for_all_that_touches_it_and_for_nothing_beside_it() {
+    let bench = Bench::new(16, false);
+    let offload = bench.start(32);
+    let channel = offload.channel();
+    let range = |from: usize, to: usize| bench.region.range(from, to - from).unwrap();
+    let place = |from: usize, to: usize| {
+        let mut batch = channel.batch(Operation::Place);
+        batch.push_input(to - from, &range(from, to)).unwrap().fill(7);
+        channel.submit(batch).map(|ticket| ticket.into_id()).map_err(|(reason, _)| reason)
+    };
+    place(4 * PAGE, 5 * PAGE).unwrap();
+    bench.device.halt();
+    assert_eq!(channel.wait(NEVER).unwrap().outcome, Outcome::Leased);
+    let leased = (4 * PAGE, 5 * PAGE);
+    for (from, to) in [(leased.0 - 8, leased.0 + 1), (leased.1 - 1, leased.1 + 8), (leased.0 - 8, leased.1 + 8), leased]
+    {
+        if to - from <= PAGE {
+            assert_eq!(place(from, to), Err(Reason::Leased), "{from:#x}..{to:#x}");
+        }
+        assert!(offload.leases().covers(&range(from, to)), "{from:#x}..{to:#x}");
+    }
+    for (from, to) in [(leased.0 - 8, leased.0), (leased.1, leased.1 + 8)] {
+        assert!(!offload.leases().covers(&range(from, to)));
+        place(from, to).unwrap();
+        assert_eq!(channel.wait(NEVER).unwrap().outcome, Outcome::Done);
+    }
+}
+
+#[test]
+fn an_old_ticket_says_nothing_of_the_batch_that_came_into_its_place() {
+    let mut bench = Bench::new(16, false);
+    bench.settings.in_flight = 1;
+    let offload = bench.start(32);
+    let channel = offload.channel();
+    let submit = || {
+        let mut batch = channel.batch(Operation::ZeroMap);
+        batch.push(&bench.region.range(0, PAGE).unwrap()).unwrap();
+        channel.submit(batch).unwrap()
+    };
+    let old = submit();
+    assert!(channel.wait(NEVER).is_some());
+    let new = submit().into_id();
+    assert_ne!(old.id(), new);
+    assert!(matches!(old.cancel(), Cancelled::Delivered));
+    assert_eq!(channel.wait(NEVER).map(|done| done.ticket), Some(new));
+}
+
 /// A device in the test's hands: the no-op that proves it is answered, the rest when it is told.
 #[derive(Debug, Default)]
-struct Told(Mutex<Vec<Descriptor>>);
+struct Told {
+    submitted: Mutex<Vec<Descriptor>>,
+    /// The first is answered in the moment in which the completion of another is written down.
+    meanwhile: AtomicBool,
+}
 
 impl Told {
     /// Answers the checksum that was submitted as number `index`.
     fn answer(&self, index: usize, crc: u32) {
-        let record = self.0.lock().unwrap()[index].record().unwrap();
+        let record = self.submitted.lock().unwrap()[index].record().unwrap();
         write_record(record, crc);
+    }
+
+    fn answer_first_meanwhile(&self) {
+        self.meanwhile.store(true, Ordering::Relaxed);
     }
 }
 
@@ -165,7 +269,7 @@ impl Portal for Told {
         if descriptor.operation_code() == 0 {
             write_record(descriptor.record().unwrap(), 0);
         } else {
-            self.0.lock().unwrap().push(*descriptor);
+            self.submitted.lock().unwrap().push(*descriptor);
         }
         Submission::Accepted
     }
@@ -189,12 +293,12 @@ impl Time for Still {
     }
 }
 
-/// Answers one descriptor at the moment in which the completion of another is written down.
+/// A trace that is written nowhere, and what happens meanwhile.
 struct Meanwhile(Arc<Told>, u32);
 
 impl io::Write for Meanwhile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if bytes.starts_with(b"c ") {
+        if bytes.starts_with(b"c ") && self.0.meanwhile.load(Ordering::Relaxed) {
             self.0.answer(0, self.1);
         }
         Ok(bytes.len())
@@ -205,31 +309,83 @@ impl io::Write for Meanwhile {
     }
 }
 
+/// Two checksums under way on a device in the test's hands, each by itself; the right answers.
+struct Pair {
+    offload: Arc<Offload>,
+    channel: Channel,
+    portal: Arc<Told>,
+    time: Arc<Still>,
+    right: [u32; 2],
+    _memory: Arc<Memory>,
+}
+
+impl Pair {
+    fn new() -> Pair {
+        let memory = Memory::new(2);
+        memory.write(PAGE, &[1]);
+        let right = [0, PAGE].map(|at| crc32c(&memory.read(at, PAGE)));
+        let portal = Arc::new(Told::default());
+        let time = Arc::new(Still(AtomicU64::new(1_000)));
+        let mut settings = Settings::default();
+        (settings.threads, settings.time) = (false, time.clone());
+        let meanwhile = Meanwhile(portal.clone(), right[0]);
+        settings.trace = Some(Arc::new(Trace::new(Box::new(io::LineWriter::new(meanwhile)))));
+        let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
+        info.max_batch = 1;
+        let offload = Offload::over(vec![WorkQueue::with_portal(info, portal.clone()).unwrap()], &settings).unwrap();
+        let region = memory.region();
+        let channel = offload.channel();
+        let mut batch = channel.batch(Operation::Checksum);
+        for page in 0..2 {
+            batch.push(&region.range(page * PAGE, PAGE).unwrap()).unwrap();
+        }
+        channel.submit(batch).unwrap().into_id();
+        Pair { offload, channel, portal, time, right, _memory: memory }
+    }
+
+    fn pass(&self, time: Duration) {
+        self.time.0.fetch_add(u64::try_from(time.as_nanos()).unwrap(), Ordering::Relaxed);
+    }
+
+    fn assert_both_by_the_device(&self) {
+        let done = self.channel.poll().expect("both are answered by now");
+        assert_eq!([done.batch.checksum(0), done.batch.checksum(1)], self.right);
+        assert!(self.offload.report().taken_out.is_empty());
+        assert_eq!(by_device(&self.offload), (2, vec![]));
+    }
+}
+
 #[test]
 fn an_answer_that_comes_while_the_clock_is_read_counts() {
-    let memory = Memory::new(2);
-    memory.write(PAGE, &[1]);
-    let right = [0, PAGE].map(|at| crc32c(&memory.read(at, PAGE)));
-    let portal = Arc::new(Told::default());
-    let time = Arc::new(Still(AtomicU64::new(1_000)));
-    let mut settings = Settings::default();
-    (settings.threads, settings.time) = (false, time.clone());
-    settings.trace = Some(Arc::new(Trace::new(Box::new(io::LineWriter::new(Meanwhile(portal.clone(), right[0]))))));
-    let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
-    info.max_batch = 1;
-    let offload = Offload::over(vec![WorkQueue::with_portal(info, portal.clone()).unwrap()], &settings).unwrap();
-    let region = memory.region();
-    let channel = offload.channel();
-    let mut batch = channel.batch(Operation::Checksum);
-    for page in 0..2 {
-        batch.push(&region.range(page * PAGE, PAGE).unwrap()).unwrap();
-    }
-    channel.submit(batch).unwrap().into_id();
-    // Nobody has looked for a long time, and the second has been answered for long, the first has not.
-    time.0.fetch_add(u64::try_from(Duration::from_secs(60).as_nanos()).unwrap(), Ordering::Relaxed);
-    portal.answer(1, right[1]);
-    let done = channel.poll().expect("both are answered by now");
-    assert_eq!([done.batch.checksum(0), done.batch.checksum(1)], right);
-    assert!(offload.report().taken_out.is_empty());
-    assert_eq!(by_device(&offload), (2, vec![]));
+    let pair = Pair::new();
+    pair.portal.answer_first_meanwhile();
+    // Nobody has looked for a long time; the second has been answered, the first is just being.
+    pair.pass(Duration::from_secs(60));
+    pair.portal.answer(1, pair.right[1]);
+    pair.assert_both_by_the_device();
+}
+
+#[test]
+fn an_answer_is_waited_for_as_long_as_others_of_the_device_come() {
+    let pair = Pair::new();
+    pair.pass(Duration::from_millis(1_500));
+    pair.portal.answer(1, pair.right[1]);
+    assert!(pair.channel.poll().is_none(), "the device lives");
+    pair.pass(Duration::from_millis(900));
+    assert!(pair.channel.poll().is_none());
+    pair.portal.answer(0, pair.right[0]);
+    pair.assert_both_by_the_device();
+}
+
+#[test]
+fn an_answer_that_never_comes_is_given_up_in_the_end() {
+    let pair = Pair::new();
+    pair.pass(Duration::from_millis(1_500));
+    pair.portal.answer(1, pair.right[1]);
+    assert!(pair.channel.poll().is_none());
+    pair.pass(Duration::from_secs(1));
+    let done = pair.channel.poll().expect("done by the CPU");
+    assert_eq!([done.batch.checksum(0), done.batch.checksum(1)], pair.right);
+    assert_eq!(pair.offload.report().taken_out.len(), 1);
+    assert_eq!(pair.offload.report().requests.quarantined, 1);
 }

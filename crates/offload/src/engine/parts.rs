@@ -429,6 +429,12 @@ impl<D: Dialect> Accelerator<D> {
         }
     }
 
+    /// Whether a part that was not answered will not be any more.
+    fn is_lost(&self, request: &Request, part: &Part, now: Nanos) -> bool {
+        let device = self.device_of(request);
+        !device.in_service() || device.given_up(part.submitted, part.deadline, now)
+    }
+
     fn end(&self, request: &mut Request, now: Nanos, completed: bool) {
         let device = self.device_of(request);
         let grant = request.work.grant.take();
@@ -511,21 +517,24 @@ impl<D: Dialect> Engine for Accelerator<D> {
             if let Some(completion) = self.dialect.poll(request, number) {
                 self.completed(request, number, &completion, now);
             } else {
-                let device = self.device_of(request);
-                if !device.in_service() || device.given_up(part.submitted, part.deadline, now) {
+                if self.is_lost(request, &part, now) {
                     lost = Some(number);
-                } else if now >= part.due {
+                }
+                if now >= part.due {
                     let late = ((now - part.submitted) / 4).clamp(SHORTEST_LOOK, LONGEST_LOOK);
                     request.work.parts.parts[number].due = now + late;
                 }
             }
         }
         if let Some(number) = lost {
-            // Once more: this thread may have been off its CPU between the record and the clock.
+            let part = request.work.parts.parts[number];
+            // Once more: this thread may have been off its CPU between the record and the clock, and what it has seen since may
+            // show that the device lives.
             match self.dialect.poll(request, number) {
                 Some(completion) => self.completed(request, number, &completion, now),
+                None if !self.is_lost(request, &part, now) => {}
                 None => {
-                    let silent = (now - request.work.parts.parts[number].submitted) / 1_000_000;
+                    let silent = (now - part.submitted) / 1_000_000;
                     self.device_of(request).take_out(&format!("no answer for {silent} ms"));
                     self.end(request, now, false);
                     return Progress::Lost;
