@@ -87,6 +87,16 @@ fn memory_move_stops_at_a_page_fault_and_can_be_resumed() {
 }
 
 #[test]
+fn a_fault_is_reported_by_its_page_wherever_in_it() {
+    let bench = Bench::new(|_| {});
+    forbid(&bench, A);
+    let record = bench.run(memmove(RECORDS, A + 100, B, 64));
+    assert_eq!((record.status, record.completed, record.fault), (0x03, 0, A));
+    let record = bench.run(memmove(RECORDS, B, A + 4095, 64));
+    assert_eq!((record.status, record.completed, record.fault), (0x83, 0, A));
+}
+
+#[test]
 fn memory_move_reports_the_fault_that_comes_first() {
     let bench = Bench::new(|_| {});
     forbid(&bench, A + 0x3000);
@@ -212,6 +222,14 @@ fn create_delta_that_overflows_says_how_far_it_came() {
     assert_eq!((record.status, record.result), (1, 2));
     assert_eq!((record.completed, record.detail), (64, 80));
     assert_eq!(bench.memory.get(C + 80, 5), [0; 5], "no part of a delta");
+}
+
+#[test]
+fn create_delta_fills_its_record_to_the_last_byte() {
+    let bench = Bench::new(|_| {});
+    bench.memory.put(B, &[7; 64]);
+    let record = bench.run(create_delta(RECORDS, A, B, 0x1000, C, 80));
+    assert_eq!((record.status, record.result, record.completed, record.detail), (1, 1, 0, 80));
 }
 
 #[test]
@@ -541,6 +559,13 @@ fn block_on_fault_waits_for_the_page() {
     assert_eq!(bench.memory.get(B, 0x3000), data);
     assert_eq!(bench.model.counters().page_requests, 3);
     assert!(bench.model.now() > 3000, "three page requests take at least a microsecond each: {}", bench.model.now());
+}
+
+#[test]
+fn block_on_fault_is_refused_where_the_queue_forbids_it() {
+    let bench = Bench::new(|_| {});
+    let record = bench.run(memmove(RECORDS, A, B, 64).flags(BLOCK));
+    assert_eq!((record.status, record.detail), (0x11, BLOCK));
 }
 
 #[test]

@@ -179,6 +179,29 @@ fn a_fence_waits_for_everything_before_it() {
     }
 }
 
+#[test]
+fn nothing_behind_a_fence_is_done_before_the_records_before_it_are_there() {
+    for seed in 0..20 {
+        let bench = Bench::with_seed(seed, |_| {});
+        bench.memory.put(A, &[9; 64]);
+        let list = RECORDS + 0x8000;
+        for index in 0..6 {
+            let member = memmove(member_record(index), A, B + 4096 * index as u64, 64).flags(FENCE);
+            bench.memory.put(list + 64 * index as u64, &member.0);
+            bench.memory.put(member_record(index), &[0; 32]);
+        }
+        bench.hand_in(batch(RECORDS, list, 6));
+        while bench.model.step() {
+            for index in 1..6 {
+                if bench.memory.get(B + 4096 * index as u64, 1) == [9] {
+                    assert_eq!(bench.member(index - 1).status, 1, "seed {seed}, member {index}");
+                }
+            }
+        }
+        assert_eq!(bench.member(5).status, 1);
+    }
+}
+
 /// The order in which the records of a batch's members became visible.
 fn order_of(bench: &Bench, count: usize) -> Vec<usize> {
     let members: Vec<Raw> = (0..count).map(|index| memmove(member_record(index), A, B, 64)).collect();
