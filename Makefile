@@ -4,7 +4,7 @@ CARGO ?= cargo
 # Two cores are what CI has; tests start QEMUs beside the test threads.
 TEST_THREADS ?= 2
 
-.PHONY: demo test check bench soak setup clean
+.PHONY: demo test check bench soak mutants setup clean
 
 ## Everything that builds, tests and the demo need: QEMU 7.2 and 10.0 and a guest kernel, unpacked under target/tools.
 setup:
@@ -32,6 +32,10 @@ bench: setup
 ## Long randomised runs; each prints its seed.
 soak: setup
 	scripts/soak
+
+## Plausible mistakes in the accelerator rooms, one at a time: do the tests notice? (scripts/mutants.list)
+mutants:
+	scripts/mutants
 
 clean:
 	$(CARGO) clean
