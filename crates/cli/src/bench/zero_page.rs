@@ -3,8 +3,6 @@
 //! First the published structure, with costs fitted to one published run: how far the others are off is how far everything
 //! else here may be off. Then the same work in Sterna's structure.
 
-use std::time::Instant;
-
 use sterna::cancel::Cancel;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_simulator::costs::{Costs, fit};
@@ -74,13 +72,13 @@ fn search() -> f64 {
     (0..PAGES).step_by(2).for_each(|page| bitmap.set(page..page + 1));
     let mut all: Vec<f64> = (0..9)
         .map(|_| {
-            let begun = Instant::now();
+            let begun = measured::thread_cpu();
             let (mut from, mut found) = (0, 0u64);
             while let Some(run) = bitmap.next_run(from, 128) {
                 found += run.end - run.start;
                 from = run.end;
             }
-            begun.elapsed().as_nanos() as f64 / std::hint::black_box(found) as f64
+            (measured::thread_cpu() - begun) / std::hint::black_box(found) as f64
         })
         .collect();
     all.sort_by(f64::total_cmp);

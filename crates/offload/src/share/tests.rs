@@ -114,7 +114,7 @@ fn cases() -> ProptestConfig {
 }
 
 /// Simulated time of a property.
-const LONG: Nanos = if cfg!(miri) { 3_000_000 } else { 200_000_000 };
+const LONG: Nanos = if cfg!(miri) { 300_000 } else { 200_000_000 };
 
 proptest! {
     #![proptest_config(cases())]
@@ -174,7 +174,7 @@ proptest! {
         let mut now = 1_000_000_000;
         let (mut granted, mut out) = (0u64, Vec::new());
         let mut last = now;
-        for round in 0..400u64 {
+        for round in 0..if cfg!(miri) { 20 } else { 400u64 } {
             for (index, words) in words.iter().enumerate() {
                 let mut hostile: [u64; 7] = words.as_slice().try_into().unwrap();
                 if changing {
