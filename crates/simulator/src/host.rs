@@ -166,7 +166,6 @@ struct World<'a> {
     shares: Vec<Vec<Box<dyn Share>>>,
     views: Vec<Vec<View>>,
     sheets: Vec<Sheet>,
-    slots: Vec<usize>,
     /// Whose batch a tag is: thread of the sender.
     owners: std::collections::HashMap<u64, usize>,
     outcome: Outcome,
@@ -224,8 +223,6 @@ impl<'a> World<'a> {
     fn new(scenario: &'a Scenario) -> Self {
         let sheets: Vec<Sheet> = (0..scenario.devices).map(|_| Sheet::default()).collect();
         let mut shares: Vec<Vec<Box<dyn Share>>> = Vec::new();
-        let mut slots = Vec::new();
-        let mut ledger_slots = 0;
         for vm in &scenario.vms {
             let of_process = |sheet: &Sheet| -> Box<dyn Share> {
                 if vm.lies {
@@ -235,8 +232,6 @@ impl<'a> World<'a> {
                 }
                 scenario.policy.share(scenario.spill, sheet)
             };
-            slots.push(ledger_slots);
-            ledger_slots += 1;
             // All VMs of one process share what decides.
             if scenario.policy != Policy::Exact || shares.is_empty() || vm.lies {
                 shares.push(sheets.iter().map(of_process).collect());
@@ -279,7 +274,6 @@ impl<'a> World<'a> {
             views: shares.iter().map(|_| (0..scenario.devices).map(|_| fresh()).collect()).collect(),
             shares,
             sheets,
-            slots,
             owners: std::collections::HashMap::new(),
             outcome: Outcome::new(scenario),
             completed: Vec::new(),
@@ -322,7 +316,8 @@ impl<'a> World<'a> {
     fn die(&mut self, vm: usize) {
         self.migrations[vm].gone = true;
         for device in 0..self.devices.len() {
-            self.sheets[device].kill(self.slots[vm]);
+            // Where there is a ledger, every VM is a process and holds the slot of its number.
+            self.sheets[device].kill(vm);
         }
         for index in 0..self.threads.len() {
             if self.threads[index].vm == vm {

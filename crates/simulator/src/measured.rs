@@ -76,6 +76,6 @@ fn filling() -> f64 {
 
 /// The figures that can be measured here put into `costs`.
 #[must_use]
-pub fn here(costs: Costs) -> Costs {
-    Costs { fill_descriptor: filling(), ask: asking(&mut Fair::default()), ..costs }
+pub fn here(costs: &Costs) -> Costs {
+    Costs { fill_descriptor: filling(), ask: asking(&mut Fair::default()), ..costs.clone() }
 }

@@ -139,7 +139,7 @@ fn figures(scenario: &Scenario, outcome: &Outcome, unequal: bool) -> Vec<f64> {
 
 /// Simulates all cells and judges the targets.
 pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
-    let costs = measured::here(Costs::default());
+    let costs = measured::here(&Costs::default());
     let ledger = measured::asking_ledger(std::path::Path::new("/dev/shm")).unwrap_or(costs.ask);
     let mut cells: Vec<Cell<'_>> = whats()
         .into_iter()

@@ -104,7 +104,7 @@ fn figures(scenario: &Scenario, part: u64) -> Vec<f64> {
 /// Simulates all cells and judges the targets.
 pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let part = if args.quick { 10 } else { 1 };
-    let costs = measured::here(Costs::default());
+    let costs = measured::here(&Costs::default());
     let own = Costs { search_page: search(), ..costs.clone() };
     let mut findings =
         Findings { name: "zero-page", columns: COLUMNS, rows: Vec::new(), targets: Vec::new(), notes: Vec::new() };
