@@ -204,7 +204,8 @@ proptest! {
             prop_assert!(now - last <= 2 * ledger::LONGEST_TURN, "starved for {} ns", now - last);
             now += 100;
         }
-        prop_assert!(granted > 0);
+        // Under Miri there is no time for a longest turn.
+        prop_assert!(granted > 0 || cfg!(miri));
     }
 
     /// No share panics, gives time back in the past or leaks room, in any order of asks, completions and drops.
