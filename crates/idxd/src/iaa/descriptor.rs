@@ -108,7 +108,7 @@ impl Descriptor {
     }
 
     /// Compresses `bytes` bytes into one deflate block, header included, with the codes and the header in the
-    /// [`CompressAecs`](super::CompressAecs) at `aecs` (32-byte aligned).
+    /// [`CompressAecs`](super::aecs::CompressAecs) at `aecs` (32-byte aligned).
     pub fn compress(source: u64, bytes: u32, destination: u64, capacity: u32, aecs: u64) -> Self {
         Self::new(Operation::Compress, RESULT_FLAGS | flag::READ_AECS)
             .data(source, bytes, destination, capacity)
