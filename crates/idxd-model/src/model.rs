@@ -72,6 +72,10 @@ pub struct Counters {
     pub faults: u64,
     /// Page requests made.
     pub page_requests: u64,
+    /// Time that those of descriptors and of batches' lists took, by the timing, ns. It is part of `device_ns`.
+    pub page_request_ns: u64,
+    /// The longest of them, ns.
+    pub longest_page_request_ns: u64,
     /// Times `ENQCMD` was told to retry.
     pub retries: u64,
     /// Descriptors lost because a dedicated queue was full.
@@ -255,6 +259,8 @@ impl Model {
             sum.bytes += of.bytes;
             sum.faults += of.faults;
             sum.page_requests += of.page_requests;
+            sum.page_request_ns += of.page_request_ns;
+            sum.longest_page_request_ns = sum.longest_page_request_ns.max(of.longest_page_request_ns);
             sum.retries += of.retries;
             sum.overflows += of.overflows;
             sum.software_errors += of.software_errors;

@@ -28,6 +28,10 @@ pub struct Accounts {
     pub faults: u64,
     /// Page requests made.
     pub page_requests: u64,
+    /// Time that they took, by the timing, ns.
+    pub page_request_ns: u64,
+    /// The longest of them, ns.
+    pub longest_page_request_ns: u64,
     /// Submissions told to retry.
     pub retries: u64,
     /// Descriptors lost because a dedicated queue was full.
@@ -475,7 +479,14 @@ impl Device {
     }
 
     fn page_request_time(&mut self, requests: u32) -> Nanos {
-        (0..requests).map(|_| self.timing.page_requests.draw(&mut self.random)).sum()
+        let mut sum = 0;
+        for _ in 0..requests {
+            let took = self.timing.page_requests.draw(&mut self.random);
+            self.accounts.longest_page_request_ns = self.accounts.longest_page_request_ns.max(took);
+            sum += took;
+        }
+        self.accounts.page_request_ns += sum;
+        sum
     }
 
     fn latency(&mut self) -> Nanos {

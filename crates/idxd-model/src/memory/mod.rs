@@ -4,10 +4,12 @@ mod double;
 mod process;
 mod regions;
 mod scripted;
+mod watch;
 
 pub use double::{PageState, TestMemory};
 pub use process::ProcessMemory;
 pub use scripted::{Rule, ScriptedMemory};
+pub use watch::Watch;
 
 /// Why an access stopped, and where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

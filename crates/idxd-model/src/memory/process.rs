@@ -25,9 +25,9 @@ use super::{AddressSpace, Fault, PAGE, Translations, bytes_before, pages};
 const EXCLUSIVE: u64 = 1 << 56;
 const WRITE_PROTECTED: u64 = 1 << 57;
 const FILE: u64 = 1 << 61;
-const PRESENT: u64 = 1 << 63;
+pub(super) const PRESENT: u64 = 1 << 63;
 /// What a change of means that the translation is another: all but soft-dirty.
-const IDENTITY: u64 = !(1 << 55);
+pub(super) const IDENTITY: u64 = !(1 << 55);
 
 /// Pages looked up at once.
 const ENTRIES: usize = 64;

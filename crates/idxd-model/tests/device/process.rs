@@ -7,6 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use sterna_idxd_model::core::{Script, What};
+use sterna_idxd_model::memory::Watch;
 use sterna_idxd_model::{DeviceConfig, Mode, Model, ModelConfig, QueueConfig};
 
 use crate::common::*;
@@ -64,7 +65,10 @@ fn a_page_never_touched_is_a_fault_and_a_page_request_brings_it() {
     let record = real.run(real.copy_to(fresh.address, 3).flags(BLOCK));
     assert_eq!(record.status, 1);
     assert_eq!(fresh.get(PAGE, 1), [2]);
-    assert_eq!(real.model.counters().page_requests, 2);
+    let counters = real.model.counters();
+    assert_eq!((counters.faults, counters.page_requests), (2, 2));
+    let (sum, longest) = (counters.page_request_ns, counters.longest_page_request_ns);
+    assert!(sum >= 2_000 && longest < sum && 2 * longest >= sum && counters.device_ns >= sum, "{counters:?}");
 }
 
 #[test]
@@ -250,6 +254,34 @@ fn translations_are_flushed_when_pages_change() {
     assert_eq!(real.run(real.copy_to(page.address, 1)).status, 0x83);
     assert_eq!(real.model.counters().translation_flushes, before.translation_flushes + 1);
     assert_eq!(real.model.counters().faults, 1);
+}
+
+#[test]
+fn what_an_iommu_is_told_counts_changes_of_what_was_mapped_whether_or_not_a_device_had_seen_it() {
+    let real = Real::new();
+    let fresh = Mapping::anonymous(100 * PAGE, BOTH);
+    let mut watch = Watch::new(fresh.address, 100 * PAGE).unwrap();
+    for page in 0..40 {
+        assert_eq!(fresh.get(page * PAGE, 1), [0], "reading maps the zero page");
+    }
+    fresh.put(99 * PAGE, &[1]);
+    assert_eq!(watch.look().unwrap(), 0, "nothing was mapped there before");
+    for page in 0..30 {
+        fresh.put(page * PAGE, &[1]);
+    }
+    fresh.put(50 * PAGE, &[1]);
+    assert_eq!(watch.look().unwrap(), 30, "the zero page was mapped, and is replaced");
+    assert_eq!(real.run(real.copy_to(fresh.address + 35 * PAGE as u64, 1).flags(BLOCK)).status, 1);
+    fresh.put(0, &[2]);
+    assert_eq!(
+        watch.look().unwrap(),
+        1,
+        "a device replaces it as well; a write to a page that is there changes nothing"
+    );
+    fresh.advise(10 * PAGE, 20 * PAGE, libc::MADV_DONTNEED);
+    assert_eq!(watch.look().unwrap(), 20, "taken away");
+    assert_eq!(watch.look().unwrap(), 0);
+    assert_eq!(real.model.counters().translation_flushes, 1, "of what the device has seen");
 }
 
 #[test]
