@@ -3,6 +3,7 @@
 //! Each benchmark is a file that makes cells and targets; what they share is in `harness`.
 
 mod bandwidth;
+mod device_faults;
 mod dirty_rate;
 mod harness;
 mod machine;
@@ -72,6 +73,8 @@ enum Benchmark {
     ZeroPage,
     /// Simulated: up to 100 VMs at once on one to eight accelerators
     ManyVms,
+    /// Page faults and translation flushes of a device that writes the pages of a migration into fresh memory
+    DeviceFaults,
 }
 
 fn release(text: &str) -> Result<QemuVersion, String> {
@@ -112,6 +115,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Offload => offload::cells(),
         Benchmark::ZeroPage => zero_page::cells(),
         Benchmark::ManyVms => many_vms::cells(),
+        Benchmark::DeviceFaults => device_faults::cells(),
     })?;
     let cancel = Cancel::new();
     let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, tell);
@@ -126,6 +130,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Offload => offload::measure(args, &cancel, &tell),
         Benchmark::ZeroPage => zero_page::measure(args, &cancel, &tell),
         Benchmark::ManyVms => many_vms::measure(args, &cancel, &tell),
+        Benchmark::DeviceFaults => device_faults::measure(args, &cancel, &tell),
     };
     let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
     if findings.rows.is_empty() {
