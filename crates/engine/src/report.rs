@@ -248,6 +248,9 @@ impl Report {
         if let Some(convergence) = &self.convergence {
             line("convergence", convergence.clone());
         }
+        for accelerator in &self.accelerators {
+            line("accelerator", accelerator.clone());
+        }
         line("pages", format!("{} normal, {} zero, in {} rounds", self.normal_pages, self.zero_pages, self.rounds));
         line(
             "network",

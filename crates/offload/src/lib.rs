@@ -68,7 +68,7 @@ pub use offload::{Offload, StartError};
 pub use operation::Operation;
 pub use region::{OutOfRegion, Range, Region, RegionBusy};
 pub use report::{EngineReport, OffloadReport, OperationReport, Requests, TakenOut};
-pub use settings::{Recheck, Settings, Shares};
+pub use settings::{LEDGERS, Recheck, Settings, Shares};
 pub use state::State;
 pub use time::{Bell, NEVER, Nanos, SystemTime, Time};
 pub use trial::{Trial, try_all};

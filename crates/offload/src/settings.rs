@@ -1,11 +1,13 @@
 //! What can be set, with what it is by default.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_idxd::{Directories, Opening};
 
-use crate::share::{Fifo, Share};
+use crate::share::ledger::LedgerFile;
+use crate::share::{DelayBased, Fifo, Ledger, Share};
 use crate::time::{SystemTime, Time};
 use crate::trace::Trace;
 
@@ -53,6 +55,9 @@ pub struct Settings {
     pub opening: Opening,
 }
 
+/// Where the ledgers of a host lie: on tmpfs, made by whoever sets up the queues.
+pub const LEDGERS: &str = "/run/sterna/accel";
+
 /// Makes the share of a device, given its name.
 #[derive(Clone)]
 pub struct Shares(Arc<MakeShare>);
@@ -63,6 +68,19 @@ impl Shares {
     /// Shares that `make` makes, given the device's name (`dsa0`).
     pub fn new(make: impl Fn(&str) -> Box<dyn Share> + Send + Sync + 'static) -> Self {
         Self(Arc::new(make))
+    }
+
+    /// As processes of one host should share its devices: by the ledgers in `directory` ([`LEDGERS`] as a rule) with all others that
+    /// keep them. Where there is no such directory, or a ledger cannot be used, a process goes by how long its work takes.
+    pub fn of_host(directory: impl Into<PathBuf>) -> Self {
+        let directory = directory.into();
+        Self::new(move |device| match LedgerFile::open(&directory, device) {
+            Ok(file) => Box::new(Ledger::new(file).spilling()),
+            Err(error) => {
+                tracing::info!(device, %error, "no ledger: the device is shared by measured delay");
+                Box::new(DelayBased::default())
+            }
+        })
     }
 
     pub(crate) fn of(&self, device: &str) -> Box<dyn Share> {

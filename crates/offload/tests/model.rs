@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use sterna_idxd_model::core::{Script, What};
 use sterna_idxd_model::{DeviceConfig, Model, ModelConfig};
-use sterna_offload::{Cause, Kind, NEVER, Offload, OffloadReport, Operation, Outcome, Recheck, Settings};
+use sterna_offload::{Cause, Kind, NEVER, Offload, OffloadReport, Operation, Outcome, Recheck, Settings, Shares};
 use support::operations::{all_operations, filled};
 use support::{Memory, PAGE, crc32c};
 
@@ -227,4 +227,18 @@ fn a_copy_that_is_not_what_the_device_has_read_is_made_again_and_the_device_take
     let report = offload.report();
     assert!(report.taken_out[0].reason.contains("copy"), "{report:?}");
     assert!(causes(&report).contains(&Cause::WrongResult));
+}
+
+#[test]
+fn a_host_s_ledgers_are_kept_where_there_is_a_directory_and_missed_where_there_is_none() {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    for (place, ledgers) in [(directory.path().to_owned(), 1), (directory.path().join("nowhere"), 0)] {
+        let model = Model::start(ModelConfig::dsa()).unwrap();
+        let mut settings = Settings::default();
+        settings.shares = Shares::of_host(&place);
+        let offload = Offload::over(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
+        all_operations(&offload, 1);
+        let kept = std::fs::read_dir(&place).map_or(0, |files| files.filter(|file| file.is_ok()).count());
+        assert_eq!(kept, ledgers, "{}", place.display());
+    }
 }

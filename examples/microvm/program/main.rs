@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use sterna::migration::GuestState;
 use sterna_microvm::{Error, Machine};
-use sterna_offload::{Offload, Settings};
+use sterna_offload::{LEDGERS, Offload, Settings, Shares};
 
 /// For what takes as long as it takes, such as a number of passes at any rate.
 const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
@@ -58,7 +58,9 @@ fn begin(options: &Options, machine: &Arc<Machine>, told: &Told) -> Result<Outco
     // What would be refused later is refused before the guest has done its work.
     let security = options.migrate_to.as_ref().map(|_| options.security()).transpose()?;
     options.source.method()?;
-    let offload = Offload::start(&options.source.accel, &Settings::default())?;
+    let mut shared = Settings::default();
+    shared.shares = Shares::of_host(LEDGERS);
+    let offload = Offload::start(&options.source.accel, &shared)?;
     machine.boot()?;
     machine.resume()?;
     // At least 20 MiB a second.
