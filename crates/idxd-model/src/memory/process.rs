@@ -191,13 +191,15 @@ impl AddressSpace for ProcessMemory {
         if self.regions.userfault(address) {
             return false;
         }
-        let mut byte = [0];
-        if read_self(address, &mut byte) != 1 {
-            return false;
-        }
         // Making a page writable without changing it: no write of ours can do that to a byte that the CPU may be writing
-        // at the same moment, so the kernel is asked to populate the page.
-        if write {
+        // at the same moment, so the kernel is asked to populate the page. Not read before: that would map the zero page, only
+        // to be replaced.
+        if !write {
+            let mut byte = [0];
+            if read_self(address, &mut byte) != 1 {
+                return false;
+            }
+        } else {
             let page = (address & !(PAGE - 1)) as *mut libc::c_void;
             // SAFETY: populating faults the page in as an access would; no content is changed.
             if unsafe { libc::madvise(page, PAGE as usize, libc::MADV_POPULATE_WRITE) } != 0 {

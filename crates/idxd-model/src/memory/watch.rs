@@ -6,10 +6,12 @@
 //! met again. So the page tables themselves are watched here.
 //!
 //! A look shows each page's change since the last one: a page that changed twice in between counts once, and each page of a
-//! range that was taken away at once counts, though the kernel may flush the range in one go.
+//! range that was taken away at once counts, though the kernel may flush the range in one go. A huge page is as many pages as
+//! it has.
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use super::process::{IDENTITY, PRESENT};
@@ -40,12 +42,19 @@ impl Watch {
 
     /// How many pages that were mapped at the last look are mapped otherwise now, or no longer.
     pub fn look(&mut self) -> io::Result<u64> {
-        self.pagemap.read_exact_at(&mut self.looked, self.first * ENTRY as u64)?;
+        self.look_at(0..self.entries.len() / ENTRY)
+    }
+
+    /// The same of some of its pages, counted from the range's first.
+    pub fn look_at(&mut self, pages: Range<usize>) -> io::Result<u64> {
+        let (first, bytes) = (self.first + pages.start as u64, pages.start * ENTRY..pages.end * ENTRY);
+        let (before, now) = (&mut self.entries[bytes.clone()], &mut self.looked[bytes]);
+        self.pagemap.read_exact_at(now, first * ENTRY as u64)?;
         let entry = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("entries are of 8 bytes")) & IDENTITY;
-        let both = self.entries.chunks_exact(ENTRY).zip(self.looked.chunks_exact(ENTRY));
+        let both = before.chunks_exact(ENTRY).zip(now.chunks_exact(ENTRY));
         let changed = both.map(|(before, now)| (entry(before), entry(now)));
         let changed = changed.filter(|(before, now)| before & PRESENT != 0 && before != now).count();
-        std::mem::swap(&mut self.entries, &mut self.looked);
+        before.copy_from_slice(now);
         Ok(changed as u64)
     }
 
