@@ -16,6 +16,9 @@ use super::blocking;
 use crate::bench::ram::guest::{Guest, Memory};
 use crate::hosts::{HostsError, doing};
 
+/// Pages in a huge page.
+const HUGE: u64 = 512;
+
 /// How the device writes a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
@@ -52,6 +55,8 @@ pub(super) struct Setting {
     pub(super) populate: bool,
     /// The device asks for missing pages and waits; else the CPU finishes.
     pub(super) block: bool,
+    /// The memory is made of huge pages where the system has them, as QEMU asks for; else of 4 KiB pages.
+    pub(super) huge: bool,
 }
 
 /// Pages as they are sent: themselves, or deflated.
@@ -116,14 +121,13 @@ pub(super) struct Counts {
 /// Receives all of it into fresh memory, and looks whether the memory is right.
 pub(super) fn receive(setting: Setting, arrivals: Arrivals, contents: &Contents) -> Result<Counts, HostsError> {
     // Before everything that works on it, so that it is unmapped last.
-    let guest = Guest::new(Memory::SmallPages, arrivals.pages * PAGE_SIZE as u64).map_err(doing("guest memory"))?;
+    let memory = if setting.huge { Memory::Anonymous } else { Memory::SmallPages };
+    let guest = Guest::new(memory, arrivals.pages * PAGE_SIZE as u64).map_err(doing("guest memory"))?;
     let ram = guest.ram();
     let model = Model::start(device(setting)).map_err(doing("the model"))?;
     let queues = blocking::queues(&model, setting.block).map_err(HostsError)?;
     let offload = Offload::over(queues, &settings()).map_err(doing("offload"))?;
-    let mut receiver = Receiver::new(setting, &ram, &offload, contents);
-    let mut watch = Watch::new(block(&ram).start().as_ptr().addr() as u64, block(&ram).bytes() as usize)
-        .map_err(doing("the page tables"))?;
+    let mut receiver = Receiver::new(setting, &ram, &offload, contents)?;
     let mut counts = Counts::default();
     let before = model.counters();
     for round in 0..ROUNDS {
@@ -133,13 +137,14 @@ pub(super) fn receive(setting: Setting, arrivals: Arrivals, contents: &Contents)
             receiver.packet(packet)?;
         }
         receiver.finish()?;
-        counts.cpu_ns += cpu_ns() - cpu;
+        counts.cpu_ns += cpu_ns() - cpu - std::mem::take(&mut receiver.watching_ns);
         counts.cpu_faults += cpu_faults().saturating_sub(faults);
-        counts.flushes += watch.look().map_err(doing("the page tables"))?;
+        receiver.changed += receiver.watch.look().map_err(doing("the page tables"))?;
         counts.arrived += pages.len() as u64;
         counts.normal += pages.iter().filter(|arrival| arrival.content.is_some()).count() as u64;
     }
     let after = model.counters();
+    counts.flushes = receiver.changed / if setting.huge { HUGE } else { 1 };
     counts.page_requests = after.page_requests - before.page_requests;
     counts.device_faults = after.faults - before.faults + counts.page_requests;
     counts.met_flushes = after.translation_flushes - before.translation_flushes;
@@ -196,10 +201,15 @@ struct Receiver<'a> {
     received: Option<ReceivedBitmap>,
     region: Arc<Region>,
     channel: Channel,
+    watch: Watch,
+    /// Pages that were mapped and came to be mapped otherwise.
+    changed: u64,
+    /// CPU time of looking for these, which is no part of receiving.
+    watching_ns: f64,
 }
 
 impl<'a> Receiver<'a> {
-    fn new(setting: Setting, ram: &'a GuestRam, offload: &Offload, contents: &'a Contents) -> Self {
+    fn new(setting: Setting, ram: &'a GuestRam, offload: &Offload, contents: &'a Contents) -> Result<Self, HostsError> {
         let block = block(ram);
         let received = setting.bitmap.then(|| ReceivedBitmap::new(block.pages()));
         // SAFETY: the guest's memory is unmapped after offload has shut down, which waits for devices; nobody has a
@@ -209,7 +219,9 @@ impl<'a> Receiver<'a> {
         // The pools are made before anything is counted.
         let pools: Vec<_> = (0..=setting.way.in_flight()).map(|_| channel.batch(setting.way.operation())).collect();
         drop(pools);
-        Self { setting, ram, contents, received, region, channel }
+        let watch = Watch::new(block.start().as_ptr().addr() as u64, block.bytes() as usize);
+        let watch = watch.map_err(doing("the page tables"))?;
+        Ok(Self { setting, ram, contents, received, region, channel, watch, changed: 0, watching_ns: 0.0 })
     }
 
     /// As the library's destination does with a packet: runs of one kind, in order.
@@ -242,12 +254,28 @@ impl<'a> Receiver<'a> {
         if batch.is_empty() {
             return Ok(());
         }
+        if self.setting.huge {
+            self.look_before_writing(packet)?;
+        }
         if self.channel.under_way() >= self.setting.way.in_flight()
             && let Some(done) = self.channel.wait(NEVER)
         {
             placed(&done)?;
         }
         hand_in(&self.channel, batch)
+    }
+
+    /// In huge pages what was looked at and what is written next may be one page: its change is seen only if it was seen
+    /// before the write.
+    fn look_before_writing(&mut self, packet: &[Arrival]) -> Result<(), HostsError> {
+        let began = cpu_ns();
+        let [first, last] = [0, packet.len() - 1].map(|at| packet[at].page / HUGE);
+        for huge in first..=last {
+            let pages = (huge * HUGE) as usize..((huge + 1) * HUGE) as usize;
+            self.changed += self.watch.look_at(pages).map_err(doing("the page tables"))?;
+        }
+        self.watching_ns += cpu_ns() - began;
+        Ok(())
     }
 
     /// Waits for everything: a round ends before pages come again.
@@ -299,7 +327,7 @@ mod tests {
     #[test]
     fn without_bitmap_and_populating_every_page_written_first_is_a_fault_and_every_zero_page_replaced_is_a_flush() {
         for way in [Way::Place, Way::Inflate] {
-            let setting = Setting { way, bitmap: false, populate: false, block: true };
+            let setting = Setting { way, bitmap: false, populate: false, block: true, huge: false };
             let without = counted(setting);
             assert!(without.device_faults > 4096 && without.flushes > 20, "{without:?}");
             assert_eq!((without.page_requests, without.cpu_finished), (without.device_faults, 0), "{without:?}");
@@ -314,7 +342,7 @@ mod tests {
     #[test]
     fn what_does_not_block_is_finished_by_the_cpu_and_what_was_populated_is_no_fault() {
         for way in [Way::Place, Way::Inflate] {
-            let setting = Setting { way, bitmap: true, populate: false, block: false };
+            let setting = Setting { way, bitmap: true, populate: false, block: false, huge: false };
             let late = counted(setting);
             assert!(late.device_faults > 4096 && late.page_requests == 0, "{late:?}");
             assert_eq!(late.cpu_finished, late.device_faults, "{late:?}");
