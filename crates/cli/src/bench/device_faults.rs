@@ -179,8 +179,8 @@ fn notes(args: &BenchArgs) -> Vec<String> {
             .into(),
         "Counted: device faults are pages that the model found missing or not writable. Flushes are pages that were mapped and \
          came to be mapped otherwise, a huge page once: for each the kernel invalidates the IOMMU; met by the device are \
-         4 KiB pages that it had translated and came by again. CPU faults are minor faults of all threads but the model's, \
-         populating included, which takes them without a trap for each."
+         4 KiB pages that it had translated and came by again. CPU faults are minor faults of the thread that places, \
+         populating included, which takes them without a trap for each; the model's threads are the device."
             .into(),
         "Device time, not measured: the model draws the time of each page request from the published distribution (mean 9 µs, \
          at most 556 µs). So \"longest\" says nothing of a bitmap: what makes a fault take 18 ms, contention in the kernel, is \

@@ -46,7 +46,7 @@ impl Arrivals {
         // An odd factor: of 64 neighbouring clusters so many, mixed up.
         let zero = match round {
             0 => cluster.wrapping_mul(37) % 64 >= self.normal_of_64,
-            _ => mixed(cluster ^ round << 40) % ZERO_LATER == 0,
+            _ => mixed(cluster ^ round << 40).is_multiple_of(ZERO_LATER),
         };
         (!zero).then_some(((page + 17 * round) % CONTENTS as u64) as usize)
     }
@@ -70,7 +70,7 @@ impl Arrivals {
 }
 
 fn in_working_set(page: u64) -> bool {
-    mixed(page / CLUSTER) % WORKING_SET == 0
+    mixed(page / CLUSTER).is_multiple_of(WORKING_SET)
 }
 
 /// Spreads neighbouring numbers over all (the finaliser of SplitMix64).
@@ -92,6 +92,7 @@ pub(super) fn contents() -> Vec<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::ram::guest::{Guest, Memory};
 
     #[test]
     fn the_share_of_normal_pages_is_exact_and_later_rounds_change_pages_both_ways() {
@@ -114,6 +115,25 @@ mod tests {
             }
             assert!(to_zero > 50 && to_normal > 50, "{to_zero} and {to_normal}");
         }
+    }
+
+    #[test]
+    fn memory_that_is_not_what_was_sent_last_is_found_out() {
+        let arrivals = Arrivals { pages: 1024, normal_of_64: 32 };
+        let guest = Guest::new(Memory::SmallPages, 1024 * PAGE_SIZE as u64).unwrap();
+        let (ram, contents) = (guest.ram(), contents());
+        let block = &ram.blocks()[0];
+        assert!(arrivals.check(block, &contents).unwrap_err().contains("is not what was sent last"));
+        for Arrival { page, content } in (0..ROUNDS).flat_map(|round| arrivals.of(round)) {
+            match content {
+                Some(number) => block.write(page, &contents[number]),
+                None => block.zero(page..page + 1),
+            }
+        }
+        assert_eq!(arrivals.check(block, &contents), Ok(()));
+        block.zero(1023..1024);
+        block.write(1023, &[1]);
+        assert!(arrivals.check(block, &contents).unwrap_err().starts_with("page 1023 "));
     }
 
     #[test]

@@ -106,7 +106,7 @@ pub(super) struct Counts {
     pub(super) page_requests: u64,
     pub(super) page_request_ns: u64,
     pub(super) longest_request_ns: u64,
-    /// Of all threads that are not the device.
+    /// Of the thread that places; those of the model's threads are the device's.
     pub(super) cpu_faults: u64,
     /// Of the thread that places.
     pub(super) cpu_ns: f64,
@@ -132,13 +132,13 @@ pub(super) fn receive(setting: Setting, arrivals: Arrivals, contents: &Contents)
     let before = model.counters();
     for round in 0..ROUNDS {
         let pages = arrivals.of(round);
-        let (cpu, faults) = (cpu_ns(), cpu_faults());
+        let (cpu, faults) = (cpu_ns(), cpu_faults()?);
         for packet in pages.chunks(PACKET) {
             receiver.packet(packet)?;
         }
         receiver.finish()?;
         counts.cpu_ns += cpu_ns() - cpu - std::mem::take(&mut receiver.watching_ns);
-        counts.cpu_faults += cpu_faults().saturating_sub(faults);
+        counts.cpu_faults += cpu_faults()? - faults;
         receiver.changed += receiver.watch.look().map_err(doing("the page tables"))?;
         counts.arrived += pages.len() as u64;
         counts.normal += pages.iter().filter(|arrival| arrival.content.is_some()).count() as u64;
@@ -301,17 +301,12 @@ fn cpu_ns() -> f64 {
     time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
 }
 
-/// Minor page faults of all threads but the model's engines, whose are the device's (proc_pid_stat(5), field 10).
-fn cpu_faults() -> u64 {
-    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0 };
-    let of = |task: std::path::PathBuf| {
-        let stat = std::fs::read_to_string(task.join("stat")).ok()?;
-        // The name stands in brackets and may have brackets and blanks.
-        let (name, fields) = stat.rsplit_once(") ")?;
-        let minor = || fields.split_whitespace().nth(7)?.parse::<u64>().ok();
-        if name.contains("-engine") { None } else { minor() }
-    };
-    tasks.filter_map(|task| of(task.ok()?.path())).sum()
+/// Minor page faults of this thread (proc_pid_stat(5), field 10).
+fn cpu_faults() -> Result<u64, HostsError> {
+    let stat = std::fs::read_to_string("/proc/thread-self/stat").map_err(doing("/proc/thread-self/stat"))?;
+    // The name, field 2, stands in brackets and may have brackets and blanks.
+    let minor = stat.rsplit_once(") ").and_then(|(_, fields)| fields.split(' ').nth(7)?.parse().ok());
+    minor.ok_or_else(|| HostsError(format!("/proc/thread-self/stat says {stat:?}")))
 }
 
 #[cfg(test)]
