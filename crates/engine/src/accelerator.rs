@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use sterna_memory::node::node_of;
 use sterna_memory::ram::GuestRam;
 use sterna_offload::{Offload, Operation, Region, RegionBusy, SystemTime};
 
@@ -23,7 +24,7 @@ impl Accelerator {
         if !offload.accelerates(Operation::ZeroMap) {
             return None;
         }
-        let regions = ram.blocks().iter().map(|block| Region::of_block(block, None)).collect();
+        let regions = ram.blocks().iter().map(|block| Region::of_block(block, node_of(block.addresses()))).collect();
         Some(Self { offload: Arc::clone(offload), ram: ram.clone(), regions })
     }
 
