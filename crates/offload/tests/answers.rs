@@ -112,6 +112,18 @@ fn where_nothing_is_read_again_the_members_records_are_what_counts() {
 }
 
 #[test]
+fn where_members_fault_their_pages_are_the_cpus_whatever_else_their_records_say() {
+    let mut bench = Bench::new(16, false);
+    bench.settings.recheck = Recheck::None;
+    let offload = bench.start(32);
+    (0..32).for_each(|page| bench.memory.write(page * PAGE, &[1]));
+    bench.device.set_script(Script { page_fault: 1, ..Script::default() });
+    let map = offload.is_zero(&[bench.region.range(0, 32 * PAGE).unwrap()]).unwrap();
+    assert_eq!(map, [false; 32]);
+    assert_eq!(by_device(&offload).1, [(Cause::PageFault, 32)]);
+}
+
+#[test]
 fn a_lie_found_in_a_sample_has_the_whole_batch_done_again() {
     let mut bench = Bench::new(16, false);
     bench.settings.recheck = Recheck::OneIn(8);
