@@ -135,6 +135,8 @@ pub(crate) struct Shared {
     pub(crate) table: Table<Box<Request>>,
     /// When something is next worth looking at; [`NEVER`] when nothing is under way.
     pub(crate) due: AtomicU64,
+    /// When the last of it is.
+    pub(crate) last_due: AtomicU64,
     /// Its owner sleeps in `wait` and will look by itself.
     pub(crate) attended: AtomicBool,
     pub(crate) core: Arc<Core>,
@@ -143,8 +145,8 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(core: Arc<Core>, whose: Whose) -> Arc<Self> {
-        let (table, due) = (Table::new(core.settings.in_flight), AtomicU64::new(NEVER));
-        Arc::new(Self { table, due, attended: AtomicBool::new(false), core, whose })
+        let (table, due, last_due) = (Table::new(core.settings.in_flight), AtomicU64::new(NEVER), AtomicU64::new(0));
+        Arc::new(Self { table, due, last_due, attended: AtomicBool::new(false), core, whose })
     }
 
     fn detach(&self, id: Id) -> Detached<Box<Request>> {
@@ -201,7 +203,10 @@ impl Channel {
         Some(core.deliver(id, request))
     }
 
-    /// The next completion, or none when there is none until `deadline` or nothing is under way. Sleeps until one is due.
+    /// The next completion, or none when there is none until `deadline` or nothing is under way.
+    ///
+    /// Where there is none yet it sleeps until half of what is under way is expected: to be woken costs more than to collect a
+    /// completion, and the other half keeps the device busy meanwhile. Of one batch it sleeps until that is due.
     pub fn wait(&self, deadline: Nanos) -> Option<Done> {
         let shared = &self.shared;
         let time = &shared.core.settings.time;
@@ -210,7 +215,8 @@ impl Channel {
             if let Some(done) = self.poll() {
                 return Some(done);
             }
-            let due = shared.due.load(Ordering::SeqCst);
+            let first = shared.due.load(Ordering::SeqCst);
+            let due = first.saturating_add(shared.last_due.load(Ordering::Relaxed).saturating_sub(first) / 2);
             let now = time.now();
             if now >= deadline || self.under_way() == 0 {
                 return None;

@@ -105,6 +105,7 @@ impl Core {
         let inserted =
             slots.insert(request, &step).unwrap_or_else(|_| unreachable!("there was room, and it is locked"));
         if step == Step::Going {
+            channel.last_due.fetch_max(due, Relaxed);
             let due = channel.due.load(Relaxed).min(due);
             channel.due.store(due, Ordering::SeqCst);
             drop(slots);
@@ -151,7 +152,7 @@ impl Core {
 
     /// Looks at everything of `channel` that is under way, and notes when to look again.
     pub(crate) fn harvest(&self, channel: &Shared, slots: &mut Slots<Box<Request>>, now: Nanos) -> usize {
-        let mut due = NEVER;
+        let (mut due, mut last_due) = (NEVER, 0);
         let closing = self.closing.load(Ordering::Acquire);
         let delivered = slots.harvest(
             |request| {
@@ -166,12 +167,14 @@ impl Core {
                 };
                 if step == Step::Going {
                     due = due.min(request.work.due);
+                    last_due = last_due.max(request.work.due);
                 }
                 step
             },
             |request| self.put_away(request),
         );
         channel.due.store(due, Ordering::SeqCst);
+        channel.last_due.store(last_due, Relaxed);
         delivered
     }
 
