@@ -43,9 +43,9 @@ impl Arrivals {
 
     fn content(self, page: u64, round: u64) -> Option<usize> {
         let cluster = page / CLUSTER;
-        // An odd factor: of 64 neighbouring clusters so many, mixed up.
+        // An odd factor: of 64 neighbouring clusters so many, mixed up, and otherwise in each huge page.
         let zero = match round {
-            0 => cluster.wrapping_mul(37) % 64 >= self.normal_of_64,
+            0 => (cluster.wrapping_mul(37) + mixed(cluster / 64) % 64) % 64 >= self.normal_of_64,
             _ => mixed(cluster ^ round << 40).is_multiple_of(ZERO_LATER),
         };
         (!zero).then_some(((page + 17 * round) % CONTENTS as u64) as usize)
