@@ -243,6 +243,9 @@ impl<'a> Receiver<'a> {
                 received.mark(pages.clone());
             }
             if self.setting.populate {
+                if self.setting.huge {
+                    self.look_before_writing(packet)?;
+                }
                 block.populate(pages).map_err(doing("populating"))?;
             }
             for Arrival { page, content } in run {
