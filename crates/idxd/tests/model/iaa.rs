@@ -171,7 +171,8 @@ fn a_decompression_goes_on_in_another_buffer() {
     for (queue, _model, _rig) in queues() {
         let source = Area::with(&data);
         let (stream, crc) = compress(&queue, &source, data.len(), CompressAecs::fixed(true));
-        let (input, output) = (Area::with(&stream), Area::new(11));
+        // Room for three whole parts: what lies behind may be the input.
+        let (input, output) = (Area::with(&stream), Area::new(12));
         let state = Arc::new(DecompressAecsPair::new());
         let part = 16_000;
         let mut descriptor =

@@ -362,11 +362,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_hardware_is_charged_for_grows_with_the_batch_but_not_by_the_page() {
+    fn a_larger_batch_is_charged_more_and_its_pages_less() {
         let per_page = |pages| CHARGES.of(pages, false) / pages as f64;
         for pair in BATCHES.windows(2) {
             assert!(per_page(pair[1]) < per_page(pair[0]));
-            assert!(CHARGES.of(pair[1], false) > CHARGES.of(pair[0], false));
+            assert!(CHARGES.of(pair[1], true) > CHARGES.of(pair[0], true));
         }
         assert!(CHARGES.of(128, true) > CHARGES.of(128, false));
         // 64 lines of records are behind the batch's own.
