@@ -21,6 +21,10 @@ use crate::state::State;
 use crate::table::{Detached, Id, Table};
 use crate::time::{NEVER, Nanos};
 
+/// Between two looks at what is overdue: a system call's time and more, and less than anybody minds.
+const SHORTEST_PAUSE: Nanos = 4_000;
+const LONGEST_PAUSE: Nanos = 64_000;
+
 /// Why a batch was not taken. It was given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -210,6 +214,7 @@ impl Channel {
     pub fn wait(&self, deadline: Nanos) -> Option<Done> {
         let shared = &self.shared;
         let time = &shared.core.settings.time;
+        let mut pause = SHORTEST_PAUSE;
         loop {
             let heard = shared.table.bell.heard();
             if let Some(done) = self.poll() {
@@ -221,8 +226,11 @@ impl Channel {
             if now >= deadline || self.under_way() == 0 {
                 return None;
             }
+            // What is overdue comes when it comes: it is looked at less and less often.
+            let until = if due > now { due } else { now + pause };
+            pause = if due > now { pause } else { (2 * pause).min(LONGEST_PAUSE) };
             shared.attended.store(true, Ordering::SeqCst);
-            time.sleep(&shared.table.bell, heard, due.max(now + 1).min(deadline));
+            time.sleep(&shared.table.bell, heard, until.min(deadline));
             shared.attended.store(false, Ordering::SeqCst);
             if time.now() >= deadline {
                 // Nobody attends to it now: the backstop may have to.

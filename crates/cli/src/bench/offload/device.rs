@@ -79,11 +79,14 @@ pub(super) fn measure(
         let mut memory = Pages::new(BYTES, true)?;
         memory.fill(zero_of_8);
         let memory = Arc::new(memory);
-        let searches = wanted.iter().map(|batch| Search::new(&memory, zero_of_8, *batch));
-        let searches = searches.collect::<Result<Vec<_>, _>>()?;
-        let mut cells: Vec<Cell<'_>> = searches
-            .iter()
-            .map(|search| Cell { name: name(content, search.batch), run: Box::new(|| search.run()) })
+        // Made for each run: a stand-in that waits for work keeps a CPU busy.
+        let mut cells: Vec<Cell<'_>> = wanted
+            .into_iter()
+            .map(|batch| {
+                let memory = &memory;
+                let run = move || Search::new(memory, zero_of_8, batch)?.run();
+                Cell { name: name(content, batch), run: Box::new(run) }
+            })
             .collect();
         findings.rows.extend(interleaved(&mut cells, args.rounds(), cancel, tell)?);
     }
