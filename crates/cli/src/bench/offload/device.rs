@@ -29,6 +29,9 @@ const BATCHES: [usize; 6] = [1, 8, 32, 128, 512, 1024];
 const IN_FLIGHT: usize = 16;
 /// Memory that is searched again and again: more than the caches have.
 const BYTES: usize = 128 << 20;
+/// How often it is gone through, and before that until offload has its batches and knows the device's pace.
+const WALKS: usize = 30;
+const FIRST_WALKS: usize = 5;
 /// From this size on the targets are meant.
 const LARGE: usize = 128;
 
@@ -162,14 +165,18 @@ impl Search {
     /// Measured, charged, both, device, completion: nanoseconds per page; then the share of a core for completion.
     fn run(&self) -> Result<Vec<f64>, HostsError> {
         let channel = self.offload.channel();
-        // The first walk makes the pools.
-        self.walk(&channel)?;
-        let pages = (self.memory.bytes().len() / PAGE_SIZE) as f64;
+        for _ in 0..FIRST_WALKS {
+            self.walk(&channel)?;
+        }
+        let pages = (WALKS * self.memory.bytes().len() / PAGE_SIZE) as f64;
         let (own, others) = (cpu_ns(), threads_ns());
-        let zero = self.walk(&channel)?;
+        let mut zero = 0;
+        for _ in 0..WALKS {
+            zero += self.walk(&channel)?;
+        }
         let measured = (cpu_ns() - own + threads_ns() - others) / pages;
         let is_zero = |page: &&[u8]| page.iter().all(|byte| *byte == 0);
-        let expected = self.memory.bytes().chunks(PAGE_SIZE).filter(is_zero).count();
+        let expected = self.memory.bytes().chunks(PAGE_SIZE).filter(is_zero).count() * WALKS;
         if zero != expected {
             return Err(HostsError(format!("{zero} zero pages were found of {expected}")));
         }
