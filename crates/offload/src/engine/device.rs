@@ -124,6 +124,8 @@ pub(crate) struct Device {
     outstanding: AtomicU32,
     /// What most pages of the last zero map were.
     expect_zero: AtomicBool,
+    /// Whether nearly all of them were.
+    expect_run: AtomicBool,
     pub(crate) admission: Mutex<Admission>,
     quarantine: Mutex<Quarantine>,
     second: Mutex<SecondLook>,
@@ -176,6 +178,7 @@ impl Device {
             busy_until: AtomicU64::new(0),
             outstanding: AtomicU32::new(0),
             expect_zero: AtomicBool::new(false),
+            expect_run: AtomicBool::new(false),
             admission: Mutex::new(admission),
             quarantine: Mutex::default(),
             second: Mutex::new(SecondLook { slab: Slab::new(64, info.numa_node), under_way: None }),
@@ -231,9 +234,15 @@ impl Device {
         self.expect_zero.load(Relaxed)
     }
 
-    /// Notes what most pages were.
-    pub(crate) fn expect_zero(&self, zero: bool) {
+    /// Whether nearly all of the next pages are expected to be zero.
+    pub(crate) fn expects_run(&self) -> bool {
+        self.expect_run.load(Relaxed)
+    }
+
+    /// Notes what most pages were, and whether nearly all of them were zero.
+    pub(crate) fn expect_zero(&self, zero: bool, nearly_all: bool) {
         self.expect_zero.store(zero, Relaxed);
+        self.expect_run.store(nearly_all, Relaxed);
     }
 
     /// Puts it out of service, once.

@@ -31,6 +31,8 @@ const SHORTEST_LOOK: Nanos = 5_000;
 const LONGEST_LOOK: Nanos = 5_000_000;
 /// The shortest and the longest run of a range-first zero map, in pages.
 const SHORTEST_RUN: u32 = 1;
+/// Pages side by side that are asked for by one range where a batch is possible too.
+const WORTH_A_RUN: u32 = 16;
 const LONGEST_RUN: u32 = 128;
 
 /// What a part is.
@@ -84,6 +86,8 @@ pub(crate) struct Parts {
     most: u32,
     /// Whether pages are expected to be zero.
     expect_zero: bool,
+    /// Whether nearly all of them are.
+    expect_run: bool,
     /// Pages of the next range.
     stride: u32,
     /// Device time over all parts, as measured.
@@ -164,8 +168,18 @@ impl<D: Dialect> Accelerator<D> {
             return None;
         }
         let (form, count) = if queue.max_batch > 1 {
+            let longest = (queue.max_transfer / PAGE_SIZE as u64).min(LONGEST_RUN.into()) as u32;
             let count = queue.max_batch.min(request.work.parts.most).min(items - first);
-            (if count > 1 { Form::Batch } else { Form::Single }, count)
+            // Where pages were zero one and all, one descriptor asks for a whole run of them.
+            let run = match request.work.parts.expect_run {
+                true => side_by_side(request, first, count.min(longest)),
+                false => 0,
+            };
+            match count {
+                _ if run >= WORTH_A_RUN => (Form::Range, run),
+                1 => (Form::Single, 1),
+                _ => (Form::Batch, count),
+            }
         } else if request.operation == Operation::ZeroMap {
             let longest = (queue.max_transfer / PAGE_SIZE as u64).clamp(1, LONGEST_RUN.into()) as u32;
             (
@@ -403,8 +417,12 @@ impl<D: Dialect> Accelerator<D> {
         let next = first + stopped + 1;
         let left = first + count - next;
         if left > 0 {
+            let batches = self.device_of(request).queues[request.work.parts.queue].max_batch > 1;
             let part = &mut request.work.parts.parts[number];
             (part.place, part.run, part.due) = (Place::Waiting, (next, left), 0);
+            if batches {
+                part.form = if left > 1 { Form::Batch } else { Form::Single };
+            }
         }
     }
 
@@ -463,7 +481,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
         let Some(chosen) = self.choose(request) else { return Begun::Spill(Cause::OutOfService) };
         let device = &self.devices[chosen];
         let queue = device.next_queue();
-        let expect_zero = device.expects_zero();
+        let (expect_zero, expect_run) = (device.expects_zero(), device.expects_run());
         let max_transfer = device.queues[queue].max_transfer;
         if !(0..request.items.len()).all(|item| self.dialect.takes(request, item, max_transfer)) {
             return Begun::Spill(Cause::Unsuitable);
@@ -481,7 +499,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
             most = u32::try_from(admission.share.largest_batch() / PAGE_SIZE as u64).unwrap_or(u32::MAX).max(1);
         }
         request.work.parts =
-            Parts { device: chosen, queue, expect_zero, stride: 16, refusals, most, ..Parts::default() };
+            Parts { device: chosen, queue, expect_zero, expect_run, stride: 16, refusals, most, ..Parts::default() };
         request.work.begun = now;
         let part = self.next_part(request).expect("a batch has items");
         request.work.parts.parts[0] = part;
@@ -578,7 +596,8 @@ impl<D: Dialect> Engine for Accelerator<D> {
         }
         if request.operation == Operation::ZeroMap {
             let zero: u32 = request.zero[..request.items.len().div_ceil(64)].iter().map(|word| word.count_ones()).sum();
-            self.device_of(request).expect_zero(2 * zero as usize > request.items.len());
+            let (zero, all) = (zero as usize, request.items.len());
+            self.device_of(request).expect_zero(2 * zero > all, 8 * zero >= 7 * all);
         }
     }
 
