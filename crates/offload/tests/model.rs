@@ -3,11 +3,13 @@
 
 mod support;
 
+use std::io::BufReader;
 use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_idxd_model::core::{Script, What};
 use sterna_idxd_model::{DeviceConfig, Model, ModelConfig};
+use sterna_offload::trace::Trace;
 use sterna_offload::{Cause, Kind, NEVER, Offload, OffloadReport, Operation, Outcome, Recheck, Settings, Shares};
 use support::operations::{all_operations, filled};
 use support::{Memory, PAGE, crc32c};
@@ -241,4 +243,34 @@ fn a_host_s_ledgers_are_kept_where_there_is_a_directory_and_missed_where_there_i
         let kept = std::fs::read_dir(&place).map_or(0, |files| files.filter(|file| file.is_ok()).count());
         assert_eq!(kept, ledgers, "{}", place.display());
     }
+}
+
+#[test]
+fn where_all_was_zero_one_descriptor_asks_for_a_run_and_what_it_stops_at_is_gone_on_with() {
+    const PAGES: usize = 32;
+    let model = Model::start(ModelConfig::dsa()).unwrap();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let trace = Arc::new(Trace::new(Box::new(file.reopen().unwrap())));
+    let mut settings = Settings::default();
+    settings.trace = Some(Arc::clone(&trace));
+    let offload = Offload::over(sterna_offload::model::queues(&model).unwrap(), &settings).unwrap();
+    let memory = Memory::new(PAGES);
+    // Touched: a page that was never there would be the CPU's.
+    (0..PAGES).for_each(|page| memory.write(page * PAGE, &[0]));
+    let all = memory.region().range(0, PAGES * PAGE).unwrap();
+    let look = || offload.is_zero(std::slice::from_ref(&all)).unwrap();
+
+    assert_eq!((look(), look()), (vec![true; PAGES], vec![true; PAGES]));
+    memory.write(5 * PAGE + 77, &[1]);
+    memory.write(31 * PAGE, &[1]);
+    let zero = look();
+
+    let normal: Vec<usize> = (0..PAGES).filter(|page| !zero[*page]).collect();
+    assert_eq!(normal, [5, 31]);
+    trace.finish().unwrap();
+    let exchanges = sterna_offload::trace::read(BufReader::new(file.reopen().unwrap())).unwrap();
+    let members: Vec<usize> = exchanges.iter().map(|exchange| exchange.members.len()).collect();
+    assert_eq!(members, [PAGES, 0, 0, PAGES - 6], "a batch, a run, a run that stops, and the batch behind it");
+    let report = offload.report();
+    assert!(report.taken_out.is_empty() && causes(&report).is_empty(), "{report:?}");
 }
