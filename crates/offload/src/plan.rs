@@ -36,6 +36,21 @@ pub struct PlanDevice {
     pub max_transfer: u64,
 }
 
+impl PlanDevice {
+    /// The DSA of this number, of the size that Sapphire Rapids has.
+    pub fn usual_dsa(number: u32) -> Self {
+        Self {
+            name: format!("dsa{number}"),
+            kind: Accelerator::Dsa,
+            engines: 4,
+            work_queues: 8,
+            entries: 128,
+            max_batch: 1024,
+            max_transfer: 1 << 31,
+        }
+    }
+}
+
 /// Why nothing can be planned.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -260,15 +275,7 @@ mod tests {
     use super::*;
 
     fn dsa(name: &str) -> PlanDevice {
-        PlanDevice {
-            name: name.into(),
-            kind: Accelerator::Dsa,
-            engines: 4,
-            work_queues: 8,
-            entries: 128,
-            max_batch: 1024,
-            max_transfer: 1 << 31,
-        }
+        PlanDevice { name: name.into(), ..PlanDevice::usual_dsa(0) }
     }
 
     #[test]

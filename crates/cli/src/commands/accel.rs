@@ -225,7 +225,7 @@ fn table(trials: &[Trial]) -> String {
 
 fn plan(args: &PlanArgs) -> Result<Exit, Failure> {
     let devices = match args.usual {
-        Some(count) => (0..count).map(usual).collect(),
+        Some(count) => (0..count).map(PlanDevice::usual_dsa).collect(),
         None => of_this_host(&args.devices)?,
     };
     let plan = Plan::new(args.vms, &devices).map_err(|error| Failure::failed(&error))?;
@@ -238,19 +238,6 @@ fn plan(args: &PlanArgs) -> Result<Exit, Failure> {
         say(&format!("# {note}"));
     }
     Ok(Exit::Completed)
-}
-
-/// A DSA as Sapphire Rapids has it.
-fn usual(number: u32) -> PlanDevice {
-    PlanDevice {
-        name: format!("dsa{number}"),
-        kind: Accelerator::Dsa,
-        engines: 4,
-        work_queues: 8,
-        entries: 128,
-        max_batch: 1024,
-        max_transfer: 1 << 31,
-    }
 }
 
 fn of_this_host(wanted: &[String]) -> Result<Vec<PlanDevice>, Failure> {
