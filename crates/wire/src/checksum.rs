@@ -3,16 +3,11 @@
 //! This polynomial because Intel DSA computes it while it copies (DSA specification, CRC Generation operation), and
 //! CPUs have an instruction for it.
 
-use crc_fast::{CrcAlgorithm, checksum, checksum_combine};
+use crc_fast::{CrcAlgorithm, checksum};
 
 /// The CRC-32C of `bytes`.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
-}
-
-/// The CRC-32C of two pieces one after the other, from that of each; the second is of so many bytes.
-pub fn combine(first: u32, second: u32, bytes: u64) -> u32 {
-    checksum_combine(CrcAlgorithm::Crc32Iscsi, first.into(), second.into(), bytes) as u32
 }
 
 /// A CRC-32C over several pieces.
@@ -54,6 +49,5 @@ mod tests {
         pieces.update(b"1234");
         pieces.update(b"56789");
         assert_eq!(pieces.finish(), 0xe306_9283);
-        assert_eq!(combine(crc32c(b"1234"), crc32c(b"56789"), 5), 0xe306_9283);
     }
 }

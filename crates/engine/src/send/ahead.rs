@@ -8,9 +8,10 @@
 use std::collections::VecDeque;
 
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::checksum::crc32c_combine;
 use sterna_memory::ram::GuestRam;
 use sterna_offload::{Batch, Channel, Done, NEVER, Operation, Outcome, TicketId};
-use sterna_wire::checksum::combine;
+
 use sterna_wire::packet::{Run, RunKind};
 
 use crate::accelerator::Accelerator;
@@ -74,7 +75,7 @@ impl Copy {
         }
         let ranges = (0..self.0.len()).map(|item| (self.0.checksum(item), self.0.copy(item).len() as u64));
         ranges
-            .reduce(|(first, before), (second, bytes)| (combine(first, second, bytes), before + bytes))
+            .reduce(|(first, before), (second, bytes)| (crc32c_combine(first, second, bytes), before + bytes))
             .map(|all| all.0)
     }
 }
