@@ -1,9 +1,10 @@
 //! Shares between processes that co-operate: each says in a common file what it has in a queue and what it wants there.
 //!
 //! Every process has a **slot**: its weight, the device time it has in flight, the device time it wants, and its place in the
-//! order of start-time fair queueing, which is the same as inside one process. A batch is let in when everything in flight, and
-//! what waits with an earlier turn, leaves room for it within [`IN_FLIGHT`]; while others wait, a process
-//! has no more in flight than its weight's part of that, or one batch where the part is smaller than a batch.
+//! order of start-time fair queueing, which is the same as inside one process. The batch with the earliest turn is let in when
+//! everything in flight leaves room for it within [`IN_FLIGHT`]; one with a later turn when it leaves room for it, and for all
+//! that waits before it, within two thirds of that. While others wait, a process has no more in flight than its
+//! weight's part, or one batch where the part is smaller than a batch.
 //!
 //! There is no lock around a decision: each looks, decides, and publishes what it took or that it waits. Those that look at the
 //! same moment can all go, so more than the bound can be in flight, by one batch for each other process at most. That is
@@ -277,13 +278,16 @@ impl<T: Table> Share for Ledger<T> {
         // While others wait, a process has its part, and gives it to its own VMs in their order.
         let within_part =
             !others.anyone_waits || (before_own == 0 && (self.batches == 0 || own < self.part(self.own.weight(), all)));
+        // Past an earlier turn only where the device might run dry before its owner wakes: who asks more often because its
+        // batches are smaller would else take every gap that the other sleeps through.
+        let room = if others.before > 0 { self.bound * 2 / 3 } else { self.bound };
         let alone = self.batches == 0 && others.in_flight == 0 && others.before == 0 && before_own == 0;
         let since = self.waiting.map_or(now, |(since, _)| since);
         let turn = ask.predicted.saturating_mul(2 * all / self.own.weight()).clamp(SHORT_TURN, LONGEST_TURN);
         let overdue = self.batches == 0 && before_own == 0 && now.saturating_sub(since) >= turn;
         // However slow the device is against its prediction: no more than this is out.
         let outstanding = self.batches == 0 || self.in_flight.saturating_add(ask.predicted) <= self.bound;
-        if (filled <= self.bound && within_part && outstanding) || alone || overdue {
+        if (filled <= room && within_part && outstanding) || alone || overdue {
             return self.admit(ask, ahead, now);
         }
         // Each of its own batches before this one needs a turn of its own.
