@@ -222,6 +222,8 @@ impl Overtaken {
 enum Wanted {
     /// They are to be read and sent.
     Content,
+    /// They did not arrive as they were read: they are to be read and sent another way.
+    Again,
     /// The destination is to give up what it has of them.
     Discard,
 }
@@ -269,6 +271,12 @@ impl PageSearch {
         self.add(Wanted::Content, block, run)
     }
 
+    /// Has the pages of `run` in `block` read again and sent another way, because they did not arrive as they were read.
+    pub fn again(&mut self, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
+        self.handed_over += run.end - run.start;
+        self.add(Wanted::Again, block, run)
+    }
+
     /// Tells the destination to give up what it has of the pages of `run` in `block`, after everything that was handed over
     /// before.
     pub fn discard(&mut self, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
@@ -290,7 +298,7 @@ impl PageSearch {
             let (_, batch) = self.open[channel].as_mut().expect("just put there");
             let end = region_end.min(run.end);
             match wanted {
-                Wanted::Content => {
+                Wanted::Content | Wanted::Again => {
                     let room = self.batch_pages - batch.pages();
                     let count = room.min(end - at);
                     batch.push_normal(at, count as u32, 0);
@@ -315,8 +323,9 @@ impl PageSearch {
 
     fn flush_channel(&mut self, channel: usize) -> Result<(), WindowClosed> {
         let item = match self.open[channel].take() {
-            Some((Wanted::Content, pages)) => {
-                Item::Guest(GuestPages { ram: self.ram.clone(), pages, overtaken: self.overtaken.clone() })
+            Some((wanted @ (Wanted::Content | Wanted::Again), pages)) => {
+                let (ram, overtaken) = (self.ram.clone(), self.overtaken.clone());
+                Item::Guest(GuestPages { ram, pages, overtaken, again: wanted == Wanted::Again })
             }
             Some((Wanted::Discard, batch)) => Item::Discard(batch),
             None => return Ok(()),

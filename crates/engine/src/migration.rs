@@ -2,8 +2,10 @@
 
 use std::fmt;
 
-use sterna_memory::ram::GuestRam;
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_wire::control::{Block, Machine};
+use sterna_wire::packet::BlockShape;
 
 use crate::report::Report;
 
@@ -12,6 +14,15 @@ pub(crate) const GUEST_STATE: &str = "guest-state-1";
 
 /// To let the guest go on at the destination before all of its RAM is there, version 1.
 pub(crate) const POST_COPY: &str = "post-copy-1";
+
+/// The capability to refuse a packet whose content did not arrive as it was read, and to send its pages again, version 1.
+pub(crate) const SEND_AGAIN: &str = "send-again-1";
+
+/// The blocks of `ram`, as packets are checked against them.
+pub(crate) fn shapes(ram: &GuestRam) -> Vec<BlockShape> {
+    let shape = |block: &RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
+    ram.blocks().iter().map(shape).collect()
+}
 
 /// One of the two sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,7 +150,7 @@ impl std::error::Error for MigrationError {}
 
 /// What a source says of its guest, and a destination of its own.
 pub(crate) fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine {
-    let block = |block: &sterna_memory::ram::RamBlock| Block {
+    let block = |block: &RamBlock| Block {
         name: block.name().to_owned(),
         bytes: block.bytes(),
         page_size: block.page_size() as u64,

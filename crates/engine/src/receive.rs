@@ -13,8 +13,8 @@ use arrayvec::ArrayVec;
 use sterna_codec::{CodecError, Decoder, Method};
 use sterna_wire::checksum::{Crc32c, crc32c};
 use sterna_wire::packet::{
-    Ack, BlockShape, DeviceLabel, MAX_TABLE, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PacketKind, PageTable,
-    Run, RunKind,
+    Ack, BlockShape, DeviceLabel, MAX_TABLE, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PacketKind, PageRequest,
+    PageTable, Refusal, Run, RunKind,
 };
 use sterna_wire::sequence::{OutOfSequence, ReceiveSequence};
 
@@ -42,7 +42,8 @@ pub trait Sink: Send {
     /// there; the zero runs are dealt with. None: the content is to be given to [`Sink::pages`]. Asked for packets with at
     /// most [`MOST_PLACES`] normal runs.
     ///
-    /// What is written there is checked only afterwards. If it was damaged the channel fails, and with it the migration.
+    /// What is written there is checked only afterwards. If it was damaged it is refused ([`Sink::refuse`]), or the channel fails, and
+    /// with it the migration.
     fn places(&mut self, _block: u16, _runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
         Ok(None)
     }
@@ -53,6 +54,13 @@ pub trait Sink: Send {
     /// Pages of `block`; `content` holds those of the normal runs. Returns when they are placed.
     fn pages(&mut self, _block: u16, _runs: &[Run], _content: &[u8]) -> Result<(), SinkError> {
         misplaced("pages")
+    }
+
+    /// The content of a packet with these pages of `block` is not what the source read from the guest, and may have been written
+    /// where [`Sink::places`] said. True: the zero runs are dealt with, and the normal pages count as missing until they were sent
+    /// again. False: the channel fails.
+    fn refuse(&mut self, _block: u16, _runs: &[Run]) -> Result<bool, SinkError> {
+        Ok(false)
     }
 
     /// What was placed of these pages of `block` is old: it is given up.
@@ -133,6 +141,13 @@ pub enum ReceiveError {
     },
 }
 
+impl ReceiveError {
+    /// Whether all of the packet has arrived, and its content is not what the source read.
+    fn is_damage(&self) -> bool {
+        matches!(self, Self::Decode { .. } | Self::Content(_))
+    }
+}
+
 /// What arrived on a channel.
 #[derive(Debug, Default)]
 pub struct ReceiveCounters {
@@ -142,6 +157,8 @@ pub struct ReceiveCounters {
     pub content_bytes: AtomicU64,
     /// Packets that decoded wrongly once and rightly the second time.
     pub decoded_again: AtomicU64,
+    /// Packets that were refused.
+    pub refused: AtomicU64,
 }
 
 /// What the two sides agreed on about packets.
@@ -212,7 +229,18 @@ impl Receiving<'_> {
                 pages.read(&header, table, blocks)?;
             }
             match header.kind {
-                PacketKind::Pages => self.pages(&header, pages.runs(), sink)?,
+                PacketKind::Pages => match (self.pages(&header, pages.runs(), sink), &mut acknowledgements) {
+                    (Err(damage), Some(writer)) if damage.is_damage() => {
+                        let refuses = sink.refuse(header.subject, pages.runs());
+                        if !refuses.map_err(|error| refused(&header, error))? {
+                            return Err(damage);
+                        }
+                        tracing::warn!(%damage, "its pages are asked for again");
+                        self.counters.refused.fetch_add(1, Ordering::Relaxed);
+                        say_refusal(writer, &header, pages.runs())?;
+                    }
+                    (outcome, _) => outcome?,
+                },
                 _ => self.other(&header, table, pages.runs(), sink)?,
             }
             self.counters.content_bytes.fetch_add(header.content_length.into(), Ordering::Relaxed);
@@ -339,6 +367,16 @@ impl Receiving<'_> {
         }
         Err(ReceiveError::Content(header.sequence))
     }
+}
+
+/// Asks for the normal pages of a packet again.
+fn say_refusal(writer: &mut Writer, header: &PacketHeader, runs: &[Run]) -> std::io::Result<()> {
+    let normal = || runs.iter().filter(|run| run.kind == RunKind::Normal);
+    let refusal = Refusal { sequence: header.sequence, requests: normal().count() as u32 };
+    let request = |run: &Run| PageRequest { block: header.subject, first: run.first, count: run.count }.encode();
+    let mut bytes = refusal.encode().to_vec();
+    bytes.extend(normal().flat_map(request));
+    writer.write_all(&bytes)
 }
 
 fn refused(header: &PacketHeader, error: SinkError) -> ReceiveError {

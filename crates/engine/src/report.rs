@@ -176,6 +176,9 @@ pub struct Report {
     /// Which accelerators the source used for what so far, and what the CPU had to do in their place.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub accelerators: Vec<String>,
+    /// Packets whose content did not arrive as it was read from the guest, so that their pages were sent again.
+    #[serde(default)]
+    pub refused_packets: u32,
 }
 
 impl Report {
@@ -252,6 +255,10 @@ impl Report {
             line("accelerator", accelerator.clone());
         }
         line("pages", format!("{} normal, {} zero, in {} rounds", self.normal_pages, self.zero_pages, self.rounds));
+        if self.refused_packets > 0 {
+            let cause = "an accelerator, the memory or the network of one of the two hosts damages data";
+            line("damaged", format!("{} packets, which were sent again: {cause}", self.refused_packets));
+        }
         line(
             "network",
             format!(
@@ -431,6 +438,7 @@ mod tests {
             destination_faults: 0,
             placement: Vec::new(),
             accelerators: Vec::new(),
+            refused_packets: 0,
         }
     }
 

@@ -13,10 +13,10 @@ use sterna::abort::Abort;
 use sterna::batch::BatchPool;
 use sterna::pacer::Pacer;
 use sterna::receive::{PacketRules, ReceiveCounters, ReceiveError, receive_packets};
-use sterna::send::{Item, SendChannel, SendContext};
+use sterna::send::{Item, MOST_REFUSED, SendAgain, SendChannel, SendContext};
 use sterna::window::{Window, WindowClosed};
 use sterna_codec::MethodChoice;
-use sterna_wire::packet::{Ack, PACKET_HEADER_LENGTH, PacketError, PacketHeader};
+use sterna_wire::packet::{Ack, BlockShape, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PageRequest, Refusal};
 
 const PACKET: usize = 16 * PAGE;
 const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
@@ -35,6 +35,10 @@ struct Source {
 
 impl Source {
     fn start(method: &str) -> Self {
+        Self::hearing_refusals(method, None)
+    }
+
+    fn hearing_refusals(method: &str, again: Option<Arc<SendAgain>>) -> Self {
         let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO));
         let abort = Arc::new(Abort::default());
         let (raised, alarm) = mpsc::channel();
@@ -49,6 +53,7 @@ impl Source {
             method: MethodChoice::parse(method, None).unwrap(),
             rules: RULES,
             accelerator: None,
+            again,
         };
         let (near, peer) = sockets();
         let (writer, reader) = halves(near);
@@ -86,6 +91,66 @@ fn take_packet(from: &mut impl Read) -> Vec<u8> {
     packet.resize(PACKET_HEADER_LENGTH + header.table_length as usize + header.payload_length as usize, 0);
     from.read_exact(&mut packet[PACKET_HEADER_LENGTH..]).unwrap();
     packet
+}
+
+/// A refusal of packet `sequence` that asks for these pages.
+fn refusal(sequence: u64, pages: &[PageRequest]) -> Vec<u8> {
+    let mut bytes = Refusal { sequence, requests: pages.len() as u32 }.encode().to_vec();
+    pages.iter().for_each(|page| bytes.extend(page.encode()));
+    bytes
+}
+
+#[test]
+fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_that_are_there() {
+    within_a_minute(|| {
+        let memory = vec![BlockShape { pages: 100, page_size: PAGE as u32 }];
+        let page = PageRequest { block: 0, first: 98, count: 2 };
+        let cases: [(&str, Vec<u8>, bool); 6] = [
+            ("not agreed on", refusal(2, &[page]), false),
+            ("that is not in flight", refusal(1, &[page]), true),
+            ("that is not in flight", refusal(3, &[page]), true),
+            ("does not begin like one", refusal(2, &[]), true),
+            ("outside", refusal(2, &[PageRequest { count: 3, ..page }]), true),
+            ("outside", refusal(2, &[page, PageRequest { block: 1, ..page }]), true),
+        ];
+        for (words, bytes, agreed) in cases {
+            let again = Arc::new(SendAgain::none_of(memory.clone()));
+            let mut source = Source::hearing_refusals("none", agreed.then(|| Arc::clone(&again)));
+            source.send_zero_page();
+            source.send_zero_page();
+            source.acknowledge(1);
+            source.peer.write_all(&bytes).unwrap();
+            let reason = source.reason();
+            assert!(reason.contains(words), "{words}: {reason}");
+        }
+    });
+}
+
+#[test]
+fn what_was_refused_is_known_when_everything_is_acknowledged_and_nobody_refuses_for_ever() {
+    within_a_minute(|| {
+        let again = Arc::new(SendAgain::none_of(vec![BlockShape { pages: 100, page_size: PAGE as u32 }]));
+        let mut source = Source::hearing_refusals("none", Some(Arc::clone(&again)));
+        source.send_zero_page();
+        let pages = [PageRequest { block: 0, first: 3, count: 2 }, PageRequest { block: 0, first: 5, count: 1 }];
+        source.peer.write_all(&refusal(1, &pages)).unwrap();
+        source.acknowledge(1);
+        assert_eq!(source.channel.drained(), Ok(1));
+        let mut runs = Vec::new();
+        assert_eq!(again.take(|block, run| runs.push((block, run))), 3);
+        assert_eq!(runs, [(0, 3..6)]);
+        assert_eq!((again.take(|_, _| panic!("they were taken")), again.packets()), (0, 1));
+
+        source.send_zero_page();
+        for _ in 1..MOST_REFUSED {
+            source.peer.write_all(&refusal(2, &pages[..1])).unwrap();
+        }
+        source.acknowledge(2);
+        assert_eq!(source.channel.drained(), Ok(2));
+        source.send_zero_page();
+        source.peer.write_all(&refusal(3, &pages[..1])).unwrap();
+        assert!(source.reason().contains("has refused more than 64 packets"));
+    });
 }
 
 #[test]

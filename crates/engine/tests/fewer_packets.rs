@@ -46,6 +46,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
             method: MethodChoice::parse("none", None).unwrap(),
             rules,
             accelerator: None,
+            again: None,
         };
         let (near, mut far) = sockets();
         let (writer, reader) = halves(near);

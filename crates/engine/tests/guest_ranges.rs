@@ -98,6 +98,7 @@ fn move_memory(method: &str, checksums: bool) {
         method: MethodChoice::parse(method, None).unwrap(),
         rules,
         accelerator: None,
+        again: None,
     };
     let mut channels = Vec::new();
     let mut receivers = Vec::new();

@@ -341,6 +341,7 @@ impl OddSource {
             method: MethodChoice::parse("none", None).unwrap(),
             rules: self.session.rules(),
             accelerator: None,
+            again: None,
         };
         self.session.open_channels(&Security::Insecure, &self.address, &context, &Cancel::new()).unwrap()
     }

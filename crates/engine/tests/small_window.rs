@@ -42,6 +42,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         method: MethodChoice::parse("none", None).unwrap(),
         rules: RULES,
         accelerator: None,
+        again: None,
     };
     let placed = Placed::default();
     let (mut senders, mut receivers) = (Vec::new(), Vec::new());

@@ -320,7 +320,7 @@ impl PageTable {
 /// Length of an encoded [`PageRequest`], in bytes.
 pub const PAGE_REQUEST_LENGTH: usize = 16;
 
-/// What a destination in post-copy asks its source for: `block u16`, reserved `u16`, `count u32`, `first u64`.
+/// Pages that a destination asks its source for, in post-copy or after it has refused a packet: `block u16`, reserved `u16`, `count u32`, `first u64`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRequest {
     /// The RAM block's index.
@@ -395,9 +395,9 @@ pub struct Ack {
     pub sequence: u64,
 }
 
-/// What should be an acknowledgement is not one.
+/// What should be an acknowledgement or a refusal is neither.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("what should be an acknowledgement does not begin like one: the channel is out of step")]
+#[error("what should be an acknowledgement or a refusal does not begin like one: the channel is out of step")]
 pub struct BadAck;
 
 impl Ack {
@@ -416,6 +416,54 @@ impl Ack {
         }
         let sequence = bytes[8..16].try_into().expect("eight bytes");
         Ok(Self { sequence: u64::from_le_bytes(sequence) })
+    }
+}
+
+const REFUSAL_MAGIC: [u8; 4] = *b"STRF";
+
+/// The receiver's other answer, where both sides have agreed on it: the content of packet `sequence` is not what the source read
+/// from the guest. So many [`PageRequest`]s follow: its normal pages, which are to be sent again. The packet counts as placed
+/// with the next acknowledgement all the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The packet, not acknowledged yet.
+    pub sequence: u64,
+    /// How many requests follow, 1 to [`MAX_RUNS`].
+    pub requests: u32,
+}
+
+impl Refusal {
+    /// The refusal as it travels: `magic u32 "STRF", requests u32, sequence u64`.
+    pub fn encode(&self) -> [u8; ACK_LENGTH] {
+        let mut bytes = [0; ACK_LENGTH];
+        bytes[0..4].copy_from_slice(&REFUSAL_MAGIC);
+        bytes[4..8].copy_from_slice(&self.requests.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes
+    }
+}
+
+/// What the receiver of a packet channel says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// Packets were placed.
+    Placed(Ack),
+    /// A packet was not.
+    Refused(Refusal),
+}
+
+impl Answer {
+    /// Reads an answer; the requests of a refusal follow it.
+    pub fn decode(bytes: &[u8; ACK_LENGTH]) -> Result<Self, BadAck> {
+        if bytes[0..4] != REFUSAL_MAGIC {
+            return Ack::decode(bytes).map(Self::Placed);
+        }
+        let requests = u32::from_le_bytes(bytes[4..8].try_into().expect("four bytes"));
+        let sequence = u64::from_le_bytes(bytes[8..16].try_into().expect("eight bytes"));
+        if !(1..=MAX_RUNS as u32).contains(&requests) {
+            return Err(BadAck);
+        }
+        Ok(Self::Refused(Refusal { sequence, requests }))
     }
 }
 
@@ -566,6 +614,18 @@ mod tests {
         fn runs_read_back(first in 0u64..1 << 40, count in 1u32..=Run::MAX_COUNT, zero: bool) {
             let run = Run { kind: if zero { RunKind::Zero } else { RunKind::Normal }, first, count };
             prop_assert_eq!(Run::decode(run.encode()), Ok(run));
+        }
+
+        #[test]
+        fn answers_read_back_and_nothing_else_is_one(sequence: u64, requests in 1..=MAX_RUNS as u32, bytes: [u8; ACK_LENGTH]) {
+            let (placed, refused) = (Ack { sequence }, Refusal { sequence, requests });
+            prop_assert_eq!(Answer::decode(&placed.encode()), Ok(Answer::Placed(placed)));
+            prop_assert_eq!(Answer::decode(&refused.encode()), Ok(Answer::Refused(refused)));
+            for requests in [0, MAX_RUNS as u32 + 1, u32::MAX] {
+                prop_assert_eq!(Answer::decode(&Refusal { sequence, requests }.encode()), Err(BadAck));
+            }
+            let begins_like_one = bytes[0..4] == ACK_MAGIC || bytes[0..4] == REFUSAL_MAGIC;
+            prop_assert!(begins_like_one || Answer::decode(&bytes) == Err(BadAck));
         }
 
         #[test]

@@ -10,7 +10,7 @@ use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::{ChannelHeader, ChannelKind, ChannelReply, MAGIC, PROTOCOL_VERSION};
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 use sterna_wire::limits as limit;
-use sterna_wire::packet::{Ack, DeviceLabel, PacketHeader, PacketKind, Run, RunKind};
+use sterna_wire::packet::{Ack, DeviceLabel, PacketHeader, PacketKind, PageRequest, Refusal, Run, RunKind};
 
 fn document() -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/protocol.md")).unwrap()
@@ -130,6 +130,8 @@ fn packets_and_acknowledgements_are_those_of_the_document() {
     assert_eq!(end.encode(&[]).to_vec(), hex("generation-end"));
     assert_eq!(DeviceLabel { name: b"0000:00:02.0/vfio", instance: 1 }.encode(), hex("device-label"));
     assert_eq!(Ack { sequence: 8 }.encode().to_vec(), hex("ack"));
+    let request = PageRequest { block: 0, first: 10, count: 2 };
+    assert_eq!([Refusal { sequence: 8, requests: 1 }.encode(), request.encode()].concat(), hex("refusal"));
 }
 
 #[test]

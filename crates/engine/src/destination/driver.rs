@@ -21,7 +21,9 @@ use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, say};
 use crate::ledger::Ledger;
-use crate::migration::{GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, Side, difference, machine};
+use crate::migration::{
+    GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference, machine,
+};
 use crate::occupied::Occupied;
 use crate::process;
 use crate::receive::Sink;
@@ -71,7 +73,7 @@ pub(super) fn run(
         };
         difference(&hello.machine.blocks, &ours).or_else(post_copy)
     };
-    let mut offered = vec![GUEST_STATE, UNCHECKED];
+    let mut offered = vec![GUEST_STATE, UNCHECKED, SEND_AGAIN];
     offered.extend(no_post_copy.is_none().then_some(POST_COPY));
     let features = Features { offered: &offered, required: &[GUEST_STATE] };
     let greeting = Greeting { mode: Mode::Embedded, features, refusal: &refusal };
@@ -117,7 +119,11 @@ pub(super) fn run(
 
     let begun = events_in.clone();
     let (state_sink, ahead, last) = state_sink(move |part| drop(begun.send(Event::State(part))));
-    let sinks = TargetSinks { target: Arc::clone(&target), state: Mutex::new(Some(state_sink)) };
+    let sinks = TargetSinks {
+        target: Arc::clone(&target),
+        may_refuse: session.has(SEND_AGAIN),
+        state: Mutex::new(Some(state_sink)),
+    };
     let rules = session.rules();
     let channels = PostCopyChannels::default();
     let other = channels.door(&target, rules);
@@ -174,12 +180,13 @@ pub(super) fn run(
 /// The sinks of this migration's channels.
 struct TargetSinks<F> {
     target: Arc<Target>,
+    may_refuse: bool,
     state: Mutex<Option<StateSink<F>>>,
 }
 
 impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
     fn ram(&self, index: u16) -> Box<dyn Sink> {
-        Box::new(RamSink::new(&self.target, index))
+        Box::new(RamSink::new(&self.target, index, self.may_refuse))
     }
 
     fn stream(&self) -> Box<dyn Sink> {
@@ -513,6 +520,11 @@ impl Driver<'_> {
                 if !complete {
                     let reason = "pages are missing: the totals of the source are not what was placed";
                     return Some(DestinationEvent::Failed { reason: reason.into() });
+                }
+                let refused = self.target.refused();
+                if refused > 0 {
+                    let reason = format!("{refused} pages arrived damaged, and the source has not sent them again");
+                    return Some(DestinationEvent::Failed { reason });
                 }
                 self.target.seal();
                 self.totals = Some(totals);

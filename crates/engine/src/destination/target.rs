@@ -1,5 +1,7 @@
 //! Where pages end: the destination's guest RAM, and the sinks that put them there.
 //!
+//! A page whose content did not arrive as the source read it counts as missing until it was sent again.
+//!
 //! A page is marked as received before its content is written, so a zero page costs a page fault only where something
 //! else was before. Faults are taken by one system call for all pages of a run, just before they are written, by each
 //! channel for its own.
@@ -9,6 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::place::{FileWrite, Place, Way, ZeroBy};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
@@ -17,6 +20,7 @@ use sterna_wire::packet::{BlockShape, Run, RunKind};
 use super::Before;
 use super::post_copy::{HugePage, PostCopy};
 use crate::entry::REGION;
+use crate::migration::shapes;
 use crate::receive::{Places, Sink, SinkError};
 
 /// Pages populated or cleared by one step of preparing, so that several threads share a block: 64 MiB.
@@ -35,6 +39,8 @@ pub(super) struct Target {
     channels: Vec<Vec<AtomicU16>>,
     /// Channels that are writing straight into RAM.
     straight: AtomicU32,
+    /// By block: pages that arrived damaged and have not come again; none before the first.
+    refused: OnceLock<Vec<AtomicPageBitmap>>,
     /// The source has said that it has sent everything, or in post-copy, everything that is to be given up.
     sealed: AtomicBool,
 }
@@ -44,8 +50,7 @@ impl Target {
     pub(super) fn new(ram: GuestRam, prefault: bool) -> Self {
         let files = ram.blocks().iter().map(|block| if prefault { None } else { by_file(block) }).collect();
         let received = ram.blocks().iter().map(|block| ReceivedBitmap::new(block.pages())).collect();
-        let shape = |block: &RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
-        let shapes = ram.blocks().iter().map(shape).collect();
+        let shapes = shapes(&ram).into();
         let regions = |block: &RamBlock| (0..block.bytes().div_ceil(REGION)).map(|_| AtomicU16::new(0)).collect();
         let channels = ram.blocks().iter().map(regions).collect();
         Self {
@@ -56,6 +61,7 @@ impl Target {
             post_copy: OnceLock::new(),
             channels,
             straight: AtomicU32::new(0),
+            refused: OnceLock::new(),
             sealed: AtomicBool::new(false),
         }
     }
@@ -82,6 +88,25 @@ impl Target {
 
     fn is_sealed(&self) -> bool {
         self.sealed.load(Ordering::Acquire)
+    }
+
+    /// Pages of `runs` that arrived damaged count as missing.
+    fn refuse(&self, number: u16, runs: impl Iterator<Item = Range<u64>>) {
+        let none = || self.ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect();
+        let refused = &self.refused.get_or_init(none)[usize::from(number)];
+        runs.for_each(|pages| refused.set(pages));
+    }
+
+    /// Pages of `runs` are placed or given up.
+    fn settle(&self, number: u16, runs: &[Run]) {
+        if let Some(refused) = self.refused.get() {
+            runs.iter().for_each(|run| refused[usize::from(number)].clear(run.first..run.end()));
+        }
+    }
+
+    /// Pages that arrived damaged and have not come again. All channels have placed what the source had sent.
+    pub(super) fn refused(&self) -> u64 {
+        self.refused.get().map_or(0, |blocks| blocks.iter().map(AtomicPageBitmap::count).sum())
     }
 
     /// Refuses pages of regions that come on another channel: only the thread of one writes a page.
@@ -232,6 +257,8 @@ fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
 /// The sink of one RAM channel, or of the post-copy channel.
 pub(super) struct RamSink {
     target: Arc<Target>,
+    /// The source sends again what is refused.
+    may_refuse: bool,
     /// The RAM channel; of no meaning in post-copy.
     channel: u16,
     /// It is writing straight into RAM.
@@ -240,8 +267,8 @@ pub(super) struct RamSink {
 }
 
 impl RamSink {
-    pub(super) fn new(target: &Arc<Target>, channel: u16) -> Self {
-        Self { target: Arc::clone(target), channel, straight: false, huge: HugePage::default() }
+    pub(super) fn new(target: &Arc<Target>, channel: u16, may_refuse: bool) -> Self {
+        Self { target: Arc::clone(target), may_refuse, channel, straight: false, huge: HugePage::default() }
     }
 
     /// Before post-copy: whether these pages may come now and here.
@@ -273,6 +300,8 @@ impl Sink for RamSink {
             return Ok(None);
         }
         self.check(block, runs)?;
+        // Should it arrive damaged, it is refused after this.
+        self.target.settle(block, runs);
         // `None`: it is written by way of a buffer, which is no reference to RAM.
         Ok(self.target.places(block, runs)?)
     }
@@ -289,9 +318,24 @@ impl Sink for RamSink {
             None => {
                 self.placed();
                 self.check(block, runs)?;
+                self.target.settle(block, runs);
                 self.target.place(block, runs, content)
             }
         }
+    }
+
+    fn refuse(&mut self, block: u16, runs: &[Run]) -> Result<bool, SinkError> {
+        self.placed();
+        // In post-copy the channels are made anew, and all that is missing is asked for.
+        if !self.may_refuse || self.target.post_copy().is_some() {
+            return Ok(false);
+        }
+        self.check(block, runs)?;
+        let (zero, normal): (Vec<_>, Vec<_>) = runs.iter().copied().partition(|run| run.kind == RunKind::Zero);
+        self.target.settle(block, &zero);
+        self.target.place(block, &zero, &[])?;
+        self.target.refuse(block, normal.iter().map(|run| run.first..run.end()));
+        Ok(true)
     }
 
     fn discard(&mut self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
@@ -299,7 +343,10 @@ impl Sink for RamSink {
             Some(_) if self.target.is_sealed() => {
                 Err("discards after the source said that it has sent all of them".into())
             }
-            Some(post_copy) => post_copy.discard(block, runs),
+            Some(post_copy) => {
+                self.target.settle(block, runs);
+                post_copy.discard(block, runs)
+            }
             None => Err("discards before post-copy was begun".into()),
         }
     }

@@ -5,11 +5,12 @@
 //! half and lets what was acknowledged leave the window. Packets are never waited for one by one: the window is the only
 //! brake.
 
+mod again;
 mod ahead;
 mod thread;
 
 use std::collections::VecDeque;
-use std::io;
+use std::io::{self, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -17,9 +18,10 @@ use std::thread::JoinHandle;
 
 use sterna_codec::MethodChoice;
 use sterna_memory::ram::GuestRam;
-use sterna_wire::packet::{ACK_LENGTH, Ack};
+use sterna_wire::packet::{ACK_LENGTH, Answer, PAGE_REQUEST_LENGTH, PageRequest};
 use sterna_wire::sequence::SendSequence;
 
+pub use self::again::{MOST_REFUSED, SendAgain, TooManyRefused};
 use self::thread::Sending;
 use crate::abort::Abort;
 use crate::accelerator::Accelerator;
@@ -73,6 +75,8 @@ pub struct GuestPages {
     pub pages: PooledBatch,
     /// Those of them that need not be sent any more when their turn has come.
     pub overtaken: Option<Arc<Overtaken>>,
+    /// They were refused: they go as the CPU reads them, uncompressed.
+    pub again: bool,
 }
 
 /// What went over a channel.
@@ -192,6 +196,8 @@ pub struct SendContext {
     pub rules: PacketRules,
     /// What helps to read guest RAM, besides the CPU.
     pub accelerator: Option<Accelerator>,
+    /// Where the peer may refuse packets: what it has refused.
+    pub again: Option<Arc<SendAgain>>,
 }
 
 /// One channel of the source. Dropping it ends its queue; [`SendChannel::join`] waits for its threads.
@@ -230,8 +236,12 @@ impl SendChannel {
         let acknowledging = {
             let (shared, window, name) = (Arc::clone(&shared), context.window, name.to_owned());
             std::thread::Builder::new().name(format!("ack-{name}")).spawn(move || {
-                if let Err(error) = shared.take_acknowledgements(reader, &window) {
-                    abort.lost(format_args!("channel {name}: the destination was lost: {error}"));
+                if let Err(error) = shared.take_acknowledgements(reader, &window, context.again.as_deref()) {
+                    if error.is::<TooManyRefused>() {
+                        abort.raise(format_args!("channel {name}: {error}"))
+                    } else {
+                        abort.lost(format_args!("channel {name}: the destination was lost: {error}"))
+                    };
                 }
                 shared.end();
             })?
@@ -297,10 +307,35 @@ impl Shared {
         }
     }
 
-    fn take_acknowledgements(&self, mut reader: Reader, window: &Window) -> Result<(), Box<dyn std::error::Error>> {
+    fn is_in_flight(&self, sequence: u64) -> bool {
+        let progress = self.progress.lock().expect("no thread of the channel panics");
+        sequence > progress.sequence.acknowledged() && sequence <= progress.sequence.last()
+    }
+
+    fn take_acknowledgements(
+        &self,
+        mut reader: Reader,
+        window: &Window,
+        again: Option<&SendAgain>,
+    ) -> Result<(), Box<dyn std::error::Error>> {
         let mut bytes = [0; ACK_LENGTH];
         while reader.read_packet_start(&mut bytes)? {
-            let ack = Ack::decode(&bytes)?;
+            let ack = match Answer::decode(&bytes)? {
+                Answer::Placed(ack) => ack,
+                Answer::Refused(refusal) => {
+                    let again = again.ok_or("it refuses a packet, which was not agreed on")?;
+                    if !self.is_in_flight(refusal.sequence) {
+                        return Err("it refuses a packet that is not in flight".into());
+                    }
+                    again.packet()?;
+                    let mut request = [0; PAGE_REQUEST_LENGTH];
+                    for _ in 0..refusal.requests {
+                        reader.read_exact(&mut request)?;
+                        again.add(&PageRequest::decode(&request, again.shapes())?);
+                    }
+                    continue;
+                }
+            };
             let mut released = 0;
             let mut progress = self.progress.lock().expect("no thread of the channel panics");
             let before = progress.sequence.acknowledged();

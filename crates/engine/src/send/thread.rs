@@ -63,6 +63,8 @@ pub(super) struct Sending {
     piece: Vec<Run>,
     /// What of an item is still to be sent.
     left: Vec<Run>,
+    /// Pages of guest RAM are read by the CPU and go uncompressed: those of these were refused.
+    plain: bool,
     /// Where an accelerator is used: made when the first pages are to be read from guest RAM.
     ahead: Option<Ahead>,
 }
@@ -117,6 +119,7 @@ impl Sending {
             reading: None,
             piece: Vec::with_capacity(MAX_RUNS),
             left: Vec::with_capacity(MAX_RUNS),
+            plain: false,
             ahead: None,
         })
     }
@@ -179,7 +182,12 @@ impl Sending {
     /// Zero pages need no packet of their own: they are held back, and go with those that come next, of this item or of
     /// one that follows.
     fn guest(&mut self, wanted: &GuestPages) -> Result<(), Box<dyn std::error::Error>> {
-        let GuestPages { ram, pages: wanted, overtaken } = wanted;
+        let GuestPages { ram, pages: wanted, overtaken, again } = wanted;
+        if *again != self.plain {
+            // One packet goes one way.
+            self.send_all()?;
+            self.plain = *again;
+        }
         let mut left = std::mem::take(&mut self.left);
         left.clear();
         match overtaken {
@@ -192,7 +200,7 @@ impl Sending {
     }
 
     fn runs_of_guest(&mut self, ram: &GuestRam, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
-        if let Some(accelerator) = &self.context.accelerator {
+        if let Some(accelerator) = self.context.accelerator.as_ref().filter(|_| !self.plain) {
             let content = match () {
                 () if self.in_place() => ahead::Content::InPlace,
                 () if self.context.rules.checksums => ahead::Content::Checked,
@@ -430,7 +438,7 @@ impl Sending {
             self.table.clear();
         }
         let (method, payload) = match kind {
-            PacketKind::Pages if !content.is_empty() && self.method != 0 => {
+            PacketKind::Pages if !content.is_empty() && self.method != 0 && !self.plain => {
                 match self.encoder.encode(content, &mut self.encoded)? {
                     Encoded::Shrunk(length) => (self.method, &self.encoded[..length]),
                     Encoded::Incompressible => {

@@ -33,8 +33,9 @@ pub use self::peer::{Heard, Peer, PeerNews, TellPeer, link_events};
 /// The capability to leave out the checksums of packets' content, version 1: offered by a source only where it was asked to.
 pub const UNCHECKED: &str = "unchecked-1";
 
-/// How long, after a channel broke, a word of the peer about the reason is waited for: it travels on another connection.
-pub const LAST_WORDS: Duration = Duration::from_millis(100);
+/// How long, after a channel broke, a word of the peer about the reason is waited for: it travels on another connection, and a busy
+/// host says it late.
+pub const LAST_WORDS: Duration = Duration::from_millis(300);
 
 /// Why there is no migration with the other side, in words.
 #[derive(Debug, thiserror::Error)]

@@ -21,7 +21,7 @@ use crate::abort::Abort;
 use crate::control_link::ControlSender;
 use crate::entry::{PageSearch, Pipeline};
 use crate::report::Progress;
-use crate::send::{SendChannel, Sent};
+use crate::send::{SendAgain, SendChannel, Sent};
 use crate::window::WindowClosed;
 
 /// A round that found next to nothing is followed by the next after this long: without a pause the rounds of an idle guest
@@ -120,6 +120,7 @@ pub(super) struct Rounds<N> {
     pub(super) totals: Option<ControlSender>,
     pub(super) told: Arc<Mutex<Told>>,
     pub(super) unsent: Arc<Unsent>,
+    pub(super) again: Arc<SendAgain>,
     pub(super) may_stop: bool,
     /// How often the guest was stopped and let run on.
     pub(super) tried: u32,
@@ -176,7 +177,13 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
 
     /// Waits until everything is acknowledged, and says so at both sides.
     fn say_totals(&mut self) -> Result<(), Ended> {
-        let ram = self.drain()?;
+        let ram = loop {
+            let ram = self.drain()?;
+            if !self.send_refused()? {
+                break ram;
+            }
+            self.search.flush()?;
+        };
         let drained = Instant::now();
         let Sent { normal_pages, zero_pages, .. } = Sent::over(&self.pipeline().channels);
         let totals = ControlMessage::Totals(Totals { ram, normal_pages, zero_pages });
@@ -195,6 +202,8 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     /// The guest goes on at the destination before all of its RAM is there.
     fn post_copy(&mut self, mut pending: Vec<PageBitmap>) -> Result<(), Ended> {
         self.drain()?;
+        // What did not arrive as it was read goes with the rest of memory, after the guest.
+        self.again.take(|block, run| pending[usize::from(block)].set(run));
         (self.news)(RoundNews::PostCopy);
         while self.order()? != Order::LastRound {}
         self.collect(&mut pending)?;
@@ -228,8 +237,29 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         Ok(())
     }
 
-    /// Hands all pending pages to the channels; none is pending afterwards.
+    /// Hands the pages that were refused to the channels; whether there were any.
+    fn send_refused(&mut self) -> Result<bool, Ended> {
+        let (again, search) = (&self.again, &mut self.search);
+        let mut outcome = Ok(());
+        let pages = again.take(|block, run| {
+            if outcome.is_ok() {
+                outcome = search.again(block, run);
+            }
+        });
+        outcome?;
+        if pages > 0 {
+            let packets = again.packets();
+            (self.news)(RoundNews::Note(format!(
+                "{pages} pages did not arrive as they were read from the guest ({packets} packets so far): they are sent again, \
+                 read by the CPU and uncompressed"
+            )));
+        }
+        Ok(pages > 0)
+    }
+
+    /// Hands all pending pages to the channels, and those that were refused; none is pending afterwards.
     fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
+        self.send_refused()?;
         for (number, pending) in pending.iter_mut().enumerate() {
             let mut at = 0;
             while let Some(run) = pending.next_run(at, u64::MAX) {

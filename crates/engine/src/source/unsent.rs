@@ -14,6 +14,7 @@ use sterna_wire::packet::{BlockShape, PAGE_REQUEST_LENGTH, PacketHeader, PacketK
 use sterna_wire::sequence::SendSequence;
 
 use crate::entry::{Overtaken, PageSearch, REGION};
+use crate::migration::shapes;
 use crate::pacer::Pacer;
 use crate::reading::Reading;
 use crate::receive::PacketRules;
@@ -123,9 +124,7 @@ impl PageServer {
         rules: PacketRules,
         pacer: Arc<Pacer>,
     ) -> io::Result<Self> {
-        let shape =
-            |block: &sterna_memory::ram::RamBlock| BlockShape { pages: block.pages(), page_size: PAGE_SIZE as u32 };
-        let shapes = ram.blocks().iter().map(shape).collect();
+        let shapes = shapes(&ram);
         let (reading, packet_size) = (Reading::new(rules), rules.packet_size);
         let (sequence, table) = (SendSequence::default(), Vec::new());
         let mut server = Self { ram, shapes, unsent, reader, writer, packet_size, sequence, reading, table, pacer };

@@ -447,6 +447,7 @@ impl Driver<'_> {
             method: self.options.method,
             rules: self.session.rules(),
             accelerator: None,
+            again: None,
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);

@@ -53,6 +53,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         method: MethodChoice::default(),
         rules: RULES,
         accelerator: None,
+        again: None,
     };
     let to = Address::from(to);
     let open = |index| session.open(&Security::Insecure, &to, ChannelKind::Ram, index, &context);

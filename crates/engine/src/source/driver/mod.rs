@@ -26,11 +26,11 @@ use crate::cancel::Cancel;
 use crate::control_link::ControlEvent;
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
-use crate::migration::{GUEST_STATE, MigrationError, POST_COPY, Phase, machine};
+use crate::migration::{GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
-use crate::send::{SendChannel, SendContext, Sent};
+use crate::send::{SendAgain, SendChannel, SendContext, Sent};
 use crate::session::{
     self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, after,
     lead_source,
@@ -76,6 +76,8 @@ pub(super) fn run(
     let mut wanted = vec![GUEST_STATE];
     wanted.extend(post_copy.then_some(POST_COPY));
     wanted.extend((!settings.checksums).then_some(UNCHECKED));
+    let mut offered = wanted.clone();
+    offered.push(SEND_AGAIN);
     let offer = Offer {
         to,
         security,
@@ -83,7 +85,7 @@ pub(super) fn run(
         packet_size: settings.packet_size,
         machine,
         mode: Mode::Embedded,
-        features: Features { offered: &wanted, required: &wanted },
+        features: Features { offered: &offered, required: &wanted },
         method: settings.method.method(),
     };
     let told = events_in.clone();
@@ -124,6 +126,7 @@ pub(super) fn run(
         observer,
         cancel,
         unsent: Arc::new(Unsent::none_of(&ram)),
+        again: Arc::new(SendAgain::none_of(shapes(&ram))),
         ram: ram.clone(),
         log: Some(log),
         post_copy: PostCopy::No,
@@ -203,6 +206,8 @@ struct Driver<'a> {
     log: Option<Box<dyn DirtyLog>>,
     /// In post-copy: what the destination lacks.
     unsent: Arc<Unsent>,
+    /// What did not arrive as it was read.
+    again: Arc<SendAgain>,
     post_copy: PostCopy,
     session: Session,
     ledger: Ledger,
@@ -486,6 +491,7 @@ impl Driver<'_> {
             totals: self.lead.peer.sender(),
             told: Arc::clone(&self.told),
             unsent: Arc::clone(&self.unsent),
+            again: Arc::clone(&self.again),
             may_stop: ahead == 0,
             tried: 0,
             abort: Arc::clone(&self.lead.abort),
@@ -519,6 +525,7 @@ impl Driver<'_> {
             method: self.settings.method,
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
+            again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),
         }
     }
 

@@ -280,6 +280,7 @@ impl OpaqueConnections {
             method: MethodChoice::new(method, None).map_err(|error| error.to_string())?,
             rules: PacketRules { packet_size: self.packet_size, checksums: true },
             accelerator: None,
+            again: None,
         };
         let name = format!("opaque-{channel}");
         let channel = SendChannel::start(&name, writer, reader, context).map_err(failed)?;

@@ -298,6 +298,7 @@ impl Proxy<'_> {
             method: self.options.method,
             rules,
             accelerator: None,
+            again: None,
         })
     }
 

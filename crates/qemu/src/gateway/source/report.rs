@@ -115,6 +115,7 @@ impl Driver<'_> {
             destination_faults: self.figures.faults,
             placement: self.placement.clone(),
             accelerators: Vec::new(),
+            refused_packets: 0,
         }
     }
 }

@@ -1,0 +1,82 @@
+//! Pages that did not arrive as they were read: the destination has refused their packets, and they are sent again another way,
+//! read by the CPU and uncompressed.
+//!
+//! Whatever damaged them (an accelerator that copies or compresses wrongly, memory, the network below TCP's checksum), it ends
+//! the migration only if it happens again and again.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use sterna_memory::bitmap::AtomicPageBitmap;
+use sterna_wire::packet::{BlockShape, PageRequest};
+
+/// Packets of one migration that may be refused. A path or a machine that damages more than that is not to be trusted with a
+/// guest, and a destination that refuses without end is no destination.
+pub const MOST_REFUSED: u32 = 64;
+
+/// The destination has refused more packets than it may.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the destination has refused more than {MOST_REFUSED} packets, whose content is not what was read from the guest: an \
+     accelerator, the memory or the network of one of the two hosts damages data"
+)]
+pub struct TooManyRefused;
+
+/// The pages of one guest that are to be sent again.
+#[derive(Debug)]
+pub struct SendAgain {
+    shapes: Vec<BlockShape>,
+    pages: Vec<AtomicPageBitmap>,
+    any: AtomicBool,
+    packets: AtomicU32,
+}
+
+impl SendAgain {
+    /// None of a guest with these blocks.
+    pub fn none_of(shapes: Vec<BlockShape>) -> Self {
+        Self {
+            pages: shapes.iter().map(|block| AtomicPageBitmap::new(block.pages)).collect(),
+            shapes,
+            any: AtomicBool::new(false),
+            packets: AtomicU32::new(0),
+        }
+    }
+
+    /// By block, what requests are checked against.
+    pub(super) fn shapes(&self) -> &[BlockShape] {
+        &self.shapes
+    }
+
+    /// A packet was refused.
+    pub(super) fn packet(&self) -> Result<(), TooManyRefused> {
+        let before = self.packets.fetch_add(1, Ordering::Relaxed);
+        if before < MOST_REFUSED { Ok(()) } else { Err(TooManyRefused) }
+    }
+
+    /// These pages were in it.
+    pub(super) fn add(&self, request: &PageRequest) {
+        let pages = &self.pages[usize::from(request.block)];
+        pages.set(request.first..request.first + u64::from(request.count));
+        self.any.store(true, Ordering::Release);
+    }
+
+    /// Packets refused so far.
+    pub fn packets(&self) -> u32 {
+        self.packets.load(Ordering::Relaxed)
+    }
+
+    /// Takes all pages off the list, calling `run` for each run of them; says how many there were.
+    pub fn take(&self, mut run: impl FnMut(u16, Range<u64>)) -> u64 {
+        if !self.any.swap(false, Ordering::Acquire) {
+            return 0;
+        }
+        let mut taken = 0;
+        for (number, pages) in self.pages.iter().enumerate() {
+            pages.take_runs(0..pages.pages(), |pages| {
+                taken += pages.end - pages.start;
+                run(number as u16, pages);
+            });
+        }
+        taken
+    }
+}
