@@ -1,8 +1,9 @@
 //! Time and sleep, passed in: tests run in virtual time and never sleep.
 
 use std::fmt::Debug;
-use std::sync::LazyLock;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::sync::{Condvar, Mutex, lock};
 
@@ -21,15 +22,17 @@ pub trait Time: Debug + Send + Sync {
     fn sleep(&self, bell: &Bell, heard: u64, until: Nanos);
 }
 
-/// The machine's monotonic clock.
+/// The machine's monotonic clock (`CLOCK_MONOTONIC`): the same in all processes of a host, which a ledger needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SystemTime;
 
 impl Time for SystemTime {
     fn now(&self) -> Nanos {
-        static START: LazyLock<Instant> = LazyLock::new(Instant::now);
-        // One, so that 0 is never a moment that something happened at.
-        1 + u64::try_from(START.elapsed().as_nanos()).unwrap_or(NEVER - 1)
+        let now = clock_gettime(ClockId::Monotonic);
+        let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+        let nanos = u64::try_from(now.tv_nsec).unwrap_or(0);
+        // Never 0: no moment that something happened at.
+        seconds.saturating_mul(1_000_000_000).saturating_add(nanos).max(1)
     }
 
     fn sleep(&self, bell: &Bell, heard: u64, until: Nanos) {

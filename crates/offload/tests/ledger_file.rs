@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use sterna_offload::share::ledger::file::SLOTS;
 use sterna_offload::share::ledger::{Ledger, LedgerFile, OpenError, Slot, Table};
 use sterna_offload::share::{Ask, Grant, IN_FLIGHT, Nanos, Share, Verdict};
+use sterna_offload::{SystemTime, Time};
 
 const CHILD: &str = "STERNA_LEDGER_CHILD";
 const QUEUE: &str = "wq0.0";
@@ -51,6 +52,39 @@ fn as_a_child() {
     let grants = fill(&mut ledger, 1, 1_000_000);
     println!("\nholds {}", grants.len());
     let _ = std::io::stdin().read_line(&mut String::new());
+}
+
+/// What is in a ledger is in it by the time of the one who wrote it: all processes of a host must have the same.
+#[test]
+fn all_processes_have_one_clock() {
+    const ASKED: &str = "STERNA_CLOCK_CHILD";
+    let now = || SystemTime.now();
+    if std::env::var_os(ASKED).is_some() {
+        println!("\nnow {}", now());
+        return;
+    }
+    // This process's clock has been looked at long before the other process is there.
+    let before = now();
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["all_processes_have_one_clock", "--exact", "--nocapture"])
+        .env(ASKED, "")
+        .output()
+        .unwrap();
+    let said = String::from_utf8(child.stdout).unwrap();
+    let theirs: Nanos = said.lines().find_map(|line| line.strip_prefix("now ")).expect("it says").parse().unwrap();
+    assert!((before..=now()).contains(&theirs), "{theirs} is not between {before} and {}", now());
+}
+
+/// Root makes it for processes of several users.
+#[test]
+fn an_empty_file_becomes_a_ledger() {
+    let directory = in_memory();
+    File::create(path(directory.path())).unwrap().set_permissions(Permissions::from_mode(0o660)).unwrap();
+    let (first, second) = (open(directory.path()), open(directory.path()));
+    first.write(&Slot { weight: 7, wants: 1, ..Slot::default() });
+    let mut slots = vec![Slot::default(); SLOTS];
+    second.read(&mut slots);
+    assert_eq!((slots[first.own()].weight, first.own() == second.own()), (7, false));
 }
 
 /// A process that holds a slot; the pipe keeps it alive.
@@ -163,7 +197,6 @@ fn files_that_others_could_write_or_that_are_no_ledger_are_refused() {
 
     let mut other = File::create(&file).unwrap();
     std::fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
-    assert!(matches!(refused(), OpenError::NotALedger { .. }), "empty");
     other.write_all(&[0x5a; 100_000]).unwrap();
     assert!(matches!(refused(), OpenError::NotALedger { .. }), "something else");
 

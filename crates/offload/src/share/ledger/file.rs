@@ -1,4 +1,4 @@
-//! The ledger's file: a page of slots on a file system in memory, one file for each queue.
+//! The ledger's file: a page of slots on a file system in memory, one file for each device.
 //!
 //! It is read and written by system calls rather than mapped: somebody may cut the file short, and a mapping would then kill
 //! the process (`SIGBUS`). A batch costs two calls.
@@ -17,7 +17,7 @@ use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
 
 use super::slot::{Slot, Table, WORDS};
 
-/// Processes that can share one queue.
+/// Processes that can share one device.
 pub const SLOTS: usize = 128;
 /// Bytes of a slot: a cache line of its own.
 const SLOT_BYTES: usize = 64;
@@ -31,8 +31,8 @@ const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The name of a queue is a file name here.
-    #[error("'{0}' is no name of a work queue")]
+    /// The name of a device is a file name here.
+    #[error("'{0}' is no name of a device")]
     Name(String),
     /// The system said no.
     #[error("cannot {what} the ledger {path}: {source}", path = path.display())]
@@ -86,18 +86,19 @@ pub struct LedgerFile {
 const FULL_READ: usize = 32;
 
 impl LedgerFile {
-    /// Opens the ledger of `queue` in `directory`, makes it where there is none, and takes a free slot.
+    /// Opens the ledger of `device` in `directory`, makes it where there is none, and takes a free slot.
     ///
-    /// A new file belongs to this user alone. For processes of several users, root makes it (mode 660 and their group).
+    /// A new file belongs to this user alone. For processes of several users, root makes an empty one (mode 660 and their group), which
+    /// whoever comes first fills.
     ///
     /// # Errors
     /// [`OpenError`]: without a ledger there is still [`DelayBased`](super::super::DelayBased).
-    pub fn open(directory: &Path, queue: &str) -> Result<Self, OpenError> {
+    pub fn open(directory: &Path, device: &str) -> Result<Self, OpenError> {
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-        if queue.is_empty() || queue.len() > 64 || queue.starts_with('.') || !queue.bytes().all(plain) {
-            return Err(OpenError::Name(queue.into()));
+        if device.is_empty() || device.len() > 64 || device.starts_with('.') || !device.bytes().all(plain) {
+            return Err(OpenError::Name(device.into()));
         }
-        let path = directory.join(format!("{queue}.ledger"));
+        let path = directory.join(format!("{device}.ledger"));
         let io = |what, source: rustix::io::Errno| OpenError::Io { what, path: path.clone(), source: source.into() };
         let open = || rustix::fs::open(&path, OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty());
         let file = match open() {
@@ -136,14 +137,19 @@ fn offset(index: usize) -> u64 {
     ((1 + index) * SLOT_BYTES) as u64
 }
 
+/// A ledger in which nobody holds a slot.
+fn empty() -> [u8; FILE_BYTES] {
+    let mut bytes = [0u8; FILE_BYTES];
+    bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
+    bytes[8..16].copy_from_slice(&(SLOTS as u64).to_le_bytes());
+    bytes
+}
+
 /// Makes it whole before it has a name: nobody sees half a file, and of two that make it one wins.
 fn make(directory: &Path, path: &Path) -> Result<(), rustix::io::Errno> {
     let mode = Mode::RUSR | Mode::WUSR;
     let file = rustix::fs::open(directory, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode)?;
-    let mut bytes = [0u8; FILE_BYTES];
-    bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
-    bytes[8..16].copy_from_slice(&(SLOTS as u64).to_le_bytes());
-    if rustix::io::pwrite(&file, &bytes, 0)? != FILE_BYTES {
+    if rustix::io::pwrite(&file, &empty(), 0)? != FILE_BYTES {
         return Err(rustix::io::Errno::NOSPC);
     }
     let own = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd())).map_err(|_| rustix::io::Errno::INVAL)?;
@@ -170,6 +176,10 @@ fn check(file: &OwnedFd, path: &Path) -> Result<(), Result<OpenError, rustix::io
     let kind = system.f_type as i64;
     if !IN_MEMORY.contains(&kind) {
         return Err(Ok(OpenError::NotInMemory { path: path.into() }));
+    }
+    if stat.st_size == 0 {
+        // As root has made it. Of two that fill it at once both write the same head, and slots are written with their locks only.
+        rustix::io::pwrite(file, &empty()[..SLOT_BYTES], 0).map_err(Err)?;
     }
     let mut head = [0u8; 16];
     let read = rustix::io::pread(file, &mut head, 0).map_err(Err)?;
