@@ -146,7 +146,8 @@ impl Device {
             max_transfer: queue.max_transfer_size,
             max_batch: u64::from(queue.max_batch_size),
             block_on_fault: queue.block_on_fault,
-            page_requests: config.page_requests && !queue.prs_disable,
+            // Page requests are part of the translation service.
+            page_requests: config.page_requests && !queue.prs_disable && !queue.ats_disable,
             translation: !queue.ats_disable,
             overlapping_copy: config.overlapping_copy,
             batch_of_one: config.batch_of_one,
@@ -513,13 +514,14 @@ impl Device {
         {
             batch.executed(outcome.status);
         }
-        let visible = free + self.latency() + fate.late;
-        let data_at = visible + fate.late_data.unwrap_or(0);
+        // Scripts may say "never" by a delay without end.
+        let visible = free.saturating_add(self.latency()).saturating_add(fate.late);
+        let data_at = visible.saturating_add(fate.late_data.unwrap_or(0));
         for (address, bytes) in outcome.late {
             self.at(data_at, Event::Data { address, bytes });
         }
         // The record is behind the data unless the script wants it before.
-        let record_at = if fate.late > 0 { visible + 1 } else { visible };
+        let record_at = if fate.late > 0 { visible.saturating_add(1) } else { visible };
         let (record, target) = (outcome.record, outcome.target);
         let pending = Pending { owner, queue, operation, record, target, dropped: fate.dropped, kernel: false };
         self.at(record_at, Event::Record(pending));
@@ -604,6 +606,8 @@ impl Device {
                 self.accounts.page_requests += u64::from(came == Written::Requested && !pending.kernel);
                 self.accounts.event_log_records += u64::from(pending.kernel);
             }
+            // 3.13.1: without translation service nobody learns of a write that faults, be it a record.
+            Written::Faulted if !self.queues[pending.queue].limits.translation => self.accounts.lost_records += 1,
             Written::Faulted if self.config.event_log && !pending.kernel => {
                 // 3.13.3: the event log has the record; the kernel copies it when it has handled the fault. The
                 // descriptor counts as complete for the device.
@@ -649,7 +653,7 @@ impl Device {
         let record = batch.record(self.config.version);
         let target = ops::target(&batch.descriptor, record.status());
         let owner = Owner::Entry { queue: batch.queue, sequence: batch.sequence };
-        let at = self.time + self.latency() + batch.late;
+        let at = self.time.saturating_add(self.latency()).saturating_add(batch.late);
         let pending = Pending {
             owner,
             queue: batch.queue,

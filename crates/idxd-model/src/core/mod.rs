@@ -162,13 +162,17 @@ impl Job {
 fn fetch(memory: &dyn AddressSpace, address: u64, count: usize, page_requests: bool) -> Came {
     let mut descriptors = vec![0; count * 64];
     let (mut done, mut requests) = (0, 0);
+    let (mut asked, mut in_a_row) = (None, 0);
     loop {
         match memory.read(address + done as u64, &mut descriptors[done..]) {
             Ok(_) => return Came::List { descriptors, fault: None, page_requests: requests },
             Err(fault) => {
                 done += fault.done;
                 requests += u32::from(page_requests);
-                if page_requests && requests < 64 && memory.resolve(fault.address, false) {
+                let page = Some(fault.address / 0x1000);
+                in_a_row = if asked == page { in_a_row + 1 } else { 1 };
+                asked = page;
+                if page_requests && in_a_row <= ops::REQUESTS_MOST && memory.resolve(fault.address, false) {
                     continue;
                 }
                 descriptors.truncate(done / 64 * 64);

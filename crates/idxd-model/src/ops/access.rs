@@ -19,8 +19,8 @@ pub(crate) struct Effects {
     pub status: Option<u8>,
 }
 
-/// Page requests for one access before the device gives up (table 5-6, 0x04: excessive retries).
-const REQUESTS_MOST: u32 = 64;
+/// Page requests for one page, each answered and none of use, before the device gives up (table 5-6, 0x04).
+pub(crate) const REQUESTS_MOST: u32 = 64;
 
 /// An access that could not be finished.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +31,7 @@ pub(crate) struct Stop {
     pub(crate) status: u8,
 }
 
+/// Addresses are the submitter's and wrap at the end of the address space, where nothing is mapped.
 pub(crate) struct Access<'a> {
     memory: &'a dyn AddressSpace,
     translation: bool,
@@ -39,6 +40,8 @@ pub(crate) struct Access<'a> {
     moved: u64,
     trapped: bool,
     corrupted: bool,
+    /// The page that was last asked for, and how often in a row.
+    asked: (u64, u32),
     pub(super) requests: u32,
     pub(super) misses: u32,
     pub(super) late: Vec<(u64, Vec<u8>)>,
@@ -54,6 +57,7 @@ impl<'a> Access<'a> {
             moved: 0,
             trapped: false,
             corrupted: false,
+            asked: (0, 0),
             requests: 0,
             misses: 0,
             late: Vec::new(),
@@ -84,7 +88,9 @@ impl<'a> Access<'a> {
             return Err(Stop { done, address, status: status::PAGE_FAULT | bit });
         }
         self.requests += 1;
-        if self.requests <= REQUESTS_MOST && resolves() {
+        let page = address / 0x1000;
+        self.asked = (page, if self.asked.0 == page { self.asked.1 + 1 } else { 1 });
+        if self.asked.1 <= REQUESTS_MOST && resolves() {
             return Ok(());
         }
         Err(Stop { done, address, status: status::INVALID_RESPONSE | bit })
@@ -94,7 +100,7 @@ impl<'a> Access<'a> {
         let mut done = 0;
         loop {
             let part = self.until_trap(into.len() - done);
-            let at = address + done as u64;
+            let at = address.wrapping_add(done as u64);
             match self.memory.read(at, &mut into[done..done + part]) {
                 Ok(misses) => {
                     self.misses += misses;
@@ -114,7 +120,7 @@ impl<'a> Access<'a> {
             }
             self.trapped = true;
             let resolvable = self.effects.resolvable;
-            self.fault(done, address + done as u64, false, || resolvable)?;
+            self.fault(done, address.wrapping_add(done as u64), false, || resolvable)?;
         }
     }
 
@@ -131,7 +137,7 @@ impl<'a> Access<'a> {
         let mut done = 0;
         loop {
             let part = self.until_trap(from.len() - done);
-            let at = address + done as u64;
+            let at = address.wrapping_add(done as u64);
             if self.effects.defer {
                 self.late.push((at, from[done..done + part].to_vec()));
                 self.moved += part as u64;
@@ -165,7 +171,7 @@ impl<'a> Access<'a> {
             }
             self.trapped = true;
             let resolvable = self.effects.resolvable;
-            self.fault(done, address + done as u64, true, || resolvable)?;
+            self.fault(done, address.wrapping_add(done as u64), true, || resolvable)?;
         }
     }
 }

@@ -45,7 +45,7 @@ pub(super) fn compare(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &
     while done < size {
         let part = CHUNK.min((size - done) as usize);
         let (one, two) = (&mut scratch.first[..part], &mut scratch.second[..part]);
-        let (valid, stopped) = read_both(access, (first + done, second + done), one, two);
+        let (valid, stopped) = read_both(access, (first.wrapping_add(done), second.wrapping_add(done)), one, two);
         if let Some(at) = difference(&scratch.first[..valid], &scratch.second[..valid]) {
             return differs(descriptor, done + at as u64, 2 * (done + at as u64));
         }
@@ -70,7 +70,7 @@ pub(super) fn pattern(
     let mut done = 0;
     while done < size {
         let part = CHUNK.min((size - done) as usize);
-        let read = access.read(source + done, &mut scratch.first[..part]);
+        let read = access.read(source.wrapping_add(done), &mut scratch.first[..part]);
         let valid = read.as_ref().map_or_else(|stop| stop.done, |()| part);
         if let Some(at) = difference(&scratch.first[..valid], &scratch.second[..valid]) {
             let at = done + at as u64;

@@ -21,9 +21,9 @@ pub(super) fn memory_move(
     while done < size {
         let part = CHUNK.min((size - done) as usize);
         let buffer = &mut scratch.first[..part];
-        let read = access.read(source + done, buffer);
+        let read = access.read(source.wrapping_add(done), buffer);
         let valid = read.as_ref().map_or_else(|stop| stop.done, |()| part);
-        if let Err(stop) = access.write(destination + done, &buffer[..valid]) {
+        if let Err(stop) = access.write(destination.wrapping_add(done), &buffer[..valid]) {
             let completed = done + stop.done as u64;
             return Report { bytes: completed, ..Report::fault(stop, 3, completed) };
         }
@@ -39,13 +39,13 @@ pub(super) fn memory_move(
 fn reverse(source: u64, destination: u64, size: u64, access: &mut Access<'_>, scratch: &mut Scratch) -> Report {
     let mut left = size;
     while left > 0 {
-        let in_page = |end: u64| ((end - 1) & 0xfff) + 1;
-        let part = left.min(in_page(source + left)).min(in_page(destination + left));
+        let in_page = |start: u64| (start.wrapping_add(left - 1) & 0xfff) + 1;
+        let part = left.min(in_page(source)).min(in_page(destination));
         let from = left - part;
         let buffer = &mut scratch.first[..part as usize];
-        let stopped = match access.read(source + from, buffer) {
+        let stopped = match access.read(source.wrapping_add(from), buffer) {
             Err(stop) => Some((stop, 1)),
-            Ok(()) => access.write(destination + from, buffer).err().map(|stop| (stop, 3)),
+            Ok(()) => access.write(destination.wrapping_add(from), buffer).err().map(|stop| (stop, 3)),
         };
         if let Some((stop, operand)) = stopped {
             let completed = size - left;
@@ -64,7 +64,7 @@ pub(super) fn fill(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &mut
     let mut done = 0;
     while done < size {
         let part = CHUNK.min((size - done) as usize);
-        if let Err(stop) = access.write(destination + done, &scratch.first[..part]) {
+        if let Err(stop) = access.write(destination.wrapping_add(done), &scratch.first[..part]) {
             let completed = done + stop.done as u64;
             return Report { bytes: completed, ..Report::fault(stop, 3, completed) };
         }
@@ -80,13 +80,13 @@ pub(super) fn dualcast(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: 
     let mut done = 0;
     while done < size {
         // Pieces within one page of the destinations, which agree in bits 11:0.
-        let part = (0x1000 - ((first + done) & 0xfff)).min(size - done) as usize;
+        let part = (0x1000 - (first.wrapping_add(done) & 0xfff)).min(size - done) as usize;
         let buffer = &mut scratch.first[..part];
-        let read = access.read(source + done, buffer);
+        let read = access.read(source.wrapping_add(done), buffer);
         let valid = read.as_ref().map_or_else(|stop| stop.done, |()| part);
-        let written = match access.write(first + done, &buffer[..valid]) {
+        let written = match access.write(first.wrapping_add(done), &buffer[..valid]) {
             Err(stop) => Err((stop, 3)),
-            Ok(()) => access.write(second + done, &buffer[..valid]).map_err(|stop| (stop, 4)),
+            Ok(()) => access.write(second.wrapping_add(done), &buffer[..valid]).map_err(|stop| (stop, 4)),
         };
         if let Err((stop, operand)) = written {
             return Report { bytes: done, ..Report::fault(stop, operand, done) };
@@ -104,10 +104,10 @@ pub(super) fn cache_flush(descriptor: &[u8; 64], access: &mut Access<'_>) -> Rep
     let (destination, size) = (dsa::DESTINATION.get(descriptor), dsa::SIZE.get(descriptor));
     let mut done = 0;
     while done < size {
-        if let Err(stop) = access.read(destination + done, &mut [0]) {
+        if let Err(stop) = access.read(destination.wrapping_add(done), &mut [0]) {
             return Report { bytes: done, ..Report::fault(stop, 3, done) };
         }
-        done += (0x1000 - ((destination + done) & 0xfff)).min(size - done);
+        done += (0x1000 - (destination.wrapping_add(done) & 0xfff)).min(size - done);
     }
     Report { bytes: size, ..Report::ok() }
 }

@@ -89,9 +89,9 @@ pub(super) fn generate(descriptor: &[u8; 64], copy: bool, access: &mut Access<'_
     while done < size {
         let part = CHUNK.min((size - done) as usize);
         let buffer = &mut scratch.first[..part];
-        let read = access.read(source + done, buffer);
+        let read = access.read(source.wrapping_add(done), buffer);
         let valid = read.as_ref().map_or_else(|stop| stop.done, |()| part);
-        let written = if copy { access.write(destination + done, &buffer[..valid]) } else { Ok(()) };
+        let written = if copy { access.write(destination.wrapping_add(done), &buffer[..valid]) } else { Ok(()) };
         let counted = written.as_ref().map_or_else(|stop| stop.done, |()| valid);
         crc = if inverted && reflected {
             crc32c(crc, &buffer[..counted])

@@ -33,7 +33,7 @@ pub(super) fn create(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &m
     while done < size {
         let part = PIECE.min((size - done) as usize);
         let (one, two) = (&mut scratch.first[..part], &mut scratch.second[..part]);
-        let (valid, stopped) = read_both(access, (first + done, second + done), one, two);
+        let (valid, stopped) = read_both(access, (first.wrapping_add(done), second.wrapping_add(done)), one, two);
         let valid = valid - valid % 8;
         scratch.output.clear();
         let mut overflow = None;
@@ -49,7 +49,7 @@ pub(super) fn create(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &m
             scratch.output.extend_from_slice(&offset.to_le_bytes());
             scratch.output.extend_from_slice(&scratch.second[at..at + 8]);
         }
-        if let Err(stop) = access.write(target + used, &scratch.output) {
+        if let Err(stop) = access.write(target.wrapping_add(used), &scratch.output) {
             // Whole deltas only; the first that was not written is where it has to be resumed.
             let whole = stop.done / dsa::DELTA;
             let missing = &scratch.output[whole * dsa::DELTA..];
@@ -78,7 +78,7 @@ pub(super) fn apply(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &mu
     let mut last = None;
     while applied < deltas {
         let part = piece.min(deltas - applied) as usize;
-        let read = access.read(source + applied, &mut scratch.first[..part]);
+        let read = access.read(source.wrapping_add(applied), &mut scratch.first[..part]);
         let valid = read.as_ref().map_or_else(|stop| stop.done, |()| part) / dsa::DELTA * dsa::DELTA;
         let mut rest = scratch.first[..valid].chunks_exact(dsa::DELTA).peekable();
         let offset_of = |delta: &[u8]| 8 * u64::from(u16::from_le_bytes([delta[0], delta[1]]));
@@ -104,7 +104,7 @@ pub(super) fn apply(descriptor: &[u8; 64], access: &mut Access<'_>, scratch: &mu
                 scratch.output.extend_from_slice(&next[2..]);
                 last = Some(offset_of(next));
             }
-            if let Err(stop) = access.write(destination + offset, &scratch.output) {
+            if let Err(stop) = access.write(destination.wrapping_add(offset), &scratch.output) {
                 let completed = applied + (stop.done / 8 * dsa::DELTA) as u64;
                 return Report { bytes: completed, ..Report::fault(stop, 3, completed) };
             }

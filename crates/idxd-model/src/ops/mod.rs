@@ -11,8 +11,8 @@ pub mod crc;
 mod delta;
 pub mod iaa;
 
-pub(crate) use access::Effects;
 use access::{Access, Stop};
+pub(crate) use access::{Effects, REQUESTS_MOST};
 pub(crate) use check::{Invalid, check};
 
 use crate::config::Kind;

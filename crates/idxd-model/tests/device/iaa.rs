@@ -480,6 +480,15 @@ fn faults_are_not_partly_done() {
 }
 
 #[test]
+fn state_at_the_end_of_the_address_space_faults() {
+    let bench = Bench::new();
+    for toggle in [0, TOGGLE] {
+        let raw = compress(100, 1000, 2).flags(READ | toggle).u64(40, !31).u32(52, COMPRESS_AECS);
+        assert_eq!(bench.run(raw).status, 3);
+    }
+}
+
+#[test]
 fn crc64_is_any_crc() {
     // Table 3-7, with the check values of the catalogue of CRCs for "123456789".
     let bench = Bench::new();

@@ -1,7 +1,10 @@
 //! Each operation and each status code of the table, by hand-made descriptors.
 
-use sterna_idxd_model::memory::{AddressSpace, PageState};
+use std::sync::Arc;
+
+use sterna_idxd_model::memory::{AddressSpace, Fault, PageState, TestMemory};
 use sterna_idxd_model::ops::crc::crc32c;
+use sterna_idxd_model::{DeviceConfig, Model, ModelConfig};
 
 use crate::common::*;
 
@@ -562,6 +565,78 @@ fn block_on_fault_waits_for_the_page() {
 }
 
 #[test]
+fn a_descriptor_may_need_any_number_of_page_requests() {
+    let (bench, pages) = (Bench::blocking(), 100);
+    bench.memory.set(0x800_0000, pages * 0x1000, PageState::Absent);
+    let record = bench.run(fill(RECORDS, 7, 0x800_0000, pages as u32 * 0x1000).flags(BLOCK));
+    assert_eq!((record.status, bench.model.counters().page_requests), (1, pages));
+}
+
+/// Says of every page request that it was served, and serves none.
+#[derive(Debug)]
+struct Stubborn(Arc<TestMemory>);
+
+impl AddressSpace for Stubborn {
+    fn read(&self, address: u64, into: &mut [u8]) -> Result<u32, Fault> {
+        self.0.read(address, into)
+    }
+
+    fn write(&self, address: u64, from: &[u8]) -> Result<u32, Fault> {
+        self.0.write(address, from)
+    }
+
+    fn resolve(&self, _address: u64, _write: bool) -> bool {
+        true
+    }
+}
+
+#[test]
+fn page_requests_for_the_same_page_without_end_are_given_up() {
+    let memory = Arc::new(TestMemory::new());
+    memory.set(RECORDS, 0x1000, PageState::Present);
+    let mut device = DeviceConfig::default();
+    device.queues[0].block_on_fault = true;
+    let config = ModelConfig { devices: vec![device], ..ModelConfig::default() };
+    let model = Model::manual_on(config, Arc::new(Stubborn(memory.clone()))).unwrap();
+    for (raw, status) in [(fill(RECORDS, 7, B, 64).flags(BLOCK), 0x84), (batch(RECORDS, B, 2), 0x06)] {
+        memory.put(RECORDS, &[0; 32]);
+        assert!(model.queue("wq0.0").unwrap().enqcmd(&raw.0));
+        model.settle();
+        assert_eq!(seen(&memory.get(RECORDS, 32)).status, status);
+    }
+}
+
+#[test]
+fn addresses_at_the_end_of_the_address_space_fault_like_others() {
+    const END: u64 = u64::MAX - 100;
+    for ats_disable in [false, true] {
+        let bench = Bench::new(|device| {
+            device.overlapping_copy = true;
+            device.queues[0].ats_disable = ats_disable;
+        });
+        bench.memory.put(A, &[7; 0x2000]);
+        bench.memory.put(B, &[0xff, 0x3]);
+        let read = if ats_disable { 0x20 } else { 3 };
+        let write = if ats_disable { 1 } else { 0x83 };
+        for (raw, status) in [
+            (memmove(RECORDS, END, A, 0x2000), read),
+            (memmove(RECORDS, A, END, 0x2000), write),
+            (memmove(RECORDS, END, END + 50, 0x2000), read),
+            (fill(RECORDS, 7, END, 0x2000), write),
+            (compare(RECORDS, END, A, 0x2000), read),
+            (compare_pattern(RECORDS, END, 0, 0x2000), read),
+            (dualcast(RECORDS, A, END, END - 0x10_0000, 0x1000), write),
+            (create_delta(RECORDS, END & !7, A, 0x2000, B, 80), read),
+            (apply_delta(RECORDS, END, 100, A, 0x2000), read),
+            (apply_delta(RECORDS, B, 10, END & !7, 0x2000), write),
+            (crc(RECORDS, END, 0x2000, 0), read),
+        ] {
+            assert_eq!(bench.run(raw).status, status, "{:02x?}", raw.0);
+        }
+    }
+}
+
+#[test]
 fn block_on_fault_is_refused_where_the_queue_forbids_it() {
     let bench = Bench::new(|_| {});
     let record = bench.run(memmove(RECORDS, A, B, 64).flags(BLOCK));
@@ -598,6 +673,19 @@ fn without_translation_service_a_faulting_write_is_lost_and_nobody_learns_of_it(
     assert_eq!(bench.memory.get(B + 0x1000, 4), [7; 4]);
     forbid(&bench, A);
     assert_eq!(bench.run(memmove(RECORDS, A, B, 64)).status, 0x20);
+}
+
+#[test]
+fn without_translation_service_a_record_that_faults_is_lost_and_nobody_learns_of_it() {
+    let bench = Bench::new(|device| (device.queues[0].ats_disable, device.event_log) = (true, true));
+    bench.memory.set(0x9000, 1, PageState::Absent);
+    bench.hand_in(noop(0x9000));
+    bench.model.settle();
+    assert_eq!(bench.record(0x9000).status, 0);
+    assert_eq!(bench.model.take_software_error("dsa0"), None);
+    let counters = bench.model.counters();
+    assert_eq!((counters.lost_records, counters.page_requests, counters.event_log_records), (1, 0, 0));
+    assert_eq!(bench.queue.in_flight(), 0, "its entry is free all the same");
 }
 
 #[test]

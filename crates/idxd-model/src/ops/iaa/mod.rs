@@ -192,7 +192,8 @@ pub(super) fn execute(
 /// Where the AECS is read and where it is written: the two halves, exchanged by the toggle (3.2).
 fn halves(descriptor: &[u8; 64]) -> (u64, u64) {
     let (address, size) = (iaa::SOURCE2.get(descriptor), iaa::SOURCE2_SIZE.get(descriptor));
-    if FLAGS.get(descriptor) as u32 & iaa::TOGGLE == 0 { (address, address + size) } else { (address + size, address) }
+    let second = address.wrapping_add(size);
+    if FLAGS.get(descriptor) as u32 & iaa::TOGGLE == 0 { (address, second) } else { (second, address) }
 }
 
 /// All of source 1: nothing is partly done, so it is read before anything is written.
