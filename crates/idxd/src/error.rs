@@ -167,7 +167,7 @@ fn explain(call: Call, error: &io::Error) -> &'static str {
         }
         (Some(libc::EBUSY), _) => {
             "the queue is dedicated and another process has it: stop that one, or make the queue shared (accel-config disable-wq, \
-             config-wq --mode=shared, enable-wq)"
+             config-wq --mode=shared with all other options, because disabling loses them, enable-wq)"
         }
         (Some(libc::ENOSPC), _) => {
             "the IOMMU has no address-space number (PASID) left to bind this process to: close other users of the device, or raise \

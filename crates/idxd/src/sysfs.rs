@@ -146,9 +146,9 @@ fn member_name(name: &str, prefix: &str, device: u32) -> Option<u32> {
     (number(of)? == device).then(|| number(index))?
 }
 
-/// Digits only: `+1`, ` 1` and `01x` are no names the kernel gives.
+/// As the kernel writes it: `+1`, ` 1` and `01` would be second names of the same thing.
 fn number(digits: &str) -> Option<u32> {
-    (!digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())).then(|| digits.parse().ok())?
+    digits.parse().ok().filter(|number: &u32| number.to_string() == digits)
 }
 
 fn list(path: &Path) -> Result<Vec<String>, DiscoverError> {

@@ -34,9 +34,9 @@ rows! {
     "3.12": "Drain completes after everything before it in its queue"
         => a_drain_completes_after_everything_that_was_before_it;
     "3.13.1": "without address translation service a faulting write is lost silently, a faulting read is 0x20"
-        => without_translation_service_a_faulting_write_is_lost_and_nobody_learns_of_it;
+        => without_translation_service_a_faulting_write_is_lost_and_nobody_learns_of_it, without_translation_service_a_record_that_faults_is_lost_and_nobody_learns_of_it;
     "3.13.2": "Block On Fault: the page is requested and the engine waits"
-        => block_on_fault_waits_for_the_page, a_page_request_holds_up_the_engine, a_page_never_touched_is_a_fault_and_a_page_request_brings_it;
+        => block_on_fault_waits_for_the_page, a_page_request_holds_up_the_engine, a_descriptor_may_need_any_number_of_page_requests, a_page_never_touched_is_a_fault_and_a_page_request_brings_it;
     "3.13.2": "record addresses and descriptor lists always block on fault"
         => record_addresses_always_block_on_fault, a_lists_page_is_requested_even_without_block_on_fault;
     "3.13.3": "a record that faults goes to the event log, and is copied later"
@@ -71,8 +71,8 @@ rows! {
         => a_halt_in_mid_flight_leaves_no_record_behind, disabled_halted_and_reset_are_all_told_to_retry;
     "table 5-6, 0x03": "page fault without Block On Fault, read and write, on this process's real page tables"
         => a_page_never_touched_is_a_fault_and_a_page_request_brings_it, the_shared_zero_page_can_be_read_and_not_written, pages_without_permission_fault_and_cannot_be_brought, addresses_where_nothing_is_mapped_fault, beyond_the_end_of_a_file_there_is_nothing, a_private_page_of_a_file_is_copied_on_write_only_after_a_request, a_page_shared_with_a_child_is_copied_on_write, memory_unmapped_in_flight_is_a_fault_never_a_signal;
-    "table 5-6, 0x04": "an invalid response to a page request"
-        => block_on_fault_that_cannot_be_resolved_is_an_invalid_response, missing_pages_of_userfaultfd_memory_are_never_served_to_a_device;
+    "table 5-6, 0x04": "an invalid response to a page request, or too many requests for one page"
+        => block_on_fault_that_cannot_be_resolved_is_an_invalid_response, missing_pages_of_userfaultfd_memory_are_never_served_to_a_device, page_requests_for_the_same_page_without_end_are_given_up;
     "table 5-6, 0x05": "a member without success; 0x02 is none"
         => a_false_predicate_makes_a_batch_05, without_a_fence_the_others_run_though_one_has_failed;
     "table 5-6, 0x06": "a descriptor list that faults; what was read is executed and counted"

@@ -1,7 +1,8 @@
 //! Reading one attribute: a small text file that may be missing, unreadable, or anything at all.
 
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Longest attribute that is read: sysfs itself has no longer ones.
@@ -31,8 +32,9 @@ impl Attributes {
     /// cannot be read, which is an oddity.
     pub(super) fn text(&mut self, attribute: &str) -> Option<String> {
         let mut bytes = Vec::new();
-        let read =
-            File::open(self.directory.join(attribute)).and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
+        // Not blocking: whoever names another directory may have a pipe in it, which would wait for a writer.
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(self.directory.join(attribute));
+        let read = file.and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
         match read {
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,

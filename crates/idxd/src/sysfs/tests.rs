@@ -195,9 +195,22 @@ fn members_are_found_below_the_device_or_beside_it() {
 #[test]
 fn names_that_are_not_the_kernels_are_passed_over() {
     let tree = Tree::with_devices();
-    for name in
-        ["dsa", "dsa-1", "dsa+1", "dsa99999999999", "dsa0x", "iaa3", "wq0", "wq0.", "wq0.x", "wq.0", "wq+0.0", "wq7.0"]
-    {
+    for name in [
+        "dsa",
+        "dsa-1",
+        "dsa+1",
+        "dsa99999999999",
+        "dsa0x",
+        "dsa00",
+        "iaa3",
+        "wq0",
+        "wq0.",
+        "wq0.x",
+        "wq.0",
+        "wq+0.0",
+        "wq7.0",
+        "wq0.00",
+    ] {
         fs::create_dir(tree.sysfs().join(name)).unwrap();
     }
     let devices = tree.discover();
@@ -208,18 +221,22 @@ fn names_that_are_not_the_kernels_are_passed_over() {
 /// What is wrong with the queue; part of the sentence; the lines that help.
 #[test]
 fn each_reason_has_its_sentence_and_its_lines() {
-    let configure = "accel-config config-wq dsa0/wq0.0 --group-id=0 --mode=shared --type=user --driver-name=user --name=sterna \
-                     --wq-size=16 --threshold=16 --priority=10 --max-transfer-size=2097152 --max-batch-size=128";
+    // Disabling a queue loses its configuration, so each has all of it; sizes can be changed only with the device disabled.
+    let start =
+        "accel-config config-wq dsa0/wq0.0 --group-id=0 --mode=shared --type=user --driver-name=user --name=sterna";
+    let end = "--threshold=15 --priority=10 --max-transfer-size=2097152 --max-batch-size=128";
+    let configure = &*format!("{start} {end}");
+    let with_size = &*format!("{start} --wq-size=16 {end}");
+    let from_nothing = &*with_size.replace("threshold=15", "threshold=16");
+    let with_translation = &*format!("{configure} --ats-disable=0");
+    let dedicated = &*with_translation.replace("mode=shared", "mode=dedicated").replace(" --threshold=15", "");
     let disable = "accel-config disable-wq dsa0/wq0.0";
     let enable = "accel-config enable-wq dsa0/wq0.0";
+    let (disable_device, enable_device) = ("accel-config disable-device dsa0", "accel-config enable-device dsa0");
     type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, &'a [&'a str]);
-    let cases: [Case<'_>; 10] = [
+    let cases: [Case<'_>; 13] = [
         (&[("wq0.0/state", "disabled")], "disabled", &[enable]),
-        (
-            &[("dsa0/state", "disabled"), ("wq0.0/state", "disabled")],
-            "device is disabled",
-            &["accel-config enable-device dsa0", enable],
-        ),
+        (&[("dsa0/state", "disabled"), ("wq0.0/state", "disabled")], "device is disabled", &[enable_device, enable]),
         (
             &[
                 ("dsa0/state", "disabled"),
@@ -228,12 +245,7 @@ fn each_reason_has_its_sentence_and_its_lines() {
                 ("wq0.0/size", "0"),
             ],
             "device is disabled",
-            &[
-                "accel-config config-engine dsa0/engine0.0 --group-id=0",
-                configure,
-                "accel-config enable-device dsa0",
-                enable,
-            ],
+            &["accel-config config-engine dsa0/engine0.0 --group-id=0", from_nothing, enable_device, enable],
         ),
         (
             &[("wq0.0/type", "kernel"), ("wq0.0/driver_name", "dmaengine")],
@@ -241,30 +253,43 @@ fn each_reason_has_its_sentence_and_its_lines() {
             &[disable, configure, enable],
         ),
         (&[("wq0.0/type", "none"), ("wq0.0/state", "disabled")], "not configured for processes", &[configure, enable]),
+        (
+            &[("wq0.0/type", "none"), ("wq0.0/state", "disabled"), ("wq0.0/size", "0"), ("wq0.0/group_id", "-1")],
+            "not configured for processes",
+            &[
+                disable_device,
+                "accel-config config-engine dsa0/engine0.0 --group-id=0",
+                from_nothing,
+                enable_device,
+                enable,
+            ],
+        ),
         (&[("wq0.0/driver_name", "mdev")], "\"mdev\"", &[disable, configure, enable]),
         (&[("dsa0/pasid_enabled", "0")], "intel_iommu=on,sm_on", &[]),
+        (&[("wq0.0/ats_disable", "1")], "ats_disable is 1", &[disable, with_translation, enable]),
         (
-            &[("wq0.0/ats_disable", "1")],
+            &[("wq0.0/ats_disable", "1"), ("wq0.0/mode", "dedicated"), ("wq0.0/threshold", "0")],
             "ats_disable is 1",
-            &[disable, "accel-config config-wq dsa0/wq0.0 --ats-disable=0", enable],
+            &[disable, dedicated, enable],
         ),
         (
             &[("wq0.0/mode", "dedicated"), ("wq0.0/clients", "1")],
             "another process has it open",
-            &[disable, "accel-config config-wq dsa0/wq0.0 --mode=shared --threshold=16", enable],
+            &[disable, configure, enable],
         ),
         (
             &[("engine0.0/group_id", "2")],
             "no group that has an engine",
             &[
                 disable,
-                "accel-config disable-device dsa0",
+                disable_device,
                 "accel-config config-engine dsa0/engine0.1 --group-id=0",
-                "accel-config config-wq dsa0/wq0.0 --group-id=0",
-                "accel-config enable-device dsa0",
+                with_size,
+                enable_device,
                 enable,
             ],
         ),
+        (&[("wq0.0/mode", "both")], "its mode", &[disable, configure, enable]),
     ];
     for (changes, sentence, lines) in cases {
         let tree = Tree::with_devices();
@@ -272,6 +297,7 @@ fn each_reason_has_its_sentence_and_its_lines() {
         let verdict = tree.verdict();
         assert!(verdict.reason.to_string().contains(sentence), "{changes:?}: {verdict}");
         assert_eq!(verdict.commands, lines, "{changes:?}");
+        assert_eq!(verdict.to_string().contains("other queues"), lines.contains(&disable_device), "{verdict}");
     }
 }
 
@@ -302,7 +328,8 @@ fn batches_that_are_few_or_hidden_are_remarked_upon() {
         queue.remarks.iter().map(ToString::to_string).collect::<Vec<_>>().join("|")
     };
     assert!(remark(&[("wq0.0/max_batch_size", "1")]).contains("no batches"));
-    assert!(remark(&[("wq0.0/max_batch_size", "32")]).contains("--max-batch-size=128"));
+    let few = remark(&[("wq0.0/max_batch_size", "32")]);
+    assert!(few.contains("--max-batch-size=128") && few.contains("--type=user") && !few.contains("--wq-size"), "{few}");
     assert!(remark(&[("dsa0/op_cap", "0,0,0,0,0,0,1,3f03fd")]).contains("CAP_SYS_RAWIO"));
     assert!(remark(&[("dsa0/version", "0x200"), ("wq0.0/op_config", "0,0,0,0,0,0,1,3f03fd")]).contains("op_config"));
     assert!(remark(&[("wq0.0/block_on_fault", "1")]).contains("--block-on-fault=0"));
@@ -372,6 +399,24 @@ fn nonsense_is_remarked_upon_and_not_reckoned_with() {
     assert_eq!((queue.max_batch, queue.threshold, queue.priority, &queue.label), (1, None, None, &None));
     assert_eq!((devices[0].device.version, devices[0].device.max_transfer), (0, None));
     assert_eq!(queue.unusable, None);
+}
+
+#[test]
+fn attributes_that_are_no_files_of_text_hold_nobody_up() {
+    let tree = Tree::with_devices();
+    for (attribute, kind) in [("dsa0/version", "pipe"), ("wq0.0/size", "directory"), ("wq0.0/mode", "loop")] {
+        let path = tree.sysfs().join(attribute);
+        fs::remove_file(&path).unwrap();
+        match kind {
+            // Opening one for reading waits until somebody opens it for writing.
+            "pipe" => rustix::fs::mkfifoat(rustix::fs::CWD, &path, 0o600.into()).unwrap(),
+            "directory" => fs::create_dir(&path).unwrap(),
+            _ => std::os::unix::fs::symlink(&path, &path).unwrap(),
+        }
+    }
+    let info = &tree.discover()[0];
+    assert_eq!((info.device.version, info.queues[0].size, info.queues[0].mode), (0, 0, None));
+    assert_eq!(info.oddities.len(), 2, "{:?}", info.oddities);
 }
 
 #[test]

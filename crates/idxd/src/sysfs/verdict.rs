@@ -6,7 +6,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use super::info::{DeviceInfo, Kind, Mode, QueueInfo, QueueType};
+use super::info::{DeviceInfo, EngineInfo, Kind, Mode, QueueInfo, QueueType};
 use crate::flags::Operation;
 
 /// Why a queue cannot be used.
@@ -105,6 +105,9 @@ impl fmt::Display for Unusable {
         if !self.commands.is_empty() {
             write!(f, "; as root: {}", self.commands.join("; "))?;
         }
+        if self.commands.iter().any(|line| line.contains("disable-device")) {
+            f.write_str(" (disabling a device loses the configuration of its other queues, too)")?;
+        }
         Ok(())
     }
 }
@@ -124,7 +127,7 @@ pub(super) fn judge(info: &mut DeviceInfo) {
     for index in 0..info.queues.len() {
         let queue = &info.queues[index];
         let unusable = reason(info, queue).map(|reason| Unusable { commands: commands(info, queue, &reason), reason });
-        let remarks = if unusable.is_none() { remarks(queue) } else { Vec::new() };
+        let remarks = if unusable.is_none() { remarks(info, queue) } else { Vec::new() };
         let queue = &mut info.queues[index];
         (queue.unusable, queue.remarks) = (unusable, remarks);
     }
@@ -164,8 +167,7 @@ fn reason(info: &DeviceInfo, queue: &QueueInfo) -> Option<Reason> {
     if queue.size == 0 {
         return Some(Reason::Unknown("size"));
     }
-    let served = |group: u32| info.engines.iter().any(|engine| engine.group == Some(group));
-    if !info.engines.is_empty() && !queue.group.is_some_and(served) {
+    if !info.engines.is_empty() && !queue.group.is_some_and(|group| served(info, group)) {
         return Some(Reason::NoEngine);
     }
     if let Err(reason) = node(&queue.node) {
@@ -185,62 +187,68 @@ fn node(path: &Path) -> Result<(), Reason> {
 }
 
 /// The lines that would help.
+///
+/// Two things of the kernel's driver (`drivers/dma/idxd`, `sysfs.c` and `device.c`) decide what they are. Whoever disables a queue
+/// loses its configuration (type, mode, threshold, priority, name, limits), so all of it is given again, not only what is to change.
+/// And sizes and groups can be changed only while the *device* is disabled, which loses those of all its queues and engines.
 fn commands(info: &DeviceInfo, queue: &QueueInfo, reason: &Reason) -> Vec<String> {
-    let name = queue.full_name();
-    let mut lines = Vec::new();
-    // Configuration can be changed only while the queue is disabled.
-    let disable = |lines: &mut Vec<String>| {
-        if queue.enabled == Some(true) {
-            lines.push(format!("accel-config disable-wq {name}"));
-        }
-    };
+    let mut wanted = Wanted::of(queue);
     match reason {
-        Reason::NoSharedAddressing | Reason::NoNode(_) | Reason::NoPermission(_) => return lines,
-        Reason::Taken => {
-            disable(&mut lines);
-            lines.push(format!("accel-config config-wq {name} --mode=shared --threshold={}", queue.size.max(1)));
-        }
-        Reason::AtsDisabled => {
-            disable(&mut lines);
-            lines.push(format!("accel-config config-wq {name} --ats-disable=0"));
-        }
-        Reason::DeviceDisabled | Reason::QueueDisabled if configured(info, queue) => {}
-        Reason::NoEngine => {
-            disable(&mut lines);
-            lines.push(format!("accel-config disable-device {}", info.device.name));
-            lines.extend(engine_line(info, queue.group.unwrap_or(0)));
-            lines.push(format!("accel-config config-wq {name} --group-id={}", queue.group.unwrap_or(0)));
-            lines.push(format!("accel-config enable-device {}", info.device.name));
-            lines.push(format!("accel-config enable-wq {name}"));
-            return lines;
-        }
-        _ => {
-            disable(&mut lines);
-            if info.device.enabled != Some(true) {
-                lines.extend(engine_line(info, queue.group.unwrap_or(0)));
-            }
-            lines.push(config_line(info, queue));
-        }
+        Reason::NoSharedAddressing | Reason::NoNode(_) | Reason::NoPermission(_) => return Vec::new(),
+        Reason::DeviceDisabled | Reason::QueueDisabled if configured(info, queue) => return enable(info, queue),
+        Reason::AtsDisabled => wanted.also = " --ats-disable=0",
+        _ => wanted.mode = Mode::Shared,
     }
-    if info.device.enabled != Some(true) {
-        lines.push(format!("accel-config enable-device {}", info.device.name));
+    reconfigure(info, queue, &wanted)
+}
+
+fn reconfigure(info: &DeviceInfo, queue: &QueueInfo, wanted: &Wanted) -> Vec<String> {
+    let (device, enabled) = (&info.device.name, info.device.enabled == Some(true));
+    let group = queue.group.unwrap_or(0);
+    let placed = queue.size > 0 && queue.group.is_some() && (served(info, group) || info.engines.is_empty());
+    let mut lines = Vec::new();
+    if queue.enabled == Some(true) {
+        lines.push(format!("accel-config disable-wq {}", queue.full_name()));
     }
-    lines.push(format!("accel-config enable-wq {name}"));
+    if enabled && !placed {
+        lines.push(format!("accel-config disable-device {device}"));
+        lines.push(engine_line(info, group));
+    } else if !enabled && !served(info, group) {
+        lines.push(engine_line(info, group));
+    }
+    lines.push(config_line(info, queue, wanted, !enabled || !placed));
+    if !enabled || !placed {
+        lines.push(format!("accel-config enable-device {device}"));
+    }
+    lines.push(format!("accel-config enable-wq {}", queue.full_name()));
     lines
+}
+
+/// What is configured already needs only to be enabled.
+fn enable(info: &DeviceInfo, queue: &QueueInfo) -> Vec<String> {
+    let device =
+        (info.device.enabled != Some(true)).then(|| format!("accel-config enable-device {}", info.device.name));
+    device.into_iter().chain([format!("accel-config enable-wq {}", queue.full_name())]).collect()
 }
 
 /// Whether only enabling is missing.
 fn configured(info: &DeviceInfo, queue: &QueueInfo) -> bool {
-    let served = queue.group.is_some_and(|group| info.engines.iter().any(|engine| engine.group == Some(group)));
+    let served = queue.group.is_some_and(|group| served(info, group));
     queue.size > 0 && queue.mode.is_some() && (served || info.engines.is_empty())
 }
 
-/// An engine for the group, if it has none.
-fn engine_line(info: &DeviceInfo, group: u32) -> Option<String> {
-    let served = info.engines.iter().any(|engine| engine.group == Some(group));
-    let free = info.engines.iter().find(|engine| engine.group.is_none()).or(info.engines.first());
-    let name = free.map_or_else(|| format!("engine{}.0", info.device.number), |engine| engine.name.clone());
-    (!served).then(|| format!("accel-config config-engine {}/{name} --group-id={group}", info.device.name))
+fn served(info: &DeviceInfo, group: u32) -> bool {
+    info.engines.iter().any(|engine| engine.group == Some(group))
+}
+
+/// An engine for the group: one of its own, or one that has none, or any.
+fn engine_line(info: &DeviceInfo, group: u32) -> String {
+    let in_group = |group| move |engine: &&EngineInfo| engine.group == group;
+    let found = info.engines.iter().find(in_group(Some(group))).or(info.engines.iter().find(in_group(None)));
+    let name = found
+        .or(info.engines.first())
+        .map_or_else(|| format!("engine{}.0", info.device.number), |engine| engine.name.clone());
+    format!("accel-config config-engine {}/{name} --group-id={group}", info.device.name)
 }
 
 /// Entries of a queue where none are configured: the kernel's own default is 16, and a device has 128 in all.
@@ -249,7 +257,20 @@ const USUAL_SIZE: u32 = 16;
 const USUAL_BATCH: u32 = 128;
 const USUAL_TRANSFER: u64 = 2 << 20;
 
-fn config_line(info: &DeviceInfo, queue: &QueueInfo) -> String {
+/// What a queue should be like afterwards, where that is not what it is or what suits.
+struct Wanted {
+    mode: Mode,
+    also: &'static str,
+}
+
+impl Wanted {
+    fn of(queue: &QueueInfo) -> Self {
+        let also = if queue.block_on_fault { " --block-on-fault=1" } else { "" };
+        Self { mode: queue.mode.unwrap_or(Mode::Shared), also }
+    }
+}
+
+fn config_line(info: &DeviceInfo, queue: &QueueInfo, wanted: &Wanted, with_size: bool) -> String {
     let size = if queue.size == 0 { USUAL_SIZE } else { queue.size };
     let size = info.device.max_queue_entries.filter(|most| *most > 0).map_or(size, |most| size.min(most));
     let batch = match queue.kind() {
@@ -259,14 +280,21 @@ fn config_line(info: &DeviceInfo, queue: &QueueInfo) -> String {
         }
         Kind::Iaa => String::new(),
     };
+    let threshold = match wanted.mode {
+        Mode::Shared => format!(" --threshold={}", queue.threshold.filter(|threshold| *threshold > 0).unwrap_or(size)),
+        Mode::Dedicated => String::new(),
+    };
     format!(
-        "accel-config config-wq {} --group-id={} --mode=shared --type=user --driver-name=user --name={} --wq-size={size} \
-         --threshold={size} --priority={} --max-transfer-size={}{batch}",
+        "accel-config config-wq {} --group-id={} --mode={} --type=user --driver-name=user --name={}{}{threshold} \
+         --priority={} --max-transfer-size={}{batch}{}",
         queue.full_name(),
         queue.group.unwrap_or(0),
+        wanted.mode,
         queue.label.as_deref().filter(|label| plain(label)).unwrap_or("sterna"),
+        if with_size { format!(" --wq-size={size}") } else { String::new() },
         queue.priority.filter(|priority| *priority > 0).unwrap_or(10),
         info.device.max_transfer.unwrap_or(USUAL_TRANSFER).min(USUAL_TRANSFER),
+        wanted.also,
     )
 }
 
@@ -280,27 +308,17 @@ pub(super) fn set_up(info: &DeviceInfo) -> Vec<String> {
     commands(info, queue, &Reason::NotForUsers)
 }
 
-fn remarks(queue: &QueueInfo) -> Vec<Remark> {
+fn remarks(info: &DeviceInfo, queue: &QueueInfo) -> Vec<Remark> {
     let mut remarks = Vec::new();
-    let name = queue.full_name();
     if queue.kind() == Kind::Dsa {
-        let reconfigure = |option: String| {
-            vec![
-                format!("accel-config disable-wq {name}"),
-                format!("accel-config config-wq {name} {option}"),
-                format!("accel-config enable-wq {name}"),
-            ]
-        };
+        // The line has the batch size that suits in any case.
+        let larger = || reconfigure(info, queue, &Wanted::of(queue));
         let declared = queue.declares(Operation::Batch as u8);
         let most = queue.device.max_batch.unwrap_or(1);
         if queue.max_batch < 2 {
             remarks.push(Remark {
                 what: "it takes no batches, so every page is a submission of its own".to_owned(),
-                commands: if most > 1 {
-                    reconfigure(format!("--max-batch-size={}", most.min(USUAL_BATCH)))
-                } else {
-                    Vec::new()
-                },
+                commands: if most > 1 { larger() } else { Vec::new() },
             });
         } else if declared == Some(false) {
             remarks.push(Remark {
@@ -316,18 +334,14 @@ fn remarks(queue: &QueueInfo) -> Vec<Remark> {
         } else if queue.max_batch < USUAL_BATCH.min(most) {
             remarks.push(Remark {
                 what: format!("batches are limited to {} descriptors of {most} possible", queue.max_batch),
-                commands: reconfigure(format!("--max-batch-size={}", most.min(USUAL_BATCH))),
+                commands: larger(),
             });
         }
     }
     if queue.block_on_fault && queue.mode == Some(Mode::Shared) {
         remarks.push(Remark {
             what: "block-on-fault is enabled on a shared queue: whoever uses it can hold up everybody".to_owned(),
-            commands: vec![
-                format!("accel-config disable-wq {name}"),
-                format!("accel-config config-wq {name} --block-on-fault=0"),
-                format!("accel-config enable-wq {name}"),
-            ],
+            commands: reconfigure(info, queue, &Wanted { also: " --block-on-fault=0", ..Wanted::of(queue) }),
         });
     }
     remarks
