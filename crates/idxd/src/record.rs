@@ -69,8 +69,8 @@ impl Default for CompletionRecord {
 }
 
 pub(crate) fn clear(words: &[AtomicU64]) {
-    // The status last, so that a reader on another thread never sees a status beside fields already gone.
-    for word in words.iter().rev() {
+    // The status first: whoever looks while this is under way sees nothing, rather than a status beside fields already gone.
+    for word in words {
         word.store(0, Ordering::Release);
     }
 }

@@ -89,6 +89,8 @@ fn rest_of_part(operation: Operation, descriptor: &Descriptor, completion: &Comp
     match operation {
         // These have no partial completion.
         Operation::Noop | Operation::Drain | Operation::Batch => Rest::Failed(completion.status),
+        // An entry is applied or it is not; going on within one would write its data as offsets.
+        Operation::ApplyDelta if !done.is_multiple_of(DELTA_ENTRY_BYTES) => Rest::Contradiction,
         _ if left == 0 => Rest::Nothing,
         // Ran backwards (8.3.4): what is left are the first bytes.
         Operation::Memmove if completion.result & 1 == 1 => part(descriptor.moved(source, destination, left), 0),
@@ -122,7 +124,8 @@ fn rest_of_delta(descriptor: &Descriptor, completion: &Completion) -> Rest {
     let record = u64::from_le_bytes(descriptor.get(offset::DELTA_ADDRESS));
     // Each entry stands for 8 bytes compared; a device that says otherwise is not followed into the caller's buffers.
     let most = done / 8 * DELTA_ENTRY_BYTES;
-    let (Some(room), true) = (capacity.checked_sub(written), done.is_multiple_of(8) && written <= most) else {
+    let whole = done.is_multiple_of(8) && written.is_multiple_of(DELTA_ENTRY_BYTES);
+    let (Some(room), true) = (capacity.checked_sub(written), whole && written <= most) else {
         return Rest::Contradiction;
     };
     if room < MIN_DELTA_CAPACITY {

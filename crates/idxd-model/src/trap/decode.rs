@@ -22,13 +22,23 @@ pub(super) struct Decoded {
 /// Longest instruction there is.
 pub(super) const LONGEST: usize = 15;
 
+/// Why nothing was decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Undecoded {
+    /// So far it is one of the two, and there is more of it.
+    CutOff,
+    /// Some other instruction.
+    Foreign,
+}
+
 /// `registers` in the order of their numbers (rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 …).
-pub(super) fn decode(code: &[u8], address: u64, registers: &[u64; 16]) -> Option<Decoded> {
+pub(super) fn decode(code: &[u8], address: u64, registers: &[u64; 16]) -> Result<Decoded, Undecoded> {
     let mut at = 0;
+    let byte = |at: usize| code.get(at).copied().ok_or(Undecoded::CutOff);
     let mut instruction = None;
     let mut short_addresses = false;
     loop {
-        match *code.get(at)? {
+        match byte(at)? {
             0xf2 => instruction = Some(Instruction::Enqcmd),
             0x66 if instruction != Some(Instruction::Enqcmd) => instruction = Some(Instruction::Movdir64b),
             0x67 => short_addresses = true,
@@ -36,22 +46,25 @@ pub(super) fn decode(code: &[u8], address: u64, registers: &[u64; 16]) -> Option
         }
         at += 1;
     }
-    let rex = match *code.get(at)? {
+    let instruction = instruction.ok_or(Undecoded::Foreign)?;
+    let rex = match byte(at)? {
         rex @ 0x40..=0x4f => {
             at += 1;
             rex
         }
         _ => 0,
     };
-    if code.get(at..at + 3)? != [0x0f, 0x38, 0xf8] {
-        return None;
+    for opcode in [0x0f, 0x38, 0xf8] {
+        if byte(at)? != opcode {
+            return Err(Undecoded::Foreign);
+        }
+        at += 1;
     }
-    at += 3;
-    let modrm = *code.get(at)?;
+    let modrm = byte(at)?;
     at += 1;
     let (mode, register, memory) = (modrm >> 6, modrm >> 3 & 7, modrm & 7);
     if mode == 3 {
-        return None;
+        return Err(Undecoded::Foreign);
     }
     let destination = registers[usize::from(register | (rex & 4) << 1)];
     let mut base = None;
@@ -59,7 +72,7 @@ pub(super) fn decode(code: &[u8], address: u64, registers: &[u64; 16]) -> Option
     let mut relative = false;
     let mut displacement = mode;
     if memory == 4 {
-        let sib = *code.get(at)?;
+        let sib = byte(at)?;
         at += 1;
         let index_register = (sib >> 3 & 7) | (rex & 2) << 2;
         if index_register != 4 {
@@ -77,8 +90,8 @@ pub(super) fn decode(code: &[u8], address: u64, registers: &[u64; 16]) -> Option
         base = Some(memory);
     }
     let offset = match displacement {
-        1 => i64::from(code.get(at)?.cast_signed()),
-        2 => i64::from(i32::from_le_bytes(code.get(at..at + 4)?.try_into().ok()?)),
+        1 => i64::from(byte(at)?.cast_signed()),
+        2 => i64::from(i32::from_le_bytes([byte(at)?, byte(at + 1)?, byte(at + 2)?, byte(at + 3)?])),
         _ => 0,
     };
     at += match displacement {
@@ -90,7 +103,7 @@ pub(super) fn decode(code: &[u8], address: u64, registers: &[u64; 16]) -> Option
     let base = if relative { address.wrapping_add(at as u64) } else { base };
     let source = base.wrapping_add(index).wrapping_add(offset.cast_unsigned());
     let shorten = |value: u64| if short_addresses { value & 0xffff_ffff } else { value };
-    Some(Decoded { instruction: instruction?, destination: shorten(destination), source: shorten(source), length: at })
+    Ok(Decoded { instruction, destination: shorten(destination), source: shorten(source), length: at })
 }
 
 #[cfg(test)]
@@ -146,10 +159,20 @@ mod tests {
 
     #[test]
     fn what_is_something_else_is_left_alone() {
-        assert_eq!(decode(&[0x0f, 0x0b], ADDRESS, &registers()), None, "ud2");
-        assert_eq!(decode(&[0x0f, 0x38, 0xf8, 0x01], ADDRESS, &registers()), None, "no prefix");
-        assert_eq!(decode(&[0xf3, 0x0f, 0x38, 0xf8, 0x01], ADDRESS, &registers()), None, "ENQCMDS is the kernel's");
-        assert_eq!(decode(&[0xf2, 0x0f, 0x38, 0xf8, 0xc1], ADDRESS, &registers()), None, "register operand");
-        assert_eq!(decode(&[0xf2, 0x0f], ADDRESS, &registers()), None, "cut off");
+        let foreign = |code: &[u8]| decode(code, ADDRESS, &registers()) == Err(Undecoded::Foreign);
+        assert!(foreign(&[0x0f, 0x0b]), "ud2");
+        assert!(foreign(&[0x66, 0x0f, 0x0b]), "ud2 with a prefix");
+        assert!(foreign(&[0x0f, 0x38, 0xf8, 0x01]), "no prefix");
+        assert!(foreign(&[0xf3, 0x0f, 0x38, 0xf8, 0x01]), "ENQCMDS is the kernel's");
+        assert!(foreign(&[0xf2, 0x0f, 0x38, 0xf8, 0xc1]), "register operand");
+    }
+
+    #[test]
+    fn only_a_beginning_of_one_of_the_two_is_cut_off() {
+        let whole = [0xf2, 0x45, 0x0f, 0x38, 0xf8, 0x8c, 0x24, 0x78, 0x56, 0x34, 0x12];
+        assert!(decode(&whole, ADDRESS, &registers()).is_ok());
+        for length in 0..whole.len() {
+            assert_eq!(decode(&whole[..length], ADDRESS, &registers()), Err(Undecoded::CutOff), "{length}");
+        }
     }
 }

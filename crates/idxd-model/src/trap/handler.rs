@@ -6,10 +6,10 @@
 use std::cell::UnsafeCell;
 use std::fs;
 use std::io;
-use std::sync::Once;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::decode::{Instruction, LONGEST, decode};
+use super::decode::{Instruction, LONGEST, Undecoded, decode};
 use super::{TrapError, Trapped};
 use crate::model::{ModelQueue, enqcmd_permits};
 
@@ -20,7 +20,7 @@ static MOVDIR64BS: AtomicU64 = AtomicU64::new(0);
 /// The handler that was there before: written once, before the new one is in place.
 struct Before(UnsafeCell<Option<libc::sigaction>>);
 
-// SAFETY: written by `install` alone, under `Once` and before anybody can read it.
+// SAFETY: written by `install` alone, under `OnceLock` and before anybody can read it.
 unsafe impl Sync for Before {}
 
 static BEFORE: Before = Before(UnsafeCell::new(None));
@@ -40,18 +40,17 @@ fn present() -> Option<&'static str> {
 }
 
 pub(super) fn install() -> Result<(), TrapError> {
-    static ONCE: Once = Once::new();
+    static DONE: OnceLock<Result<(), i32>> = OnceLock::new();
     if let Some(name) = present() {
         return Err(TrapError::Present(name));
     }
-    let mut result = Ok(());
-    ONCE.call_once(|| result = set().map_err(TrapError::Signal));
-    result
+    let done = DONE.get_or_init(|| set().map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL)));
+    done.map_err(|error| TrapError::Signal(io::Error::from_raw_os_error(error)))
 }
 
 fn set() -> io::Result<()> {
     // SAFETY: all bytes zero is a valid sigaction; the calls are given valid pointers; `BEFORE` is written before the new
-    // handler exists, by the only thread that is in `Once`.
+    // handler exists, by the only thread that is in the `OnceLock`.
     unsafe {
         let mut before: libc::sigaction = std::mem::zeroed();
         if libc::sigaction(libc::SIGILL, std::ptr::null(), &raw mut before) != 0 {
@@ -120,16 +119,17 @@ unsafe fn execute(context: &mut [i64; 23]) -> bool {
     let in_page = LONGEST.min((0x1000 - (address & 0xfff)) as usize);
     // SAFETY: the processor has fetched from this address, and the bytes are in the same page.
     unsafe { std::ptr::copy_nonoverlapping(address as *const u8, code.as_mut_ptr(), in_page) };
-    let decoded = decode(&code[..in_page], address, &registers).or_else(|| {
-        if in_page == LONGEST {
-            return None;
+    let decoded = match decode(&code[..in_page], address, &registers) {
+        // Others may end with the last page that there is. Of this one the processor has seen enough not to have it, or it
+        // faults here as it would have there.
+        Err(Undecoded::CutOff) if in_page < LONGEST => {
+            // SAFETY: the instruction goes on in the next page.
+            unsafe { std::ptr::copy_nonoverlapping(address as *const u8, code.as_mut_ptr(), LONGEST) };
+            decode(&code, address, &registers)
         }
-        // SAFETY: cut off at the page's end, so the processor has fetched from the next page as well, if it got so far as to
-        // know that the instruction is not one it has. Otherwise this faults where the instruction would have.
-        unsafe { std::ptr::copy_nonoverlapping(address as *const u8, code.as_mut_ptr(), LONGEST) };
-        decode(&code, address, &registers)
-    });
-    let Some(decoded) = decoded else { return false };
+        decoded => decoded,
+    };
+    let Ok(decoded) = decoded else { return false };
     if decoded.destination % 64 != 0 {
         // A general protection fault of the real instruction.
         return false;

@@ -598,6 +598,14 @@ mod instructions {
         let with_pasid = Aligned(noop(0).u32(0, 1).0);
         // SAFETY: ends the process.
         assert_eq!(ends_with(|| unsafe { asm!("ud2") }), libc::SIGILL);
+        // Not one of those that children do not get.
+        let code = Mapping::map(2 * PAGE, BOTH, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+        code.put(PAGE - 2, &[0x0f, 0x0b]);
+        code.protect(0, PAGE, READ | libc::PROT_EXEC);
+        code.protect(PAGE, PAGE, libc::PROT_NONE);
+        // SAFETY: ends the process.
+        let jump = || unsafe { asm!("call {}", in(reg) code.address + PAGE as u64 - 2) };
+        assert_eq!(ends_with(jump), libc::SIGILL, "the last bytes before nothing");
         assert_eq!(
             ends_with(|| {
                 enqcmd(elsewhere.address, &descriptor);

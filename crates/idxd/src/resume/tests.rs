@@ -59,6 +59,7 @@ fn create_delta_goes_on_in_both_sources_and_in_the_record() {
     assert_eq!(rest(&all, &fault(8, 1, 20), false), Rest::Contradiction);
     assert_eq!(rest(&all, &fault(4088, 1, 410), false), Rest::Contradiction);
     assert_eq!(rest(&all, &fault(12, 1, 10), false), Rest::Contradiction);
+    assert_eq!(rest(&all, &fault(64, 1, 15), false), Rest::Contradiction, "half an entry");
 }
 
 fn part_of(all: &Descriptor, done: u32, written: u32, room: u32) -> Rest {
@@ -75,6 +76,7 @@ fn apply_delta_keeps_destination_and_size() {
     assert_eq!(part(rest(&all, &fault(70, 0, 0), false)), (next, 0));
     assert_eq!(rest(&all, &fault(200, 0, 0), false), Rest::Nothing);
     assert_eq!(rest(&all, &fault(201, 0, 0), false), Rest::Contradiction);
+    assert_eq!(rest(&all, &fault(75, 0, 0), false), Rest::Contradiction, "half an entry");
     assert_eq!(rest(&all, &ended(Status::DeltaOffsetOrder, 20, 0), false), Rest::Failed(Status::DeltaOffsetOrder));
 }
 
