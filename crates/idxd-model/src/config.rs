@@ -267,6 +267,9 @@ impl ModelConfig {
     }
 }
 
+/// More groups than any device has.
+const GROUPS: u32 = 64;
+
 impl DeviceConfig {
     /// An IAA device, `iax1`, with the limits that such devices have.
     pub fn iaa() -> DeviceConfig {
@@ -290,6 +293,17 @@ impl DeviceConfig {
         };
         if !(1..=64).contains(&self.engines) {
             return refuse(&self.name, format!("{} engines: there are 1 to 64", self.engines));
+        }
+        if let Some(group) = self.engine_groups.iter().find(|group| **group >= GROUPS) {
+            return refuse(&self.name, format!("an engine is in group {group}: there are 0 to {}", GROUPS - 1));
+        }
+        // Fields of GENCAP (9.2.2): logarithms of 4 and 5 bits.
+        if self.max_batch_size > 1 << 15 || self.max_transfer_size > 1 << 31 {
+            let (batch, transfer) = (self.max_batch_size, self.max_transfer_size);
+            return refuse(
+                &self.name,
+                format!("max_batch_size {batch}, max_transfer_size {transfer}: a device can say 2^15 and 2^31 at most"),
+            );
         }
         let total: u64 = self.queues.iter().map(|queue| u64::from(queue.size)).sum();
         if total > u64::from(self.max_work_queues_size) {

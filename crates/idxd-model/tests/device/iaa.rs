@@ -464,6 +464,22 @@ fn a_stream_in_several_buffers_is_one_job() {
 }
 
 #[test]
+fn a_partial_word_from_before_is_written_only_as_far_as_there_is_room() {
+    let bench = Bench::new();
+    let stream = dynamic();
+    bench.memory.put(SOURCE, &stream);
+    // Everything but the last 4 of 1500 bytes goes out, then 3 of these.
+    let seen = bench.run(with_aecs(decompress(stream.len(), 0x1000, WHOLE & !2), WRITE));
+    assert_eq!((seen.status, seen.output), (1, 1496), "{seen:?}");
+    bench.memory.put(OUTPUT, &[0xee; 16]);
+    let seen = bench.run(with_aecs(decompress(0, 3, WHOLE), READ | WRITE | TOGGLE));
+    assert_eq!((seen.status, seen.output), (0x0b, 3), "{seen:?}");
+    assert_eq!(bench.memory.get(OUTPUT, 4), [&plain(1500)[1496..1499], &[0xee]].concat(), "not beyond the room");
+    let seen = bench.run(with_aecs(decompress(0, 8, WHOLE), READ));
+    assert_eq!((seen.status, bench.output(&seen)), (1, plain(1500)[1499..].to_vec()));
+}
+
+#[test]
 fn faults_are_not_partly_done() {
     let bench = Bench::new();
     bench.memory.put(AECS, &fixed_aecs());

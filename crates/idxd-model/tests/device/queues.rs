@@ -567,6 +567,9 @@ fn configurations_that_the_kernel_would_refuse_are_refused() {
     refused(|device| device.queues[0].priority = 16, "priority 16");
     refused(|device| device.queues[0].group_id = 1, "no engine");
     refused(|device| device.queues[0].max_batch_size = 1025, "max_batch_size 1025");
+    refused(|device| device.engine_groups = vec![0, u32::MAX], "an engine is in group 4294967295");
+    refused(|device| device.max_batch_size = u32::MAX, "max_batch_size 4294967295");
+    refused(|device| device.max_transfer_size = 1 << 32, "max_transfer_size 4294967296");
     refused(|device| device.queues[0].prs_disable = true, "event log");
     refused(|device| device.queues[0].name = "wq1.0".into(), "wq0.");
     refused(|device| device.name = "gpu0".into(), "dsa and a number");

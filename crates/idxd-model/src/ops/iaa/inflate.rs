@@ -362,12 +362,14 @@ fn decompress_input(descriptor: &[u8; 64], access: &mut Access<'_>, input: &[u8]
     }
     let crc = crc32(descriptor, aecs::CRC.get(&state) as u32, output);
     let xor = xor(aecs::XOR.get(&state) as u16, output);
-    let overflow = stopped == Stopped::Output;
+    let flush = flags & decompression::FLUSH != 0;
+    // Table 6-8, Flush Output: a partial word that would overflow the output is kept. It is older than this descriptor's room.
+    let overflow = stopped == Stopped::Output || (flush && pending.len() > room);
     let mut written = pending;
     if !suppress {
         written.extend_from_slice(output);
     }
-    let whole = if flags & decompression::FLUSH != 0 || overflow { written.len() } else { written.len() / 8 * 8 };
+    let whole = if flush || overflow { written.len().min(room) } else { written.len() / 8 * 8 };
     let bytes = (output.len() as u64).max(input.len() as u64);
     let rest = written.split_off(whole);
     if let Err(stop) = access.write(iaa::DESTINATION.get(descriptor), &written) {
