@@ -60,7 +60,7 @@ pub enum NotProven {
     /// Sent, and never answered.
     #[error(
         "a no-op sent to it was not answered within {0:?}: the device has halted, the queue was disabled, or it hangs \
-         (accel-config list shows the states; disabling and enabling the device resets it)"
+         (accel-config list shows the states; disabling the device resets it, and loses its configuration)"
     )]
     NoAnswer(Duration),
     /// Never taken.

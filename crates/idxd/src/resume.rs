@@ -20,7 +20,8 @@ pub enum Rest {
         /// The continuation. Flags and completion record are the original's.
         descriptor: Descriptor,
         /// Bytes of the input that come before it: offsets that its record reports, and the offsets in a delta record it writes,
-        /// count from there. 0 for *apply delta* and for a memmove that runs backwards.
+        /// count from there. 0 for *apply delta* and for a memmove that runs backwards. Of a batch, members: without batch
+        /// continuation a fence in the rest does not know of those among them that failed.
         skipped: u32,
     },
     /// *Create delta* only: the input from `skipped` on has not been compared, and the delta record has less room left than a
@@ -29,8 +30,9 @@ pub enum Rest {
         /// Bytes of the input that were compared.
         skipped: u32,
     },
-    /// Of a batch whose list could not be read further: one descriptor, which most devices do not take as a batch. Submit
-    /// it by itself: it is at this address.
+    /// Of a batch whose list could not be read further: one descriptor, which most devices do not take as a batch. It is at this
+    /// address. Submit it by itself, without its fence if it has one: that is legal only inside a batch, and after a failed member
+    /// it says that the descriptor is not to be executed.
     One {
         /// Address of the descriptor in the list.
         descriptor: u64,

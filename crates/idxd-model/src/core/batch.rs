@@ -139,6 +139,10 @@ impl Batch {
         }
         if let Some(fault) = self.fault {
             record::FAULT_ADDRESS.set(&mut record.bytes, fault.address & !0xfff);
+            if version >= 0x200 {
+                // Table 8-13: the descriptor list is operand 1.
+                record::FAULT_INFO.set(&mut record.bytes, 1 << 1);
+            }
         }
         record::COMPLETED.set(&mut record.bytes, u64::from(self.processed));
         record

@@ -655,10 +655,11 @@ fn block_on_fault_that_cannot_be_resolved_is_an_invalid_response() {
 
 #[test]
 fn fault_info_is_of_version_2() {
-    for (version, info) in [(0x100, 0), (0x200, 3 << 1)] {
+    for (version, info, list) in [(0x100, 0, 0), (0x200, 3 << 1, 1 << 1)] {
         let bench = Bench::new(|device| device.version = version);
         forbid(&bench, B);
         assert_eq!(bench.run(memmove(RECORDS, A, B, 64)).info, info);
+        assert_eq!(bench.run(batch(RECORDS, B, 2)).info, list);
     }
 }
 
