@@ -58,7 +58,7 @@ rows! {
     "5.4": "a misaligned record address is software error 0x1b; nothing is written"
         => a_record_needs_its_address_to_be_valid;
     "5.4": "whatever the descriptor, it ends with a record or a software error"
-        => any_descriptor_ends_somehow;
+        => any_descriptor_ends_somehow, any_addresses_and_any_content_end_somehow;
     "table 5-3": "flags allowed per operation; others are 0x11 and are named in the record"
         => flags_are_those_of_table_5_3;
     "table 5-3": "reserved bytes per operation are 0x12"

@@ -206,6 +206,50 @@ proptest! {
         prop_assert!(reported || !asked);
     }
 
+    /// Descriptors that pass the checks of the table more often than not, with addresses from everywhere, at memory of any content
+    /// (so that lists, delta records, codes and states are of any content, too).
+    #[test]
+    fn any_addresses_and_any_content_end_somehow(
+        iaa in any::<bool>(), operation in 0..16_usize, flags in any::<u32>(), extra in any::<u16>(),
+        addresses in prop::array::uniform5(prop::sample::select(vec![
+            A, A + 0x40, B, B + 8, C, 0, !0, !0x1f, !0x3f, !0xfff, 1 << 63, 0x1000,
+        ])),
+        sizes in prop::array::uniform3(prop::sample::select(vec![0_u32, 1, 2, 8, 80, 100, 1568, 4096, 5376, 0x8000, !0])),
+        content in prop::collection::vec(any::<u8>(), 600), ats_disable in any::<bool>(),
+    ) {
+        const DSA: [u8; 13] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0x10, 0x11, 0x20];
+        const IAA: [u8; 5] = [0, 2, 0x42, 0x43, 0x44];
+        let bench = Bench::new(|device| {
+            if iaa {
+                *device = sterna_idxd_model::DeviceConfig::iaa();
+            }
+            (device.version, device.queues[0].block_on_fault) = (0x200, true);
+            device.queues[0].ats_disable = ats_disable;
+        });
+        for base in [A, B, C] {
+            bench.memory.put(base, &content);
+        }
+        let code = if iaa { IAA[operation % IAA.len()] } else { DSA[operation % DSA.len()] };
+        let [one, two, three, four, record] = addresses;
+        let allowed = if iaa { 0x5f_2102 } else { 0x07_2182 };
+        // A record most of the time where the test can see it.
+        let raw = Raw::new(code, if flags >> 30 == 0 { record } else { RECORDS }).flags(flags & allowed);
+        let raw = if code == 0 || code == 2 { raw } else { raw.u64(16, one).u64(24, two).u32(32, sizes[0]) };
+        let raw = match (iaa, code) {
+            (true, 0x42 | 0x43) => raw.u64(40, three).u32(48, sizes[1]).u32(52, sizes[2])
+                .u8(38, extra as u8).u8(39, (extra >> 8) as u8 & 3),
+            (true, 0x44) => raw.u64(24, 0).u64(56, four),
+            (false, 5 | 6) => raw.u8(40, extra as u8),
+            (false, 7) => raw.u64(40, three).u32(48, sizes[1]).u8(56, extra as u8),
+            (false, 8 | 0x10 | 0x11) => raw.u32(40, sizes[1]),
+            (false, 9) => raw.u64(40, three),
+            _ => raw,
+        };
+        bench.hand_in(raw);
+        bench.model.settle();
+        prop_assert_eq!(bench.queue.in_flight(), 0, "{:02x?}", raw.0);
+    }
+
     /// Batches of copies, compares and faults, with and without fences, in every order of the seed.
     #[test]
     fn batches_count_and_abandon_by_their_fences(
