@@ -34,14 +34,110 @@ impl Backstop {
 
 fn run(core: &Core) {
     while !(core.closing.load(Ordering::Acquire) && core.idle()) {
-        // Whoever submits meanwhile rings, as it cannot know whether its channel was looked at already.
-        core.until.store(NEVER, Ordering::SeqCst);
-        let heard = core.bell.heard();
-        let next = core.turn();
-        core.until.store(next, Ordering::SeqCst);
+        let (heard, next) = look(core);
         if core.closing.load(Ordering::Acquire) && core.idle() {
             return;
         }
         core.settings.time.sleep(&core.bell, heard, next);
+    }
+}
+
+/// Looks at every channel. Says what was heard before, and when to look again.
+fn look(core: &Core) -> (u64, Nanos) {
+    // Whoever submits meanwhile rings, as it cannot know whether its channel was looked at already.
+    core.until.store(NEVER, Ordering::SeqCst);
+    let heard = core.bell.heard();
+    let next = core.turn();
+    core.until.store(next, Ordering::SeqCst);
+    (heard, next)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::NonNull;
+    use std::sync::atomic::AtomicU64;
+    use std::sync::{Mutex, OnceLock};
+
+    use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue};
+
+    use super::*;
+    use crate::{Bell, Offload, Operation, Region, Settings, Time};
+
+    /// A device that answers when it is told to.
+    #[derive(Debug, Default)]
+    struct Told(Mutex<Vec<Descriptor>>);
+
+    impl Told {
+        fn answer(&self, descriptor: &Descriptor) {
+            let status = std::ptr::with_exposed_provenance::<AtomicU64>(descriptor.record().unwrap() as usize);
+            // SAFETY: the record's first word, which is its submitter's until the status is written, and an atomic there too.
+            unsafe { &*status }.store(1, Ordering::Release);
+        }
+    }
+
+    impl Portal for Told {
+        unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
+            match descriptor.operation_code() {
+                0 => self.answer(descriptor),
+                _ => self.0.lock().unwrap().push(*descriptor),
+            }
+            Submission::Accepted
+        }
+
+        fn way(&self) -> Way {
+            Way::Enqcmd
+        }
+    }
+
+    /// Time in which whoever sleeps wakes late; meanwhile the backstop looks, and the first batch is answered.
+    #[derive(Debug, Default)]
+    struct Late {
+        now: AtomicU64,
+        device: Arc<Told>,
+        core: OnceLock<Arc<Core>>,
+        heard: AtomicU64,
+    }
+
+    impl Time for Late {
+        fn now(&self) -> Nanos {
+            self.now.fetch_add(1, Ordering::Relaxed)
+        }
+
+        fn sleep(&self, _: &Bell, _: u64, until: Nanos) {
+            self.now.fetch_max(until.saturating_add(2 * LATER), Ordering::Relaxed);
+            let (heard, next) = look(self.core.get().unwrap());
+            assert_eq!(next, NEVER, "somebody attends to the only channel");
+            self.heard.store(heard, Ordering::Relaxed);
+            self.device.answer(&self.device.0.lock().unwrap()[0]);
+        }
+    }
+
+    #[test]
+    fn what_is_left_when_its_owner_stops_waiting_is_looked_at_by_the_backstop() {
+        let time = Arc::new(Late { now: AtomicU64::new(1), ..Late::default() });
+        let mut settings = Settings::default();
+        (settings.threads, settings.time) = (false, time.clone());
+        let device = Arc::new(Device::new("dsa0", Kind::Dsa));
+        let mut info = QueueInfo::new("wq0.0", device, Mode::Shared, 16);
+        info.max_batch = 1;
+        let queue = WorkQueue::with_portal(info, time.device.clone()).unwrap();
+        let offload = Offload::over(vec![queue], &settings).unwrap();
+        let core = offload.core();
+        assert!(time.core.set(core.clone()).is_ok());
+        let memory: &'static mut [u64] = vec![0; 8].leak();
+        // SAFETY: leaked, and nothing refers to it any more.
+        let region = unsafe { Region::new(NonNull::from(memory).cast(), 64, None) };
+        let channel = offload.channel();
+        for _ in 0..2 {
+            let mut batch = channel.batch(Operation::Checksum);
+            batch.push(&region.range(0, 64).unwrap()).unwrap();
+            let _ = channel.submit(batch).unwrap().into_id();
+        }
+        assert!(channel.wait(NEVER).is_some() && channel.under_way() == 1);
+        assert!(core.bell.heard() > time.heard.load(Ordering::Relaxed), "the backstop sleeps for ever");
+        assert_ne!(look(&core).1, NEVER);
+
+        let last = time.device.0.lock().unwrap()[1];
+        time.device.answer(&last);
     }
 }

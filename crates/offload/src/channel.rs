@@ -218,6 +218,7 @@ impl Channel {
         loop {
             let heard = shared.table.bell.heard();
             if let Some(done) = self.poll() {
+                self.unattended();
                 return Some(done);
             }
             let first = shared.due.load(Ordering::SeqCst);
@@ -233,10 +234,14 @@ impl Channel {
             time.sleep(&shared.table.bell, heard, until.min(deadline));
             shared.attended.store(false, Ordering::SeqCst);
             if time.now() >= deadline {
-                // Nobody attends to it now: the backstop may have to.
-                shared.core.arm(shared.due.load(Ordering::SeqCst));
+                self.unattended();
             }
         }
+    }
+
+    /// Nobody attends to what is under way now. The backstop may have passed it over because somebody did.
+    fn unattended(&self) {
+        self.shared.core.arm(self.shared.due.load(Ordering::SeqCst));
     }
 
     /// As [`Self::wait`], for so long from now.

@@ -372,6 +372,12 @@ impl Core {
                     channel.table.bell.ring();
                 }
                 if slots.active() == 0 {
+                    let closed = slots.closed();
+                    drop(slots);
+                    // Its owner left it to whoever sees the last of it.
+                    if closed {
+                        self.forget(&channel);
+                    }
                     break;
                 }
                 drop(slots);
@@ -420,6 +426,8 @@ impl Core {
                 // Its owner is just looking.
                 None => next = next.min(now + LATER),
                 Some(mut slots) => {
+                    // The clock once more, now that nobody submits: nothing was submitted after this moment.
+                    let now = self.now();
                     if self.harvest(channel, &mut slots, now) > 0 {
                         channel.table.bell.ring();
                     }

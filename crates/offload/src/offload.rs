@@ -135,6 +135,11 @@ impl Offload {
         Ok(Arc::new(Self { core, summary, backstop: Mutex::new(backstop), helpers: Mutex::new(Vec::new()) }))
     }
 
+    #[cfg(test)]
+    pub(crate) fn core(&self) -> Arc<Core> {
+        Arc::clone(&self.core)
+    }
+
     /// A channel for one submitter.
     pub fn channel(&self) -> Channel {
         self.channel_of(0, 1)

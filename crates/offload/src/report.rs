@@ -186,9 +186,11 @@ impl Statistics {
         all.len() - 1
     }
 
-    /// Changes what was noted at that place.
-    pub(crate) fn change(&self, place: usize, change: impl FnOnce(&mut TakenOut)) {
-        change(&mut lock_std(&self.taken_out)[place]);
+    /// Changes what was noted at that place, if anything was.
+    pub(crate) fn change(&self, place: Option<usize>, change: impl FnOnce(&mut TakenOut)) {
+        if let Some(place) = place {
+            change(&mut lock_std(&self.taken_out)[place]);
+        }
     }
 
     pub(crate) fn report(&self, summary: String, requests: Requests, leases: usize) -> OffloadReport {

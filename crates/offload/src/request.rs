@@ -144,11 +144,12 @@ impl Request {
         self.answers.clear();
         self.bytes = 0;
         self.buffered = 0;
-        self.work.reset();
     }
 
-    /// Ready to be worked on: no answers yet, no page said to be zero.
+    /// Ready to be worked on: no answers yet, no page said to be zero, and nothing left of an earlier try (a batch that was done
+    /// or taken back may be handed in again).
     pub(crate) fn unanswered(&mut self) {
+        self.work.reset();
         self.answers.clear();
         if self.operation != Operation::ZeroMap {
             self.answers.resize(self.items.len(), Answer::None);
@@ -219,5 +220,19 @@ impl Request {
         let Item { at, room, .. } = self.items[item];
         debug_assert!(at as usize + room as usize <= buffer.bytes());
         buffer.pointer().wrapping_add(at as usize)
+    }
+}
+
+impl Drop for Request {
+    /// Of one that a device has, everything is kept that the device may touch. It is dropped in that state only by a panic between
+    /// submission and completion.
+    fn drop(&mut self) {
+        if self.work.parts.with_device() {
+            tracing::error!(
+                bytes = self.device_bytes(),
+                "a batch was lost while a device has it: its memory is leaked"
+            );
+            std::mem::forget((self.work.take_lists(), self.buffer.take(), std::mem::take(&mut self.regions)));
+        }
     }
 }

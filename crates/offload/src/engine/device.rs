@@ -37,7 +37,8 @@ pub(crate) struct Common {
 
 impl Common {
     pub(crate) fn patience(&self) -> Nanos {
-        u64::try_from(self.settings.patience.as_nanos()).unwrap_or(Nanos::MAX / 16).max(1)
+        // As much as can be multiplied by what deadlines are multiplied by.
+        u64::try_from(self.settings.patience.as_nanos()).unwrap_or(Nanos::MAX).clamp(1, Nanos::MAX / 16)
     }
 
     fn pools(&self, node: Option<u32>) -> &Arc<Pools> {
@@ -101,6 +102,8 @@ pub(crate) struct Admission {
 struct Quarantine {
     #[expect(clippy::vec_box, reason = "a request goes from hand to hand in its box")]
     requests: Vec<Box<Request>>,
+    /// The device's place in the list of those taken out, once it is.
+    place: Option<usize>,
     /// The device is proved quiet: nothing need be kept any more.
     quiet: bool,
 }
@@ -115,8 +118,6 @@ pub(crate) struct Device {
     pub(crate) queues: Vec<Queue>,
     next: AtomicUsize,
     out: AtomicBool,
-    /// Its place in the list of devices taken out.
-    place: AtomicUsize,
     /// When anything of it was last seen to complete.
     completed: AtomicU64,
     /// When it will be through with what it has, as predicted.
@@ -173,7 +174,6 @@ impl Device {
             queues: queues.into_iter().map(Queue::new).collect(),
             next: AtomicUsize::new(0),
             out: AtomicBool::new(false),
-            place: AtomicUsize::new(0),
             completed: AtomicU64::new(0),
             busy_until: AtomicU64::new(0),
             outstanding: AtomicU32::new(0),
@@ -247,11 +247,16 @@ impl Device {
 
     /// Puts it out of service, once.
     pub(crate) fn take_out(self: &Arc<Self>, reason: &str) {
-        if self.out.swap(true, Ordering::AcqRel) {
-            return;
+        {
+            let mut quarantine = lock_std(&self.quarantine);
+            if quarantine.place.is_some() {
+                return;
+            }
+            // Before anybody finds it out of service: what he has it keep is noted there.
+            quarantine.place = Some(self.common.statistics.taken_out(self.name.to_string(), reason.to_owned()));
         }
+        self.out.store(true, Ordering::Release);
         tracing::warn!(device = &*self.name, reason, "accelerator taken out of service; the CPU does its work");
-        self.place.store(self.common.statistics.taken_out(self.name.to_string(), reason.to_owned()), Relaxed);
         let device = Arc::clone(self);
         self.common.closers.run(Box::new(move || device.close()));
     }
@@ -269,7 +274,7 @@ impl Device {
         }
         let bytes = request.device_bytes();
         quarantine.requests.push(request);
-        self.common.statistics.change(self.place.load(Relaxed), |out| out.quarantined_bytes += bytes);
+        self.common.statistics.change(quarantine.place, |out| out.quarantined_bytes += bytes);
     }
 
     /// Requests in quarantine.
@@ -280,6 +285,8 @@ impl Device {
     fn free(&self, mut request: Box<Request>) {
         request.leave();
         request.go(State::Free);
+        // No part of it is with the device any more, as its records would not say.
+        request.work.reset();
         self.common.pools(request.node()).put(request);
     }
 
@@ -314,14 +321,14 @@ impl Device {
             return;
         }
         drop(records);
-        let kept = {
+        let (kept, place) = {
             let mut quarantine = lock_std(&self.quarantine);
             quarantine.quiet = true;
-            std::mem::take(&mut quarantine.requests)
+            (std::mem::take(&mut quarantine.requests), quarantine.place)
         };
         kept.into_iter().for_each(|request| self.free(request));
         self.common.leases.release(self.number);
-        self.common.statistics.change(self.place.load(Relaxed), |out| (out.quiet, out.quarantined_bytes) = (true, 0));
+        self.common.statistics.change(place, |out| (out.quiet, out.quarantined_bytes) = (true, 0));
         tracing::info!(device = &*self.name, "the accelerator is closed and quiet");
     }
 

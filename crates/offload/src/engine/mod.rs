@@ -157,6 +157,11 @@ impl Work {
         debug_assert!(self.grant.is_none(), "a grant goes back when the device is done");
     }
 
+    /// Descriptors and records, to be kept for ever.
+    pub(crate) fn take_lists(&mut self) -> Option<Lists> {
+        self.lists.take()
+    }
+
     /// Descriptors and records.
     pub(crate) fn lists(&self) -> &Lists {
         self.lists.as_ref().expect("requests of a process with accelerators have lists")

@@ -256,8 +256,11 @@ impl<D: Dialect> Accelerator<D> {
                 return Err(Cause::DeviceError);
             }
         }
+        // First of all: whatever becomes of this thread, the memory is the device's from now on.
+        request.work.parts.parts[number].place = Place::InDevice;
         let bytes = bytes_of(request, &part);
         let predicted = lock_std(&device.admission).predictors[request.operation.index()].predict(bytes, count as u32);
+        let lists = request.work.lists();
         let traced = device.trace().map(|trace| {
             let members = if part.form == Form::Batch { first..first + count } else { 0..0 };
             trace.submitted(now, &queue.name, &descriptor, members.map(|item| lists.descriptor_bytes(item)))
@@ -266,7 +269,6 @@ impl<D: Dialect> Accelerator<D> {
         let due = device.submitted(predicted, now);
         let patience = device.common.patience();
         let part = &mut request.work.parts.parts[number];
-        part.place = Place::InDevice;
         part.traced = traced.unwrap_or(0);
         (part.submitted, part.due) = (now, due.max(now + 1));
         part.deadline = now.saturating_add(patience).saturating_add(8 * (backlog + predicted));
@@ -481,7 +483,9 @@ impl<D: Dialect> Engine for Accelerator<D> {
         let Some(chosen) = self.choose(request) else { return Begun::Spill(Cause::OutOfService) };
         let device = &self.devices[chosen];
         let queue = device.next_queue();
-        let (expect_zero, expect_run) = (device.expects_zero(), device.expects_run());
+        // What pages were is learned from zero maps and asked by them; whatever else lies side by side is no run of zeros.
+        let expect_run = request.operation == Operation::ZeroMap && device.expects_run();
+        let expect_zero = device.expects_zero();
         let max_transfer = device.queues[queue].max_transfer;
         if !(0..request.items.len()).all(|item| self.dialect.takes(request, item, max_transfer)) {
             return Begun::Spill(Cause::Unsuitable);
@@ -552,7 +556,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
                 Some(completion) => self.completed(request, number, &completion, now),
                 None if !self.is_lost(request, &part, now) => {}
                 None => {
-                    let silent = (now - part.submitted) / 1_000_000;
+                    let silent = now.saturating_sub(part.submitted) / 1_000_000;
                     self.device_of(request).take_out(&format!("no answer for {silent} ms"));
                     self.end(request, now, false);
                     return Progress::Lost;
@@ -637,6 +641,11 @@ impl Parts {
         let with = |place| self.parts.iter().filter(move |part| part.place == place).map(|part| part.due);
         // Parts are submitted in their order: those behind one that waits wait for it.
         with(Place::InDevice).chain(with(Place::Waiting).take(1)).min().unwrap_or(NEVER)
+    }
+
+    /// Whether a device has any of them.
+    pub(crate) fn with_device(&self) -> bool {
+        self.parts.iter().any(|part| part.place == Place::InDevice)
     }
 }
 

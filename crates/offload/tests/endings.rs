@@ -1,0 +1,214 @@
+//! How batches, channels and devices end: handed in again, dropped with work under way, taken out while others look.
+
+mod support;
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use sterna_idxd::Kind as DeviceKind;
+use sterna_offload::share::{Ask, Fifo, Grant, Share, Verdict};
+use sterna_offload::trace::Trace;
+use sterna_offload::{Cancelled, Channel, NEVER, Nanos, Offload, Operation, Outcome, Region, Settings, Shares, Ticket};
+use support::{Clock, Fake, Memory, PAGE, Script};
+
+const PAGES: usize = 32;
+
+struct Bench {
+    clock: Arc<Clock>,
+    device: Arc<Fake>,
+    settings: Settings,
+    memory: Arc<Memory>,
+    region: Arc<Region>,
+}
+
+impl Bench {
+    /// A DSA with one shared queue; 32 zero pages.
+    fn new() -> Bench {
+        let (clock, memory) = (Clock::new(), Memory::new(PAGES));
+        let device = Fake::new("dsa0", DeviceKind::Dsa, &[(16, false)], 1, Script::default());
+        let mut settings = Settings::default();
+        (settings.threads, settings.time) = (false, clock.clone());
+        let region = memory.region();
+        Bench { clock, device, settings, memory, region }
+    }
+
+    fn start(&self) -> Arc<Offload> {
+        Offload::over(self.device.open(&self.clock, 32), &self.settings).unwrap()
+    }
+
+    /// All pages, one by one, handed in on `channel`.
+    fn submit(&self, channel: &Channel, operation: Operation) -> Ticket {
+        let mut batch = channel.batch(operation);
+        for page in 0..PAGES {
+            batch.push(&self.region.range(page * PAGE, PAGE).unwrap()).unwrap();
+        }
+        channel.submit(batch).unwrap()
+    }
+}
+
+#[test]
+fn pages_side_by_side_are_copied_where_the_pages_before_were_all_zero() {
+    let bench = Bench::new();
+    let offload = bench.start();
+    assert_eq!(offload.is_zero(&[bench.region.range(0, PAGES * PAGE).unwrap()]), Ok(vec![true; PAGES]));
+    (0..PAGES).for_each(|page| bench.memory.write(page * PAGE, &[page as u8 + 1]));
+    let channel = offload.channel();
+    let _ = bench.submit(&channel, Operation::CopyChecksum).into_id();
+    let done = channel.wait(NEVER).unwrap();
+    for page in 0..PAGES {
+        let content = bench.memory.read(page * PAGE, PAGE);
+        assert_eq!((done.batch.copy(page), done.batch.checksum(page)), (&content[..], support::crc32c(&content)));
+    }
+}
+
+/// Sends the first batch to the CPU.
+struct FirstSpilled(bool);
+
+impl Share for FirstSpilled {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+        if std::mem::replace(&mut self.0, true) { Fifo.ask(ask, now) } else { Verdict::Spill }
+    }
+
+    fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
+        Fifo.done(grant, sojourn, now);
+    }
+
+    fn dropped(&mut self, grant: Grant) {
+        Fifo.dropped(grant);
+    }
+}
+
+#[test]
+fn a_batch_handed_in_again_is_as_new_whoever_did_it_before() {
+    let mut bench = Bench::new();
+    bench.settings.shares = Shares::new(|_| Box::new(FirstSpilled(false)));
+    let offload = bench.start();
+    let channel = offload.channel();
+    let _ = bench.submit(&channel, Operation::Checksum).into_id();
+    let first = channel.wait(NEVER).unwrap();
+    (0..PAGES).for_each(|page| bench.memory.write(page * PAGE, &[page as u8 + 1]));
+    let _ = channel.submit(first.batch).unwrap().into_id();
+    let second = channel.wait(NEVER).unwrap();
+    for page in 0..PAGES {
+        assert_eq!(second.batch.checksum(page), support::crc32c(&bench.memory.read(page * PAGE, PAGE)));
+    }
+    let report = offload.report();
+    let items: Vec<_> = report.operations[0].engines.iter().map(|engine| engine.items).collect();
+    assert_eq!(items, [PAGES as u64; 2], "once by the CPU, once by the device");
+}
+
+#[test]
+fn a_batch_taken_back_when_it_was_done_already_is_handed_in_again_like_any_other() {
+    let bench = Bench::new();
+    let offload = bench.start();
+    let channel = offload.channel();
+    bench.device.set_script(Script { page_fault: 1, ..Script::default() });
+    let ticket = bench.submit(&channel, Operation::Checksum);
+    // Another batch's end shows that it is done.
+    bench.clock.pass(1_000_000);
+    offload.turn();
+    let Cancelled::GivenBack(batch) = ticket.cancel() else { panic!("no device has it any more") };
+    bench.device.set_script(Script::default());
+    let before = bench.device.executed();
+    let _ = channel.submit(batch).unwrap().into_id();
+    let done = channel.wait(NEVER).unwrap();
+    assert_eq!(done.outcome, Outcome::Done);
+    assert!((0..PAGES).all(|page| done.batch.checksum(page) == support::crc32c(&[0; PAGE])));
+    assert_eq!(bench.device.executed() - before, 1);
+}
+
+#[test]
+fn queues_are_closed_with_offload_even_if_a_channel_went_before_its_work_was_done() {
+    let bench = Bench::new();
+    let offload = bench.start();
+    let channel = offload.channel();
+    drop(bench.submit(&channel, Operation::ZeroMap));
+    drop(channel);
+    let opened = Arc::strong_count(&bench.device);
+    drop(offload);
+    assert_eq!(bench.region.uses(), 0);
+    assert_eq!(Arc::strong_count(&bench.device), opened - 1, "the queue's way in is gone");
+}
+
+/// Does something in the moment in which a warning is given.
+struct AtWarning(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl tracing::Subscriber for AtWarning {
+    fn enabled(&self, of: &tracing::Metadata<'_>) -> bool {
+        *of.level() == tracing::Level::WARN
+    }
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        let then = self.0.lock().unwrap().take();
+        if let Some(then) = then {
+            then();
+        }
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn who_looks_while_a_device_is_being_taken_out_finds_it_in_the_report() {
+    let bench = Bench::new();
+    let offload = bench.start();
+    let (first, second) = (offload.channel(), offload.channel());
+    let _ = bench.submit(&first, Operation::Checksum).into_id();
+    let _ = bench.submit(&second, Operation::Checksum).into_id();
+    bench.device.halt();
+    bench.clock.pass(10_000_000_000);
+    let seen = Arc::new(Mutex::new(None));
+    let note = seen.clone();
+    let look: Box<dyn FnOnce() + Send> =
+        Box::new(move || *note.lock().unwrap() = Some(second.poll().map(|done| done.outcome)));
+    tracing::subscriber::with_default(AtWarning(Mutex::new(Some(look))), || {
+        assert!(first.poll().is_some(), "done by the CPU");
+    });
+    assert_eq!(*seen.lock().unwrap(), Some(Some(Outcome::Done)));
+    let report = offload.report();
+    assert_eq!((report.taken_out.len(), report.requests.quarantined), (1, 2));
+    let kept = report.taken_out[0].quarantined_bytes;
+    offload.close_devices();
+    assert!(kept > 0 && offload.report().taken_out[0].quarantined_bytes == 0);
+}
+
+/// Panics at the first line of a submission.
+struct Panicking(Arc<AtomicBool>);
+
+impl io::Write for Panicking {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        assert!(!(bytes.starts_with(b"s ") && self.0.load(Ordering::Relaxed)), "as told");
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_panic_after_a_submission_frees_nothing_that_the_device_will_write() {
+    let mut bench = Bench::new();
+    let panics = Arc::new(AtomicBool::new(true));
+    let output = io::LineWriter::with_capacity(1 << 12, Panicking(panics.clone()));
+    bench.settings.trace = Some(Arc::new(Trace::new(Box::new(output))));
+    let offload = bench.start();
+    let channel = offload.channel();
+    let submitted = catch_unwind(AssertUnwindSafe(|| bench.submit(&channel, Operation::CopyChecksum).into_id()));
+    assert!(submitted.is_err());
+    panics.store(false, Ordering::Relaxed);
+    // The device does it now: were its lists or the copy's place unmapped, that would be the end of this process.
+    let before = bench.device.executed();
+    bench.clock.pass(1_000_000);
+    assert_eq!(bench.device.executed() - before, 1);
+    assert_eq!(bench.region.retire().unwrap_err().uses, 1, "nor does anybody unmap what it reads");
+}
