@@ -72,7 +72,6 @@ impl Fair {
     fn left(&mut self, grant: &Grant) {
         self.in_flight = self.in_flight.saturating_sub(grant.predicted);
         self.batches = self.batches.saturating_sub(1);
-        self.turns.left(grant.vm);
     }
 }
 
@@ -103,10 +102,13 @@ impl Share for Fair {
     fn done(&mut self, grant: Grant, sojourn: Nanos, _now: Nanos) {
         self.pace.learn(sojourn, grant.expected);
         self.left(&grant);
+        self.turns.left(grant.vm);
     }
 
     fn dropped(&mut self, grant: Grant) {
         self.left(&grant);
+        self.turns.returned(grant.vm, grant.predicted);
+        self.drained = self.drained.saturating_sub(self.pace.stretch(grant.predicted));
     }
 
     fn spilled(&mut self, bytes: u64, took: Nanos, now: Nanos) {

@@ -369,3 +369,39 @@ fn batches_are_small_while_others_wait() {
     fair.dropped(second);
     assert_eq!((fair.largest_batch(), fair.in_flight()), (u64::MAX, 0));
 }
+
+#[test]
+fn a_batch_that_the_queue_refused_costs_its_flow_nothing() {
+    let mut turns = turns::Turns::default();
+    let [first, second] = [0, 1].map(|vm| ask(vm, 1, 100_000));
+    for _ in 0..10 {
+        assert_eq!(turns.ask(&second, 0), 0);
+        turns.admit(&second);
+        turns.returned(second.vm, second.predicted);
+    }
+    assert_eq!(turns.ask(&first, 0), 0);
+    turns.admit(&first);
+    turns.left(first.vm);
+    // Who has had nothing yet is before who has, even if that one was there sooner.
+    assert_eq!(turns.ask(&first, 0), 0);
+    assert_eq!(turns.ask(&second, 0), 0);
+    assert_eq!(turns.ask(&first, 0), second.predicted);
+}
+
+#[test]
+fn a_fair_share_neither_reckons_with_what_never_went_nor_counts_it() {
+    let mut share = Fair::default();
+    let Verdict::Admit(first) = share.ask(&ask(1, 1, 150_000), 0) else { panic!("the device is free") };
+    for time in 0..100 {
+        // A hundred times 0.1 ms would be beyond any bound.
+        let Verdict::Admit(refused) = share.ask(&ask(0, 1, 100_000), 0) else { panic!("refused {time} times") };
+        assert_eq!((refused.expected, share.in_flight()), (250_000, 250_000), "refused {time} times");
+        share.dropped(refused);
+    }
+    for vm in [1, 0] {
+        assert!(matches!(share.ask(&ask(vm, 1, 200_000), 1_000), Verdict::Wait { .. }));
+    }
+    share.done(first, 60_000, 60_000);
+    assert!(matches!(share.ask(&ask(1, 1, 200_000), 61_000), Verdict::Wait { .. }), "the other has had nothing yet");
+    assert!(matches!(share.ask(&ask(0, 1, 200_000), 62_000), Verdict::Admit(_)));
+}

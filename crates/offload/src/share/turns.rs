@@ -156,6 +156,16 @@ impl Turns {
         }
     }
 
+    /// A batch that was let in did not go: its flow has not had what it stood for.
+    pub(super) fn returned(&mut self, vm: u32, predicted: Nanos) {
+        self.left(vm);
+        if let Some(flow) = self.flows.get_mut(&vm) {
+            let span = virtual_span(predicted, flow.weight);
+            flow.finish = flow.finish.saturating_sub(span);
+            flow.start = flow.start.saturating_sub(span);
+        }
+    }
+
     /// The weights of all flows that have something in the device or wait for it.
     pub(super) fn active_weight(&self, now: Nanos) -> u64 {
         self.flows.values().filter(|flow| flow.active(now)).map(|flow| flow.weight).sum()
