@@ -83,7 +83,7 @@ const BATCH: u32 = 128;
 /// The kernel's default, and four packets.
 const TRANSFER: u64 = 2 << 20;
 /// Batches that one guest's channel keeps in flight so that the device never waits for it.
-const IN_FLIGHT: u32 = 2;
+const IN_FLIGHT: u64 = 2;
 
 /// One queue. In the order in which `accel-config load-config` wants the properties: `dev` comes first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -197,8 +197,14 @@ impl Queue {
 
 fn plan_device(device: &PlanDevice) -> Result<Device, PlanError> {
     let PlanDevice { name, engines, work_queues, entries, .. } = device;
-    let number = name.strip_prefix("dsa").or_else(|| name.strip_prefix("iax")).and_then(|number| number.parse().ok());
-    let number: u32 = number.ok_or_else(|| PlanError::Name(name.clone()))?;
+    let prefix = match device.kind {
+        Accelerator::Dsa => "dsa",
+        Accelerator::Iaa => "iax",
+    };
+    let number = name.strip_prefix(prefix).and_then(|number| number.parse::<u32>().ok());
+    // As the kernel writes it, and no other way that would read as the same number.
+    let number = number.filter(|number| *name == format!("{prefix}{number}"));
+    let number = number.ok_or_else(|| PlanError::Name(name.clone()))?;
     if *engines < 1 || *work_queues < 2 || *entries < 16 {
         let (device, engines, work_queues, entries) = (name.clone(), *engines, *work_queues, *entries);
         return Err(PlanError::TooSmall { device, engines, work_queues, entries });
@@ -245,21 +251,23 @@ fn notes(guests: u32, devices: &[PlanDevice], planned: &[Device]) -> Vec<String>
         if count == 0 {
             continue;
         }
-        let places: u32 = devices
+        let places: u64 = devices
             .iter()
             .zip(planned)
             .filter(|(device, _)| device.kind == kind)
-            .map(|(_, planned)| planned.groups[0].grouped_workqueues[0].threshold)
+            .map(|(_, planned)| u64::from(planned.groups[0].grouped_workqueues[0].threshold))
             .sum();
-        let each = places / guests.max(1);
-        let enough = if each >= IN_FLIGHT {
-            format!("{each} for each of {guests} guests")
-        } else {
-            format!(
-                "fewer than {IN_FLIGHT} for each of {guests} guests: they take turns (ledger), and who waits too long uses the CPU"
-            )
+        let enough = match places.checked_div(guests.into()) {
+            None => String::new(),
+            Some(_) if guests == 1 => ", all for one guest".into(),
+            Some(each) if each >= IN_FLIGHT => format!(", {each} for each of {guests} guests"),
+            Some(_) => format!(
+                ", fewer than {IN_FLIGHT} for each of {guests} guests: they take turns (ledger), and who waits too long uses the CPU"
+            ),
         };
-        notes.push(format!("{words}: {count} devices have room for {places} batches in their bulk queues, {enough}."));
+        let (devices, queues) =
+            if count == 1 { ("device has", "its bulk queue") } else { ("devices have", "their bulk queues") };
+        notes.push(format!("{words}: {count} {devices} room for {places} batches in {queues}{enough}."));
     }
     if devices.iter().any(|device| device.kind == Accelerator::Dsa && device.max_batch < BATCH) {
         notes.push(format!(
@@ -343,9 +351,23 @@ mod tests {
     }
 
     #[test]
+    fn any_number_of_guests_and_the_largest_devices_are_planned_for() {
+        let largest = PlanDevice { entries: u32::MAX, ..dsa("dsa0") };
+        for guests in [0, 1, 1000, u32::MAX] {
+            let note = Plan::new(guests, &[largest.clone(), largest.clone()]).unwrap().notes()[0].clone();
+            assert!(note.starts_with("DSA: 2 devices have room for 5905580032 batches in their bulk queues"), "{note}");
+            let note = Plan::new(guests, &[dsa("dsa0")]).unwrap().notes()[0].clone();
+            assert!(note.starts_with("DSA: 1 device has room for 88 batches in its bulk queue"), "{note}");
+            assert_eq!(note.contains("take turns"), guests >= 1000, "{note}");
+        }
+    }
+
+    #[test]
     fn what_cannot_be_planned_for_is_refused() {
         assert_eq!(Plan::new(1, &[]), Err(PlanError::NoDevice));
-        assert!(matches!(Plan::new(1, &[dsa("dsa0; reboot")]), Err(PlanError::Name(_))));
+        for name in ["dsa0; reboot", "dsa+1", "dsa01", "iax1", "dsa", "dsa99999999999"] {
+            assert!(matches!(Plan::new(1, &[dsa(name)]), Err(PlanError::Name(_))), "{name}");
+        }
         assert!(matches!(Plan::new(1, &[PlanDevice { entries: 15, ..dsa("dsa0") }]), Err(PlanError::TooSmall { .. })));
     }
 }
