@@ -24,6 +24,7 @@ use crate::settings::Settings;
 use crate::start::{self, Opened};
 use crate::sync::lock_std;
 use crate::time::Nanos;
+use crate::trace::Trace;
 
 /// Most pages of a batch: as many descriptors as a device takes in one.
 const MOST_PAGES: usize = 1024;
@@ -152,6 +153,10 @@ impl Offload {
         let shared = Shared::new(Arc::clone(&self.core), Whose { vm, channel, weight });
         lock_std(&self.core.channels).push(Arc::clone(&shared));
         Channel::new(shared, Arc::clone(self.core.pools(None)))
+    }
+
+    pub(crate) fn trace(&self) -> Option<&Trace> {
+        self.core.settings.trace.as_deref()
     }
 
     /// What is used, and why not the rest: one line.

@@ -52,7 +52,7 @@ impl EngineReport {
         let mut line =
             format!("{}: {} of {items} items ({bytes} bytes) in {batches} batches", engine.name(), operation.name());
         for (cause, items) in &self.fallbacks {
-            let _ = write!(line, ", {items} of them by the CPU ({cause})");
+            let _ = write!(line, ", {items} left to the CPU ({cause})");
         }
         line
     }
@@ -80,7 +80,7 @@ pub struct EngineReport {
     pub items: u64,
     /// Bytes of guest memory of these batches.
     pub bytes: u64,
-    /// Items that the CPU did in its place, by cause.
+    /// Items that the CPU did in its place, by cause. Those of batches that no device took are not among `items`.
     pub fallbacks: Vec<(Cause, u64)>,
     /// Submissions that the queue refused at first.
     pub retries: u64,

@@ -42,6 +42,11 @@ impl Trace {
         Self { output: Mutex::new(output) }
     }
 
+    /// Whether something could not be written: then nothing is written any more, and to go on is in vain. [`Self::finish`] says what.
+    pub fn failed(&self) -> bool {
+        lock_std(&self.output).failed.is_some()
+    }
+
     /// Writes what is buffered.
     ///
     /// # Errors

@@ -9,11 +9,13 @@ use sterna_memory::PAGE_SIZE;
 
 use crate::arena::Slab;
 use crate::batch::{Batch, Delta};
+use crate::deflate::inflate;
 use crate::engine::{Cause, Kind};
 use crate::helpers::CallError;
 use crate::offload::Offload;
 use crate::operation::Operation;
 use crate::region::{Range, Region};
+use crate::request::Answer;
 
 /// Pages of the memory that the trial works on, half of them for each range of a pair.
 const PAGES: usize = 64;
@@ -26,15 +28,16 @@ pub struct Trial {
     pub operation: Operation,
     /// Items that were asked for.
     pub items: u64,
-    /// Those of them that an accelerator has done, by which.
+    /// Those of them that an accelerator took on, by which. What it left undone of them is in `fallbacks`.
     pub done_by: Vec<(Kind, u64)>,
-    /// Those that the CPU did in its place, and why.
+    /// Those that the CPU did in an accelerator's place, and why.
     pub fallbacks: Vec<(Cause, u64)>,
     /// What came out wrong, of the first batch that did.
     pub wrong: Option<String>,
 }
 
-/// Tries every operation in `rounds` batches each, with content chosen by `seed`.
+/// Tries every operation in `rounds` batches each, with content chosen by `seed`. Ends early when the run is traced and the trace
+/// cannot be written ([`Trace::finish`](crate::trace::Trace::finish) says why).
 pub fn try_all(offload: &Offload, seed: u64, rounds: u32) -> Vec<Trial> {
     let mut ground = Ground::new(seed);
     Operation::ALL.into_iter().map(|operation| ground.trial(offload, operation, rounds)).collect()
@@ -116,6 +119,9 @@ impl Ground {
         let before = counted(offload, operation);
         let (mut items, mut wrong) = (0, None);
         for round in 0..rounds {
+            if offload.trace().is_some_and(|trace| trace.failed()) {
+                break;
+            }
             self.fill();
             match self.round(offload, operation) {
                 Ok(done) => items += done,
@@ -198,6 +204,14 @@ impl Ground {
             }
             if matches!(operation, Operation::Checksum | Operation::CopyChecksum) {
                 same("checksum", item, done.checksum(item), crc32c(content))?;
+            }
+            if operation == Operation::Deflate {
+                let Some(stream) = done.deflated(item) else {
+                    return Err(format!("the stream of item {item}, which compresses well, is called too long"));
+                };
+                let mut read = vec![0; *bytes];
+                same("stream", item, inflate(stream, &mut read), Answer::Written(*bytes as u32))?;
+                same("content of stream", item, &read[..], content)?;
             }
         }
         Ok(done.len() as u64)
