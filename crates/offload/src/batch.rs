@@ -195,6 +195,9 @@ impl Batch {
             return Err(PushError::Shape { operation, bytes, rule: "a zero map is of whole, aligned pages" });
         }
         let (pages, most) = (bytes / PAGE_SIZE, self.pools.shape().pages);
+        if pages > most {
+            return Err(PushError::Shape { operation, bytes, rule: "a range has no more pages than a batch" });
+        }
         let request = self.request_mut();
         let first = request.items.len();
         if pages > most - first {
@@ -219,6 +222,13 @@ impl Batch {
         // Records and streams are easier on a device at addresses of whole cache lines.
         let at = request.buffered.next_multiple_of(if operation == Operation::Copy { 1 } else { 64 });
         let buffer = request.buffer.as_ref().map_or(0, crate::arena::Slab::bytes);
+        if operation.has_buffer() && room > buffer {
+            return Err(PushError::Shape {
+                operation,
+                bytes,
+                rule: "what goes in or comes out has no more bytes than a batch",
+            });
+        }
         let full = request.items.len() == shape.pages || request.bytes as usize + bytes > shape.bytes();
         if full || (operation.has_buffer() && at + room > buffer) {
             return Err(PushError::Full { bytes });

@@ -413,3 +413,26 @@ fn an_answer_that_never_comes_is_given_up_in_the_end() {
     assert_eq!(pair.offload.report().taken_out.len(), 1);
     assert_eq!(pair.offload.report().requests.quarantined, 1);
 }
+
+#[test]
+fn a_range_in_which_the_device_stopped_behind_the_end_is_not_believed() {
+    let mut bench = Bench::new(16, false);
+    bench.settings.recheck = Recheck::None;
+    let portal = Arc::new(Told::default());
+    let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
+    info.max_batch = 1;
+    let queue = WorkQueue::with_portal(info, portal.clone()).unwrap();
+    let offload = Offload::over(vec![queue], &bench.settings).unwrap();
+    (0..4).for_each(|page| bench.memory.write(page * PAGE, &[1]));
+    let channel = offload.channel();
+    let mut batch = channel.batch(Operation::ZeroMap);
+    batch.push(&bench.region.range(0, 4 * PAGE).unwrap()).unwrap();
+    channel.submit(batch).unwrap().into_id();
+    let record = portal.submitted.lock().unwrap()[0].record().unwrap();
+    let first = std::ptr::with_exposed_provenance::<AtomicU64>(record as usize);
+    // SAFETY: as in `write_record`. Status 1, result 1, and four pages that are equal to the pattern.
+    unsafe { &*first }.store((4 * PAGE as u64) << 32 | 0x0101, Ordering::Release);
+    assert_eq!(channel.poll().unwrap().batch.zero_map(), [0]);
+    assert!(offload.report().taken_out[0].reason.contains("behind the last"));
+    assert_eq!(by_device(&offload), (4, vec![(Cause::DeviceError, 4)]));
+}

@@ -273,6 +273,16 @@ fn while_others_wait_batches_are_as_small_as_the_share_says() {
     let before = bench.device.executed();
     assert_eq!(offload.is_zero(&[bench.region.range(0, 32 * PAGE).unwrap()]), Ok(vec![true; 32]));
     assert_eq!(bench.device.executed() - before, 8);
+    // By bytes: two ranges of two pages, one of more.
+    let before = bench.device.executed();
+    offload
+        .call(Operation::Checksum, |batch| {
+            let mut push = |at, pages| batch.push(&bench.region.range(at * PAGE, pages * PAGE).unwrap()).map(drop);
+            (0..8).try_for_each(|at| push(2 * at, 2))?;
+            push(16, 9)
+        })
+        .unwrap();
+    assert_eq!(bench.device.executed() - before, 5);
 }
 
 #[test]
@@ -629,13 +639,16 @@ fn items_that_do_not_fit_their_operation_are_refused() {
     let mut zero_map = channel.batch(Operation::ZeroMap);
     assert!(matches!(zero_map.push(&range(8, PAGE)), Err(PushError::Shape { .. })));
     assert!(matches!(zero_map.push_pair(&range(0, PAGE), &range(0, PAGE)), Err(PushError::Kind { .. })));
-    assert!(matches!(zero_map.push(&range(0, 129 * PAGE)), Err(PushError::Full { .. })));
+    assert!(matches!(zero_map.push(&range(0, 129 * PAGE)), Err(PushError::Shape { .. })), "it would never fit");
     assert_eq!((zero_map.push(&range(0, 128 * PAGE)), zero_map.room()), (Ok(0), 0));
+    assert!(matches!(zero_map.push(&range(0, PAGE)), Err(PushError::Full { .. })));
     let mut compare = channel.batch(Operation::Compare);
     assert!(matches!(compare.push_pair(&range(0, PAGE), &range(0, 8)), Err(PushError::Shape { .. })));
     assert!(matches!(compare.push(&range(0, PAGE)), Err(PushError::Kind { .. })));
     let mut place = channel.batch(Operation::Place);
     assert!(matches!(place.push_input(7, &range(0, 8)), Err(PushError::Shape { .. })));
+    let mut inflate = channel.batch(Operation::Inflate);
+    assert!(matches!(inflate.push_input(1 << 20, &range(0, 8)), Err(PushError::Shape { .. })), "it would never fit");
     let mut delta = channel.batch(Operation::CreateDelta);
     assert!(matches!(delta.push_pair(&range(4, 8), &range(0, 8)), Err(PushError::Shape { .. })));
     assert!(matches!(channel.submit(channel.batch(Operation::Copy)), Err((Reason::Empty, _))));

@@ -132,6 +132,43 @@ fn queues_are_closed_with_offload_even_if_a_channel_went_before_its_work_was_don
     assert_eq!(Arc::strong_count(&bench.device), opened - 1, "the queue's way in is gone");
 }
 
+/// The CPU's, and notes in whose place it worked.
+struct Noted(String, Arc<Mutex<Vec<(String, bool)>>>);
+
+impl Share for Noted {
+    fn ask(&mut self, _: &Ask, _: Nanos) -> Verdict {
+        self.1.lock().unwrap().push((self.0.clone(), true));
+        Verdict::Spill
+    }
+
+    fn done(&mut self, _: Grant, _: Nanos, _: Nanos) {}
+
+    fn dropped(&mut self, _: Grant) {}
+
+    fn spilled(&mut self, _: u64, _: Nanos, _: Nanos) {
+        self.1.lock().unwrap().push((self.0.clone(), false));
+    }
+}
+
+#[test]
+fn the_share_that_left_a_batch_to_the_cpu_hears_how_long_it_took() {
+    let mut bench = Bench::new();
+    let other = Fake::new("dsa1", DeviceKind::Dsa, &[(16, false)], 2, Script::default());
+    let queues = [&bench.device, &other].map(|device| device.open(&bench.clock, 32)).into_iter().flatten().collect();
+    let noted = Arc::new(Mutex::new(Vec::new()));
+    let notes = noted.clone();
+    bench.settings.shares = Shares::new(move |device| Box::new(Noted(device.into(), notes.clone())));
+    let offload = Offload::over(queues, &bench.settings).unwrap();
+    for _ in 0..4 {
+        offload.checksum(&bench.region.range(0, PAGE).unwrap()).unwrap();
+    }
+    let noted = noted.lock().unwrap();
+    let (asked, heard): (Vec<_>, Vec<_>) = noted.iter().partition(|(_, asked)| *asked);
+    let names = |of: Vec<&(String, bool)>| of.into_iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(asked), names(heard));
+    assert!(noted.iter().any(|(name, _)| name == "dsa1"));
+}
+
 /// Does something in the moment in which a warning is given.
 struct AtWarning(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
@@ -211,4 +248,37 @@ fn a_panic_after_a_submission_frees_nothing_that_the_device_will_write() {
     bench.clock.pass(1_000_000);
     assert_eq!(bench.device.executed() - before, 1);
     assert_eq!(bench.region.retire().unwrap_err().uses, 1, "nor does anybody unmap what it reads");
+}
+
+/// A disk with room for so many bytes.
+struct Full(usize);
+
+impl io::Write for Full {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self.0.checked_sub(bytes.len()) {
+            None => Err(io::ErrorKind::StorageFull.into()),
+            Some(left) => {
+                self.0 = left;
+                Ok(bytes.len())
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_trial_whose_trace_cannot_be_written_ends_and_the_trace_says_why() {
+    let mut bench = Bench::new();
+    let trace = Arc::new(Trace::new(Box::new(Full(10_000))));
+    bench.settings.trace = Some(trace.clone());
+    let offload = bench.start();
+    let before = bench.device.executed();
+    let trials = sterna_offload::try_all(&offload, 1, 1_000);
+    assert!(trials.iter().all(|trial| trial.wrong.is_none()));
+    assert!(bench.device.executed() - before < 100, "not ten thousand batches in vain");
+    assert!(trace.failed());
+    assert_eq!(trace.finish().unwrap_err().kind(), io::ErrorKind::StorageFull);
 }

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use crate::engine::device::Device;
 use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, Whose};
 use crate::operation::Operation;
-use crate::request::{Answer, Request};
+use crate::request::{Answer, Item, Request};
 use crate::share::{Ask, Verdict};
 use crate::state::State;
 use crate::sync::lock_std;
@@ -82,8 +82,8 @@ pub(crate) struct Parts {
     /// Refused submissions, one after another, and when the next may be tried.
     refusals: u32,
     not_before: Nanos,
-    /// Most items of a part, where the share says that others wait.
-    most: u32,
+    /// Most bytes of a part, where the share says that others wait.
+    most: u64,
     /// Whether pages are expected to be zero.
     expect_zero: bool,
     /// Whether nearly all of them are.
@@ -169,7 +169,7 @@ impl<D: Dialect> Accelerator<D> {
         }
         let (form, count) = if queue.max_batch > 1 {
             let longest = (queue.max_transfer / PAGE_SIZE as u64).min(LONGEST_RUN.into()) as u32;
-            let count = queue.max_batch.min(request.work.parts.most).min(items - first);
+            let count = within(request, first, queue.max_batch.min(items - first));
             // Where pages were zero one and all, one descriptor asks for a whole run of them.
             let run = match request.work.parts.expect_run {
                 true => side_by_side(request, first, count.min(longest)),
@@ -182,10 +182,7 @@ impl<D: Dialect> Accelerator<D> {
             }
         } else if request.operation == Operation::ZeroMap {
             let longest = (queue.max_transfer / PAGE_SIZE as u64).clamp(1, LONGEST_RUN.into()) as u32;
-            (
-                Form::Range,
-                side_by_side(request, first, request.work.parts.stride.min(longest).min(request.work.parts.most)),
-            )
+            (Form::Range, within(request, first, side_by_side(request, first, request.work.parts.stride.min(longest))))
         } else {
             (Form::Single, 1)
         };
@@ -389,12 +386,16 @@ impl<D: Dialect> Accelerator<D> {
     /// A range of pages: zero up to where the device stopped.
     fn range_completed(&self, request: &mut Request, number: usize, part: &Part, completion: &Completion) {
         let (first, count) = part.run;
-        let stopped = (completion.bytes_completed as usize / PAGE_SIZE).min(count as usize - 1) as u32;
+        let stopped = (completion.bytes_completed as usize / PAGE_SIZE) as u32;
         let cause = match (completion.status, completion.result) {
             (Status::Success, 0) => {
                 request.set_zero_run(first as usize, (first + count) as usize);
                 request.work.parts.stride = (request.work.parts.stride * 2).min(LONGEST_RUN);
                 return;
+            }
+            (status, _) if stopped >= count && (status.is_success() || status.is_page_fault()) => {
+                self.device_of(request).take_out("it stopped in a range of pages behind the last of them");
+                Some(Cause::DeviceError)
             }
             (Status::Success, _) => None,
             (status, _) if status.is_page_fault() => Some(Cause::PageFault),
@@ -435,6 +436,10 @@ impl<D: Dialect> Accelerator<D> {
             Meaning::NotZero => return,
             Meaning::Answer(answer) => return request.answers[item] = answer,
             Meaning::Rest(cause) => cause,
+            Meaning::Broken(status) if status.is_done() => {
+                device.take_out("a record says that all is done, with a result that cannot be");
+                Cause::DeviceError
+            }
             Meaning::Broken(status) => {
                 device.take_out(&status.to_string());
                 Cause::DeviceError
@@ -481,6 +486,8 @@ impl<D: Dialect> Engine for Accelerator<D> {
             return Begun::Wait(not_before);
         }
         let Some(chosen) = self.choose(request) else { return Begun::Spill(Cause::OutOfService) };
+        // Also if it goes to the CPU: this device's share is told how long that took.
+        request.work.parts.device = chosen;
         let device = &self.devices[chosen];
         let queue = device.next_queue();
         // What pages were is learned from zero maps and asked by them; whatever else lies side by side is no run of zeros.
@@ -500,7 +507,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
                 Verdict::Wait { until } => return Begun::Wait(until.max(now + 1)),
                 Verdict::Spill => return Begun::Spill(Cause::Spilled),
             }
-            most = u32::try_from(admission.share.largest_batch() / PAGE_SIZE as u64).unwrap_or(u32::MAX).max(1);
+            most = admission.share.largest_batch();
         }
         request.work.parts =
             Parts { device: chosen, queue, expect_zero, expect_run, stride: 16, refusals, most, ..Parts::default() };
@@ -656,6 +663,20 @@ fn bytes_of(request: &Request, part: &Part) -> u64 {
         Operation::ZeroMap => (count * PAGE_SIZE) as u64,
         _ => request.items[first..first + count].iter().map(|item| u64::from(item.bytes)).sum(),
     }
+}
+
+/// How many items from `first` on, of `count`, a part may have: one at least.
+fn within(request: &Request, first: u32, count: u32) -> u32 {
+    let mut left = request.work.parts.most;
+    let fits = |item: &&Item| match left.checked_sub(item.bytes.into()) {
+        Some(rest) => {
+            left = rest;
+            true
+        }
+        None => false,
+    };
+    let first = first as usize;
+    request.items[first..first + count as usize].iter().take_while(fits).count().max(1) as u32
 }
 
 /// The 64 bytes that the members of a batch have in common.
