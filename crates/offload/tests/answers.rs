@@ -415,6 +415,52 @@ fn an_answer_that_never_comes_is_given_up_in_the_end() {
 }
 
 #[test]
+fn what_writes_guest_memory_outlives_its_device_and_leaves_no_lease() {
+    for answered in [true, false] {
+        let bench = Bench::new(16, false);
+        let portal = Arc::new(Told::default());
+        let mut info = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", DeviceKind::Dsa)), Mode::Shared, 16);
+        info.max_batch = 1;
+        let queue = WorkQueue::with_portal(info, portal.clone()).unwrap();
+        let offload = Offload::over(vec![queue], &bench.settings).unwrap();
+        let channel = offload.channel();
+        let mut batch = channel.batch(Operation::Checksum);
+        batch.push(&bench.region.range(0, PAGE).unwrap()).unwrap();
+        let read = channel.submit(batch).unwrap().into_id();
+        let mut batch = channel.batch(Operation::Place);
+        batch.push_input(PAGE, &bench.region.range(PAGE, PAGE).unwrap()).unwrap().fill(7);
+        let write = channel.submit(batch).unwrap().into_id();
+
+        let records = portal.submitted.lock().unwrap().clone().into_iter().map(|of| of.record().unwrap());
+        let status = |record: u64, status| {
+            // SAFETY: as in `write_record`.
+            unsafe { &*std::ptr::with_exposed_provenance::<AtomicU64>(record as usize) }
+                .store(status, Ordering::Release);
+        };
+        let [first, second] = records.collect::<Vec<_>>()[..] else { panic!("two descriptors") };
+        status(first, 0x20);
+        assert_eq!(channel.poll().unwrap().ticket, read);
+        assert!(offload.report().taken_out[0].reason.contains("0x20"));
+        assert!(channel.poll().is_none(), "the device may be at it");
+        assert_eq!(offload.leases().count(), 0);
+
+        // It does it while it is drained, or never.
+        if answered {
+            bench.memory.write(PAGE, &[7; PAGE]);
+            status(second, 0x01);
+        }
+        offload.close_devices();
+        bench.clock.pass(10_000_000);
+        let done = channel.poll().unwrap();
+        assert_eq!((done.ticket, done.outcome), (write, Outcome::Done));
+        assert_eq!(bench.memory.read(PAGE, PAGE), [7; PAGE]);
+        let left = by_device(&offload).1.into_iter().find(|(cause, _)| *cause == Cause::OutOfService);
+        assert_eq!(left, (!answered).then_some((Cause::OutOfService, 1)));
+        assert_eq!((offload.leases().count(), offload.report().requests.quarantined), (0, 0));
+    }
+}
+
+#[test]
 fn a_range_in_which_the_device_stopped_behind_the_end_is_not_believed() {
     let mut bench = Bench::new(16, false);
     bench.settings.recheck = Recheck::None;

@@ -277,6 +277,11 @@ impl Device {
         self.common.statistics.change(quarantine.place, |out| out.quarantined_bytes += bytes);
     }
 
+    /// Whether it is closed, and proved not to touch memory any more.
+    pub(crate) fn is_quiet(&self) -> bool {
+        lock_std(&self.quarantine).quiet
+    }
+
     /// Requests in quarantine.
     pub(crate) fn quarantined(&self) -> usize {
         lock_std(&self.quarantine).requests.len()

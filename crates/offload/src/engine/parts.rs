@@ -329,6 +329,17 @@ impl<D: Dialect> Accelerator<D> {
         counters.fell_back(cause, u64::from(left + count));
     }
 
+    /// The device is quiet: what it has not answered by now it has thrown away.
+    fn never_done(&self, request: &mut Request) {
+        for number in 0..PARTS {
+            let part = request.work.parts.parts[number];
+            if part.place == Place::InDevice && self.dialect.poll(request, number).is_none() {
+                request.work.parts.parts[number].place = Place::Waiting;
+            }
+        }
+        self.give_up(request, Cause::OutOfService);
+    }
+
     /// The record of part `number` was seen.
     fn completed(&self, request: &mut Request, number: usize, completion: &Completion, now: Nanos) {
         let part = request.work.parts.parts[number];
@@ -457,7 +468,12 @@ impl<D: Dialect> Accelerator<D> {
     /// Whether a part that was not answered will not be any more.
     fn is_lost(&self, request: &Request, part: &Part, now: Nanos) -> bool {
         let device = self.device_of(request);
-        !device.in_service() || device.given_up(part.submitted, part.deadline, now)
+        match device.in_service() {
+            true => device.given_up(part.submitted, part.deadline, now),
+            // What only reads is sooner done again. What writes guest memory cannot be, as long as the device may still be at it: it
+            // is waited for while the device is drained and closed.
+            false => !request.operation.writes_guest() || now >= part.deadline,
+        }
     }
 
     fn end(&self, request: &mut Request, now: Nanos, completed: bool) {
@@ -555,7 +571,9 @@ impl<D: Dialect> Engine for Accelerator<D> {
                 }
             }
         }
-        if let Some(number) = lost {
+        if !self.device_of(request).in_service() && self.device_of(request).is_quiet() {
+            self.never_done(request);
+        } else if let Some(number) = lost {
             let part = request.work.parts.parts[number];
             // Once more: this thread may have been off its CPU between the record and the clock, and what it has seen since may
             // show that the device lives.
