@@ -55,7 +55,8 @@ pub enum Outcome {
     /// None of it is done: it was given back before a device had seen it, at shutdown.
     Cancelled,
     /// It writes guest memory, and a device that is out of service may still write it, now or later. Its ranges are leased
-    /// ([`Leases`](crate::Leases)) until that device is proved quiet; what lies in them is undefined.
+    /// ([`Leases`](crate::Leases)) until that device is proved quiet; what lies in them is undefined. So are the inputs of the batch: it
+    /// must be filled anew before it is handed in again.
     Leased,
 }
 

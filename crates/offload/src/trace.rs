@@ -7,7 +7,7 @@ use std::fmt::{Debug, Formatter};
 use std::io::{self, BufRead, Write};
 use std::sync::Mutex;
 
-use sterna_idxd::Descriptor;
+use sterna_idxd::{Descriptor, Operation};
 use thiserror::Error;
 
 use crate::sync::lock_std;
@@ -203,6 +203,9 @@ fn take_line(text: &str, exchanges: &mut Vec<Exchange>) -> Result<(), String> {
             if exchange.answer.is_some() {
                 return Err("a member of a batch that was answered before".into());
             }
+            if exchange.members.len() as u64 == members(&exchange.descriptor) {
+                return Err(format!("submission {number} has fewer members"));
+            }
             exchange.members.push(fixed(descriptor)?);
         }
         ["c", at, number, record] => {
@@ -227,6 +230,12 @@ fn take_line(text: &str, exchanges: &mut Vec<Exchange>) -> Result<(), String> {
         _ => return Err(format!("{text:?} is none of s, d, c and r with their words")),
     }
     Ok(())
+}
+
+/// How many members a descriptor says that it has.
+fn members(descriptor: &[u8; 64]) -> u64 {
+    let descriptor = Descriptor::from_bytes(*descriptor);
+    if descriptor.operation_code() == Operation::Batch as u8 { descriptor.bytes().into() } else { 0 }
 }
 
 fn find<'a>(exchanges: &'a mut [Exchange], number: &str) -> Result<&'a mut Exchange, String> {
@@ -260,6 +269,8 @@ mod tests {
     fn broken_lines_are_refused_with_their_number() {
         let descriptor = "00".repeat(64);
         let record = "01".repeat(32);
+        // Operation 01 with a count of two.
+        let batch = format!("{}01{}02{}", "00".repeat(7), "00".repeat(24), "00".repeat(31));
         for (lines, what) in [
             ("".to_owned(), "is empty"),
             ("hello".into(), "begins with"),
@@ -268,6 +279,8 @@ mod tests {
             (format!("{HEADER}\nc 1 1 {record}"), "no submission 1"),
             (format!("{HEADER}\ns 1 1 q {descriptor}\nr 1 {record}"), "not answered"),
             (format!("{HEADER}\ns 1 1 q {descriptor}\nc 1 1 {record}\nc 2 1 {record}"), "answered before"),
+            (format!("{HEADER}\ns 1 1 q {descriptor}\nd 1 {descriptor}"), "fewer members"),
+            (format!("{HEADER}\ns 1 1 q {batch}{}", format!("\nd 1 {descriptor}").repeat(3)), "fewer members"),
             (format!("{HEADER}\ns 1 2 q {descriptor}\ns 1 2 q {descriptor}"), "after a later one"),
             (format!("{HEADER}\n{}", "x".repeat(3000)), "too long"),
         ] {
