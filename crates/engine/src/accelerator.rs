@@ -1,14 +1,21 @@
 //! A guest's RAM as accelerators see it, for one migration.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use sterna_memory::node::node_of;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Offload, Operation, Region, RegionBusy, SystemTime};
+use sterna_offload::{Channel, Nanos, Offload, Operation, Region, RegionBusy, SystemTime};
 
 /// How long work that nobody waits for any more may take to leave a guest's RAM at the end.
 const LEAVING: Duration = Duration::from_secs(2);
+
+/// Guests of this process so far. Shares of a device are between guests, however many channels each of them has.
+static GUESTS: AtomicU32 = AtomicU32::new(0);
+
+/// The weight of a guest beside the others of this process.
+const WEIGHT: u32 = 1;
 
 /// An accelerator that a migration uses, with the guest's RAM shown to it.
 #[derive(Clone, Debug)]
@@ -16,6 +23,8 @@ pub struct Accelerator {
     offload: Arc<Offload>,
     ram: GuestRam,
     regions: Arc<[Arc<Region>]>,
+    /// As shares know it.
+    guest: u32,
 }
 
 impl Accelerator {
@@ -24,8 +33,24 @@ impl Accelerator {
         if !offload.accelerates(Operation::ZeroMap) {
             return None;
         }
+        Some(Self::over(offload, ram))
+    }
+
+    fn over(offload: &Arc<Offload>, ram: &GuestRam) -> Self {
         let regions = ram.blocks().iter().map(|block| Region::of_block(block, node_of(block.addresses()))).collect();
-        Some(Self { offload: Arc::clone(offload), ram: ram.clone(), regions })
+        // 0 are channels that belong to no guest (`Offload::channel`).
+        let guest = GUESTS.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        Self { offload: Arc::clone(offload), ram: ram.clone(), regions, guest }
+    }
+
+    /// A channel of this guest's, with its memory on the node that most of the guest's is on.
+    pub(crate) fn channel(&self) -> Channel {
+        let channel = self.offload.channel_of(self.guest, WEIGHT);
+        let largest = self.regions.iter().filter(|region| region.node().is_some()).max_by_key(|region| region.bytes());
+        match largest.and_then(|region| region.node()) {
+            Some(node) => channel.near(node),
+            None => channel,
+        }
     }
 
     /// What does the work.
@@ -48,7 +73,64 @@ impl Accelerator {
     /// # Errors
     /// A device out of service may still read this RAM (a source gives no device anything to write).
     pub fn retire(&self) -> Result<(), RegionBusy> {
-        let deadline = self.offload.deadline(LEAVING);
+        self.retire_by(self.offload.deadline(LEAVING))
+    }
+
+    fn retire_by(&self, deadline: Nanos) -> Result<(), RegionBusy> {
+        // All of them first: where one stays busy, the others take no new work either.
+        for region in self.regions.iter() {
+            let _ = region.retire();
+        }
         self.regions.iter().try_for_each(|region| region.retire_by(deadline, &SystemTime))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use sterna_memory::PAGE_SIZE;
+    use sterna_memory::ram::{Backing, RamBlock};
+    use sterna_offload::{Accelerators, Batch, NEVER, Reason, Settings};
+
+    /// All is asked of offload, which has the CPU do it.
+    pub(crate) fn of_cpu(ram: &GuestRam) -> Accelerator {
+        let offload = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
+        Accelerator::over(&offload, ram)
+    }
+
+    /// RAM of one block for each of `contents`, whose pages are filled with these bytes.
+    pub(crate) fn ram_of(contents: &[&[u8]]) -> GuestRam {
+        let block = |(number, content): (usize, &&[u8])| {
+            // Leaked, so that it stays mapped as long as anything may look at it.
+            let room = vec![0u8; (content.len() + 1) * PAGE_SIZE].leak();
+            let aligned = room.as_ptr().align_offset(PAGE_SIZE);
+            let pages = &mut room[aligned..][..content.len() * PAGE_SIZE];
+            pages.chunks_mut(PAGE_SIZE).zip(*content).for_each(|(page, byte)| page.fill(*byte));
+            let bytes = pages.len();
+            // SAFETY: leaked, and nothing refers to it any more.
+            unsafe { RamBlock::new(number.to_string(), std::ptr::NonNull::from(pages).cast(), bytes, Backing::Other) }
+        };
+        GuestRam::new(contents.iter().enumerate().map(block).collect()).unwrap()
+    }
+
+    fn look_at(accelerator: &Accelerator, channel: &Channel, block: usize) -> Result<(), (Reason, Batch)> {
+        let mut batch = channel.batch(Operation::ZeroMap);
+        batch.push(&accelerator.regions()[block].range(0, PAGE_SIZE).unwrap()).unwrap();
+        channel.submit(batch).map(sterna_offload::Ticket::into_id).map(drop)
+    }
+
+    #[test]
+    fn where_one_block_stays_busy_the_others_take_no_new_work_either() {
+        let accelerator = of_cpu(&ram_of(&[&[0], &[0]]));
+        let channel = accelerator.channel();
+        look_at(&accelerator, &channel, 0).unwrap();
+        let now = accelerator.offload().now();
+        assert_eq!(accelerator.retire_by(now).map_err(|busy| busy.uses), Err(1));
+        for block in 0..2 {
+            let refused = look_at(&accelerator, &channel, block).map_err(|(reason, _)| reason);
+            assert_eq!(refused, Err(Reason::Retired), "block {block}");
+        }
+        let _ = channel.wait(NEVER).unwrap();
+        assert_eq!(accelerator.retire(), Ok(()));
     }
 }

@@ -4,7 +4,8 @@
 mod common;
 mod guest;
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::within_a_minute;
@@ -14,7 +15,8 @@ use sterna::destination::Destination;
 use sterna::source::Source;
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
-use sterna_offload::{Accelerators, Kind, Offload, OffloadReport, Operation, Recheck, Settings};
+use sterna_offload::share::{Ask, Fifo, Grant, Share, Verdict};
+use sterna_offload::{Accelerators, Kind, Nanos, Offload, OffloadReport, Operation, Recheck, Settings, Shares};
 
 /// What goes wrong, and whether the device is expected to be taken out of service for it.
 const TROUBLES: &[(&str, &str, Option<bool>)] = &[
@@ -40,11 +42,14 @@ const SMALL: &str = r#"{"name":"wq0.0","size":2,"max_batch_size":8}"#;
 const WRITES: Workload = Workload { writers: 2, span: 500, seed: 7, burst: 40 };
 
 fn offload(queue: &str, faults: &str, seed: u64) -> Arc<Offload> {
+    offload_with(queue, faults, seed, Settings::default())
+}
+
+fn offload_with(queue: &str, faults: &str, seed: u64, mut settings: Settings) -> Arc<Offload> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("model.json");
     let devices = format!(r#"{{"seed":{seed},"devices":[{{"name":"dsa0","queues":[{queue}]}}],"faults":{faults}}}"#);
     std::fs::write(&file, devices).unwrap();
-    let mut settings = Settings::default();
     // What is not caught is said in the documents; that what is looked at is caught is shown here.
     settings.recheck = Recheck::All;
     settings.patience = Duration::from_millis(300);
@@ -154,6 +159,50 @@ fn one_offload_serves_several_guests_at_once_and_one_after_the_other() {
         }
         let requests = offload.report().requests;
         assert_eq!(requests.made, requests.free, "nothing is left over: {requests:?}");
+    });
+}
+
+/// Who has asked for a share: by guest, its channels.
+type Asked = Arc<Mutex<BTreeMap<u32, Vec<u32>>>>;
+
+struct Listening(Asked);
+
+impl Share for Listening {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+        let mut asked = self.0.lock().unwrap();
+        let channels = asked.entry(ask.vm).or_default();
+        if !channels.contains(&ask.channel) {
+            channels.push(ask.channel);
+        }
+        Fifo.ask(ask, now)
+    }
+
+    fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
+        Fifo.done(grant, sojourn, now);
+    }
+
+    fn dropped(&mut self, grant: Grant) {
+        Fifo.dropped(grant);
+    }
+}
+
+#[test]
+fn each_guest_asks_for_its_share_as_itself_however_many_channels_it_has() {
+    within_a_minute(|| {
+        let asked = Asked::default();
+        let mut settings = Settings::default();
+        let heard = Arc::clone(&asked);
+        settings.shares = Shares::new(move |_| Box::new(Listening(Arc::clone(&heard))));
+        let offload = offload_with(SHARED, TROUBLES[0].1, 1, settings);
+        std::thread::scope(|scope| {
+            for channels in [1, 3] {
+                let offload = &offload;
+                scope.spawn(move || migrate("shares", offload, |source| source.channels(channels)));
+            }
+        });
+        let mut channels: Vec<usize> = asked.lock().unwrap().values().map(Vec::len).collect();
+        channels.sort_unstable();
+        assert_eq!(channels, [1, 3], "channels of each guest: {:?}", asked.lock().unwrap());
     });
 }
 

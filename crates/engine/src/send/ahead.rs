@@ -96,6 +96,8 @@ pub(super) struct Ahead {
     accelerator: Accelerator,
     channel: Channel,
     content: Content,
+    /// Most pages of a piece.
+    pages: usize,
     /// Oldest first.
     pieces: VecDeque<Piece>,
     /// Pieces at rest: their lists are used again.
@@ -103,14 +105,23 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    pub(super) fn new(accelerator: Accelerator, content: Content) -> Self {
-        let channel = accelerator.offload().channel();
-        Self { accelerator, channel, content, pieces: VecDeque::with_capacity(DEPTH), spare: Vec::with_capacity(DEPTH) }
+    /// For packets of at most so many pages.
+    pub(super) fn new(accelerator: Accelerator, content: Content, packet_pages: u64) -> Self {
+        let channel = accelerator.channel();
+        let pages = accelerator.offload().batch_pages().min(packet_pages as usize);
+        // All there will ever be: one is at rest whenever there is room.
+        let spare = (0..DEPTH).map(|_| Piece::of(pages)).collect();
+        Self { accelerator, channel, content, pages, pieces: VecDeque::with_capacity(DEPTH), spare }
     }
 
     /// Most pages of a piece.
     pub(super) fn piece_pages(&self) -> u64 {
-        self.accelerator.offload().batch_pages() as u64
+        self.pages as u64
+    }
+
+    /// Whether pages are sent from where they lie.
+    pub(super) fn in_place(&self) -> bool {
+        self.content == Content::InPlace
     }
 
     /// The guest's RAM.
@@ -128,8 +139,7 @@ impl Ahead {
 
     /// Has it looked at which pages of `runs` in `block` are zero. There is room, and they fit a piece.
     pub(super) fn look(&mut self, block: u16, runs: &[Run]) {
-        let spare = self.spare.pop();
-        let mut piece = spare.unwrap_or_default();
+        let mut piece = self.spare.pop().expect("a piece is at rest where there is room");
         (piece.block, piece.normal) = (block, 0);
         piece.runs.clear();
         piece.runs.extend_from_slice(runs);
@@ -156,7 +166,7 @@ impl Ahead {
     /// entered the window. Those after it are begun to be copied as far as it is known what they consist of, and `enter` finds
     /// room for them too: no piece enters before an older one.
     pub(super) fn take<E>(&mut self, enter: impl FnMut(u64) -> Result<bool, E>) -> Result<(Piece, Ready), E> {
-        if self.content != Content::InPlace {
+        if !self.in_place() {
             self.begin_copies(enter)?;
         }
         while let Some(Stage::Copied(_)) = self.pieces.front().map(|piece| &piece.stage) {
@@ -226,6 +236,12 @@ impl Ahead {
 }
 
 impl Piece {
+    /// One at rest, with room for so many pages in the worst case: each a run of its own.
+    fn of(pages: usize) -> Self {
+        let runs = || Vec::with_capacity(pages);
+        Self { block: 0, runs: runs(), normal: 0, stage: Stage::Unasked, asked: runs() }
+    }
+
     /// What was asked of others for it will not come.
     fn forsake(&mut self) {
         match self.stage {
@@ -252,8 +268,98 @@ impl Piece {
     }
 }
 
-impl Default for Piece {
-    fn default() -> Self {
-        Self { block: 0, runs: Vec::new(), normal: 0, stage: Stage::Unasked, asked: Vec::new() }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::accelerator::tests::{of_cpu, ram_of};
+    use sterna_memory::checksum::crc32c;
+    use sterna_offload::Offload;
+
+    const PAGES: usize = 32;
+
+    fn run(kind: RunKind, first: u64, count: u32) -> Run {
+        Run { kind, first, count }
+    }
+
+    /// Every second page of the first block is zero, none of the second, all of the third.
+    fn ram() -> GuestRam {
+        let bytes = |byte: fn(u8) -> u8| (0..PAGES as u8).map(byte).collect::<Vec<_>>();
+        ram_of(&[&bytes(|page| page % 2 * page), &bytes(|page| 100 + page), &bytes(|_| 0)])
+    }
+
+    /// Hands in all pages of these blocks, each as one piece, and takes them out again: the runs, and the content.
+    fn through(ahead: &mut Ahead, blocks: &[u16]) -> Vec<(u16, Vec<Run>, Vec<u8>)> {
+        for &block in blocks {
+            assert!(ahead.has_room());
+            ahead.look(block, &[run(RunKind::Normal, 0, PAGES as u32)]);
+        }
+        let mut out = Vec::new();
+        while !ahead.is_empty() {
+            let needs = ahead.needs();
+            let (piece, ready) = ahead.take(|_| Ok::<_, ()>(true)).unwrap();
+            let content = match ready {
+                Ready::Here(copy) => {
+                    assert_eq!(copy.checksum(), Some(crc32c(copy.bytes())));
+                    copy.bytes().to_vec()
+                }
+                Ready::Known => Vec::new(),
+                Ready::Uncopied | Ready::Unasked => panic!("nobody refused anything"),
+            };
+            assert!(needs == piece.normal || needs == 0, "{needs} of {}", piece.normal);
+            assert_eq!(content.len() as u64, piece.normal);
+            out.push((piece.block, piece.runs.clone(), content));
+            ahead.put(piece);
+        }
+        out
+    }
+
+    #[test]
+    fn pieces_come_out_in_order_with_their_runs_content_and_checksum() {
+        let mut ahead = Ahead::new(of_cpu(&ram()), Content::Checked, PAGES as u64);
+        let out = through(&mut ahead, &[0, 1, 2, 0]);
+        let every_second: Vec<Run> = (0..PAGES as u64)
+            .map(|page| run(if page % 2 == 0 { RunKind::Zero } else { RunKind::Normal }, page, 1))
+            .collect();
+        let pages = |bytes: Vec<u8>| bytes.into_iter().flat_map(|byte| [byte; PAGE_SIZE]).collect::<Vec<u8>>();
+        let odd = pages((0..PAGES as u8).filter(|page| page % 2 == 1).collect());
+        let first = (0, every_second, odd);
+        let second =
+            (1, vec![run(RunKind::Normal, 0, PAGES as u32)], pages((0..PAGES as u8).map(|page| 100 + page).collect()));
+        let third = (2, vec![run(RunKind::Zero, 0, PAGES as u32)], Vec::new());
+        assert_eq!(out, [first.clone(), second, third, first]);
+    }
+
+    #[test]
+    fn lists_of_runs_never_grow() {
+        let mut ahead = Ahead::new(of_cpu(&ram()), Content::Checked, PAGES as u64);
+        let places = |ahead: &Ahead| {
+            let lists = ahead.spare.iter().flat_map(|piece| [&piece.runs, &piece.asked]);
+            lists.map(|list| (list.as_ptr(), list.capacity())).collect::<std::collections::BTreeSet<_>>()
+        };
+        let before = places(&ahead);
+        assert_eq!(before.len(), 2 * DEPTH);
+        // The first block is the worst: every page is a run.
+        through(&mut ahead, &[0, 1, 0, 0]);
+        through(&mut ahead, &[0, 0, 0, 0]);
+        assert_eq!(places(&ahead), before);
+    }
+
+    #[test]
+    fn after_a_shutdown_pieces_are_the_threads_own_and_still_in_order() {
+        let accelerator = of_cpu(&ram());
+        let mut ahead = Ahead::new(accelerator.clone(), Content::Checked, PAGES as u64);
+        ahead.look(0, &[run(RunKind::Normal, 0, PAGES as u32)]);
+        ahead.look(1, &[run(RunKind::Normal, 0, PAGES as u32)]);
+        Offload::shutdown(accelerator.offload());
+        ahead.look(2, &[run(RunKind::Normal, 0, PAGES as u32)]);
+        let mut out = Vec::new();
+        while !ahead.is_empty() {
+            ahead.needs();
+            let (piece, ready) = ahead.take(|_| Ok::<_, ()>(true)).unwrap();
+            out.push((piece.block, matches!(ready, Ready::Unasked), matches!(ready, Ready::Uncopied)));
+            ahead.put(piece);
+        }
+        // What was looked at before is known; copies, and looks at others, were refused.
+        assert_eq!(out, [(0, false, true), (1, false, true), (2, true, false)]);
     }
 }

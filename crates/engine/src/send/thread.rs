@@ -206,7 +206,8 @@ impl Sending {
                 () if self.context.rules.checksums => ahead::Content::Checked,
                 () => ahead::Content::Copied,
             };
-            let mut ahead = self.ahead.take().unwrap_or_else(|| Ahead::new(accelerator.clone(), content));
+            let ahead = self.ahead.take();
+            let mut ahead = ahead.unwrap_or_else(|| Ahead::new(accelerator.clone(), content, self.packet_pages()));
             let sent = self.runs_ahead(&mut ahead, block, runs);
             self.ahead = Some(ahead);
             return sent;
@@ -284,11 +285,10 @@ impl Sending {
 
     /// Has an accelerator look at `runs`, and sends what is through before. The last few stay under way.
     fn runs_ahead(&mut self, ahead: &mut Ahead, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
-        let pages = self.packet_pages().min(ahead.piece_pages());
         let mut rest = Piecewise::new(runs);
         loop {
             while ahead.has_room() {
-                if !rest.next(pages, &mut self.piece) {
+                if !rest.next(ahead.piece_pages(), &mut self.piece) {
                     return Ok(());
                 }
                 ahead.look(block, &self.piece);
@@ -311,10 +311,9 @@ impl Sending {
             self.make_room(&mut reading, piece.block, &piece.runs)?;
         }
         match ready {
-            Ready::Unasked => {
-                let in_place = self.in_place();
-                self.read_piece(&mut reading, &ram, piece.block, &piece.runs, in_place)?;
-            }
+            // As the others of this channel: a limit that has gone since, as it does when the migration is taken down, must not
+            // mix the two ways in one batch.
+            Ready::Unasked => self.read_piece(&mut reading, &ram, piece.block, &piece.runs, ahead.in_place())?,
             Ready::Uncopied => {
                 reading.read(&ram, &piece.runs);
                 self.context.window.give_back(piece.normal - reading.batch().in_window());
