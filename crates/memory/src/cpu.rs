@@ -13,7 +13,7 @@ pub enum Implementation {
     Scalar,
     /// 256-bit vectors of x86-64.
     Avx2,
-    /// 512-bit vectors of x86-64 (AVX-512F).
+    /// 512-bit vectors of x86-64 (AVX-512F), beside which narrower ones are used too.
     Avx512,
     /// 128-bit vectors of aarch64, which every such CPU has.
     Neon,
@@ -95,7 +95,7 @@ fn detected() -> Vec<Implementation> {
         #[cfg(target_arch = "x86_64")]
         (is_x86_feature_detected!("avx2"), Implementation::Avx2),
         #[cfg(target_arch = "x86_64")]
-        (is_x86_feature_detected!("avx512f"), Implementation::Avx512),
+        (is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx2"), Implementation::Avx512),
         #[cfg(target_arch = "aarch64")]
         (true, Implementation::Neon),
     ];
