@@ -128,7 +128,8 @@ pub(crate) struct SourceOptions {
     #[arg(long, allow_hyphen_values = true)]
     level: Option<String>,
     /// What helps to look for zero pages and to copy: cpu, auto, dsa, dsa:/dev/dsa/wqX.Y or model:FILE.json
-    #[arg(long, value_name = "LIST", default_value = "cpu")]
+    // Nobody should believe that it is used where it is not.
+    #[arg(long, value_name = "LIST", default_value = "cpu", requires = "migrate_to", conflicts_with = "incoming")]
     pub(crate) accel: Accelerators,
     /// Connections that carry pages, 1 to 64
     #[arg(long, default_value_t = 2)]
@@ -244,5 +245,24 @@ impl SourceOptions {
 
     pub(crate) fn not_converging(&self) -> NotConverging {
         self.post_copy_after.map_or(self.not_converging, NotConverging::PostCopyAfter)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_accelerator_is_refused_where_nothing_would_use_it() {
+        let parse = |words: &[&str]| Options::try_parse_from(["microvm", "--insecure"].iter().chain(words)).map(drop);
+        assert!(parse(&["--accel", "auto", "--migrate-to", "host:1"]).is_ok());
+        assert!(parse(&["--incoming", "host:1"]).is_ok());
+        for (words, named) in [
+            (&["--accel", "auto", "--incoming", "host:1"][..], "--incoming"),
+            (&["--accel", "auto"][..], "--migrate-to"),
+        ] {
+            let refused = parse(words).expect_err("refused").to_string();
+            assert!(refused.contains("--accel") && refused.contains(named), "{refused}");
+        }
     }
 }
