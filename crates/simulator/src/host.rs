@@ -60,13 +60,23 @@ struct Admitted {
     admission: Nanos,
 }
 
+/// A batch that was to go to a device and that the CPU does.
+#[derive(Clone, Copy, Debug)]
+struct Diverted {
+    begun: Nanos,
+    /// What it had waited for its share before.
+    admission: Nanos,
+    /// The device whose share said that the CPU is quicker, if that is why.
+    spilled: Option<usize>,
+}
+
 /// What happens when a step is done.
 #[derive(Debug)]
 enum Then {
     Nothing,
     Found(Packet),
     Submit(Admitted),
-    Checked { packet: Packet, spilled: Option<(usize, Nanos)> },
+    Checked { packet: Packet, diverted: Option<Diverted> },
     Sent(u64),
 }
 
@@ -440,7 +450,7 @@ impl<'a> World<'a> {
                     return;
                 }
             }
-            Then::Checked { packet, spilled } => self.checked(thread, packet, spilled),
+            Then::Checked { packet, diverted } => self.checked(thread, packet, diverted),
             Then::Sent(bytes) => self.sent(thread, bytes),
         }
         let it = &mut self.threads[thread];

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use sterna_simulator::device::{Completed, Device, Shape, Timing};
 use sterna_simulator::host::run;
 use sterna_simulator::resources::Pipe;
-use sterna_simulator::scenario::{Policy, Scenario, Structure, Vm};
+use sterna_simulator::scenario::{Hog, Policy, Scenario, Structure, Vm};
 
 /// Numbers that look random (Steele, Lea, Flood 2014).
 struct Random(u64);
@@ -133,6 +133,19 @@ fn a_pipe_never_moves_more_than_it_can() {
     assert_eq!(pipe.reserve(0, 1000.0), 100);
     assert_eq!(pipe.reserve(50, 1000.0), 200);
     assert_eq!(pipe.reserve(1000, 10.0), 1001);
+}
+
+#[test]
+fn what_finds_the_queue_full_has_waited_until_the_cpu_was_done_with_it() {
+    let mut scenario = Scenario::of(vec![Vm { pages: 1 << 14, ..Vm::gib(1) }]);
+    scenario.policy = Policy::Fifo;
+    scenario.device.entries = 1;
+    scenario.hogs = vec![Hog { device: 0, batches: 64, bytes: 64 << 20, begins: 0 }];
+    let outcome = run(&scenario);
+    let vm = &outcome.vms[0];
+    assert_eq!((vm.on_device, vm.on_cpu), (0, 128), "the hog has the only entry all the time");
+    let one = scenario.costs.scan_page * 128.0;
+    assert!(vm.longest_wait as f64 >= one.floor(), "{} ns, and one batch takes the CPU {one}", vm.longest_wait);
 }
 
 proptest! {

@@ -181,10 +181,13 @@ fn notes(args: &BenchArgs, costs: &Costs, ledger: f64) -> Vec<String> {
         ),
         format!(
             "Heavy VMs have weight {HEAVY}, four senders and 32 batches each; all VMs are zero, so that everybody wants the \
-             one device all the time. Shares are looked at in windows of 100 ms in which all wanted it; where spilling ends \
-             the run sooner there are none. Nothing on the CPU: work waits for the device however long that takes."
+             one device all the time. Shares are looked at in windows of 100 ms in which all wanted it, the first of the run \
+             left out; where spilling ends the run sooner there are none. Nothing on the CPU: work waits for the device \
+             however long that takes."
         ),
-        "Longest wait: of any batch from wanting to go to being done, the wait for a share and the queue together.".into(),
+        "Longest wait: of any batch from wanting to go to being done, the wait for a share and the queue together, or for a \
+         share and the CPU that did it in the end."
+            .into(),
     ]
 }
 
@@ -221,7 +224,7 @@ fn judge(findings: &mut Findings) {
             });
         }
     }
-    for mix in [Mix::Together, Mix::Late, Mix::Liar, Mix::Death] {
+    for mix in Mix::ALL {
         for policy in [Policy::Ledger, Policy::Exact] {
             let row = name(What::Unequal { mix, policy, spill: false });
             // A window that was not there is no success.

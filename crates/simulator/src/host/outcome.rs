@@ -36,7 +36,7 @@ pub struct VmOutcome {
     pub longest_sojourn: Nanos,
     /// The longest from wanting to go to being let in.
     pub longest_admission: Nanos,
-    /// The longest of both together, of one batch.
+    /// The longest from wanting to go to being done, of one batch, also where the CPU did it in the end.
     pub longest_wait: Nanos,
     /// Sum of all times from submission to completion.
     pub sojourns: f64,
@@ -59,6 +59,12 @@ impl VmOutcome {
         self.longest_sojourn = self.longest_sojourn.max(sojourn);
         self.longest_wait = self.longest_wait.max(admission + sojourn);
         self.sojourns += sojourn as f64;
+    }
+
+    /// A batch that was to go to a device was let in after `admission`, or not at all, and the CPU took so long for it.
+    pub(super) fn diverted(&mut self, admission: Nanos, took: Nanos) {
+        self.longest_admission = self.longest_admission.max(admission);
+        self.longest_wait = self.longest_wait.max(admission + took);
     }
 }
 

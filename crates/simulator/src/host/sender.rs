@@ -1,6 +1,6 @@
 //! A sender thread: takes packets, has them checked, sends them.
 
-use super::{Admitted, InFlight, Packet, State, Then, World};
+use super::{Admitted, Diverted, InFlight, Packet, State, Then, World};
 use crate::Nanos;
 use crate::costs::{Cpu, after};
 use crate::scenario::Structure;
@@ -104,7 +104,11 @@ impl World<'_> {
                 sender.next_device += 1;
                 self.migrations[vm].waited = 0;
                 self.threads[thread].owes += asking;
-                self.check(thread, packet, Some(device));
+                self.check(
+                    thread,
+                    packet,
+                    Some(Diverted { begun: self.now, admission: waited, spilled: Some(device) }),
+                );
                 true
             }
             (Verdict::Wait { until }, _) => {
@@ -122,21 +126,22 @@ impl World<'_> {
     }
 
     /// The CPU looks whether the pages are zero.
-    fn check(&mut self, thread: usize, packet: Packet, spilled: Option<usize>) {
+    fn check(&mut self, thread: usize, packet: Packet, diverted: Option<Diverted>) {
         let cpu = Cpu::measured(self.scenario.costs.scan_page).times(f64::from(packet.pages));
         self.outcome.vms[self.threads[thread].vm].on_cpu += 1;
-        let spilled = spilled.map(|device| (device, self.now));
-        self.work(thread, cpu, packet.bytes() as f64, Then::Checked { packet, spilled });
+        self.work(thread, cpu, packet.bytes() as f64, Then::Checked { packet, diverted });
     }
 
-    pub(super) fn checked(&mut self, thread: usize, packet: Packet, spilled: Option<(usize, Nanos)>) {
+    pub(super) fn checked(&mut self, thread: usize, packet: Packet, diverted: Option<Diverted>) {
         let it = &self.threads[thread];
-        let channel = it.channel.expect("only senders check");
+        let (vm, channel) = (it.vm, it.channel.expect("only senders check"));
         self.senders[channel].checked.push_back(packet);
-        if let Some((device, begun)) = spilled {
+        let Some(Diverted { begun, admission, spilled }) = diverted else { return };
+        self.outcome.vms[vm].diverted(admission, self.now - begun);
+        if let Some(device) = spilled {
             // By the clock: what the thread waits for a core, for each nanosecond that it runs, is part of it.
             let took = (self.now - begun) as f64 * (1.0 + it.waited / it.ran);
-            let process = self.process(it.vm);
+            let process = self.process(vm);
             self.shares[process][device].spilled(packet.bytes(), took as Nanos, self.now);
         }
     }
@@ -153,7 +158,7 @@ impl World<'_> {
             self.threads[thread].owes += Cpu::charged(self.scenario.costs.enqcmd).times(4.0);
             let process = self.process(vm);
             self.shares[process][device].dropped(grant);
-            self.check(thread, packet, None);
+            self.check(thread, packet, Some(Diverted { begun: self.now, admission, spilled: None }));
             return false;
         }
         self.schedule(device);
