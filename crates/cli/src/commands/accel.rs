@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::{Args, Subcommand};
-use sterna_idxd::{DeviceInfo, Directories, Kind, QueueInfo, WorkQueue, discover};
+use sterna_idxd::{DeviceInfo, Directories, Kind, Operation, QueueInfo, WorkQueue, discover, iaa};
 use sterna_memory::scan::Implementation;
 use sterna_offload::plan::{Accelerator, Plan, PlanDevice};
 use sterna_offload::trace::Trace;
@@ -151,16 +151,38 @@ fn verdict(queue: &QueueInfo, directories: &Directories, closed: bool) -> String
     if let Some(unusable) = &queue.unusable {
         return format!("not used: {unusable}");
     }
-    let uses = match queue.kind() {
-        Kind::Dsa => "zero maps, compares, copies with checksums, deltas",
-        Kind::Iaa => "deflate and inflate with a window of 4 KiB",
-    };
+    let uses = uses(queue);
     if closed {
         return format!("would be used for {uses}");
     }
     match WorkQueue::open(queue.clone(), directories) {
         Ok(opened) => format!("opens (by {:?}); used for {uses}", opened.way()),
         Err(error) => format!("not used: {error}"),
+    }
+}
+
+/// What a queue is used for, by what the kernel says that it is configured for.
+fn uses(queue: &QueueInfo) -> String {
+    const BY_DSA: &[(&str, &[u8])] = &[
+        ("zero maps", &[Operation::ComparePattern as u8]),
+        ("compares", &[Operation::Compare as u8]),
+        ("copies", &[Operation::Memmove as u8]),
+        ("copies with checksums", &[Operation::CopyCrc as u8]),
+        ("checksums", &[Operation::Crc as u8]),
+        ("deltas", &[Operation::CreateDelta as u8, Operation::ApplyDelta as u8]),
+    ];
+    const BY_IAA: &[(&str, &[u8])] = &[
+        ("deflate with a window of 4 KiB", &[iaa::Operation::Compress as u8]),
+        ("inflate with such a window", &[iaa::Operation::Decompress as u8]),
+    ];
+    let all = if queue.kind() == Kind::Dsa { BY_DSA } else { BY_IAA };
+    let (has, lacks): (Vec<_>, Vec<_>) =
+        all.iter().partition(|(_, codes)| codes.iter().all(|code| queue.declares(*code) != Some(false)));
+    let names = |uses: &[&(&str, &[u8])]| uses.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+    let has_names = if has.is_empty() { "nothing".to_owned() } else { names(&has) };
+    match lacks.len() {
+        0 => has_names,
+        _ => format!("{has_names}; not configured (op_config) for {}", names(&lacks)),
     }
 }
 
@@ -265,7 +287,22 @@ fn planned(info: &DeviceInfo) -> PlanDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sterna_idxd::{Device, Mode, OperationSet};
     use sterna_offload::Operation;
+
+    #[test]
+    fn a_queue_is_said_to_be_used_for_what_it_is_configured_for() {
+        let mut queue = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", Kind::Dsa)), Mode::Shared, 16);
+        let all = "zero maps, compares, copies, copies with checksums, checksums, deltas";
+        assert_eq!(uses(&queue), all, "where the kernel says nothing");
+        // No-op, batch, compare, compare pattern; only one of the two that deltas need.
+        queue.operations = OperationSet::parse("0,0,0,0,0,0,0,000000e3");
+        let some =
+            "zero maps, compares; not configured (op_config) for copies, copies with checksums, checksums, deltas";
+        assert_eq!(uses(&queue), some);
+        queue.operations = OperationSet::parse("0,0,0,0,0,0,0,3");
+        assert_eq!(uses(&queue), format!("nothing; not configured (op_config) for {all}"));
+    }
 
     #[test]
     fn the_table_has_a_line_for_every_operation() {
