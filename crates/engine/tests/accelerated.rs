@@ -12,6 +12,7 @@ use common::within_a_minute;
 use guest::{Memory, Monitor, Running, Workload};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
+use sterna::report::{Observer, Progress};
 use sterna::source::Source;
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
@@ -203,6 +204,56 @@ fn each_guest_asks_for_its_share_as_itself_however_many_channels_it_has() {
         let mut channels: Vec<usize> = asked.lock().unwrap().values().map(Vec::len).collect();
         channels.sort_unstable();
         assert_eq!(channels, [1, 3], "channels of each guest: {:?}", asked.lock().unwrap());
+    });
+}
+
+/// Cancels in the middle of the first round.
+struct Cancelling(Cancel);
+
+impl Observer for Cancelling {
+    fn progress(&self, progress: &Progress) {
+        if progress.wire_bytes > 1 << 20 {
+            self.0.cancel();
+        }
+    }
+
+    fn note(&self, _: &str) {}
+}
+
+#[test]
+fn a_cancelled_migration_leaves_nothing_with_a_device_and_its_memory_may_go() {
+    within_a_minute(|| {
+        for what in ["nothing", "late completions", "hang", "slow", "halt"] {
+            let faults = TROUBLES.iter().find(|(name, ..)| *name == what).unwrap().1;
+            let offload = offload(SHARED, faults, 1);
+            let (source, destination) = (Memory::new(1500, 700), Memory::new(1500, 700));
+            let running = Running::default();
+            let (mut from, log) = Monitor::new(&source, &running, WRITES);
+            let (mut to, _) = Monitor::new(&destination, &running, WRITES);
+            for block in 0..2 {
+                source.words(block).iter().for_each(|word| word.store(1, std::sync::atomic::Ordering::Relaxed));
+            }
+            from.start();
+            let cancel = Cancel::new();
+            let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+            let address = listening.address().clone();
+            let migration =
+                Source::new(source.ram(), Box::new(log)).bandwidth(Some(20_000_000)).offload(Arc::clone(&offload));
+            let cancelling = Cancelling(cancel.clone());
+            let (sent, received) = std::thread::scope(|scope| {
+                let to = &mut to;
+                let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
+                let sent = migration.run(address, &Security::Insecure, &mut from, &cancel, &cancelling);
+                (sent, receiving.join().unwrap())
+            });
+            assert!(sent.unwrap_err().cancelled && received.is_err() && from.runs(), "{what}");
+            assert!(done_by_device(&offload.report(), Operation::ZeroMap) > 0, "{what}");
+            // Unmaps the guest's memory. A device that still had work on it would meet it, or what is mapped there next.
+            drop((from, to, source, destination));
+            offload.shutdown();
+            let requests = offload.report().requests;
+            assert_eq!(requests.made, requests.free + requests.quarantined, "{what}: {requests:?}");
+        }
     });
 }
 
