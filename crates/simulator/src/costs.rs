@@ -65,11 +65,12 @@ pub struct Costs {
     pub zero_packets_shared: f64,
     /// Zero test of 4 KiB that is in no cache: 21 GB/s, measured (AVX2, Zen 4).
     pub scan_page: f64,
-    /// Filling a descriptor and clearing its record. Measured on this machine.
+    /// Filling a descriptor and clearing its record. Measured where the simulator runs.
     pub fill_descriptor: f64,
-    /// `Share::ask` and `Share::done` for a batch. Measured on this machine.
+    /// `Share::ask` and `Share::done` for a batch. Measured where the simulator runs.
     pub ask: f64,
-    /// Logic of taking a batch back, without the misses. Measured on this machine.
+    /// Logic of taking a batch back, without the misses. A fixed figure: it is not measured where the
+    /// simulator runs.
     pub harvest: f64,
     /// `ENQCMD`. Charged: between 140 and 610 (one core cannot fill a device with 4 KiB each, four can).
     pub enqcmd: f64,

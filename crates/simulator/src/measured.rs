@@ -1,4 +1,5 @@
-//! Figures that are measured where the simulator runs, with the product's own code.
+//! Figures that are measured where the simulator runs: asking by the product's own code, filling by a loop that stores the
+//! same bytes, in the cache.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -55,7 +56,8 @@ pub fn asking_ledger(directory: &Path) -> Option<f64> {
     Some(nanos)
 }
 
-/// Filling a descriptor of 64 bytes and clearing a record of 32, for each page of a batch.
+/// Filling a descriptor of 64 bytes and clearing a record of 32, for each page of a batch. In memory that no device has had
+/// since: what its lines cost when they come back is charged.
 fn filling() -> f64 {
     const PAGES: usize = 128;
     let mut descriptors = vec![[0u64; 8]; PAGES];
