@@ -408,7 +408,8 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
-    /// The `accel-config` lines that would make the device ready with one shared queue, from whatever state it is in.
+    /// The `accel-config` lines that would make the device's first queue ready, from whatever state it is in. None where it is, or
+    /// where something else is missing: shared virtual addressing, the device file, the permission to open it.
     pub fn commands_to_set_up(&self) -> Vec<String> {
         verdict::set_up(self)
     }

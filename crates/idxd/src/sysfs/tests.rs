@@ -460,6 +460,10 @@ fn a_device_can_be_set_up_from_nothing() {
     let lines = tree.discover()[0].commands_to_set_up();
     assert_eq!(lines.len(), 4);
     assert!(lines[0].contains("config-engine") && lines[3].contains("enable-wq"), "{lines:?}");
+    let tree = Tree::with_devices();
+    assert_eq!(tree.discover()[0].commands_to_set_up(), [] as [&str; 0], "it is ready");
+    fs::remove_file(tree.directories().dev.join("dsa/wq0.0")).unwrap();
+    assert_eq!(tree.discover()[0].commands_to_set_up(), [] as [&str; 0], "what is missing is the device file");
 }
 
 proptest! {

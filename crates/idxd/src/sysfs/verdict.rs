@@ -304,8 +304,9 @@ fn plain(label: &str) -> bool {
 }
 
 pub(super) fn set_up(info: &DeviceInfo) -> Vec<String> {
-    let Some(queue) = info.queues.first() else { return Vec::new() };
-    commands(info, queue, &Reason::NotForUsers)
+    // What its first queue lacks: where that is no matter of configuration, configuring it anew would help nobody.
+    let why = info.queues.first().and_then(|queue| queue.unusable.as_ref());
+    why.map_or_else(Vec::new, |why| why.commands.clone())
 }
 
 fn remarks(info: &DeviceInfo, queue: &QueueInfo) -> Vec<Remark> {
