@@ -254,11 +254,18 @@ fn each_reason_has_its_sentence_and_its_lines() {
         ),
         (&[("wq0.0/type", "none"), ("wq0.0/state", "disabled")], "not configured for processes", &[configure, enable]),
         (
-            &[("wq0.0/type", "none"), ("wq0.0/state", "disabled"), ("wq0.0/size", "0"), ("wq0.0/group_id", "-1")],
+            &[
+                ("wq0.0/type", "none"),
+                ("wq0.0/state", "disabled"),
+                ("wq0.0/size", "0"),
+                ("wq0.0/group_id", "-1"),
+                ("engine0.1/group_id", "0"),
+            ],
             "not configured for processes",
             &[
                 disable_device,
                 "accel-config config-engine dsa0/engine0.0 --group-id=0",
+                "accel-config config-engine dsa0/engine0.1 --group-id=0",
                 from_nothing,
                 enable_device,
                 enable,

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use super::info::{DeviceInfo, EngineInfo, Kind, Mode, QueueInfo, QueueType};
+use super::info::{DeviceInfo, Kind, Mode, QueueInfo, QueueType};
 use crate::flags::Operation;
 
 /// Why a queue cannot be used.
@@ -192,32 +192,30 @@ fn node(path: &Path) -> Result<(), Reason> {
 /// loses its configuration (type, mode, threshold, priority, name, limits), so all of it is given again, not only what is to change.
 /// And sizes and groups can be changed only while the *device* is disabled, which loses those of all its queues and engines.
 fn commands(info: &DeviceInfo, queue: &QueueInfo, reason: &Reason) -> Vec<String> {
-    let mut wanted = Wanted::of(queue);
     match reason {
-        Reason::NoSharedAddressing | Reason::NoNode(_) | Reason::NoPermission(_) => return Vec::new(),
-        Reason::DeviceDisabled | Reason::QueueDisabled if configured(info, queue) => return enable(info, queue),
-        Reason::AtsDisabled => wanted.also = " --ats-disable=0",
-        _ => wanted.mode = Mode::Shared,
+        Reason::NoSharedAddressing | Reason::NoNode(_) | Reason::NoPermission(_) => Vec::new(),
+        Reason::DeviceDisabled | Reason::QueueDisabled if configured(info, queue) => enable(info, queue),
+        Reason::AtsDisabled => reconfigure(info, queue, &Wanted { also: " --ats-disable=0", ..Wanted::of(queue) }),
+        _ => reconfigure(info, queue, &Wanted { mode: Mode::Shared, also: "" }),
     }
-    reconfigure(info, queue, &wanted)
 }
 
 fn reconfigure(info: &DeviceInfo, queue: &QueueInfo, wanted: &Wanted) -> Vec<String> {
     let (device, enabled) = (&info.device.name, info.device.enabled == Some(true));
+    let anew = !enabled || !placed(info, queue);
     let group = queue.group.unwrap_or(0);
-    let placed = queue.size > 0 && queue.group.is_some() && (served(info, group) || info.engines.is_empty());
     let mut lines = Vec::new();
     if queue.enabled == Some(true) {
         lines.push(format!("accel-config disable-wq {}", queue.full_name()));
     }
-    if enabled && !placed {
+    if enabled && anew {
         lines.push(format!("accel-config disable-device {device}"));
-        lines.push(engine_line(info, group));
-    } else if !enabled && !served(info, group) {
-        lines.push(engine_line(info, group));
+        lines.extend(engine_lines(info, group));
+    } else if anew && !served(info, group) {
+        lines.extend(engine_lines(info, group));
     }
-    lines.push(config_line(info, queue, wanted, !enabled || !placed));
-    if !enabled || !placed {
+    lines.push(config_line(info, queue, wanted, anew));
+    if anew {
         lines.push(format!("accel-config enable-device {device}"));
     }
     lines.push(format!("accel-config enable-wq {}", queue.full_name()));
@@ -233,22 +231,28 @@ fn enable(info: &DeviceInfo, queue: &QueueInfo) -> Vec<String> {
 
 /// Whether only enabling is missing.
 fn configured(info: &DeviceInfo, queue: &QueueInfo) -> bool {
-    let served = queue.group.is_some_and(|group| served(info, group));
-    queue.size > 0 && queue.mode.is_some() && (served || info.engines.is_empty())
+    queue.mode.is_some() && placed(info, queue)
+}
+
+/// Whether it has what can be given to it only while its device is disabled: entries, and a group with an engine.
+fn placed(info: &DeviceInfo, queue: &QueueInfo) -> bool {
+    queue.size > 0 && queue.group.is_some_and(|group| served(info, group) || info.engines.is_empty())
 }
 
 fn served(info: &DeviceInfo, group: u32) -> bool {
     info.engines.iter().any(|engine| engine.group == Some(group))
 }
 
-/// An engine for the group: one of its own, or one that has none, or any.
-fn engine_line(info: &DeviceInfo, group: u32) -> String {
-    let in_group = |group| move |engine: &&EngineInfo| engine.group == group;
-    let found = info.engines.iter().find(in_group(Some(group))).or(info.engines.iter().find(in_group(None)));
-    let name = found
-        .or(info.engines.first())
-        .map_or_else(|| format!("engine{}.0", info.device.number), |engine| engine.name.clone());
-    format!("accel-config config-engine {}/{name} --group-id={group}", info.device.name)
+/// Engines for the group: those that it has; else one that has no group, or any.
+fn engine_lines(info: &DeviceInfo, group: u32) -> Vec<String> {
+    let line = |name: &str| format!("accel-config config-engine {}/{name} --group-id={group}", info.device.name);
+    let own = info.engines.iter().filter(|engine| engine.group == Some(group));
+    let lines: Vec<String> = own.map(|engine| line(&engine.name)).collect();
+    if !lines.is_empty() {
+        return lines;
+    }
+    let free = info.engines.iter().find(|engine| engine.group.is_none()).or(info.engines.first());
+    vec![free.map_or_else(|| line(&format!("engine{}.0", info.device.number)), |engine| line(&engine.name))]
 }
 
 /// Entries of a queue where none are configured: the kernel's own default is 16, and a device has 128 in all.
