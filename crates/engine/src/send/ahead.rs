@@ -345,6 +345,36 @@ mod tests {
     }
 
     #[test]
+    fn no_piece_enters_the_window_before_an_older_one() {
+        let accelerator = of_cpu(&ram());
+        accelerator.regions()[1].retire().unwrap();
+        let mut ahead = Ahead::new(accelerator, Content::Copied, PAGES as u64);
+        for block in [0, 1, 0, 0] {
+            ahead.look(block, &[run(RunKind::Normal, 0, PAGES as u32)]);
+        }
+        let mut entered = Vec::new();
+        while !ahead.is_empty() {
+            let needs = ahead.needs();
+            // So that it is known of all what they consist of.
+            while ahead.channel.under_way() > 0 {
+                ahead.collect();
+            }
+            let mut meanwhile = 0;
+            let (piece, ready) = ahead
+                .take(|bytes| {
+                    meanwhile += bytes;
+                    Ok::<_, ()>(true)
+                })
+                .unwrap();
+            entered.push((piece.block, matches!(ready, Ready::Unasked), needs, meanwhile));
+            ahead.put(piece);
+        }
+        let half = (PAGES / 2 * PAGE_SIZE) as u64;
+        // The second could not be asked about and has not entered, so the first takes none with it.
+        assert_eq!(entered, [(0, false, half, 0), (1, true, 0, 0), (0, false, half, half), (0, false, 0, 0)]);
+    }
+
+    #[test]
     fn after_a_shutdown_pieces_are_the_threads_own_and_still_in_order() {
         let accelerator = of_cpu(&ram());
         let mut ahead = Ahead::new(accelerator.clone(), Content::Checked, PAGES as u64);
