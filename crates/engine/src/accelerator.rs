@@ -1,12 +1,15 @@
 //! A guest's RAM as accelerators see it, for one migration.
 
-use std::sync::Arc;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::node::node_of;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Channel, Nanos, Offload, Operation, Region, RegionBusy, SystemTime};
+use sterna_offload::{Channel, Maker, Nanos, Offload, Operation, Region, RegionBusy, SystemTime};
+use sterna_wire::packet::{Run, RunKind};
 
 /// How long work that nobody waits for any more may take to leave a guest's RAM at the end.
 const LEAVING: Duration = Duration::from_secs(2);
@@ -25,7 +28,30 @@ pub struct Accelerator {
     regions: Arc<[Arc<Region>]>,
     /// As shares know it.
     guest: u32,
+    hearsay: Arc<Hearsay>,
 }
+
+/// What devices have said of a guest and nobody has looked at, so that it may turn out wrong.
+#[derive(Debug)]
+struct Hearsay {
+    /// By block: pages that a device called zero.
+    zero: Vec<AtomicPageBitmap>,
+    /// Wrong results of the process before this guest.
+    refuted_before: u64,
+    doubts: Mutex<Vec<Doubt>>,
+}
+
+/// A page that a device called zero and the CPU then saw not to be: the guest has written it in between, and its dirty log will say so,
+/// or the device has erred.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Doubt {
+    pub(crate) block: u16,
+    pub(crate) page: u64,
+    pub(crate) maker: Maker,
+}
+
+/// Doubts that wait for the dirty log. One that is not excused is enough, so more need not be kept.
+const MOST_DOUBTS: usize = 1024;
 
 impl Accelerator {
     /// `offload` for the guest whose RAM is `ram`; none where only the CPU would do the work: it has its own, shorter way.
@@ -40,7 +66,52 @@ impl Accelerator {
         let regions = ram.blocks().iter().map(|block| Region::of_block(block, node_of(block.addresses()))).collect();
         // 0 are channels that belong to no guest (`Offload::channel`).
         let guest = GUESTS.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
-        Self { offload: Arc::clone(offload), ram: ram.clone(), regions, guest }
+        let hearsay = Hearsay {
+            zero: ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect(),
+            refuted_before: offload.refuted(),
+            doubts: Mutex::new(Vec::with_capacity(MOST_DOUBTS)),
+        };
+        Self { offload: Arc::clone(offload), ram: ram.clone(), regions, guest, hearsay: Arc::new(hearsay) }
+    }
+
+    /// A device has said which pages of `block` are zero.
+    pub(crate) fn heard(&self, block: u16, runs: &[Run]) {
+        let zero = &self.hearsay.zero[usize::from(block)];
+        runs.iter().filter(|run| run.kind == RunKind::Zero).for_each(|run| zero.set(run.first..run.end()));
+    }
+
+    /// It called `page` zero, and the CPU saw that it is not.
+    pub(crate) fn doubt(&self, block: u16, page: u64, maker: Maker) {
+        let mut doubts = self.doubts();
+        if doubts.len() < MOST_DOUBTS {
+            doubts.push(Doubt { block, page, maker });
+        }
+    }
+
+    /// The doubts there are, which are none then. To be judged by a dirty log that is collected after this.
+    pub(crate) fn take_doubts(&self) -> Vec<Doubt> {
+        let mut doubts = self.doubts();
+        if doubts.is_empty() { Vec::new() } else { std::mem::replace(&mut doubts, Vec::with_capacity(MOST_DOUBTS)) }
+    }
+
+    fn doubts(&self) -> MutexGuard<'_, Vec<Doubt>> {
+        self.hearsay.doubts.lock().expect("nobody panics with it")
+    }
+
+    /// Where a device of the process has been found to give wrong results since this guest came: calls `run` for the pages that
+    /// any has called zero, which nobody need believe any more; says how many there were.
+    pub(crate) fn take_disbelieved(&self, mut run: impl FnMut(u16, Range<u64>)) -> u64 {
+        if self.offload.refuted() == self.hearsay.refuted_before {
+            return 0;
+        }
+        let mut taken = 0;
+        for (number, pages) in self.hearsay.zero.iter().enumerate() {
+            pages.take_runs(0..pages.pages(), |pages| {
+                taken += pages.end - pages.start;
+                run(number as u16, pages);
+            });
+        }
+        taken
     }
 
     /// A channel of this guest's, with its memory on the node that most of the guest's is on.

@@ -17,7 +17,7 @@ use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_wire::packet::{Run, RunKind};
 
 use crate::batch::{BatchPool, PooledBatch};
-use crate::send::{GuestPages, Item, SendChannel};
+use crate::send::{GuestPages, Item, SendChannel, Way};
 use crate::window::{Window, WindowClosed};
 
 /// Pages of a region of this many bytes travel on one channel.
@@ -220,10 +220,8 @@ impl Overtaken {
 /// What is to be done about pages of guest RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wanted {
-    /// They are to be read and sent.
-    Content,
-    /// They did not arrive as they were read: they are to be read and sent another way.
-    Again,
+    /// They are to be read and sent this way.
+    Content(Way),
     /// The destination is to give up what it has of them.
     Discard,
 }
@@ -267,14 +265,13 @@ impl PageSearch {
 
     /// Has the pages of `run` in `block` read and sent. Waits while the channels are busy.
     pub fn pages(&mut self, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
-        self.handed_over += run.end - run.start;
-        self.add(Wanted::Content, block, run)
+        self.pages_by(Way::Usual, block, run)
     }
 
-    /// Has the pages of `run` in `block` read again and sent another way, because they did not arrive as they were read.
-    pub fn again(&mut self, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
+    /// As [`PageSearch::pages`], another way than the usual.
+    pub fn pages_by(&mut self, way: Way, block: u16, run: Range<u64>) -> Result<(), WindowClosed> {
         self.handed_over += run.end - run.start;
-        self.add(Wanted::Again, block, run)
+        self.add(Wanted::Content(way), block, run)
     }
 
     /// Tells the destination to give up what it has of the pages of `run` in `block`, after everything that was handed over
@@ -298,7 +295,7 @@ impl PageSearch {
             let (_, batch) = self.open[channel].as_mut().expect("just put there");
             let end = region_end.min(run.end);
             match wanted {
-                Wanted::Content | Wanted::Again => {
+                Wanted::Content(_) => {
                     let room = self.batch_pages - batch.pages();
                     let count = room.min(end - at);
                     batch.push_normal(at, count as u32, 0);
@@ -323,9 +320,8 @@ impl PageSearch {
 
     fn flush_channel(&mut self, channel: usize) -> Result<(), WindowClosed> {
         let item = match self.open[channel].take() {
-            Some((wanted @ (Wanted::Content | Wanted::Again), pages)) => {
-                let (ram, overtaken) = (self.ram.clone(), self.overtaken.clone());
-                Item::Guest(GuestPages { ram, pages, overtaken, again: wanted == Wanted::Again })
+            Some((Wanted::Content(way), pages)) => {
+                Item::Guest(GuestPages { ram: self.ram.clone(), pages, overtaken: self.overtaken.clone(), way })
             }
             Some((Wanted::Discard, batch)) => Item::Discard(batch),
             None => return Ok(()),

@@ -263,6 +263,16 @@ impl Batch {
         self.request().is_zero(page)
     }
 
+    /// The pages that a device called zero and the CPU, which has read a sample of them, saw not to be: the device has erred, unless
+    /// somebody wrote them in between. They are not zero in the map.
+    pub fn doubted(&self) -> impl Iterator<Item = usize> {
+        let words = self.request().doubted[..self.len().div_ceil(64)].iter();
+        words
+            .enumerate()
+            .filter(|(_, word)| **word != 0)
+            .flat_map(|(at, &word)| (0..64).filter(move |bit| word >> bit & 1 == 1).map(move |bit| at * 64 + bit))
+    }
+
     /// Where the pair `item` differs first, in bytes; none if it is equal.
     ///
     /// # Panics

@@ -133,6 +133,15 @@ pub struct Done {
     pub batch: Batch,
     /// How it ended.
     pub outcome: Outcome,
+    /// The device that did it, or most of it; none: the CPU did.
+    pub maker: Option<Maker>,
+}
+
+/// A device that did a batch: to be told of ([`Offload::distrust`](crate::Offload::distrust)) should what came out turn out wrong later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Maker {
+    pub(crate) engine: usize,
+    pub(crate) device: usize,
 }
 
 /// What a channel and its backstop share.

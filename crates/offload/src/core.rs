@@ -8,7 +8,7 @@ use sterna_memory::checksum::crc32c;
 
 use crate::backstop::LATER;
 use crate::batch::Batch;
-use crate::channel::{Done, Outcome, Pools, Reason, Shared, TicketId};
+use crate::channel::{Done, Maker, Outcome, Pools, Reason, Shared, TicketId};
 use crate::engine::device::{Closers, Common};
 use crate::engine::{Begun, Cause, Engine, Kind, Progress, Run, cpu};
 use crate::lease::Leases;
@@ -228,7 +228,8 @@ impl Core {
             self.finish(&mut request);
         }
         request.leave();
-        Done { ticket: TicketId(id), batch: self.open(request), outcome }
+        let maker = (outcome == Outcome::Done && !request.work.by_cpu).then(|| self.maker(&request));
+        Done { ticket: TicketId(id), batch: self.open(request), outcome, maker }
     }
 
     fn finish(&self, request: &mut Request) {
@@ -288,6 +289,7 @@ impl Core {
                     sampled += 1;
                     if !request.is_zero(page) {
                         doubtful += 1;
+                        request.doubt(page);
                         wrong |= !races || self.repeats(engine, request, page);
                     }
                     skip = every;
@@ -301,10 +303,22 @@ impl Core {
         counters.doubtful.fetch_add(doubtful, Relaxed);
         if wrong {
             counters.fell_back(Cause::WrongResult, request.items.len() as u64);
-            engine.distrust(request, "it called a page zero that is not");
+            self.distrust(self.maker(request), "it called a page zero that is not");
             request.work.rest.clear();
             request.work.rest.push(Run { first: 0, count: request.items.len() as u32 });
         }
+    }
+
+    /// Who had `request`, which was in a device.
+    fn maker(&self, request: &Request) -> Maker {
+        let engine = request.work.engine;
+        Maker { engine, device: self.engines[engine].device(request) }
+    }
+
+    /// Takes a device out of service that gave a wrong result. What it said before is doubtful with it.
+    pub(crate) fn distrust(&self, maker: Maker, what: &str) {
+        self.engines[maker.engine].distrust(maker.device, what);
+        self.statistics.refuted.fetch_add(1, Ordering::Release);
     }
 
     /// Whether the device that called `page` zero, which the CPU has just seen is not, says so again while it still is not. Once, it
@@ -334,7 +348,7 @@ impl Core {
         }
         if wrong > 0 {
             self.statistics.of(request.operation, kind).fell_back(Cause::WrongResult, wrong);
-            self.engines[request.work.engine].distrust(request, "its copy is not what it has read");
+            self.distrust(self.maker(request), "its copy is not what it has read");
         }
     }
 

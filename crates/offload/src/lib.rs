@@ -60,7 +60,7 @@ mod trial;
 
 pub use accelerators::{Accelerators, AcceleratorsError, Wish};
 pub use batch::{Batch, Delta, PushError};
-pub use channel::{Cancelled, Channel, Done, Outcome, Reason, Ticket, TicketId};
+pub use channel::{Cancelled, Channel, Done, Maker, Outcome, Reason, Ticket, TicketId};
 pub use engine::{Cause, Kind};
 pub use helpers::{CallError, Callbacks};
 pub use lease::Leases;

@@ -10,7 +10,7 @@ use sterna_idxd::WorkQueue;
 
 use crate::accelerators::Accelerators;
 use crate::backstop::Backstop;
-use crate::channel::{Channel, Pools, Shared};
+use crate::channel::{Channel, Maker, Pools, Shared};
 use crate::core::Core;
 use crate::engine::device::{Closers, Common, Device};
 use crate::engine::dsa::Dsa;
@@ -157,6 +157,17 @@ impl Offload {
 
     pub(crate) fn trace(&self) -> Option<&Trace> {
         self.core.settings.trace.as_deref()
+    }
+
+    /// What came from `maker` was wrong: it is taken out of service, for the reason `what`.
+    pub fn distrust(&self, maker: Maker, what: &str) {
+        self.core.distrust(maker, what);
+    }
+
+    /// How often a result was found wrong for which a device was taken out of service. When it rises, zero maps and copies that
+    /// were given out before, which are not all looked at, may be wrong too.
+    pub fn refuted(&self) -> u64 {
+        self.core.statistics.refuted.load(Ordering::Acquire)
     }
 
     /// What is used, and why not the rest: one line.

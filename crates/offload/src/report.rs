@@ -171,6 +171,8 @@ impl Counters {
 pub(crate) struct Statistics {
     table: [[Counters; 3]; Operation::ALL.len()],
     taken_out: Mutex<Vec<TakenOut>>,
+    /// Wrong results for which a device was taken out.
+    pub(crate) refuted: AtomicU64,
 }
 
 impl Statistics {

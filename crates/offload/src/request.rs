@@ -60,6 +60,8 @@ pub(crate) struct Request {
     entered: bool,
     pub(crate) answers: Vec<Answer>,
     pub(crate) zero: Vec<u64>,
+    /// Pages that a device called zero, and the CPU then saw not to be.
+    pub(crate) doubted: Vec<u64>,
     pub(crate) bytes: u64,
     /// The batch's own buffer, if its kind has one, and how much of it is given out.
     pub(crate) buffer: Option<Slab>,
@@ -103,6 +105,7 @@ impl Request {
             entered: false,
             answers: Vec::with_capacity(shape.pages),
             zero: vec![0; shape.pages.div_ceil(64)],
+            doubted: vec![0; shape.pages.div_ceil(64)],
             bytes: 0,
             buffer: buffer.then(|| Slab::new(shape.bytes() + shape.pages * SLACK, shape.node)),
             buffered: 0,
@@ -155,6 +158,7 @@ impl Request {
             self.answers.resize(self.items.len(), Answer::None);
         }
         self.zero[..self.items.len().div_ceil(64)].fill(0);
+        self.doubted[..self.items.len().div_ceil(64)].fill(0);
     }
 
     /// Enters all its regions, or none.
@@ -207,6 +211,11 @@ impl Request {
     /// Notes that page `page` is not zero.
     pub(crate) fn clear_zero(&mut self, page: usize) {
         self.zero[page / 64] &= !(1 << (page % 64));
+    }
+
+    /// Notes that a device called page `page` zero, and the CPU then saw that it is not.
+    pub(crate) fn doubt(&mut self, page: usize) {
+        self.doubted[page / 64] |= 1 << (page % 64);
     }
 
     /// Whether page `page` was said to be zero.

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::checksum::crc32c_combine;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Batch, Channel, Done, NEVER, Operation, Outcome, TicketId};
+use sterna_offload::{Batch, Channel, Done, Maker, NEVER, Operation, Outcome, TicketId};
 
 use sterna_wire::packet::{Run, RunKind};
 
@@ -40,7 +40,7 @@ enum Stage {
     /// Its normal pages are being copied.
     Copied(TicketId),
     /// Their copy is here.
-    Here(Batch),
+    Here(Copy),
     /// Nobody could be asked which pages are zero: it is the thread's own to read.
     Unasked,
     /// Its normal pages could not be copied: they are the thread's own to read.
@@ -59,10 +59,15 @@ pub(super) enum Ready {
     Unasked,
 }
 
-/// A copy of a piece's normal pages.
-pub(super) struct Copy(Batch);
+/// A copy of a piece's normal pages, and the device that has made it.
+pub(super) struct Copy(Batch, Option<Maker>);
 
 impl Copy {
+    /// The device that has made it.
+    pub(super) fn maker(&self) -> Option<Maker> {
+        self.1
+    }
+
     /// The content.
     pub(super) fn bytes(&self) -> &[u8] {
         self.0.copies()
@@ -174,7 +179,7 @@ impl Ahead {
         }
         let mut piece = self.pieces.pop_front().expect("a piece is under way");
         let ready = match std::mem::replace(&mut piece.stage, Stage::Unasked) {
-            Stage::Here(batch) => Ready::Here(Copy(batch)),
+            Stage::Here(copy) => Ready::Here(copy),
             Stage::Known => Ready::Known,
             Stage::Uncopied => Ready::Uncopied,
             Stage::Unasked => Ready::Unasked,
@@ -220,7 +225,7 @@ impl Ahead {
 
     /// Waits for the next completion.
     fn collect(&mut self) {
-        let Some(Done { ticket, batch, outcome, .. }) = self.channel.wait(NEVER) else {
+        let Some(Done { ticket, batch, outcome, maker, .. }) = self.channel.wait(NEVER) else {
             // Nothing is under way any more, which was: offload was shut down.
             self.pieces.iter_mut().for_each(Piece::forsake);
             return;
@@ -228,8 +233,22 @@ impl Ahead {
         let of_it = |piece: &&mut Piece| matches!(piece.stage, Stage::Looked(id) | Stage::Copied(id) if id == ticket);
         let Some(piece) = self.pieces.iter_mut().find(of_it) else { return };
         match (&piece.stage, outcome) {
-            (Stage::Looked(_), Outcome::Done) => piece.split(&batch),
-            (_, Outcome::Done) => piece.stage = Stage::Here(batch),
+            (Stage::Looked(_), Outcome::Done) => {
+                piece.split(&batch);
+                if let Some(maker) = maker {
+                    self.accelerator.heard(piece.block, &piece.runs);
+                    let mut pages = piece.asked.iter().flat_map(|run| run.first..run.end());
+                    // Ascending, so that each is looked for from where the one before was.
+                    let mut at = 0;
+                    for doubted in batch.doubted() {
+                        if let Some(page) = pages.nth(doubted - at) {
+                            self.accelerator.doubt(piece.block, page, maker);
+                        }
+                        at = doubted + 1;
+                    }
+                }
+            }
+            (_, Outcome::Done) => piece.stage = Stage::Here(Copy(batch, maker)),
             _ => piece.forsake(),
         }
     }

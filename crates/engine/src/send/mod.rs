@@ -18,6 +18,7 @@ use std::thread::JoinHandle;
 
 use sterna_codec::MethodChoice;
 use sterna_memory::ram::GuestRam;
+use sterna_offload::Maker;
 use sterna_wire::packet::{ACK_LENGTH, Answer, PAGE_REQUEST_LENGTH, PageRequest};
 use sterna_wire::sequence::SendSequence;
 
@@ -66,6 +67,18 @@ pub enum Item {
     Opaque(Vec<u8>),
 }
 
+/// How pages are read from guest RAM and sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Way {
+    /// As the channel does it.
+    #[default]
+    Usual,
+    /// Without an accelerator: what one says of them could not be corrected any more, or cannot be believed.
+    ByCpu,
+    /// Without an accelerator and uncompressed: what was sent the usual way was refused.
+    Plain,
+}
+
 /// Pages that are still to be read from guest RAM.
 #[derive(Debug)]
 pub struct GuestPages {
@@ -75,8 +88,8 @@ pub struct GuestPages {
     pub pages: PooledBatch,
     /// Those of them that need not be sent any more when their turn has come.
     pub overtaken: Option<Arc<Overtaken>>,
-    /// They were refused: they go as the CPU reads them, uncompressed.
-    pub again: bool,
+    /// How they are read and sent.
+    pub way: Way,
 }
 
 /// What went over a channel.
@@ -160,13 +173,22 @@ impl Sent {
     }
 }
 
+/// A packet that is not acknowledged.
+#[derive(Clone, Copy, Debug)]
+struct InFlight {
+    /// Bytes of the window.
+    in_window: u64,
+    /// The device that made the copy which is its content.
+    maker: Option<Maker>,
+}
+
 #[derive(Debug, Default)]
 struct Progress {
     sequence: SendSequence,
     /// Items of the queue all of whose packets are written.
     sent_items: u64,
-    /// Window bytes of each packet not yet acknowledged, oldest first.
-    in_flight: VecDeque<u64>,
+    /// Each packet not yet acknowledged, oldest first.
+    in_flight: VecDeque<InFlight>,
     /// Nothing more will be sent: the peer may close the channel.
     finished: bool,
     ended: bool,
@@ -234,9 +256,9 @@ impl SendChannel {
             })?
         };
         let acknowledging = {
-            let (shared, window, name) = (Arc::clone(&shared), context.window, name.to_owned());
+            let (shared, name) = (Arc::clone(&shared), name.to_owned());
             std::thread::Builder::new().name(format!("ack-{name}")).spawn(move || {
-                if let Err(error) = shared.take_acknowledgements(reader, &window, context.again.as_deref()) {
+                if let Err(error) = shared.take_acknowledgements(reader, &context) {
                     if error.is::<TooManyRefused>() {
                         abort.raise(format_args!("channel {name}: {error}"))
                     } else {
@@ -307,27 +329,29 @@ impl Shared {
         }
     }
 
-    fn is_in_flight(&self, sequence: u64) -> bool {
+    fn in_flight(&self, sequence: u64) -> Option<InFlight> {
         let progress = self.progress.lock().expect("no thread of the channel panics");
-        sequence > progress.sequence.acknowledged() && sequence <= progress.sequence.last()
+        let before = sequence.checked_sub(progress.sequence.acknowledged() + 1)?;
+        progress.in_flight.get(usize::try_from(before).ok()?).copied()
     }
 
     fn take_acknowledgements(
         &self,
         mut reader: Reader,
-        window: &Window,
-        again: Option<&SendAgain>,
+        context: &SendContext,
     ) -> Result<(), Box<dyn std::error::Error>> {
         let mut bytes = [0; ACK_LENGTH];
         while reader.read_packet_start(&mut bytes)? {
             let ack = match Answer::decode(&bytes)? {
                 Answer::Placed(ack) => ack,
                 Answer::Refused(refusal) => {
-                    let again = again.ok_or("it refuses a packet, which was not agreed on")?;
-                    if !self.is_in_flight(refusal.sequence) {
-                        return Err("it refuses a packet that is not in flight".into());
-                    }
+                    let again = context.again.as_ref().ok_or("it refuses a packet, which was not agreed on")?;
+                    let packet = self.in_flight(refusal.sequence);
+                    let packet = packet.ok_or("it refuses a packet that is not in flight")?;
                     again.packet()?;
+                    if let (Some(maker), Some(accelerator)) = (packet.maker, &context.accelerator) {
+                        accelerator.offload().distrust(maker, "what it had copied was refused by the destination");
+                    }
                     let mut request = [0; PAGE_REQUEST_LENGTH];
                     for _ in 0..refusal.requests {
                         reader.read_exact(&mut request)?;
@@ -341,11 +365,11 @@ impl Shared {
             let before = progress.sequence.acknowledged();
             progress.sequence.acknowledge(ack.sequence)?;
             for _ in before..ack.sequence {
-                released += progress.in_flight.pop_front().unwrap_or(0);
+                released += progress.in_flight.pop_front().map_or(0, |packet| packet.in_window);
             }
             self.wake(progress);
             if released > 0 {
-                window.leave(released);
+                context.window.leave(released);
             }
         }
         let progress = self.progress.lock().expect("no thread of the channel panics");

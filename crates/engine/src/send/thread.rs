@@ -8,12 +8,13 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use sterna_codec::{Adaptive, Encoded, Encoder};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{GuestRam, RamBlock};
+use sterna_offload::Maker;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind};
 
 use super::ahead::{self, Ahead, Copy, Ready};
-use super::{GuestPages, Item, SendContext, Shared};
+use super::{GuestPages, InFlight, Item, SendContext, Shared, Way};
 use crate::batch::Batch;
 use crate::in_place;
 use crate::reading::Reading;
@@ -30,6 +31,8 @@ struct Content<'a> {
     checksum: Option<u32>,
     /// Bytes of the window that its acknowledgement frees.
     in_window: u64,
+    /// The device that has copied it.
+    maker: Option<Maker>,
 }
 
 /// Where the content of a batch's normal pages lies.
@@ -44,7 +47,7 @@ enum Lies<'a> {
 
 impl<'a> Content<'a> {
     fn of(bytes: &'a [u8]) -> Self {
-        Self { bytes, checksum: None, in_window: 0 }
+        Self { bytes, checksum: None, in_window: 0, maker: None }
     }
 }
 
@@ -63,8 +66,8 @@ pub(super) struct Sending {
     piece: Vec<Run>,
     /// What of an item is still to be sent.
     left: Vec<Run>,
-    /// Pages of guest RAM are read by the CPU and go uncompressed: those of these were refused.
-    plain: bool,
+    /// How pages of guest RAM are read and sent now.
+    way: Way,
     /// Where an accelerator is used: made when the first pages are to be read from guest RAM.
     ahead: Option<Ahead>,
 }
@@ -119,7 +122,7 @@ impl Sending {
             reading: None,
             piece: Vec::with_capacity(MAX_RUNS),
             left: Vec::with_capacity(MAX_RUNS),
-            plain: false,
+            way: Way::Usual,
             ahead: None,
         })
     }
@@ -182,11 +185,11 @@ impl Sending {
     /// Zero pages need no packet of their own: they are held back, and go with those that come next, of this item or of
     /// one that follows.
     fn guest(&mut self, wanted: &GuestPages) -> Result<(), Box<dyn std::error::Error>> {
-        let GuestPages { ram, pages: wanted, overtaken, again } = wanted;
-        if *again != self.plain {
+        let GuestPages { ram, pages: wanted, overtaken, way } = wanted;
+        if *way != self.way {
             // One packet goes one way.
             self.send_all()?;
-            self.plain = *again;
+            self.way = *way;
         }
         let mut left = std::mem::take(&mut self.left);
         left.clear();
@@ -200,7 +203,7 @@ impl Sending {
     }
 
     fn runs_of_guest(&mut self, ram: &GuestRam, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
-        if let Some(accelerator) = self.context.accelerator.as_ref().filter(|_| !self.plain) {
+        if let Some(accelerator) = self.context.accelerator.as_ref().filter(|_| self.way == Way::Usual) {
             let content = match () {
                 () if self.in_place() => ahead::Content::InPlace,
                 () if self.context.rules.checksums => ahead::Content::Checked,
@@ -388,13 +391,13 @@ impl Sending {
         counters.normal_pages.fetch_add(normal, Ordering::Relaxed);
         counters.zero_pages.fetch_add(zero, Ordering::Relaxed);
         let in_window = batch.in_window();
-        let (bytes, checksum) = match lies {
-            Lies::There => (batch.content(), batch.checksum()),
-            Lies::Copied(copy) => (copy.bytes(), copy.checksum()),
+        let (bytes, checksum, maker) = match lies {
+            Lies::There => (batch.content(), batch.checksum(), None),
+            Lies::Copied(copy) => (copy.bytes(), copy.checksum(), copy.maker()),
             Lies::InPlace(block) => return self.pages_in_place(batch, block),
         };
         debug_assert_eq!(bytes.len() as u64 / PAGE_SIZE as u64, normal);
-        self.packet(PacketKind::Pages, batch.block, 0, &Content { bytes, checksum, in_window })
+        self.packet(PacketKind::Pages, batch.block, 0, &Content { bytes, checksum, in_window, maker })
     }
 
     /// Writes one packet with `self.table` and the pages of `batch`, which lie in `block`.
@@ -404,7 +407,7 @@ impl Sending {
             kind: PacketKind::Pages,
             method: 0,
             subject: batch.block,
-            sequence: self.next_sequence(bytes),
+            sequence: self.next_sequence(InFlight { in_window: bytes, maker: None }),
             table_length: self.table.len() as u32,
             payload_length: bytes as u32,
             content_length: bytes as u32,
@@ -425,7 +428,7 @@ impl Sending {
         detail: u64,
         content: &Content<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
-        let &Content { bytes: content, checksum, in_window } = content;
+        let &Content { bytes: content, checksum, in_window, maker } = content;
         if content.len() > self.context.rules.packet_size {
             let (length, limit) = (content.len(), self.context.rules.packet_size);
             return Err(format!(
@@ -437,7 +440,7 @@ impl Sending {
             self.table.clear();
         }
         let (method, payload) = match kind {
-            PacketKind::Pages if !content.is_empty() && self.method != 0 && !self.plain => {
+            PacketKind::Pages if !content.is_empty() && self.method != 0 && self.way != Way::Plain => {
                 match self.encoder.encode(content, &mut self.encoded)? {
                     Encoded::Shrunk(length) => (self.method, &self.encoded[..length]),
                     Encoded::Incompressible => {
@@ -452,7 +455,7 @@ impl Sending {
             kind,
             method,
             subject,
-            sequence: self.next_sequence(in_window),
+            sequence: self.next_sequence(InFlight { in_window, maker }),
             table_length: self.table.len() as u32,
             payload_length: payload.len() as u32,
             content_length: content.len() as u32,
@@ -478,10 +481,10 @@ impl Sending {
         Ok(())
     }
 
-    /// The number of the next packet, which holds so many bytes of the window.
-    fn next_sequence(&self, in_window: u64) -> u64 {
+    /// The number of the next packet.
+    fn next_sequence(&self, packet: InFlight) -> u64 {
         let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
-        progress.in_flight.push_back(in_window);
+        progress.in_flight.push_back(packet);
         progress.sequence.advance()
     }
 

@@ -18,10 +18,11 @@ use sterna_wire::control::{ControlMessage, Totals};
 use super::convergence::{Convergence, Decision, Measure};
 use super::unsent::Unsent;
 use crate::abort::Abort;
+use crate::accelerator::{Accelerator, Doubt};
 use crate::control_link::ControlSender;
 use crate::entry::{PageSearch, Pipeline};
 use crate::report::Progress;
-use crate::send::{SendAgain, SendChannel, Sent};
+use crate::send::{SendAgain, SendChannel, Sent, Way};
 use crate::window::WindowClosed;
 
 /// A round that found next to nothing is followed by the next after this long: without a pause the rounds of an idle guest
@@ -105,6 +106,11 @@ impl Ended {
     }
 }
 
+/// None of the pages of `ram`, by block.
+pub(super) fn no_pages(ram: &GuestRam) -> Vec<PageBitmap> {
+    ram.blocks().iter().map(|block| PageBitmap::new(block.pages())).collect()
+}
+
 /// The rounds of one migration.
 pub(super) struct Rounds<N> {
     pub(super) ram: GuestRam,
@@ -121,6 +127,9 @@ pub(super) struct Rounds<N> {
     pub(super) told: Arc<Mutex<Told>>,
     pub(super) unsent: Arc<Unsent>,
     pub(super) again: Arc<SendAgain>,
+    pub(super) accelerator: Option<Accelerator>,
+    /// Where there is an accelerator, by block: all pages that the log has ever named.
+    pub(super) written: Vec<PageBitmap>,
     pub(super) may_stop: bool,
     /// How often the guest was stopped and let run on.
     pub(super) tried: u32,
@@ -141,7 +150,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     }
 
     fn rounds(&mut self) -> Result<(), Ended> {
-        let mut pending: Vec<_> = self.ram.blocks().iter().map(|block| PageBitmap::new(block.pages())).collect();
+        let mut pending = no_pages(&self.ram);
         self.log.start().map_err(|error| Ended::Failed(format!("the dirty log cannot be started: {error}")))?;
         self.find_populated(&mut pending)?;
         let mut round = 0;
@@ -179,7 +188,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     fn say_totals(&mut self) -> Result<(), Ended> {
         let ram = loop {
             let ram = self.drain()?;
-            if !self.send_refused()? {
+            if !self.send_again()? {
                 break ram;
             }
             self.search.flush()?;
@@ -204,9 +213,12 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         self.drain()?;
         // What did not arrive as it was read goes with the rest of memory, after the guest.
         self.again.take(|block, run| pending[usize::from(block)].set(run));
+        self.take_disbelieved_into(&mut pending);
         (self.news)(RoundNews::PostCopy);
         while self.order()? != Order::LastRound {}
         self.collect(&mut pending)?;
+        // What this collecting has shown about a device.
+        self.take_disbelieved_into(&mut pending);
         (self.news)(RoundNews::Stopped);
         self.unsent.add(&self.ram, &pending);
         drop(pending);
@@ -224,6 +236,12 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         Ok(self.unsent.stream(&mut self.search)?)
     }
 
+    fn take_disbelieved_into(&self, pending: &mut [PageBitmap]) {
+        if let Some(accelerator) = &self.accelerator {
+            accelerator.take_disbelieved(|block, run| pending[usize::from(block)].set(run));
+        }
+    }
+
     fn pipeline(&self) -> &Arc<Pipeline> {
         self.search.pipeline()
     }
@@ -237,29 +255,37 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         Ok(())
     }
 
-    /// Hands the pages that were refused to the channels; whether there were any.
-    fn send_refused(&mut self) -> Result<bool, Ended> {
-        let (again, search) = (&self.again, &mut self.search);
-        let mut outcome = Ok(());
-        let pages = again.take(|block, run| {
+    /// Hands the pages to the channels that were refused, and those that a device called zero which is not believed any more; whether
+    /// there were any.
+    fn send_again(&mut self) -> Result<bool, Ended> {
+        let (search, mut outcome) = (&mut self.search, Ok(()));
+        let mut send = |way, block, run| {
             if outcome.is_ok() {
-                outcome = search.again(block, run);
+                outcome = search.pages_by(way, block, run);
             }
-        });
+        };
+        let refused = self.again.take(|block, run| send(Way::Plain, block, run));
+        let accelerator = self.accelerator.as_ref();
+        let disbelieved = accelerator.map_or(0, |it| it.take_disbelieved(|block, run| send(Way::ByCpu, block, run)));
         outcome?;
-        if pages > 0 {
-            let packets = again.packets();
+        if refused > 0 {
+            let packets = self.again.packets();
             (self.news)(RoundNews::Note(format!(
-                "{pages} pages did not arrive as they were read from the guest ({packets} packets so far): they are sent again, \
+                "{refused} pages did not arrive as they were read from the guest ({packets} packets so far): they are sent again, \
                  read by the CPU and uncompressed"
             )));
         }
-        Ok(pages > 0)
+        if disbelieved > 0 {
+            (self.news)(RoundNews::Note(format!(
+                "an accelerator has given wrong results: {disbelieved} pages that were called zero are read again by the CPU"
+            )));
+        }
+        Ok(refused + disbelieved > 0)
     }
 
     /// Hands all pending pages to the channels, and those that were refused; none is pending afterwards.
     fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
-        self.send_refused()?;
+        self.send_again()?;
         for (number, pending) in pending.iter_mut().enumerate() {
             let mut at = 0;
             while let Some(run) = pending.next_run(at, u64::MAX) {
@@ -273,12 +299,26 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
 
     /// Adds to `pending` what was written since the log was collected last; gives how many pages are pending.
     fn collect(&mut self, pending: &mut [PageBitmap]) -> Result<u64, Ended> {
+        // Before the log: what the guest wrote between a device's look and the CPU's is in it, or was in an earlier one.
+        let doubts = self.accelerator.as_ref().map(Accelerator::take_doubts).unwrap_or_default();
         let mut found = 0;
         for (number, pending) in pending.iter_mut().enumerate() {
             self.log
                 .collect(number, pending)
                 .map_err(|error| Ended::Failed(format!("the dirty log failed: {error}")))?;
             found += pending.count();
+            if let Some(written) = self.written.get_mut(number) {
+                written.merge_words(0, pending.words());
+            }
+        }
+        if let Some(accelerator) = &self.accelerator {
+            for Doubt { block, page, maker } in doubts {
+                if !self.written[usize::from(block)].contains(page) {
+                    accelerator
+                        .offload()
+                        .distrust(maker, "it called a page zero that is not, and nobody has written it since");
+                }
+            }
         }
         Ok(found)
     }

@@ -18,9 +18,12 @@ use crate::migration::shapes;
 use crate::pacer::Pacer;
 use crate::reading::Reading;
 use crate::receive::PacketRules;
+use crate::send::Way;
 use crate::transport::{Reader, Writer};
 use crate::window::WindowClosed;
 
+/// The guest runs at the destination: a page that was wrongly called zero could not be taken back.
+const WAY: Way = Way::ByCpu;
 const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
 /// Regions that are streamed ahead of the rest after a request: the guest works near where it faulted.
 const FOLLOWED: u64 = 4;
@@ -90,12 +93,12 @@ impl Unsent {
         block.take_runs(pages.clone(), |run| {
             any = true;
             if outcome.is_ok() && !self.huge[usize::from(number)] {
-                outcome = search.pages(number, run);
+                outcome = search.pages_by(WAY, number, run);
             }
         });
         if any && self.huge[usize::from(number)] {
             // Whole, even if a request takes part of it off the list right now: what comes twice is dropped.
-            outcome = search.pages(number, pages);
+            outcome = search.pages_by(WAY, number, pages);
         }
         outcome
     }

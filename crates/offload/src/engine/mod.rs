@@ -221,8 +221,11 @@ pub(crate) trait Engine: Debug + Send + Sync {
     /// Turns records into answers, on the caller's thread; may add to `work.rest`.
     fn settle(&self, request: &mut Request);
 
-    /// The device that had `request` gave a wrong result: it is taken out of service.
-    fn distrust(&self, request: &Request, what: &str);
+    /// Which of its devices had `request`.
+    fn device(&self, request: &Request) -> usize;
+
+    /// Its device of this number gave a wrong result: it is taken out of service.
+    fn distrust(&self, device: usize, what: &str);
 
     /// Asks the device that had `request`, which nobody has any more, once more whether page `item` is zero. None if it does
     /// not say so at once.

@@ -630,8 +630,12 @@ impl<D: Dialect> Engine for Accelerator<D> {
         }
     }
 
-    fn distrust(&self, request: &Request, what: &str) {
-        self.device_of(request).take_out(what);
+    fn device(&self, request: &Request) -> usize {
+        request.work.parts.device
+    }
+
+    fn distrust(&self, device: usize, what: &str) {
+        self.devices[device].take_out(what);
     }
 
     fn still_zero(&self, request: &Request, item: usize) -> Option<bool> {

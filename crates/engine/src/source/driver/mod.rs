@@ -16,7 +16,7 @@ use sterna_wire::switchover::{RecordState, SourceAction, SourceEnd, SourceEvent,
 
 use self::post_copy::PostCopy;
 use super::convergence::{Convergence, NotConverging};
-use super::rounds::{Order, RoundNews, Rounds, Told};
+use super::rounds::{Order, RoundNews, Rounds, Told, no_pages};
 use super::unsent::Unsent;
 use super::{Settings, Source};
 use crate::abort::Abort;
@@ -492,6 +492,8 @@ impl Driver<'_> {
             told: Arc::clone(&self.told),
             unsent: Arc::clone(&self.unsent),
             again: Arc::clone(&self.again),
+            accelerator: self.accelerator.clone(),
+            written: self.accelerator.iter().flat_map(|_| no_pages(&self.ram)).collect(),
             may_stop: ahead == 0,
             tried: 0,
             abort: Arc::clone(&self.lead.abort),
