@@ -38,7 +38,8 @@ pub struct Settings {
     pub recheck_copies: bool,
     /// Least time before a device that says nothing is given up: 1 s by default, and not less in earnest.
     pub patience: Duration,
-    /// Retries of a submission that the queue refuses, before the CPU does the work.
+    /// Retries of a submission that the queue refuses, before the CPU does the work. After that there are none, until the device takes
+    /// something again.
     pub retries: u32,
     /// Whether threads run by themselves: the backstop, and the closing of devices out of service. Without, somebody calls
     /// [`Offload::turn`](crate::Offload::turn): tests, in virtual time.

@@ -195,6 +195,35 @@ fn a_device_out_of_service_is_passed_over_and_the_others_do_its_work() {
 }
 
 #[test]
+fn a_device_that_refused_all_retries_is_asked_once_per_batch_until_it_takes_one() {
+    let mut bench = Bench::new(1, false);
+    bench.settings.retries = 5;
+    let offload = bench.start(32);
+    let channel = offload.channel();
+    let page = bench.region.range(0, PAGE).unwrap();
+    let occupy = || {
+        bench.device.set_script(Script { slowness: 10_000, ..Script::default() });
+        let mut batch = channel.batch(Operation::Checksum);
+        batch.push(&page).unwrap();
+        channel.submit(batch).unwrap().into_id();
+        bench.device.set_script(Script::default());
+    };
+    let retries = || offload.report().operations[0].engines.iter().map(|of| of.retries).sum::<u64>();
+    occupy();
+    for expected in [6, 7, 8] {
+        offload.checksum(&page).unwrap();
+        assert_eq!(retries(), expected);
+    }
+    assert!(channel.wait(NEVER).is_some());
+    // It takes one, and is worth waiting for again.
+    occupy();
+    offload.checksum(&page).unwrap();
+    assert_eq!(retries(), 8 + 6);
+    assert!(channel.wait(NEVER).is_some());
+    assert_eq!(by_device(&offload), (2, vec![(Cause::QueueFull, 4)]));
+}
+
+#[test]
 fn grants_come_back_whether_the_work_was_done_refused_or_lost() {
     let mut bench = Bench::new(16, false);
     let out = Arc::new(AtomicI64::new(0));

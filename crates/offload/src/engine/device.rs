@@ -123,6 +123,8 @@ pub(crate) struct Device {
     /// When it will be through with what it has, as predicted.
     busy_until: AtomicU64,
     outstanding: AtomicU32,
+    /// A batch's retries were all refused, and nothing was accepted since.
+    refuses: AtomicBool,
     /// What most pages of the last zero map were.
     expect_zero: AtomicBool,
     /// Whether nearly all of them were.
@@ -177,6 +179,7 @@ impl Device {
             completed: AtomicU64::new(0),
             busy_until: AtomicU64::new(0),
             outstanding: AtomicU32::new(0),
+            refuses: AtomicBool::new(false),
             expect_zero: AtomicBool::new(false),
             expect_run: AtomicBool::new(false),
             admission: Mutex::new(admission),
@@ -196,10 +199,24 @@ impl Device {
         self.next.fetch_add(1, Relaxed) % self.queues.len()
     }
 
+    /// How often a submission that it refuses is worth another try. A device that has halted, or whose queues somebody else keeps
+    /// full, refuses all: one batch finds that out, and the others need not wait for the same.
+    pub(crate) fn retries(&self) -> u32 {
+        if self.refuses.load(Relaxed) { 0 } else { self.common.settings.retries }
+    }
+
+    /// All retries of a batch were refused.
+    pub(crate) fn refused(&self) {
+        self.refuses.store(true, Relaxed);
+    }
+
     /// Something that will take `predicted` was submitted. Says when it is expected to be complete.
     pub(crate) fn submitted(&self, predicted: Nanos, now: Nanos) -> Nanos {
         if self.outstanding.fetch_add(1, Relaxed) == 0 {
             self.busy_until.store(now, Relaxed);
+        }
+        if self.refuses.load(Relaxed) {
+            self.refuses.store(false, Relaxed);
         }
         // Two at once may both begin with the same figure: it is a prediction, and the next completion puts it right.
         let until = self.busy_until.load(Relaxed).max(now).saturating_add(predicted);

@@ -301,11 +301,15 @@ impl<D: Dialect> Accelerator<D> {
         let counters = device.common.statistics.of(request.operation, D::KIND);
         counters.retries.fetch_add(1, Relaxed);
         let pause = pause(request.work.parts.refusals, now ^ std::ptr::from_ref(request).addr() as u64);
-        let limit = device.common.settings.retries;
+        let limit = device.retries();
         let parts = &mut request.work.parts;
         parts.refusals += 1;
         parts.parts[number].due = now + pause;
-        parts.refusals <= limit
+        let again = parts.refusals <= limit;
+        if !again {
+            self.device_of(request).refused();
+        }
+        again
     }
 
     /// Everything that is not with the device is the CPU's.
