@@ -165,8 +165,11 @@ pub(crate) mod tests {
 
     /// All is asked of offload, which has the CPU do it.
     pub(crate) fn of_cpu(ram: &GuestRam) -> Accelerator {
-        let offload = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
-        Accelerator::over(&offload, ram)
+        over(&Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap(), ram)
+    }
+
+    pub(crate) fn over(offload: &Arc<Offload>, ram: &GuestRam) -> Accelerator {
+        Accelerator::over(offload, ram)
     }
 
     /// RAM of one block for each of `contents`, whose pages are filled with these bytes.

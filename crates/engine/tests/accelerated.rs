@@ -55,6 +55,8 @@ fn offload_with(queue: &str, faults: &str, seed: u64, mut settings: Settings) ->
     let devices = format!(r#"{{"seed":{seed},"devices":[{{"name":"dsa0","queues":[{queue}]}}],"faults":{faults}}}"#);
     std::fs::write(&file, devices).unwrap();
     settings.patience = Duration::from_millis(300);
+    // The model is a hundred times slower than a device, on a busy machine more.
+    settings.lateness = Duration::from_secs(1);
     Offload::start(&Accelerators::model(file), &settings).unwrap()
 }
 

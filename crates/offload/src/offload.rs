@@ -185,6 +185,11 @@ impl Offload {
         self.core.settings.batch_pages
     }
 
+    /// [`Settings::lateness`], as a span.
+    pub fn lateness(&self) -> Nanos {
+        u64::try_from(self.core.settings.lateness.as_nanos()).unwrap_or(Nanos::MAX)
+    }
+
     /// Guest memory that a device out of service may still write.
     pub fn leases(&self) -> &Leases {
         &self.core.leases

@@ -38,6 +38,10 @@ pub struct Settings {
     pub recheck_copies: bool,
     /// Least time before a device that says nothing is given up: 1 s by default, and not less in earnest.
     pub patience: Duration,
+    /// How long whoever sends pages waits for what a device says of them, before the CPU does it and the device is left alone for a
+    /// while: 10 ms by default, several times what one waits in a queue that many share. A device that is slower now and then
+    /// lives and is not given up, but a guest may be standing. (The software model needs longer.)
+    pub lateness: Duration,
     /// Retries of a submission that the queue refuses, before the CPU does the work. After that there are none, until the device takes
     /// something again.
     pub retries: u32,
@@ -109,6 +113,7 @@ impl Default for Settings {
             recheck: Recheck::OneIn(64),
             recheck_copies: true,
             patience: Duration::from_secs(1),
+            lateness: Duration::from_millis(10),
             retries: 16,
             threads: true,
             time: Arc::new(SystemTime),

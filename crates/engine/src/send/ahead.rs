@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::checksum::crc32c_combine;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Batch, Channel, Done, Maker, NEVER, Operation, Outcome, TicketId};
+use sterna_offload::{Batch, Channel, Done, Maker, Nanos, Operation, Outcome, Ticket, TicketId};
 
 use sterna_wire::packet::{Run, RunKind};
 
@@ -18,6 +18,10 @@ use crate::accelerator::Accelerator;
 
 /// Packets that are looked at ahead of the one being sent: while one is written, one is copied and two are searched.
 const DEPTH: usize = 4;
+
+/// After a piece that came too late, so many are not asked for, twice as many each time.
+const LEAST_SKIPPED: u32 = 8;
+const MOST_SKIPPED: u32 = 4096;
 
 /// A packet's worth of pages.
 pub(super) struct Piece {
@@ -27,6 +31,8 @@ pub(super) struct Piece {
     /// Bytes of its normal pages, once that is known. As many are in the window once they are being copied.
     pub(super) normal: u64,
     stage: Stage,
+    /// When what it waits for was asked for.
+    since: Nanos,
     /// What was asked for, while `runs` is made of it.
     asked: Vec<Run>,
 }
@@ -34,17 +40,23 @@ pub(super) struct Piece {
 /// How far a piece has come.
 enum Stage {
     /// Its zero map is being made.
-    Looked(TicketId),
+    Looked(Ticket),
     /// It is known which of its pages are zero.
     Known,
     /// Its normal pages are being copied.
-    Copied(TicketId),
+    Copied(Ticket),
     /// Their copy is here.
     Here(Copy),
     /// Nobody could be asked which pages are zero: it is the thread's own to read.
     Unasked,
     /// Its normal pages could not be copied: they are the thread's own to read.
     Uncopied,
+}
+
+impl Stage {
+    fn waits_for(&self, ticket: TicketId) -> bool {
+        matches!(self, Self::Looked(its) | Self::Copied(its) if its.id() == ticket)
+    }
 }
 
 /// What is to be done with a piece.
@@ -107,6 +119,10 @@ pub(super) struct Ahead {
     pieces: VecDeque<Piece>,
     /// Pieces at rest: their lists are used again.
     spare: Vec<Piece>,
+    /// How many pieces were not asked for after the last that came too late; less with each that comes.
+    lateness: u32,
+    /// Those of them that are still to come.
+    skipped: u32,
 }
 
 impl Ahead {
@@ -116,7 +132,16 @@ impl Ahead {
         let pages = accelerator.offload().batch_pages().min(packet_pages as usize);
         // All there will ever be: one is at rest whenever there is room.
         let spare = (0..DEPTH).map(|_| Piece::of(pages)).collect();
-        Self { accelerator, channel, content, pages, pieces: VecDeque::with_capacity(DEPTH), spare }
+        Self {
+            accelerator,
+            channel,
+            content,
+            pages,
+            pieces: VecDeque::with_capacity(DEPTH),
+            spare,
+            lateness: 0,
+            skipped: 0,
+        }
     }
 
     /// Most pages of a piece.
@@ -148,7 +173,10 @@ impl Ahead {
         (piece.block, piece.normal) = (block, 0);
         piece.runs.clear();
         piece.runs.extend_from_slice(runs);
-        piece.stage = match self.ask(Operation::ZeroMap, block, runs) {
+        let asks = self.skipped == 0;
+        self.skipped -= u32::from(!asks);
+        piece.since = self.accelerator.offload().now();
+        piece.stage = match asks.then(|| self.ask(Operation::ZeroMap, block, runs)).flatten() {
             Some(ticket) => Stage::Looked(ticket),
             None => Stage::Unasked,
         };
@@ -200,7 +228,9 @@ impl Ahead {
             if at > 0 && !enter(piece.normal)? {
                 break;
             }
-            let ticket = self.ask(operation, piece.block, &piece.runs);
+            let asks = self.skipped == 0;
+            let ticket = asks.then(|| self.ask(operation, piece.block, &piece.runs)).flatten();
+            self.pieces[at].since = self.accelerator.offload().now();
             self.pieces[at].stage = ticket.map_or(Stage::Uncopied, Stage::Copied);
         }
         Ok(())
@@ -212,7 +242,7 @@ impl Ahead {
     }
 
     /// Hands a batch in for the normal runs of `runs`; none where it is not taken.
-    fn ask(&self, operation: Operation, block: u16, runs: &[Run]) -> Option<TicketId> {
+    fn ask(&self, operation: Operation, block: u16, runs: &[Run]) -> Option<Ticket> {
         let region = &self.accelerator.regions()[usize::from(block)];
         let mut batch = self.channel.batch(operation);
         for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
@@ -220,17 +250,28 @@ impl Ahead {
             let range = region.range(offset, bytes).expect("pages of a block are within its region");
             batch.push(&range).ok()?;
         }
-        self.channel.submit(batch).ok().map(sterna_offload::Ticket::into_id)
+        self.channel.submit(batch).ok()
     }
 
-    /// Waits for the next completion.
+    /// Waits for the next completion, or until the oldest piece has been waited for long enough. It waits for something.
     fn collect(&mut self) {
-        let Some(Done { ticket, batch, outcome, maker, .. }) = self.channel.wait(NEVER) else {
-            // Nothing is under way any more, which was: offload was shut down.
-            self.pieces.iter_mut().for_each(Piece::forsake);
+        let late = self.accelerator.offload().lateness();
+        let oldest = self.pieces.front_mut().expect("a piece is under way");
+        let Some(Done { ticket, batch, outcome, maker, .. }) = self.channel.wait(oldest.since.saturating_add(late))
+        else {
+            if self.channel.under_way() > 0 {
+                // Too late: what a device still does for it does not matter any more.
+                oldest.forsake();
+                self.lateness = (2 * self.lateness).clamp(LEAST_SKIPPED, MOST_SKIPPED);
+                self.skipped = self.lateness;
+            } else {
+                // Nothing is under way any more, which was: offload was shut down.
+                self.pieces.iter_mut().for_each(Piece::forsake);
+            }
             return;
         };
-        let of_it = |piece: &&mut Piece| matches!(piece.stage, Stage::Looked(id) | Stage::Copied(id) if id == ticket);
+        self.lateness = self.lateness.saturating_sub(1);
+        let of_it = |piece: &&mut Piece| piece.stage.waits_for(ticket);
         let Some(piece) = self.pieces.iter_mut().find(of_it) else { return };
         match (&piece.stage, outcome) {
             (Stage::Looked(_), Outcome::Done) => {
@@ -258,7 +299,7 @@ impl Piece {
     /// One at rest, with room for so many pages in the worst case: each a run of its own.
     fn of(pages: usize) -> Self {
         let runs = || Vec::with_capacity(pages);
-        Self { block: 0, runs: runs(), normal: 0, stage: Stage::Unasked, asked: runs() }
+        Self { block: 0, runs: runs(), normal: 0, stage: Stage::Unasked, since: 0, asked: runs() }
     }
 
     /// What was asked of others for it will not come.
@@ -290,7 +331,7 @@ impl Piece {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::accelerator::tests::{of_cpu, ram_of};
+    use crate::accelerator::tests::{of_cpu, over, ram_of};
     use sterna_memory::checksum::crc32c;
     use sterna_offload::Offload;
 
@@ -391,6 +432,50 @@ mod tests {
         let half = (PAGES / 2 * PAGE_SIZE) as u64;
         // The second could not be asked about and has not entered, so the first takes none with it.
         assert_eq!(entered, [(0, false, half, 0), (1, true, 0, 0), (0, false, half, half), (0, false, 0, 0)]);
+    }
+
+    /// A clock that goes on when somebody waits.
+    #[derive(Debug, Default)]
+    struct Waiting(std::sync::atomic::AtomicU64);
+
+    impl sterna_offload::Time for Waiting {
+        fn now(&self) -> Nanos {
+            self.0.load(std::sync::atomic::Ordering::SeqCst)
+        }
+        fn sleep(&self, _: &sterna_offload::Bell, _: u64, until: Nanos) {
+            self.0.fetch_max(until, std::sync::atomic::Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn what_comes_too_late_is_done_by_the_cpu_and_the_device_is_left_alone_for_a_while() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("model.json");
+        let queue = r#"{"name":"wq0.0","size":64,"max_batch_size":128}"#;
+        let model =
+            format!(r#"{{"devices":[{{"name":"dsa0","queues":[{queue}]}}],"faults":[{{"opcode":1,"what":"hang"}}]}}"#);
+        std::fs::write(&file, model).unwrap();
+        let time = std::sync::Arc::new(Waiting::default());
+        let mut settings = sterna_offload::Settings::default();
+        (settings.time, settings.threads) = (std::sync::Arc::clone(&time) as _, false);
+        // It lives, as far as anybody can tell.
+        settings.patience = std::time::Duration::from_secs(1000);
+        let offload = Offload::start(&sterna_offload::Accelerators::model(file), &settings).unwrap();
+        let mut ahead = Ahead::new(over(&offload, &ram()), Content::Checked, PAGES as u64);
+        let mut through = || {
+            let before = offload.now();
+            ahead.look(0, &[run(RunKind::Normal, 0, PAGES as u32)]);
+            ahead.needs();
+            let (piece, ready) = ahead.take(|_| Ok::<_, ()>(true)).unwrap();
+            assert!(matches!(ready, Ready::Unasked), "nothing came");
+            ahead.put(piece);
+            offload.now() - before >= offload.lateness()
+        };
+        for skipped in [LEAST_SKIPPED, 2 * LEAST_SKIPPED, 4 * LEAST_SKIPPED] {
+            assert!(through(), "it is waited for");
+            assert!((0..skipped).all(|_| !through()), "{skipped} are not");
+        }
+        assert!(through());
     }
 
     #[test]
