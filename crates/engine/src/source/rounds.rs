@@ -188,6 +188,8 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     fn say_totals(&mut self) -> Result<(), Ended> {
         let ram = loop {
             let ram = self.drain()?;
+            // The guest stands, and all that it wrote before is in the log.
+            self.judge(self.doubts());
             if !self.send_again()? {
                 break ram;
             }
@@ -300,7 +302,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     /// Adds to `pending` what was written since the log was collected last; gives how many pages are pending.
     fn collect(&mut self, pending: &mut [PageBitmap]) -> Result<u64, Ended> {
         // Before the log: what the guest wrote between a device's look and the CPU's is in it, or was in an earlier one.
-        let doubts = self.accelerator.as_ref().map(Accelerator::take_doubts).unwrap_or_default();
+        let doubts = self.doubts();
         let mut found = 0;
         for (number, pending) in pending.iter_mut().enumerate() {
             self.log
@@ -311,16 +313,22 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                 written.merge_words(0, pending.words());
             }
         }
-        if let Some(accelerator) = &self.accelerator {
-            for Doubt { block, page, maker } in doubts {
-                if !self.written[usize::from(block)].contains(page) {
-                    accelerator
-                        .offload()
-                        .distrust(maker, "it called a page zero that is not, and nobody has written it since");
-                }
+        self.judge(doubts);
+        Ok(found)
+    }
+
+    fn doubts(&self) -> Vec<Doubt> {
+        self.accelerator.as_ref().map(Accelerator::take_doubts).unwrap_or_default()
+    }
+
+    /// Takes out the devices that called pages zero which were not, and which the guest has not written since.
+    fn judge(&self, doubts: Vec<Doubt>) {
+        let Some(accelerator) = &self.accelerator else { return };
+        for Doubt { block, page, maker } in doubts {
+            if !self.written[usize::from(block)].contains(page) {
+                accelerator.offload().distrust(maker, "it called a page zero that is not, and nobody has written it");
             }
         }
-        Ok(found)
     }
 
     /// The state of things with `found` pages pending.
