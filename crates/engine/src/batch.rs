@@ -16,13 +16,13 @@ use crate::window::WindowClosed;
 /// Room for content, from the beginning of a page on. The allocator's own place is 16 bytes behind one, and there memcpy from
 /// guest memory that is in no cache was 2.6 times slower (8.4 GB/s for 22; Zen 4), a snapshot in the cache an eighth.
 #[derive(Debug)]
-struct Room {
+pub(crate) struct Room {
     bytes: Box<[u8]>,
     place: Range<usize>,
 }
 
 impl Room {
-    fn new(capacity: usize) -> Self {
+    pub(crate) fn new(capacity: usize) -> Self {
         if capacity == 0 {
             return Self { bytes: Box::default(), place: 0..0 };
         }

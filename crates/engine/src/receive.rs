@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use arrayvec::ArrayVec;
 use sterna_codec::{CodecError, Decoder, Method};
 use sterna_wire::checksum::{Crc32c, crc32c};
+use sterna_wire::delta::PageDeltas;
 use sterna_wire::packet::{
     Ack, BlockShape, DeviceLabel, MAX_TABLE, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PacketKind, PageRequest,
     PageTable, Refusal, Run, RunKind,
@@ -61,6 +62,11 @@ pub trait Sink: Send {
     /// again. False: the channel fails.
     fn refuse(&mut self, _block: u16, _runs: &[Run]) -> Result<bool, SinkError> {
         Ok(false)
+    }
+
+    /// What has changed in these pages of `block`. False: what results is not what the source has, and the packet is damaged.
+    fn deltas(&mut self, _block: u16, _runs: &[Run], _deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
+        misplaced("deltas")
     }
 
     /// What was placed of these pages of `block` is old: it is given up.
@@ -221,7 +227,7 @@ impl Receiving<'_> {
                 return Err(PacketError::ContentLength { content, table }.into());
             }
 
-            if matches!(header.kind, PacketKind::Pages | PacketKind::Discard) {
+            if matches!(header.kind, PacketKind::Pages | PacketKind::Deltas | PacketKind::Discard) {
                 let blocks = match &blocks {
                     Some(blocks) => blocks,
                     None => blocks.insert(sink.blocks().map_err(|error| refused(&header, error))?),
@@ -229,18 +235,20 @@ impl Receiving<'_> {
                 pages.read(&header, table, blocks)?;
             }
             match header.kind {
-                PacketKind::Pages => match (self.pages(&header, pages.runs(), sink), &mut acknowledgements) {
-                    (Err(damage), Some(writer)) if damage.is_damage() => {
-                        let refuses = sink.refuse(header.subject, pages.runs());
-                        if !refuses.map_err(|error| refused(&header, error))? {
-                            return Err(damage);
+                PacketKind::Pages | PacketKind::Deltas => {
+                    match (self.pages(&header, pages.runs(), sink), &mut acknowledgements) {
+                        (Err(damage), Some(writer)) if damage.is_damage() => {
+                            let refuses = sink.refuse(header.subject, pages.runs());
+                            if !refuses.map_err(|error| refused(&header, error))? {
+                                return Err(damage);
+                            }
+                            tracing::warn!(%damage, "its pages are asked for again");
+                            self.counters.refused.fetch_add(1, Ordering::Relaxed);
+                            say_refusal(writer, &header, pages.runs())?;
                         }
-                        tracing::warn!(%damage, "its pages are asked for again");
-                        self.counters.refused.fetch_add(1, Ordering::Relaxed);
-                        say_refusal(writer, &header, pages.runs())?;
+                        (outcome, _) => outcome?,
                     }
-                    (outcome, _) => outcome?,
-                },
+                }
                 _ => self.other(&header, table, pages.runs(), sink)?,
             }
             self.counters.content_bytes.fetch_add(header.content_length.into(), Ordering::Relaxed);
@@ -267,6 +275,11 @@ impl Receiving<'_> {
 
     /// Straight to where it belongs if that is a few pieces of memory, else by way of a buffer.
     fn pages(&mut self, header: &PacketHeader, runs: &[Run], sink: &mut dyn Sink) -> Result<(), ReceiveError> {
+        if header.kind == PacketKind::Deltas {
+            let deltas = PageDeltas::new(self.read_content(header)?, runs.iter().map(|run| u64::from(run.count)).sum());
+            let right = sink.deltas(header.subject, runs, deltas).map_err(|error| refused(header, error))?;
+            return if right { Ok(()) } else { Err(ReceiveError::Content(header.sequence)) };
+        }
         let normal = runs.iter().filter(|run| run.kind == RunKind::Normal).count();
         // A decoder writes one piece.
         let most = if header.method == 0 { MOST_PLACES } else { 1 };
@@ -318,7 +331,7 @@ impl Receiving<'_> {
     ) -> Result<(), ReceiveError> {
         let content = self.read_content(header)?;
         let taken = match header.kind {
-            PacketKind::Pages => unreachable!("handled apart"),
+            PacketKind::Pages | PacketKind::Deltas => unreachable!("handled apart"),
             PacketKind::Discard if content.is_empty() => sink.discard(header.subject, runs),
             PacketKind::Discard => return Err(PacketError::Table("discards with content").into()),
             PacketKind::GenerationEnd => sink.generation_end(header.detail),

@@ -176,6 +176,12 @@ pub struct Report {
     /// Which accelerators the source used for what so far, and what the CPU had to do in their place.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub accelerators: Vec<String>,
+    /// Normal pages of which only what had changed was sent.
+    #[serde(default)]
+    pub delta_pages: u64,
+    /// Normal pages that were looked at and not sent: the destination had the same already.
+    #[serde(default)]
+    pub same_pages: u64,
     /// Packets whose content did not arrive as it was read from the guest, so that their pages were sent again.
     #[serde(default)]
     pub refused_packets: u32,
@@ -254,7 +260,12 @@ impl Report {
         for accelerator in &self.accelerators {
             line("accelerator", accelerator.clone());
         }
-        line("pages", format!("{} normal, {} zero, in {} rounds", self.normal_pages, self.zero_pages, self.rounds));
+        let deltas = match (self.delta_pages, self.same_pages) {
+            (0, 0) => String::new(),
+            (deltas, same) => format!(" ({deltas} of them as deltas, {same} unchanged and not sent)"),
+        };
+        let Self { normal_pages, zero_pages, rounds, .. } = self;
+        line("pages", format!("{normal_pages} normal{deltas}, {zero_pages} zero, in {rounds} rounds"));
         if self.refused_packets > 0 {
             let cause = "an accelerator, the memory or the network of one of the two hosts damages data";
             line("damaged", format!("{} packets, which were sent again: {cause}", self.refused_packets));
@@ -438,6 +449,8 @@ mod tests {
             destination_faults: 0,
             placement: Vec::new(),
             accelerators: Vec::new(),
+            delta_pages: 0,
+            same_pages: 0,
             refused_packets: 0,
         }
     }

@@ -54,6 +54,7 @@ impl Source {
             rules: RULES,
             accelerator: None,
             again,
+            delta_cache: 0,
         };
         let (near, peer) = sockets();
         let (writer, reader) = halves(near);

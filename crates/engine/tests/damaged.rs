@@ -173,9 +173,11 @@ fn migrate_by(
 #[test]
 fn damaged_packets_are_sent_again_and_the_guest_arrives_whole() {
     within_a_minute(|| {
-        for (method, channels) in [("none", 1), ("lz4", 3), ("zstd", 2), ("none", 4)] {
+        for (method, channels, deltas) in [("none", 1, 0), ("lz4", 3, 0), ("zstd", 2, 64 << 20), ("none", 4, 64 << 20)]
+        {
             let choice = MethodChoice::parse(method, None).unwrap();
-            let settings = |source: Source| source.method(choice).channels(channels).packet_size(64 << 10);
+            let settings =
+                |source: Source| source.method(choice).channels(channels).packet_size(64 << 10).delta_cache(deltas);
             // The first ones, the last ones of a round and of the switchover among them.
             let plan: Plan = |number| number % 9 == 2 && number < 300;
             // The destination's monitor compares memory with what the source's stopped with before it starts the guest.

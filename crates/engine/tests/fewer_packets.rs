@@ -47,6 +47,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
             rules,
             accelerator: None,
             again: None,
+            delta_cache: 0,
         };
         let (near, mut far) = sockets();
         let (writer, reader) = halves(near);

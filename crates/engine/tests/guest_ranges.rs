@@ -99,6 +99,7 @@ fn move_memory(method: &str, checksums: bool) {
         rules,
         accelerator: None,
         again: None,
+        delta_cache: 0,
     };
     let mut channels = Vec::new();
     let mut receivers = Vec::new();

@@ -342,6 +342,7 @@ impl OddSource {
             rules: self.session.rules(),
             accelerator: None,
             again: None,
+            delta_cache: 0,
         };
         self.session.open_channels(&Security::Insecure, &self.address, &context, &Cancel::new()).unwrap()
     }

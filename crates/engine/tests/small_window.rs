@@ -43,6 +43,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         rules: RULES,
         accelerator: None,
         again: None,
+        delta_cache: 0,
     };
     let placed = Placed::default();
     let (mut senders, mut receivers) = (Vec::new(), Vec::new());

@@ -255,6 +255,19 @@ impl RamBlock {
         unsafe { std::slice::from_raw_parts_mut(at, pages as usize * PAGE_SIZE) }
     }
 
+    /// Copies the page `page`, which others may be writing.
+    ///
+    /// # Panics
+    /// When it is not in the block, or `copy` is no page long.
+    pub fn read_page(&self, page: u64, copy: &mut [u8]) {
+        let mut zero = [0];
+        let mut snapshot = Snapshot::new(copy, &mut zero).unchecked();
+        self.read(page..page + 1, &mut snapshot);
+        if snapshot.finish().normal_bytes() == 0 {
+            copy.fill(0);
+        }
+    }
+
     /// Copies `content` to the pages from `first` on.
     ///
     /// # Panics

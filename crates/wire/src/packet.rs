@@ -45,10 +45,13 @@ pub enum PacketKind {
     /// The source has newer content of these pages of the RAM block named by `subject` than what it sent before, which
     /// is to be given up. The table is that of zero pages; there is no content.
     Discard = 7,
+    /// Pages of the RAM block named by `subject`, by what has changed in them. The table is that of normal pages; see
+    /// [`PageDeltas`](crate::delta::PageDeltas) for the content.
+    Deltas = 8,
 }
 
 impl PacketKind {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Pages,
         Self::GenerationEnd,
         Self::Stream,
@@ -56,6 +59,7 @@ impl PacketKind {
         Self::Opaque,
         Self::OpaqueEnd,
         Self::Discard,
+        Self::Deltas,
     ];
 }
 
@@ -278,8 +282,8 @@ impl PageTable {
         Self { runs: Vec::with_capacity(MAX_RUNS) }
     }
 
-    /// Reads `table` and checks that every page lies in the block, that pages ascend, and that the content is as long
-    /// as the normal runs say.
+    /// Reads `table` and checks that every page lies in the block, that pages ascend, and, but for deltas, that the content is as
+    /// long as the normal runs say.
     pub fn read(&mut self, header: &PacketHeader, table: &[u8], blocks: &[BlockShape]) -> Result<(), PacketError> {
         self.runs.clear();
         let (runs, rest) = table.as_chunks::<RUN_LENGTH>();
@@ -303,6 +307,11 @@ impl PageTable {
                 normal_pages += u64::from(run.count);
             }
             self.runs.push(run);
+        }
+        if header.kind == PacketKind::Deltas {
+            // How long each is, the content itself says.
+            let any_zero = self.runs.iter().any(|run| run.kind == RunKind::Zero);
+            return if any_zero { Err(PacketError::Table("deltas of zero pages")) } else { Ok(()) };
         }
         let table = normal_pages * u64::from(block.map_or(0, |block| block.page_size));
         if table != u64::from(header.content_length) {

@@ -7,6 +7,7 @@ use std::path::Path;
 use serde_json::Value;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::control::{ControlMessage, ControlReader};
+use sterna_wire::delta::PageDelta;
 use sterna_wire::header::{ChannelHeader, ChannelKind, ChannelReply, MAGIC, PROTOCOL_VERSION};
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 use sterna_wire::limits as limit;
@@ -129,6 +130,9 @@ fn packets_and_acknowledgements_are_those_of_the_document() {
     };
     assert_eq!(end.encode(&[]).to_vec(), hex("generation-end"));
     assert_eq!(DeviceLabel { name: b"0000:00:02.0/vfio", instance: 1 }.encode(), hex("device-label"));
+    let record = [2, 0, 1, 2, 3, 4, 5, 6, 7, 8];
+    let delta = PageDelta { checksum: 0x1122_3344, record: &record };
+    assert_eq!([&delta.header()[..], &record].concat(), hex("delta"));
     assert_eq!(Ack { sequence: 8 }.encode().to_vec(), hex("ack"));
     let request = PageRequest { block: 0, first: 10, count: 2 };
     assert_eq!([Refusal { sequence: 8, requests: 1 }.encode(), request.encode()].concat(), hex("refusal"));
@@ -140,6 +144,7 @@ fn numbers_in_the_tables_are_those_of_the_code() {
     let kinds = [
         ("pages", PacketKind::Pages),
         ("end of a generation", PacketKind::GenerationEnd),
+        ("deltas", PacketKind::Deltas),
         ("stream", PacketKind::Stream),
         ("device state", PacketKind::DeviceState),
         ("opaque", PacketKind::Opaque),

@@ -22,7 +22,7 @@ use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, say};
 use crate::ledger::Ledger;
 use crate::migration::{
-    GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference, machine,
+    DELTA, GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference, machine,
 };
 use crate::occupied::Occupied;
 use crate::process;
@@ -73,7 +73,7 @@ pub(super) fn run(
         };
         difference(&hello.machine.blocks, &ours).or_else(post_copy)
     };
-    let mut offered = vec![GUEST_STATE, UNCHECKED, SEND_AGAIN];
+    let mut offered = vec![GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA];
     offered.extend(no_post_copy.is_none().then_some(POST_COPY));
     let features = Features { offered: &offered, required: &[GUEST_STATE] };
     let greeting = Greeting { mode: Mode::Embedded, features, refusal: &refusal };

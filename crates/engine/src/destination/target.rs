@@ -12,13 +12,17 @@ use std::sync::{Arc, OnceLock};
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::AtomicPageBitmap;
+use sterna_memory::delta::apply;
 use sterna_memory::place::{FileWrite, Place, Way, ZeroBy};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
+use sterna_wire::checksum::crc32c;
+use sterna_wire::delta::{PageDelta, PageDeltas};
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 use super::Before;
 use super::post_copy::{HugePage, PostCopy};
+use crate::batch::Room;
 use crate::entry::REGION;
 use crate::migration::shapes;
 use crate::receive::{Places, Sink, SinkError};
@@ -264,11 +268,13 @@ pub(super) struct RamSink {
     /// It is writing straight into RAM.
     straight: bool,
     huge: HugePage,
+    /// Where deltas are applied; made with the first.
+    page: Option<Room>,
 }
 
 impl RamSink {
     pub(super) fn new(target: &Arc<Target>, channel: u16, may_refuse: bool) -> Self {
-        Self { target: Arc::clone(target), may_refuse, channel, straight: false, huge: HugePage::default() }
+        Self { target: Arc::clone(target), may_refuse, channel, straight: false, huge: HugePage::default(), page: None }
     }
 
     /// Before post-copy: whether these pages may come now and here.
@@ -322,6 +328,27 @@ impl Sink for RamSink {
                 self.target.place(block, runs, content)
             }
         }
+    }
+
+    fn deltas(&mut self, block: u16, runs: &[Run], mut deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
+        self.placed();
+        if self.target.post_copy().is_some() {
+            return Err("deltas in post-copy".into());
+        }
+        self.check(block, runs)?;
+        let ram = &self.target.ram().blocks()[usize::from(block)];
+        let page = self.page.get_or_insert_with(|| Room::new(PAGE_SIZE));
+        for number in runs.iter().flat_map(|run| run.first..run.end()) {
+            let Some(Ok(PageDelta { checksum, record })) = deltas.next() else { return Ok(false) };
+            ram.read_page(number, page);
+            if apply(record, page).is_err() || crc32c(page) != checksum {
+                return Ok(false);
+            }
+            let run = [Run { kind: RunKind::Normal, first: number, count: 1 }];
+            self.target.settle(block, &run);
+            self.target.place(block, &run, page)?;
+        }
+        Ok(deltas.next().is_none())
     }
 
     fn refuse(&mut self, block: u16, runs: &[Run]) -> Result<bool, SinkError> {

@@ -27,6 +27,8 @@ pub struct TooManyRefused;
 pub struct SendAgain {
     shapes: Vec<BlockShape>,
     pages: Vec<AtomicPageBitmap>,
+    /// Of them, those that have not been sent again: nothing is to be built on what was sent before.
+    stale: Vec<AtomicPageBitmap>,
     any: AtomicBool,
     packets: AtomicU32,
 }
@@ -34,12 +36,8 @@ pub struct SendAgain {
 impl SendAgain {
     /// None of a guest with these blocks.
     pub fn none_of(shapes: Vec<BlockShape>) -> Self {
-        Self {
-            pages: shapes.iter().map(|block| AtomicPageBitmap::new(block.pages)).collect(),
-            shapes,
-            any: AtomicBool::new(false),
-            packets: AtomicU32::new(0),
-        }
+        let none = || shapes.iter().map(|block| AtomicPageBitmap::new(block.pages)).collect();
+        Self { pages: none(), stale: none(), shapes, any: AtomicBool::new(false), packets: AtomicU32::new(0) }
     }
 
     /// By block, what requests are checked against.
@@ -55,9 +53,20 @@ impl SendAgain {
 
     /// These pages were in it.
     pub(super) fn add(&self, request: &PageRequest) {
-        let pages = &self.pages[usize::from(request.block)];
-        pages.set(request.first..request.first + u64::from(request.count));
+        let pages = request.first..request.first + u64::from(request.count);
+        self.stale[usize::from(request.block)].set(pages.clone());
+        self.pages[usize::from(request.block)].set(pages);
         self.any.store(true, Ordering::Release);
+    }
+
+    /// Whether what was sent last of `page` may have been refused.
+    pub(super) fn is_stale(&self, block: u16, page: u64) -> bool {
+        self.stale[usize::from(block)].contains(page)
+    }
+
+    /// These pages are about to be sent again.
+    pub(super) fn freshen(&self, block: u16, pages: Range<u64>) {
+        self.stale[usize::from(block)].clear(pages);
     }
 
     /// Packets refused so far.

@@ -7,6 +7,7 @@
 
 mod again;
 mod ahead;
+mod delta;
 mod thread;
 
 use std::collections::VecDeque;
@@ -105,6 +106,10 @@ pub struct SendCounters {
     pub packet_bytes: AtomicU64,
     /// Bytes on the wire.
     pub wire_bytes: AtomicU64,
+    /// Normal pages of which only what had changed was sent.
+    pub delta_pages: AtomicU64,
+    /// Normal pages that were what the destination had already, and were not sent.
+    pub same_pages: AtomicU64,
     /// Packets whose content did not shrink and went raw.
     pub raw_packets: AtomicU64,
     /// Packets.
@@ -128,6 +133,10 @@ impl SendCounters {
 pub struct Sent {
     /// Normal pages.
     pub normal_pages: u64,
+    /// Those of them of which only what had changed was sent.
+    pub delta_pages: u64,
+    /// Those of them that were what the destination had already.
+    pub same_pages: u64,
     /// Zero pages.
     pub zero_pages: u64,
     /// Bytes of content, before compression.
@@ -144,6 +153,8 @@ impl std::ops::Add for Sent {
     fn add(self, other: Self) -> Self {
         Self {
             normal_pages: self.normal_pages + other.normal_pages,
+            delta_pages: self.delta_pages + other.delta_pages,
+            same_pages: self.same_pages + other.same_pages,
             zero_pages: self.zero_pages + other.zero_pages,
             content_bytes: self.content_bytes + other.content_bytes,
             packet_bytes: self.packet_bytes + other.packet_bytes,
@@ -159,6 +170,8 @@ impl Sent {
         for channel in channels {
             let counters = channel.counters();
             sent.normal_pages += counters.normal_pages.load(Ordering::Relaxed);
+            sent.delta_pages += counters.delta_pages.load(Ordering::Relaxed);
+            sent.same_pages += counters.same_pages.load(Ordering::Relaxed);
             sent.zero_pages += counters.zero_pages.load(Ordering::Relaxed);
             sent.content_bytes += counters.content_bytes.load(Ordering::Relaxed);
             sent.packet_bytes += counters.packet_bytes.load(Ordering::Relaxed);
@@ -220,6 +233,8 @@ pub struct SendContext {
     pub accelerator: Option<Accelerator>,
     /// Where the peer may refuse packets: what it has refused.
     pub again: Option<Arc<SendAgain>>,
+    /// Where the peer takes deltas: most bytes of a channel's memory for what it has sent; 0: none are made.
+    pub delta_cache: usize,
 }
 
 /// One channel of the source. Dropping it ends its queue; [`SendChannel::join`] waits for its threads.

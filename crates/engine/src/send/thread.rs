@@ -14,6 +14,7 @@ use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind};
 
 use super::ahead::{self, Ahead, Copy, Ready};
+use super::delta::Deltas;
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Way};
 use crate::batch::Batch;
 use crate::in_place;
@@ -68,6 +69,8 @@ pub(super) struct Sending {
     left: Vec<Run>,
     /// How pages of guest RAM are read and sent now.
     way: Way,
+    /// Where deltas are made.
+    deltas: Option<Deltas>,
     /// Where an accelerator is used: made when the first pages are to be read from guest RAM.
     ahead: Option<Ahead>,
 }
@@ -111,6 +114,7 @@ impl Sending {
         let encoder = context.method.encoder()?;
         let method = context.method.method().wire();
         let encoded = vec![0; context.rules.packet_size];
+        let deltas = (context.delta_cache > 0).then(|| Deltas::new(context.delta_cache, context.rules.packet_size));
         Ok(Self {
             writer,
             shared,
@@ -123,6 +127,7 @@ impl Sending {
             piece: Vec::with_capacity(MAX_RUNS),
             left: Vec::with_capacity(MAX_RUNS),
             way: Way::Usual,
+            deltas,
             ahead: None,
         })
     }
@@ -165,6 +170,8 @@ impl Sending {
             Item::Guest(..) => unreachable!("done above"),
             Item::Pages(batch) => self.pages(&batch, &Lies::There),
             Item::Discard(batch) => {
+                // Post-copy begins: what the destination has is not known any more.
+                self.deltas = None;
                 batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
                 self.packet(PacketKind::Discard, batch.block, 0, &Content::of(&[]))
             }
@@ -230,6 +237,7 @@ impl Sending {
     /// Whether pages are sent from where they lie. A limit is kept by small pieces, which are easier cut from a copy.
     fn in_place(&self) -> bool {
         self.method == 0
+            && self.deltas.is_none()
             && !self.context.rules.checksums
             && self.writer.passes_on()
             && self.context.pacer.limit().is_none()
@@ -397,7 +405,71 @@ impl Sending {
             Lies::InPlace(block) => return self.pages_in_place(batch, block),
         };
         debug_assert_eq!(bytes.len() as u64 / PAGE_SIZE as u64, normal);
+        if let Some(mut deltas) = self.deltas.take() {
+            let sent = self.pages_or_deltas(&mut deltas, batch, bytes, checksum, maker);
+            self.deltas = Some(deltas);
+            return sent;
+        }
         self.packet(PacketKind::Pages, batch.block, 0, &Content { bytes, checksum, in_window, maker })
+    }
+
+    /// Sends `batch`, whose normal pages are `content`, as deltas where these pay.
+    fn pages_or_deltas(
+        &mut self,
+        deltas: &mut Deltas,
+        batch: &Batch,
+        content: &[u8],
+        checksum: Option<u32>,
+        maker: Option<Maker>,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        let block = batch.block;
+        if self.way != Way::Usual {
+            for run in batch.runs() {
+                deltas.forget(block, run);
+                if let Some(again) = &self.context.again {
+                    // Before they are on their way: they may be refused once more.
+                    again.freshen(block, run.first..run.end());
+                }
+            }
+            let in_window = batch.in_window();
+            return self.packet(PacketKind::Pages, block, 0, &Content { bytes: content, checksum, in_window, maker });
+        }
+        let (acknowledged, last) = {
+            let progress = self.shared.progress.lock().expect("no thread of the channel panics");
+            (progress.sequence.acknowledged(), progress.sequence.last())
+        };
+        let split = deltas.split(block, batch.runs(), content, acknowledged, self.context.again.as_deref());
+        let first = last + 1;
+        deltas.sent(first, first + u64::from(split.deltas > 0));
+        let counters = &self.shared.counters;
+        counters.delta_pages.fetch_add(split.deltas, Ordering::Relaxed);
+        counters.same_pages.fetch_add(split.same, Ordering::Relaxed);
+        let window = |pages: u64| pages * PAGE_SIZE as u64;
+        self.context.window.give_back(window(split.same));
+        if split.deltas > 0 {
+            let (runs, records) = deltas.deltas();
+            self.set_table(runs);
+            let content = Content { in_window: window(split.deltas), ..Content::of(records) };
+            self.packet(PacketKind::Deltas, block, 0, &content)?;
+        }
+        let (runs, rest) = deltas.rest();
+        if runs.is_empty() {
+            return Ok(());
+        }
+        self.set_table(runs);
+        // The copy's checksum is that of all its pages.
+        let checksum = checksum.filter(|_| rest.len() == content.len());
+        let in_window = window(split.whole);
+        let before = self.shared.counters.packet_bytes.load(Ordering::Relaxed);
+        self.packet(PacketKind::Pages, block, 0, &Content { bytes: rest, checksum, in_window, maker })?;
+        let bytes = self.shared.counters.packet_bytes.load(Ordering::Relaxed) - before;
+        deltas.went_whole(split.whole, bytes as usize);
+        Ok(())
+    }
+
+    fn set_table(&mut self, runs: &[Run]) {
+        self.table.clear();
+        runs.iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
     }
 
     /// Writes one packet with `self.table` and the pages of `batch`, which lie in `block`.

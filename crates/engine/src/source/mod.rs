@@ -86,6 +86,7 @@ struct Settings {
     give_up_after: Option<Duration>,
     state_dir: Option<PathBuf>,
     offload: Option<Arc<Offload>>,
+    delta_cache: u64,
 }
 
 impl std::fmt::Debug for Source {
@@ -110,6 +111,7 @@ impl Source {
             give_up_after: None,
             state_dir: None,
             offload: None,
+            delta_cache: 0,
         };
         Self { ram, log, settings }
     }
@@ -192,6 +194,14 @@ impl Source {
     #[must_use]
     pub fn offload(mut self, offload: Arc<Offload>) -> Self {
         self.settings.offload = Some(offload);
+        self
+    }
+
+    /// Sends of pages that were sent before only what has changed in them, where that is less. For that the source keeps what it has
+    /// sent, in at most so many bytes of memory (a page for each 4 KiB); 0, as it is unless said otherwise: it does not.
+    #[must_use]
+    pub fn delta_cache(mut self, bytes: u64) -> Self {
+        self.settings.delta_cache = bytes;
         self
     }
 

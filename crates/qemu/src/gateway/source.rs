@@ -448,6 +448,7 @@ impl Driver<'_> {
             rules: self.session.rules(),
             accelerator: None,
             again: None,
+            delta_cache: 0,
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);

@@ -26,7 +26,7 @@ use crate::cancel::Cancel;
 use crate::control_link::ControlEvent;
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
-use crate::migration::{GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes};
+use crate::migration::{DELTA, GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
@@ -76,6 +76,7 @@ pub(super) fn run(
     let mut wanted = vec![GUEST_STATE];
     wanted.extend(post_copy.then_some(POST_COPY));
     wanted.extend((!settings.checksums).then_some(UNCHECKED));
+    wanted.extend((settings.delta_cache > 0).then_some(DELTA));
     let mut offered = wanted.clone();
     offered.push(SEND_AGAIN);
     let offer = Offer {
@@ -528,6 +529,8 @@ impl Driver<'_> {
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
             again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),
+            delta_cache: usize::try_from(self.settings.delta_cache).unwrap_or(usize::MAX)
+                / usize::from(self.session.channels),
         }
     }
 

@@ -153,6 +153,8 @@ impl Driver<'_> {
             destination_faults: self.figures.faults,
             placement: std::mem::take(&mut self.placement),
             accelerators: self.settings.offload.as_ref().map(|offload| offload.report().lines()).unwrap_or_default(),
+            delta_pages: sent.delta_pages,
+            same_pages: sent.same_pages,
             refused_packets: self.again.packets(),
         }
     }

@@ -281,6 +281,7 @@ impl OpaqueConnections {
             rules: PacketRules { packet_size: self.packet_size, checksums: true },
             accelerator: None,
             again: None,
+            delta_cache: 0,
         };
         let name = format!("opaque-{channel}");
         let channel = SendChannel::start(&name, writer, reader, context).map_err(failed)?;

@@ -299,6 +299,7 @@ impl Proxy<'_> {
             rules,
             accelerator: None,
             again: None,
+            delta_cache: 0,
         })
     }
 

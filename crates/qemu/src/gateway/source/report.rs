@@ -115,6 +115,8 @@ impl Driver<'_> {
             destination_faults: self.figures.faults,
             placement: self.placement.clone(),
             accelerators: Vec::new(),
+            delta_pages: sent.delta_pages,
+            same_pages: sent.same_pages,
             refused_packets: 0,
         }
     }
