@@ -33,6 +33,7 @@ pub(crate) fn send(
         .channels(settings.channels)
         .offload(offload)
         .bandwidth(settings.bandwidth)
+        .delta_cache(settings.delta_cache << 20)
         .downtime(settings.downtime())
         .give_up_after(settings.give_up_after())
         .when_not_converging(settings.not_converging());

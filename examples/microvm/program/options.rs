@@ -137,6 +137,9 @@ pub(crate) struct SourceOptions {
     /// Most bytes per second on the network
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) bandwidth: Option<u64>,
+    /// Memory, in MiB, for what was sent, so that of pages that are sent again only what has changed goes; 0: pages go whole
+    #[arg(long, value_name = "MIB", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1 << 30))]
+    pub(crate) delta_cache: u64,
     /// Longest downtime that is aimed at, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 300)]
     downtime: u64,

@@ -68,7 +68,7 @@ impl Cache {
     fn set_of(&self, key: Key) -> usize {
         // Fibonacci hashing: neighbouring pages go to sets far apart.
         let hash = u128::from(key.0.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        (hash * self.places.len() as u128 >> 64) as usize
+        ((hash * self.places.len() as u128) >> 64) as usize
     }
 
     /// The place of a page, if it is kept.
@@ -291,7 +291,7 @@ impl Deltas {
 fn push(runs: &mut Vec<Run>, page: u64) {
     match runs.last_mut() {
         Some(last) if last.kind == RunKind::Normal && last.end() == page && last.count < Run::MAX_COUNT => {
-            last.count += 1
+            last.count += 1;
         }
         _ => runs.push(Run { kind: RunKind::Normal, first: page, count: 1 }),
     }
