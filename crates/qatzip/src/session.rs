@@ -1,0 +1,462 @@
+//! A session: what one thread compresses and decompresses with.
+
+use std::ffi::{c_int, c_uint};
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::abi::{self, QzSession};
+use crate::error::{Failure, StartError};
+use crate::library::{Library, Storage};
+use crate::members;
+
+/// Inputs below this are done in software whatever is allowed (the library's default, which is kept).
+const HARDWARE_FROM: usize = 1024;
+/// The largest job a session can be made for. The library counts in 32 bits and its bound is a little longer than the input.
+pub const LARGEST_JOB: usize = 64 << 20;
+
+/// Whether the library may do in software what the hardware does not do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Software {
+    /// Never: without hardware nothing starts, and a job that the hardware does not take fails.
+    Forbidden,
+    /// Single jobs, when hardware is there but busy or failing. Without hardware nothing starts: the library's software is a
+    /// plain zlib, and whoever has a better deflate should use that.
+    #[default]
+    WhenBusy,
+    /// Also where there is no hardware at all.
+    Always,
+}
+
+/// What a session is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Params {
+    /// Compression level, 1 (fast) to 9.
+    pub level: u32,
+    /// Whether software may help.
+    pub software: Software,
+    /// Bytes of input per request to the device, and so per gzip member it makes: a power of two from 1 KiB to 512 KiB. Devices
+    /// like 32 KiB and more; 64 KiB is the library's default.
+    pub hardware_buffer: u32,
+    /// The most plain bytes of one job, up to [`LARGEST_JOB`]. Pinned buffers are allocated for it once.
+    pub largest_job: usize,
+}
+
+impl Default for Params {
+    fn default() -> Params {
+        Params { level: 1, software: Software::default(), hardware_buffer: 64 << 10, largest_job: 1 << 20 }
+    }
+}
+
+/// Who did it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// The device, or mostly: the library does not tell when it finished a job in software.
+    Hardware,
+    /// The library's zlib.
+    Software,
+}
+
+/// What a successful call did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Done {
+    /// Bytes written.
+    pub bytes: usize,
+    /// By whom.
+    pub by: By,
+}
+
+/// Compression and decompression of whole buffers, for the thread that made it.
+///
+/// The library ties sessions to threads, so this cannot be sent to another one:
+/// ```compile_fail,E0277
+/// fn needs_send<T: Send>() {}
+/// needs_send::<sterna_qatzip::Session>();
+/// ```
+/// nor be used from two at once:
+/// ```compile_fail,E0277
+/// fn needs_sync<T: Sync>() {}
+/// needs_sync::<sterna_qatzip::Session>();
+/// ```
+#[derive(Debug)]
+pub struct Session {
+    compressing: Raw,
+    decompressing: Raw,
+    source: Pinned,
+    target: Pinned,
+    params: Params,
+    on_hardware: bool,
+    library: Arc<Library>,
+    renewed: u64,
+    thread: PhantomData<*mut ()>,
+}
+
+impl Session {
+    pub(crate) fn new(library: &Arc<Library>, params: &Params) -> Result<Session, StartError> {
+        let parameter = |what, value, range| Err(StartError::Parameter { what, value, range });
+        if !(1..=9).contains(&params.level) {
+            return parameter("a level", params.level.into(), "1 to 9");
+        }
+        if !params.hardware_buffer.is_power_of_two() || !(1 << 10..=512 << 10).contains(&params.hardware_buffer) {
+            return parameter(
+                "a hardware buffer",
+                params.hardware_buffer.into(),
+                "a power of two from 1 KiB to 512 KiB",
+            );
+        }
+        if !(1..=LARGEST_JOB).contains(&params.largest_job) {
+            return parameter("a largest job", params.largest_job as u64, "1 byte to 64 MiB");
+        }
+        if library.forked() {
+            return Err(StartError::Forked);
+        }
+        let hardware = library.hardware();
+        match (hardware, params.software) {
+            (Ok(()), _) => {}
+            (Err(none), Software::Forbidden | Software::WhenBusy) => return Err(none.into()),
+            (Err(_), Software::Always) if library.functions().software.is_none() => {
+                return Err(StartError::ProbesAtEveryCall { keys: 1024 });
+            }
+            (Err(_), Software::Always) => {}
+        }
+        let room = bound(params.largest_job, params.hardware_buffer);
+        Ok(Session {
+            // Two: a session that decoded a plain gzip member may come out with another format (1.3.1), and what it then compressed
+            // would lack the lengths that hardware decodes by.
+            compressing: Raw::new(library, params, abi::DIRECTION_COMPRESS)?,
+            decompressing: Raw::new(library, params, abi::DIRECTION_DECOMPRESS)?,
+            source: Pinned::new(library, room)?,
+            target: Pinned::new(library, room)?,
+            params: *params,
+            on_hardware: hardware.is_ok(),
+            library: Arc::clone(library),
+            renewed: 0,
+            thread: PhantomData,
+        })
+    }
+
+    /// Compresses `input` into gzip members. `output` is replaced; where it has `room` bytes of capacity nothing is allocated.
+    ///
+    /// # Errors
+    /// [`Failure::TooLong`] where the result does not fit into `room`; `output` is empty then, as on every error.
+    pub fn compress(&mut self, input: &[u8], output: &mut Vec<u8>, room: usize) -> Result<Done, Failure> {
+        output.clear();
+        self.check(input.len(), self.params.largest_job)?;
+        if self.params.software == Software::Forbidden && input.len() < HARDWARE_FROM {
+            return Err(Failure::TooSmall { bytes: input.len() });
+        }
+        let room = room.min(self.target.len);
+        // Always the whole bound, and the caller's room compared afterwards: the software path answers a full buffer by leaking
+        // its deflate state (1.3.1).
+        let call = self.run(Way::Compress, self.on_hardware, input)?;
+        if self.params.software == Software::Forbidden && call.by == By::Software {
+            return Err(Failure::DoneInSoftware);
+        }
+        if call.produced > room {
+            return Err(Failure::TooLong { room });
+        }
+        let result = &self.target.bytes()[..call.produced];
+        if !result.starts_with(&[0x1f, 0x8b, 8]) {
+            self.renew(Way::Compress)?;
+            return Err(Failure::Inconsistent {
+                call: "qzCompress",
+                input: input.len(),
+                consumed: call.consumed,
+                produced: call.produced,
+            });
+        }
+        output.extend_from_slice(result);
+        Ok(Done { bytes: call.produced, by: call.by })
+    }
+
+    /// Decompresses gzip members, whoever made them, to at most `room` bytes. `output` is replaced; where it has `room` bytes of
+    /// capacity nothing is allocated. Every member's CRC-32 and length were compared.
+    ///
+    /// # Errors
+    /// [`Failure::TooLong`] where there would be more than `room`, [`Failure::BadInput`] where the input is not whole members;
+    /// `output` is empty then, as on every error.
+    pub fn decompress(&mut self, input: &[u8], output: &mut Vec<u8>, room: usize) -> Result<Done, Failure> {
+        output.clear();
+        self.check(input.len(), self.source.len)?;
+        self.check(room, self.params.largest_job)?;
+        let declared = members::declared(input)?;
+        if declared.is_some_and(|bytes| bytes > room as u64) {
+            return Err(Failure::TooLong { room });
+        }
+        // What does not say its lengths is not shown to hardware: the library would guess them from the input, and remember.
+        let on_hardware = self.on_hardware && declared.is_some();
+        if self.params.software == Software::Forbidden && !on_hardware {
+            return Err(Failure::BadInput("a member does not say its lengths, and QATzip's software is forbidden"));
+        }
+        let call = self.run(Way::Decompress { room }, on_hardware, input)?;
+        if self.params.software == Software::Forbidden && call.by == By::Software {
+            self.renew(Way::Decompress { room })?;
+            return Err(Failure::DoneInSoftware);
+        }
+        // Two ways to know that the last member is whole: the software path says so, and on hardware all members gave their
+        // lengths and the sum is right.
+        let whole = call.consumed == input.len()
+            && (call.ended || (call.by == By::Hardware && declared == Some(call.produced as u64)));
+        if !whole || call.produced > room || declared.is_some_and(|bytes| bytes != call.produced as u64) {
+            // It would go on within this member at the next call.
+            self.renew(Way::Decompress { room })?;
+            return Err(if call.produced > room {
+                Failure::TooLong { room }
+            } else if whole {
+                Failure::BadInput("it decodes to another length than it says")
+            } else {
+                Failure::BadInput("it ends within a member")
+            });
+        }
+        output.extend_from_slice(&self.target.bytes()[..call.produced]);
+        Ok(Done { bytes: call.produced, by: call.by })
+    }
+
+    /// Whether there is hardware behind this session.
+    #[must_use]
+    pub fn on_hardware(&self) -> bool {
+        self.on_hardware
+    }
+
+    /// How often a failure made the library's own session be set up again.
+    #[must_use]
+    pub fn renewed(&self) -> u64 {
+        self.renewed
+    }
+
+    fn check(&self, bytes: usize, limit: usize) -> Result<(), Failure> {
+        if self.library.forked() {
+            return Err(Failure::Forked);
+        }
+        if bytes > limit { Err(Failure::TooLarge { bytes, limit }) } else { Ok(()) }
+    }
+
+    /// Copies the input to pinned memory and calls.
+    fn run(&mut self, way: Way, on_hardware: bool, input: &[u8]) -> Result<Call, Failure> {
+        let source = self.source.bytes_mut();
+        source[..input.len()].copy_from_slice(input);
+        // It looks at 24 bytes of header however short the input is (1.3.1).
+        let end = source.len().min(input.len().max(64));
+        source[input.len()..end].fill(0);
+        let raw = match way {
+            Way::Compress => &mut self.compressing,
+            Way::Decompress { .. } => &mut self.decompressing,
+        };
+        // One byte more than there may be: with a buffer exactly full it would stop before looking at what follows.
+        let room = match way {
+            Way::Compress => self.target.len,
+            Way::Decompress { room } => (room + 1).min(self.target.len),
+        };
+        let result = raw.call(&self.library, way, on_hardware, (&self.source, input.len()), (&mut self.target, room));
+        if matches!(result, Err(Failure::Library { .. } | Failure::BadInput(_) | Failure::Inconsistent { .. })) {
+            self.renew(way)?;
+        }
+        result
+    }
+
+    /// After a failure the library's session keeps half a stream and would go on with it (1.3.1): a new one instead.
+    fn renew(&mut self, way: Way) -> Result<(), Failure> {
+        let (raw, direction) = match way {
+            Way::Compress => (&mut self.compressing, abi::DIRECTION_COMPRESS),
+            Way::Decompress { .. } => (&mut self.decompressing, abi::DIRECTION_DECOMPRESS),
+        };
+        self.renewed += 1;
+        raw.end();
+        raw.set_up(&self.params, direction).map_err(|code| Failure::Lost { code })
+    }
+}
+
+/// The most that `plain` bytes become: a device's request may grow to 9/8 and 1 KiB (what the library itself allows for), each with
+/// header and trailer. `qzMaxCompressedLength` counts one header for any number of members (1.3.1), so it is not asked.
+fn bound(plain: usize, hardware_buffer: u32) -> usize {
+    let each = hardware_buffer as usize;
+    let rest = plain % each;
+    let grown = |bytes: usize| bytes + bytes.div_ceil(8) + 1024 + 32;
+    plain / each * grown(each) + grown(rest)
+}
+
+#[derive(Clone, Copy)]
+enum Way {
+    Compress,
+    Decompress { room: usize },
+}
+
+struct Call {
+    consumed: usize,
+    produced: usize,
+    by: By,
+    ended: bool,
+}
+
+/// One of the library's sessions. `qzClose` is never called: it does nothing in 1.3, and in older ones closed those of other
+/// threads too.
+struct Raw {
+    storage: Box<Storage>,
+    library: Arc<Library>,
+}
+
+impl std::fmt::Debug for Raw {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.storage.session.fmt(f)
+    }
+}
+
+impl Raw {
+    fn new(library: &Arc<Library>, params: &Params, direction: c_uint) -> Result<Raw, StartError> {
+        let mut raw = Raw { storage: Storage::new(), library: Arc::clone(library) };
+        match raw.set_up(params, direction) {
+            Ok(()) => Ok(raw),
+            Err(code) => Err(StartError::Library { call: "qzSetupSessionDeflateExt", code }),
+        }
+    }
+
+    fn set_up(&mut self, params: &Params, direction: c_uint) -> Result<(), c_int> {
+        let mut wanted = abi::DEFAULTS;
+        wanted.deflate.common.direction = direction;
+        wanted.deflate.common.comp_lvl = params.level;
+        wanted.deflate.common.max_forks = 0;
+        wanted.deflate.common.sw_backup = u8::from(params.software != Software::Forbidden);
+        wanted.deflate.common.hw_buff_sz = params.hardware_buffer;
+        // Where a device fails to start, the library tries again after so many calls; what it found at the first is final here.
+        wanted.deflate.common.wait_cnt_thrshold = c_int::MAX as c_uint;
+        self.storage.session = QzSession::EMPTY;
+        // SAFETY: a zeroed session in a box that does not move while it is set up, used by this thread alone (`Session` is neither
+        // `Send` nor `Sync`); the layout of both arguments was proved when the library was loaded.
+        let code = unsafe { (self.library.functions().setup)(&raw mut self.storage.session, &raw mut wanted) };
+        if code == abi::OK && !self.storage.session.internal.is_null() { Ok(()) } else { Err(code) }
+    }
+
+    fn end(&mut self) {
+        // In a child after a fork the devices belong to the parent: leaked on purpose.
+        if !self.storage.session.internal.is_null() && !self.library.forked() {
+            // SAFETY: set up by this thread and not yet torn down; the library clears `internal`.
+            unsafe { (self.library.functions().teardown)(&raw mut self.storage.session) };
+        }
+        self.storage.session.internal = std::ptr::null_mut();
+    }
+
+    fn call(
+        &mut self,
+        library: &Library,
+        way: Way,
+        on_hardware: bool,
+        (source, input): (&Pinned, usize),
+        (target, room): (&mut Pinned, usize),
+    ) -> Result<Call, Failure> {
+        assert!(input <= source.len && room <= target.len, "lengths were checked before");
+        if self.storage.session.internal.is_null() {
+            return Err(Failure::Lost { code: 0 });
+        }
+        let functions = library.functions();
+        let session = &raw mut self.storage.session;
+        let total = self.storage.session.total_in;
+        let narrow = |bytes: usize| c_uint::try_from(bytes).expect("buffers are far below 4 GiB");
+        let (mut consumed, mut produced) = (narrow(input), narrow(room));
+        let (from, to) = (source.start.as_ptr().cast_const(), target.start.as_ptr());
+        let mut ended = 0u8;
+        // SAFETY: the session is this thread's and set up. Source and target are separate buffers of at least the lengths given and
+        // stay in place during the call. The software functions are those that the library's own entry points end in, with the
+        // same arguments.
+        let (code, name) = unsafe {
+            match (way, functions.software.filter(|_| !on_hardware)) {
+                (Way::Compress, Some((compress, _))) => {
+                    (compress(session, from, &raw mut consumed, to, &raw mut produced, 1), "qzSWCompress")
+                }
+                (Way::Compress, None) => {
+                    ((functions.compress)(session, from, &raw mut consumed, to, &raw mut produced, 1), "qzCompress")
+                }
+                (Way::Decompress { .. }, software) => {
+                    let (decompress, name) = match software {
+                        Some((_, decompress)) => (decompress, "qzSWDecompressMulti"),
+                        None => (functions.decompress, "qzDecompress"),
+                    };
+                    let code = decompress(session, from, &raw mut consumed, to, &raw mut produced);
+                    let asked = (functions.end_of_stream)(session, &raw mut ended);
+                    (if code == abi::OK { asked } else { code }, name)
+                }
+            }
+        };
+        let (consumed, produced) = (consumed as usize, produced as usize);
+        // Only the hardware path keeps these totals (1.3.1); the result itself does not say who made it.
+        let by = if self.storage.session.total_in == total { By::Software } else { By::Hardware };
+        match (code, way) {
+            (abi::OK, _) => {}
+            (abi::DATA_ERROR, Way::Decompress { .. }) => {
+                return Err(Failure::BadInput("its content is corrupt"));
+            }
+            _ => return Err(Failure::Library { call: name, code }),
+        }
+        let all = matches!(way, Way::Decompress { .. }) || consumed == input;
+        if !all || consumed > input || produced > room {
+            return Err(Failure::Inconsistent { call: name, input, consumed, produced });
+        }
+        Ok(Call { consumed, produced, by, ended: ended == 1 })
+    }
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Memory from the library that a device can reach.
+struct Pinned {
+    start: NonNull<u8>,
+    len: usize,
+    library: Arc<Library>,
+}
+
+impl std::fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pinned").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl Pinned {
+    fn new(library: &Arc<Library>, len: usize) -> Result<Pinned, StartError> {
+        let malloc = library.functions().malloc;
+        // Some machines do not say on which node a processor is; node 0 is always there.
+        for node in [abi::NODE_OF_THIS_CPU, 0] {
+            // SAFETY: no requirements; hardware was asked for before, so this does not begin to look for it.
+            let memory = unsafe { malloc(len, node, abi::PINNED) };
+            if let Some(start) = NonNull::new(memory.cast::<u8>()) {
+                // SAFETY: the library gave `len` bytes, nobody else knows of them.
+                unsafe { start.write_bytes(0, len) };
+                return Ok(Pinned { start, len, library: Arc::clone(library) });
+            }
+        }
+        Err(StartError::Memory { bytes: len })
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: `len` initialised bytes; the library and a device write to them only during calls that borrow this exclusively.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if !self.library.forked() {
+            // SAFETY: from `qzMalloc`, freed once; no call that uses it is running, since it is owned here.
+            unsafe { (self.library.functions().free)(self.start.as_ptr().cast()) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bound_allows_for_every_member_of_a_job() {
+        assert_eq!(bound(0, 1024), 1056);
+        assert_eq!(bound(64 << 10, 64 << 10), (64 << 10) * 9 / 8 + 2 * 1056);
+        assert!(bound(LARGEST_JOB, 1024) < u32::MAX as usize);
+    }
+}

@@ -1,0 +1,150 @@
+//! The workers, over the real library's software path.
+
+mod common;
+
+use std::num::NonZeroUsize;
+use std::time::{Duration, Instant};
+
+use common::{content, library, noise, read_gzip, software};
+use sterna_qatzip::{
+    By, Channel, Completion, Failure, Job, Options, Params, Pool, Reason, Software, StartError, Statistics, Work,
+};
+
+const LARGEST: usize = 256 << 10;
+
+fn number(of: usize) -> NonZeroUsize {
+    NonZeroUsize::new(of).unwrap()
+}
+
+fn pool(workers: usize, queue: usize) -> Option<Pool> {
+    let options = Options { workers: number(workers), queue: number(queue), params: software(LARGEST) };
+    Some(Pool::start(&library()?, &options).unwrap())
+}
+
+fn job(tag: u64, work: Work, input: Vec<u8>) -> Job {
+    Job { tag, work, input, output: Vec::new(), room: LARGEST }
+}
+
+fn next(channel: &Channel) -> Completion {
+    channel.wait(Instant::now() + Duration::from_secs(120)).expect("a completion")
+}
+
+#[test]
+fn many_threads_share_the_workers_and_each_gets_its_own_jobs_back_exactly_once() {
+    const THREADS: u64 = 6;
+    const JOBS: u64 = 40;
+    let Some(pool) = pool(3, 4) else { return };
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let channel = pool.channel(number(5));
+            scope.spawn(move || {
+                let plain = |tag: u64| content(thread * 1000 + tag, 4096 + (tag as usize * 5333) % (LARGEST - 4096));
+                let mut waiting: Vec<Job> = (0..JOBS).map(|tag| job(tag, Work::Compress, plain(tag))).collect();
+                let (mut packed, mut plained) = (0, 0);
+                while plained < JOBS {
+                    while let Some(next) = waiting.pop() {
+                        if let Err(refused) = channel.submit(next) {
+                            assert!(matches!(refused.reason, Reason::Full | Reason::ChannelFull));
+                            waiting.push(refused.job);
+                            break;
+                        }
+                    }
+                    // With nothing of its own in flight there is nothing to wait for: others have the queue.
+                    let Some(done) = channel.wait(Instant::now() + Duration::from_secs(120)) else {
+                        std::thread::yield_now();
+                        continue;
+                    };
+                    done.result.unwrap();
+                    if done.input == plain(done.tag) {
+                        packed += 1;
+                        assert_eq!(read_gzip(&done.output), done.input);
+                        waiting.push(job(done.tag, Work::Decompress, done.output));
+                    } else {
+                        plained += 1;
+                        assert_eq!(done.output, plain(done.tag));
+                    }
+                }
+                assert_eq!((packed, channel.in_flight()), (JOBS, 0));
+            });
+        }
+    });
+    let statistics = pool.shutdown(Duration::from_secs(60)).unwrap();
+    let jobs = THREADS * JOBS;
+    assert_eq!((statistics.compressed, statistics.decompressed, statistics.by_software), (jobs, jobs, 2 * jobs));
+    assert_eq!((statistics.by_hardware, statistics.failed, statistics.bytes_in), (0, 0, statistics.bytes_out));
+}
+
+#[test]
+fn what_happened_is_counted() {
+    let Some(pool) = pool(1, 8) else { return };
+    let channel = pool.channel(number(8));
+    let plain = content(1, 50_000);
+    channel.submit(job(1, Work::Compress, plain.clone())).unwrap();
+    channel.submit(Job { room: 49_000, ..job(2, Work::Compress, noise(2, 50_000)) }).unwrap();
+    channel.submit(job(3, Work::Decompress, common::write_gzip(&plain)[..700].to_vec())).unwrap();
+    channel.submit(job(4, Work::Decompress, vec![7; 9])).unwrap();
+    let results: Vec<_> =
+        (0..4).map(|_| next(&channel)).map(|done| (done.tag, done.result, done.output.len())).collect();
+    assert!(matches!(results[0], (1, Ok(done), len) if done.bytes == len && done.by == By::Software), "{results:?}");
+    assert_eq!(results[1], (2, Err(Failure::TooLong { room: 49_000 }), 0));
+    assert!(matches!(results[2], (3, Err(Failure::BadInput(_)), 0)), "{results:?}");
+    assert!(matches!(results[3], (4, Err(Failure::BadInput(_)), 0)), "{results:?}");
+    let expected = Statistics {
+        compressed: 1,
+        by_software: 1,
+        too_long: 1,
+        failed: 2,
+        bytes_in: 50_000,
+        bytes_out: results[0].2 as u64,
+        renewed: 1,
+        ..Statistics::default()
+    };
+    assert_eq!(pool.shutdown(Duration::from_secs(60)), Ok(expected));
+}
+
+#[test]
+fn buffers_come_back_as_they_were_given() {
+    let Some(pool) = pool(1, 1) else { return };
+    let channel = pool.channel(number(1));
+    let mut job = Job { output: Vec::with_capacity(LARGEST), ..job(0, Work::Compress, content(1, LARGEST)) };
+    let places = (job.input.as_ptr(), job.output.as_ptr());
+    for tag in 0..5 {
+        channel.submit(job).unwrap();
+        let done = next(&channel);
+        assert_eq!((done.tag, done.input.as_ptr(), done.output.as_ptr()), (tag, places.0, places.1));
+        job = Job { tag: tag + 1, work: Work::Compress, input: done.input, output: done.output, room: LARGEST };
+    }
+}
+
+#[test]
+fn forbidden_software_stops_the_pool_before_it_has_a_thread() {
+    let Some(library) = library() else { return };
+    if library.hardware().is_ok() {
+        eprintln!("skipped: this machine has QAT hardware");
+        return;
+    }
+    let params = Params { software: Software::Forbidden, ..Params::default() };
+    let error = Pool::start(&library, &Options { workers: number(4), queue: number(4), params }).unwrap_err();
+    assert!(matches!(error, StartError::NoHardware(_)), "{error}");
+}
+
+#[test]
+fn after_a_shutdown_jobs_are_refused_and_done_ones_can_still_be_collected() {
+    let Some(pool) = pool(1, 4) else { return };
+    let channel = pool.channel(number(4));
+    for tag in 0..4 {
+        channel.submit(job(tag, Work::Compress, content(tag, LARGEST))).unwrap();
+    }
+    pool.shutdown(Duration::from_secs(60)).unwrap();
+    let refused = channel.submit(job(9, Work::Compress, vec![0; 5000])).unwrap_err();
+    assert_eq!((refused.reason, refused.job.tag), (Reason::ShutDown, 9));
+    let mut tags: Vec<u64> = std::iter::from_fn(|| channel.poll())
+        .map(|done| {
+            assert!(matches!(done.result, Ok(_) | Err(Failure::ShutDown)));
+            done.tag
+        })
+        .collect();
+    tags.sort_unstable();
+    assert_eq!(tags, [0, 1, 2, 3]);
+    assert!(channel.wait(Instant::now() + Duration::from_secs(3600)).is_none(), "nothing is in flight");
+}
