@@ -31,6 +31,7 @@
 //! | It reads 24 bytes of header however short the input is | zeroes follow short inputs |
 //! | It trusts a member's lengths to find the next one | they are compared with the input first; what does not say them is not shown to hardware |
 //! | Small inputs (below 1 024 bytes) go to software even where that is forbidden | refused there |
+//! | Pinned memory that was freed stays in its table of pinned pages | only memory from it is ever shown to it |
 //! | It has assertions that end the process | nothing can be done about that; none is reachable in its software path by input |
 //!
 //! # Honest limits

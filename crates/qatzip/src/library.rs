@@ -113,12 +113,13 @@ impl Library {
     /// standard error ("Cannot open /dev/vfio", from the driver beneath it) and one of the process's thread keys.
     ///
     /// # Errors
-    /// There is none.
+    /// There is none; in a child after `fork(2)` always.
     pub fn hardware(&self) -> Result<(), NoHardware> {
+        // Before the lock, which another thread may have held at the moment of the fork.
+        if self.forked() {
+            return Err(NoHardware { code: -101 });
+        }
         *self.hardware.get_or_init(|| {
-            if self.forked() {
-                return Err(NoHardware { code: -101 });
-            }
             let mut session = Storage::new();
             // SAFETY: a zeroed session with room behind it, used by this thread alone; 0 is a legal second argument. Without
             // software as a fallback the return code tells hardware from none.

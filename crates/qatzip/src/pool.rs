@@ -334,8 +334,8 @@ impl Channel {
     ///
     /// # Errors
     /// It was not taken; it comes back.
-    pub fn submit(&self, job: Job) -> Result<(), Box<Refused>> {
-        let refused = |reason, job| Err(Box::new(Refused { reason, job }));
+    pub fn submit(&self, job: Job) -> Result<(), Refused> {
+        let refused = |reason, job| Err(Refused { reason, job });
         if self.shared.library.forked() {
             return refused(Reason::Forked, job);
         }

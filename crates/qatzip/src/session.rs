@@ -149,9 +149,6 @@ impl Session {
         // Always the whole bound, and the caller's room compared afterwards: the software path answers a full buffer by leaking
         // its deflate state (1.3.1).
         let call = self.run(Way::Compress, self.on_hardware, input)?;
-        if self.params.software == Software::Forbidden && call.by == By::Software {
-            return Err(Failure::DoneInSoftware);
-        }
         if call.produced > room {
             return Err(Failure::TooLong { room });
         }
@@ -189,10 +186,6 @@ impl Session {
             return Err(Failure::BadInput("a member does not say its lengths, and QATzip's software is forbidden"));
         }
         let call = self.run(Way::Decompress { room }, on_hardware, input)?;
-        if self.params.software == Software::Forbidden && call.by == By::Software {
-            self.renew(Way::Decompress { room })?;
-            return Err(Failure::DoneInSoftware);
-        }
         // Two ways to know that the last member is whole: the software path says so, and on hardware all members gave their
         // lengths and the sum is right.
         let whole = call.consumed == input.len()
@@ -248,7 +241,12 @@ impl Session {
             Way::Decompress { room } => (room + 1).min(self.target.len),
         };
         let result = raw.call(&self.library, way, on_hardware, (&self.source, input.len()), (&mut self.target, room));
-        if matches!(result, Err(Failure::Library { .. } | Failure::BadInput(_) | Failure::Inconsistent { .. })) {
+        let forbidden = self.params.software == Software::Forbidden;
+        let result = result.and_then(|call| match call.by {
+            By::Software if forbidden => Err(Failure::DoneInSoftware),
+            _ => Ok(call),
+        });
+        if result.is_err() {
             self.renew(way)?;
         }
         result

@@ -2,10 +2,12 @@
 
 mod common;
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::panic::AssertUnwindSafe;
 
 use common::{content, library, noise, read_gzip, software, write_gzip};
 use proptest::prelude::*;
+use proptest::test_runner::{RngSeed, TestRunner, contextualize_config};
 use sterna_qatzip::{By, Choice, Failure, Library, OpenError, Params, Session, Software, StartError};
 
 const LARGEST: usize = 600 << 10;
@@ -22,21 +24,26 @@ fn compressed(session: &mut Session, plain: &[u8]) -> Vec<u8> {
     packed
 }
 
-/// Runs a property over one session, which so also proves that no case spoils the next. Proptest prints the seed of a failure.
+/// Runs a property over one session, which so also proves that no case spoils the next. A failure names the seed.
 fn over_one_session<S: Strategy>(strategy: S, test: impl Fn(&mut Session, S::Value)) {
     let Some(session) = session() else { return };
     let session = std::cell::RefCell::new(session);
-    proptest::test_runner::TestRunner::new(ProptestConfig {
+    // Defaults, which PROPTEST_CASES and PROPTEST_RNG_SEED replace.
+    let seed = RandomState::new().build_hasher().finish();
+    let config = contextualize_config(ProptestConfig {
         cases: 200,
+        rng_seed: RngSeed::Fixed(seed),
         failure_persistence: None,
         ..ProptestConfig::default()
-    })
-    .run(&strategy, |value| {
-        let session = AssertUnwindSafe(&session);
-        test(&mut session.borrow_mut(), value);
-        Ok(())
-    })
-    .unwrap_or_else(|failure| panic!("{failure}"));
+    });
+    let seed = config.rng_seed;
+    TestRunner::new(config)
+        .run(&strategy, |value| {
+            let session = AssertUnwindSafe(&session);
+            test(&mut session.borrow_mut(), value);
+            Ok(())
+        })
+        .unwrap_or_else(|failure| panic!("PROPTEST_RNG_SEED: {seed:?}: {failure}"));
 }
 
 /// Contents of every kind and of lengths around the borders.
