@@ -27,7 +27,7 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::core::{Script, Timing};
+use crate::core::{Script, Timing, What};
 
 /// Which of the two accelerators a device is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -261,6 +261,59 @@ impl ModelConfig {
         Ok(serde_json::from_str(text)?)
     }
 
+    /// What concerns more than one device: names, and what goes wrong where.
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        let refuse = |what: String, why: String| Err(ConfigError::Refused { what, why });
+        if self.devices.len() > DEVICES {
+            return refuse("devices".into(), format!("{} of them: at most {DEVICES}", self.devices.len()));
+        }
+        for (index, device) in self.devices.iter().enumerate() {
+            if self.devices[..index].iter().any(|other| other.name == device.name) {
+                return refuse(device.name.clone(), "there are two of that name".into());
+            }
+        }
+        for (index, script) in self.faults.iter().enumerate() {
+            if let Err(why) = self.check_script(script) {
+                return refuse(format!("faults[{index}]"), why);
+            }
+        }
+        Ok(())
+    }
+
+    /// A fault that never comes would make whoever waits for it believe that it does no harm.
+    fn check_script(&self, script: &Script) -> Result<(), String> {
+        let one_of = |names: Vec<&str>| if names.is_empty() { "none".into() } else { names.join(", ") };
+        let here = |device: &&DeviceConfig| script.device.as_ref().is_none_or(|name| *name == device.name);
+        let devices: Vec<&DeviceConfig> = self.devices.iter().filter(here).collect();
+        if let Some(name) = script.device.as_ref().filter(|_| devices.is_empty()) {
+            let there = one_of(self.devices.iter().map(|device| device.name.as_str()).collect());
+            return Err(format!("there is no device {name:?}; there is {there}"));
+        }
+        let queues = || devices.iter().flat_map(|device| &device.queues).map(|queue| queue.name.as_str());
+        if let Some(name) = script.queue.as_ref().filter(|name| queues().all(|queue| queue != name.as_str())) {
+            return Err(format!("there is no queue {name:?}; there is {}", one_of(queues().collect())));
+        }
+        if script.every == Some(0) {
+            return Err("every is 0: it is 1 (each) or more".into());
+        }
+        let share = match script.what {
+            What::PageFault { per_mille, .. } => per_mille,
+            _ => 0,
+        };
+        if let Some(share) = [script.per_mille.unwrap_or(0), share].into_iter().find(|share| *share > 1000) {
+            return Err(format!("per_mille is {share}: 0 to 1000"));
+        }
+        match script.what {
+            What::Late { delay_ns } | What::LateData { delay_ns } if delay_ns > LATEST => {
+                Err(format!("delay_ns is {delay_ns}: at most {LATEST}"))
+            }
+            What::Slow { factor } if !(1..=1_000_000).contains(&factor) => {
+                Err(format!("factor is {factor}: 1 to 1000000"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// One DSA device with one shared queue and default limits.
     pub fn dsa() -> ModelConfig {
         ModelConfig { devices: vec![DeviceConfig::default()], ..ModelConfig::default() }
@@ -269,6 +322,19 @@ impl ModelConfig {
 
 /// More groups than any device has.
 const GROUPS: u32 = 64;
+/// More devices than any host has.
+const DEVICES: usize = 64;
+/// Highest number of a queue: the register that counts them has eight bits (DSA 9.2.3).
+const LAST_QUEUE: u32 = 254;
+/// Longest that anything can be set to take, ns; of times per byte, ps.
+const LONGEST: u64 = 1_000_000_000;
+/// Longest that anything can be late, ns.
+const LATEST: u64 = 1_000_000_000_000;
+
+/// A number as the kernel writes it in names: `+1` and `01` would be second names of the same thing.
+fn number(digits: &str) -> Option<u32> {
+    digits.parse().ok().filter(|number: &u32| number.to_string() == digits)
+}
 
 impl DeviceConfig {
     /// An IAA device, `iax1`, with the limits that such devices have.
@@ -287,8 +353,7 @@ impl DeviceConfig {
     pub fn validate(&self) -> Result<(), ConfigError> {
         let refuse = |what: &str, why: String| Err(ConfigError::Refused { what: what.into(), why });
         let prefix = if self.kind == Kind::Dsa { "dsa" } else { "iax" };
-        let number = self.name.strip_prefix(prefix).filter(|rest| rest.parse::<u32>().is_ok());
-        let Some(number) = number else {
+        let Some(of) = self.name.strip_prefix(prefix).and_then(number) else {
             return refuse(&self.name, format!("a {prefix} device is called {prefix} and a number"));
         };
         if !(1..=64).contains(&self.engines) {
@@ -296,6 +361,26 @@ impl DeviceConfig {
         }
         if let Some(group) = self.engine_groups.iter().find(|group| **group >= GROUPS) {
             return refuse(&self.name, format!("an engine is in group {group}: there are 0 to {}", GROUPS - 1));
+        }
+        if self.engine_groups.len() > self.engines as usize {
+            let (groups, engines) = (self.engine_groups.len(), self.engines);
+            return refuse(&self.name, format!("engine_groups has {groups}, and there are {engines} engines"));
+        }
+        if !(-1..=4095).contains(&self.numa_node) {
+            return refuse(&self.name, format!("numa_node {}: -1 (none) to 4095", self.numa_node));
+        }
+        // Registers VERSION (9.2.1) and WQCAP (9.2.3): 16 bits, the upper eight of a version being 1 or more; and 16 bits.
+        if !(0x100..=0xffff).contains(&self.version) {
+            return refuse(&self.name, format!("version {:#x}: 0x100 to 0xffff", self.version));
+        }
+        if self.max_work_queues_size > 0xffff {
+            return refuse(&self.name, format!("max_work_queues_size {}: at most 65535", self.max_work_queues_size));
+        }
+        if !(1..=4096).contains(&self.pattern_granule) {
+            return refuse(&self.name, format!("pattern_granule {}: 1 to 4096", self.pattern_granule));
+        }
+        if let Some(wrong) = self.timing.as_ref().and_then(out_of_range) {
+            return refuse(&self.name, wrong);
         }
         // Fields of GENCAP (9.2.2): logarithms of 4 and 5 bits.
         if self.max_batch_size > 1 << 15 || self.max_transfer_size > 1 << 31 {
@@ -312,9 +397,9 @@ impl DeviceConfig {
         }
         for (index, queue) in self.queues.iter().enumerate() {
             let name = queue.name.as_str();
-            let placed = name.strip_prefix(&format!("wq{number}.")).is_some_and(|rest| rest.parse::<u32>().is_ok());
-            if !placed {
-                return refuse(name, format!("a queue of {} is called wq{number}. and a number", self.name));
+            let index_of = name.strip_prefix(&format!("wq{of}.")).and_then(number);
+            if index_of.is_none_or(|index| index > LAST_QUEUE) {
+                return refuse(name, format!("a queue of {} is called wq{of}. and 0 to {LAST_QUEUE}", self.name));
             }
             if self.queues[..index].iter().any(|other| other.name == queue.name) {
                 return refuse(name, "there are two of that name".into());
@@ -350,6 +435,31 @@ impl DeviceConfig {
         }
         Ok(())
     }
+}
+
+/// The first figure of a timing that could not be reckoned with.
+fn out_of_range(timing: &Timing) -> Option<String> {
+    let figures = [
+        ("descriptor_ns", timing.descriptor_ns),
+        ("latency_ns", timing.latency_ns),
+        ("byte_ps", timing.byte_ps),
+        ("read_byte_ps", timing.read_byte_ps),
+        ("engine_byte_ps", timing.engine_byte_ps),
+        ("engine_read_byte_ps", timing.engine_read_byte_ps),
+        ("batch_ns", timing.batch_ns),
+        ("batch_descriptor_ns", timing.batch_descriptor_ns),
+        ("translation_miss_ns", timing.translation_miss_ns),
+        ("event_log_ns", timing.event_log_ns),
+        ("enqcmd_ns", timing.enqcmd_ns),
+        ("movdir64b_ns", timing.movdir64b_ns),
+    ];
+    if let Some((name, value)) = figures.into_iter().find(|(_, value)| *value > LONGEST) {
+        return Some(format!("{name} {value}: at most {LONGEST}"));
+    }
+    let unfit = |class: &&(u32, u64, u64)| class.1 > class.2 || class.2 > LONGEST;
+    timing.page_requests.classes.iter().find(unfit).map(|(_, least, most)| {
+        format!("page requests of {least} to {most} ns: the first is no more than the second, both at most {LONGEST}")
+    })
 }
 
 /// What `accel-config save-config` writes.

@@ -302,14 +302,9 @@ impl Shared {
         clock: Clock,
         paced: bool,
     ) -> Result<Arc<Shared>, ConfigError> {
+        config.check()?;
         let mut cells = Vec::new();
         for (index, device) in config.devices.iter().enumerate() {
-            if config.devices[..index].iter().any(|other| other.name == device.name) {
-                return Err(ConfigError::Refused {
-                    what: device.name.clone(),
-                    why: "there are two of that name".into(),
-                });
-            }
             let seed = config.seed.wrapping_mul(0x9e37_79b9).wrapping_add(index as u64);
             let mut core = Device::new(device, seed, paced)?;
             for script in &config.faults {

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use sterna_idxd_model::core::{Script, What};
+use sterna_idxd_model::core::{Script, Timing, What};
 use sterna_idxd_model::memory::{AddressSpace, PageState, TestMemory};
 use sterna_idxd_model::{DeviceConfig, Mode, Model, ModelConfig};
 
@@ -573,6 +573,21 @@ fn configurations_that_the_kernel_would_refuse_are_refused() {
     refused(|device| device.queues[0].prs_disable = true, "event log");
     refused(|device| device.queues[0].name = "wq1.0".into(), "wq0.");
     refused(|device| device.name = "gpu0".into(), "dsa and a number");
+    for name in ["dsa+1", "dsa01", "dsa", "dsa4294967296"] {
+        let devices = vec![DeviceConfig { name: name.into(), queues: Vec::new(), ..DeviceConfig::default() }];
+        let error = Model::manual(ModelConfig { devices, ..ModelConfig::default() }).expect_err(name).to_string();
+        assert!(error.contains("dsa and a number"), "{name}: {error}");
+    }
+    refused(|device| device.queues[0].name = "wq0.+1".into(), "wq0. and 0 to 254");
+    refused(|device| device.queues[0].name = "wq0.4294967295".into(), "wq0. and 0 to 254");
+    refused(|device| device.engine_groups = vec![0; 5], "engine_groups has 5, and there are 4 engines");
+    refused(|device| device.engines = u32::MAX, "4294967295 engines");
+    refused(|device| device.numa_node = i32::MAX, "numa_node 2147483647");
+    refused(|device| device.version = 1 << 16, "version 0x10000");
+    refused(|device| device.version = 1, "version 0x1:");
+    refused(|device| device.max_work_queues_size = 65_536, "max_work_queues_size 65536");
+    refused(|device| device.pattern_granule = 0, "pattern_granule 0");
+    refused(|device| device.timing = Some(Timing { byte_ps: u64::MAX, ..Timing::dsa() }), "byte_ps");
     refused(|device| device.queues.push(queue("wq0.0")), "two of that name");
     refused(
         |device| {
@@ -581,6 +596,34 @@ fn configurations_that_the_kernel_would_refuse_are_refused() {
         },
         "0x25",
     );
+}
+
+#[test]
+fn faults_that_could_never_come_are_refused() {
+    let script = |script: Script| ModelConfig { faults: vec![Script::default(), script], ..ModelConfig::dsa() };
+    for (wrong, why) in [
+        (
+            Script { device: Some("dsa7".into()), ..Script::default() },
+            "faults[1]: there is no device \"dsa7\"; there is dsa0",
+        ),
+        (
+            Script { queue: Some("wq0.1".into()), ..Script::default() },
+            "faults[1]: there is no queue \"wq0.1\"; there is wq0.0",
+        ),
+        (Script { every: Some(0), ..Script::default() }, "every is 0"),
+        (Script { per_mille: Some(1001), ..Script::default() }, "per_mille is 1001"),
+        (
+            Script { what: What::PageFault { per_mille: 2000, resolvable: false }, ..Script::default() },
+            "per_mille is 2000",
+        ),
+        (Script { what: What::Late { delay_ns: u64::MAX }, ..Script::default() }, "delay_ns"),
+        (Script { what: What::Slow { factor: 0 }, ..Script::default() }, "factor is 0"),
+    ] {
+        let error = Model::manual(script(wrong)).expect_err(why).to_string();
+        assert!(error.contains(why), "{error:?} says {why:?}");
+    }
+    let right = Script { device: Some("dsa0".into()), queue: Some("wq0.0".into()), ..Script::default() };
+    Model::manual(script(right)).unwrap();
 }
 
 #[test]
