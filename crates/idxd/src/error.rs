@@ -28,6 +28,12 @@ pub enum OpenError {
         /// What the system said.
         source: io::Error,
     },
+    /// What was opened is no device.
+    #[error("{} is no character device, so it is no work queue: nothing was sent to it", path.display())]
+    NotADevice {
+        /// The file.
+        path: PathBuf,
+    },
     /// Neither a mapped portal nor `write(2)` takes descriptors.
     #[error(
         "work queue {queue} takes no descriptors: mapping its portal: {mapping}; writing to it: {source}: {}",

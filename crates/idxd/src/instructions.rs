@@ -11,11 +11,13 @@ use crate::descriptor::Descriptor;
 pub struct Instructions {
     enqcmd: bool,
     movdir64b: bool,
+    /// Somebody plays the device.
+    trapped: bool,
 }
 
 impl Instructions {
     /// None: everything goes through `write(2)`.
-    pub const NONE: Instructions = Instructions { enqcmd: false, movdir64b: false };
+    pub const NONE: Instructions = Instructions { enqcmd: false, movdir64b: false, trapped: false };
 
     /// What CPUID says (leaf 7, subleaf 0, ECX bits 28 and 29). On other architectures there are none.
     pub fn detect() -> Instructions {
@@ -24,7 +26,8 @@ impl Instructions {
             use std::arch::x86_64::{__cpuid, __cpuid_count};
             if __cpuid(0).eax >= 7 {
                 let leaf = __cpuid_count(7, 0);
-                return Instructions { enqcmd: leaf.ecx & 1 << 29 != 0, movdir64b: leaf.ecx & 1 << 28 != 0 };
+                let (enqcmd, movdir64b) = (leaf.ecx & 1 << 29 != 0, leaf.ecx & 1 << 28 != 0);
+                return Instructions { enqcmd, movdir64b, trapped: false };
             }
         }
         Instructions::NONE
@@ -32,7 +35,7 @@ impl Instructions {
 
     /// Both, whatever CPUID says: for tests that catch the illegal-instruction signal and play the device.
     ///
-    /// On architectures other than x86-64 the instructions do not exist; this is [`Instructions::NONE`] there.
+    /// On architectures other than x86-64 the instructions do not exist; neither is ever executed there.
     ///
     /// # Safety
     ///
@@ -40,12 +43,17 @@ impl Instructions {
     /// anything is opened with this.
     pub const unsafe fn trapped() -> Instructions {
         let there = cfg!(target_arch = "x86_64");
-        Instructions { enqcmd: there, movdir64b: there }
+        Instructions { enqcmd: there, movdir64b: there, trapped: true }
     }
 
     /// Whether `ENQCMD` may be executed.
     pub const fn enqcmd(self) -> bool {
         self.enqcmd
+    }
+
+    /// Whether somebody plays the device, so that its file may be any file.
+    pub(crate) const fn are_trapped(self) -> bool {
+        self.trapped
     }
 
     /// Whether `MOVDIR64B` may be executed.

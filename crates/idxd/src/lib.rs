@@ -48,5 +48,6 @@ pub use record::{Completion, CompletionRecord, Fault, offset as record_offset};
 pub use status::Status;
 pub use sysfs::{
     Device, DeviceInfo, Directories, DiscoverError, EngineInfo, GeneralCapabilities, GroupInfo, IaaCapabilities, Kind,
-    Mode, OperationSet, QueueInfo, QueueType, Reason, Remark, Unusable, discover,
+    Mode, OperationSet, QueueInfo, QueueType, Reason, Remark, USUAL_BATCH, USUAL_TRANSFER, Unusable, discover,
+    usual_threshold,
 };

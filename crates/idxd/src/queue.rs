@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{Mode as FileMode, OFlags};
+use rustix::fs::{FileType, Mode as FileMode, OFlags};
 use tracing::{debug, warn};
 
 use crate::credits::Credits;
@@ -78,6 +78,12 @@ impl WorkQueue {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let file = rustix::fs::open(&info.node, flags, FileMode::empty())
             .map_err(|error| OpenError::Open { path: info.node.clone(), source: error.into() })?;
+        // Whoever names another directory must not have 64 bytes written into whatever lies there.
+        let status = rustix::fs::fstat(&file)
+            .map_err(|error| OpenError::Open { path: info.node.clone(), source: error.into() })?;
+        if FileType::from_raw_mode(status.st_mode) != FileType::CharacterDevice && !opening.instructions.are_trapped() {
+            return Err(OpenError::NotADevice { path: info.node });
+        }
         let (portal, not_mapped) = portal(file, mode, opening);
         let queue = Self::proven(info, mode, portal, opening.deadline);
         match (queue, not_mapped) {
@@ -322,6 +328,9 @@ fn checked(info: &QueueInfo) -> Result<Mode, OpenError> {
         |reason| OpenError::Unusable { queue: info.full_name(), why: Unusable { reason, commands: Vec::new() } };
     if info.ats_disable {
         return Err(unusable(Reason::AtsDisabled));
+    }
+    if let Some(attribute) = info.doubtful {
+        return Err(unusable(Reason::Unknown(attribute)));
     }
     if info.size == 0 {
         return Err(unusable(Reason::Unknown("size")));

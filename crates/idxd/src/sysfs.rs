@@ -19,7 +19,7 @@ use std::sync::Arc;
 use attribute::Attributes;
 pub use capabilities::{GeneralCapabilities, IaaCapabilities, OperationSet};
 pub use info::{Device, DeviceInfo, EngineInfo, GroupInfo, Kind, Mode, QueueInfo, QueueType};
-pub use verdict::{Reason, Remark, Unusable};
+pub use verdict::{Reason, Remark, USUAL_BATCH, USUAL_TRANSFER, Unusable, usual_threshold};
 
 /// Where the kernel shows the devices, and where their files are.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,6 +80,10 @@ pub enum DiscoverError {
 
 /// Most entries of one directory that are looked at: a bus has a few dozen.
 const MAX_ENTRIES: usize = 16_384;
+/// Most devices that are looked at. Hosts have up to sixteen.
+const MAX_DEVICES: usize = 256;
+/// Highest number of a queue, group or engine: the registers that count them have eight bits (DSA section 9.2.3).
+const MAX_MEMBER: u32 = 255;
 
 /// All DSA and IAA devices with their groups, engines and queues, by name.
 ///
@@ -87,12 +91,18 @@ const MAX_ENTRIES: usize = 16_384;
 /// [`QueueInfo`].
 pub fn discover(directories: &Directories) -> Result<Vec<DeviceInfo>, DiscoverError> {
     let bus = list(&directories.sysfs)?;
-    let mut devices: Vec<DeviceInfo> = Vec::new();
-    for name in &bus {
-        let Some((kind, number)) = device_name(name) else { continue };
-        devices.push(read_device(directories, &bus, name, kind, number));
+    let mut names: Vec<(Kind, u32, &String)> =
+        bus.iter().filter_map(|name| device_name(name).map(|(kind, number)| (kind, number, name))).collect();
+    names.sort_unstable();
+    let left_out = names.len().saturating_sub(MAX_DEVICES);
+    names.truncate(MAX_DEVICES);
+    let mut devices: Vec<DeviceInfo> =
+        names.into_iter().map(|(kind, number, name)| read_device(directories, &bus, name, kind, number)).collect();
+    if left_out > 0
+        && let Some(last) = devices.last_mut()
+    {
+        last.oddities.push(format!("{left_out} more devices are shown than the {MAX_DEVICES} that are looked at"));
     }
-    devices.sort_by_key(|info| (info.device.kind, info.device.number));
     Ok(devices)
 }
 
@@ -143,7 +153,7 @@ fn device_name(name: &str) -> Option<(Kind, u32)> {
 /// The index of `wq0.3`, where the device is 0.
 fn member_name(name: &str, prefix: &str, device: u32) -> Option<u32> {
     let (of, index) = name.strip_prefix(prefix)?.split_once('.')?;
-    (number(of)? == device).then(|| number(index))?
+    (number(of)? == device).then(|| number(index).filter(|index| *index <= MAX_MEMBER))?
 }
 
 /// As the kernel writes it: `+1`, ` 1` and `01` would be second names of the same thing.

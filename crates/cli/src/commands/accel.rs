@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::{Args, Subcommand};
-use sterna_idxd::{DeviceInfo, Directories, Kind, Operation, QueueInfo, WorkQueue, discover, iaa};
+use sterna_idxd::{DeviceInfo, Directories, Kind, Operation, QueueInfo, Reason, WorkQueue, discover, iaa};
 use sterna_memory::scan::Implementation;
 use sterna_offload::plan::{Accelerator, Plan, PlanDevice};
 use sterna_offload::trace::Trace;
@@ -136,10 +136,9 @@ fn describe(text: &mut String, info: &DeviceInfo, directories: &Directories, clo
             let _ = writeln!(text, "    note: {remark}");
         }
     }
-    if info.queues.iter().all(|queue| queue.unusable.is_some()) {
-        for command in info.commands_to_set_up() {
-            let _ = writeln!(text, "    to set it up, as root: {command}");
-        }
+    let empty = |queue: &QueueInfo| queue.unusable.as_ref().is_some_and(|why| why.reason == Reason::NotConfigured);
+    if info.queues.iter().all(empty) {
+        let _ = writeln!(text, "  to set it up: `sterna accel plan --devices {}` prints how", device.name);
     }
     for oddity in &info.oddities {
         let _ = writeln!(text, "  odd: {oddity}");
@@ -156,7 +155,7 @@ fn verdict(queue: &QueueInfo, directories: &Directories, closed: bool) -> String
         return format!("would be used for {uses}");
     }
     match WorkQueue::open(queue.clone(), directories) {
-        Ok(opened) => format!("opens (by {:?}); used for {uses}", opened.way()),
+        Ok(opened) => format!("opens (by {}); used for {uses}", opened.way()),
         Err(error) => format!("not used: {error}"),
     }
 }

@@ -348,11 +348,33 @@ fn a_queue_whose_portal_cannot_be_mapped_is_opened_for_writing() {
 #[cfg(not(miri))]
 fn without_the_instructions_nothing_is_mapped() {
     let pipe = Pipe::new();
-    let device = pipe.device(1);
-    let opening = Opening { instructions: Instructions::NONE, ..Opening::default() };
-    let queue = WorkQueue::open_with(info(Mode::Shared), &pipe.directories(), &opening).unwrap();
-    assert_eq!(queue.way(), Way::Write);
-    device.join().unwrap();
+    let node = pipe.directories().node(Kind::Dsa, "wq0.0");
+    std::fs::remove_file(&node).unwrap();
+    // It takes what is written, and answers nothing.
+    std::os::unix::fs::symlink("/dev/null", &node).unwrap();
+    let opening = Opening { instructions: Instructions::NONE, deadline: quick(), ..Opening::default() };
+    let error = WorkQueue::open_with(info(Mode::Shared), &pipe.directories(), &opening).unwrap_err();
+    assert!(matches!(error, OpenError::NotProven { way: Way::Write, why: NotProven::NoAnswer(_), .. }), "{error}");
+}
+
+#[test]
+#[cfg(not(miri))]
+fn nothing_is_written_to_what_is_no_character_device() {
+    let pipe = Pipe::new();
+    let node = pipe.directories().node(Kind::Dsa, "wq0.0");
+    for plain in [false, true] {
+        if plain {
+            std::fs::remove_file(&node).unwrap();
+            std::fs::write(&node, [7; 4096]).unwrap();
+        }
+        for instructions in [Instructions::NONE, Instructions::detect()] {
+            let opening = Opening { instructions, deadline: quick(), ..Opening::default() };
+            let error = WorkQueue::open_with(info(Mode::Shared), &pipe.directories(), &opening).unwrap_err();
+            assert!(matches!(error, OpenError::NotADevice { .. }), "{error}");
+            assert!(error.to_string().contains("no character device"), "{error}");
+        }
+    }
+    assert_eq!(std::fs::read(&node).unwrap(), [7; 4096], "not a byte was changed");
 }
 
 #[test]

@@ -8,6 +8,13 @@ use std::path::{Path, PathBuf};
 /// Longest attribute that is read: sysfs itself has no longer ones.
 const MAX_BYTES: u64 = 4096;
 
+/// An attribute that is there and makes no sense, and on which it depends whether a queue is safe to use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Doubt(pub(super) &'static str);
+
+/// It has been noted.
+struct Odd;
+
 /// The attributes of one directory, and what was odd about them.
 pub(super) struct Attributes {
     directory: PathBuf,
@@ -31,24 +38,51 @@ impl Attributes {
     /// The trimmed text; `None` if the attribute does not exist (older kernels and lesser devices lack some), is empty, or
     /// cannot be read, which is an oddity.
     pub(super) fn text(&mut self, attribute: &str) -> Option<String> {
+        self.read(attribute).ok().flatten().filter(|text| !text.is_empty())
+    }
+
+    /// As [`text`](Self::text), but whoever must not guess learns whether the attribute is there and makes no sense.
+    pub(super) fn text_or_doubt(&mut self, attribute: &'static str) -> Result<Option<String>, Doubt> {
+        Ok(self.read(attribute).map_err(|Odd| Doubt(attribute))?.filter(|text| !text.is_empty()))
+    }
+
+    /// 0 or 1, and `None` only where the kernel does not have the attribute: where it is there and is neither, nobody knows.
+    pub(super) fn switch_or_doubt(&mut self, attribute: &'static str) -> Result<Option<bool>, Doubt> {
+        match self.read(attribute).map_err(|Odd| Doubt(attribute))?.as_deref() {
+            None => Ok(None),
+            Some("0") => Ok(Some(false)),
+            Some("1") => Ok(Some(true)),
+            Some(other) => {
+                let shown = shorten(other);
+                self.odd(format!("{} is {shown:?}, which is neither 0 nor 1", self.at(attribute)));
+                Err(Doubt(attribute))
+            }
+        }
+    }
+
+    /// The trimmed text, empty or not; `None` if there is no such attribute. What cannot be read is noted as odd.
+    fn read(&mut self, attribute: &str) -> Result<Option<String>, Odd> {
         let mut bytes = Vec::new();
         // Not blocking: whoever names another directory may have a pipe in it, which would wait for a writer.
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(self.directory.join(attribute));
+        let path = self.directory.join(attribute);
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path);
         let read = file.and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
         match read {
             Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
+            // A link that leads nowhere is there.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && path.symlink_metadata().is_err() => {
+                return Ok(None);
+            }
             Err(error) => {
                 self.odd(format!("{} cannot be read: {error}", self.at(attribute)));
-                return None;
+                return Err(Odd);
             }
         }
-        match std::str::from_utf8(&bytes).map(str::trim) {
-            Ok("") => None,
-            Ok(text) => Some(text.to_owned()),
+        match std::str::from_utf8(&bytes) {
+            Ok(text) => Ok(Some(text.trim().to_owned())),
             Err(_) => {
                 self.odd(format!("{} is not text", self.at(attribute)));
-                None
+                Err(Odd)
             }
         }
     }

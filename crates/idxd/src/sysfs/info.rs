@@ -4,10 +4,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::attribute::Attributes;
+use super::Directories;
+use super::attribute::{Attributes, Doubt};
 use super::capabilities::{GeneralCapabilities, IaaCapabilities, OperationSet};
 use super::verdict::{Remark, Unusable};
-use super::{Directories, verdict};
 
 /// Which accelerator a device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -69,6 +69,8 @@ pub struct Device {
     pub configurable: Option<bool>,
     /// Whether user-space queues can bind an address space: shared virtual addressing is on.
     pub pasid_enabled: Option<bool>,
+    /// An attribute that is there, makes no sense, and must be known before anything is submitted.
+    pub doubtful: Option<&'static str>,
     /// Most descriptors in a batch; absent on IAA.
     pub max_batch: Option<u32>,
     /// Most bytes of a transfer.
@@ -108,6 +110,7 @@ impl Device {
             enabled: None,
             configurable: None,
             pasid_enabled: None,
+            doubtful: None,
             max_batch: None,
             max_transfer: None,
             max_queues: None,
@@ -128,13 +131,15 @@ impl Device {
     }
 
     pub(super) fn read(name: &str, kind: Kind, number: u32, attributes: &mut Attributes) -> Self {
+        let pasid_enabled = attributes.switch_or_doubt("pasid_enabled");
         Self {
             number,
             version: attributes.number32("version", u32::MAX).unwrap_or(0),
             numa_node: attributes.number_or_none("numa_node", MAX_NODES),
             enabled: attributes.enabled("state"),
             configurable: attributes.switch("configurable"),
-            pasid_enabled: attributes.switch("pasid_enabled"),
+            pasid_enabled: pasid_enabled.ok().flatten(),
+            doubtful: pasid_enabled.err().map(|Doubt(attribute)| attribute),
             max_batch: attributes.number32("max_batch_size", MAX_BATCH),
             max_transfer: attributes.number("max_transfer_size", MAX_TRANSFER),
             max_queues: attributes.number32("max_work_queues", MAX_MEMBERS),
@@ -292,6 +297,8 @@ pub struct QueueInfo {
     pub ats_disable: bool,
     /// Whether page requests are off: every fault is reported, none resolved.
     pub prs_disable: bool,
+    /// An attribute that is there, makes no sense, and must be known before anything is submitted: the queue is not usable.
+    pub doubtful: Option<&'static str>,
     /// Operations the queue is configured for; `None` means whatever the device has.
     pub operations: Option<OperationSet>,
     /// Processes that have it open.
@@ -328,6 +335,7 @@ impl QueueInfo {
             block_on_fault: false,
             ats_disable: false,
             prs_disable: false,
+            doubtful: None,
             operations: device.operations,
             clients: None,
             unusable: None,
@@ -354,6 +362,10 @@ impl QueueInfo {
     pub(super) fn read(index: u32, device: &Arc<Device>, at: &Directories, attributes: &mut Attributes) -> Self {
         let name = attributes.name().to_owned();
         let mode = attributes.text("mode");
+        // Older kernels have neither. Where they are, a guess could lose writes, or submit to another driver's queue.
+        let ats_disable = attributes.switch_or_doubt("ats_disable");
+        let driver = attributes.text_or_doubt("driver_name");
+        let doubt = ats_disable.as_ref().err().or(driver.as_ref().err());
         let max_transfer = attributes.number("max_transfer_size", MAX_TRANSFER);
         let max_batch = attributes.number32("max_batch_size", MAX_BATCH);
         let size = attributes.number32("size", MAX_ENTRIES).unwrap_or(0);
@@ -366,7 +378,8 @@ impl QueueInfo {
                 "none" => QueueType::None,
                 _ => QueueType::Other(text),
             }),
-            driver: attributes.text("driver_name"),
+            doubtful: doubt.map(|Doubt(attribute)| *attribute),
+            driver: driver.ok().flatten(),
             label: attributes.text("name"),
             mode: match mode.as_deref() {
                 Some("shared") => Some(Mode::Shared),
@@ -381,7 +394,7 @@ impl QueueInfo {
             max_batch: max_batch.filter(|_| device.kind == Kind::Dsa).unwrap_or(1).max(1),
             max_transfer: max_transfer.or(device.max_transfer).unwrap_or(DEFAULT_TRANSFER).max(1),
             block_on_fault: attributes.switch("block_on_fault").unwrap_or(false),
-            ats_disable: attributes.switch("ats_disable").unwrap_or(false),
+            ats_disable: ats_disable == Ok(Some(true)),
             prs_disable: attributes.switch("prs_disable").unwrap_or(false),
             operations: operations(attributes, "op_config"),
             clients: attributes.number32("clients", u32::MAX),
@@ -405,12 +418,4 @@ pub struct DeviceInfo {
     pub queues: Vec<QueueInfo>,
     /// Attributes that could not be made sense of, one sentence each.
     pub oddities: Vec<String>,
-}
-
-impl DeviceInfo {
-    /// The `accel-config` lines that would make the device's first queue ready, from whatever state it is in. None where it is, or
-    /// where something else is missing: shared virtual addressing, the device file, the permission to open it.
-    pub fn commands_to_set_up(&self) -> Vec<String> {
-        verdict::set_up(self)
-    }
 }

@@ -210,6 +210,7 @@ fn names_that_are_not_the_kernels_are_passed_over() {
         "wq+0.0",
         "wq7.0",
         "wq0.00",
+        "wq0.256",
     ] {
         fs::create_dir(tree.sysfs().join(name)).unwrap();
     }
@@ -227,14 +228,13 @@ fn each_reason_has_its_sentence_and_its_lines() {
     let end = "--threshold=15 --priority=10 --max-transfer-size=2097152 --max-batch-size=128";
     let configure = &*format!("{start} {end}");
     let with_size = &*format!("{start} --wq-size=16 {end}");
-    let from_nothing = &*with_size.replace("threshold=15", "threshold=16");
     let with_translation = &*format!("{configure} --ats-disable=0");
     let dedicated = &*with_translation.replace("mode=shared", "mode=dedicated").replace(" --threshold=15", "");
     let disable = "accel-config disable-wq dsa0/wq0.0";
     let enable = "accel-config enable-wq dsa0/wq0.0";
     let (disable_device, enable_device) = ("accel-config disable-device dsa0", "accel-config enable-device dsa0");
     type Case<'a> = (&'a [(&'a str, &'a str)], &'a str, &'a [&'a str]);
-    let cases: [Case<'_>; 13] = [
+    let cases: [Case<'_>; 16] = [
         (&[("wq0.0/state", "disabled")], "disabled", &[enable]),
         (&[("dsa0/state", "disabled"), ("wq0.0/state", "disabled")], "device is disabled", &[enable_device, enable]),
         (
@@ -242,11 +242,15 @@ fn each_reason_has_its_sentence_and_its_lines() {
                 ("dsa0/state", "disabled"),
                 ("wq0.0/state", "disabled"),
                 ("engine0.0/group_id", "-1"),
-                ("wq0.0/size", "0"),
+                ("wq0.0/threshold", "0"),
             ],
             "device is disabled",
-            &["accel-config config-engine dsa0/engine0.0 --group-id=0", from_nothing, enable_device, enable],
+            &["accel-config config-engine dsa0/engine0.0 --group-id=0", with_size, enable_device, enable],
         ),
+        // How its entries are divided is for a plan to say.
+        (&[("wq0.0/state", "disabled"), ("wq0.0/size", "0")], "not configured: it has no entries", &[]),
+        (&[("wq0.0/ats_disable", "maybe")], "ats_disable in a form that", &[disable, with_translation, enable]),
+        (&[("dsa0/pasid_enabled", "yes")], "device's pasid_enabled in a form that", &[]),
         (
             &[("wq0.0/type", "kernel"), ("wq0.0/driver_name", "dmaengine")],
             "belongs to the kernel (driver dmaengine)",
@@ -257,7 +261,6 @@ fn each_reason_has_its_sentence_and_its_lines() {
             &[
                 ("wq0.0/type", "none"),
                 ("wq0.0/state", "disabled"),
-                ("wq0.0/size", "0"),
                 ("wq0.0/group_id", "-1"),
                 ("engine0.1/group_id", "0"),
             ],
@@ -266,7 +269,7 @@ fn each_reason_has_its_sentence_and_its_lines() {
                 disable_device,
                 "accel-config config-engine dsa0/engine0.0 --group-id=0",
                 "accel-config config-engine dsa0/engine0.1 --group-id=0",
-                from_nothing,
+                with_size,
                 enable_device,
                 enable,
             ],
@@ -369,17 +372,66 @@ fn what_an_older_kernel_does_not_show_is_not_held_against_it() {
 
 #[test]
 fn what_must_be_known_and_is_not_makes_a_queue_unusable() {
-    for (attribute, name) in [
-        ("wq0.0/mode", "mode"),
-        ("wq0.0/size", "size"),
-        ("wq0.0/type", "type"),
-        ("wq0.0/state", "state"),
-        ("dsa0/state", "device's state"),
-    ] {
+    for (attribute, name) in
+        [("wq0.0/mode", "mode"), ("wq0.0/size", "size"), ("wq0.0/type", "type"), ("wq0.0/state", "state")]
+    {
         let tree = Tree::with_devices();
         tree.unset(attribute);
         assert_eq!(tree.verdict().reason, Reason::Unknown(name));
     }
+    let tree = Tree::with_devices();
+    tree.unset("dsa0/state");
+    assert_eq!(tree.verdict().reason, Reason::UnknownOfDevice("state"));
+}
+
+/// With address translation off by the device writes are lost silently: whoever cannot tell must not write.
+#[test]
+fn what_decides_about_safety_and_makes_no_sense_makes_a_queue_unusable() {
+    for kind in ["garbage", "empty", "number", "directory", "loop", "nowhere", "not text", "unreadable"] {
+        for (attribute, reason) in [
+            ("wq0.0/ats_disable", Reason::Unknown("ats_disable")),
+            ("wq0.0/driver_name", Reason::Unknown("driver_name")),
+            ("dsa0/pasid_enabled", Reason::UnknownOfDevice("pasid_enabled")),
+        ] {
+            let tree = Tree::with_devices();
+            let path = tree.sysfs().join(attribute);
+            fs::remove_file(&path).unwrap();
+            match kind {
+                // A name is any text; an empty one is what kernels show that have none to show.
+                "garbage" | "empty" | "number" if attribute.ends_with("driver_name") => continue,
+                "garbage" => fs::write(&path, "no\n").unwrap(),
+                "empty" => fs::write(&path, "\n").unwrap(),
+                "number" => fs::write(&path, "2\n").unwrap(),
+                "directory" => fs::create_dir(&path).unwrap(),
+                "loop" => std::os::unix::fs::symlink(&path, &path).unwrap(),
+                "nowhere" => std::os::unix::fs::symlink("/nowhere/at/all", &path).unwrap(),
+                "not text" => fs::write(&path, [0xff, 0xfe, b'\n']).unwrap(),
+                _ if rustix::process::geteuid().is_root() => {
+                    println!("not as root, who may read everything: an attribute without permission");
+                    continue;
+                }
+                _ => {
+                    fs::write(&path, "0\n").unwrap();
+                    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o000)).unwrap();
+                }
+            }
+            let verdict = tree.verdict();
+            assert_eq!(verdict.reason, reason, "{attribute}: {kind}");
+            assert!(verdict.to_string().contains("does not show"), "{verdict}");
+        }
+    }
+}
+
+#[test]
+fn more_devices_than_any_host_has_are_left_out_and_counted() {
+    let tree = Tree::new();
+    for number in 0..300 {
+        fs::create_dir(tree.sysfs().join(format!("dsa{number}"))).unwrap();
+    }
+    let devices = tree.discover();
+    assert_eq!(devices.len(), 256);
+    assert_eq!(devices[255].device.name, "dsa255", "the first, by number");
+    assert_eq!(devices[255].oddities, ["44 more devices are shown than the 256 that are looked at"]);
 }
 
 #[test]
@@ -457,20 +509,19 @@ fn the_environment_can_name_other_directories() {
 }
 
 #[test]
-fn a_device_can_be_set_up_from_nothing() {
+fn a_queue_that_has_only_entries_can_be_set_up() {
     let tree = Tree::with_devices();
     for (attribute, value) in
         [("dsa0/state", "disabled"), ("wq0.0/state", "disabled"), ("wq0.0/type", "none"), ("engine0.0/group_id", "-1")]
     {
         tree.set(attribute, value);
     }
-    let lines = tree.discover()[0].commands_to_set_up();
+    let lines = tree.verdict().commands;
     assert_eq!(lines.len(), 4);
     assert!(lines[0].contains("config-engine") && lines[3].contains("enable-wq"), "{lines:?}");
     let tree = Tree::with_devices();
-    assert_eq!(tree.discover()[0].commands_to_set_up(), [] as [&str; 0], "it is ready");
     fs::remove_file(tree.directories().dev.join("dsa/wq0.0")).unwrap();
-    assert_eq!(tree.discover()[0].commands_to_set_up(), [] as [&str; 0], "what is missing is the device file");
+    assert_eq!(tree.verdict().commands, [] as [&str; 0], "what is missing is the device file");
 }
 
 proptest! {

@@ -38,6 +38,8 @@ pub enum Reason {
     },
     /// It is for a driver that is not the one for processes.
     OtherDriver(String),
+    /// It has no entries: nobody has configured it. A device has a few queues that nobody needs.
+    NotConfigured,
     /// It has no type, or one this crate does not know.
     NotForUsers,
     /// Shared virtual addressing is off.
@@ -50,6 +52,8 @@ pub enum Reason {
     QueueDisabled,
     /// The kernel does not show something that must be known.
     Unknown(&'static str),
+    /// The same of its device.
+    UnknownOfDevice(&'static str),
     /// It is in no group, or in one without an engine.
     NoEngine,
     /// The device file is not there.
@@ -68,6 +72,7 @@ impl fmt::Display for Reason {
             Reason::OtherDriver(driver) => {
                 write!(f, "it is meant for the driver {driver:?}, not for \"user\", the one that serves processes")
             }
+            Reason::NotConfigured => f.write_str("it is not configured: it has no entries"),
             Reason::NotForUsers => f.write_str("it is not configured for processes (type user)"),
             Reason::NoSharedAddressing => f.write_str(
                 "the device has no shared virtual addressing (pasid_enabled is 0): boot with intel_iommu=on,sm_on on a \
@@ -80,6 +85,9 @@ impl fmt::Display for Reason {
             Reason::QueueDisabled => f.write_str("it is disabled"),
             Reason::Unknown(attribute) => {
                 write!(f, "the kernel does not show its {attribute} in a form that makes sense")
+            }
+            Reason::UnknownOfDevice(attribute) => {
+                write!(f, "the kernel does not show its device's {attribute} in a form that makes sense")
             }
             Reason::NoEngine => f.write_str("it is in no group that has an engine"),
             Reason::NoNode(node) => {
@@ -139,6 +147,12 @@ fn reason(info: &DeviceInfo, queue: &QueueInfo) -> Option<Reason> {
     if device.pasid_enabled == Some(false) {
         return Some(Reason::NoSharedAddressing);
     }
+    if queue.size == 0 && queue.enabled != Some(true) {
+        return Some(Reason::NotConfigured);
+    }
+    if let Some(attribute) = device.doubtful {
+        return Some(Reason::UnknownOfDevice(attribute));
+    }
     match &queue.queue_type {
         Some(QueueType::User) => {}
         Some(QueueType::Kernel) => return Some(Reason::Kernel { driver: queue.driver.clone() }),
@@ -151,10 +165,13 @@ fn reason(info: &DeviceInfo, queue: &QueueInfo) -> Option<Reason> {
     if queue.ats_disable {
         return Some(Reason::AtsDisabled);
     }
+    if let Some(attribute) = queue.doubtful {
+        return Some(Reason::Unknown(attribute));
+    }
     match device.enabled {
         Some(true) => {}
         Some(false) => return Some(Reason::DeviceDisabled),
-        None => return Some(Reason::Unknown("device's state")),
+        None => return Some(Reason::UnknownOfDevice("state")),
     }
     match queue.enabled {
         Some(true) => {}
@@ -193,9 +210,15 @@ fn node(path: &Path) -> Result<(), Reason> {
 /// And sizes and groups can be changed only while the *device* is disabled, which loses those of all its queues and engines.
 fn commands(info: &DeviceInfo, queue: &QueueInfo, reason: &Reason) -> Vec<String> {
     match reason {
-        Reason::NoSharedAddressing | Reason::NoNode(_) | Reason::NoPermission(_) => Vec::new(),
+        Reason::NoSharedAddressing | Reason::NoNode(_) | Reason::NoPermission(_) | Reason::UnknownOfDevice(_) => {
+            Vec::new()
+        }
+        // How many entries it should have depends on what all other queues of the device are for, which is a plan, and no repair.
+        _ if queue.size == 0 => Vec::new(),
         Reason::DeviceDisabled | Reason::QueueDisabled if configured(info, queue) => enable(info, queue),
-        Reason::AtsDisabled => reconfigure(info, queue, &Wanted { also: " --ats-disable=0", ..Wanted::of(queue) }),
+        Reason::AtsDisabled | Reason::Unknown("ats_disable") => {
+            reconfigure(info, queue, &Wanted { also: " --ats-disable=0", ..Wanted::of(queue) })
+        }
         _ => reconfigure(info, queue, &Wanted { mode: Mode::Shared, also: "" }),
     }
 }
@@ -255,11 +278,18 @@ fn engine_lines(info: &DeviceInfo, group: u32) -> Vec<String> {
     vec![free.map_or_else(|| line(&format!("engine{}.0", info.device.number)), |engine| line(&engine.name))]
 }
 
-/// Entries of a queue where none are configured: the kernel's own default is 16, and a device has 128 in all.
-const USUAL_SIZE: u32 = 16;
-/// Members of a batch and bytes of a transfer that suit migration: a batch of 128 pages, 512 KiB.
-const USUAL_BATCH: u32 = 128;
-const USUAL_TRANSFER: u64 = 2 << 20;
+/// Descriptors in a batch that suit migration: the pages of a packet of the usual 512 KiB. The kernel's default of 32 would make
+/// four of it.
+pub const USUAL_BATCH: u32 = 128;
+/// Bytes of a transfer that suit migration: the kernel's default, and four such packets.
+pub const USUAL_TRANSFER: u64 = 2 << 20;
+
+/// The threshold that suits a shared queue of this size: at least one entry, as a rule a twelfth of them, is kept for the kernel's own
+/// commands (config-wq(1), `--threshold`).
+pub const fn usual_threshold(size: u32) -> u32 {
+    let kept = if size < 24 { 1 } else { size / 12 };
+    size.saturating_sub(kept)
+}
 
 /// What a queue should be like afterwards, where that is not what it is or what suits.
 struct Wanted {
@@ -275,8 +305,7 @@ impl Wanted {
 }
 
 fn config_line(info: &DeviceInfo, queue: &QueueInfo, wanted: &Wanted, with_size: bool) -> String {
-    let size = if queue.size == 0 { USUAL_SIZE } else { queue.size };
-    let size = info.device.max_queue_entries.filter(|most| *most > 0).map_or(size, |most| size.min(most));
+    let size = info.device.max_queue_entries.filter(|most| *most > 0).map_or(queue.size, |most| queue.size.min(most));
     let batch = match queue.kind() {
         Kind::Dsa => {
             let most = info.device.max_batch.unwrap_or(USUAL_BATCH);
@@ -285,7 +314,10 @@ fn config_line(info: &DeviceInfo, queue: &QueueInfo, wanted: &Wanted, with_size:
         Kind::Iaa => String::new(),
     };
     let threshold = match wanted.mode {
-        Mode::Shared => format!(" --threshold={}", queue.threshold.filter(|threshold| *threshold > 0).unwrap_or(size)),
+        Mode::Shared => format!(
+            " --threshold={}",
+            queue.threshold.filter(|threshold| *threshold > 0).unwrap_or_else(|| usual_threshold(size))
+        ),
         Mode::Dedicated => String::new(),
     };
     format!(
@@ -305,12 +337,6 @@ fn config_line(info: &DeviceInfo, queue: &QueueInfo, wanted: &Wanted, with_size:
 /// Whether a label from sysfs can stand in a line that people paste into a root shell.
 fn plain(label: &str) -> bool {
     !label.is_empty() && label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
-}
-
-pub(super) fn set_up(info: &DeviceInfo) -> Vec<String> {
-    // What its first queue lacks: where that is no matter of configuration, configuring it anew would help nobody.
-    let why = info.queues.first().and_then(|queue| queue.unusable.as_ref());
-    why.map_or_else(Vec::new, |why| why.commands.clone())
 }
 
 fn remarks(info: &DeviceInfo, queue: &QueueInfo) -> Vec<Remark> {
