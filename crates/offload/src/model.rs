@@ -3,6 +3,9 @@
 //! The model decodes the 64 bytes and works on this process's memory by its real page tables; everything above the portal is
 //! the product as it is on hardware.
 
+use std::fs::OpenOptions;
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,10 +17,32 @@ use sterna_idxd_model::{Model, ModelConfig, ModelQueue};
 /// How long closing waits for what is under way, before the device is reset as the kernel does.
 const DRAIN: Duration = Duration::from_secs(2);
 
+/// Largest file of a model that is read: a device takes less than a kilobyte.
+const LARGEST: u64 = 16 << 20;
+
 /// Reads a model's configuration, and changes nothing.
 pub(crate) fn read(file: &Path) -> Result<ModelConfig, String> {
-    let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
-    ModelConfig::from_json(&text).map_err(|error| format!("{}: {error}", file.display()))
+    ModelConfig::from_json(&text(file)?).map_err(|error| error.to_string())
+}
+
+fn text(file: &Path) -> Result<String, String> {
+    // Not blocking: a pipe would wait for a writer.
+    let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(file);
+    let opened = opened.map_err(|error| error.to_string())?;
+    if !opened.metadata().map_err(|error| error.to_string())?.is_file() {
+        return Err("it is no regular file".into());
+    }
+    let mut text = String::new();
+    opened.take(LARGEST + 1).read_to_string(&mut text).map_err(|error| error.to_string())?;
+    match text.len() as u64 > LARGEST {
+        true => Err(format!("it is larger than {} MiB", LARGEST >> 20)),
+        false => Ok(text),
+    }
+}
+
+/// The names of its devices.
+pub(crate) fn devices(config: &ModelConfig) -> Vec<&str> {
+    config.devices.iter().map(|device| device.name.as_str()).collect()
 }
 
 /// Starts a model and opens all queues of it.

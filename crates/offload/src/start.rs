@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use sterna_idxd::{QueueInfo, WorkQueue, discover};
+use sterna_idxd::{QueueInfo, Reason, WorkQueue, discover};
 
 use crate::accelerators::{Accelerators, Wish};
 use crate::engine::Kind;
@@ -43,14 +43,14 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
                 let usable: Vec<_> =
                     of_kind.iter().filter(|queue| queue.unusable.is_none()).map(|queue| (*queue).clone()).collect();
                 if usable.is_empty() {
-                    let reasons: Vec<_> = of_kind.iter().filter_map(|queue| reason(queue)).collect();
+                    let reasons = reasons(&of_kind);
                     return Err(missing(match &found {
                         Err(error) => error.to_string(),
                         Ok(_) if reasons.is_empty() => format!("this host has no {} work queue", kind.name()),
                         Ok(_) => reasons.join("; "),
                     }));
                 }
-                opened.not_used.extend(of_kind.iter().filter_map(|queue| reason(queue)));
+                opened.not_used.extend(reasons(&of_kind));
                 chosen.extend(usable);
             }
             Wish::Queue(kind, path) => {
@@ -75,7 +75,19 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
         match &found {
             Err(error) => opened.not_used.push(format!("dsa, iaa: {error}")),
             Ok(_) if all.is_empty() => opened.not_used.push("dsa, iaa: no work queue is configured".into()),
-            Ok(_) => opened.not_used.extend(all.iter().filter_map(reason)),
+            Ok(_) => opened.not_used.extend(reasons(&all.iter().collect::<Vec<_>>())),
+        }
+    }
+    // Queues are told apart by their names, and those of one device belong together: two devices of one name would become one.
+    for (index, (wish, model)) in models.iter().enumerate() {
+        let missing = |why: String| StartError::Missing { wish: wish.to_string(), why };
+        for name in devices_of(model) {
+            if chosen.iter().any(|queue| queue.device.name == name) {
+                return Err(missing(format!("this host has a device {name}, too, and both are asked for")));
+            }
+            if let Some((other, _)) = models[..index].iter().find(|(_, other)| devices_of(other).contains(&name)) {
+                return Err(missing(format!("{other} has a device {name}, too")));
+            }
         }
     }
     let mut names = std::collections::HashSet::new();
@@ -100,7 +112,11 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
     }
     for (wish, model) in models {
         let missing = |why: String| StartError::Missing { wish: wish.to_string(), why };
-        opened.queues.extend(open_model(model).map_err(missing)?);
+        let queues = open_model(model).map_err(missing)?;
+        if queues.is_empty() {
+            return Err(missing("this model has no work queue".into()));
+        }
+        opened.queues.extend(queues);
     }
     // A kind asked for by name of which nothing opened is not there.
     for wish in choice.wishes() {
@@ -141,16 +157,26 @@ pub(crate) fn kind_of(queue: &QueueInfo) -> Kind {
 }
 
 fn reason(queue: &QueueInfo) -> Option<String> {
-    let why = queue.unusable.as_ref()?;
-    let help = match why.commands.is_empty() {
-        true => String::new(),
-        false => format!(" ({})", why.commands.join("; ")),
-    };
-    Some(format!("{}: {}{help}", queue.full_name(), why.reason))
+    queue.unusable.as_ref().map(|why| format!("{}: {why}", queue.full_name()))
+}
+
+/// Why of these queues some are not used. A device has more queues than anybody configures: only where it has no other are those
+/// that nobody configured a reason.
+fn reasons(queues: &[&QueueInfo]) -> Vec<String> {
+    let configured =
+        |queue: &QueueInfo| !queue.unusable.as_ref().is_some_and(|why| why.reason == Reason::NotConfigured);
+    let mut reasons: Vec<_> =
+        queues.iter().filter(|queue| configured(queue)).filter_map(|queue| reason(queue)).collect();
+    let mut empty: Vec<_> = queues.iter().map(|queue| queue.device.name.as_str()).collect();
+    empty.dedup();
+    empty.retain(|name| !queues.iter().any(|queue| queue.device.name == *name && configured(queue)));
+    let plan = |name| format!("{name}: no queue of it is configured (`sterna accel plan --devices {name}` says how)");
+    reasons.extend(empty.into_iter().map(plan));
+    reasons
 }
 
 #[cfg(feature = "model")]
-use crate::model::{open as open_model, read as read_model};
+use crate::model::{devices as devices_of, open as open_model, read as read_model};
 
 /// What a build without the model has in place of one.
 #[cfg(not(feature = "model"))]
@@ -160,6 +186,11 @@ enum NoModel {}
 #[cfg(not(feature = "model"))]
 fn read_model(_: &std::path::Path) -> Result<NoModel, String> {
     Err("this build has no software model (feature `model`)".into())
+}
+
+#[cfg(not(feature = "model"))]
+fn devices_of(model: &NoModel) -> Vec<&str> {
+    match *model {}
 }
 
 #[cfg(not(feature = "model"))]
