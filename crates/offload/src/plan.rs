@@ -6,7 +6,10 @@
 use std::fmt::Write as _;
 
 use serde::Serialize;
+use sterna_idxd::{USUAL_BATCH, USUAL_TRANSFER, usual_threshold};
 use thiserror::Error;
+
+use crate::settings::LEDGERS;
 
 /// What a device is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,12 +31,12 @@ pub struct PlanDevice {
     pub engines: u32,
     /// `max_work_queues`.
     pub work_queues: u32,
-    /// `max_work_queues_size`: entries for all queues together.
-    pub entries: u32,
+    /// `max_work_queues_size`: entries for all queues together. None where the kernel does not show it, here and below.
+    pub entries: Option<u32>,
     /// `max_batch_size`, in descriptors; not used for IAA, which has no batches.
-    pub max_batch: u32,
+    pub max_batch: Option<u32>,
     /// `max_transfer_size`, in bytes.
-    pub max_transfer: u64,
+    pub max_transfer: Option<u64>,
 }
 
 impl PlanDevice {
@@ -44,9 +47,9 @@ impl PlanDevice {
             kind: Accelerator::Dsa,
             engines: 4,
             work_queues: 8,
-            entries: 128,
-            max_batch: 1024,
-            max_transfer: 1 << 31,
+            entries: Some(128),
+            max_batch: Some(1024),
+            max_transfer: Some(1 << 31),
         }
     }
 }
@@ -73,15 +76,20 @@ pub enum PlanError {
         /// Its entries.
         entries: u32,
     },
+    /// How many entries there are to be divided is not known.
+    #[error(
+        "the kernel does not show how many queue entries {device} has (max_work_queues_size), so they cannot be divided; \
+         --devices chooses others"
+    )]
+    UnknownEntries {
+        /// The device.
+        device: String,
+    },
     /// A name that no `accel-config` line could have.
     #[error("{0:?} is not the name of a device: it is dsa or iax with a number")]
     Name(String),
 }
 
-/// Descriptors in a batch: the pages of a packet of the usual 512 KiB. The kernel's default of 32 would make four of it.
-const BATCH: u32 = 128;
-/// The kernel's default, and four packets.
-const TRANSFER: u64 = 2 << 20;
 /// Batches that one guest's channel keeps in flight so that the device never waits for it.
 const IN_FLIGHT: u64 = 2;
 
@@ -96,7 +104,8 @@ struct Queue {
     block_on_fault: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     max_batch_size: Option<u32>,
-    max_transfer_size: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_transfer_size: Option<u64>,
     #[serde(rename = "type")]
     kind: &'static str,
     driver_name: &'static str,
@@ -177,16 +186,12 @@ impl Queue {
     fn command(&self, device: &str) -> String {
         let mut line = format!(
             "accel-config config-wq {device}/{} --group-id={} --mode={} --wq-size={} --threshold={} --priority={} \
-             --block-on-fault={} --max-transfer-size={}",
-            self.dev,
-            self.group_id,
-            self.mode,
-            self.size,
-            self.threshold,
-            self.priority,
-            self.block_on_fault,
-            self.max_transfer_size
+             --block-on-fault={}",
+            self.dev, self.group_id, self.mode, self.size, self.threshold, self.priority, self.block_on_fault,
         );
+        if let Some(size) = self.max_transfer_size {
+            let _ = write!(line, " --max-transfer-size={size}");
+        }
         if let Some(size) = self.max_batch_size {
             let _ = write!(line, " --max-batch-size={size}");
         }
@@ -205,8 +210,9 @@ fn plan_device(device: &PlanDevice) -> Result<Device, PlanError> {
     // As the kernel writes it, and no other way that would read as the same number.
     let number = number.filter(|number| *name == format!("{prefix}{number}"));
     let number = number.ok_or_else(|| PlanError::Name(name.clone()))?;
-    if *engines < 1 || *work_queues < 2 || *entries < 16 {
-        let (device, engines, work_queues, entries) = (name.clone(), *engines, *work_queues, *entries);
+    let entries = entries.ok_or_else(|| PlanError::UnknownEntries { device: name.clone() })?;
+    if *engines < 1 || *work_queues < 2 || entries < 16 {
+        let (device, engines, work_queues) = (name.clone(), *engines, *work_queues);
         return Err(PlanError::TooSmall { device, engines, work_queues, entries });
     }
     // A guest that stands has little left to send, and nobody before it in its queue.
@@ -232,15 +238,14 @@ fn queue(device: &PlanDevice, number: u32, index: u32, size: u32, priority: u32,
         // A page that is not there would hold up an engine, and everybody's work behind it.
         block_on_fault: 0,
         max_batch_size: match device.kind {
-            Accelerator::Dsa => Some(BATCH.min(device.max_batch)),
+            Accelerator::Dsa => device.max_batch.map(|most| USUAL_BATCH.min(most)),
             Accelerator::Iaa => None,
         },
-        max_transfer_size: TRANSFER.min(device.max_transfer),
+        max_transfer_size: device.max_transfer.map(|most| USUAL_TRANSFER.min(most)),
         kind: "user",
         driver_name: "user",
         name,
-        // At least one entry is kept for the kernel's own commands (config-wq(1), `--threshold`).
-        threshold: size - (size / 12).max(1),
+        threshold: usual_threshold(size),
     }
 }
 
@@ -261,17 +266,38 @@ fn notes(guests: u32, devices: &[PlanDevice], planned: &[Device]) -> Vec<String>
             None => String::new(),
             Some(_) if guests == 1 => ", all for one guest".into(),
             Some(each) if each >= IN_FLIGHT => format!(", {each} for each of {guests} guests"),
-            Some(_) => format!(
-                ", fewer than {IN_FLIGHT} for each of {guests} guests: they take turns (ledger), and who waits too long uses the CPU"
+            Some(each) => format!(
+                ", {} for each of {guests} guests: no more than {} at once can be kept busy by them. Others take turns, and who \
+                 would wait too long uses the CPU",
+                if each == 0 { "not one".to_owned() } else { format!("fewer than {IN_FLIGHT}") },
+                places / IN_FLIGHT,
             ),
         };
         let (devices, queues) =
             if count == 1 { ("device has", "its bulk queue") } else { ("devices have", "their bulk queues") };
         notes.push(format!("{words}: {count} {devices} room for {places} batches in {queues}{enough}."));
     }
-    if devices.iter().any(|device| device.kind == Accelerator::Dsa && device.max_batch < BATCH) {
+    if guests > 1 {
+        let names: Vec<_> = devices.iter().map(|device| format!("{LEDGERS}/{}.ledger", device.name)).collect();
         notes.push(format!(
-            "A device takes batches of fewer than {BATCH} descriptors: a packet's pages become several."
+            "Guests of one process share them by weight; those of several need a ledger for each device ({}), else each goes by how \
+             long its work takes.",
+            names.join(", ")
+        ));
+    }
+    if devices
+        .iter()
+        .any(|device| device.kind == Accelerator::Dsa && device.max_batch.is_some_and(|most| most < USUAL_BATCH))
+    {
+        notes.push(format!(
+            "A device takes batches of fewer than {USUAL_BATCH} descriptors: a packet's pages become several."
+        ));
+    }
+    let dsa = |device: &PlanDevice| device.kind == Accelerator::Dsa && device.max_batch.is_none();
+    for device in devices.iter().filter(|device| dsa(device) || device.max_transfer.is_none()) {
+        notes.push(format!(
+            "The kernel does not show all limits of {} (max_batch_size, max_transfer_size): those keep the kernel's default.",
+            device.name
         ));
     }
     notes.push("A device that is enabled has to be disabled first: accel-config disable-device NAME.".into());
@@ -327,14 +353,20 @@ mod tests {
     fn limits_of_the_device_are_kept_whatever_its_size() {
         for entries in 16..=200 {
             for max_batch in [1, 32, 4096] {
-                let device = PlanDevice { entries, max_batch, max_transfer: 1 << 16, ..dsa("dsa0") };
+                let (entries_of, max_batch_of) = (Some(entries), Some(max_batch));
+                let device = PlanDevice {
+                    entries: entries_of,
+                    max_batch: max_batch_of,
+                    max_transfer: Some(1 << 16),
+                    ..dsa("dsa0")
+                };
                 let plan = Plan::new(1, &[device]).unwrap();
                 let queues = &plan.devices[0].groups[0].grouped_workqueues;
                 assert_eq!(queues.iter().map(|queue| queue.size).sum::<u32>(), entries);
                 for queue in queues {
                     assert!((1..queue.size).contains(&queue.threshold), "{queue:?}");
                     assert!(
-                        queue.max_batch_size.unwrap() <= max_batch && queue.max_transfer_size <= 1 << 16,
+                        queue.max_batch_size.unwrap() <= max_batch && queue.max_transfer_size.unwrap() <= 1 << 16,
                         "{queue:?}"
                     );
                 }
@@ -346,13 +378,44 @@ mod tests {
     fn more_guests_than_places_are_told_that_they_take_turns() {
         let few = Plan::new(10, &[dsa("dsa0")]).unwrap();
         assert!(few.notes()[0].contains("8 for each of 10 guests"), "{:?}", few.notes());
-        let many = Plan::new(100, &[dsa("dsa0")]).unwrap();
+        let many = Plan::new(80, &[dsa("dsa0")]).unwrap();
+        assert!(many.notes()[0].contains("fewer than 2 for each of 80 guests: no more than 44"), "{:?}", many.notes());
         assert!(many.notes()[0].contains("take turns"), "{:?}", many.notes());
+        let none = Plan::new(100, &[dsa("dsa0")]).unwrap();
+        assert!(none.notes()[0].contains("not one for each of 100 guests"), "{:?}", none.notes());
+    }
+
+    #[test]
+    fn guests_of_several_processes_are_told_of_their_ledgers_and_one_alone_is_not() {
+        let ledgers = |guests| {
+            let plan = Plan::new(guests, &[dsa("dsa0"), dsa("dsa2")]).unwrap();
+            plan.notes().iter().any(|note| {
+                note.contains("/run/sterna/accel/dsa0.ledger") && note.contains("/run/sterna/accel/dsa2.ledger")
+            })
+        };
+        assert!(ledgers(2) && !ledgers(1));
+    }
+
+    #[test]
+    fn what_the_kernel_does_not_show_is_left_to_it_or_refused() {
+        let device = PlanDevice { max_batch: None, max_transfer: None, ..dsa("dsa0") };
+        let plan = Plan::new(1, &[device]).unwrap();
+        for text in plan.commands().into_iter().chain([plan.json()]) {
+            assert!(!text.contains("max-transfer") && !text.contains("max-batch"), "{text}");
+            assert!(!text.contains("max_transfer") && !text.contains("max_batch"), "{text}");
+        }
+        assert!(
+            plan.notes().iter().any(|note| note.contains("does not show all limits of dsa0")),
+            "{:?}",
+            plan.notes()
+        );
+        let error = Plan::new(1, &[PlanDevice { entries: None, ..dsa("dsa0") }]).unwrap_err().to_string();
+        assert!(error.contains("does not show") && !error.contains(" 0 "), "{error}");
     }
 
     #[test]
     fn any_number_of_guests_and_the_largest_devices_are_planned_for() {
-        let largest = PlanDevice { entries: u32::MAX, ..dsa("dsa0") };
+        let largest = PlanDevice { entries: Some(u32::MAX), ..dsa("dsa0") };
         for guests in [0, 1, 1000, u32::MAX] {
             let note = Plan::new(guests, &[largest.clone(), largest.clone()]).unwrap().notes()[0].clone();
             assert!(note.starts_with("DSA: 2 devices have room for 5905580032 batches in their bulk queues"), "{note}");
@@ -368,6 +431,9 @@ mod tests {
         for name in ["dsa0; reboot", "dsa+1", "dsa01", "iax1", "dsa", "dsa99999999999"] {
             assert!(matches!(Plan::new(1, &[dsa(name)]), Err(PlanError::Name(_))), "{name}");
         }
-        assert!(matches!(Plan::new(1, &[PlanDevice { entries: 15, ..dsa("dsa0") }]), Err(PlanError::TooSmall { .. })));
+        assert!(matches!(
+            Plan::new(1, &[PlanDevice { entries: Some(15), ..dsa("dsa0") }]),
+            Err(PlanError::TooSmall { .. })
+        ));
     }
 }

@@ -21,7 +21,7 @@ pub(crate) enum AccelCommand {
     List(ListArgs),
     /// Run every operation, and compare what comes out with what plain code says
     Test(TestArgs),
-    /// Print how the queues should be set up for a number of guests, as accel-config takes it
+    /// Print how the queues should be set up, as accel-config takes it, and what a number of guests has of them
     Plan(PlanArgs),
     /// Run every operation, and write down each descriptor and completion record
     Capture(CaptureArgs),
@@ -61,7 +61,7 @@ struct TrialArgs {
 /// `sterna accel plan`.
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// Guests that are migrated at once
+    /// Guests that are migrated at once: the notes say what each has of the queues, and whether they need ledgers
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     vms: u32,
     /// Only these devices, such as dsa0,iax1
@@ -277,9 +277,10 @@ fn planned(info: &DeviceInfo) -> PlanDevice {
         kind: if device.kind == Kind::Dsa { Accelerator::Dsa } else { Accelerator::Iaa },
         engines: device.max_engines.unwrap_or(info.engines.len() as u32),
         work_queues: device.max_queues.unwrap_or(info.queues.len() as u32),
-        entries: device.max_queue_entries.unwrap_or(0),
-        max_batch: device.max_batch.unwrap_or(1),
-        max_transfer: device.max_transfer.unwrap_or(0),
+        // No device has none of these: that is a kernel that does not know.
+        entries: device.max_queue_entries.filter(|entries| *entries > 0),
+        max_batch: device.max_batch.filter(|most| *most > 0),
+        max_transfer: device.max_transfer.filter(|most| *most > 0),
     }
 }
 
