@@ -13,6 +13,7 @@ mod demo;
 mod hosts;
 mod progress;
 mod signals;
+mod stdout;
 mod units;
 
 use std::io::{IsTerminal, Write};

@@ -37,6 +37,9 @@ impl Meaning {
         first: "cancelling; nothing more is decided here, and `sterna recover` can be run again",
         again: "it is already being cancelled",
     };
+    /// A trace of accelerators that is being written.
+    pub(crate) const CAPTURE: Self =
+        Self { first: "stopping; what was captured until now is kept", again: "it is already being stopped" };
     /// A demonstration or measurement: its guests are its own.
     pub(crate) const TRIAL: Self =
         Self { first: "cancelling; the guests of this run end with it", again: "it is already being cancelled" };

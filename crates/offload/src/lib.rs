@@ -71,4 +71,4 @@ pub use report::{EngineReport, OffloadReport, OperationReport, Requests, TakenOu
 pub use settings::{LEDGERS, Recheck, Settings, Shares};
 pub use state::State;
 pub use time::{Bell, NEVER, Nanos, SystemTime, Time};
-pub use trial::{Trial, try_all};
+pub use trial::{QueueTrial, Trial, Trials, try_all};

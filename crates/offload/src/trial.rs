@@ -1,24 +1,32 @@
-//! A trial of every operation on whatever was opened, beside what plain code says: `sterna accel test`.
+//! A trial of every operation on every queue that was opened, beside what plain code says: `sterna accel test`.
 //!
-//! It works on memory of its own with content that it has made itself, so what must come out is known before anything is asked.
+//! One queue after the other is tried by an offload of its own: a device with several takes them in turn, so that an operation
+//! which is two batches each time would always meet the same ones. The trial works on memory of its own with content that it has made itself, so what must come out is known before anything is asked.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use sterna_memory::PAGE_SIZE;
 
+use crate::accelerators::Accelerators;
 use crate::arena::Slab;
 use crate::batch::{Batch, Delta};
 use crate::deflate::inflate;
 use crate::engine::{Cause, Kind};
 use crate::helpers::CallError;
-use crate::offload::Offload;
+use crate::offload::{Offload, StartError};
 use crate::operation::Operation;
 use crate::region::{Range, Region};
+use crate::report::TakenOut;
 use crate::request::Answer;
+use crate::settings::Settings;
+use crate::start::{self, Opened};
 
 /// Pages of the memory that the trial works on, half of them for each range of a pair.
 const PAGES: usize = 64;
+
+/// Bytes of it that are written by what places pages.
+const PLACED: usize = 8 * PAGE_SIZE;
 
 /// How one operation went.
 #[derive(Clone, Debug)]
@@ -26,7 +34,7 @@ const PAGES: usize = 64;
 pub struct Trial {
     /// The operation.
     pub operation: Operation,
-    /// Items that were asked for.
+    /// Items of the batches whose answers were right.
     pub items: u64,
     /// Those of them that an accelerator took on, by which. What it left undone of them is in `fallbacks`.
     pub done_by: Vec<(Kind, u64)>,
@@ -36,11 +44,124 @@ pub struct Trial {
     pub wrong: Option<String>,
 }
 
+/// How one queue went.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct QueueTrial {
+    /// The queue, `dsa0/wq0.0`; `cpu` where none is used.
+    pub queue: String,
+    /// Every operation that is for its kind of device.
+    pub operations: Vec<Trial>,
+    /// Its device, if that was taken out of service.
+    pub taken_out: Vec<TakenOut>,
+}
+
+impl QueueTrial {
+    /// What is to be said against the queue, a sentence each.
+    pub fn faults(&self) -> Vec<String> {
+        let queue = &self.queue;
+        let wrong = self.operations.iter().filter_map(|trial| Some((trial.operation.name(), trial.wrong.as_ref()?)));
+        let mut faults: Vec<_> = wrong.map(|(name, wrong)| format!("{queue}: {name} is wrong ({wrong})")).collect();
+        for TakenOut { device, reason, .. } in &self.taken_out {
+            faults.push(format!("{queue}: {device} was taken out of service: {reason}"));
+        }
+        // What follows from that need not be said again.
+        if self.taken_out.is_empty() {
+            let undone: Vec<_> = self.operations.iter().filter_map(Trial::undone).collect();
+            match self.operations.iter().all(|trial| trial.done_by.is_empty() && !trial.fallbacks.is_empty()) {
+                // It took nothing at all, for one reason as a rule.
+                true => faults.extend(undone.first().map(|first| format!("{queue} did nothing; {first}"))),
+                false => faults.extend(undone.into_iter().map(|undone| format!("{queue}: {undone}"))),
+            }
+        }
+        faults
+    }
+}
+
+impl Trial {
+    /// What the device failed at, or that it did nothing at all, so that nothing was tried.
+    fn undone(&self) -> Option<String> {
+        let failures = [Cause::DeviceError, Cause::Timeout, Cause::WrongResult, Cause::OutOfService];
+        let left: u64 = self.fallbacks.iter().map(|(_, items)| items).sum();
+        let failed = self.fallbacks.iter().any(|(cause, _)| failures.contains(cause));
+        if !failed && (left < self.items || left == 0) {
+            return None;
+        }
+        let causes: Vec<_> = self.fallbacks.iter().map(|(cause, items)| format!("{items} because {cause}")).collect();
+        let name = self.operation.name();
+        Some(format!("{name}: of {} items {left} were not done by it ({})", self.items, causes.join(", ")))
+    }
+}
+
+/// Queues that are opened for a trial and used by nobody yet.
+#[derive(Debug)]
+pub struct Trials {
+    opened: Opened,
+}
+
+impl Trials {
+    /// Opens what `choice` names.
+    ///
+    /// # Errors
+    /// What was asked for by name is not there.
+    pub fn open(choice: &Accelerators, settings: &Settings) -> Result<Self, StartError> {
+        start::open(choice, settings).map(|opened| Self { opened })
+    }
+
+    /// What is opened, and why not the rest: one line.
+    pub fn summary(&self) -> String {
+        start::summary(&self.opened)
+    }
+
+    /// How many queues are opened.
+    pub fn queues(&self) -> usize {
+        self.opened.queues.len()
+    }
+
+    /// Why others are not.
+    pub fn not_used(&self) -> &[String] {
+        &self.opened.not_used
+    }
+
+    /// Tries every operation on every queue, in `rounds` batches each, with content chosen by `seed`, as long as `go_on` says so. The
+    /// CPU alone is tried where there is no queue. `settings` need not be those that the queues were opened with.
+    ///
+    /// # Errors
+    /// A setting is out of its range, or a thread cannot be started.
+    pub fn run(
+        self,
+        settings: &Settings,
+        seed: u64,
+        rounds: u32,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<Vec<QueueTrial>, StartError> {
+        let queues = self.opened.queues.into_iter().map(|queue| (queue.info().full_name(), vec![queue]));
+        let mut queues: Vec<_> = queues.collect();
+        if queues.is_empty() {
+            queues.push(("cpu".into(), Vec::new()));
+        }
+        let mut trials = Vec::new();
+        for (queue, opened) in queues {
+            if !go_on() {
+                break;
+            }
+            let cpu = opened.is_empty();
+            let offload = Offload::over(opened, settings)?;
+            let mut ground = Ground::new(seed);
+            let all = Operation::ALL.into_iter().filter(|operation| cpu || offload.accelerates(*operation));
+            let operations = all.map(|operation| ground.trial(&offload, operation, rounds, go_on)).collect();
+            offload.shutdown();
+            trials.push(QueueTrial { queue, operations, taken_out: offload.report().taken_out });
+        }
+        Ok(trials)
+    }
+}
+
 /// Tries every operation in `rounds` batches each, with content chosen by `seed`. Ends early when the run is traced and the trace
 /// cannot be written ([`Trace::finish`](crate::trace::Trace::finish) says why).
 pub fn try_all(offload: &Offload, seed: u64, rounds: u32) -> Vec<Trial> {
     let mut ground = Ground::new(seed);
-    Operation::ALL.into_iter().map(|operation| ground.trial(offload, operation, rounds)).collect()
+    Operation::ALL.into_iter().map(|operation| ground.trial(offload, operation, rounds, &|| true)).collect()
 }
 
 /// Memory for a trial, and what must be in it.
@@ -90,6 +211,9 @@ impl Ground {
             }
         }
         self.content.copy_within(..half, half);
+        // One of them in the pages that deltas are applied to.
+        let first = half + self.below(PLACED);
+        self.content[first] ^= 0x20;
         for _ in 0..self.below(40) {
             let at = half + self.below(half);
             self.content[at] ^= 0x10;
@@ -115,11 +239,11 @@ impl Ground {
         self.region.range(offset, bytes).expect("the trial stays within its memory")
     }
 
-    fn trial(&mut self, offload: &Offload, operation: Operation, rounds: u32) -> Trial {
+    fn trial(&mut self, offload: &Offload, operation: Operation, rounds: u32, go_on: &dyn Fn() -> bool) -> Trial {
         let before = counted(offload, operation);
         let (mut items, mut wrong) = (0, None);
         for round in 0..rounds {
-            if offload.trace().is_some_and(|trace| trace.failed()) {
+            if !go_on() || offload.trace().is_some_and(|trace| trace.failed()) {
                 break;
             }
             self.fill();
@@ -144,7 +268,10 @@ impl Ground {
                 let done = told(offload.call(operation, |batch| batch.push(&self.range(0, half)).map(drop)))?;
                 for page in 0..PAGES / 2 {
                     let zero = self.content[page * PAGE_SIZE..][..PAGE_SIZE].iter().all(|byte| *byte == 0);
-                    same("page", page, done.is_zero(page), zero)?;
+                    if done.is_zero(page) != zero {
+                        let (is, should) = if zero { ("not zero", "zero") } else { ("zero", "not zero") };
+                        return Err(format!("page {page} is called {is}, and is {should}"));
+                    }
                 }
                 Ok(done.len() as u64)
             }
@@ -167,16 +294,32 @@ impl Ground {
             let second = &self.content[half + item * PAGE_SIZE..][..PAGE_SIZE];
             let differs = (0..PAGE_SIZE).find(|at| first[*at] != second[*at]);
             if operation == Operation::Compare {
-                same("pair", item, done.difference(item), differs)?;
+                if done.difference(item) != differs {
+                    let (is, should) = (where_differs(done.difference(item)), where_differs(differs));
+                    let values = values(first, second, done.difference(item).into_iter().chain(differs).min());
+                    return Err(format!("pair {item} is said to {is}, and does {should} ({values})"));
+                }
                 continue;
             }
-            match done.delta(item) {
-                Delta::Equal => same("pair", item, true, differs.is_none())?,
-                Delta::Record(record) => {
-                    same("record of pair", item, apply(first, record).as_deref(), Some(second))?;
-                    same("record of pair", item, differs.is_some(), true)?;
+            match (done.delta(item), differs) {
+                (Delta::Equal, None) => {}
+                (Delta::Equal, Some(_)) => {
+                    let (should, values) = (where_differs(differs), values(first, second, differs));
+                    return Err(format!("pair {item} is called equal, and does {should} ({values})"));
                 }
-                Delta::TooLong => return Err(format!("the delta of pair {item} is called too long")),
+                (Delta::Record(record), None) => {
+                    return Err(format!("pair {item} is equal, and has a delta of {} bytes", record.len()));
+                }
+                (Delta::Record(record), Some(_)) => match apply(first, record) {
+                    Some(applied) => same_bytes(&format!("what the delta of pair {item} makes"), &applied, second)?,
+                    None => {
+                        let bytes = record.len();
+                        return Err(format!(
+                            "the delta of pair {item}, of {bytes} bytes, is no list of entries within the page"
+                        ));
+                    }
+                },
+                (Delta::TooLong, _) => return Err(format!("the delta of pair {item} is called too long")),
             }
         }
         Ok(done.len() as u64)
@@ -200,18 +343,34 @@ impl Ground {
         for (item, (at, bytes)) in parts.iter().enumerate() {
             let content = &self.content[*at..at + bytes];
             if matches!(operation, Operation::Copy | Operation::CopyChecksum) {
-                same("copy", item, done.copy(item), content)?;
+                same_bytes(&format!("copy {item}"), done.copy(item), content)?;
             }
             if matches!(operation, Operation::Checksum | Operation::CopyChecksum) {
-                same("checksum", item, done.checksum(item), crc32c(content))?;
+                let (is, should) = (done.checksum(item), crc32c(content));
+                if is != should {
+                    return Err(format!(
+                        "checksum {item}, of {bytes} bytes, is {is:#010x}, and should be {should:#010x}"
+                    ));
+                }
             }
             if operation == Operation::Deflate {
                 let Some(stream) = done.deflated(item) else {
                     return Err(format!("the stream of item {item}, which compresses well, is called too long"));
                 };
                 let mut read = vec![0; *bytes];
-                same("stream", item, inflate(stream, &mut read), Answer::Written(*bytes as u32))?;
-                same("content of stream", item, &read[..], content)?;
+                match inflate(stream, &mut read) {
+                    Answer::Written(length) if length as usize == *bytes => {}
+                    Answer::Written(length) => {
+                        return Err(format!("stream {item} ends after {length} bytes, and should after {bytes}"));
+                    }
+                    _ => {
+                        return Err(format!(
+                            "stream {item}, of {} bytes, is no deflate stream of {bytes}",
+                            stream.len()
+                        ));
+                    }
+                }
+                same_bytes(&format!("the content of stream {item}"), &read, content)?;
             }
         }
         Ok(done.len() as u64)
@@ -219,7 +378,7 @@ impl Ground {
 
     fn placed(&mut self, offload: &Offload, operation: Operation) -> Result<u64, String> {
         let half = PAGES / 2 * PAGE_SIZE;
-        let bytes = 8 * PAGE_SIZE;
+        let bytes = PLACED;
         // Inputs for the first quarter; what it must hold then comes from the third.
         let inputs: Vec<Vec<u8>> = match operation {
             Operation::Place => vec![self.content[half..half + bytes].to_vec()],
@@ -231,15 +390,11 @@ impl Ground {
                     told(offload.call(Operation::Deflate, |batch| batch.push(&self.range(half, bytes)).map(drop)))?;
                 match streams.deflated(0) {
                     Some(stream) => vec![stream.to_vec()],
-                    None => return Ok(0),
+                    None => return Err("the stream for it, which compresses well, is called too long".into()),
                 }
             }
         };
         let input = &inputs[0];
-        if input.is_empty() {
-            // Nothing differs, so there is nothing to be applied.
-            return Ok(0);
-        }
         let fill = |batch: &mut Batch| {
             let room = batch.push_input(input.len(), &self.range(0, bytes))?;
             room.copy_from_slice(input);
@@ -248,8 +403,10 @@ impl Ground {
         let done = told(offload.call(operation, fill))?;
         let mut expected = self.content.clone();
         expected.copy_within(half..half + bytes, 0);
-        same("range", 0, done.placed(0).is_some(), true)?;
-        same("memory after item", 0, self.seen() == expected, true)?;
+        if done.placed(0).is_none() {
+            return Err(format!("the input of {} bytes is called malformed", input.len()));
+        }
+        same_bytes("memory afterwards", &self.seen(), &expected)?;
         Ok(1)
     }
 }
@@ -258,16 +415,29 @@ fn told(called: Result<Batch, CallError>) -> Result<Batch, String> {
     called.map_err(|error| error.to_string())
 }
 
-fn same<T: PartialEq + std::fmt::Debug>(what: &str, item: usize, is: T, should: T) -> Result<(), String> {
-    if is == should {
-        return Ok(());
+/// Where `is` is not what it should be.
+fn same_bytes(what: &str, is: &[u8], should: &[u8]) -> Result<(), String> {
+    if is.len() != should.len() {
+        return Err(format!("{what} has {} bytes, and should have {}", is.len(), should.len()));
     }
-    let shown = |value: T| {
-        let mut text = format!("{value:?}");
-        text.truncate(60);
-        text
-    };
-    Err(format!("{what} {item} is {}, and should be {}", shown(is), shown(should)))
+    match is.iter().zip(should).position(|(is, should)| is != should) {
+        None => Ok(()),
+        Some(at) => {
+            let (length, is, should) = (is.len(), is[at], should[at]);
+            Err(format!("{what} is wrong at byte {at} of {length} first: {is:#04x} in place of {should:#04x}"))
+        }
+    }
+}
+
+/// In words: `differ at byte 17 first`.
+fn where_differs(at: Option<usize>) -> String {
+    at.map_or("not differ".into(), |at| format!("differ at byte {at} first"))
+}
+
+/// The values of both ranges of a pair at a place.
+fn values(first: &[u8], second: &[u8], at: Option<usize>) -> String {
+    let value = |of: &[u8]| at.and_then(|at| of.get(at)).map_or("nothing".into(), |byte| format!("{byte:#04x}"));
+    format!("byte {}: {} and {}", at.unwrap_or(0), value(first), value(second))
 }
 
 fn of<T: PartialEq + Copy>(counts: &[(T, u64)], which: T) -> u64 {
@@ -319,7 +489,6 @@ fn apply(first: &[u8], record: &[u8]) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Accelerators, Settings};
 
     #[test]
     fn the_references_of_the_trial_are_right() {
@@ -330,6 +499,71 @@ mod tests {
         assert_eq!(record, [2, 0, 7, 8, 7, 7, 7, 7, 7, 7]);
         assert_eq!(apply(&first, &record).unwrap(), second);
         assert_eq!(apply(&first, &record[..9]), None);
+    }
+
+    #[test]
+    fn errors_say_where_the_first_difference_is_and_both_values() {
+        let (should, mut is) = (vec![0; 4096], vec![0; 4096]);
+        assert_eq!(same_bytes("copy 3", &is, &should), Ok(()));
+        is[1234] = 0x5a;
+        is[4000] = 1;
+        let wrong = same_bytes("copy 3", &is, &should).unwrap_err();
+        assert_eq!(wrong, "copy 3 is wrong at byte 1234 of 4096 first: 0x5a in place of 0x00");
+        let short = same_bytes("copy 3", &is[1..], &should).unwrap_err();
+        assert_eq!(short, "copy 3 has 4095 bytes, and should have 4096");
+        assert_eq!(where_differs(None), "not differ");
+        assert_eq!(values(&should, &is, Some(1234)), "byte 1234: 0x00 and 0x5a");
+        assert_eq!(values(&should, &is, Some(5000)), "byte 5000: nothing and nothing");
+    }
+
+    #[test]
+    fn of_every_operation_something_is_tried_in_one_round_whatever_the_content() {
+        for seed in 0..50 {
+            let trials = Trials::open(&Accelerators::cpu(), &Settings::default()).unwrap();
+            let tried = trials.run(&Settings::default(), seed, 1, &|| true).unwrap();
+            assert_eq!(
+                (tried.len(), tried[0].queue.as_str(), tried[0].operations.len()),
+                (1, "cpu", Operation::ALL.len())
+            );
+            assert!(tried[0].operations.iter().all(|trial| trial.items > 0), "seed {seed}: {tried:?}");
+            assert_eq!(tried[0].faults(), [] as [&str; 0], "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn a_trial_ends_when_it_is_told_to() {
+        let trials = Trials::open(&Accelerators::cpu(), &Settings::default()).unwrap();
+        let asked = std::cell::Cell::new(0);
+        let go_on = || {
+            asked.set(asked.get() + 1);
+            asked.get() <= 4
+        };
+        let tried = trials.run(&Settings::default(), 1, 1_000_000, &go_on).unwrap();
+        let done = tried[0].operations.iter().filter(|trial| trial.items > 0).count();
+        assert_eq!(done, 1, "the first operation's first three batches: {tried:?}");
+    }
+
+    #[test]
+    fn what_a_device_did_not_do_is_said_against_its_queue() {
+        let trial = |items, fallbacks: &[(Cause, u64)]| Trial {
+            operation: Operation::Copy,
+            items,
+            done_by: vec![(Kind::Dsa, items)],
+            fallbacks: fallbacks.to_vec(),
+            wrong: None,
+        };
+        let faults = |trial| {
+            QueueTrial { queue: "dsa0/wq0.1".into(), operations: vec![trial], taken_out: Vec::new() }.faults().join("|")
+        };
+        assert_eq!(faults(trial(8, &[])), "");
+        assert_eq!(faults(trial(8, &[(Cause::PageFault, 7)])), "", "a page fault is ordinary");
+        let nothing = faults(trial(8, &[(Cause::QueueFull, 5), (Cause::PageFault, 3)]));
+        assert!(nothing.starts_with("dsa0/wq0.1: copy: of 8 items 8 were not done by it"), "{nothing}");
+        assert!(faults(trial(8, &[(Cause::DeviceError, 1)])).contains("1 because the device failed"));
+        let full = Trial { done_by: Vec::new(), ..trial(8, &[(Cause::QueueFull, 8)]) };
+        let queue = QueueTrial { queue: "dsa0/wq0.1".into(), operations: vec![full; 3], taken_out: Vec::new() };
+        let said = "dsa0/wq0.1 did nothing; copy: of 8 items 8 were not done by it (8 because the queue stayed full)";
+        assert_eq!(queue.faults(), [said], "once for all operations");
     }
 
     #[test]

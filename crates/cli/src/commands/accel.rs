@@ -1,29 +1,33 @@
 //! `sterna accel`: what accelerators there are, whether they work, and how their queues should be set up.
 
 use std::fmt::Write as _;
-use std::io::Write as _;
-use std::path::PathBuf;
+use std::io::{BufWriter, Write as _};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::{Args, Subcommand};
+use sterna::cancel::Cancel;
 use sterna_idxd::{DeviceInfo, Directories, Kind, Operation, QueueInfo, Reason, WorkQueue, discover, iaa};
 use sterna_memory::scan::Implementation;
 use sterna_offload::plan::{Accelerator, Plan, PlanDevice};
 use sterna_offload::trace::Trace;
-use sterna_offload::{Accelerators, Offload, Settings, Trial, try_all};
+use sterna_offload::{Accelerators, QueueTrial, Settings, Trials, Wish};
 
+use super::report_file::{Named, ReportFile};
 use super::{Exit, Failure};
+use crate::signals::{self, Meaning};
 
 /// What is asked about accelerators.
 #[derive(Debug, Subcommand)]
 pub(crate) enum AccelCommand {
     /// What is here, what of it opens, what it is used for, and why not the rest
     List(ListArgs),
-    /// Run every operation, and compare what comes out with what plain code says
+    /// Run every operation on every queue, and compare what comes out with what plain code says
     Test(TestArgs),
     /// Print how the queues should be set up, as accel-config takes it, and what a number of guests has of them
     Plan(PlanArgs),
-    /// Run every operation, and write down each descriptor and completion record
+    /// Run every operation on every queue, and write down each descriptor and completion record
     Capture(CaptureArgs),
 }
 
@@ -44,13 +48,13 @@ pub(crate) struct TestArgs {
 
 #[derive(Debug, Args)]
 struct TrialArgs {
-    /// What to try: auto, cpu, dsa, iaa, dsa:/dev/dsa/wqX.Y, iaa:/dev/iax/wqX.Y; several separated by commas
+    /// What to try: auto, cpu, dsa, iaa, dsa:/dev/dsa/wqX.Y, iaa:/dev/iax/wqX.Y, model:FILE; several separated by commas
     #[arg(long, value_name = "LIST", default_value = "auto")]
     accel: Accelerators,
-    /// Try the software model that this file describes
+    /// Try the software model that this file describes, as --accel model:FILE does
     #[arg(long, value_name = "FILE", conflicts_with = "accel")]
     model: Option<PathBuf>,
-    /// Batches of each operation
+    /// Batches of each operation on each queue
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     rounds: u32,
     /// What the content is chosen by
@@ -70,7 +74,7 @@ pub(crate) struct PlanArgs {
     /// Plan for a host with so many DSA devices of the usual size, instead of this one
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), conflicts_with = "devices")]
     usual: Option<u32>,
-    /// Write the file for accel-config load-config instead of its commands
+    /// Write the file for accel-config load-config instead of its commands, whole or not at all; `-` is stdout
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }
@@ -80,7 +84,7 @@ pub(crate) struct PlanArgs {
 pub(crate) struct CaptureArgs {
     #[command(flatten)]
     trial: TrialArgs,
-    /// The trace
+    /// The trace: it appears when the run has ended, or was stopped by Ctrl-C; `-` is stdout
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
 }
@@ -88,14 +92,35 @@ pub(crate) struct CaptureArgs {
 pub(super) fn run(command: &AccelCommand) -> Result<Exit, Failure> {
     match command {
         AccelCommand::List(args) => list(args),
-        AccelCommand::Test(args) => test(&args.trial, None),
+        AccelCommand::Test(args) => test(&args.trial),
         AccelCommand::Plan(args) => plan(args),
         AccelCommand::Capture(args) => capture(args),
     }
 }
 
-fn say(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{}", text.trim_end());
+/// Prints on stdout, or on stderr where stdout is for something else.
+#[derive(Clone, Copy)]
+enum Out {
+    Stdout,
+    Stderr,
+}
+
+impl Out {
+    fn of(file: Option<&ReportFile>) -> Self {
+        if file.is_some_and(ReportFile::is_stdout) { Self::Stderr } else { Self::Stdout }
+    }
+
+    fn say(self, text: &str) -> Result<(), Failure> {
+        match self {
+            Self::Stdout => crate::stdout::print(text)
+                .map_err(|error| Failure::failed(&format!("cannot write to standard output: {error}"))),
+            Self::Stderr => {
+                // As everywhere: where that fails nothing can be done.
+                let _ = writeln!(std::io::stderr(), "{}", text.trim_end());
+                Ok(())
+            }
+        }
+    }
 }
 
 fn list(args: &ListArgs) -> Result<Exit, Failure> {
@@ -114,7 +139,7 @@ fn list(args: &ListArgs) -> Result<Exit, Failure> {
     }
     let _ = writeln!(text, "The CPU does what no accelerator does, by {}.", Implementation::chosen().name());
     text.push_str("QAT comes with compression and is not looked for yet.\n");
-    say(&text);
+    Out::Stdout.say(&text)?;
     Ok(Exit::Completed)
 }
 
@@ -185,57 +210,118 @@ fn uses(queue: &QueueInfo) -> String {
     }
 }
 
-fn start(args: &TrialArgs, trace: Option<&Arc<Trace>>) -> Result<Arc<Offload>, Failure> {
-    let choice = match &args.model {
-        Some(file) => Accelerators::model(file),
-        None => args.accel.clone(),
-    };
-    let mut settings = Settings::default();
-    settings.trace = trace.map(Arc::clone);
-    Offload::start(&choice, &settings).map_err(|error| Failure::failed(&error))
+/// What is to be tried.
+fn choice(args: &TrialArgs) -> Accelerators {
+    args.model.as_ref().map_or_else(|| args.accel.clone(), Accelerators::model)
+}
+
+/// Opens it. Nothing that opens is an error too, unless only the CPU is meant.
+fn open(args: &TrialArgs, without_queues: bool) -> Result<Trials, Failure> {
+    let trials = Trials::open(&choice(args), &Settings::default()).map_err(|error| Failure::failed(&error))?;
+    if trials.queues() == 0 && !without_queues {
+        return Err(Failure::failed(&format!(
+            "no accelerator was tried, because none was opened ({}); `sterna accel list` says what is here, and \
+             `sterna accel test --accel cpu` tries the CPU's own code",
+            trials.not_used().join("; ")
+        )));
+    }
+    Ok(trials)
+}
+
+fn test(args: &TrialArgs) -> Result<Exit, Failure> {
+    let trials = open(args, choice(args) == Accelerators::cpu())?;
+    try_queues(trials, args, &Settings::default(), &|| true, Out::Stdout)
 }
 
 /// The trial, with everything written down that goes to devices and comes back.
 fn capture(args: &CaptureArgs) -> Result<Exit, Failure> {
-    let failed = |error: std::io::Error| Failure::failed(&format!("cannot write {}: {error}", args.output.display()));
-    let file = std::fs::File::create(&args.output).map_err(failed)?;
-    let trace = Arc::new(Trace::new(Box::new(std::io::BufWriter::new(file))));
-    let exit = test(&args.trial, Some(&trace));
-    trace.finish().map_err(failed)?;
-    let exit = exit?;
-    say(&format!("The trace is in {}; docs/accelerator-trace.md says how to read it.", args.output.display()));
-    Ok(exit)
+    let chosen = choice(&args.trial);
+    if let Some(model) = models(&chosen).find(|model| same_file(model, &args.output)) {
+        let model = model.display();
+        return Err(Failure::usage(&format!("--output: {model} is the model that is to be read; give another file")));
+    }
+    let trials = open(&args.trial, false)?;
+    let file = ReportFile::reserve_for(TRACE, &args.output).map_err(|error| Failure::failed(&error))?;
+    let stream = file.stream().map_err(|error| Failure::failed(&error))?;
+    let trace = Arc::new(Trace::new(Box::new(BufWriter::new(stream))));
+    let mut settings = Settings::default();
+    settings.trace = Some(Arc::clone(&trace));
+
+    let cancel = Cancel::new();
+    let watch = signals::watch(cancel.clone(), Meaning::CAPTURE, crate::complain);
+    let watch = watch.map_err(|error| Failure::failed(&format!("cannot wait for signals: {error}")))?;
+    let out = Out::of(Some(&file));
+    let tried = try_queues(trials, &args.trial, &settings, &|| !cancel.is_cancelled(), out);
+    // Whatever came out, and where the run was stopped: what was written down is what it was run for.
+    let path = match file.is_stdout() {
+        true => "standard output".to_owned(),
+        false => args.output.display().to_string(),
+    };
+    match trace.finish() {
+        Ok(()) => file.keep().map_err(|error| Failure::failed(&error))?,
+        Err(error) => return Err(Failure::failed(&file.error(error))),
+    }
+    drop(watch);
+    let said = out.say(&format!("The trace is in {path}; docs/accelerator-trace.md says how to read it."));
+    let exit = tried?;
+    said?;
+    match cancel.is_cancelled() {
+        true => Err(Failure { exit: Exit::Cancelled, text: "stopped before every queue was tried".into() }),
+        false => Ok(exit),
+    }
 }
 
-fn test(args: &TrialArgs, trace: Option<&Arc<Trace>>) -> Result<Exit, Failure> {
-    let offload = start(args, trace)?;
-    let trials = try_all(&offload, args.seed, args.rounds);
-    say(&offload.summary());
-    say(&table(&trials));
-    offload.shutdown();
-    let report = offload.report();
-    for taken in &report.taken_out {
-        say(&format!("{} was taken out of service: {}", taken.device, taken.reason));
-    }
-    match trials.iter().find_map(|trial| Some((trial, trial.wrong.as_ref()?))) {
-        None => Ok(Exit::Completed),
-        Some((trial, wrong)) => {
-            let what = trial.operation.name();
-            Err(Failure::failed(&format!("{what} is wrong ({wrong}); do not use these queues, and please report it")))
-        }
-    }
+const TRACE: Named = Named { option: "--output", what: "trace" };
+const PLAN: Named = Named { option: "--json", what: "plan" };
+
+/// The files of models in a choice.
+fn models(choice: &Accelerators) -> impl Iterator<Item = &Path> {
+    choice.wishes().iter().filter_map(|wish| match wish {
+        Wish::Model(file) => Some(file.as_path()),
+        _ => None,
+    })
 }
 
-fn table(trials: &[Trial]) -> String {
-    let mut text = format!("{:<18} {:>8}  {:<24} done by the CPU instead\n", "operation", "items", "by an accelerator");
-    for trial in trials {
+fn same_file(one: &Path, other: &Path) -> bool {
+    let file = |path| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    matches!((file(one), file(other)), (Ok(one), Ok(other)) if one == other)
+}
+
+fn try_queues(
+    trials: Trials,
+    args: &TrialArgs,
+    settings: &Settings,
+    go_on: &dyn Fn() -> bool,
+    out: Out,
+) -> Result<Exit, Failure> {
+    let summary = trials.summary();
+    let tried = trials.run(settings, args.seed, args.rounds, go_on).map_err(|error| Failure::failed(&error))?;
+    let faults: Vec<_> = tried.iter().flat_map(QueueTrial::faults).collect();
+    let said = out.say(&format!("{summary}\n{}{}", table(&tried), faults.join("\n")));
+    let Some(first) = faults.first() else { return said.map(|()| Exit::Completed) };
+    let failed: Vec<_> = tried.iter().filter(|trial| !trial.faults().is_empty()).map(|trial| &*trial.queue).collect();
+    Err(Failure::failed(&format!(
+        "{} of {} failed the trial: {}. Do not use what failed, and please report it. The first fault: {first}",
+        failed.len(),
+        tried.len(),
+        failed.join(", ")
+    )))
+}
+
+fn table(trials: &[QueueTrial]) -> String {
+    let width = trials.iter().map(|trial| trial.queue.len()).max().unwrap_or(0).max(5);
+    let mut text = format!(
+        "{:<width$}  {:<18} {:>8}  {:<24} done by the CPU instead\n",
+        "queue", "operation", "items", "by an accelerator"
+    );
+    for (queue, trial) in trials.iter().flat_map(|queue| queue.operations.iter().map(|trial| (&queue.queue, trial))) {
         let by: Vec<String> = trial.done_by.iter().map(|(kind, items)| format!("{} {items}", kind.name())).collect();
         let by = if by.is_empty() { "none".to_owned() } else { by.join(", ") };
         let instead: Vec<String> = trial.fallbacks.iter().map(|(cause, items)| format!("{items} ({cause})")).collect();
         let verdict = if trial.wrong.is_some() { "  WRONG" } else { "" };
         let _ = writeln!(
             text,
-            "{:<18} {:>8}  {by:<24} {}{verdict}",
+            "{queue:<width$}  {:<18} {:>8}  {by:<24} {}{verdict}",
             trial.operation.name(),
             trial.items,
             if instead.is_empty() { "none".to_owned() } else { instead.join(", ") }
@@ -250,13 +336,19 @@ fn plan(args: &PlanArgs) -> Result<Exit, Failure> {
         None => of_this_host(&args.devices)?,
     };
     let plan = Plan::new(args.vms, &devices).map_err(|error| Failure::failed(&error))?;
-    match &args.json {
-        Some(path) => std::fs::write(path, plan.json() + "\n")
-            .map_err(|error| Failure::failed(&format!("cannot write {}: {error}", path.display())))?,
-        None => say(&plan.commands().join("\n")),
-    }
-    for note in plan.notes() {
-        say(&format!("# {note}"));
+    let file = args.json.as_deref().map(|path| ReportFile::reserve_for(PLAN, path)).transpose();
+    let file = file.map_err(|error| Failure::failed(&error))?;
+    let notes = plan.notes().iter().map(|note| format!("# {note}"));
+    let out = Out::of(file.as_ref());
+    match file {
+        None => out.say(&plan.commands().into_iter().chain(notes).collect::<Vec<_>>().join("\n"))?,
+        Some(file) => {
+            match file.write_bytes((plan.json() + "\n").as_bytes()) {
+                Err(error) if !error.is_unread() => return Err(Failure::failed(&error)),
+                _ => {}
+            }
+            out.say(&notes.collect::<Vec<_>>().join("\n"))?;
+        }
     }
     Ok(Exit::Completed)
 }
@@ -306,10 +398,10 @@ mod tests {
 
     #[test]
     fn the_table_has_a_line_for_every_operation() {
-        let offload = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
-        let text = table(&try_all(&offload, 1, 1));
+        let trials = Trials::open(&Accelerators::cpu(), &Settings::default()).unwrap();
+        let text = table(&trials.run(&Settings::default(), 1, 1, &|| true).unwrap());
         for operation in Operation::ALL {
-            assert!(text.lines().any(|line| line.starts_with(operation.name())), "{text}");
+            assert!(text.lines().any(|line| line.starts_with(&format!("cpu    {}", operation.name()))), "{text}");
         }
     }
 }

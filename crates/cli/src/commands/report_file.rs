@@ -1,4 +1,4 @@
-//! `--json FILE`: the report for machines, whole or not at all.
+//! `--json FILE` and its like: what a command writes for machines, whole or not at all.
 //!
 //! The place is reserved before the guest is touched, so that a wrong path is an error and not a lost report; the name
 //! appears by a rename when the report is complete. An existing file that is no regular one (`/dev/stdout`, a pipe) is
@@ -14,7 +14,23 @@ use tempfile::NamedTempFile;
 
 /// A place for a report.
 #[derive(Debug)]
-pub(super) enum ReportFile {
+pub(super) struct ReportFile {
+    place: Place,
+    named: Named,
+}
+
+/// How a file is called in errors: the option that names it, and what is in it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Named {
+    pub(super) option: &'static str,
+    pub(super) what: &'static str,
+}
+
+/// The report of a migration.
+const REPORT: Named = Named { option: "--json", what: "report" };
+
+#[derive(Debug)]
+enum Place {
     Stdout,
     /// Written directly.
     Special(PathBuf),
@@ -27,13 +43,22 @@ pub(super) enum ReportFile {
 
 /// The report cannot be written.
 #[derive(Debug, thiserror::Error)]
-#[error("--json: cannot write the report to {path}: {why}", path = path.display(), why = self.why())]
+#[error(
+    "{option}: cannot write the {what} to {path}: {why}",
+    option = named.option, what = named.what, path = path.display(), why = self.why()
+)]
 pub(super) struct ReportFileError {
+    named: Named,
     path: PathBuf,
     source: io::Error,
 }
 
 impl ReportFileError {
+    /// Nobody reads it any more.
+    pub(super) fn is_unread(&self) -> bool {
+        self.source.kind() == io::ErrorKind::BrokenPipe
+    }
+
     /// The reason, with what to do about it where that is known.
     fn why(&self) -> String {
         match self.source.kind() {
@@ -53,15 +78,80 @@ impl ReportFileError {
 }
 
 impl ReportFile {
-    /// Reserves `path`; `-` is stdout.
+    /// Reserves `path` for a report; `-` is stdout.
     pub(super) fn reserve(path: &Path) -> Result<Self, ReportFileError> {
-        if path == "-" {
-            return Ok(Self::Stdout);
-        }
-        Self::reserve_file(path).map_err(|source| ReportFileError { path: path.to_owned(), source })
+        Self::reserve_for(REPORT, path)
     }
 
-    fn reserve_file(path: &Path) -> io::Result<Self> {
+    /// Reserves `path` for something else.
+    pub(super) fn reserve_for(named: Named, path: &Path) -> Result<Self, ReportFileError> {
+        if path == "-" {
+            return match crate::stdout::check() {
+                Ok(()) => Ok(Self { place: Place::Stdout, named }),
+                Err(source) => Err(ReportFileError { named, path: "stdout".into(), source }),
+            };
+        }
+        match Place::reserve(path) {
+            Ok(place) => Ok(Self { place, named }),
+            Err(source) => Err(ReportFileError { named, path: path.to_owned(), source }),
+        }
+    }
+
+    pub(super) fn is_stdout(&self) -> bool {
+        matches!(self.place, Place::Stdout)
+    }
+
+    /// Writes `content`, and with it the file appears.
+    pub(super) fn write(self, content: &impl Serialize) -> Result<(), ReportFileError> {
+        let text = serde_json::to_vec_pretty(content).map(|mut text| {
+            text.push(b'\n');
+            text
+        });
+        match text {
+            Ok(text) => self.write_bytes(&text),
+            Err(error) => Err(self.error(error.into())),
+        }
+    }
+
+    /// Writes `text`, and with it the file appears.
+    pub(super) fn write_bytes(self, text: &[u8]) -> Result<(), ReportFileError> {
+        self.stream()?.write_all(text).map_err(|source| self.error(source))?;
+        self.keep()
+    }
+
+    /// Where to write it piece by piece; [`keep`](Self::keep) ends it.
+    pub(super) fn stream(&self) -> Result<Box<dyn Write + Send>, ReportFileError> {
+        let stream = || -> io::Result<Box<dyn Write + Send>> {
+            Ok(match &self.place {
+                Place::Stdout => Box::new(io::stdout()),
+                Place::Special(path) => Box::new(OpenOptions::new().write(true).open(path)?),
+                Place::Regular { file, .. } => Box::new(file.as_file().try_clone()?),
+            })
+        };
+        stream().map_err(|source| self.error(source))
+    }
+
+    /// All of it is written: the file appears.
+    pub(super) fn keep(self) -> Result<(), ReportFileError> {
+        let (named, path) = (self.named, self.path());
+        self.place.keep().map_err(|source| ReportFileError { named, path, source })
+    }
+
+    /// Something of it could not be written.
+    pub(super) fn error(&self, source: io::Error) -> ReportFileError {
+        ReportFileError { named: self.named, path: self.path(), source }
+    }
+
+    fn path(&self) -> PathBuf {
+        match &self.place {
+            Place::Stdout => PathBuf::from("stdout"),
+            Place::Special(path) | Place::Regular { path, .. } => path.clone(),
+        }
+    }
+}
+
+impl Place {
+    fn reserve(path: &Path) -> io::Result<Self> {
         // Behind a symbolic link its target is to be replaced, not the link.
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         match fs::metadata(&path) {
@@ -83,31 +173,11 @@ impl ReportFile {
         Ok(Self::Regular { file, path })
     }
 
-    pub(super) fn is_stdout(&self) -> bool {
-        matches!(self, Self::Stdout)
-    }
-
-    /// Writes `content`, and with it the file appears.
-    pub(super) fn write(self, content: &impl Serialize) -> Result<(), ReportFileError> {
-        let path = match &self {
-            Self::Stdout => PathBuf::from("stdout"),
-            Self::Special(path) | Self::Regular { path, .. } => path.clone(),
-        };
-        self.try_write(content).map_err(|source| ReportFileError { path, source })
-    }
-
-    fn try_write(self, content: &impl Serialize) -> io::Result<()> {
-        let mut text = serde_json::to_vec_pretty(content)?;
-        text.push(b'\n');
+    fn keep(self) -> io::Result<()> {
         match self {
-            Self::Stdout => {
-                let mut out = io::stdout().lock();
-                out.write_all(&text)?;
-                out.flush()
-            }
-            Self::Special(path) => OpenOptions::new().write(true).open(path)?.write_all(&text),
-            Self::Regular { mut file, path } => {
-                file.write_all(&text)?;
+            Self::Stdout => io::stdout().flush(),
+            Self::Special(_) => Ok(()),
+            Self::Regular { file, path } => {
                 file.as_file().sync_all()?;
                 file.persist(path).map(drop).map_err(|error| error.error)
             }
@@ -166,7 +236,7 @@ mod tests {
         assert_eq!(fs::read_to_string(&target).unwrap(), "\"new\"\n");
 
         let null = ReportFile::reserve(Path::new("/dev/null")).unwrap();
-        assert!(matches!(null, ReportFile::Special(_)));
+        assert!(matches!(null.place, Place::Special(_)));
         null.write(&"gone").unwrap();
     }
 
@@ -178,6 +248,6 @@ mod tests {
             let error = ReportFile::reserve(&path).unwrap_err().to_string();
             assert!(error.starts_with("--json: cannot write the report to ") && !error.contains('\n'), "{error}");
         }
-        assert!(matches!(ReportFile::reserve(Path::new("-")), Ok(ReportFile::Stdout)));
+        assert!(ReportFile::reserve(Path::new("-")).unwrap().is_stdout());
     }
 }
