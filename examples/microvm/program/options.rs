@@ -127,7 +127,8 @@ pub(crate) struct SourceOptions {
     /// Level of the method
     #[arg(long, allow_hyphen_values = true)]
     level: Option<String>,
-    /// What helps to look for zero pages and to copy: cpu, auto, dsa, dsa:/dev/dsa/wqX.Y or model:FILE.json
+    /// What helps to look for zero pages and to copy: cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y, iaa:/dev/iax/wqX.Y, model:FILE;
+    /// several separated by commas. An iaa does neither so far
     // Nobody should believe that it is used where it is not.
     #[arg(long, value_name = "LIST", default_value = "cpu", requires = "migrate_to", conflicts_with = "incoming")]
     pub(crate) accel: Accelerators,
