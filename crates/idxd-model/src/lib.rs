@@ -10,6 +10,7 @@
 //! | [`table`] | the specification as data, each row with its section |
 //! | [`ops`] | one descriptor: checked, executed, turned into a completion record |
 //! | [`core`] | a device: queues, groups, engines, batches, what is due when; no threads, no clock |
+//! | [`judge`] | a trace of a real device, held against the table |
 //! | [`memory`] | what a device sees of memory: this process's page tables, or doubles |
 //! | [`config`] | which devices, as JSON |
 //! | [`Model`] | devices with a thread per engine, or stepped by hand; [`ModelQueue`] is a portal |
@@ -43,6 +44,7 @@
 
 pub mod config;
 pub mod core;
+pub mod judge;
 pub mod memory;
 mod model;
 pub mod ops;

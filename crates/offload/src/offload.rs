@@ -91,6 +91,9 @@ impl Offload {
 
     fn running(opened: Opened, settings: &Settings) -> Result<Arc<Self>, StartError> {
         let summary = start::summary(&opened);
+        if let Some(trace) = &settings.trace {
+            opened.queues.iter().for_each(|queue| trace.queue(queue.info()));
+        }
         let mut devices: Vec<Vec<Arc<WorkQueue>>> = Vec::new();
         for queue in opened.queues {
             let same = |device: &&mut Vec<Arc<WorkQueue>>| device[0].info().device.name == queue.info().device.name;

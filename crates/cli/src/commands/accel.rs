@@ -1,5 +1,7 @@
 //! `sterna accel`: what accelerators there are, whether they work, and how their queues should be set up.
 
+mod replay;
+
 use std::fmt::Write as _;
 use std::io::{BufWriter, Write as _};
 use std::os::unix::fs::MetadataExt;
@@ -29,6 +31,8 @@ pub(crate) enum AccelCommand {
     Plan(PlanArgs),
     /// Run every operation on every queue, and write down each descriptor and completion record
     Capture(CaptureArgs),
+    /// Hold a trace against the specification, and say how long each operation took
+    Replay(replay::ReplayArgs),
 }
 
 /// `sterna accel list`.
@@ -95,6 +99,7 @@ pub(super) fn run(command: &AccelCommand) -> Result<Exit, Failure> {
         AccelCommand::Test(args) => test(&args.trial),
         AccelCommand::Plan(args) => plan(args),
         AccelCommand::Capture(args) => capture(args),
+        AccelCommand::Replay(args) => replay::run(args),
     }
 }
 

@@ -1,0 +1,117 @@
+//! What a trace has of each operation: how often, how it ended, how long it took. Times are those of *seeing* a record, so they
+//! are upper bounds of what the device took: what [`Timing`](crate::core::Timing) is to be calibrated with.
+
+use std::collections::BTreeMap;
+
+use super::Queue;
+use super::descriptor::operation;
+use super::is_batch;
+use crate::config::Kind;
+use crate::table::dsa;
+
+/// From submission to the record's being seen, ns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Latency {
+    /// Least.
+    pub least: u64,
+    /// The middle one.
+    pub median: u64,
+    /// Most.
+    pub most: u64,
+}
+
+/// One operation of one kind of device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OperationSummary {
+    /// DSA or IAA.
+    pub kind: Kind,
+    /// As the specification calls it; of batches also that of their first member.
+    pub operation: String,
+    /// Of members: their batch is what was submitted and seen.
+    pub in_batches: bool,
+    /// How many were submitted; of members, how many were answered.
+    pub count: u64,
+    /// Those of them that nobody saw complete.
+    pub unanswered: u64,
+    /// Bytes of all *Transfer Size*, or descriptors of all batches.
+    pub size: u64,
+    /// How often each status was seen.
+    pub statuses: BTreeMap<u8, u64>,
+    /// If any was answered.
+    pub latency: Option<Latency>,
+}
+
+#[derive(Default)]
+struct Row {
+    count: u64,
+    unanswered: u64,
+    size: u64,
+    statuses: BTreeMap<u8, u64>,
+    latencies: Vec<u64>,
+}
+
+/// What is gathered.
+#[derive(Default)]
+pub(super) struct Summary {
+    rows: BTreeMap<(bool, bool, String), Row>,
+}
+
+impl Summary {
+    fn row(&mut self, queue: &Queue, descriptor: &[u8; 64], first: Option<&[u8; 64]>, in_batch: bool) -> &mut Row {
+        let name = |descriptor| match operation(descriptor, queue.kind) {
+            Some(row) => row.name.to_owned(),
+            None => format!("operation {:#04x}", dsa::OPERATION.get(descriptor)),
+        };
+        let name = match first {
+            Some(first) if is_batch(descriptor, queue) => format!("{} of {}", name(descriptor), name(first)),
+            _ => name(descriptor),
+        };
+        let row = self.rows.entry((queue.kind == Kind::Iaa, in_batch, name)).or_default();
+        row.count += 1;
+        row.size = row.size.saturating_add(dsa::SIZE.get(descriptor));
+        row
+    }
+
+    pub(super) fn answered(
+        &mut self,
+        queue: &Queue,
+        descriptor: &[u8; 64],
+        first: Option<&[u8; 64]>,
+        status: u8,
+        latency: u64,
+    ) {
+        let row = self.row(queue, descriptor, first, false);
+        *row.statuses.entry(status).or_default() += 1;
+        row.latencies.push(latency);
+    }
+
+    pub(super) fn unanswered(&mut self, queue: &Queue, descriptor: &[u8; 64], first: Option<&[u8; 64]>) {
+        self.row(queue, descriptor, first, false).unanswered += 1;
+    }
+
+    pub(super) fn member(&mut self, queue: &Queue, descriptor: &[u8; 64], status: u8) {
+        *self.row(queue, descriptor, None, true).statuses.entry(status).or_default() += 1;
+    }
+
+    pub(super) fn operations(self) -> Vec<OperationSummary> {
+        let mut operations = Vec::new();
+        for ((iaa, in_batches, operation), mut row) in self.rows {
+            row.latencies.sort_unstable();
+            let latency = row.latencies.first().zip(row.latencies.last()).map(|(&least, &most)| {
+                let median = row.latencies[row.latencies.len() / 2];
+                Latency { least, median, most }
+            });
+            operations.push(OperationSummary {
+                kind: if iaa { Kind::Iaa } else { Kind::Dsa },
+                operation,
+                in_batches,
+                count: row.count,
+                unanswered: row.unanswered,
+                size: row.size,
+                statuses: row.statuses,
+                latency,
+            });
+        }
+        operations
+    }
+}
