@@ -473,3 +473,45 @@ fn a_wrong_list_is_named_once_and_help_has_all_that_can_be_said() {
         }
     }
 }
+
+#[test]
+fn a_captured_trace_is_replayed_and_what_is_wrong_in_it_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let trace = dir.path().join("trace.txt");
+    let path = trace.to_str().unwrap();
+    let (capture, _model) = with_model(HEALTHY, &["capture", "--rounds", "2", "-o", path]);
+    assert!(capture.status.success(), "{}", said(&capture));
+    let replay = |text: &str| {
+        std::fs::write(&trace, text).unwrap();
+        accel(Path::new("/nowhere"), &["replay", path])
+    };
+    let whole = std::fs::read_to_string(&trace).unwrap();
+
+    let good = replay(&whole);
+    let text = said(&good);
+    assert!(good.status.success() && text.contains("Nothing in it contradicts"), "{text}");
+    for operation in ["DSA Batch of Compare Pattern", "DSA Apply Delta Record", "IAA Compress", "IAA Decompress"] {
+        assert!(
+            text.lines().any(|line| line.starts_with(operation) && (line.contains("01: ") || line.contains("05: "))),
+            "{operation}: {text}"
+        );
+    }
+
+    // The last line ends within its record: whoever wrote it was killed.
+    let cut = replay(&whole[..whole.len() - 20]);
+    assert!(cut.status.success(), "{}", said(&cut));
+    assert!(said(&cut).contains("breaks off") && said(&cut).contains("was never seen to complete"), "{}", said(&cut));
+
+    let answer = whole.lines().find(|line| line.starts_with("c ")).unwrap();
+    let wrong = replay(&whole.replacen(answer, &answer.replacen(" 01", " 1b", 1).replacen(" 05", " 1b", 1), 1));
+    assert_eq!(wrong.status.code(), Some(1));
+    assert!(said(&wrong).contains(": Status is 0x1b, which Batch"), "{}", said(&wrong));
+    assert!(said(&wrong).contains("(5.8.1)") && said(&wrong).contains(" findings; docs/"), "{}", said(&wrong));
+
+    let two = replay(&whole.repeat(2));
+    assert_eq!(two.status.code(), Some(1));
+    assert!(said(&two).contains("another trace begins here"), "{}", said(&two));
+    let none = accel(Path::new("/nowhere"), &["replay", "/nowhere/trace.txt"]);
+    assert_eq!(none.status.code(), Some(1));
+    assert!(said(&none).contains("/nowhere/trace.txt: "), "{}", said(&none));
+}

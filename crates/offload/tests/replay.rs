@@ -74,8 +74,8 @@ fn captured(config: &str, rounds: u32) -> String {
     assert!(trials.iter().all(|trial| trial.wrong.is_none()), "{trials:?}");
     offload.shutdown();
     trace.finish().unwrap();
-    let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
-    text
+    let bytes = written.0.lock().unwrap().clone();
+    String::from_utf8(bytes).unwrap()
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn what_does_not_hang_together_is_found_where_it_is() {
     let expect = |found: Vec<String>, line: usize, parts: &[&str]| {
         let start = format!("line {}, submission {number}", line + 1);
         let is_it = |one: &String| one.starts_with(&start) && parts.iter().all(|part| one.contains(part));
-        assert!(found.iter().any(|one| is_it(one)), "{start} … {parts:?} is not in {found:#?}");
+        assert!(found.iter().any(is_it), "{start} … {parts:?} is not in {found:#?}");
     };
     let earlier = (time.parse::<u64>().unwrap() - 1).to_string();
     expect(replaced(completed, 1, &earlier), completed, &["time", &earlier, time]);
@@ -253,4 +253,29 @@ fn a_trace_that_breaks_off_anywhere_has_descriptors_without_an_answer_and_no_fin
         unanswered += replayed.verdict.unanswered.len();
     }
     assert!(unanswered > 100, "{unanswered}");
+}
+
+#[test]
+fn what_a_queue_permits_is_held_against_what_it_was_given() {
+    let whole = file("model-healthy.txt");
+    let line = "q dsa0/wq0.0 dsa 256 shared 64 128 2097152 0\n";
+    assert!(whole.contains(line));
+    for (changed, what) in [
+        ("q dsa0/wq0.0 iaa 256 shared 64 128 2097152 0\n", Some("is Iaa of a queue that is called \"dsa0/wq0.0\"")),
+        ("q dsa0/wq0.0 dsa 256 shared 64 31 2097152 0\n", Some("Descriptor Count is 32, and 2 to 31 are permitted")),
+        ("q dsa0/wq0.0 dsa 256 shared 64 128 4095 0\n", Some("Transfer Size is 4096, and 1 to 4095 are permitted")),
+        ("q dsa0/wq0.0 dsa 256 shared 0 128 2097152 0\n", Some("configuration of the queue")),
+        ("q dsa0/wq0.0 dsa 256 shared 64 128 4294967296 0\n", Some("configuration of the queue")),
+        // What permits as much or more contradicts nothing, nor does the number of a version.
+        ("q dsa0/wq0.0 dsa 512 dedicated 64 1024 2147483648 1\n", None),
+        // Twice the same.
+        (&line.repeat(2), None),
+        (&format!("{line}q dsa0/wq0.0 dsa 256 shared 64 127 2097152 0\n"), Some("is another than before")),
+    ] {
+        let found = findings(&whole.replacen(line, changed, 1));
+        match what {
+            Some(what) => assert!(found.iter().any(|one| one.contains(what)), "{what} is not in {found:#?}"),
+            None => assert!(found.is_empty(), "{changed}: {found:#?}"),
+        }
+    }
 }

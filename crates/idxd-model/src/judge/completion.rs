@@ -4,6 +4,7 @@ use super::operands::{Operand, operands};
 use super::{Queue, Wrong, descriptor};
 use crate::config::Kind;
 use crate::table::dsa::{self, code, record};
+use crate::table::iaa::compression;
 use crate::table::{Field, iaa, status};
 
 /// What the status says happened.
@@ -187,7 +188,8 @@ impl Check<'_> {
             }
             code::CREATE_DELTA => {
                 let deltas = self.deltas();
-                if result > 1 || (result == 1) != (deltas > 0) {
+                // A difference that was not written is not counted as compared.
+                if result > 1 || (result == 1) != (deltas > 0) || deltas > done / 8 * dsa::DELTA as u64 {
                     self.of(&record::RESULT, "8.3.8", &format!("with {deltas} bytes of deltas"));
                 }
             }
@@ -219,7 +221,7 @@ impl Check<'_> {
                 let fits = match result {
                     0 => done == 0 && deltas == 0,
                     1 => done == 0 && deltas > 0,
-                    2 => done < size && done.is_multiple_of(8) && deltas > 0,
+                    2 => done < size && done.is_multiple_of(8) && deltas > 0 && deltas <= done / 8 * dsa::DELTA as u64,
                     _ => false,
                 };
                 if !fits {
@@ -335,6 +337,16 @@ impl Check<'_> {
         let room = iaa::DESTINATION_SIZE.get(self.descriptor);
         if output > room {
             self.of(&iaa::record::OUTPUT_SIZE, "IAA 6.2.7", &format!("and the destination has {room:#x} bytes"));
+        }
+        let flags = iaa::OPERATION_FLAGS.get(self.descriptor) as u16;
+        if operation == iaa::code::COMPRESS && code == status::SUCCESS {
+            let statistics = flags & compression::STATISTICS != 0;
+            let ends = flags & compression::FLUSH != 0 && flags & compression::END != 0;
+            if statistics && output != 4 * iaa::STATISTICS_WORDS as u64 {
+                self.of(&iaa::record::OUTPUT_SIZE, "IAA 3.4.1", "and statistics have 1272 bytes");
+            } else if !statistics && ends && output == 0 {
+                self.of(&iaa::record::OUTPUT_SIZE, "IAA table 6-11", "and an end of block was written");
+            }
         }
         let bits = iaa::record::OUTPUT_BITS.get(self.seen);
         if bits > 7 || (bits > 0 && output == 0) {

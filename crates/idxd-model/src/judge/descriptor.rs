@@ -19,6 +19,9 @@ pub(super) fn check(descriptor: &[u8; 64], queue: &Queue, in_batch: bool) -> Vec
     check.wrongs
 }
 
+/// What it is called, its address and its bytes.
+type Buffer = (&'static str, u64, u64);
+
 struct Check<'a> {
     descriptor: &'a [u8; 64],
     queue: &'a Queue,
@@ -206,9 +209,9 @@ impl Check<'_> {
         }
     }
 
-    fn apart(&mut self, pairs: &[((&str, u64, u64), (&str, u64, u64))], section: &'static str) {
+    fn apart(&mut self, pairs: &[(Buffer, Buffer)], section: &'static str) {
         for (one, two) in pairs {
-            let end = |of: &(&str, u64, u64)| u128::from(of.1) + u128::from(of.2);
+            let end = |of: &Buffer| u128::from(of.1) + u128::from(of.2);
             if one.2 > 0 && two.2 > 0 && u128::from(one.1) < end(two) && u128::from(two.1) < end(one) {
                 let text = format!("{:#x} + {:#x} and {} {:#x} + {:#x} overlap", one.1, one.2, two.0, two.1, two.2);
                 self.wrong(status::OVERLAP, "Buffers", section, format!("{} {text}", one.0));

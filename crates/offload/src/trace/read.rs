@@ -55,6 +55,7 @@ const MOST_QUEUES: usize = 4096;
 
 /// One line.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "model"), allow(dead_code, reason = "queues are for the judge, which comes with the model"))]
 enum Entry<'a> {
     Queue { name: &'a str, queue: Queue },
     Submission { at: Nanos, number: u64, queue: &'a str, descriptor: [u8; 64] },
@@ -64,7 +65,7 @@ enum Entry<'a> {
 }
 
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(feature = "model"), allow(dead_code, reason = "it is for the judge, which comes with the model"))]
+#[cfg_attr(not(feature = "model"), allow(dead_code, reason = "queues are for the judge, which comes with the model"))]
 struct Queue {
     iaa: bool,
     dedicated: bool,
@@ -99,7 +100,7 @@ fn lines(
 ) -> Result<bool, TraceError> {
     let mut input = input.take(LONGEST_TRACE + 1);
     let mut begun = false;
-    let mut read = 0;
+    let (mut read, mut queues) = (0, 0);
     let mut buffer = Vec::new();
     for line in 1.. {
         let wrong = |wrong: String| TraceError { line, wrong };
@@ -131,7 +132,14 @@ fn lines(
             (true, true) => {
                 return Err(wrong("another trace begins here; a file has one, so take them apart".into()));
             }
-            (true, false) => parse(text).and_then(|entry| each(line, entry)).map_err(wrong)?,
+            (true, false) => {
+                let entry = parse(text).map_err(wrong)?;
+                queues += usize::from(matches!(entry, Entry::Queue { .. }));
+                if queues > MOST_QUEUES {
+                    return Err(wrong(format!("more than {MOST_QUEUES} queues")));
+                }
+                each(line, entry).map_err(wrong)?;
+            }
         }
     }
     unreachable!("lines do not end but by a return")
@@ -285,14 +293,9 @@ pub fn replay(input: impl BufRead) -> Result<Replay, TraceError> {
     use sterna_idxd_model::{Kind, Mode, judge};
 
     let mut judge = judge::Judge::new();
-    let mut queues = 0;
     let cut = lines(input, |line, entry| {
         match entry {
             Entry::Queue { name, queue } => {
-                queues += 1;
-                if queues > MOST_QUEUES {
-                    return Err(format!("more than {MOST_QUEUES} queues"));
-                }
                 let of = judge::Queue {
                     kind: if queue.iaa { Kind::Iaa } else { Kind::Dsa },
                     version: queue.version,

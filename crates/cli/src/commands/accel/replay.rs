@@ -9,7 +9,7 @@ use sterna_idxd_model::Kind;
 use sterna_idxd_model::judge::{OperationSummary, Verdict};
 use sterna_offload::trace::{Replay, replay};
 
-use super::{Exit, Failure, say};
+use super::{Exit, Failure, Out};
 
 /// `sterna accel replay`.
 #[derive(Debug, Args)]
@@ -27,16 +27,16 @@ pub(super) fn run(args: &ReplayArgs) -> Result<Exit, Failure> {
     let failed = |what: &dyn std::fmt::Display| Failure::failed(&format!("{name}: {what}"));
     let file = std::fs::File::open(&args.file).map_err(|error| failed(&error))?;
     let Replay { verdict, cut } = replay(BufReader::new(file)).map_err(|error| failed(&error))?;
-    say(&summary(&verdict));
+    Out::Stdout.say(&summary(&verdict))?;
     if cut {
-        say("The trace breaks off within its last line, which was left out.");
+        Out::Stdout.say("The trace breaks off within its last line, which was left out.")?;
     }
     for finding in &verdict.findings {
-        say(&finding.to_string());
+        Out::Stdout.say(&finding.to_string())?;
     }
     match verdict.found {
         0 => {
-            say("Nothing in it contradicts the specification.");
+            Out::Stdout.say("Nothing in it contradicts the specification.")?;
             Ok(Exit::Completed)
         }
         found => {
