@@ -1,24 +1,17 @@
 //! A guest's RAM as accelerators see it, for one migration.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::node::node_of;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Channel, Maker, Nanos, Offload, Operation, Region, RegionBusy, SystemTime};
+use sterna_offload::{Channel, Guest, Maker, Nanos, Offload, Operation, Region, RegionBusy, SystemTime};
 use sterna_wire::packet::{Run, RunKind};
 
 /// How long work that nobody waits for any more may take to leave a guest's RAM at the end.
 const LEAVING: Duration = Duration::from_secs(2);
-
-/// Guests of this process so far. Shares of a device are between guests, however many channels each of them has.
-static GUESTS: AtomicU32 = AtomicU32::new(0);
-
-/// The weight of a guest beside the others of this process.
-const WEIGHT: u32 = 1;
 
 /// An accelerator that a migration uses, with the guest's RAM shown to it.
 #[derive(Clone, Debug)]
@@ -26,8 +19,8 @@ pub struct Accelerator {
     offload: Arc<Offload>,
     ram: GuestRam,
     regions: Arc<[Arc<Region>]>,
-    /// As shares know it.
-    guest: u32,
+    /// As offload knows it.
+    guest: Arc<Guest>,
     hearsay: Arc<Hearsay>,
 }
 
@@ -54,23 +47,23 @@ pub(crate) struct Doubt {
 const MOST_DOUBTS: usize = 1024;
 
 impl Accelerator {
-    /// `offload` for the guest whose RAM is `ram`; none where only the CPU would do the work: it has its own, shorter way.
-    pub fn new(offload: &Arc<Offload>, ram: &GuestRam) -> Option<Self> {
+    /// `offload` for the guest whose RAM is `ram`, and which has `weight` beside the others of the process; none where only the CPU
+    /// would do the work: it has its own, shorter way.
+    pub fn new(offload: &Arc<Offload>, ram: &GuestRam, weight: u32) -> Option<Self> {
         if !offload.accelerates(Operation::ZeroMap) {
             return None;
         }
-        Some(Self::over(offload, ram))
+        Some(Self::over(offload, ram, weight))
     }
 
-    fn over(offload: &Arc<Offload>, ram: &GuestRam) -> Self {
+    fn over(offload: &Arc<Offload>, ram: &GuestRam, weight: u32) -> Self {
         let regions = ram.blocks().iter().map(|block| Region::of_block(block, node_of(block.addresses()))).collect();
-        // 0 are channels that belong to no guest (`Offload::channel`).
-        let guest = GUESTS.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
         let hearsay = Hearsay {
             zero: ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect(),
             refuted_before: offload.refuted(),
             doubts: Mutex::new(Vec::with_capacity(MOST_DOUBTS)),
         };
+        let guest = offload.guest(weight);
         Self { offload: Arc::clone(offload), ram: ram.clone(), regions, guest, hearsay: Arc::new(hearsay) }
     }
 
@@ -116,12 +109,17 @@ impl Accelerator {
 
     /// A channel of this guest's, with its memory on the node that most of the guest's is on.
     pub(crate) fn channel(&self) -> Channel {
-        let channel = self.offload.channel_of(self.guest, WEIGHT);
+        let channel = self.offload.channel_for(&self.guest);
         let largest = self.regions.iter().filter(|region| region.node().is_some()).max_by_key(|region| region.bytes());
         match largest.and_then(|region| region.node()) {
             Some(node) => channel.near(node),
             None => channel,
         }
+    }
+
+    /// Says whether the guest stands. What it still needs is urgent then, on all its channels.
+    pub(crate) fn set_urgent(&self, urgent: bool) {
+        self.guest.set_urgent(urgent);
     }
 
     /// What does the work.
@@ -169,7 +167,7 @@ pub(crate) mod tests {
     }
 
     pub(crate) fn over(offload: &Arc<Offload>, ram: &GuestRam) -> Accelerator {
-        Accelerator::over(offload, ram)
+        Accelerator::over(offload, ram, 1)
     }
 
     /// RAM of one block for each of `contents`, whose pages are filled with these bytes.

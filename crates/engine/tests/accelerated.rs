@@ -17,6 +17,7 @@ use sterna::source::Source;
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
 use sterna_offload::share::{Ask, Fifo, Grant, Share, Verdict};
+use sterna_offload::trace::Trace;
 use sterna_offload::{Accelerators, Kind, Nanos, Offload, OffloadReport, Operation, Recheck, Settings, Shares};
 
 /// What goes wrong, and whether the device is expected to be taken out of service for it.
@@ -71,6 +72,16 @@ fn migrate_with(
     workload: Workload,
     settings: impl FnOnce(Source) -> Source,
 ) -> OffloadReport {
+    migrate_seen(what, offload, workload, &(), settings)
+}
+
+fn migrate_seen(
+    what: &str,
+    offload: &Arc<Offload>,
+    workload: Workload,
+    observer: &dyn Observer,
+    settings: impl FnOnce(Source) -> Source,
+) -> OffloadReport {
     let (source, destination) = (Memory::new(1500, 700), Memory::new(1500, 700));
     let running = Running::default();
     let (mut from, log) = Monitor::new(&source, &running, workload);
@@ -90,7 +101,7 @@ fn migrate_with(
     let (sent, received) = std::thread::scope(|scope| {
         let (to, cancel) = (&mut to, &cancel);
         let receiving = scope.spawn(move || listening.run(to, cancel, &()));
-        let sent = migration.run(address, &Security::Insecure, &mut from, cancel, &());
+        let sent = migration.run(address, &Security::Insecure, &mut from, cancel, observer);
         (sent, receiving.join().unwrap())
     });
     let (sent, received) = (sent.unwrap_or_else(|error| panic!("{what}: {error}")), received);
@@ -169,15 +180,16 @@ fn one_offload_serves_several_guests_at_once_and_one_after_the_other() {
     });
 }
 
-/// Who has asked for a share: by guest, its channels.
-type Asked = Arc<Mutex<BTreeMap<u32, Vec<u32>>>>;
+/// Who has asked for a share: by guest, its weight and its channels.
+type Asked = Arc<Mutex<BTreeMap<u32, (u32, Vec<u32>)>>>;
 
 struct Listening(Asked);
 
 impl Share for Listening {
     fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
         let mut asked = self.0.lock().unwrap();
-        let channels = asked.entry(ask.vm).or_default();
+        let (weight, channels) = asked.entry(ask.vm).or_default();
+        *weight = ask.weight;
         if !channels.contains(&ask.channel) {
             channels.push(ask.channel);
         }
@@ -202,14 +214,94 @@ fn each_guest_asks_for_its_share_as_itself_however_many_channels_it_has() {
         settings.shares = Shares::new(move |_| Box::new(Listening(Arc::clone(&heard))));
         let offload = offload_with(SHARED, TROUBLES[0].1, 1, settings);
         std::thread::scope(|scope| {
-            for channels in [1, 3] {
+            for (channels, weight) in [(1, 7), (3, 1000)] {
                 let offload = &offload;
-                scope.spawn(move || migrate("shares", offload, |source| source.channels(channels)));
+                let settings = move |source: Source| source.channels(channels).accelerator_weight(weight);
+                scope.spawn(move || migrate("shares", offload, settings));
             }
         });
-        let mut channels: Vec<usize> = asked.lock().unwrap().values().map(Vec::len).collect();
-        channels.sort_unstable();
-        assert_eq!(channels, [1, 3], "channels of each guest: {:?}", asked.lock().unwrap());
+        let asked = asked.lock().unwrap();
+        let mut guests: Vec<_> = asked.values().map(|(weight, channels)| (channels.len(), *weight)).collect();
+        guests.sort_unstable();
+        assert_eq!(guests, [(1, 7), (3, 1000)], "channels and weight of each guest: {asked:?}");
+    });
+}
+
+#[test]
+fn a_weight_that_no_guest_can_have_is_refused_before_anything_is_touched() {
+    for weight in [0, 1001, u32::MAX] {
+        let memory = Memory::new(1, 1);
+        let (mut from, log) = Monitor::new(&memory, &Running::default(), WRITES);
+        let migration = Source::new(memory.ram(), Box::new(log)).accelerator_weight(weight);
+        let refused = migration.run("127.0.0.1:1", &Security::Insecure, &mut from, &Cancel::new(), &());
+        let reason = refused.unwrap_err().to_string();
+        assert!(reason.contains(&weight.to_string()) && reason.contains("between 1 and 1000"), "{reason}");
+        assert!(from.called.is_empty());
+    }
+}
+
+/// What is written down, for somebody else to read meanwhile.
+#[derive(Clone, Default)]
+struct Kept(Arc<Mutex<Vec<u8>>>);
+
+impl Kept {
+    /// Submissions to the queue so far.
+    fn submitted(&self, queue: &str) -> usize {
+        let kept = self.0.lock().unwrap();
+        let lines = std::str::from_utf8(&kept).unwrap().lines();
+        lines.filter(|line| line.starts_with("s ") && line.split(' ').nth(3) == Some(queue)).count()
+    }
+}
+
+impl std::io::Write for Kept {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Looks at what was submitted to the two queues when the guest is about to be stopped.
+#[derive(Default)]
+struct AtTheStop {
+    trace: Kept,
+    submitted: Mutex<Vec<[usize; 2]>>,
+}
+
+impl AtTheStop {
+    fn submitted(&self) -> [usize; 2] {
+        ["dsa0/wq0.0", "dsa0/wq0.1"].map(|queue| self.trace.submitted(queue))
+    }
+}
+
+impl Observer for AtTheStop {
+    fn progress(&self, _: &Progress) {}
+
+    fn note(&self, text: &str) {
+        if text == "stopping the guest" {
+            self.submitted.lock().unwrap().push(self.submitted());
+        }
+    }
+}
+
+#[test]
+fn a_guests_last_pages_take_the_switchovers_queue_and_those_before_it_do_not() {
+    within_a_minute(|| {
+        let observer = AtTheStop::default();
+        let mut settings = Settings::default();
+        settings.trace = Some(Arc::new(Trace::new(Box::new(observer.trace.clone()))));
+        let queues = r#"{"name":"wq0.0","size":24,"max_batch_size":128,"priority":5,"label":"sterna-bulk"},
+            {"name":"wq0.1","size":8,"max_batch_size":128,"priority":15,"label":"sterna-switchover"}"#;
+        let offload = offload_with(queues, TROUBLES[0].1, 1, settings);
+        migrate_seen("queues", &offload, WRITES, &observer, |source| source);
+        let [bulk, switchover] = observer.submitted();
+        let stops = observer.submitted.lock().unwrap();
+        assert!(bulk > 0 && switchover > 0, "{bulk}, {switchover}");
+        assert_eq!(stops[0][1], 0, "before the guest was stopped: {stops:?}");
+        assert!(stops[0][0] > 0 && stops[0][0] <= bulk, "{stops:?}, then {bulk}");
     });
 }
 

@@ -14,6 +14,7 @@ use thiserror::Error;
 use crate::batch::Batch;
 use crate::core::Core;
 use crate::engine::Whose;
+use crate::guest::Guest;
 use crate::operation::Operation;
 use crate::pool::Pool;
 use crate::request::{Request, Shape};
@@ -154,13 +155,21 @@ pub(crate) struct Shared {
     /// Its owner sleeps in `wait` and will look by itself.
     pub(crate) attended: AtomicBool,
     pub(crate) core: Arc<Core>,
-    pub(crate) whose: Whose,
+    guest: Arc<Guest>,
+    /// Unique in the process.
+    number: u32,
 }
 
 impl Shared {
-    pub(crate) fn new(core: Arc<Core>, whose: Whose) -> Arc<Self> {
+    pub(crate) fn new(core: Arc<Core>, guest: Arc<Guest>, number: u32) -> Arc<Self> {
         let (table, due, last_due) = (Table::new(core.settings.in_flight), AtomicU64::new(NEVER), AtomicU64::new(0));
-        Arc::new(Self { table, due, last_due, attended: AtomicBool::new(false), core, whose })
+        Arc::new(Self { table, due, last_due, attended: AtomicBool::new(false), core, guest, number })
+    }
+
+    /// Who asks for a share of a device now.
+    pub(crate) fn whose(&self) -> Whose {
+        let Guest { number: vm, weight, .. } = *self.guest;
+        Whose { vm, channel: self.number, weight, urgent: self.guest.is_urgent() }
     }
 
     fn detach(&self, id: Id) -> Detached<Box<Request>> {

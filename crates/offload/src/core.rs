@@ -38,6 +38,8 @@ pub(crate) struct Core {
     sampled: AtomicU64,
     pub(crate) closers: Arc<Closers>,
     pub(crate) channel_number: AtomicU32,
+    /// Guests so far. 0 is that of the channels that belong to none.
+    pub(crate) guests: AtomicU32,
 }
 
 impl Debug for Core {
@@ -62,6 +64,7 @@ impl Core {
             sampled: AtomicU64::new(0),
             closers,
             channel_number: AtomicU32::new(0),
+            guests: AtomicU32::new(0),
         })
     }
 
@@ -119,7 +122,7 @@ impl Core {
         let operation = request.operation;
         for (number, engine) in self.engines.iter().enumerate().filter(|(_, engine)| engine.does(operation)) {
             let counters = self.statistics.of(operation, engine.kind());
-            match engine.begin(request, channel.whose, now) {
+            match engine.begin(request, channel.whose(), now) {
                 Begun::InDevice => {
                     request.work.engine = number;
                     request.go(State::InDevice);

@@ -35,6 +35,7 @@ mod core;
 mod deflate;
 mod delta;
 mod engine;
+mod guest;
 mod helpers;
 mod lease;
 #[cfg(all(test, loom))]
@@ -62,6 +63,7 @@ pub use accelerators::{Accelerators, AcceleratorsError, Wish};
 pub use batch::{Batch, Delta, PushError};
 pub use channel::{Cancelled, Channel, Done, Maker, Outcome, Reason, Ticket, TicketId};
 pub use engine::{Cause, Kind};
+pub use guest::Guest;
 pub use helpers::{CallError, Callbacks};
 pub use lease::Leases;
 pub use offload::{Offload, StartError};

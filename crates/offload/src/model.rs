@@ -81,6 +81,7 @@ fn info(queue: &ModelQueue) -> QueueInfo {
     let mut info = QueueInfo::new(&config.name, Arc::new(device), mode, config.size);
     info.max_batch = if kind == Kind::Dsa { config.max_batch_size } else { 1 };
     info.max_transfer = config.max_transfer_size;
+    (info.label, info.priority) = (Some(config.label.clone()), Some(config.priority));
     info.block_on_fault = config.block_on_fault;
     info.ats_disable = config.ats_disable;
     info.prs_disable = config.prs_disable;

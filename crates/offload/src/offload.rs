@@ -16,7 +16,8 @@ use crate::engine::device::{Closers, Common, Device};
 use crate::engine::dsa::Dsa;
 use crate::engine::iaa::Iaa;
 use crate::engine::parts::Accelerator;
-use crate::engine::{Engine, Kind, Whose};
+use crate::engine::{Engine, Kind};
+use crate::guest::Guest;
 use crate::lease::Leases;
 use crate::report::OffloadReport;
 use crate::request::Shape;
@@ -144,16 +145,20 @@ impl Offload {
         Arc::clone(&self.core)
     }
 
-    /// A channel for one submitter.
+    /// A channel for one submitter, of no guest's.
     pub fn channel(&self) -> Channel {
-        self.channel_of(0, 1)
+        self.channel_for(&Arc::new(Guest::new(0, 1)))
     }
 
-    /// A channel for one submitter of virtual machine `vm`, which has `weight` (1 to 1000) beside others when they share a
-    /// device.
-    pub fn channel_of(&self, vm: u32, weight: u32) -> Channel {
-        let channel = self.core.channel_number.fetch_add(1, Ordering::Relaxed);
-        let shared = Shared::new(Arc::clone(&self.core), Whose { vm, channel, weight });
+    /// A guest that has `weight` (1 to [`MAX_WEIGHT`](crate::share::MAX_WEIGHT)) beside others while they share a device.
+    pub fn guest(&self, weight: u32) -> Arc<Guest> {
+        Arc::new(Guest::new(self.core.guests.fetch_add(1, Ordering::Relaxed).wrapping_add(1), weight))
+    }
+
+    /// A channel for one submitter of `guest`, which this made ([`Self::guest`]).
+    pub fn channel_for(&self, guest: &Arc<Guest>) -> Channel {
+        let number = self.core.channel_number.fetch_add(1, Ordering::Relaxed);
+        let shared = Shared::new(Arc::clone(&self.core), Arc::clone(guest), number);
         lock_std(&self.core.channels).push(Arc::clone(&shared));
         Channel::new(shared, Arc::clone(self.core.pools(None)))
     }

@@ -225,8 +225,9 @@ impl Run {
     }
 
     fn go(mut self) -> Seen {
-        let mut channels: Vec<Option<Channel>> =
-            (0..1 + self.random.below(3)).map(|vm| Some(self.offload.channel_of(vm as u32, 1 + vm as u32))).collect();
+        let mut channels: Vec<Option<Channel>> = (0..1 + self.random.below(3))
+            .map(|vm| Some(self.offload.channel_for(&self.offload.guest(1 + vm as u32))))
+            .collect();
         let shutdown_at = if self.random.once_in(4) { self.random.below(BATCHES as u64) as usize } else { BATCHES };
         for batch in 0..BATCHES {
             if batch == shutdown_at {

@@ -30,6 +30,7 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
 use sterna_offload::Offload;
+use sterna_offload::share::MAX_WEIGHT;
 use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
 
 pub use self::convergence::{NotConverging, Throttle};
@@ -87,6 +88,7 @@ struct Settings {
     state_dir: Option<PathBuf>,
     offload: Option<Arc<Offload>>,
     delta_cache: u64,
+    accelerator_weight: u32,
 }
 
 impl std::fmt::Debug for Source {
@@ -112,6 +114,7 @@ impl Source {
             state_dir: None,
             offload: None,
             delta_cache: 0,
+            accelerator_weight: 1,
         };
         Self { ram, log, settings }
     }
@@ -205,6 +208,16 @@ impl Source {
         self
     }
 
+    /// How much of an accelerator this guest may have beside others that want it at the same time, 1 … 1000; 1 unless said otherwise.
+    /// It has no unit: of two guests of weights 3 and 1 the one gets three quarters of the device's time, of two of weights 30 and
+    /// 10 likewise. Alone a guest gets all that it wants. It counts among the migrations of one [`Offload`], and where devices are
+    /// shared by a ledger ([`Shares::of_host`](sterna_offload::Shares::of_host)) among those of all processes that keep it.
+    #[must_use]
+    pub fn accelerator_weight(mut self, weight: u32) -> Self {
+        self.settings.accelerator_weight = weight;
+        self
+    }
+
     /// Moves the guest to the [`Destination`](crate::destination::Destination) at `to`. Blocks until that has ended; the
     /// monitor's methods are called on this thread.
     ///
@@ -223,9 +236,15 @@ impl Source {
     }
 
     fn check(&self) -> Result<(), MigrationError> {
-        let Settings { channels, packet_size, .. } = self.settings;
+        let Settings { channels, packet_size, accelerator_weight, .. } = self.settings;
         if !(1..=MAX_RAM_CHANNELS).contains(&channels) {
             let reason = format!("{channels} channels were asked for; between 1 and {MAX_RAM_CHANNELS} are possible");
+            return Err(MigrationError::untouched(reason));
+        }
+        if !(1..=MAX_WEIGHT).contains(&accelerator_weight) {
+            let reason = format!(
+                "a weight of {accelerator_weight} at accelerators was asked for; between 1 and {MAX_WEIGHT} are possible"
+            );
             return Err(MigrationError::untouched(reason));
         }
         if packet_size == 0 || !packet_size.is_multiple_of(PAGE_SIZE) || packet_size > MAX_CONTENT {

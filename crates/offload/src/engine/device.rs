@@ -8,12 +8,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering,
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
-use sterna_idxd::{CompletionRecord, Descriptor, SubmitError, WorkQueue, iaa};
+use sterna_idxd::iaa::CompletionRecord as LongRecord;
+use sterna_idxd::{CompletionRecord, Descriptor, SubmitError, WorkQueue};
 use sterna_memory::PAGE_SIZE;
 
 use crate::arena::Slab;
 use crate::channel::Pools;
-use crate::engine::Kind;
+use crate::engine::queues::Takers;
+use crate::engine::{Kind, dsa, iaa};
 use crate::lease::Leases;
 use crate::operation::Operation;
 use crate::report::Statistics;
@@ -56,6 +58,8 @@ pub(crate) struct Queue {
     /// Most descriptors of a batch; 1 where there are no batches.
     pub(crate) max_batch: u32,
     pub(crate) max_transfer: u64,
+    /// A batch's retries were all refused, and nothing was accepted since.
+    refuses: AtomicBool,
 }
 
 impl Queue {
@@ -63,6 +67,7 @@ impl Queue {
         let info = queue.info();
         Self {
             name: info.full_name().into(),
+            refuses: AtomicBool::new(false),
             max_batch: queue.max_batch().unwrap_or(1).max(1),
             max_transfer: info.max_transfer,
             opened: RwLock::new(Some(queue)),
@@ -77,6 +82,24 @@ impl Queue {
         let opened = self.opened.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         // SAFETY: passed on.
         opened.as_ref().map(|queue| unsafe { queue.submit(descriptor) })
+    }
+
+    /// How often a submission that it refuses is worth another try, of `retries` at most. A device that has halted, or a queue that
+    /// somebody else keeps full, refuses all: one batch finds that out, and the others need not wait for the same.
+    pub(crate) fn retries(&self, retries: u32) -> u32 {
+        if self.refuses.load(Relaxed) { 0 } else { retries }
+    }
+
+    /// All retries of a batch were refused.
+    pub(crate) fn refused(&self) {
+        self.refuses.store(true, Relaxed);
+    }
+
+    /// It has taken something.
+    pub(crate) fn accepted(&self) {
+        if self.refuses.load(Relaxed) {
+            self.refuses.store(false, Relaxed);
+        }
     }
 
     /// A record of the queue was seen.
@@ -116,6 +139,8 @@ pub(crate) struct Device {
     pub(crate) kind: Kind,
     pub(crate) node: Option<u32>,
     pub(crate) queues: Vec<Queue>,
+    /// By operation.
+    takers: [Takers; Operation::ALL.len()],
     next: AtomicUsize,
     out: AtomicBool,
     /// When anything of it was last seen to complete.
@@ -123,8 +148,6 @@ pub(crate) struct Device {
     /// When it will be through with what it has, as predicted.
     busy_until: AtomicU64,
     outstanding: AtomicU32,
-    /// A batch's retries were all refused, and nothing was accepted since.
-    refuses: AtomicBool,
     /// What most pages of the last zero map were.
     expect_zero: AtomicBool,
     /// Whether nearly all of them were.
@@ -164,6 +187,14 @@ impl Device {
     /// A device with these queues of it, all proved.
     pub(crate) fn new(number: u64, queues: Vec<Arc<WorkQueue>>, common: &Common) -> Arc<Self> {
         let info = Arc::clone(&queues[0].info().device);
+        let code = match info.kind {
+            sterna_idxd::Kind::Dsa => dsa::code,
+            sterna_idxd::Kind::Iaa => iaa::code,
+        };
+        let takers = Operation::ALL.map(|operation| match code(operation) {
+            Some(code) => Takers::of(queues.iter().map(|queue| queue.info()), code),
+            None => Takers::default(),
+        });
         let admission = Admission { share: common.settings.shares.of(&info.name), predictors: Default::default() };
         Arc::new(Self {
             number,
@@ -174,12 +205,12 @@ impl Device {
             },
             node: info.numa_node,
             queues: queues.into_iter().map(Queue::new).collect(),
+            takers,
             next: AtomicUsize::new(0),
             out: AtomicBool::new(false),
             completed: AtomicU64::new(0),
             busy_until: AtomicU64::new(0),
             outstanding: AtomicU32::new(0),
-            refuses: AtomicBool::new(false),
             expect_zero: AtomicBool::new(false),
             expect_run: AtomicBool::new(false),
             admission: Mutex::new(admission),
@@ -194,29 +225,20 @@ impl Device {
         !self.out.load(Ordering::Acquire)
     }
 
-    /// The queue whose turn it is.
-    pub(crate) fn next_queue(&self) -> usize {
-        self.next.fetch_add(1, Relaxed) % self.queues.len()
+    /// Whether a queue of it has `operation`.
+    pub(crate) fn does(&self, operation: Operation) -> bool {
+        !self.takers[operation.index()].is_empty()
     }
 
-    /// How often a submission that it refuses is worth another try. A device that has halted, or whose queues somebody else keeps
-    /// full, refuses all: one batch finds that out, and the others need not wait for the same.
-    pub(crate) fn retries(&self) -> u32 {
-        if self.refuses.load(Relaxed) { 0 } else { self.common.settings.retries }
-    }
-
-    /// All retries of a batch were refused.
-    pub(crate) fn refused(&self) {
-        self.refuses.store(true, Relaxed);
+    /// The queue whose turn it is, for work that has been refused so often.
+    pub(crate) fn next_queue(&self, operation: Operation, urgent: bool, refusals: u32) -> Option<usize> {
+        self.takers[operation.index()].choose(urgent, refusals, self.next.fetch_add(1, Relaxed))
     }
 
     /// Something that will take `predicted` was submitted. Says when it is expected to be complete.
     pub(crate) fn submitted(&self, predicted: Nanos, now: Nanos) -> Nanos {
         if self.outstanding.fetch_add(1, Relaxed) == 0 {
             self.busy_until.store(now, Relaxed);
-        }
-        if self.refuses.load(Relaxed) {
-            self.refuses.store(false, Relaxed);
         }
         // Two at once may both begin with the same figure: it is a prediction, and the next completion puts it right.
         let until = self.busy_until.load(Relaxed).max(now).saturating_add(predicted);
@@ -322,7 +344,7 @@ impl Device {
         for (number, queue) in queues.iter().enumerate() {
             let end = time.now().saturating_add(self.common.patience());
             // SAFETY: within the slab, aligned, zero, made of atomics.
-            let record = unsafe { &*records.pointer().wrapping_add(number * 64).cast::<iaa::CompletionRecord>() };
+            let record = unsafe { &*records.pointer().wrapping_add(number * 64).cast::<LongRecord>() };
             let drain = Descriptor::drain().with_record(record.address());
             let mut pause = 1_000;
             // SAFETY: the record lives until the queue is closed, below; a drain names nothing else.

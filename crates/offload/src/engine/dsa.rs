@@ -1,6 +1,6 @@
 //! Intel DSA: which operation is which descriptor, and what its record means.
 
-use sterna_idxd::{Completion, Descriptor, Status};
+use sterna_idxd::{Completion, Descriptor, Operation as Code, Status};
 
 use crate::engine::parts::{Dialect, Meaning};
 use crate::engine::{Cause, Kind};
@@ -11,12 +11,23 @@ use crate::request::{Answer, Request};
 #[derive(Debug)]
 pub(crate) struct Dsa;
 
+/// The code of `operation`, where there is one.
+pub(crate) fn code(operation: Operation) -> Option<u8> {
+    let code = match operation {
+        Operation::ZeroMap => Code::ComparePattern,
+        Operation::Compare => Code::Compare,
+        Operation::Checksum => Code::Crc,
+        Operation::Copy | Operation::Place => Code::Memmove,
+        Operation::CopyChecksum => Code::CopyCrc,
+        Operation::CreateDelta => Code::CreateDelta,
+        Operation::ApplyDelta => Code::ApplyDelta,
+        Operation::Deflate | Operation::Inflate => return None,
+    };
+    Some(code as u8)
+}
+
 impl Dialect for Dsa {
     const KIND: Kind = Kind::Dsa;
-
-    fn does(&self, operation: Operation) -> bool {
-        !matches!(operation, Operation::Deflate | Operation::Inflate)
-    }
 
     fn takes(&self, request: &Request, item: usize, max_transfer: u64) -> bool {
         let item = &request.items[item];
@@ -45,7 +56,7 @@ impl Dialect for Dsa {
             Operation::CreateDelta => Descriptor::create_delta(first, second, bytes, room(), item.room),
             Operation::ApplyDelta => Descriptor::apply_delta(room(), item.room, first, bytes),
             Operation::Place => Descriptor::memmove(room(), first, bytes),
-            Operation::Deflate | Operation::Inflate => unreachable!("`does` says that it does not"),
+            Operation::Deflate | Operation::Inflate => unreachable!("it has no code"),
         };
         match part {
             Some(part) => descriptor.with_record(request.work.lists().part(part).address()),

@@ -1,7 +1,7 @@
 //! Intel IAA: deflate with the fixed codes, and inflate. Nothing is ever completed in part: a job that met a fault is the
 //! CPU's from its start.
 
-use sterna_idxd::iaa::{AnalyticsError, CompressAecs, CompressAecsPair, Descriptor as Iax};
+use sterna_idxd::iaa::{AnalyticsError, CompressAecs, CompressAecsPair, Descriptor as Iax, Operation as Code};
 use sterna_idxd::{Completion, Descriptor, Status};
 
 use crate::engine::parts::{Dialect, Meaning};
@@ -22,12 +22,17 @@ impl Iaa {
     }
 }
 
+/// The code of `operation`, where there is one.
+pub(crate) fn code(operation: Operation) -> Option<u8> {
+    match operation {
+        Operation::Deflate => Some(Code::Compress as u8),
+        Operation::Inflate => Some(Code::Decompress as u8),
+        _ => None,
+    }
+}
+
 impl Dialect for Iaa {
     const KIND: Kind = Kind::Iaa;
-
-    fn does(&self, operation: Operation) -> bool {
-        matches!(operation, Operation::Deflate | Operation::Inflate)
-    }
 
     fn takes(&self, request: &Request, item: usize, max_transfer: u64) -> bool {
         let item = &request.items[item];

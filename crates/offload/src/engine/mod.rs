@@ -8,6 +8,7 @@ pub(crate) mod dsa;
 pub(crate) mod iaa;
 pub(crate) mod lists;
 pub(crate) mod parts;
+pub(crate) mod queues;
 
 use std::fmt::{Debug, Display, Formatter};
 
@@ -202,6 +203,8 @@ pub(crate) struct Whose {
     /// Unique in the process.
     pub(crate) channel: u32,
     pub(crate) weight: u32,
+    /// Somebody waits for it.
+    pub(crate) urgent: bool,
 }
 
 /// An engine.

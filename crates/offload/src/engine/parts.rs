@@ -114,9 +114,6 @@ pub(crate) trait Dialect: std::fmt::Debug + Send + Sync {
     /// Its kind.
     const KIND: Kind;
 
-    /// Whether it can do `operation`.
-    fn does(&self, operation: Operation) -> bool;
-
     /// Whether it can do item `item` on a queue of such transfers.
     fn takes(&self, request: &Request, item: usize, max_transfer: u64) -> bool;
 
@@ -147,11 +144,12 @@ impl<D: Dialect> Accelerator<D> {
         &self.devices[request.work.parts.device]
     }
 
-    /// The next device in service, of the node of the request's pages if there is one.
+    /// The next device in service that has the request's operation, of the node of its pages if there is one.
     fn choose(&self, request: &Request) -> Option<usize> {
         let node = request.regions.first().and_then(|region| region.node());
         let turn = self.next.fetch_add(1, Relaxed);
-        let in_service = || (0..self.devices.len()).filter(|at| self.devices[*at].in_service());
+        let able = |at: &usize| self.devices[*at].in_service() && self.devices[*at].does(request.operation);
+        let in_service = || (0..self.devices.len()).filter(able);
         let near = |at: &usize| node.is_none() || self.devices[*at].node.is_none() || self.devices[*at].node == node;
         // One that is taken out between the count and the choice only spoils the turn.
         let in_turn = |count: usize| if count == 0 { 0 } else { turn % count };
@@ -263,6 +261,7 @@ impl<D: Dialect> Accelerator<D> {
             trace.submitted(now, &queue.name, &descriptor, members.map(|item| lists.descriptor_bytes(item)))
         });
         let backlog = device.backlog(now);
+        queue.accepted();
         let due = device.submitted(predicted, now);
         let patience = device.common.patience();
         let part = &mut request.work.parts.parts[number];
@@ -301,13 +300,14 @@ impl<D: Dialect> Accelerator<D> {
         let counters = device.common.statistics.of(request.operation, D::KIND);
         counters.retries.fetch_add(1, Relaxed);
         let pause = pause(request.work.parts.refusals, now ^ std::ptr::from_ref(request).addr() as u64);
-        let limit = device.retries();
+        let queue = &device.queues[request.work.parts.queue];
+        let limit = queue.retries(device.common.settings.retries);
         let parts = &mut request.work.parts;
         parts.refusals += 1;
         parts.parts[number].due = now + pause;
         let again = parts.refusals <= limit;
         if !again {
-            self.device_of(request).refused();
+            queue.refused();
         }
         again
     }
@@ -495,12 +495,12 @@ impl<D: Dialect> Engine for Accelerator<D> {
     }
 
     fn does(&self, operation: Operation) -> bool {
-        self.dialect.does(operation)
+        self.devices.iter().any(|device| device.does(operation))
     }
 
     fn begin(&self, request: &mut Request, whose: Whose, now: Nanos) -> Begun {
         debug_assert_eq!(request.state(), State::Queued);
-        let Whose { vm, channel, weight } = whose;
+        let Whose { vm, channel, weight, urgent } = whose;
         let Parts { refusals, not_before, .. } = request.work.parts;
         if now < not_before {
             return Begun::Wait(not_before);
@@ -509,7 +509,9 @@ impl<D: Dialect> Engine for Accelerator<D> {
         // Also if it goes to the CPU: this device's share is told how long that took.
         request.work.parts.device = chosen;
         let device = &self.devices[chosen];
-        let queue = device.next_queue();
+        let Some(queue) = device.next_queue(request.operation, urgent, refusals) else {
+            return Begun::Spill(Cause::Unsuitable);
+        };
         // What pages were is learned from zero maps and asked by them; whatever else lies side by side is no run of zeros.
         let expect_run = request.operation == Operation::ZeroMap && device.expects_run();
         let expect_zero = device.expects_zero();

@@ -192,6 +192,7 @@ struct Inside {
     executed: u64,
     lies: u64,
     answered_late: u64,
+    taken: Vec<u32>,
 }
 
 /// A device that does as its script says.
@@ -220,6 +221,7 @@ impl Fake {
             executed: 0,
             lies: 0,
             answered_late: 0,
+            taken: vec![0; sizes.len()],
         };
         Arc::new(Self {
             name: name.into(),
@@ -248,6 +250,17 @@ impl Fake {
         max_batch: u32,
         node: Option<u32>,
     ) -> Vec<Arc<WorkQueue>> {
+        self.open_as(clock, max_batch, node, |_, _| {})
+    }
+
+    /// The same, with what else `say` says of each queue.
+    pub(crate) fn open_as(
+        self: &Arc<Self>,
+        clock: &Arc<Clock>,
+        max_batch: u32,
+        node: Option<u32>,
+        say: impl Fn(usize, &mut QueueInfo),
+    ) -> Vec<Arc<WorkQueue>> {
         *self.time.lock().unwrap() = Arc::downgrade(clock);
         clock.attach(self);
         let mut device = Device::new(&self.name, self.kind);
@@ -262,6 +275,7 @@ impl Fake {
             let mode = if *dedicated { Mode::Dedicated } else { Mode::Shared };
             let mut info = QueueInfo::new(&format!("wq{number}.{queue}"), device.clone(), mode, *size);
             info.max_batch = if self.kind == Kind::Iaa { 1 } else { max_batch };
+            say(queue, &mut info);
             let way = if *dedicated { Way::Movdir64b } else { Way::Enqcmd };
             let portal = Arc::new(FakePortal { device: self.clone(), queue, way });
             let opened = WorkQueue::with_portal_within(info, portal, Duration::from_secs(5));
@@ -286,6 +300,11 @@ impl Fake {
 
     pub(crate) fn halt(&self) {
         self.lock().halted = true;
+    }
+
+    /// What each queue has taken since they were opened.
+    pub(crate) fn taken(&self) -> Vec<u32> {
+        self.lock().taken.clone()
     }
 
     pub(crate) fn executed(&self) -> u64 {
@@ -350,6 +369,9 @@ impl Fake {
         let slowness = 1 + inside.random.below(script.slowness.max(1));
         let at = now + (500 + inside.random.below(5_000)) * slowness;
         inside.entries.push(Entry { at, queue, bytes: *bytes, lost });
+        if let Some(taken) = inside.taken.get_mut(queue) {
+            *taken += 1;
+        }
         Submission::Accepted
     }
 

@@ -117,7 +117,8 @@ pub(super) fn run(
         drop(tell_cancelled.send(Event::Cancelled));
     });
     let (lead, first) = SourceLead::begin(Peer::new(link), Arc::new(Abort::default()), settings.limits.telling);
-    let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram));
+    let weight = settings.accelerator_weight;
+    let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram, weight));
     let mut driver = Driver {
         lead,
         accelerator,
@@ -583,6 +584,7 @@ impl Driver<'_> {
         self.lead.moments.pausing = Some(Instant::now());
         self.vmm.pause().map_err(|error| format!("the monitor does not pause the guest: {error}"))?;
         self.lead.moments.paused = Some(Instant::now());
+        self.set_urgent(true);
         self.lead.due = Some((after(self.step_time()), "sending the last pages and the state"));
         moving.order(Order::LastRound);
         Ok(())
@@ -599,7 +601,15 @@ impl Driver<'_> {
     fn resume_guest(&mut self) -> Result<(), String> {
         self.vmm.resume().map_err(|error| format!("the monitor does not resume the guest: {error}"))?;
         self.lead.moments.runs_on();
+        self.set_urgent(false);
         Ok(())
+    }
+
+    /// While the guest stands it waits for what accelerators do.
+    fn set_urgent(&self, urgent: bool) {
+        if let Some(accelerator) = &self.accelerator {
+            accelerator.set_urgent(urgent);
+        }
     }
 
     /// Sends the state of the guest, which stays stopped, while its last pages travel.
