@@ -405,3 +405,29 @@ fn a_fair_share_neither_reckons_with_what_never_went_nor_counts_it() {
     assert!(matches!(share.ask(&ask(1, 1, 200_000), 61_000), Verdict::Wait { .. }), "the other has had nothing yet");
     assert!(matches!(share.ask(&ask(0, 1, 200_000), 62_000), Verdict::Admit(_)));
 }
+
+#[test]
+fn a_process_pays_in_the_ledger_for_nothing_that_its_queue_refused() {
+    let sheets = Sheet::all(2);
+    let slots = Arc::clone(&sheets[0].slots);
+    let shown = move || {
+        let Slot { in_flight, until, .. } = slots.lock().unwrap()[1];
+        (in_flight, until)
+    };
+    let [mut first, mut second] = [0, 1].map(|own| Ledger::new(sheets[own].clone()));
+    let Verdict::Admit(went) = first.ask(&ask(1, 1, 150_000), 1_000) else { panic!("the device is free") };
+    for time in 0..100 {
+        // The first has no more than half of the bound and a batch of the second's size, and both together are within it.
+        let Verdict::Admit(refused) = second.ask(&ask(2, 1, 100_000), 1_000) else { panic!("refused {time} times") };
+        assert_eq!((refused.expected, second.in_flight()), (250_000, 100_000), "refused {time} times");
+        assert_eq!(shown(), (100_000, 251_000));
+        second.dropped(refused);
+        assert_eq!(shown(), (0, 151_000));
+    }
+    for (vm, share) in [(1, &mut first), (2, &mut second)] {
+        assert!(matches!(share.ask(&ask(vm, 1, 200_000), 2_000), Verdict::Wait { .. }));
+    }
+    first.done(went, 60_000, 60_000);
+    assert!(matches!(first.ask(&ask(1, 1, 200_000), 61_000), Verdict::Wait { .. }), "the other has had nothing yet");
+    assert!(matches!(second.ask(&ask(2, 1, 200_000), 62_000), Verdict::Admit(_)));
+}

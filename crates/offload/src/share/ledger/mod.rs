@@ -244,7 +244,6 @@ impl<T: Table> Ledger<T> {
     fn left(&mut self, grant: &Grant) {
         self.in_flight = self.in_flight.saturating_sub(grant.predicted);
         self.batches = self.batches.saturating_sub(1);
-        self.turns.left(grant.vm);
     }
 }
 
@@ -309,10 +308,16 @@ impl<T: Table> Share for Ledger<T> {
     fn done(&mut self, grant: Grant, sojourn: Nanos, _now: Nanos) {
         self.pace.learn(sojourn, grant.expected);
         self.left(&grant);
+        self.turns.left(grant.vm);
     }
 
     fn dropped(&mut self, grant: Grant) {
         self.left(&grant);
+        self.turns.returned(grant.vm, grant.predicted);
+        // Neither is it paid for among the processes, nor do the others wait for it.
+        self.finish = self.finish.saturating_sub(virtual_span(grant.predicted, self.own.weight()));
+        self.own.until = self.own.until.saturating_sub(self.pace.stretch(grant.predicted));
+        self.publish();
     }
 
     fn spilled(&mut self, bytes: u64, took: Nanos, now: Nanos) {
