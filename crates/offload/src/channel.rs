@@ -155,6 +155,8 @@ pub(crate) struct Shared {
     /// Its owner sleeps in `wait` and will look by itself.
     pub(crate) attended: AtomicBool,
     pub(crate) core: Arc<Core>,
+    /// What devices have completed of it so far: each time there may be room for what waits.
+    pub(crate) completions: AtomicU64,
     guest: Arc<Guest>,
     /// Unique in the process.
     number: u32,
@@ -163,7 +165,8 @@ pub(crate) struct Shared {
 impl Shared {
     pub(crate) fn new(core: Arc<Core>, guest: Arc<Guest>, number: u32) -> Arc<Self> {
         let (table, due, last_due) = (Table::new(core.settings.in_flight), AtomicU64::new(NEVER), AtomicU64::new(0));
-        Arc::new(Self { table, due, last_due, attended: AtomicBool::new(false), core, guest, number })
+        let (attended, completions) = (AtomicBool::new(false), AtomicU64::new(0));
+        Arc::new(Self { table, due, last_due, attended, core, completions, guest, number })
     }
 
     /// Who asks for a share of a device now.

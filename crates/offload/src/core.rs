@@ -132,7 +132,7 @@ impl Core {
                     return Step::Going;
                 }
                 Begun::Wait(until) => {
-                    request.work.due = until;
+                    (request.work.due, request.work.told) = (until, channel.completions.load(Relaxed));
                     return Step::Going;
                 }
                 Begun::Spill(cause) => {
@@ -155,27 +155,44 @@ impl Core {
 
     /// Looks at everything of `channel` that is under way, and notes when to look again.
     pub(crate) fn harvest(&self, channel: &Shared, slots: &mut Slots<Box<Request>>, now: Nanos) -> usize {
-        let (mut due, mut last_due) = (NEVER, 0);
+        let (mut due, mut last_due);
         let closing = self.closing.load(Ordering::Acquire);
-        let delivered = slots.harvest(
-            |request| {
+        let completions = &channel.completions;
+        let mut delivered = 0;
+        loop {
+            let before = completions.load(Relaxed);
+            let mut waits = false;
+            (due, last_due) = (NEVER, 0);
+            let look = |request: &mut Box<Request>| {
                 let step = match request.state() {
                     State::Queued if closing => {
                         request.work.outcome = Outcome::Cancelled;
                         request.go(State::Done);
                         Step::Done
                     }
+                    // It was told when to ask again: then, or when something of its channel has completed.
+                    State::Queued if now < request.work.due && request.work.told == completions.load(Relaxed) => {
+                        waits = true;
+                        Step::Going
+                    }
                     State::Queued => self.begin(request, channel, now),
                     _ => self.advance(request, now),
                 };
-                if step == Step::Going {
-                    due = due.min(request.work.due);
-                    last_due = last_due.max(request.work.due);
+                match step {
+                    Step::Going => {
+                        due = due.min(request.work.due);
+                        last_due = last_due.max(request.work.due);
+                    }
+                    Step::Done => _ = completions.fetch_add(1, Relaxed),
                 }
                 step
-            },
-            |request| self.put_away(request),
-        );
+            };
+            delivered += slots.harvest(look, |request| self.put_away(request));
+            // Something has completed behind those that wait.
+            if !waits || completions.load(Relaxed) == before {
+                break;
+            }
+        }
         channel.due.store(due, Ordering::SeqCst);
         channel.last_due.store(last_due, Relaxed);
         delivered

@@ -1,5 +1,6 @@
 //! Offload of a process: started once, shared by all channels.
 
+use std::fmt::Write as _;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -91,7 +92,7 @@ impl Offload {
     }
 
     fn running(opened: Opened, settings: &Settings) -> Result<Arc<Self>, StartError> {
-        let summary = start::summary(&opened);
+        let mut summary = start::summary(&opened);
         if let Some(trace) = &settings.trace {
             opened.queues.iter().for_each(|queue| trace.queue(queue.info()));
         }
@@ -122,6 +123,9 @@ impl Offload {
             .enumerate()
             .map(|(number, queues)| Device::new(number as u64, queues, &common))
             .collect();
+        for (device, shared) in devices.iter().map(|device| (&device.name, &device.shared)) {
+            let _ = write!(summary, "; {device} is shared {}", shared.replace('\n', " "));
+        }
         let of = |kind| -> Vec<_> { devices.iter().filter(|device| device.kind == kind).cloned().collect() };
         let mut engines: Vec<Arc<dyn Engine>> = Vec::new();
         let (dsa, iaa) = (of(Kind::Dsa), of(Kind::Iaa));
@@ -178,7 +182,7 @@ impl Offload {
         self.core.statistics.refuted.load(Ordering::Acquire)
     }
 
-    /// What is used, and why not the rest: one line.
+    /// What is used, why not the rest, and how each device is shared: one line.
     pub fn summary(&self) -> String {
         self.summary.clone()
     }

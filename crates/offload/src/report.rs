@@ -14,7 +14,7 @@ use crate::sync::lock_std;
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct OffloadReport {
-    /// What is used and why not the rest, in one line.
+    /// What is used, why not the rest, and how each device is shared, in one line.
     pub summary: String,
     /// Per operation that was asked for.
     pub operations: Vec<OperationReport>,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use sterna_idxd::{Directories, Opening};
 
 use crate::share::ledger::LedgerFile;
-use crate::share::{DelayBased, Fifo, Ledger, Share};
+use crate::share::{DelayBased, Fair, Ledger, Share};
 use crate::time::{SystemTime, Time};
 use crate::trace::Trace;
 
@@ -50,7 +50,7 @@ pub struct Settings {
     pub threads: bool,
     /// Where time comes from.
     pub time: Arc<dyn Time>,
-    /// Who may put how much on a device: nobody is held back by default.
+    /// Who may put how much on a device: [`Shares::fair`] by default.
     pub shares: Shares,
     /// Where everything that goes to devices and comes back is written down, for `sterna accel capture`.
     pub trace: Option<Arc<Trace>>,
@@ -63,32 +63,42 @@ pub struct Settings {
 /// Where the ledgers of a host lie: on tmpfs, made by whoever sets up the queues.
 pub const LEDGERS: &str = "/run/sterna/accel";
 
-/// Makes the share of a device, given its name.
+/// Makes the share of a device, given its name, and says how the device is shared.
 #[derive(Clone)]
 pub struct Shares(Arc<MakeShare>);
 
-type MakeShare = dyn Fn(&str) -> Box<dyn Share> + Send + Sync;
+type MakeShare = dyn Fn(&str) -> (Box<dyn Share>, String) + Send + Sync;
 
 impl Shares {
     /// Shares that `make` makes, given the device's name (`dsa0`).
     pub fn new(make: impl Fn(&str) -> Box<dyn Share> + Send + Sync + 'static) -> Self {
-        Self(Arc::new(make))
+        Self(Arc::new(move |device| (make(device), "as the program says".into())))
+    }
+
+    /// By weight among the guests of this process, exactly. Other processes are not known: between them the device is whose work comes
+    /// first. Nothing goes to the CPU for having to wait.
+    pub fn fair() -> Self {
+        Self(Arc::new(|_| (Box::new(Fair::default()), "by weight among the guests of this process".into())))
     }
 
     /// As processes of one host should share its devices: by the ledgers in `directory` ([`LEDGERS`] as a rule) with all others that
-    /// keep them. Where there is no such directory, or a ledger cannot be used, a process goes by how long its work takes.
+    /// keep them. Where there is no such directory, or a ledger cannot be used, a process goes by how long its work takes;
+    /// [`Offload::summary`](crate::Offload::summary) says why. What would wait longer than the CPU takes goes to the CPU.
     pub fn of_host(directory: impl Into<PathBuf>) -> Self {
         let directory = directory.into();
-        Self::new(move |device| match LedgerFile::open(&directory, device) {
-            Ok(file) => Box::new(Ledger::new(file).spilling()),
-            Err(error) => {
-                tracing::info!(device, %error, "no ledger: the device is shared by measured delay");
-                Box::new(DelayBased::default())
+        Self(Arc::new(move |device| match LedgerFile::open(&directory, device) {
+            Ok(file) => {
+                let how = format!("by weight among the processes that keep {}", file.path().display());
+                (Box::new(Ledger::new(file).spilling()), how)
             }
-        })
+            Err(error) => {
+                (Box::new(DelayBased::default()), format!("by measured delay, as there is no ledger: {error}"))
+            }
+        }))
     }
 
-    pub(crate) fn of(&self, device: &str) -> Box<dyn Share> {
+    /// The share of `device`, and how it is shared.
+    pub(crate) fn of(&self, device: &str) -> (Box<dyn Share>, String) {
         (self.0)(device)
     }
 }
@@ -101,7 +111,7 @@ impl std::fmt::Debug for Shares {
 
 impl Default for Shares {
     fn default() -> Self {
-        Self::new(|_| Box::new(Fifo))
+        Self::fair()
     }
 }
 

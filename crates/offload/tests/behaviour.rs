@@ -682,6 +682,8 @@ fn what_is_asked_for_by_name_and_not_there_is_an_error_and_auto_says_why() {
 fn the_summary_names_queues_and_ways() {
     let mut bench = Bench::new(32);
     let offload = bench.start();
-    assert_eq!(offload.summary(), "dsa dsa0/wq0.0 (shared, mapped portal, ENQCMD, batches of 32), cpu");
+    let queue = "dsa dsa0/wq0.0 (shared, mapped portal, ENQCMD, batches of 32), cpu";
+    let share = "dsa0 is shared by weight among the guests of this process";
+    assert_eq!(offload.summary(), format!("{queue}; {share}"));
     assert_eq!(serde_json::to_value(offload.report()).unwrap()["requests"]["quarantined"], 0);
 }

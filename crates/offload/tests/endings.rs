@@ -282,3 +282,121 @@ fn a_trial_whose_trace_cannot_be_written_ends_and_the_trace_says_why() {
     assert!(trace.failed());
     assert_eq!(trace.finish().unwrap_err().kind(), io::ErrorKind::StorageFull);
 }
+
+#[test]
+fn the_summary_says_how_a_device_is_shared_and_why_not_by_a_ledger() {
+    let directory = tempfile::tempdir_in("/dev/shm").expect("tmpfs");
+    let elsewhere = directory.path().join("nobody-made-this");
+    let ledger = directory.path().join("dsa0.ledger");
+    for (shares, how) in [
+        (Shares::default(), "dsa0 is shared by weight among the guests of this process".to_owned()),
+        (Shares::of_host(directory.path()), format!("among the processes that keep {}", ledger.display())),
+        (
+            Shares::of_host(&elsewhere),
+            format!("by measured delay, as there is no ledger: cannot make the ledger {}", elsewhere.display()),
+        ),
+        (Shares::new(|_| Box::new(Fifo)), "dsa0 is shared as the program says".to_owned()),
+    ] {
+        let mut bench = Bench::new();
+        bench.settings.shares = shares;
+        let report = bench.start().report();
+        assert!(report.summary.contains(&how) && !report.summary.contains('\n'), "{}", report.summary);
+        assert_eq!(report.lines()[0], report.summary);
+    }
+}
+
+#[test]
+fn more_than_the_device_has_at_a_time_waits_before_it_and_not_in_it() {
+    const MANY: usize = 128;
+    let mut bench = Bench::new();
+    bench.device = Fake::new("dsa0", DeviceKind::Dsa, &[(MANY as u32, false)], 1, Script::default());
+    let offload = Offload::over(bench.device.open(&bench.clock, MANY as u32), &bench.settings).unwrap();
+    let (memory, channel) = (Memory::new(MANY), offload.channel());
+    for _ in 0..60 {
+        let mut batch = channel.batch(Operation::Checksum);
+        (0..MANY).for_each(|page| drop(batch.push(&memory.region().range(page * PAGE, PAGE).unwrap()).unwrap()));
+        channel.submit(batch).unwrap().into_id();
+    }
+    // Each is expected to take 20 µs, and 0.3 ms of work are let in.
+    assert!((14..=15).contains(&bench.device.taken()[0]), "{:?}", bench.device.taken());
+    (0..60).for_each(|_| assert!(channel.wait(NEVER).unwrap().maker.is_some(), "none is left to the CPU"));
+    assert_eq!(bench.device.taken(), [60]);
+}
+
+/// Lets nothing in before this moment, and notes of which device it was asked and when.
+struct Closed(Nanos, String, Arc<Mutex<Vec<(String, Nanos)>>>);
+
+impl Share for Closed {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+        self.2.lock().unwrap().push((self.1.clone(), now));
+        if now < self.0 { Verdict::Wait { until: self.0 } } else { Fifo.ask(ask, now) }
+    }
+
+    fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
+        Fifo.done(grant, sojourn, now);
+    }
+
+    fn dropped(&mut self, grant: Grant) {
+        Fifo.dropped(grant);
+    }
+}
+
+#[test]
+fn who_was_told_to_wait_asks_the_same_device_again_and_not_before_it_was_told_to() {
+    const OPENS: Nanos = 1_000_000;
+    let mut bench = Bench::new();
+    let other = Fake::new("dsa1", DeviceKind::Dsa, &[(16, false)], 2, Script::default());
+    let queues = [&bench.device, &other].map(|device| device.open(&bench.clock, 32)).into_iter().flatten().collect();
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let notes = asked.clone();
+    bench.settings.shares = Shares::new(move |device| Box::new(Closed(OPENS, device.into(), notes.clone())));
+    let offload = Offload::over(queues, &bench.settings).unwrap();
+    let channel = offload.channel();
+    let _ = bench.submit(&channel, Operation::Checksum).into_id();
+    for _ in 0..100 {
+        assert!(channel.poll().is_none());
+    }
+    assert_eq!(asked.lock().unwrap().len(), 1, "{asked:?}");
+    bench.clock.pass_until(OPENS);
+    assert!(channel.wait(NEVER).unwrap().maker.is_some());
+    let asked = asked.lock().unwrap();
+    assert!(asked.len() == 2 && asked[1].1 >= OPENS && asked[1].0 == asked[0].0, "{asked:?}");
+}
+
+/// Lets one batch in at a time, and tells the others to come back much later.
+struct OneByOne(bool);
+
+impl Share for OneByOne {
+    fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
+        if std::mem::replace(&mut self.0, true) {
+            return Verdict::Wait { until: now + 1_000_000_000_000 };
+        }
+        Fifo.ask(ask, now)
+    }
+
+    fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos) {
+        self.0 = false;
+        Fifo.done(grant, sojourn, now);
+    }
+
+    fn dropped(&mut self, grant: Grant) {
+        self.0 = false;
+        Fifo.dropped(grant);
+    }
+}
+
+#[test]
+fn who_waits_asks_again_as_soon_as_a_batch_of_its_channel_has_completed() {
+    let mut bench = Bench::new();
+    bench.settings.shares = Shares::new(|_| Box::new(OneByOne(false)));
+    let offload = bench.start();
+    let channel = offload.channel();
+    for _ in 0..3 {
+        let _ = bench.submit(&channel, Operation::Checksum).into_id();
+    }
+    for batch in 1..=3 {
+        assert_eq!(bench.device.taken(), [batch]);
+        bench.clock.pass(1_000_000);
+        assert!(channel.poll().is_some(), "batch {batch}");
+    }
+}

@@ -153,6 +153,8 @@ pub(crate) struct Device {
     /// Whether nearly all of them were.
     expect_run: AtomicBool,
     pub(crate) admission: Mutex<Admission>,
+    /// How it is shared, in words.
+    pub(crate) shared: String,
     quarantine: Mutex<Quarantine>,
     second: Mutex<SecondLook>,
     pub(crate) common: Common,
@@ -195,7 +197,8 @@ impl Device {
             Some(code) => Takers::of(queues.iter().map(|queue| queue.info()), code),
             None => Takers::default(),
         });
-        let admission = Admission { share: common.settings.shares.of(&info.name), predictors: Default::default() };
+        let (share, shared) = common.settings.shares.of(&info.name);
+        let admission = Admission { share, predictors: Default::default() };
         Arc::new(Self {
             number,
             name: info.name.as_str().into(),
@@ -214,6 +217,7 @@ impl Device {
             expect_zero: AtomicBool::new(false),
             expect_run: AtomicBool::new(false),
             admission: Mutex::new(admission),
+            shared,
             quarantine: Mutex::default(),
             second: Mutex::new(SecondLook { slab: Slab::new(64, info.numa_node), under_way: None }),
             common: common.clone(),

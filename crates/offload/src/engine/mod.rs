@@ -113,6 +113,8 @@ pub(crate) struct Work {
     pub(crate) engine: usize,
     /// When it is worth looking at again.
     pub(crate) due: Nanos,
+    /// Completions of its channel when it was told to wait.
+    pub(crate) told: u64,
     /// What is left for the CPU.
     pub(crate) rest: Vec<Run>,
     /// How it will have ended.
@@ -137,6 +139,7 @@ impl Work {
             lists: shape.device.then(|| Lists::new(shape)),
             engine: 0,
             due: NEVER,
+            told: 0,
             rest: Vec::with_capacity(shape.pages),
             outcome: Outcome::Done,
             parts: Parts::default(),

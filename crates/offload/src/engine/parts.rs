@@ -82,6 +82,8 @@ pub(crate) struct Parts {
     /// Refused submissions, one after another, and when the next may be tried.
     refusals: u32,
     not_before: Nanos,
+    /// The share of `device` has said that it shall wait, and expects to be asked again.
+    waits: bool,
     /// Most bytes of a part, where the share says that others wait.
     most: u64,
     /// Whether pages are expected to be zero.
@@ -505,7 +507,10 @@ impl<D: Dialect> Engine for Accelerator<D> {
         if now < not_before {
             return Begun::Wait(not_before);
         }
-        let Some(chosen) = self.choose(request) else { return Begun::Spill(Cause::OutOfService) };
+        // Elsewhere it would begin at the end of the line, and those behind it here would wait for nobody.
+        let waits = std::mem::take(&mut request.work.parts.waits) && self.device_of(request).in_service();
+        let chosen = if waits { Some(request.work.parts.device) } else { self.choose(request) };
+        let Some(chosen) = chosen else { return Begun::Spill(Cause::OutOfService) };
         // Also if it goes to the CPU: this device's share is told how long that took.
         request.work.parts.device = chosen;
         let device = &self.devices[chosen];
@@ -526,7 +531,10 @@ impl<D: Dialect> Engine for Accelerator<D> {
                 admission.predictors[request.operation.index()].predict(request.bytes, request.items.len() as u32);
             match admission.share.ask(&Ask { vm, channel, weight, predicted, bytes: request.bytes }, now) {
                 Verdict::Admit(grant) => request.work.grant = Some(grant),
-                Verdict::Wait { until } => return Begun::Wait(until.max(now + 1)),
+                Verdict::Wait { until } => {
+                    request.work.parts.waits = true;
+                    return Begun::Wait(until.max(now + 1));
+                }
                 Verdict::Spill => return Begun::Spill(Cause::Spilled),
             }
             most = admission.share.largest_batch();

@@ -76,6 +76,7 @@ pub enum OpenError {
 #[derive(Debug)]
 pub struct LedgerFile {
     file: OwnedFd,
+    path: PathBuf,
     own: usize,
     /// Slots up to here are read each time: beyond were none when all were read last.
     reach: AtomicUsize,
@@ -118,9 +119,14 @@ impl LedgerFile {
             }
         }
         let Some(own) = own else { return Err(OpenError::Full { path }) };
-        let ledger = Self { file, own, reach: AtomicUsize::new(SLOTS), reads: AtomicUsize::new(0) };
+        let ledger = Self { file, path, own, reach: AtomicUsize::new(SLOTS), reads: AtomicUsize::new(0) };
         ledger.put(own, &Slot::default());
         Ok(ledger)
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     fn put(&self, index: usize, slot: &Slot) {
