@@ -314,7 +314,9 @@ fn more_than_the_device_has_at_a_time_waits_before_it_and_not_in_it() {
     let (memory, channel) = (Memory::new(MANY), offload.channel());
     for _ in 0..60 {
         let mut batch = channel.batch(Operation::Checksum);
-        (0..MANY).for_each(|page| drop(batch.push(&memory.region().range(page * PAGE, PAGE).unwrap()).unwrap()));
+        for page in 0..MANY {
+            batch.push(&memory.region().range(page * PAGE, PAGE).unwrap()).unwrap();
+        }
         channel.submit(batch).unwrap().into_id();
     }
     // Each is expected to take 20 µs, and 0.3 ms of work are let in.

@@ -79,7 +79,7 @@ fn poisson(shape: &Shape, bytes: u64, load: f64, batches: usize, seed: u64) -> M
 
 /// One engine, no overhead, room for all.
 fn single() -> Shape {
-    Shape { timing: Timing::server(33_000), entries: 1_000_000, engines: 1 }
+    Shape { timing: Timing::server(33_000), entries: 65_535, engines: 1 }
 }
 
 #[test]
