@@ -7,7 +7,7 @@ use std::time::Duration;
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::node::node_of;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Channel, Guest, Maker, Nanos, Offload, Operation, Region, RegionBusy, SystemTime};
+use sterna_offload::{Channel, Guest, Maker, Nanos, Offload, Operation, Region, RegionBusy};
 use sterna_wire::packet::{Run, RunKind};
 
 /// How long work that nobody waits for any more may take to leave a guest's RAM at the end.
@@ -146,11 +146,7 @@ impl Accelerator {
     }
 
     fn retire_by(&self, deadline: Nanos) -> Result<(), RegionBusy> {
-        // All of them first: where one stays busy, the others take no new work either.
-        for region in self.regions.iter() {
-            let _ = region.retire();
-        }
-        self.regions.iter().try_for_each(|region| region.retire_by(deadline, &SystemTime))
+        self.offload.retire(&self.regions, deadline)
     }
 }
 

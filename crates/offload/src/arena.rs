@@ -10,6 +10,8 @@ use std::ptr::NonNull;
 pub(crate) struct Slab {
     start: NonNull<u8>,
     bytes: usize,
+    /// The process that it is mapped in. In its children something else may be there.
+    owner: u32,
 }
 
 // SAFETY: a slab is owned memory; whoever holds the slab decides who accesses it.
@@ -67,7 +69,8 @@ mod system {
             // SAFETY: as above; populating changes no content.
             let _ = unsafe { rustix::mm::madvise(start, bytes, Advice::LinuxPopulateWrite) };
         }
-        Slab { start: NonNull::new(start.cast()).expect("mmap never gives address 0"), bytes }
+        let start = NonNull::new(start.cast()).expect("mmap never gives address 0");
+        Slab { start, bytes, owner: std::process::id() }
     }
 
     /// Prefers `node` for pages not yet there. A preference and not a rule: memory on another node is slow, none is worse.
@@ -84,6 +87,9 @@ mod system {
     }
 
     pub(super) fn unmap(slab: &Slab) {
+        if slab.owner != std::process::id() {
+            return;
+        }
         // SAFETY: the mapping is the slab's own, made in `map` with this length, and the slab is being dropped: its state is
         // not one in which a device may write it (`State`).
         let _ = unsafe { rustix::mm::munmap(slab.start.as_ptr().cast(), slab.bytes) };
@@ -103,10 +109,11 @@ mod system {
     pub(super) fn map(bytes: usize, _node: Option<u32>) -> Slab {
         // SAFETY: the layout is of at least a page.
         let start = unsafe { alloc_zeroed(layout(bytes)) };
-        Slab { start: NonNull::new(start).expect("out of memory"), bytes }
+        Slab { start: NonNull::new(start).expect("out of memory"), bytes, owner: 0 }
     }
 
     pub(super) fn unmap(slab: &Slab) {
+        debug_assert_eq!(slab.owner, 0, "nobody forks here");
         // SAFETY: allocated in `map` with this layout.
         unsafe { dealloc(slab.start.as_ptr(), layout(slab.bytes)) };
     }
@@ -123,5 +130,30 @@ mod tests {
         assert!(slab.pointer().addr().is_multiple_of(4096));
         // SAFETY: the slab is ours alone and 8192 bytes long.
         assert!(unsafe { std::slice::from_raw_parts(slab.pointer(), 8192) }.iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    #[cfg(not(miri))]
+    fn a_child_does_not_unmap_what_it_has_at_the_same_address() {
+        let slab = Slab::new(4096, None);
+        let start = slab.pointer().cast::<libc::c_void>();
+        // SAFETY: the child calls only async-signal-safe functions and touches memory of its own.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            let protection = libc::PROT_READ | libc::PROT_WRITE;
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+            // SAFETY: a new mapping, where the child has none: it has not inherited the slab.
+            let own = unsafe { libc::mmap(start, 4096, protection, flags, -1, 0) };
+            drop(slab);
+            // SAFETY: asks whether it is mapped; ends the child without the parent's exit handlers.
+            unsafe {
+                libc::_exit(i32::from(own != start) + 2 * i32::from(libc::msync(start, 4096, libc::MS_ASYNC) != 0))
+            }
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child made above.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "{status:#x}");
     }
 }

@@ -344,7 +344,7 @@ impl Core {
     /// Whether the device that called `page` zero, which the CPU has just seen is not, says so again while it still is not. Once, it
     /// may only have been sooner than the guest.
     fn repeats(&self, engine: &Arc<dyn Engine>, request: &mut Request, page: usize) -> bool {
-        if engine.still_zero(request, page) != Some(true) {
+        if engine.still_zero(request, page, self.now()) != Some(true) {
             return false;
         }
         cpu::execute(request, Run { first: page as u32, count: 1 });
@@ -370,6 +370,12 @@ impl Core {
             self.statistics.of(request.operation, kind).fell_back(Cause::WrongResult, wrong);
             self.distrust(self.maker(request), "its copy is not what it has read");
         }
+    }
+
+    /// Looks at pages that devices were shown once more and have not answered for at once, and says whether there are any.
+    pub(crate) fn second_looks(&self) -> bool {
+        let now = self.now();
+        self.engines.iter().filter(|engine| engine.second_looks(now)).count() > 0
     }
 
     /// Puts a request away that nobody wants and no device has.

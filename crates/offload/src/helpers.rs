@@ -79,7 +79,7 @@ impl<F> std::fmt::Debug for Callbacks<F> {
 }
 
 impl<F: FnOnce(Batch, Outcome)> Callbacks<F> {
-    /// Call-backs on `channel`.
+    /// Call-backs on `channel`. What else is under way on it is thrown away when it completes.
     pub fn new(channel: Channel) -> Self {
         Self { channel, waiting: Vec::new() }
     }
@@ -107,8 +107,7 @@ impl<F: FnOnce(Batch, Outcome)> Callbacks<F> {
     pub fn poll(&mut self) -> usize {
         let mut called = 0;
         while let Some(done) = self.channel.poll() {
-            self.call(done);
-            called += 1;
+            called += self.call(done);
         }
         called
     }
@@ -117,16 +116,14 @@ impl<F: FnOnce(Batch, Outcome)> Callbacks<F> {
     pub fn wait(&mut self, deadline: Nanos) -> usize {
         match self.channel.wait(deadline) {
             None => 0,
-            Some(done) => {
-                self.call(done);
-                1 + self.poll()
-            }
+            Some(done) => self.call(done) + self.poll(),
         }
     }
 
-    fn call(&mut self, done: Done) {
-        let at = self.waiting.iter().position(|(id, _)| *id == done.ticket).expect("every ticket has its call-back");
+    fn call(&mut self, done: Done) -> usize {
+        let Some(at) = self.waiting.iter().position(|(id, _)| *id == done.ticket) else { return 0 };
         let (_, then) = self.waiting.swap_remove(at);
         then(done.batch, done.outcome);
+        1
     }
 }

@@ -10,7 +10,7 @@ use thiserror::Error;
 use sterna_idxd::WorkQueue;
 
 use crate::accelerators::Accelerators;
-use crate::backstop::Backstop;
+use crate::backstop::{Backstop, LATER};
 use crate::channel::{Channel, Maker, Pools, Shared};
 use crate::core::Core;
 use crate::engine::device::{Closers, Common, Device};
@@ -20,6 +20,7 @@ use crate::engine::parts::Accelerator;
 use crate::engine::{Engine, Kind};
 use crate::guest::Guest;
 use crate::lease::Leases;
+use crate::region::{Region, RegionBusy};
 use crate::report::OffloadReport;
 use crate::request::Shape;
 use crate::settings::Settings;
@@ -205,6 +206,29 @@ impl Offload {
     /// Guest memory that a device out of service may still write.
     pub fn leases(&self) -> &Leases {
         &self.core.leases
+    }
+
+    /// Takes no new work on any of `regions`, and waits until `deadline` ([`Self::deadline`]) for what is under way on them. Somebody
+    /// must be collecting completions meanwhile: other threads' channels, or the backstop. After success they may be unmapped.
+    ///
+    /// # Errors
+    /// One of them is still with a device.
+    pub fn retire(&self, regions: &[Arc<Region>], deadline: Nanos) -> Result<(), RegionBusy> {
+        // All of them first: where one stays busy, the others take no new work either.
+        for region in regions {
+            let _ = region.retire();
+        }
+        loop {
+            // Nobody else looks at these.
+            let under_way = self.core.second_looks();
+            let Some(busy) = regions.iter().find(|region| region.retire().is_err()) else { return Ok(()) };
+            let now = self.now();
+            let until = if under_way { deadline.min(now.saturating_add(LATER)) } else { deadline };
+            match busy.retire_by(until, &*self.core.settings.time) {
+                Err(busy) if now >= deadline => return Err(busy),
+                _ => {}
+            }
+        }
     }
 
     /// What happened so far.

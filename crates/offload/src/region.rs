@@ -135,6 +135,11 @@ impl Region {
         self.node
     }
 
+    /// Whether this is an address in it.
+    pub(crate) fn contains(&self, address: *const u8) -> bool {
+        address.addr().checked_sub(self.start.as_ptr().addr()).is_some_and(|offset| offset < self.bytes)
+    }
+
     /// `len` bytes from `offset`.
     pub fn range(self: &Arc<Self>, offset: usize, len: usize) -> Result<Range, OutOfRegion> {
         match offset.checked_add(len) {

@@ -18,6 +18,7 @@ use crate::engine::queues::Takers;
 use crate::engine::{Kind, dsa, iaa};
 use crate::lease::Leases;
 use crate::operation::Operation;
+use crate::region::Region;
 use crate::report::Statistics;
 use crate::request::Request;
 use crate::settings::Settings;
@@ -166,16 +167,39 @@ const LOOKS: u32 = 20_000;
 /// A page that is shown to the device once more ([`Device::still_zero`]).
 #[derive(Debug)]
 struct SecondLook {
-    /// The record.
-    slab: Slab,
-    /// The queue of one that was not answered in time: until it is, the record is the device's.
-    under_way: Option<usize>,
+    /// The record. Gone where the device may write it for as long as the process lives.
+    slab: Option<Slab>,
+    /// One that was not answered in time: until it is, the record is the device's, and the page may be read.
+    under_way: Option<UnderWay>,
+}
+
+#[derive(Debug)]
+struct UnderWay {
+    queue: usize,
+    since: Nanos,
+    /// The page's, with a use more.
+    region: Arc<Region>,
 }
 
 impl SecondLook {
-    fn record(&self) -> &CompletionRecord {
+    fn record(&self) -> Option<&CompletionRecord> {
         // SAFETY: the slab is page-aligned, larger than a record, initialised (zero at first), and a record is made of atomics.
-        unsafe { &*self.slab.pointer().cast::<CompletionRecord>() }
+        self.slab.as_ref().map(|slab| unsafe { &*slab.pointer().cast::<CompletionRecord>() })
+    }
+
+    /// The device is quiet (or has answered): it is not under way any more.
+    fn over(&mut self) -> Option<usize> {
+        let UnderWay { queue, region, .. } = self.under_way.take()?;
+        region.leave();
+        Some(queue)
+    }
+
+    /// The device may write the record, and read the page, for ever.
+    fn give_up(&mut self) {
+        if let Some(under_way) = self.under_way.take() {
+            tracing::warn!(region = ?under_way.region, "a record and a page of a device that may not be quiet are kept");
+            std::mem::forget((self.slab.take(), under_way));
+        }
     }
 }
 
@@ -219,7 +243,7 @@ impl Device {
             admission: Mutex::new(admission),
             shared,
             quarantine: Mutex::default(),
-            second: Mutex::new(SecondLook { slab: Slab::new(64, info.numa_node), under_way: None }),
+            second: Mutex::new(SecondLook { slab: Some(Slab::new(64, info.numa_node)), under_way: None }),
             common: common.clone(),
         })
     }
@@ -366,9 +390,10 @@ impl Device {
         if shared > 0 {
             tracing::error!(device = &*self.name, "a queue is also held elsewhere: it cannot be proved quiet");
             std::mem::forget(records);
-            return;
+            return lock_std(&self.second).give_up();
         }
         drop(records);
+        lock_std(&self.second).over();
         let (kept, place) = {
             let mut quarantine = lock_std(&self.quarantine);
             quarantine.quiet = true;
@@ -380,31 +405,58 @@ impl Device {
         tracing::info!(device = &*self.name, "the accelerator is closed and quiet");
     }
 
-    /// Shows the device the page at `address` once more, and says whether it calls it zero. None if it does not answer at once: this
-    /// is for the rare case that the CPU sees something else, and worth no waiting.
-    pub(crate) fn still_zero(&self, queue: usize, address: u64) -> Option<bool> {
+    /// Shows the device this page of `region`, which somebody has entered, once more, and says whether it calls it zero. None if it
+    /// does not answer at once: this is for the rare case that the CPU sees something else, and worth no waiting.
+    pub(crate) fn still_zero(&self, queue: usize, page: *const u8, region: &Arc<Region>, now: Nanos) -> Option<bool> {
         let mut second = lock_std(&self.second);
-        if let Some(before) = second.under_way {
-            second.record().poll()?;
-            self.queues[before].seen();
-            second.under_way = None;
+        if !self.answered(&mut second) {
+            return None;
         }
-        second.record().clear();
-        let descriptor =
-            Descriptor::compare_pattern(address, 0, PAGE_SIZE as u32).with_record(second.record().address());
-        // SAFETY: the record is kept as long as the device, whose queues are closed before it goes; the page is only read, and one
-        // that is gone is a page fault in the record.
+        let record = second.record()?;
+        record.clear();
+        let descriptor = Descriptor::compare_pattern(page.expose_provenance() as u64, 0, PAGE_SIZE as u32)
+            .with_record(record.address());
+        // SAFETY: the record is kept until it was seen or the device is proved quiet, else for ever; the page is only read, and its
+        // region is entered until then.
         unsafe { self.queues[queue].submit(&descriptor) }?.ok()?;
         let said = (0..LOOKS).find_map(|_| {
             std::hint::spin_loop();
-            second.record().poll()
+            record.poll()
         });
-        if said.is_none() {
-            second.under_way = Some(queue);
-        }
-        let said = said?;
+        let Some(said) = said else {
+            region.enter_again();
+            second.under_way = Some(UnderWay { queue, since: now, region: Arc::clone(region) });
+            return None;
+        };
         self.queues[queue].seen();
         said.status.is_success().then_some(said.result == 0)
+    }
+
+    /// Looks at a page that was shown once more and not answered for at once, and says whether it is still under way. A device that
+    /// keeps silent is taken out of service.
+    pub(crate) fn second_look(self: &Arc<Self>, now: Nanos) -> bool {
+        let since = {
+            let mut second = lock_std(&self.second);
+            if self.answered(&mut second) {
+                return false;
+            }
+            second.under_way.as_ref().map_or(now, |under_way| under_way.since)
+        };
+        if now.saturating_sub(since) >= self.common.patience() {
+            self.take_out("no answer about a page that it was shown once more");
+        }
+        true
+    }
+
+    /// Whether nothing of `second` is under way (any more).
+    fn answered(&self, second: &mut SecondLook) -> bool {
+        if second.under_way.is_some() && second.record().is_some_and(|record| record.poll().is_none()) {
+            return false;
+        }
+        if let Some(queue) = second.over() {
+            self.queues[queue].seen();
+        }
+        true
     }
 
     /// Gives a grant back.
@@ -424,6 +476,16 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
+        let mut second = lock_std(&self.second);
+        if second.under_way.is_some() {
+            // Closed here, in which the kernel drains them, unless somebody else holds one too.
+            let held = self.queues.iter().filter_map(Queue::take).filter(|queue| Arc::strong_count(queue) > 1).count();
+            match held {
+                0 => _ = second.over(),
+                _ => second.give_up(),
+            }
+        }
+        drop(second);
         let quarantine = std::mem::take(&mut *lock_std(&self.quarantine));
         if !quarantine.requests.is_empty() {
             // A device that was never proved quiet may write them for as long as the process lives.

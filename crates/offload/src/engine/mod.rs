@@ -235,8 +235,13 @@ pub(crate) trait Engine: Debug + Send + Sync {
 
     /// Asks the device that had `request`, which nobody has any more, once more whether page `item` is zero. None if it does
     /// not say so at once.
-    fn still_zero(&self, _request: &Request, _item: usize) -> Option<bool> {
+    fn still_zero(&self, _request: &Request, _item: usize, _now: Nanos) -> Option<bool> {
         None
+    }
+
+    /// Looks at what [`Self::still_zero`] has left under way, and says whether anything of it still is.
+    fn second_looks(&self, _now: Nanos) -> bool {
+        false
     }
 
     /// Keeps a request that a device may still write, until the device is proved quiet.

@@ -652,9 +652,14 @@ impl<D: Dialect> Engine for Accelerator<D> {
         self.devices[device].take_out(what);
     }
 
-    fn still_zero(&self, request: &Request, item: usize) -> Option<bool> {
-        let page = request.items[item].first.expose_provenance() as u64;
-        self.device_of(request).still_zero(request.work.parts.queue, page)
+    fn still_zero(&self, request: &Request, item: usize, now: Nanos) -> Option<bool> {
+        let page = request.items[item].first;
+        let region = request.regions.iter().find(|region| region.contains(page))?;
+        self.device_of(request).still_zero(request.work.parts.queue, page, region, now)
+    }
+
+    fn second_looks(&self, now: Nanos) -> bool {
+        self.devices.iter().filter(|device| device.second_look(now)).count() > 0
     }
 
     fn quarantine(&self, request: Box<Request>) {
