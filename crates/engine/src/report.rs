@@ -173,7 +173,7 @@ pub struct Report {
     pub destination_faults: u64,
     /// How each RAM block was placed, and why.
     pub placement: Vec<String>,
-    /// Which accelerators the source used for what so far, and what the CPU had to do in their place.
+    /// Which accelerators the source's process used for what so far, for whichever guests, and what the CPU had to do in their place.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub accelerators: Vec<String>,
     /// Normal pages of which only what had changed was sent.

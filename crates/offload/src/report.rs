@@ -27,7 +27,8 @@ pub struct OffloadReport {
 }
 
 impl OffloadReport {
-    /// What a person wants to know, a line for each operation that an accelerator did, and for each device out of service.
+    /// What a person wants to know, a line for each operation that an accelerator did, and for each device out of service. It is of the
+    /// whole process since the start of offload, however many guests it has served.
     pub fn lines(&self) -> Vec<String> {
         let mut lines = vec![self.summary.clone()];
         for OperationReport { operation, engines } in &self.operations {
@@ -49,8 +50,11 @@ impl OffloadReport {
 impl EngineReport {
     fn line(&self, operation: Operation) -> String {
         let Self { engine, batches, items, bytes, .. } = self;
-        let mut line =
-            format!("{}: {} of {items} items ({bytes} bytes) in {batches} batches", engine.name(), operation.name());
+        let mut line = format!(
+            "{}, for all guests of this process: {} of {items} items ({bytes} bytes) in {batches} batches",
+            engine.name(),
+            operation.name()
+        );
         for (cause, items) in &self.fallbacks {
             let _ = write!(line, ", {items} left to the CPU ({cause})");
         }

@@ -75,10 +75,12 @@ impl Shares {
         Self(Arc::new(move |device| (make(device), "as the program says".into())))
     }
 
-    /// By weight among the guests of this process, exactly. Other processes are not known: between them the device is whose work comes
+    /// By weight among the guests of this process, exactly; who has a device to itself is not held back. Other processes are not known: between them the device is whose work comes
     /// first. Nothing goes to the CPU for having to wait.
     pub fn fair() -> Self {
-        Self(Arc::new(|_| (Box::new(Fair::default()), "by weight among the guests of this process".into())))
+        Self(Arc::new(|_| {
+            (Box::new(Fair::default().free_alone()), "by weight among the guests of this process".into())
+        }))
     }
 
     /// As processes of one host should share its devices: by the ledgers in `directory` ([`LEDGERS`] as a rule) with all others that

@@ -309,21 +309,42 @@ fn the_summary_says_how_a_device_is_shared_and_why_not_by_a_ledger() {
 }
 
 #[test]
-fn more_than_the_device_has_at_a_time_waits_before_it_and_not_in_it() {
+fn the_reports_lines_say_that_they_are_of_all_guests() {
+    let bench = Bench::new();
+    let offload = bench.start();
+    for guest in [1, 2].map(|weight| offload.guest(weight)) {
+        let channel = offload.channel_for(&guest);
+        let _ = bench.submit(&channel, Operation::Copy).into_id();
+        let _ = channel.wait(NEVER).unwrap();
+    }
+    let line = "dsa, for all guests of this process: copy of 64 items (262144 bytes) in 2 batches";
+    assert_eq!(offload.report().lines()[1..], [line]);
+}
+
+#[test]
+fn with_two_guests_more_than_the_device_has_at_a_time_waits_before_it_and_not_in_it() {
     const MANY: usize = 128;
     let mut bench = Bench::new();
     bench.device = Fake::new("dsa0", DeviceKind::Dsa, &[(MANY as u32, false)], 1, Script::default());
     let offload = Offload::over(bench.device.open(&bench.clock, MANY as u32), &bench.settings).unwrap();
-    let (memory, channel) = (Memory::new(MANY), offload.channel());
-    for _ in 0..60 {
-        let mut batch = channel.batch(Operation::Checksum);
+    let memory = Memory::new(MANY);
+    let channels = [1, 1].map(|weight| offload.channel_for(&offload.guest(weight)));
+    let hand_in = |number: usize| {
+        let mut batch = channels[number].batch(Operation::Checksum);
         batch.push(&memory.region().range(0, MANY * PAGE).unwrap()).unwrap();
-        channel.submit(batch).unwrap().into_id();
-    }
+        channels[number].submit(batch).unwrap().into_id();
+    };
+    (0..60).for_each(|batch| hand_in(batch % 2));
     // Each is expected to take 17 µs, and 0.3 ms of work are let in.
     assert!((17..=18).contains(&bench.device.taken()[0]), "{:?}", bench.device.taken());
-    (0..60).for_each(|_| assert!(channel.wait(NEVER).unwrap().maker.is_some(), "none is left to the CPU"));
+    for batch in 0..60 {
+        assert!(channels[batch % 2].wait(NEVER).unwrap().maker.is_some(), "none is left to the CPU");
+    }
     assert_eq!(bench.device.taken(), [60]);
+    // Alone again, and for long: nobody is held back.
+    bench.clock.pass(200_000_000);
+    (0..60).for_each(|_| hand_in(0));
+    assert_eq!(bench.device.taken(), [120]);
 }
 
 /// Lets nothing in before this moment, and notes of which device it was asked and when.

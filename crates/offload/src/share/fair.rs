@@ -28,6 +28,7 @@ pub struct Fair {
     pace: Pace,
     cpu: CpuCost,
     spill: bool,
+    free_alone: bool,
 }
 
 impl Default for Fair {
@@ -48,6 +49,7 @@ impl Fair {
             pace: Pace::default(),
             cpu: CpuCost::default(),
             spill: false,
+            free_alone: false,
         }
     }
 
@@ -55,6 +57,14 @@ impl Fair {
     #[must_use]
     pub fn spilling(mut self) -> Self {
         self.spill = true;
+        self
+    }
+
+    /// Holds nobody back who has the device to itself: there is nobody to share it with, and to wait costs something. The first that
+    /// comes beside it finds what is in the hardware by then.
+    #[must_use]
+    pub fn free_alone(mut self) -> Self {
+        self.free_alone = true;
         self
     }
 
@@ -80,7 +90,8 @@ impl Share for Fair {
         let before = self.turns.ask(ask, now);
         let own = self.pace.stretch(ask.predicted);
         let filled = self.backlog(now).saturating_add(self.pace.stretch(before)).saturating_add(own);
-        if filled <= self.bound || (self.batches == 0 && before == 0) {
+        let alone = self.free_alone && self.turns.alone(ask.vm, now);
+        if filled <= self.bound || (self.batches == 0 && before == 0) || alone {
             self.turns.admit(ask);
             self.in_flight = self.in_flight.saturating_add(ask.predicted);
             self.batches += 1;

@@ -125,10 +125,12 @@ proptest! {
     ) {
         let asks: Vec<Ask> =
             flows.iter().enumerate().map(|(vm, &(weight, predicted))| ask(vm as u32, weight, predicted)).collect();
-        let mut shares: Vec<Box<dyn Share>> = vec![Box::new(Fair::default())];
+        for fair in [Fair::default(), Fair::default().free_alone()] {
+        let mut shares: Vec<Box<dyn Share>> = vec![Box::new(fair)];
         let (had, _) = serve(&mut shares, &asks, |_| 0, LONG);
         if !cfg!(miri) {
             check_weights(&had, &asks, LONG, 0.05)?;
+        }
         }
     }
 
@@ -430,4 +432,28 @@ fn a_process_pays_in_the_ledger_for_nothing_that_its_queue_refused() {
     first.done(went, 60_000, 60_000);
     assert!(matches!(first.ask(&ask(1, 1, 200_000), 61_000), Verdict::Wait { .. }), "the other has had nothing yet");
     assert!(matches!(second.ask(&ask(2, 1, 200_000), 62_000), Verdict::Admit(_)));
+}
+
+#[test]
+fn who_has_the_device_to_itself_is_not_held_back_until_another_comes() {
+    let mut share = Fair::default().free_alone();
+    let mut grants: Vec<Grant> = (0..100)
+        .map(|time| match share.ask(&ask(1, 1, 100_000), time) {
+            Verdict::Admit(grant) => grant,
+            other => panic!("{other:?} after {time}"),
+        })
+        .collect();
+    // The other waits for what is there already, and from now on the first waits too.
+    assert!(matches!(share.ask(&ask(2, 1, 100_000), 1_000), Verdict::Wait { .. }));
+    assert!(matches!(share.ask(&ask(1, 1, 100_000), 2_000), Verdict::Wait { .. }));
+    let now = 10_000_000;
+    grants.drain(..).for_each(|grant| share.done(grant, 100_000, now));
+    let Verdict::Admit(of_other) = share.ask(&ask(2, 1, 100_000), now) else { panic!("its turn has come") };
+    share.done(of_other, 100_000, now + 100_000);
+    // Between two batches it still counts.
+    let mut first = (0..20).map(|step| share.ask(&ask(1, 1, 100_000), now + 200_000 + step));
+    assert_eq!(first.by_ref().filter(|verdict| matches!(verdict, Verdict::Admit(_))).count(), 3);
+    // It has gone.
+    let later = now + 200_000_000;
+    assert!((0..20).all(|step| matches!(share.ask(&ask(1, 1, 100_000), later + step), Verdict::Admit(_))));
 }

@@ -19,6 +19,10 @@ pub(super) const SCALE: u64 = 64;
 /// Batches that a flow may be late by.
 pub(super) const CREDIT: u64 = 2;
 
+/// A flow that has nothing in the device and has asked for nothing for this long does not want it any more: 100 ms. Between two batches it
+/// still does.
+const AWAY: Nanos = 100_000_000;
+
 /// What has been heard of it last is forgotten after this, if virtual time has passed it.
 const FORGET: Nanos = 1_000_000_000;
 /// A channel that has not come back for this long does not wait any more.
@@ -169,6 +173,12 @@ impl Turns {
     /// The weights of all flows that have something in the device or wait for it.
     pub(super) fn active_weight(&self, now: Nanos) -> u64 {
         self.flows.values().filter(|flow| flow.active(now)).map(|flow| flow.weight).sum()
+    }
+
+    /// Whether nobody but this one wants the device, or has wanted it a moment ago.
+    pub(super) fn alone(&self, vm: u32, now: Nanos) -> bool {
+        let away = |flow: &Flow| flow.in_flight == 0 && now >= flow.heard.saturating_add(AWAY);
+        self.flows.iter().all(|(&other, flow)| other == vm || away(flow))
     }
 
     /// Whether anyone but one flow wants the device.
