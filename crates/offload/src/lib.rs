@@ -62,6 +62,7 @@ mod trial;
 pub use accelerators::{Accelerators, AcceleratorsError, Wish};
 pub use batch::{Batch, Delta, PushError};
 pub use channel::{Cancelled, Channel, Done, Maker, Outcome, Reason, Ticket, TicketId};
+pub use deflate::Deflater;
 pub use engine::{Cause, Kind};
 pub use guest::Guest;
 pub use helpers::{CallError, Callbacks};

@@ -11,7 +11,7 @@ use sterna_memory::PAGE_SIZE;
 use crate::accelerators::Accelerators;
 use crate::arena::Slab;
 use crate::batch::{Batch, Delta};
-use crate::deflate::inflate;
+use crate::deflate::Inflater;
 use crate::engine::{Cause, Kind};
 use crate::helpers::CallError;
 use crate::offload::{Offload, StartError};
@@ -358,7 +358,7 @@ impl Ground {
                     return Err(format!("the stream of item {item}, which compresses well, is called too long"));
                 };
                 let mut read = vec![0; *bytes];
-                match inflate(stream, &mut read) {
+                match Inflater::default().inflate(stream, &mut read) {
                     Answer::Written(length) if length as usize == *bytes => {}
                     Answer::Written(length) => {
                         return Err(format!("stream {item} ends after {length} bytes, and should after {bytes}"));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission, Way, WorkQueue};
-use sterna_offload::{Accelerators, Channel, NEVER, Offload, Operation, Outcome, Region, Settings};
+use sterna_offload::{Accelerators, Batch, Channel, NEVER, Offload, Operation, Outcome, Region, Settings};
 
 /// Counts this thread's allocations.
 struct Counting;
@@ -134,4 +134,43 @@ fn no_batch_allocates_by_the_cpu_or_by_a_device() {
     assert!(
         report.operations.iter().all(|of| of.engines[0].engine == sterna_offload::Kind::Dsa && of.engines.len() == 1)
     );
+}
+
+/// One page that shrinks and one that does not, deflated, and the first inflated again.
+fn deflate_and_inflate(channel: &Channel, region: &Arc<Region>, batches: usize) {
+    let one = |fill: &dyn Fn(&mut Batch), operation| {
+        let mut batch = channel.batch(operation);
+        fill(&mut batch);
+        channel.submit(batch).unwrap().into_id();
+        channel.wait(NEVER).unwrap().batch
+    };
+    let page = |number: usize| region.range(number * 4096, 4096).unwrap();
+    for _ in 0..batches {
+        let push = |batch: &mut Batch| (0..2).for_each(|number| assert_eq!(batch.push(&page(number)), Ok(number)));
+        let deflated = one(&push, Operation::Deflate);
+        assert_eq!(deflated.deflated(1), None);
+        let stream = deflated.deflated(0).unwrap();
+        let push = |batch: &mut Batch| batch.push_input(stream.len(), &page(2)).unwrap().copy_from_slice(stream);
+        assert_eq!(one(&push, Operation::Inflate).placed(0), Some(4096));
+    }
+}
+
+#[test]
+fn the_cpu_makes_its_deflate_contexts_once() {
+    let offload = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
+    // Zeros, noise, and where they come back to.
+    let memory = Vec::leak(vec![[0u64; 512]; 3]);
+    let mut state = 1u64;
+    memory[1].fill_with(|| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        state ^ state >> 32
+    });
+    let start = NonNull::from(memory).cast::<u8>();
+    // SAFETY: leaked, and nothing refers to it any more.
+    let region = unsafe { Region::new(start, 3 * 4096, None) };
+    let channel = offload.channel();
+    deflate_and_inflate(&channel, &region, 20);
+    let before = ALLOCATIONS.get();
+    deflate_and_inflate(&channel, &region, 200);
+    assert_eq!(ALLOCATIONS.get() - before, 0);
 }

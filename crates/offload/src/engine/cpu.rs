@@ -11,6 +11,7 @@ use sterna_memory::copy::copy_raw;
 use sterna_memory::delta::{self, Created};
 use sterna_memory::scan::is_zero_raw;
 
+use crate::deflate::{Deflater, Inflater};
 use crate::engine::Run;
 use crate::operation::Operation;
 use crate::request::{Answer, Request};
@@ -81,17 +82,19 @@ fn one(request: &mut Request, index: usize) {
                 Err(_) => Answer::Malformed,
             };
         }
-        Operation::Deflate => with_scratch(bytes, |input| {
+        Operation::Deflate => with_scratch(bytes, |input, codec| {
             // SAFETY: the source is within an entered region, the target a buffer of that length.
             unsafe { copy_raw(item.first, input.as_mut_ptr(), bytes) };
             // SAFETY: this item's room, of that length; no device has it any more.
             let room = unsafe { std::slice::from_raw_parts_mut(request.room(index), item.room as usize) };
-            request.answers[index] = crate::deflate::deflate(input, room);
+            let deflater = codec.deflater.get_or_insert_default();
+            request.answers[index] =
+                deflater.deflate(input, room).map_or(Answer::TooLong, |written| Answer::Written(written as u32));
         }),
-        Operation::Inflate => with_scratch(bytes, |output| {
+        Operation::Inflate => with_scratch(bytes, |output, codec| {
             // SAFETY: this item's room, of that length; no device has it any more.
             let input = unsafe { std::slice::from_raw_parts(request.room(index), item.room as usize) };
-            let answer = crate::deflate::inflate(input, output);
+            let answer = codec.inflater.get_or_insert_default().inflate(input, output);
             if let Answer::Written(written) = answer {
                 // SAFETY: the destination is within an entered, writable region of at least that many bytes.
                 unsafe { item.first.copy_from_nonoverlapping(output.as_ptr(), written as usize) };
@@ -101,16 +104,23 @@ fn one(request: &mut Request, index: usize) {
     }
 }
 
-/// Gives `bytes` bytes of this thread's own, of undefined content: codecs look at their data more than once, and so need it to
-/// lie still.
-fn with_scratch(bytes: usize, work: impl FnOnce(&mut [u8])) {
+/// What a thread needs to deflate and inflate, made when it first does.
+#[derive(Default)]
+struct Codec {
+    deflater: Option<Deflater>,
+    inflater: Option<Inflater>,
+}
+
+/// Gives `bytes` bytes of this thread's own, of undefined content, and its codec: codecs look at their data more than once, and so
+/// need it to lie still.
+fn with_scratch(bytes: usize, work: impl FnOnce(&mut [u8], &mut Codec)) {
     thread_local! {
-        static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+        static SCRATCH: RefCell<(Vec<u8>, Codec)> = RefCell::default();
     }
-    SCRATCH.with_borrow_mut(|scratch| {
+    SCRATCH.with_borrow_mut(|(scratch, codec)| {
         if scratch.len() < bytes {
             scratch.resize(bytes, 0);
         }
-        work(&mut scratch[..bytes]);
+        work(&mut scratch[..bytes], codec);
     });
 }
