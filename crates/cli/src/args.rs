@@ -212,7 +212,7 @@ pub(crate) struct LinkArgs {
     /// How pages are compressed
     #[arg(long, default_value = "none", value_parser = method_names())]
     pub(crate) method: String,
-    /// Level of the method, higher is smaller and slower; zstd: -5 to 9 [default for zstd: 1]
+    /// Level of the method, higher is smaller and slower; zstd: -5 to 9, zlib and qatzip: 1 to 9 [default for all: 1]
     #[arg(long, allow_hyphen_values = true, requires = "method")]
     pub(crate) level: Option<String>,
     /// Most bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
@@ -509,7 +509,7 @@ mod tests {
             ("--channels", "0", "0 is not in 1..=64"),
             ("--channels", "65", "65 is not in 1..=64"),
             ("--channels", "two", "invalid digit"),
-            ("--method", "lzma", "possible values: none, lz4, zstd"),
+            ("--method", "lzma", "possible values: none, lz4, zstd, zlib, iaa, qatzip"),
             ("--bandwidth", "1000", "the unit is missing"),
             ("--bandwidth", "1GB", "the unit 'GB' is unknown or could mean two things"),
             ("--bandwidth", "0B/s", "leave the option out for no limit"),

@@ -1,11 +1,12 @@
-//! Measures every method, and `lz4_flex` beside the LZ4 in use, on batches of 512 KiB:
+//! Measures every method on the CPU, and beside them `lz4_flex` and the deflate of `iaa` at other levels, on batches of 512 KiB:
 //! `cargo run --release -p sterna-codec --example codec_throughput -- FILE…`
 //!
 //! FILEs are memory dumps or anything like guest RAM; zero pages are left out, as a sender does. Without one, the
 //! example's own executable. One thread, everything in memory, best of three passes.
 
 use std::time::Instant;
-use sterna_codec::{Encoded, METHODS};
+use sterna_codec::{Encoded, Format, Method};
+use sterna_offload::Deflater;
 
 const PAGE: usize = 4096;
 const BATCH: usize = 128 * PAGE;
@@ -22,12 +23,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let batches: Vec<&[u8]> = memory.chunks_exact(BATCH).collect();
     println!("{} batches of 512 KiB", batches.len());
-    for row in METHODS.iter().filter(|row| row.name != "none") {
-        let levels = row.levels.map_or(vec![0], |levels| vec![levels.least, -1, levels.default, 3, levels.most]);
-        for level in levels {
-            let (mut encoder, mut decoder) = ((row.encoder)(level)?, (row.decoder)()?);
+    // Without an accelerator qatzip is zlib.
+    for method in Method::all().filter(|method| !["none", "qatzip"].contains(&method.name())) {
+        let levels = method.row().levels.map(|levels| (levels.least, levels.most));
+        let shown = method.choices().filter(|choice| match (choice.level(), levels) {
+            (Some(level), Some((least, most))) => [least, -1, 1, 3, 6, most].contains(&level),
+            _ => true,
+        });
+        for choice in shown {
+            let (format, level) = (method.format(), choice.level().unwrap_or(0));
+            let (mut encoder, mut decoder) = ((format.row().encoder)(level)?, format.decoder()?);
             measure(
-                &format!("{} {level}", row.name),
+                &choice.to_string(),
                 &batches,
                 |input, output| match encoder.encode(input, output).expect("a batch is short enough") {
                     Encoded::Shrunk(len) => Some(len),
@@ -36,6 +43,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 |input, output| decoder.decode(input, output).expect("what was encoded decodes"),
             );
         }
+    }
+    let mut decoder = Format::from_name("deflate").expect("it is in the table").decoder()?;
+    for level in [2, 3, 4, 6, 9] {
+        let mut deflater = Deflater::at(level);
+        measure(
+            &format!("as iaa, zlib-rs {level}"),
+            &batches,
+            |input, output| deflater.deflate(input, &mut output[..input.len()]),
+            |input, output| decoder.decode(input, output).expect("what was encoded decodes"),
+        );
     }
     let mut table = lz4_flex::block::CompressTable::large();
     measure(

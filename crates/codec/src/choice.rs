@@ -1,6 +1,6 @@
 //! The method a user chose: `--method` and `--level` made into something that cannot be wrong.
 
-use crate::{Adaptive, CodecError, METHODS, Method};
+use crate::{Adaptive, CodecError, Engines, METHODS, Method};
 use std::fmt;
 use thiserror::Error;
 
@@ -47,7 +47,7 @@ pub enum ChoiceError {
 /// No compression.
 impl Default for MethodChoice {
     fn default() -> Self {
-        Self { method: Method::from_wire(0).expect("0 is none, in every version"), level: 0 }
+        Self { method: Method::from(&METHODS[0]), level: 0 }
     }
 }
 
@@ -89,9 +89,10 @@ impl MethodChoice {
         self.method.row().levels.map(|_| self.level)
     }
 
-    /// An encoder for it that hardly tries while nothing shrinks. Fails only for want of memory.
-    pub fn encoder(self) -> Result<Adaptive, CodecError> {
-        Ok(Adaptive::new((self.method.row().encoder)(self.level)?))
+    /// An encoder for it that hardly tries while nothing shrinks: by the method's own engine if it is among `engines`, else by the
+    /// CPU. The CPU's fails only for want of memory.
+    pub fn encoder(self, engines: &Engines) -> Result<Adaptive, CodecError> {
+        Ok(Adaptive::new(engines.encoder(self)?))
     }
 }
 
@@ -129,25 +130,30 @@ mod tests {
     fn every_method_and_level_of_the_table_can_be_chosen_and_is_shown() {
         for row in METHODS {
             let choice = MethodChoice::parse(row.name, None).unwrap();
-            assert_eq!((choice.method().wire(), choice.level()), (row.wire, row.levels.map(|levels| levels.default)));
-            choice.encoder().unwrap();
+            assert_eq!((choice.method().name(), choice.level()), (row.name, row.levels.map(|levels| levels.default)));
             for level in row.levels.iter().flat_map(|levels| levels.least..=levels.most) {
                 let choice = MethodChoice::parse(row.name, Some(&level.to_string())).unwrap();
                 assert_eq!(choice.to_string(), format!("{} {level}", row.name));
                 assert_eq!(choice.level(), Some(level));
             }
         }
-        assert_eq!(MethodChoice::parse("none", None).unwrap().to_string(), "none");
+        assert_eq!(MethodChoice::parse("none", None), Ok(MethodChoice::default()));
+        assert_eq!(MethodChoice::default().to_string(), "none");
         assert_eq!(MethodChoice::parse("zstd", None).unwrap().to_string(), "zstd 1");
     }
 
     #[test]
     fn what_does_not_exist_is_refused_with_what_does() {
-        assert_eq!(error("lzma", None), "there is no method 'lzma'; there is none, lz4, zstd (levels -5 to 9)");
+        assert_eq!(
+            error("lzma", None),
+            "there is no method 'lzma'; there is none, lz4, zstd (levels -5 to 9), zlib (levels 1 to 9), iaa, qatzip (levels \
+             1 to 9)"
+        );
         assert_eq!(error("zstd", Some("10")), "method zstd has the levels -5 to 9, not '10'");
         assert_eq!(error("zstd", Some("-6")), "method zstd has the levels -5 to 9, not '-6'");
         assert_eq!(error("zstd", Some("fast")), "method zstd has the levels -5 to 9, not 'fast'");
         assert_eq!(error("zstd", Some("99999999999")), "method zstd has the levels -5 to 9, not '99999999999'");
+        assert_eq!(error("zlib", Some("0")), "method zlib has the levels 1 to 9, not '0'");
         assert_eq!(error("lz4", Some("1")), "method lz4 has no levels, but level 1 was given; leave the level out");
         assert_eq!(error("lz4", Some("x")), "method lz4 has no levels, but level x was given; leave the level out");
     }

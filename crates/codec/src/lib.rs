@@ -1,10 +1,18 @@
-//! How a batch of pages is written down: the table of methods and their encoders and decoders.
+//! How a batch of pages is written down.
 //!
-//! A method is one row of [`METHODS`]; everything else (options, negotiation, contexts) follows from the table. What
-//! goes in is a snapshot, never racing guest memory. Every packet decodes alone.
+//! A **format** ([`FORMATS`]) is what stands in a packet: it has a number there, a name in the handshake, and a decoder. A **method**
+//! ([`METHODS`]) is what a user asks for: a format, at a level, by a preferred engine on this side. Everything else (options,
+//! negotiation, contexts) follows from the two tables. What goes in is a snapshot, never racing guest memory. Every packet decodes
+//! alone.
 
 mod adaptive;
 mod choice;
+mod deflate;
+mod engine;
+mod format;
+mod gzip;
+mod iaa;
+mod libdeflate;
 mod lz4;
 mod method;
 mod none;
@@ -12,6 +20,9 @@ mod zstd;
 
 pub use adaptive::Adaptive;
 pub use choice::{ChoiceError, MethodChoice};
+pub use engine::{EncoderSource, Engine, Engines};
+pub use format::{FORMATS, Format, FormatRow};
+pub use iaa::Iaa;
 pub use method::{Levels, METHODS, Method, MethodRow};
 
 use thiserror::Error;
@@ -38,37 +49,37 @@ pub enum CodecError {
         /// Bytes of content.
         len: usize,
     },
-    /// The encoded bytes are not what the method writes.
-    #[error("{method} content of {len} bytes is broken: {reason}")]
+    /// The encoded bytes are not of the format.
+    #[error("{format} content of {len} bytes is broken: {reason}")]
     Broken {
-        /// The method's name.
-        method: &'static str,
+        /// The format's name.
+        format: &'static str,
         /// Encoded bytes.
         len: usize,
         /// What is wrong, in the words of the library.
         reason: &'static str,
     },
     /// The encoded bytes decode to fewer bytes than the packet says.
-    #[error("{method} content decodes to {got} bytes, the packet says {expected}")]
+    #[error("{format} content decodes to {got} bytes, the packet says {expected}")]
     Length {
-        /// The method's name.
-        method: &'static str,
+        /// The format's name.
+        format: &'static str,
         /// Bytes the packet says.
         expected: usize,
         /// Bytes decoded.
         got: usize,
     },
     /// The compression library failed although nothing was wrong with the content.
-    #[error("{method} failed: {reason}")]
+    #[error("{format} failed: {reason}")]
     Library {
-        /// The method's name.
-        method: &'static str,
+        /// The format's name.
+        format: &'static str,
         /// The words of the library.
         reason: &'static str,
     },
 }
 
-/// Writes batches down by one method. Its memory is reserved once and used for every batch.
+/// Writes batches down in one format. Its memory is reserved once and used for every batch.
 pub trait Encoder: Send {
     /// Encodes `input` into `output`.
     ///
@@ -77,7 +88,7 @@ pub trait Encoder: Send {
     fn encode(&mut self, input: &[u8], output: &mut [u8]) -> Result<Encoded, CodecError>;
 }
 
-/// Reads back what the encoder of the same method wrote, in any order of packets. Its input may come from anyone.
+/// Reads back what any encoder of the same format wrote, in any order of packets. Its input may come from anyone.
 pub trait Decoder: Send {
     /// Decodes `input` so that it fills `output` exactly; anything else is an error, after which `output` holds
     /// undefined bytes and the decoder can go on with the next packet.
@@ -96,17 +107,17 @@ fn worthwhile(input: usize, output: usize) -> usize {
     (input - input.div_ceil(64)).min(output)
 }
 
-/// Feeds arbitrary bytes to the decoders, for a fuzzer: byte 0 picks the method, the lower 20 bits of bytes 1 to 3
+/// Feeds arbitrary bytes to the decoders, for a fuzzer: byte 0 picks the format, the lower 20 bits of bytes 1 to 3
 /// (little-endian) are the length of the output in bytes, the rest is what to decode.
 ///
 /// # Panics
 /// When a decoder writes outside its output, which is the failure looked for; decoding or not is all the same.
 pub fn fuzz_decode(data: &[u8]) {
     const GUARD: usize = 64;
-    let Some((&[method, a, b, c], encoded)) = data.split_first_chunk() else { return };
-    let row = &METHODS[usize::from(method) % METHODS.len()];
+    let Some((&[format, a, b, c], encoded)) = data.split_first_chunk() else { return };
+    let row = &FORMATS[usize::from(format) % FORMATS.len()];
     let len = usize::from(a) | usize::from(b) << 8 | usize::from(c & 0x0f) << 16;
-    let mut decoder = Method::from(row).decoder().expect("memory for one context");
+    let mut decoder = (row.decoder)().expect("memory for one context");
     let mut output = vec![0xa5; len + 2 * GUARD];
     let _ = decoder.decode(encoded, &mut output[GUARD..GUARD + len]);
     let (before, rest) = output.split_at(GUARD);

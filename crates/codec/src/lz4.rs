@@ -1,4 +1,4 @@
-//! Method `lz4`: one LZ4 block, as `doc/lz4_Block_format.md` of the LZ4 project describes it, without any header.
+//! Format `lz4`: one LZ4 block, as `doc/lz4_Block_format.md` of the LZ4 project describes it, without any header.
 //!
 //! The C library: its decoder is over a third faster than `lz4_flex`'s, with that crate's bounds-checked code or its
 //! `unsafe` one, and its encoder is no slower (`examples/codec_throughput.rs` has the former beside it).
@@ -49,7 +49,7 @@ impl Encoder for Lz4 {
 impl Decoder for Lz4 {
     fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
         check_len(output.len())?;
-        let broken = |reason| Err(CodecError::Broken { method: NAME, len: input.len(), reason });
+        let broken = |reason| Err(CodecError::Broken { format: NAME, len: input.len(), reason });
         // No encoder writes more than it read; this also keeps the length within a C int.
         if input.len() > output.len() {
             return broken("it is longer than what it should decode to");
@@ -66,7 +66,7 @@ impl Decoder for Lz4 {
         };
         match usize::try_from(len) {
             Err(_) => broken("it is no LZ4 block or decodes to more than the packet says"),
-            Ok(got) if got != output.len() => Err(CodecError::Length { method: NAME, expected: output.len(), got }),
+            Ok(got) if got != output.len() => Err(CodecError::Length { format: NAME, expected: output.len(), got }),
             Ok(_) => Ok(()),
         }
     }

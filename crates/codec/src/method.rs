@@ -1,33 +1,47 @@
-//! The table of methods. To add one, write its encoder and decoder and add its row.
+//! The table of methods: what a user can ask for. A method is a format, its levels, and the engine that is to encode on this side;
+//! the other side decodes the format with what it has.
 
-use crate::{CodecError, Decoder, Encoder, lz4, none, zstd};
+use crate::format::{self, Format, FormatRow};
+use crate::{Engine, MethodChoice};
 use std::fmt;
 
 /// Every method there is, in the order in which they are listed to users.
 pub static METHODS: &[MethodRow] = &[
+    MethodRow { name: "none", summary: "pages as they are", format: &format::NONE, levels: None, engine: Engine::Cpu },
     MethodRow {
-        wire: 0,
-        name: "none",
-        summary: "pages as they are",
-        levels: None,
-        encoder: none::encoder,
-        decoder: none::decoder,
-    },
-    MethodRow {
-        wire: 1,
         name: "lz4",
         summary: "LZ4 block: little CPU, moderate ratio",
+        format: &format::LZ4,
         levels: None,
-        encoder: lz4::encoder,
-        decoder: lz4::decoder,
+        engine: Engine::Cpu,
     },
     MethodRow {
-        wire: 2,
         name: "zstd",
         summary: "Zstandard frame: more CPU, better ratio",
+        format: &format::ZSTD,
         levels: Some(Levels { least: -5, most: 9, default: 1 }),
-        encoder: zstd::encoder,
-        decoder: zstd::decoder,
+        engine: Engine::Cpu,
+    },
+    MethodRow {
+        name: "zlib",
+        summary: "gzip, by the CPU: slower than zstd, about as small",
+        format: &format::GZIP,
+        levels: Some(Levels { least: 1, most: 9, default: 1 }),
+        engine: Engine::Cpu,
+    },
+    MethodRow {
+        name: "iaa",
+        summary: "deflate with a window of 4 KiB, by Intel IAA where there is one, else slowly by the CPU",
+        format: &format::DEFLATE,
+        levels: None,
+        engine: Engine::Iaa,
+    },
+    MethodRow {
+        name: "qatzip",
+        summary: "gzip, by Intel QAT where there is one, else by the CPU as zlib",
+        format: &format::GZIP,
+        levels: Some(Levels { least: 1, most: 9, default: 1 }),
+        engine: Engine::Qat,
     },
 ];
 
@@ -45,18 +59,16 @@ pub struct Levels {
 /// One method.
 #[derive(Debug)]
 pub struct MethodRow {
-    /// Its number in packets and in the handshake; never reused for another format.
-    pub wire: u8,
     /// Its name in options and reports.
     pub name: &'static str,
     /// What it is, in a few words.
     pub summary: &'static str,
+    /// What it writes.
+    pub format: &'static FormatRow,
     /// Its levels, if it has any.
     pub levels: Option<Levels>,
-    /// Makes an encoder for a level within `levels` (any number where there are none).
-    pub encoder: fn(level: i32) -> Result<Box<dyn Encoder>, CodecError>,
-    /// Makes a decoder; it reads what was written at any level.
-    pub decoder: fn() -> Result<Box<dyn Decoder>, CodecError>,
+    /// What is to encode on this side, where it is there; else the CPU does.
+    pub engine: Engine,
 }
 
 /// A method of the table.
@@ -69,11 +81,6 @@ impl Method {
         METHODS.iter().map(Self)
     }
 
-    /// The method with this number on the wire, if there is one.
-    pub fn from_wire(wire: u8) -> Option<Self> {
-        Self::all().find(|method| method.0.wire == wire)
-    }
-
     /// The method with this name, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::all().find(|method| method.0.name == name)
@@ -84,19 +91,22 @@ impl Method {
         self.0
     }
 
-    /// Its number on the wire.
-    pub fn wire(self) -> u8 {
-        self.0.wire
-    }
-
     /// Its name.
     pub fn name(self) -> &'static str {
         self.0.name
     }
 
-    /// A decoder for it, with all the memory it will need. Fails only for want of memory.
-    pub fn decoder(self) -> Result<Box<dyn Decoder>, CodecError> {
-        (self.0.decoder)()
+    /// What it writes.
+    pub fn format(self) -> Format {
+        self.0.format.into()
+    }
+
+    /// It, at each of its levels.
+    pub fn choices(self) -> impl Iterator<Item = MethodChoice> {
+        let levels = self.0.levels.map_or(0..=0, |levels| levels.least..=levels.most);
+        levels.map(move |level| {
+            MethodChoice::new(self, self.0.levels.map(|_| level)).expect("the table's own levels are within range")
+        })
     }
 }
 
@@ -108,7 +118,7 @@ impl From<&'static MethodRow> for Method {
 
 impl PartialEq for Method {
     fn eq(&self, other: &Self) -> bool {
-        self.0.wire == other.0.wire
+        self.0.name == other.0.name
     }
 }
 
@@ -129,25 +139,23 @@ impl fmt::Display for Method {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::FORMATS;
     use std::collections::HashSet;
 
     #[test]
-    fn numbers_and_names_are_unique_and_lead_back_to_their_row() {
-        let numbers: HashSet<_> = METHODS.iter().map(|row| row.wire).collect();
+    fn names_are_unique_and_lead_back_to_their_row() {
         let names: HashSet<_> = METHODS.iter().map(|row| row.name).collect();
-        assert_eq!((numbers.len(), names.len()), (METHODS.len(), METHODS.len()));
+        assert_eq!(names.len(), METHODS.len());
         for method in Method::all() {
-            assert_eq!(Method::from_wire(method.wire()), Some(method));
             assert_eq!(Method::from_name(method.name()), Some(method));
         }
-        assert_eq!(Method::from_wire(200), None);
         assert_eq!(Method::from_name("ZSTD"), None);
     }
 
     #[test]
-    fn the_wire_numbers_are_those_of_protocol_version_1() {
-        let numbers: Vec<_> = METHODS.iter().map(|row| (row.name, row.wire)).collect();
-        assert_eq!(numbers[..3], [("none", 0), ("lz4", 1), ("zstd", 2)]);
+    fn every_format_can_be_asked_for() {
+        let written: HashSet<_> = Method::all().map(|method| method.format().wire()).collect();
+        assert_eq!(written, FORMATS.iter().map(|row| row.wire).collect());
     }
 
     #[test]

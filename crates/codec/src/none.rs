@@ -1,4 +1,4 @@
-//! Method `none`: the content as it is.
+//! Format `none`: the content as it is.
 
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len};
 
@@ -23,7 +23,7 @@ impl Decoder for Unchanged {
     fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
         check_len(output.len())?;
         if input.len() != output.len() {
-            return Err(CodecError::Length { method: "none", expected: output.len(), got: input.len() });
+            return Err(CodecError::Length { format: "none", expected: output.len(), got: input.len() });
         }
         output.copy_from_slice(input);
         Ok(())

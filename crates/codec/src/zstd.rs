@@ -1,4 +1,4 @@
-//! Method `zstd`: one Zstandard frame (RFC 8878) without content size and checksum.
+//! Format `zstd`: one Zstandard frame (RFC 8878) without content size and checksum.
 //!
 //! The packet knows the length and has a checksum of its own. One context per channel, used for every batch: its
 //! tables are reserved at the first batch and grow only if batches do. A packet is decoded in one call, straight into
@@ -14,7 +14,7 @@ struct ZstdEncoder(CCtx<'static>);
 struct ZstdDecoder(DCtx<'static>);
 
 pub(crate) fn encoder(level: i32) -> Result<Box<dyn Encoder>, CodecError> {
-    let mut context = CCtx::try_create().ok_or(CodecError::Library { method: NAME, reason: "no memory" })?;
+    let mut context = CCtx::try_create().ok_or(CodecError::Library { format: NAME, reason: "no memory" })?;
     for parameter in
         [CParameter::CompressionLevel(level), CParameter::ContentSizeFlag(false), CParameter::ChecksumFlag(false)]
     {
@@ -24,12 +24,12 @@ pub(crate) fn encoder(level: i32) -> Result<Box<dyn Encoder>, CodecError> {
 }
 
 pub(crate) fn decoder() -> Result<Box<dyn Decoder>, CodecError> {
-    let context = DCtx::try_create().ok_or(CodecError::Library { method: NAME, reason: "no memory" })?;
+    let context = DCtx::try_create().ok_or(CodecError::Library { format: NAME, reason: "no memory" })?;
     Ok(Box::new(ZstdDecoder(context)))
 }
 
 fn failed(code: ErrorCode) -> CodecError {
-    CodecError::Library { method: NAME, reason: get_error_name(code) }
+    CodecError::Library { format: NAME, reason: get_error_name(code) }
 }
 
 impl Encoder for ZstdEncoder {
@@ -52,8 +52,8 @@ impl Decoder for ZstdDecoder {
         check_len(output.len())?;
         match self.0.decompress(output, input) {
             Ok(got) if got == output.len() => Ok(()),
-            Ok(got) => Err(CodecError::Length { method: NAME, expected: output.len(), got }),
-            Err(code) => Err(CodecError::Broken { method: NAME, len: input.len(), reason: get_error_name(code) }),
+            Ok(got) => Err(CodecError::Length { format: NAME, expected: output.len(), got }),
+            Err(code) => Err(CodecError::Broken { format: NAME, len: input.len(), reason: get_error_name(code) }),
         }
     }
 }

@@ -2,18 +2,18 @@
 
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
-use sterna_codec::{CodecError, Decoder, Encoded, Encoder, MAX_CONTENT, METHODS, Method, MethodChoice};
+use sterna_codec::{
+    Adaptive, CodecError, Decoder, Encoded, Encoder, Engines, FORMATS, MAX_CONTENT, Method, MethodChoice,
+};
 
 /// All choices there are.
 fn choices() -> Vec<MethodChoice> {
-    Method::all()
-        .flat_map(|method| match method.row().levels {
-            None => vec![MethodChoice::new(method, None).unwrap()],
-            Some(levels) => {
-                (levels.least..=levels.most).map(|level| MethodChoice::new(method, Some(level)).unwrap()).collect()
-            }
-        })
-        .collect()
+    Method::all().flat_map(Method::choices).collect()
+}
+
+/// An encoder without any accelerator.
+fn encoder(choice: MethodChoice) -> Adaptive {
+    choice.encoder(&Engines::default()).unwrap()
 }
 
 /// A small generator, so that contents are the same on every run.
@@ -74,7 +74,7 @@ fn round_trip(
 #[test]
 fn every_method_level_and_kind_of_content_comes_back() {
     for choice in choices() {
-        let (mut encoder, mut decoder) = (choice.encoder().unwrap(), choice.method().decoder().unwrap());
+        let (mut encoder, mut decoder) = (encoder(choice), choice.method().format().decoder().unwrap());
         for len in [4096, 524_288, 40_960] {
             for (kind, content) in kinds(len) {
                 let shrunk = round_trip(&mut encoder, decoder.as_mut(), &content)
@@ -92,7 +92,7 @@ fn the_largest_packet_comes_back_and_a_larger_one_is_refused() {
     let content: Vec<u8> = (0u32..).flat_map(|n| (n / 3).to_le_bytes()).take(MAX_CONTENT).collect();
     for method in Method::all() {
         let choice = MethodChoice::new(method, None).unwrap();
-        let (mut encoder, mut decoder) = (choice.encoder().unwrap(), method.decoder().unwrap());
+        let (mut encoder, mut decoder) = (encoder(choice), method.format().decoder().unwrap());
         let shrunk = round_trip(&mut encoder, decoder.as_mut(), &content).unwrap();
         assert_eq!(shrunk.is_some(), method.name() != "none");
         let too_long = Err(CodecError::TooLong { len: MAX_CONTENT + 1 });
@@ -106,7 +106,7 @@ fn the_largest_packet_comes_back_and_a_larger_one_is_refused() {
 fn an_output_too_small_for_the_encoded_form_means_send_it_raw() {
     let content = &kinds(65_536)[3].1;
     for choice in choices() {
-        let (mut encoder, mut decoder) = (choice.encoder().unwrap(), choice.method().decoder().unwrap());
+        let (mut encoder, mut decoder) = (encoder(choice), choice.method().format().decoder().unwrap());
         for room in [0, 1, 2, 100] {
             assert_eq!(encoder.encode(content, &mut vec![0; room]), Ok(Encoded::Incompressible), "{choice}");
         }
@@ -119,14 +119,14 @@ fn an_output_too_small_for_the_encoded_form_means_send_it_raw() {
 #[test]
 fn nothing_at_all_is_incompressible() {
     for choice in choices() {
-        assert_eq!(choice.encoder().unwrap().encode(&[], &mut [0; 64]), Ok(Encoded::Incompressible));
+        assert_eq!(encoder(choice).encode(&[], &mut [0; 64]), Ok(Encoded::Incompressible));
     }
 }
 
 #[test]
-fn packets_decode_in_any_order_and_by_any_decoder_of_the_method() {
-    for row in METHODS.iter().filter(|row| row.name != "none") {
-        let mut encoder = (row.encoder)(row.levels.map_or(0, |levels| levels.default)).unwrap();
+fn packets_decode_in_any_order_and_by_any_decoder_of_the_format() {
+    for row in FORMATS.iter().filter(|row| row.name != "none") {
+        let mut encoder = (row.encoder)(1).unwrap();
         let contents: Vec<_> = kinds(32_768).into_iter().take(7).map(|(_, content)| content).collect();
         let packets: Vec<_> = contents
             .iter()
@@ -166,7 +166,7 @@ proptest! {
             })
             .collect();
         for choice in choices() {
-            let (mut encoder, mut decoder) = (choice.encoder().unwrap(), choice.method().decoder().unwrap());
+            let (mut encoder, mut decoder) = (encoder(choice), choice.method().format().decoder().unwrap());
             let outcome = round_trip(&mut encoder, decoder.as_mut(), &content);
             prop_assert!(outcome.is_ok(), "{}: {:?}", choice, outcome);
         }

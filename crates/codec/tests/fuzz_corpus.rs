@@ -1,10 +1,10 @@
-//! The fuzz target's committed corpus, read as the target reads it: byte 0 picks the method, bytes 1 to 3 the length of
-//! the output. Nothing may panic or write outside its output, and each method's own packets must decode.
+//! The fuzz target's committed corpus, read as the target reads it: byte 0 picks the format, bytes 1 to 3 the length of
+//! the output. Nothing may panic or write outside its output, and each format's own packets must decode.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use sterna_codec::{METHODS, fuzz_decode};
+use sterna_codec::{FORMATS, fuzz_decode};
 
 #[test]
 fn the_corpus_of_the_decoders_is_read_as_the_fuzz_target_reads_it() {
@@ -16,12 +16,12 @@ fn the_corpus_of_the_decoders_is_read_as_the_fuzz_target_reads_it() {
         fuzz_decode(&data);
 
         let length = u32::from_le_bytes([data[1], data[2], data[3], 0]) as usize;
-        let row = &METHODS[usize::from(data[0])];
+        let row = &FORMATS[usize::from(data[0])];
         let ok = (row.decoder)().unwrap().decode(&data[4..], &mut vec![0; length]).is_ok();
         assert_eq!(ok, good, "{}", path.display());
         if ok {
             decoded.insert(row.name);
         }
     }
-    assert_eq!(decoded.len(), METHODS.len(), "each method has a packet in the corpus: {decoded:?}");
+    assert_eq!(decoded.len(), FORMATS.len(), "each format has a packet in the corpus: {decoded:?}");
 }

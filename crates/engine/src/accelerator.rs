@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use sterna_codec::{Engines, Iaa};
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::node::node_of;
 use sterna_memory::ram::GuestRam;
@@ -105,6 +106,14 @@ impl Accelerator {
             });
         }
         taken
+    }
+
+    /// What of it may encode this guest's packets.
+    pub(crate) fn engines(&self) -> Engines {
+        match Iaa::new(&self.offload, self.guest, WEIGHT) {
+            Some(iaa) => Engines::default().with_iaa(Arc::new(iaa)),
+            None => Engines::default(),
+        }
     }
 
     /// A channel of this guest's, with its memory on the node that most of the guest's is on.

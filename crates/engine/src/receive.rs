@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use arrayvec::ArrayVec;
-use sterna_codec::{CodecError, Decoder, Method};
+use sterna_codec::{CodecError, Decoder, Format};
 use sterna_wire::checksum::{Crc32c, crc32c};
 use sterna_wire::delta::PageDeltas;
 use sterna_wire::packet::{
@@ -368,9 +368,9 @@ impl Receiving<'_> {
     fn decode(&mut self, header: &PacketHeader, content: &mut [u8]) -> Result<(), ReceiveError> {
         let failed = |error| ReceiveError::Decode { sequence: header.sequence, error };
         let payload = &self.payload[..header.payload_length as usize];
-        let method = Method::from_wire(header.method);
-        let method = method.ok_or(ReceiveError::Method { sequence: header.sequence, method: header.method })?;
-        let decoder = self.decoders.of(method).map_err(failed)?;
+        let format = Format::from_wire(header.method);
+        let format = format.ok_or(ReceiveError::Method { sequence: header.sequence, method: header.method })?;
+        let decoder = self.decoders.of(format).map_err(failed)?;
         for attempt in 0..2 {
             decoder.decode(payload, content).map_err(failed)?;
             if !self.rules.checksums || crc32c(content) == header.content_checksum {
@@ -398,14 +398,14 @@ fn refused(header: &PacketHeader, error: SinkError) -> ReceiveError {
 
 /// The decoders of one channel, each made when it is first needed.
 #[derive(Default)]
-struct Decoders(Vec<(Method, Box<dyn Decoder>)>);
+struct Decoders(Vec<(Format, Box<dyn Decoder>)>);
 
 impl Decoders {
-    fn of(&mut self, method: Method) -> Result<&mut dyn Decoder, CodecError> {
-        let position = match self.0.iter().position(|(known, _)| *known == method) {
+    fn of(&mut self, format: Format) -> Result<&mut dyn Decoder, CodecError> {
+        let position = match self.0.iter().position(|(known, _)| *known == format) {
             Some(position) => position,
             None => {
-                self.0.push((method, method.decoder()?));
+                self.0.push((format, format.decoder()?));
                 self.0.len() - 1
             }
         };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
 
-use sterna_codec::{Adaptive, Encoded, Encoder};
+use sterna_codec::{Adaptive, Encoded, Encoder, Engines};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_offload::Maker;
@@ -16,6 +16,7 @@ use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_
 use super::ahead::{self, Ahead, Copy, Ready};
 use super::delta::Deltas;
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Way};
+use crate::accelerator::Accelerator;
 use crate::batch::Batch;
 use crate::in_place;
 use crate::reading::Reading;
@@ -111,8 +112,9 @@ impl Sending {
         shared: Arc<Shared>,
         context: SendContext,
     ) -> Result<Self, sterna_codec::CodecError> {
-        let encoder = context.method.encoder()?;
-        let method = context.method.method().wire();
+        let engines = context.accelerator.as_ref().map_or_else(Engines::default, Accelerator::engines);
+        let encoder = context.method.encoder(&engines)?;
+        let method = context.method.method().format().wire();
         let encoded = vec![0; context.rules.packet_size];
         let deltas = (context.delta_cache > 0).then(|| Deltas::new(context.delta_cache, context.rules.packet_size));
         Ok(Self {

@@ -48,7 +48,7 @@ pub struct Offer<'a> {
 /// Begins a migration with the destination: control channel, hello, welcome.
 ///
 /// # Errors
-/// It cannot be reached, refuses (with its reason), cannot decode `offer.method`, or `cancel` came first.
+/// It cannot be reached, refuses (with its reason), cannot decode what `offer.method` writes, or `cancel` came first.
 pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(ControlLink, Session), SessionError> {
     let (id, key) = new_identity()?;
     let connection = Connection::connect(offer.to, offer.security).map_err(SessionError::new)?;
@@ -85,10 +85,7 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
         other => return Err(SessionError(format!("{} answered a hello with {other:?}", offer.to))),
     };
     let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
-    if !chosen.methods.iter().any(|name| name == offer.method.name()) {
-        let (known, wanted) = (chosen.methods.join(", "), offer.method.name());
-        return Err(SessionError(format!("{} cannot decode {wanted}; both sides know {known}", offer.to)));
-    }
+    decodable(offer.method, &chosen.methods).map_err(|why| SessionError(format!("{} {why}", offer.to)))?;
     dialled.store(true, Ordering::Release);
     let link = ControlLink::start(writer, reader, closer, messages, link_events(tell, 1)).map_err(SessionError::new)?;
     let session = Session {
@@ -101,6 +98,19 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
         round_trip,
     };
     Ok((link, session))
+}
+
+/// Whether what `method` writes is among the `known` formats.
+fn decodable(method: Method, known: &[String]) -> Result<(), String> {
+    let format = method.format();
+    if known.iter().any(|name| name == format.name()) {
+        return Ok(());
+    }
+    let known = known.join(", ");
+    Err(match method.name() == format.name() {
+        true => format!("cannot decode {format}; both sides know {known}"),
+        false => format!("cannot decode {format}, which the method {method} writes; both sides know {known}"),
+    })
 }
 
 /// Tries to come back to the destination after the connection was lost, on a thread of its own: with a control channel of the
@@ -221,4 +231,25 @@ fn new_identity() -> Result<(MigrationId, MigrationKey), SessionError> {
     let (id, key) = random.split_at(16);
     let id = MigrationId::from_bytes(id.try_into().expect("16 bytes"));
     Ok((id, MigrationKey::from_bytes(key.try_into().expect("32 bytes"))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_format_that_an_older_destination_lacks_is_named_with_what_there_is() {
+        let old = ["none", "lz4", "zstd"].map(str::to_owned);
+        let refused = |name| decodable(Method::from_name(name).unwrap(), &old);
+        for known in ["none", "lz4", "zstd"] {
+            assert_eq!(refused(known), Ok(()));
+        }
+        for (method, format) in [("zlib", "gzip"), ("qatzip", "gzip"), ("iaa", "deflate")] {
+            let text =
+                format!("cannot decode {format}, which the method {method} writes; both sides know none, lz4, zstd");
+            assert_eq!(refused(method), Err(text));
+        }
+        let zstd = Method::from_name("zstd").unwrap();
+        assert_eq!(decodable(zstd, &old[..2]), Err("cannot decode zstd; both sides know none, lz4".into()));
+    }
 }

@@ -18,7 +18,7 @@ mod peer;
 
 use std::time::Duration;
 
-use sterna_codec::Method;
+use sterna_codec::Format;
 use sterna_wire::control::Capabilities;
 use sterna_wire::identity::{MigrationId, MigrationKey};
 
@@ -92,7 +92,7 @@ impl Features<'_> {
     fn capabilities(&self, packet_size: usize) -> Capabilities {
         let names = |list: &[&str]| list.iter().map(ToString::to_string).collect();
         Capabilities {
-            methods: Method::all().map(|method| method.name().to_owned()).collect(),
+            methods: Format::all().map(|format| format.name().to_owned()).collect(),
             packet_size: packet_size as u32,
             features: names(self.offered),
             required: names(self.required),

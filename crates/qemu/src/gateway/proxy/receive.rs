@@ -18,7 +18,7 @@ use sterna::send::{SendChannel, SendContext};
 use sterna::session::{Doorman, Greeted, Greeting, OtherDoor, PeerNews, Refused, TellPeer, link_events};
 use sterna::transport::{Connection, Limits, Listener, accept_channel};
 use sterna::window::Window;
-use sterna_codec::{Method, MethodChoice};
+use sterna_codec::MethodChoice;
 use sterna_wire::control::{ControlMessage, Mode};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::limits::MAX_OPAQUE_CHANNELS;
@@ -272,12 +272,11 @@ impl OpaqueConnections {
         if channel.is_multiple_of(2) {
             return pump_in(local, reader, writer, self.packet_size, &self.open, ended).map_err(failed);
         }
-        let method = Method::from_name("none").ok_or("the method none is missing")?;
         let context = SendContext {
             window: Arc::new(Window::new(self.packet_size as u64, Duration::ZERO, Duration::ZERO)),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.abort),
-            method: MethodChoice::new(method, None).map_err(|error| error.to_string())?,
+            method: MethodChoice::default(),
             rules: PacketRules { packet_size: self.packet_size, checksums: true },
             accelerator: None,
             again: None,

@@ -1,0 +1,155 @@
+//! The table of formats: what may stand in a packet. To add one, write its encoder and decoder and add its row.
+
+use crate::{CodecError, Decoder, Encoder, deflate, gzip, lz4, none, zstd};
+use std::fmt;
+
+/// Every format there is, in the order of their numbers.
+pub static FORMATS: [FormatRow; 5] = [NONE, LZ4, ZSTD, DEFLATE, GZIP];
+
+pub(crate) const NONE: FormatRow =
+    FormatRow { wire: 0, name: "none", what: "the content", encoder: none::encoder, decoder: none::decoder };
+
+pub(crate) const LZ4: FormatRow = FormatRow {
+    wire: 1,
+    name: "lz4",
+    what: "one LZ4 block, without a frame",
+    encoder: lz4::encoder,
+    decoder: lz4::decoder,
+};
+
+pub(crate) const ZSTD: FormatRow = FormatRow {
+    wire: 2,
+    name: "zstd",
+    what: "one Zstandard frame (RFC 8878)",
+    encoder: zstd::encoder,
+    decoder: zstd::decoder,
+};
+
+pub(crate) const DEFLATE: FormatRow = FormatRow {
+    wire: 3,
+    name: "deflate",
+    what: "one deflate stream (RFC 1951) without distances beyond 4096",
+    encoder: deflate::encoder,
+    decoder: deflate::decoder,
+};
+
+pub(crate) const GZIP: FormatRow = FormatRow {
+    wire: 4,
+    name: "gzip",
+    what: "gzip members (RFC 1952), one or more, one after the other",
+    encoder: gzip::encoder,
+    decoder: gzip::decoder,
+};
+
+/// One format.
+#[derive(Debug)]
+pub struct FormatRow {
+    /// Its number in packets; never reused for another format.
+    pub wire: u8,
+    /// Its name in the handshake.
+    pub name: &'static str,
+    /// What the payload of a packet is.
+    pub what: &'static str,
+    /// Makes an encoder that needs nothing but the CPU, for a level of the method that asks (any number where it has none).
+    pub encoder: fn(level: i32) -> Result<Box<dyn Encoder>, CodecError>,
+    /// Makes a decoder, which needs nothing but the CPU either; it reads what any engine wrote at any level.
+    pub decoder: fn() -> Result<Box<dyn Decoder>, CodecError>,
+}
+
+/// A format of the table.
+#[derive(Clone, Copy)]
+pub struct Format(&'static FormatRow);
+
+impl Format {
+    /// All formats.
+    pub fn all() -> impl Iterator<Item = Self> {
+        FORMATS.iter().map(Self)
+    }
+
+    /// The format with this number on the wire, if there is one.
+    pub fn from_wire(wire: u8) -> Option<Self> {
+        Self::all().find(|format| format.0.wire == wire)
+    }
+
+    /// The format with this name in the handshake, if there is one.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::all().find(|format| format.0.name == name)
+    }
+
+    /// Its row.
+    pub fn row(self) -> &'static FormatRow {
+        self.0
+    }
+
+    /// Its number on the wire.
+    pub fn wire(self) -> u8 {
+        self.0.wire
+    }
+
+    /// Its name in the handshake.
+    pub fn name(self) -> &'static str {
+        self.0.name
+    }
+
+    /// A decoder for it, with all the memory it will need. Fails only for want of memory.
+    pub fn decoder(self) -> Result<Box<dyn Decoder>, CodecError> {
+        (self.0.decoder)()
+    }
+}
+
+impl From<&'static FormatRow> for Format {
+    fn from(row: &'static FormatRow) -> Self {
+        Self(row)
+    }
+}
+
+impl PartialEq for Format {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.wire == other.0.wire
+    }
+}
+
+impl Eq for Format {}
+
+impl fmt::Debug for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Format({})", self.0.name)
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.0.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn numbers_and_names_are_those_of_protocol_version_1_and_lead_back_to_their_row() {
+        let known: Vec<_> = FORMATS.iter().map(|row| (row.name, row.wire)).collect();
+        assert_eq!(known, [("none", 0), ("lz4", 1), ("zstd", 2), ("deflate", 3), ("gzip", 4)]);
+        for format in Format::all() {
+            assert_eq!(Format::from_wire(format.wire()), Some(format));
+            assert_eq!(Format::from_name(format.name()), Some(format));
+        }
+        assert_eq!(Format::from_wire(200), None);
+        assert_eq!(Format::from_name("ZSTD"), None);
+    }
+
+    #[test]
+    fn the_table_of_the_protocol_document_is_this_one() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/protocol.md");
+        let document = std::fs::read_to_string(path).unwrap();
+        let (_, table) = document.split_once("| format | number | payload |\n|---|---|---|\n").unwrap();
+        let written: Vec<&str> = table.lines().take_while(|line| line.starts_with('|')).collect();
+        let rows: Vec<_> =
+            FORMATS.iter().map(|row| format!("| `{}` | {} | {} |", row.name, row.wire, row.what)).collect();
+        assert_eq!(written, rows);
+        let names: Vec<_> = FORMATS.iter().map(|row| format!("{:?}", row.name)).collect();
+        assert!(document.contains(&format!("\"methods\": [{}]", names.join(", "))), "the hello offers all of them");
+    }
+}
