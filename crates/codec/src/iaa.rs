@@ -8,7 +8,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use sterna_offload::{Batch, Channel, Deflater, NEVER, Offload, Operation, Outcome, Region};
+use sterna_offload::{Batch, Channel, Deflater, Guest, NEVER, Offload, Operation, Outcome, Region};
 
 const PAGE: usize = 4096;
 
@@ -16,14 +16,13 @@ const PAGE: usize = 4096;
 #[derive(Clone, Debug)]
 pub struct Iaa {
     offload: Arc<Offload>,
-    guest: u32,
-    weight: u32,
+    guest: Arc<Guest>,
 }
 
 impl Iaa {
-    /// Those of `offload`, whose shares know the guest as `guest` with `weight`; none where it has no device that deflates.
-    pub fn new(offload: &Arc<Offload>, guest: u32, weight: u32) -> Option<Self> {
-        offload.accelerates(Operation::Deflate).then(|| Self { offload: Arc::clone(offload), guest, weight })
+    /// Those of `offload` for one of its guests; none where it has no device that deflates.
+    pub fn new(offload: &Arc<Offload>, guest: &Arc<Guest>) -> Option<Self> {
+        offload.accelerates(Operation::Deflate).then(|| Self { offload: Arc::clone(offload), guest: Arc::clone(guest) })
     }
 }
 
@@ -35,7 +34,7 @@ impl EncoderSource for Iaa {
         let region = unsafe { Region::new(start, bytes, Some(Arc::new(memory))) };
         // Nobody but the encoder writes it, and not while a batch that anybody waits for is under way.
         region.set_racing(false);
-        let channel = self.offload.channel_of(self.guest, self.weight);
+        let channel = self.offload.channel_for(&self.guest);
         Ok(Box::new(IaaEncoder { channel, region, cpu: Deflater::default() }))
     }
 }

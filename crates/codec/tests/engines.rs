@@ -41,7 +41,7 @@ fn comes_back(encoder: &mut dyn Encoder, method: Method, content: &[u8]) -> Vec<
 #[test]
 fn iaa_encodes_what_fits_a_batch_and_the_cpu_what_does_not() {
     let offload = with_model();
-    let engines = Engines::default().with_iaa(Arc::new(Iaa::new(&offload, 1, 1).unwrap()));
+    let engines = Engines::default().with_iaa(Arc::new(Iaa::new(&offload, &offload.guest(1)).unwrap()));
     let choice = choice("iaa");
     assert_eq!(engines.of(choice), Engine::Iaa);
     let mut encoder = choice.encoder(&engines).unwrap();
@@ -74,7 +74,7 @@ fn iaa_encodes_what_fits_a_batch_and_the_cpu_what_does_not() {
 #[test]
 fn what_iaa_cannot_shrink_goes_raw() {
     let offload = with_model();
-    let source = Iaa::new(&offload, 1, 1).unwrap();
+    let source = Iaa::new(&offload, &offload.guest(1)).unwrap();
     let mut encoder = source.encoder(0).unwrap();
     let mut state = 1u64;
     let noise: Vec<u8> = std::iter::repeat_with(|| {
@@ -93,7 +93,7 @@ fn what_iaa_cannot_shrink_goes_raw() {
 #[test]
 fn an_encoder_outlives_the_offload_that_shut_down() {
     let offload = with_model();
-    let engines = Engines::default().with_iaa(Arc::new(Iaa::new(&offload, 1, 1).unwrap()));
+    let engines = Engines::default().with_iaa(Arc::new(Iaa::new(&offload, &offload.guest(1)).unwrap()));
     let mut encoder = choice("iaa").encoder(&engines).unwrap();
     comes_back(&mut encoder, choice("iaa").method(), &content(64 << 10));
     offload.shutdown();
@@ -103,7 +103,7 @@ fn an_encoder_outlives_the_offload_that_shut_down() {
 #[test]
 fn without_a_device_the_cpu_encodes_and_says_so() {
     let offload = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
-    assert!(Iaa::new(&offload, 1, 1).is_none());
+    assert!(Iaa::new(&offload, &offload.guest(1)).is_none());
     for method in ["iaa", "qatzip"] {
         let choice = choice(method);
         assert_eq!(Engines::default().of(choice), Engine::Cpu);

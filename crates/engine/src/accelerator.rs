@@ -110,7 +110,7 @@ impl Accelerator {
 
     /// What of it may encode this guest's packets.
     pub(crate) fn engines(&self) -> Engines {
-        match Iaa::new(&self.offload, self.guest, WEIGHT) {
+        match Iaa::new(&self.offload, &self.guest) {
             Some(iaa) => Engines::default().with_iaa(Arc::new(iaa)),
             None => Engines::default(),
         }
