@@ -1,6 +1,6 @@
 //! The method a user chose: `--method` and `--level` made into something that cannot be wrong.
 
-use crate::{Adaptive, CodecError, Engines, METHODS, Method};
+use crate::{Adaptive, CodecError, Engine, Engines, METHODS, Method};
 use std::fmt;
 use thiserror::Error;
 
@@ -84,6 +84,21 @@ impl MethodChoice {
         self.method
     }
 
+    /// Whether the way is chosen batch by batch, among [`MethodChoice::ways_of_auto`].
+    pub fn is_auto(self) -> bool {
+        self.method.name() == "auto"
+    }
+
+    /// What `auto` chooses from, the cheapest first: no two of them are best at the same price, by what is known of them.
+    pub fn ways_of_auto(engines: &Engines) -> Vec<Self> {
+        let way = |name, level| Self::parse(name, level).expect("the table has it");
+        let mut ways = vec![way("none", None), way("lz4", None)];
+        let iaa = way("iaa", None);
+        ways.extend((engines.of(iaa) == Engine::Iaa).then_some(iaa));
+        ways.extend(["-1", "1", "3", "6"].map(|level| way("zstd", Some(level))));
+        ways
+    }
+
     /// The level, where the method has levels.
     pub fn level(self) -> Option<i32> {
         self.method.row().levels.map(|_| self.level)
@@ -146,7 +161,7 @@ mod tests {
     fn what_does_not_exist_is_refused_with_what_does() {
         assert_eq!(
             error("lzma", None),
-            "there is no method 'lzma'; there is none, lz4, zstd (levels -5 to 9), zlib (levels 1 to 9), iaa, qatzip (levels \
+            "there is no method 'lzma'; there is none, lz4, zstd (levels -5 to 9), zlib (levels 1 to 9), auto, iaa, qatzip (levels \
              1 to 9)"
         );
         assert_eq!(error("zstd", Some("10")), "method zstd has the levels -5 to 9, not '10'");

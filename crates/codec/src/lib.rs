@@ -16,6 +16,7 @@ mod libdeflate;
 mod lz4;
 mod method;
 mod none;
+pub mod select;
 mod zstd;
 
 pub use adaptive::Adaptive;

@@ -30,6 +30,14 @@ pub static METHODS: &[MethodRow] = &[
         engine: Engine::Cpu,
     },
     MethodRow {
+        name: "auto",
+        summary: "what drains memory fastest now, batch by batch: as it is, LZ4, or zstd at some level",
+        // It writes others too; this one says the most of what the other side must have.
+        format: &format::ZSTD,
+        levels: None,
+        engine: Engine::Cpu,
+    },
+    MethodRow {
         name: "iaa",
         summary: "deflate with a window of 4 KiB, by Intel IAA where there is one, else slowly by the CPU",
         format: &format::DEFLATE,

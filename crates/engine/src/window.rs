@@ -84,12 +84,30 @@ impl Budget {
 struct State {
     budget: Budget,
     in_flight: u64,
+    /// Of them, what was handed to the network.
+    on_wire: u64,
+    /// How long the network has had nothing to do, and since when it has not.
+    idle: Duration,
+    idle_since: Option<Instant>,
     closed: bool,
     /// Threads that wait to be let in: waking costs a system call even where nobody waits.
     waiting: u32,
 }
 
 impl State {
+    /// What is on the wire has changed. With no more than fits the path's round trip nothing queues before it.
+    fn look_at_wire(&mut self, now: Instant) {
+        let nothing_queues = self.on_wire as f64 <= self.budget.rate * self.budget.round_trip.as_secs_f64();
+        match (nothing_queues, self.idle_since) {
+            (true, None) => self.idle_since = Some(now),
+            (false, Some(since)) => {
+                self.idle += now.saturating_duration_since(since);
+                self.idle_since = None;
+            }
+            _ => {}
+        }
+    }
+
     fn let_in(&mut self, bytes: u64) {
         self.in_flight += bytes;
         self.budget.entered(self.in_flight, Instant::now);
@@ -129,7 +147,15 @@ impl Window {
             interval_limited: false,
         };
         Self {
-            state: Mutex::new(State { budget, in_flight: 0, closed: false, waiting: 0 }),
+            state: Mutex::new(State {
+                budget,
+                in_flight: 0,
+                on_wire: 0,
+                idle: Duration::ZERO,
+                idle_since: Some(Instant::now()),
+                closed: false,
+                waiting: 0,
+            }),
             changed: Condvar::new(),
             allowance,
         }
@@ -168,9 +194,25 @@ impl Window {
     /// `bytes` were acknowledged.
     pub fn leave(&self, bytes: u64) {
         let mut state = self.lock();
+        let now = Instant::now();
         state.in_flight = state.in_flight.saturating_sub(bytes);
-        state.budget.acknowledged(bytes, Instant::now());
+        state.on_wire = state.on_wire.saturating_sub(bytes);
+        state.budget.acknowledged(bytes, now);
+        state.look_at_wire(now);
         self.wake(state);
+    }
+
+    /// `bytes` that have entered are handed to the network.
+    pub fn on_wire(&self, bytes: u64) {
+        let mut state = self.lock();
+        state.on_wire += bytes;
+        state.look_at_wire(Instant::now());
+    }
+
+    /// How long, all together, the network could have carried more than it was given.
+    pub fn idle(&self) -> Duration {
+        let state = self.lock();
+        state.idle + state.idle_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// `bytes` that were let in were not needed: they are not counted as delivered.

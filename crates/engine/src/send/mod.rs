@@ -7,6 +7,7 @@
 
 mod again;
 mod ahead;
+mod coding;
 mod delta;
 mod thread;
 
@@ -17,7 +18,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
-use sterna_codec::MethodChoice;
+use sterna_codec::{Engines, MethodChoice};
 use sterna_memory::ram::GuestRam;
 use sterna_offload::Maker;
 use sterna_wire::packet::{ACK_LENGTH, Answer, PAGE_REQUEST_LENGTH, PageRequest};
@@ -93,6 +94,9 @@ pub struct GuestPages {
     pub way: Way,
 }
 
+/// Most ways that `auto` chooses from.
+const MOST_WAYS: usize = 8;
+
 /// What went over a channel.
 #[derive(Debug, Default)]
 pub struct SendCounters {
@@ -110,6 +114,8 @@ pub struct SendCounters {
     pub delta_pages: AtomicU64,
     /// Normal pages that were what the destination had already, and were not sent.
     pub same_pages: AtomicU64,
+    /// Where the way is chosen batch by batch, bytes of content by way.
+    pub by_way: [AtomicU64; MOST_WAYS],
     /// Packets whose content did not shrink and went raw.
     pub raw_packets: AtomicU64,
     /// Packets.
@@ -145,6 +151,8 @@ pub struct Sent {
     pub packet_bytes: u64,
     /// Bytes on the wire.
     pub wire_bytes: u64,
+    /// Where the way is chosen batch by batch, bytes of content by way.
+    pub by_way: [u64; MOST_WAYS],
 }
 
 impl std::ops::Add for Sent {
@@ -159,6 +167,7 @@ impl std::ops::Add for Sent {
             content_bytes: self.content_bytes + other.content_bytes,
             packet_bytes: self.packet_bytes + other.packet_bytes,
             wire_bytes: self.wire_bytes + other.wire_bytes,
+            by_way: std::array::from_fn(|way| self.by_way[way] + other.by_way[way]),
         }
     }
 }
@@ -176,8 +185,23 @@ impl Sent {
             sent.content_bytes += counters.content_bytes.load(Ordering::Relaxed);
             sent.packet_bytes += counters.packet_bytes.load(Ordering::Relaxed);
             sent.wire_bytes += counters.wire_bytes.load(Ordering::Relaxed);
+            for (sum, bytes) in sent.by_way.iter_mut().zip(&counters.by_way) {
+                *sum += bytes.load(Ordering::Relaxed);
+            }
         }
         sent
+    }
+
+    /// What `choice` was, in words: with how much of the content went each way, where that was chosen batch by batch.
+    pub fn method(&self, choice: MethodChoice, engines: &Engines) -> String {
+        let all: u64 = self.by_way.iter().sum();
+        if !choice.is_auto() || all == 0 {
+            return choice.to_string();
+        }
+        let ways = MethodChoice::ways_of_auto(engines);
+        let used = ways.iter().zip(self.by_way).filter(|(_, bytes)| *bytes * 100 >= all);
+        let words: Vec<_> = used.map(|(way, bytes)| format!("{way} {} %", (bytes * 100 + all / 2) / all)).collect();
+        format!("{choice}: {}", words.join(", "))
     }
 
     /// Content bytes / packet bytes; 1 before anything was sent.

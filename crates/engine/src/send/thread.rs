@@ -4,8 +4,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::Instant;
 
-use sterna_codec::{Adaptive, Encoded, Encoder, Engines};
+use sterna_codec::Engines;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_offload::Maker;
@@ -14,6 +15,7 @@ use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind};
 
 use super::ahead::{self, Ahead, Copy, Ready};
+use super::coding::{Coding, Times, thread_time};
 use super::delta::Deltas;
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Way};
 use crate::accelerator::Accelerator;
@@ -58,8 +60,9 @@ pub(super) struct Sending {
     writer: Writer,
     shared: Arc<Shared>,
     context: SendContext,
-    encoder: Adaptive,
-    method: u8,
+    coding: Coding,
+    /// Since the last packet.
+    times: Times,
     encoded: Vec<u8>,
     table: Vec<u8>,
     /// Made when the first pages are to be read from guest RAM.
@@ -113,16 +116,15 @@ impl Sending {
         context: SendContext,
     ) -> Result<Self, sterna_codec::CodecError> {
         let engines = context.accelerator.as_ref().map_or_else(Engines::default, Accelerator::engines);
-        let encoder = context.method.encoder(&engines)?;
-        let method = context.method.method().format().wire();
+        let coding = Coding::new(context.method, &engines)?;
         let encoded = vec![0; context.rules.packet_size];
         let deltas = (context.delta_cache > 0).then(|| Deltas::new(context.delta_cache, context.rules.packet_size));
         Ok(Self {
             writer,
             shared,
             context,
-            encoder,
-            method,
+            coding,
+            times: Times::default(),
             encoded,
             table: Vec::with_capacity(MAX_TABLE),
             reading: None,
@@ -144,7 +146,9 @@ impl Sending {
                 Err(TryRecvError::Empty) => {
                     self.send_all()?;
                     shared.sent(&mut unsent);
+                    let begun = Instant::now();
                     let Ok(item) = items.recv() else { break };
+                    self.times.starved += begun.elapsed();
                     item
                 }
             };
@@ -238,7 +242,7 @@ impl Sending {
 
     /// Whether pages are sent from where they lie. A limit is kept by small pieces, which are easier cut from a copy.
     fn in_place(&self) -> bool {
-        self.method == 0
+        self.coding.is_none()
             && self.deltas.is_none()
             && !self.context.rules.checksums
             && self.writer.passes_on()
@@ -284,7 +288,9 @@ impl Sending {
     fn enter_window(&mut self, reading: &mut Reading, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
         if !self.context.window.try_enter(bytes)? {
             self.pages_read(reading)?;
+            let begun = Instant::now();
             self.context.window.enter(bytes)?;
+            self.times.waited += begun.elapsed();
         }
         Ok(())
     }
@@ -514,10 +520,14 @@ impl Sending {
             self.table.clear();
         }
         let (method, payload) = match kind {
-            PacketKind::Pages if !content.is_empty() && self.method != 0 && self.way != Way::Plain => {
-                match self.encoder.encode(content, &mut self.encoded)? {
-                    Encoded::Shrunk(length) => (self.method, &self.encoded[..length]),
-                    Encoded::Incompressible => {
+            PacketKind::Pages if !content.is_empty() && !self.coding.is_none() && self.way != Way::Plain => {
+                let encoded = self.coding.encode(content, &mut self.encoded)?;
+                if let Some(way) = self.coding.way() {
+                    self.shared.counters.by_way[way].fetch_add(content.len() as u64, Ordering::Relaxed);
+                }
+                match encoded {
+                    Some((format, length)) => (format, &self.encoded[..length]),
+                    None => {
                         self.shared.counters.raw_packets.fetch_add(1, Ordering::Relaxed);
                         (0, content)
                     }
@@ -543,6 +553,10 @@ impl Sending {
         let header = header.encode(&self.table);
         // A limit is kept by small pieces: a whole packet at once would be many milliseconds of a slow link.
         let piece = self.context.pacer.limit().map_or(payload.len(), |_| self.context.pacer.piece());
+        let begun = (self.coding.is_auto() && kind == PacketKind::Pages).then(|| {
+            self.context.window.on_wire(in_window);
+            (Instant::now(), thread_time())
+        });
         let (first, rest) = payload.split_at(piece.min(payload.len()));
         self.context.pacer.pace(header.len() + self.table.len() + first.len());
         self.writer.write_all_vectored(&[&header, &self.table, first])?;
@@ -550,7 +564,12 @@ impl Sending {
             self.context.pacer.pace(part.len());
             self.writer.write_all_vectored(&[part])?;
         }
-
+        if let Some((begun, running)) = begun {
+            let mut times = std::mem::take(&mut self.times);
+            times.waited += begun.elapsed().saturating_sub(thread_time().saturating_sub(running));
+            let written = header.len() + self.table.len() + payload.len();
+            self.coding.sent(times, self.context.window.idle(), written);
+        }
         self.count(content.len() as u64, (header.len() + self.table.len() + payload.len()) as u64);
         Ok(())
     }
