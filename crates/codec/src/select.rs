@@ -18,6 +18,9 @@ const SMOOTH: f64 = 1.0 / 16.0;
 const EXPLORED: u32 = 64;
 /// No neighbour is tried that is expected to take this many times as long as the best.
 const TOO_DEAR: f64 = 2.0;
+/// The price at first: of a link of some gigabits per second. Too high for a fast link, it falls within a few batches; too low for a
+/// slow one, the first batches would fill its queue with what could have been small.
+const FIRST_PRICE: f64 = 4.0;
 /// The price changes by this power of e for a batch that did nothing but wait, or be waited for.
 const GAIN: f64 = 0.3;
 /// A byte costs no less than this part of its time on the wire once the thread waits most of the time.
@@ -88,7 +91,7 @@ impl Selection {
         };
         let ways: Vec<_> = ways.into_iter().map(way).collect();
         assert!(!ways.is_empty(), "something has to be chosen");
-        Self { ways, price: PRICES.0, chosen: 0, pace: PRICES.0 }
+        Self { ways, price: FIRST_PRICE, chosen: 0, pace: PRICES.0 }
     }
 
     /// Nanoseconds that a byte on the wire costs now.
@@ -315,6 +318,10 @@ mod tests {
     #[test]
     fn where_the_network_does_not_bind_nothing_is_sampled_or_compressed() {
         let mut selection = Selection::new(ways());
+        // What it begins with is given up soon.
+        for _ in 0..50 {
+            selection.sent(100_000, 0, 50_000, BATCH);
+        }
         for _ in 0..1000 {
             assert!(!selection.wants_sample());
             assert_eq!(selection.choose(None), 0);

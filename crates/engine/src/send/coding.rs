@@ -6,8 +6,9 @@ use rustix::time::{ClockId, clock_gettime};
 use sterna_codec::select::{Class, Selection};
 use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Engines, MethodChoice};
 
-/// Bytes of a sample: one page of the middle of a batch.
+/// Bytes of a sample, and the pieces that it is made of, from all over a batch: one page says nothing of its neighbours.
 const SAMPLE: usize = 4096;
+const PIECES: usize = 8;
 
 /// A channel's encoders.
 pub(super) enum Coding {
@@ -32,6 +33,7 @@ pub(super) struct Auto {
     ways: Vec<(Box<dyn Encoder>, u8)>,
     sampler: Box<dyn Encoder>,
     sample: [u8; SAMPLE],
+    encoded_sample: [u8; SAMPLE],
     /// Which was chosen last.
     way: usize,
     /// The end of the packet before.
@@ -53,7 +55,17 @@ impl Coding {
         let sampler = MethodChoice::parse("lz4", None).expect("there is LZ4").encoder(&Engines::default())?;
         let selection = Selection::new(choices);
         let (sample, since, idle) = ([0; SAMPLE], Instant::now(), Duration::ZERO);
-        Ok(Self::Auto(Box::new(Auto { selection, ways, sampler: Box::new(sampler), sample, way: 0, since, idle })))
+        let encoded_sample = sample;
+        Ok(Self::Auto(Box::new(Auto {
+            selection,
+            ways,
+            sampler: Box::new(sampler),
+            sample,
+            encoded_sample,
+            way: 0,
+            since,
+            idle,
+        })))
     }
 
     /// Whether nothing is ever encoded.
@@ -101,14 +113,17 @@ impl Coding {
 
 impl Auto {
     fn encode(&mut self, content: &[u8], output: &mut [u8]) -> Result<Option<(u8, usize)>, CodecError> {
-        let class = match content.get(content.len() / 2 / SAMPLE * SAMPLE..).and_then(|rest| rest.get(..SAMPLE)) {
-            Some(piece) if self.selection.wants_sample() => {
-                Some(match self.sampler.encode(piece, &mut self.sample)? {
-                    Encoded::Shrunk(length) => Class::of(SAMPLE, length),
-                    Encoded::Incompressible => Class::of(SAMPLE, SAMPLE),
-                })
+        let class = if self.selection.wants_sample() && content.len() >= SAMPLE {
+            for (number, piece) in self.sample.chunks_exact_mut(SAMPLE / PIECES).enumerate() {
+                let at = content.len() / PIECES * number;
+                piece.copy_from_slice(&content[at..at + SAMPLE / PIECES]);
             }
-            _ => None,
+            Some(match self.sampler.encode(&self.sample, &mut self.encoded_sample)? {
+                Encoded::Shrunk(length) => Class::of(SAMPLE, length),
+                Encoded::Incompressible => Class::of(SAMPLE, SAMPLE),
+            })
+        } else {
+            None
         };
         let way = self.selection.choose(class);
         self.way = way;
