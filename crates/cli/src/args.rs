@@ -509,7 +509,7 @@ mod tests {
             ("--channels", "0", "0 is not in 1..=64"),
             ("--channels", "65", "65 is not in 1..=64"),
             ("--channels", "two", "invalid digit"),
-            ("--method", "lzma", "possible values: none, lz4, zstd, zlib, iaa, qatzip"),
+            ("--method", "lzma", "possible values: none, lz4, zstd, zlib, auto, iaa, qatzip"),
             ("--bandwidth", "1000", "the unit is missing"),
             ("--bandwidth", "1GB", "the unit 'GB' is unknown or could mean two things"),
             ("--bandwidth", "0B/s", "leave the option out for no limit"),
