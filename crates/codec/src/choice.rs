@@ -1,6 +1,6 @@
 //! The method a user chose: `--method` and `--level` made into something that cannot be wrong.
 
-use crate::{Adaptive, CodecError, Engine, Engines, METHODS, Method};
+use crate::{Adaptive, CodecError, Encoder, Engine, Engines, METHODS, Method};
 use std::fmt;
 use thiserror::Error;
 
@@ -82,6 +82,14 @@ impl MethodChoice {
     /// The method.
     pub fn method(self) -> Method {
         self.method
+    }
+
+    /// The same, which tries every batch: for whoever decides by himself what is worth a try.
+    ///
+    /// # Errors
+    /// As [`MethodChoice::encoder`].
+    pub fn untiring_encoder(self, engines: &Engines) -> Result<Box<dyn Encoder>, CodecError> {
+        engines.encoder(self)
     }
 
     /// Whether the way is chosen batch by batch, among [`MethodChoice::ways_of_auto`].

@@ -64,13 +64,8 @@ impl Estimate {
     }
 }
 
-/// A way, and for how many bytes it was chosen.
-#[derive(Clone, Debug)]
-struct Way {
-    choice: MethodChoice,
-    classes: [Estimate; CLASSES.len() + 1],
-    bytes: u64,
-}
+/// What is known of a way, by class.
+type Way = [Estimate; CLASSES.len() + 1];
 
 /// The choice of one channel.
 #[derive(Clone, Debug)]
@@ -85,11 +80,8 @@ pub struct Selection {
 impl Selection {
     /// Among `ways`, the cheapest first; what is not measured yet is guessed. There is one at least.
     pub fn new(ways: impl IntoIterator<Item = MethodChoice>) -> Self {
-        let way = |choice: MethodChoice| {
-            let guess = |class: usize| guess(choice, Class(class));
-            Way { choice, classes: std::array::from_fn(guess), bytes: 0 }
-        };
-        let ways: Vec<_> = ways.into_iter().map(way).collect();
+        let way = |choice: MethodChoice| std::array::from_fn(|class| guess(choice, Class(class)));
+        let ways: Vec<Way> = ways.into_iter().map(way).collect();
         assert!(!ways.is_empty(), "something has to be chosen");
         Self { ways, price: FIRST_PRICE, chosen: 0, pace: PRICES.0 }
     }
@@ -101,14 +93,14 @@ impl Selection {
 
     /// Whether anything but the cheapest way could be best, whatever the content is: only then is it worth a sample.
     pub fn wants_sample(&self) -> bool {
-        let least = |way: &Way| way.classes.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
+        let least = |way: &Way| way.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
         self.ways.iter().skip(1).any(|way| least(way) < self.price)
     }
 
     /// The way for a batch of this class; without a sample, the cheapest.
     pub fn choose(&mut self, class: Option<Class>) -> usize {
         let Some(Class(class)) = class else { return 0 };
-        let cost = |way: &Way| way.classes[class].cost(self.price);
+        let cost = |way: &Way| way[class].cost(self.price);
         let costs = self.ways.iter().map(cost).enumerate();
         let (best, least) = costs.min_by(|one, other| one.1.total_cmp(&other.1)).expect("there is one");
         self.chosen = self.chosen.wrapping_add(1);
@@ -117,22 +109,15 @@ impl Selection {
         }
         let neighbours = [best.checked_sub(1), Some(best + 1)].into_iter().flatten();
         let affordable = |at: &usize| self.ways.get(*at).is_some_and(|way| cost(way) < TOO_DEAR * least);
-        neighbours.filter(affordable).min_by_key(|at| self.ways[*at].classes[class].seen).unwrap_or(best)
-    }
-
-    /// What a way is.
-    pub fn choice(&self, way: usize) -> MethodChoice {
-        self.ways[way].choice
+        neighbours.filter(affordable).min_by_key(|at| self.ways[*at][class].seen).unwrap_or(best)
     }
 
     /// A batch of `input` bytes was encoded in so many nanoseconds, into `output` bytes.
     pub fn encoded(&mut self, way: usize, class: Option<Class>, input: usize, output: usize, nanos: u64) {
-        let way = &mut self.ways[way];
-        way.bytes += input as u64;
         if let Some(Class(class)) = class
             && input > 0
         {
-            let estimate = &mut way.classes[class];
+            let estimate = &mut self.ways[way][class];
             let follow = SMOOTH.max(1.0 / (f64::from(estimate.seen) + 2.0));
             estimate.nanos += (nanos as f64 / input as f64 - estimate.nanos) * follow;
             estimate.ratio += (output as f64 / input as f64 - estimate.ratio) * follow;
@@ -153,11 +138,6 @@ impl Selection {
         let price = self.price * f64::exp(GAIN * (waits - idles));
         let least = if waits > 0.5 { LEAST_PART * self.pace } else { 0.0 };
         self.price = price.max(least).min(MOST_PART * self.pace).clamp(PRICES.0, PRICES.1);
-    }
-
-    /// For how many bytes each way was chosen, those of none left out.
-    pub fn chosen(&self) -> impl Iterator<Item = (MethodChoice, u64)> {
-        self.ways.iter().filter(|way| way.bytes > 0).map(|way| (way.choice, way.bytes))
     }
 }
 
@@ -328,7 +308,6 @@ mod tests {
             selection.encoded(0, None, BATCH, BATCH, 0);
             selection.sent(100_000, 0, 50_000, BATCH);
         }
-        assert_eq!(selection.chosen().count(), 1);
         // A wait now and then is no reason either.
         for _ in 0..1000 {
             selection.sent(99_000, 2_000, 20_000, BATCH);

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::within_a_minute;
-use guest::{Memory, Monitor, Running, Workload};
+use guest::{Memory, Monitor, Running, Workload, both_sides};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
 use sterna::report::{Observer, Progress};
@@ -373,11 +373,8 @@ fn a_cancelled_migration_leaves_nothing_with_a_device_and_its_memory_may_go() {
             let migration =
                 Source::new(source.ram(), Box::new(log)).bandwidth(Some(20_000_000)).offload(Arc::clone(&offload));
             let cancelling = Cancelling(cancel.clone());
-            let (sent, received) = std::thread::scope(|scope| {
-                let to = &mut to;
-                let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
-                let sent = migration.run(address, &Security::Insecure, &mut from, &cancel, &cancelling);
-                (sent, receiving.join().unwrap())
+            let (sent, received) = both_sides(listening, &mut to, || {
+                migration.run(address, &Security::Insecure, &mut from, &cancel, &cancelling)
             });
             assert!(sent.unwrap_err().cancelled && received.is_err() && from.runs(), "{what}");
             assert!(done_by_device(&offload.report(), Operation::ZeroMap) > 0, "{what}");

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::within_a_minute;
-use guest::{Behind, Memory, Monitor, Running, Workload};
+use guest::{Behind, Memory, Monitor, Running, Workload, both_sides};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
 use sterna::migration::{GuestState, MigrationError};
@@ -160,12 +160,8 @@ fn migrate_by(
     let relay = relay(listening.address().to_string().parse().unwrap());
     let migration = settings(Source::new(source.ram(), Box::new(log)));
     let address = sterna::transport::Address::from(relay.address);
-    let (sent, received) = std::thread::scope(|scope| {
-        let to = &mut to;
-        let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
-        let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
-        (sent, receiving.join().unwrap())
-    });
+    let (sent, received) =
+        both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
     look(&destination, &mut from, &mut to, &running);
     (sent, received, relay.damaged())
 }

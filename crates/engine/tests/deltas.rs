@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use common::within_a_minute;
-use guest::{Behind, Memory, Monitor, Running, Workload};
+use guest::{Behind, Memory, Monitor, Running, Workload, both_sides};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
 use sterna::report::Report;
@@ -43,12 +43,8 @@ fn migrate(workload: Workload, settings: impl FnOnce(Source) -> Source) -> Repor
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let address = listening.address().clone();
     let migration = settings(Source::new(source.ram(), Box::new(log)));
-    let (sent, received) = std::thread::scope(|scope| {
-        let to = &mut to;
-        let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
-        let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
-        (sent, receiving.join().unwrap())
-    });
+    let (sent, received) =
+        both_sides(listening, &mut to, || migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &()));
     let sent = sent.unwrap();
     received.unwrap();
     assert!(to.runs() && !from.runs() && !running.ever_twice());
@@ -89,6 +85,8 @@ fn a_cache_for_a_part_of_memory_or_for_none_of_it_is_only_less_use() {
     within_a_minute(|| {
         let parts = (0..4).map(|_| migrate(WRITES, |source| slow(source).delta_cache(512 << 10)));
         assert!(parts.map(|sent| sent.delta_pages + sent.same_pages).sum::<u64>() > 0);
+        // All there is, and more than anybody has.
+        migrate(WRITES, |source| source.delta_cache(u64::MAX));
         for bytes in [100, 0] {
             let sent = migrate(WRITES, |source| source.delta_cache(bytes));
             assert_eq!(sent.delta_pages + sent.same_pages, 0, "{bytes}: {sent:?}");

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use common::within_a_minute;
-use guest::{Behind, Memory, Monitor, Running, Workload};
+use guest::{Behind, Memory, Monitor, Running, Workload, both_sides};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
 use sterna::report::{Observer, Progress};
@@ -70,12 +70,10 @@ fn a_guest_that_never_converges_goes_on_at_the_destination_and_reads_what_it_had
                 .downtime(Duration::from_millis(10))
                 .when_not_converging(NotConverging::PostCopyAfter(1));
             let address = listening.address().clone();
-            let (sent, received) = std::thread::scope(|scope| {
-                let to = &mut to;
-                let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
-                let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
-                (sent.unwrap(), receiving.join().unwrap().unwrap())
+            let (sent, received) = both_sides(listening, &mut to, || {
+                migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &())
             });
+            let (sent, received) = (sent.unwrap(), received.unwrap());
             let post_copy = sent.post_copy.expect("it went that way");
             println!("{post_copy:?} downtime {:.1} ms; {received:?}", sent.downtime_ms);
             assert!(to.runs() && !from.runs() && !running.ever_twice());

@@ -121,7 +121,7 @@ pub(crate) struct When {
 /// How the source moves its guest.
 #[derive(Args)]
 pub(crate) struct SourceOptions {
-    /// How pages are compressed: none, lz4, zstd, zlib, iaa or qatzip
+    /// How pages are compressed: auto, none, lz4, zstd, zlib, iaa or qatzip
     #[arg(long, default_value = "none")]
     method: String,
     /// Level of the method

@@ -49,23 +49,16 @@ impl Coding {
         }
         let choices = MethodChoice::ways_of_auto(engines);
         let way = |choice: &MethodChoice| -> Result<(Box<dyn Encoder>, u8), CodecError> {
-            Ok((Box::new(choice.encoder(engines)?), choice.method().format().wire()))
+            // What is not worth a try, the selection says: by class, not by what the last few batches were.
+            Ok((choice.untiring_encoder(engines)?, choice.method().format().wire()))
         };
         let ways = choices.iter().map(way).collect::<Result<_, _>>()?;
-        let sampler = MethodChoice::parse("lz4", None).expect("there is LZ4").encoder(&Engines::default())?;
+        let sampler = MethodChoice::parse("lz4", None).expect("there is LZ4");
+        let sampler = sampler.untiring_encoder(&Engines::default())?;
         let selection = Selection::new(choices);
         let (sample, since, idle) = ([0; SAMPLE], Instant::now(), Duration::ZERO);
         let encoded_sample = sample;
-        Ok(Self::Auto(Box::new(Auto {
-            selection,
-            ways,
-            sampler: Box::new(sampler),
-            sample,
-            encoded_sample,
-            way: 0,
-            since,
-            idle,
-        })))
+        Ok(Self::Auto(Box::new(Auto { selection, ways, sampler, sample, encoded_sample, way: 0, since, idle })))
     }
 
     /// Whether nothing is ever encoded.
@@ -144,4 +137,31 @@ impl Auto {
 pub(super) fn thread_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BATCH: usize = 64 << 10;
+
+    #[test]
+    fn what_shrinks_is_encoded_however_much_did_not_before_it() {
+        let mut coding = Coding::new(MethodChoice::parse("auto", None).unwrap(), &Engines::default()).unwrap();
+        let mut state = 1u64;
+        let noise: Vec<u8> = (0..BATCH)
+            .map(|_| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (state >> 56) as u8
+            })
+            .collect();
+        let text: Vec<u8> = (0..BATCH).map(|at| b"the quick brown fox "[at % 20]).collect();
+        let mut output = vec![0; BATCH];
+        for round in 0..20 {
+            assert_eq!(coding.encode(&noise, &mut output).unwrap(), None, "round {round}");
+        }
+        // As it begins, a byte on the wire costs more than encoding it.
+        let (_, length) = coding.encode(&text, &mut output).unwrap().expect("it shrinks");
+        assert!(length < BATCH / 10, "{length}");
+    }
 }

@@ -553,7 +553,9 @@ impl Sending {
         let header = header.encode(&self.table);
         // A limit is kept by small pieces: a whole packet at once would be many milliseconds of a slow link.
         let piece = self.context.pacer.limit().map_or(payload.len(), |_| self.context.pacer.piece());
-        let begun = (self.coding.is_auto() && kind == PacketKind::Pages).then(|| {
+        // A packet of zero pages says nothing of what a byte costs.
+        let tells = self.coding.is_auto() && kind == PacketKind::Pages && !content.is_empty();
+        let begun = tells.then(|| {
             self.context.window.on_wire(in_window);
             (Instant::now(), thread_time())
         });

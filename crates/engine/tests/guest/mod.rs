@@ -14,6 +14,10 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
 use rustix::mm::{MapFlags, ProtFlags};
+use sterna::cancel::Cancel;
+use sterna::destination::Listening;
+use sterna::migration::MigrationError;
+use sterna::report::ReceiveReport;
 use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
@@ -533,4 +537,17 @@ impl Signal {
     pub(crate) fn wait(&self) {
         drop(self.0.1.wait_while(self.0.0.lock().unwrap(), |given| !*given).unwrap());
     }
+}
+
+/// Both sides of a migration at once: what `send` does, while `to` takes what comes.
+pub(crate) fn both_sides<R>(
+    listening: Listening,
+    to: &mut Monitor,
+    send: impl FnOnce() -> R,
+) -> (R, Result<ReceiveReport, MigrationError>) {
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
+        let sent = send();
+        (sent, receiving.join().unwrap())
+    })
 }

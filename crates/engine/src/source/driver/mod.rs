@@ -530,8 +530,8 @@ impl Driver<'_> {
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
             again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),
-            delta_cache: usize::try_from(self.settings.delta_cache).unwrap_or(usize::MAX)
-                / usize::from(self.session.channels),
+            // More than all of RAM is of no use, and might not be had at all.
+            delta_cache: self.settings.delta_cache.min(self.ram.bytes()) as usize / usize::from(self.session.channels),
         }
     }
 
