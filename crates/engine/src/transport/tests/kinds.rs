@@ -35,21 +35,23 @@ fn parts_arrive_as_one_piece_and_are_counted() {
 
 #[test]
 fn both_directions_flow_at_once_and_neither_waits_for_the_other() {
-    let send = |mut writer: Writer, seed| move || writer.write_all(&pattern(6 << 20, seed)).unwrap();
-    let receive = |mut reader: Reader, seed| {
-        move || {
-            let mut arrived = vec![0; 6 << 20];
-            reader.read_exact(&mut arrived).unwrap();
-            assert!(arrived == pattern(6 << 20, seed));
-        }
-    };
+    fn send(writer: &mut Writer, seed: u8) {
+        writer.write_all(&pattern(6 << 20, seed)).unwrap();
+    }
+    fn receive(reader: &mut Reader, seed: u8) {
+        let mut arrived = vec![0; 6 << 20];
+        reader.read_exact(&mut arrived).unwrap();
+        assert!(arrived == pattern(6 << 20, seed));
+    }
     for way in ways() {
-        let ((source_writer, source_reader), (destination_writer, destination_reader)) = channel(&way);
+        // All four halves live until everything has arrived: TLS says goodbye when its writer ends, and a socket closed
+        // with that unread resets the connection under what its peer has yet to read.
+        let (mut source, mut destination) = channel(&way);
         thread::scope(|scope| {
-            scope.spawn(send(source_writer, 1));
-            scope.spawn(send(destination_writer, 2));
-            scope.spawn(receive(source_reader, 2));
-            scope.spawn(receive(destination_reader, 1));
+            scope.spawn(|| send(&mut source.0, 1));
+            scope.spawn(|| send(&mut destination.0, 2));
+            scope.spawn(|| receive(&mut source.1, 2));
+            scope.spawn(|| receive(&mut destination.1, 1));
         });
     }
 }

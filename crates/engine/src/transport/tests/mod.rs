@@ -79,7 +79,8 @@ fn ways() -> Vec<Way> {
     let plain = Kind::ALL.map(|kind| Way { kind, source: Security::Insecure, destination: Security::Insecure });
     let named = [Kind::Tcp, Kind::Simulated];
     let tls = named.map(|kind| Way { kind, source: site.client(), destination: site.server("source.example") });
-    plain.into_iter().chain(tls).inspect(|way| println!("{:?}, {:?}", way.kind, way.source)).collect()
+    let secured = |way: &Way| if matches!(way.source, Security::Insecure) { "plain" } else { "TLS" };
+    plain.into_iter().chain(tls).inspect(|way| println!("{:?}, {}", way.kind, secured(way))).collect()
 }
 
 /// Something that listens, where each connection is accepted by hand.
