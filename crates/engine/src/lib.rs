@@ -127,6 +127,7 @@ mod in_place;
 mod ledger;
 pub mod migration;
 mod occupied;
+mod off_cpu;
 pub mod pacer;
 pub mod process;
 mod reading;

@@ -32,19 +32,21 @@ impl Pacer {
         Self { started: Instant::now(), line: Mutex::new(Line::new(bytes_per_second)), changed: Condvar::new() }
     }
 
-    /// Waits until `bytes` more may be put on the wire.
+    /// Waits until `bytes` more may be put on the wire; says for how long.
     ///
     /// To be called before each write, in pieces of at most [`Pacer::piece`] bytes: a piece goes out at once, so the
     /// limit is kept over times that are long against the time of one piece.
-    pub fn pace(&self, bytes: usize) {
+    pub fn pace(&self, bytes: usize) -> Duration {
         let mut line = self.lock();
-        let Some(place) = line.take(self.started.elapsed(), bytes as u64) else {
-            return;
+        let begun = self.started.elapsed();
+        let Some(place) = line.take(begun, bytes as u64) else {
+            return Duration::ZERO;
         };
         loop {
-            let wait = line.wait(self.started.elapsed(), place);
+            let now = self.started.elapsed();
+            let wait = line.wait(now, place);
             if wait.is_zero() {
-                return;
+                return now.saturating_sub(begun);
             }
             line = self.changed.wait_timeout(line, wait).unwrap_or_else(PoisonError::into_inner).0;
         }

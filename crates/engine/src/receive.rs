@@ -8,6 +8,7 @@
 use std::io::{Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use arrayvec::ArrayVec;
 use sterna_codec::{CodecError, Decoder, Format};
@@ -19,6 +20,7 @@ use sterna_wire::packet::{
 };
 use sterna_wire::sequence::{OutOfSequence, ReceiveSequence};
 
+use crate::off_cpu::OffCpu;
 use crate::transport::{Reader, Writer};
 
 /// What a sink reports when it cannot take what arrived.
@@ -192,6 +194,8 @@ pub fn receive_packets(
         decoders: Decoders::default(),
         payload: vec![0; rules.packet_size],
         content: vec![0; rules.packet_size],
+        waits: OffCpu::new(),
+        answered: Instant::now(),
     };
     receiving.run(acknowledgements, sink)
 }
@@ -204,6 +208,10 @@ struct Receiving<'a> {
     decoders: Decoders,
     payload: Vec<u8>,
     content: Vec<u8>,
+    /// The waits for bytes.
+    waits: OffCpu,
+    /// When packets were last acknowledged.
+    answered: Instant,
 }
 
 impl Receiving<'_> {
@@ -216,7 +224,7 @@ impl Receiving<'_> {
         // Bytes of packets that were placed and are not acknowledged.
         let mut withheld = 0;
 
-        while self.reader.read_packet_start(&mut header_bytes)? {
+        while self.next_packet(&mut header_bytes)? {
             let header = PacketHeader::decode(&header_bytes, self.rules.packet_size)?;
             let table = &mut table_buffer[..header.table_length as usize];
             self.reader.read_exact(table)?;
@@ -257,11 +265,26 @@ impl Receiving<'_> {
                 withheld += (PACKET_HEADER_LENGTH + table.len()) as u64 + u64::from(header.payload_length);
                 if self.is_due(withheld) {
                     withheld = 0;
-                    writer.write_all(&Ack { sequence: sequence.last() }.encode())?;
+                    let ack = Ack { sequence: sequence.last(), busy_us: self.busy_us() };
+                    writer.write_all(&ack.encode())?;
                 }
             }
         }
         Ok(())
+    }
+
+    fn next_packet(&mut self, header: &mut [u8; PACKET_HEADER_LENGTH]) -> std::io::Result<bool> {
+        let begun = OffCpu::begin();
+        let begins = self.reader.read_packet_start(header);
+        self.waits.end(begun);
+        begins
+    }
+
+    /// Since the last acknowledgement, how long there was something to do here other than wait for bytes.
+    fn busy_us(&mut self) -> u32 {
+        let now = Instant::now();
+        let busy = (now - std::mem::replace(&mut self.answered, now)).saturating_sub(self.waits.take());
+        u32::try_from(busy.as_micros()).unwrap_or(u32::MAX)
     }
 
     /// Whether packets of `withheld` bytes are to be acknowledged now. To say it costs both sides a wake-up, so it waits while
@@ -300,7 +323,9 @@ impl Receiving<'_> {
             (_, None) => {}
             (0, Some(_)) => self.read_straight(header, &mut places)?,
             (_, Some(place)) => {
+                let begun = OffCpu::begin();
                 self.reader.read_exact(&mut self.payload[..header.payload_length as usize])?;
+                self.waits.end(begun);
                 self.decode(header, place)?;
             }
         }
@@ -309,12 +334,14 @@ impl Receiving<'_> {
 
     fn read_straight(&mut self, header: &PacketHeader, places: &mut Places<'_>) -> Result<(), ReceiveError> {
         let mut checksum = Crc32c::new();
+        let begun = OffCpu::begin();
         for place in places {
             self.reader.read_exact(place)?;
             if self.rules.checksums {
                 checksum.update(place);
             }
         }
+        self.waits.end(begun);
         if self.rules.checksums && checksum.finish() != header.content_checksum {
             return Err(ReceiveError::Content(header.sequence));
         }
@@ -349,7 +376,9 @@ impl Receiving<'_> {
     /// The content of a packet, decoded and checked.
     fn read_content(&mut self, header: &PacketHeader) -> Result<&[u8], ReceiveError> {
         let length = header.payload_length as usize;
+        let begun = OffCpu::begin();
         self.reader.read_exact(&mut self.payload[..length])?;
+        self.waits.end(begun);
         if header.method != 0 {
             let mut content = std::mem::take(&mut self.content);
             let decoded = self.decode(header, &mut content[..header.content_length as usize]);

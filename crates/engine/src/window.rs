@@ -89,6 +89,9 @@ struct State {
     /// How long the network has had nothing to do, and since when it has not.
     idle: Duration,
     idle_since: Option<Instant>,
+    /// How long somebody has waited to be let in, and since when somebody does.
+    full: Duration,
+    full_since: Option<Instant>,
     closed: bool,
     /// Threads that wait to be let in: waking costs a system call even where nobody waits.
     waiting: u32,
@@ -153,6 +156,8 @@ impl Window {
                 on_wire: 0,
                 idle: Duration::ZERO,
                 idle_since: Some(Instant::now()),
+                full: Duration::ZERO,
+                full_since: None,
                 closed: false,
                 waiting: 0,
             }),
@@ -166,9 +171,14 @@ impl Window {
         let mut state = self.lock();
         while !state.closed && state.in_flight > 0 && state.in_flight + bytes > state.budget.bytes {
             state.budget.interval_limited = true;
+            state.full_since.get_or_insert_with(Instant::now);
             state.waiting += 1;
             state = self.changed.wait(state).expect("no holder of the window panics");
             state.waiting -= 1;
+            if state.waiting == 0 {
+                let since = state.full_since.take();
+                state.full += since.map_or(Duration::ZERO, |since| since.elapsed());
+            }
         }
         if state.closed {
             return Err(WindowClosed);
@@ -213,6 +223,13 @@ impl Window {
     pub fn idle(&self) -> Duration {
         let state = self.lock();
         state.idle + state.idle_since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// How long, all together, somebody has waited to be let in: time in which a channel that had nothing to send would have had
+    /// something.
+    pub fn full(&self) -> Duration {
+        let state = self.lock();
+        state.full + state.full_since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// `bytes` that were let in were not needed: they are not counted as delivered.

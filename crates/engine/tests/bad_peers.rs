@@ -74,7 +74,7 @@ impl Source {
     }
 
     fn acknowledge(&mut self, sequence: u64) {
-        self.peer.write_all(&Ack { sequence }.encode()).unwrap();
+        self.peer.write_all(&Ack { sequence, busy_us: 0 }.encode()).unwrap();
     }
 
     /// Waits for the alarm and gives its reason.

@@ -71,7 +71,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
             let header = PacketHeader::decode(&header, PACKET).unwrap();
             let mut rest = vec![0; (header.table_length + header.payload_length) as usize];
             far.read_exact(&mut rest).unwrap();
-            far.write_all(&Ack { sequence }.encode()).unwrap();
+            far.write_all(&Ack { sequence, busy_us: 0 }.encode()).unwrap();
             if header.kind == PacketKind::Pages {
                 tables.push(rest);
             }

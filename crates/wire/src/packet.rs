@@ -402,6 +402,9 @@ const ACK_MAGIC: [u8; 4] = *b"STAK";
 pub struct Ack {
     /// The last packet placed.
     pub sequence: u64,
+    /// Since its last acknowledgement, how long the receiver has done something other than wait for bytes, in microseconds: what a source
+    /// goes by that asks itself whether the network holds it back or the receiver. 0 from who does not say.
+    pub busy_us: u32,
 }
 
 /// What should be an acknowledgement or a refusal is neither.
@@ -410,10 +413,11 @@ pub struct Ack {
 pub struct BadAck;
 
 impl Ack {
-    /// The acknowledgement as it travels: `magic u32 "STAK", reserved u32, sequence u64`.
+    /// The acknowledgement as it travels: `magic u32 "STAK", busy u32 (microseconds), sequence u64`.
     pub fn encode(&self) -> [u8; ACK_LENGTH] {
         let mut bytes = [0; ACK_LENGTH];
         bytes[0..4].copy_from_slice(&ACK_MAGIC);
+        bytes[4..8].copy_from_slice(&self.busy_us.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.sequence.to_le_bytes());
         bytes
     }
@@ -423,8 +427,9 @@ impl Ack {
         if bytes[0..4] != ACK_MAGIC {
             return Err(BadAck);
         }
-        let sequence = bytes[8..16].try_into().expect("eight bytes");
-        Ok(Self { sequence: u64::from_le_bytes(sequence) })
+        let busy_us = u32::from_le_bytes(bytes[4..8].try_into().expect("four bytes"));
+        let sequence = u64::from_le_bytes(bytes[8..16].try_into().expect("eight bytes"));
+        Ok(Self { sequence, busy_us })
     }
 }
 
@@ -593,7 +598,7 @@ mod tests {
 
     #[test]
     fn acks_read_back() {
-        let ack = Ack { sequence: 1 << 40 };
+        let ack = Ack { sequence: 1 << 40, busy_us: 1 << 20 };
         assert_eq!(Ack::decode(&ack.encode()), Ok(ack));
         assert_eq!(Ack::decode(&[0; ACK_LENGTH]), Err(BadAck));
     }
@@ -626,8 +631,8 @@ mod tests {
         }
 
         #[test]
-        fn answers_read_back_and_nothing_else_is_one(sequence: u64, requests in 1..=MAX_RUNS as u32, bytes: [u8; ACK_LENGTH]) {
-            let (placed, refused) = (Ack { sequence }, Refusal { sequence, requests });
+        fn answers_read_back_and_nothing_else_is_one(sequence: u64, busy_us: u32, requests in 1..=MAX_RUNS as u32, bytes: [u8; ACK_LENGTH]) {
+            let (placed, refused) = (Ack { sequence, busy_us }, Refusal { sequence, requests });
             prop_assert_eq!(Answer::decode(&placed.encode()), Ok(Answer::Placed(placed)));
             prop_assert_eq!(Answer::decode(&refused.encode()), Ok(Answer::Refused(refused)));
             for requests in [0, MAX_RUNS as u32 + 1, u32::MAX] {

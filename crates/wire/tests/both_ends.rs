@@ -113,7 +113,7 @@ impl Channel {
                     }
                 }
             }
-            self.to_source.send(&Ack { sequence: self.received.placed() }.encode());
+            self.to_source.send(&Ack { sequence: self.received.placed(), busy_us: 0 }.encode());
         }
     }
 

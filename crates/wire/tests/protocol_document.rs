@@ -133,7 +133,7 @@ fn packets_and_acknowledgements_are_those_of_the_document() {
     let record = [2, 0, 1, 2, 3, 4, 5, 6, 7, 8];
     let delta = PageDelta { checksum: 0x1122_3344, record: &record };
     assert_eq!([&delta.header()[..], &record].concat(), hex("delta"));
-    assert_eq!(Ack { sequence: 8 }.encode().to_vec(), hex("ack"));
+    assert_eq!(Ack { sequence: 8, busy_us: 1500 }.encode().to_vec(), hex("ack"));
     let request = PageRequest { block: 0, first: 10, count: 2 };
     assert_eq!([Refusal { sequence: 8, requests: 1 }.encode(), request.encode()].concat(), hex("refusal"));
 }

@@ -2,13 +2,18 @@
 
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
-use sterna_codec::select::{Class, Selection};
+use sterna_codec::select::{Class, Interval, Selection};
 use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Engines, MethodChoice};
+
+use crate::transport::{SendTimes, Writer};
 
 /// Bytes of a sample, and the pieces that it is made of, from all over a batch: one page says nothing of its neighbours.
 const SAMPLE: usize = 4096;
 const PIECES: usize = 8;
+
+/// For such a part of the time the limit holds a thread back that is what its network is. What was counts so much with each packet.
+const LIMITED: f64 = 0.05;
+const LIMIT_MEMORY: f64 = 0.9;
 
 /// A channel's encoders.
 pub(super) enum Coding {
@@ -18,13 +23,55 @@ pub(super) enum Coding {
     Auto(Box<Auto>),
 }
 
-/// Where the time of a channel's thread went since its last packet.
+/// Where the time went since a channel's last packet.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Times {
-    /// It waited for the network: for room in the window, for the limit, for the socket.
+    /// The thread waited for room in the window, for the limit, for the socket.
     pub(super) waited: Duration,
     /// It had nothing to send.
     pub(super) starved: Duration,
+    /// It was running, and writing.
+    pub(super) writing: Duration,
+    /// The receiver was busy, as far as it has said so.
+    pub(super) placing: Duration,
+    /// All that was written had arrived, as far as the kernel says so.
+    pub(super) idle: Duration,
+    /// The receiver's program did not read, and the connection took no more.
+    pub(super) window_closed: Duration,
+    /// The limit held the thread back.
+    pub(super) limited: Duration,
+    /// How far this side is beyond the CPU time that it may use, 0 to 1.
+    pub(super) beyond: f64,
+}
+
+/// What the kernel has said by the last packet, and when.
+#[derive(Debug)]
+pub(super) struct Kernel(SendTimes, Instant);
+
+impl Default for Kernel {
+    fn default() -> Self {
+        Self(SendTimes::default(), Instant::now())
+    }
+}
+
+impl Kernel {
+    /// Since the last time, how long all that was written had arrived, and how long the receiver's program kept the connection from
+    /// taking more. Zero where the kernel does not say.
+    pub(super) fn since(&mut self, writer: &Writer) -> (Duration, Duration) {
+        let Some(times) = writer.send_times() else { return Default::default() };
+        let Self(before, at) = std::mem::replace(self, Self(times, Instant::now()));
+        let idle = self.1.saturating_duration_since(at).saturating_sub(times.busy.saturating_sub(before.busy));
+        (idle, times.window_closed.saturating_sub(before.window_closed))
+    }
+}
+
+/// What the window of all channels has seen so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Seen {
+    /// How long the network has had nothing to do.
+    pub(super) idle: Duration,
+    /// How long somebody has waited to be let in.
+    pub(super) full: Duration,
 }
 
 pub(super) struct Auto {
@@ -38,8 +85,10 @@ pub(super) struct Auto {
     way: usize,
     /// The end of the packet before.
     since: Instant,
-    /// How long the network had had nothing to do by then.
-    idle: Duration,
+    /// What the window had seen by then.
+    seen: Seen,
+    /// Of late, how long the limit held the thread back, and of how long.
+    limited: (f64, f64),
 }
 
 impl Coding {
@@ -56,9 +105,19 @@ impl Coding {
         let sampler = MethodChoice::parse("lz4", None).expect("there is LZ4");
         let sampler = sampler.untiring_encoder(&Engines::default())?;
         let selection = Selection::new(choices);
-        let (sample, since, idle) = ([0; SAMPLE], Instant::now(), Duration::ZERO);
+        let (sample, since, seen) = ([0; SAMPLE], Instant::now(), Seen::default());
         let encoded_sample = sample;
-        Ok(Self::Auto(Box::new(Auto { selection, ways, sampler, sample, encoded_sample, way: 0, since, idle })))
+        Ok(Self::Auto(Box::new(Auto {
+            selection,
+            ways,
+            sampler,
+            sample,
+            encoded_sample,
+            way: 0,
+            since,
+            seen,
+            limited: (0.0, 0.0),
+        })))
     }
 
     /// Whether nothing is ever encoded.
@@ -83,15 +142,35 @@ impl Coding {
         }
     }
 
-    /// A packet of so many bytes was written, whose content had entered it. The network has had nothing to do for `idle` so far.
-    pub(super) fn sent(&mut self, times: Times, idle: Duration, written: usize) {
+    /// A packet of so many bytes was written, whose content had entered the window.
+    pub(super) fn sent(&mut self, times: Times, seen: Seen, written: usize) {
         if let Self::Auto(auto) = self {
             let elapsed = auto.since.elapsed();
             auto.since += elapsed;
-            let idle_since = idle.saturating_sub(std::mem::replace(&mut auto.idle, idle)).saturating_sub(times.starved);
+            let before = std::mem::replace(&mut auto.seen, seen);
             let busy = elapsed.saturating_sub(times.waited).saturating_sub(times.starved);
+            // Where others read what is sent, it is they who wait for room, and this thread for them.
+            let waited = times.waited + times.starved.min(seen.full.saturating_sub(before.full));
+            let (limited, of) = &mut auto.limited;
+            *limited = *limited * LIMIT_MEMORY + times.limited.as_secs_f64();
+            *of = *of * LIMIT_MEMORY + elapsed.as_secs_f64();
+            // Each sees what the other does not: the window, that more fits on the way than is on it; the kernel, what has arrived and
+            // was not placed yet. But what a limit would let go, the kernel does not know.
+            let is_limited = *limited > LIMITED * *of;
+            let (arrived, window_closed) =
+                if is_limited { Default::default() } else { (times.idle, times.window_closed) };
+            let idle = seen.idle.saturating_sub(before.idle).max(arrived);
             let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-            auto.selection.sent(nanos(busy), nanos(times.waited), nanos(idle_since), written);
+            auto.selection.sent(&Interval {
+                busy: nanos(busy),
+                writing: nanos(times.writing),
+                waited: nanos(waited),
+                idle: nanos(idle.saturating_sub(times.starved)),
+                arrived: nanos(arrived + window_closed),
+                placing: nanos(times.placing),
+                written,
+                beyond: times.beyond,
+            });
         }
     }
 
@@ -131,12 +210,6 @@ impl Auto {
         self.selection.encoded(way, class, content.len(), length, nanos);
         Ok(matches!(encoded, Encoded::Shrunk(_)).then_some((*format, length)))
     }
-}
-
-/// The time that this thread has been running on a CPU.
-pub(super) fn thread_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 #[cfg(test)]

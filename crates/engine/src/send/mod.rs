@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use sterna_codec::{Engines, MethodChoice};
 use sterna_memory::ram::GuestRam;
@@ -238,6 +239,8 @@ struct Shared {
     progress: Mutex<Progress>,
     changed: Condvar,
     counters: SendCounters,
+    /// How long the receiver was busy, in microseconds, as far as nobody has asked for it.
+    placing: AtomicU64,
 }
 
 /// What the channels of one migration have in common.
@@ -274,8 +277,12 @@ impl SendChannel {
     /// Starts the threads of a channel that the peer has accepted. `name` is for thread names and errors.
     pub fn start(name: &str, writer: Writer, reader: Reader, context: SendContext) -> io::Result<Self> {
         let (queue, items) = sync_channel(QUEUE_LENGTH);
-        let shared =
-            Arc::new(Shared { progress: Mutex::default(), changed: Condvar::new(), counters: SendCounters::default() });
+        let shared = Arc::new(Shared {
+            progress: Mutex::default(),
+            changed: Condvar::new(),
+            counters: SendCounters::default(),
+            placing: AtomicU64::new(0),
+        });
         let abort = Arc::clone(&context.abort);
         let waker = Arc::clone(&shared);
         abort.on_end(move || waker.end());
@@ -368,6 +375,11 @@ impl Shared {
         }
     }
 
+    /// How long the receiver was busy since the last time this was asked.
+    fn placing(&self) -> Duration {
+        Duration::from_micros(self.placing.swap(0, Ordering::Relaxed))
+    }
+
     fn in_flight(&self, sequence: u64) -> Option<InFlight> {
         let progress = self.progress.lock().expect("no thread of the channel panics");
         let before = sequence.checked_sub(progress.sequence.acknowledged() + 1)?;
@@ -399,6 +411,7 @@ impl Shared {
                     continue;
                 }
             };
+            self.placing.fetch_add(ack.busy_us.into(), Ordering::Relaxed);
             let mut released = 0;
             let mut progress = self.progress.lock().expect("no thread of the channel panics");
             let before = progress.sequence.acknowledged();

@@ -15,12 +15,13 @@ use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind};
 
 use super::ahead::{self, Ahead, Copy, Ready};
-use super::coding::{Coding, Times, thread_time};
+use super::coding::{Coding, Kernel, Seen, Times};
 use super::delta::Deltas;
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Way};
 use crate::accelerator::Accelerator;
 use crate::batch::Batch;
 use crate::in_place;
+use crate::off_cpu::OffCpu;
 use crate::reading::Reading;
 use crate::transport::Writer;
 
@@ -63,6 +64,10 @@ pub(super) struct Sending {
     coding: Coding,
     /// Since the last packet.
     times: Times,
+    /// The waits for the network, where somebody wants to know of them. Made by the thread itself.
+    waits: Option<OffCpu>,
+    /// What the kernel had said by the last packet.
+    kernel: Kernel,
     encoded: Vec<u8>,
     table: Vec<u8>,
     /// Made when the first pages are to be read from guest RAM.
@@ -125,6 +130,8 @@ impl Sending {
             context,
             coding,
             times: Times::default(),
+            waits: None,
+            kernel: Kernel::default(),
             encoded,
             table: Vec::with_capacity(MAX_TABLE),
             reading: None,
@@ -137,6 +144,7 @@ impl Sending {
     }
 
     pub(super) fn run(mut self, items: &Receiver<Item>, shared: &Shared) -> Result<(), Box<dyn std::error::Error>> {
+        self.waits = self.coding.is_auto().then(OffCpu::new);
         // Items whose last zero pages are still held.
         let mut unsent = 0;
         loop {
@@ -288,9 +296,11 @@ impl Sending {
     fn enter_window(&mut self, reading: &mut Reading, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
         if !self.context.window.try_enter(bytes)? {
             self.pages_read(reading)?;
-            let begun = Instant::now();
+            let begun = OffCpu::begin();
             self.context.window.enter(bytes)?;
-            self.times.waited += begun.elapsed();
+            if let Some(waits) = &mut self.waits {
+                waits.end(begun);
+            }
         }
         Ok(())
     }
@@ -553,24 +563,29 @@ impl Sending {
         let header = header.encode(&self.table);
         // A limit is kept by small pieces: a whole packet at once would be many milliseconds of a slow link.
         let piece = self.context.pacer.limit().map_or(payload.len(), |_| self.context.pacer.piece());
-        // A packet of zero pages says nothing of what a byte costs.
-        let tells = self.coding.is_auto() && kind == PacketKind::Pages && !content.is_empty();
-        let begun = tells.then(|| {
+        let begun = OffCpu::begin();
+        if self.waits.is_some() {
             self.context.window.on_wire(in_window);
-            (Instant::now(), thread_time())
-        });
+        }
         let (first, rest) = payload.split_at(piece.min(payload.len()));
-        self.context.pacer.pace(header.len() + self.table.len() + first.len());
+        self.times.limited += self.context.pacer.pace(header.len() + self.table.len() + first.len());
         self.writer.write_all_vectored(&[&header, &self.table, first])?;
         for part in rest.chunks(piece.max(1)) {
-            self.context.pacer.pace(part.len());
+            self.times.limited += self.context.pacer.pace(part.len());
             self.writer.write_all_vectored(&[part])?;
         }
-        if let Some((begun, running)) = begun {
-            let mut times = std::mem::take(&mut self.times);
-            times.waited += begun.elapsed().saturating_sub(thread_time().saturating_sub(running));
-            let written = header.len() + self.table.len() + payload.len();
-            self.coding.sent(times, self.context.window.idle(), written);
+        if let Some(waits) = &mut self.waits {
+            self.times.writing += waits.end(begun);
+            // A packet of zero pages says nothing of what a byte costs.
+            if kind == PacketKind::Pages && !content.is_empty() {
+                let mut times = std::mem::take(&mut self.times);
+                times.waited = waits.take();
+                times.placing = self.shared.placing();
+                (times.idle, times.window_closed) = self.kernel.since(&self.writer);
+                let window = &self.context.window;
+                let written = header.len() + self.table.len() + payload.len();
+                self.coding.sent(times, Seen { idle: window.idle(), full: window.full() }, written);
+            }
         }
         self.count(content.len() as u64, (header.len() + self.table.len() + payload.len()) as u64);
         Ok(())

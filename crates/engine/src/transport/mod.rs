@@ -19,6 +19,7 @@ mod session;
 pub mod simulated;
 mod socket;
 mod stream;
+mod tcp_info;
 #[cfg(test)]
 mod tests;
 mod unix;
@@ -35,6 +36,7 @@ pub use self::connection::Connection;
 pub use self::listener::{Incoming, Listener, Stop};
 pub use self::socket::Socket;
 pub use self::stream::{Closer, Reader, Writer};
+pub use self::tcp_info::SendTimes;
 use crate::tls::TlsSettings;
 
 /// Whether one side uses TLS.

@@ -15,6 +15,7 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 use socket2::{SockRef, TcpKeepalive};
 
 use super::simulated::End;
+use super::tcp_info::SendTimes;
 
 /// How much not yet sent data the kernel takes from a writer before the writer waits, in bytes.
 ///
@@ -151,6 +152,14 @@ impl Socket {
         match self.way() {
             Way::Kernel(fd) => rustix::io::ioctl_fionread(fd).unwrap_or(0),
             Way::Simulated(end) => end.arrived(),
+        }
+    }
+
+    /// What the kernel says of the time that sending took; none where there is no network that it knows of.
+    pub(super) fn send_times(&self) -> Option<SendTimes> {
+        match &self.0 {
+            Kind::Tcp(stream) => SendTimes::of(stream),
+            Kind::Unix(_) | Kind::Simulated(_) => None,
         }
     }
 

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::session::{Arrived, Leaving, Session, failed};
 use super::socket::{Sending, Socket, Wait};
+use super::tcp_info::SendTimes;
 
 /// Parts handed to the kernel with one system call, at most; more are sent in several.
 const PARTS_AT_ONCE: usize = 16;
@@ -93,6 +94,11 @@ impl Writer {
             })?;
         }
         Ok(())
+    }
+
+    /// What the kernel says of the time that sending took; none where there is no network that it knows of.
+    pub fn send_times(&self) -> Option<SendTimes> {
+        self.link.socket.send_times()
     }
 
     /// Whether what is written here goes to the kernel as it is, and nothing in this process looks at it.

@@ -1,0 +1,77 @@
+//! What the kernel says of a TCP connection's sending: how long there was something to send, and how much of that the peer's closed
+//! window held it up.
+
+use std::mem::{MaybeUninit, size_of};
+use std::net::TcpStream;
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+/// Since the connection was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SendTimes {
+    /// Something was to be sent, or sent and not yet in the peer's kernel.
+    pub busy: Duration,
+    /// For so long of that nothing could go because the peer's program did not read.
+    pub window_closed: Duration,
+}
+
+impl SendTimes {
+    /// None where the kernel does not say (`TCP_INFO` of Linux 4.10 or newer: `tcpi_busy_time`, `tcpi_rwnd_limited`).
+    pub(super) fn of(stream: &TcpStream) -> Option<Self> {
+        let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
+        let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
+        // SAFETY: the kernel writes at most `length` bytes to `info`, which is as large, and `stream` is open.
+        let result = unsafe {
+            libc::getsockopt(
+                stream.as_raw_fd(),
+                libc::IPPROTO_TCP,
+                libc::TCP_INFO,
+                info.as_mut_ptr().cast(),
+                &raw mut length,
+            )
+        };
+        let end = std::mem::offset_of!(libc::tcp_info, tcpi_rwnd_limited) + size_of::<u64>();
+        if result != 0 || (length as usize) < end {
+            return None;
+        }
+        // SAFETY: all of it is numbers, zero where the kernel has written nothing.
+        let info = unsafe { info.assume_init() };
+        let (busy, window_closed) = (info.tcpi_busy_time, info.tcpi_rwnd_limited);
+        Some(Self { busy: Duration::from_micros(busy), window_closed: Duration::from_micros(window_closed) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_peer_that_does_not_read_closes_the_window_and_one_that_reads_opens_it() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut writer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut reader, _) = listener.accept().unwrap();
+        assert_eq!(SendTimes::of(&writer), Some(SendTimes::default()));
+
+        // Until the kernel takes no more, and it has said for a while that the peer is the reason.
+        writer.set_nonblocking(true).unwrap();
+        let mut written = 0;
+        let closed = loop {
+            match writer.write(&[7; 1 << 16]) {
+                Ok(length) => written += length,
+                Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock),
+            }
+            let times = SendTimes::of(&writer).unwrap();
+            assert!(times.window_closed <= times.busy, "{times:?}");
+            if times.window_closed > Duration::from_millis(20) {
+                break times.window_closed;
+            }
+            std::thread::yield_now();
+        };
+        let mut left = vec![0; written];
+        reader.read_exact(&mut left).unwrap();
+        assert!(SendTimes::of(&writer).unwrap().window_closed >= closed);
+    }
+}
