@@ -131,8 +131,8 @@ fn hand_over(library: &std::sync::Arc<Library>, data: &[u8]) -> Result<(), Box<d
             .map(|tag| Job {
                 tag: tag as u64,
                 work: Work::Compress,
-                input: plain.to_vec(),
-                output: Vec::with_capacity(8192),
+                input: plain.to_vec().into(),
+                output: Vec::with_capacity(8192).into(),
                 room: 8192,
             })
             .collect();

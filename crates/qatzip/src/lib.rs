@@ -13,10 +13,11 @@
 //! reader skips the field. A device makes one member per [`Params::hardware_buffer`] of input, so several per job; the library's
 //! software makes one per job. Any gzip members are read, those without the field in software.
 //!
-//! # Zero copy is not reached
+//! # One copy each way
 //!
-//! A device behind QATzip reads and writes pinned memory of the library. Each worker allocates that once, input is copied there and
-//! the result is copied back. (With buffers that are not pinned the library would copy in the same way, piece by piece.)
+//! A device behind QATzip reads and writes pinned memory of the library. A job in a pair of [`Buffer`]s ([`Pool::buffers`]) is there
+//! already: whoever fills the one and reads the other makes the only copies. What comes in ordinary memory is copied by the worker,
+//! which has such a pair of its own. (Without pinned memory the library would copy in the same way, piece by piece.)
 //!
 //! # What is known of QATzip 1.3.1, and done about it
 //!
@@ -48,10 +49,12 @@ mod abi;
 mod error;
 mod library;
 mod members;
+mod memory;
 mod pool;
 mod session;
 
 pub use error::{Failure, NoHardware, OpenError, StartError};
 pub use library::{Choice, Library, VARIABLE};
+pub use memory::{Buffer, Bytes};
 pub use pool::{Channel, Completion, Job, Options, Pool, Reason, Refused, Statistics, StillBusy, Work};
 pub use session::{By, Done, LARGEST_JOB, Params, Session, Software};

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Failure, StartError};
 use crate::library::Library;
+use crate::memory::{Buffer, Bytes};
 use crate::session::{By, Done, Params, Session};
 
 /// How long a worker may take to set up its session. A device's start takes well under a second.
@@ -44,9 +45,9 @@ pub struct Job {
     /// What to do.
     pub work: Work,
     /// What to read.
-    pub input: Vec<u8>,
+    pub input: Bytes,
     /// Where the result goes; its content is replaced.
-    pub output: Vec<u8>,
+    pub output: Bytes,
     /// The most bytes the result may have.
     pub room: usize,
 }
@@ -59,9 +60,9 @@ pub struct Completion {
     /// What happened.
     pub result: Result<Done, Failure>,
     /// The input as it was given.
-    pub input: Vec<u8>,
+    pub input: Bytes,
     /// The result; empty on failure.
-    pub output: Vec<u8>,
+    pub output: Bytes,
 }
 
 /// Why a job was not taken.
@@ -165,6 +166,7 @@ struct Shared {
     capacity: usize,
     counters: Counters,
     library: Arc<Library>,
+    params: Params,
 }
 
 struct Completions {
@@ -206,6 +208,7 @@ impl Pool {
             capacity: options.queue.get(),
             counters: Counters::default(),
             library: Arc::clone(library),
+            params: options.params,
         });
         let mut pool = Pool { shared, threads: Vec::with_capacity(options.workers.get()) };
         let (ready, answers) = mpsc::channel();
@@ -249,6 +252,21 @@ impl Pool {
                 capacity: in_flight.get(),
             }),
         }
+    }
+
+    /// The library's memory for the input and the result of one compression, as large as the largest job needs.
+    ///
+    /// # Errors
+    /// There is none left, or this is a child after a fork.
+    pub fn buffers(&self) -> Result<(Buffer, Buffer), StartError> {
+        let Shared { library, params, .. } = &*self.shared;
+        Ok((Buffer::new(library, params.largest_job)?, Buffer::new(library, params.compressed_room())?))
+    }
+
+    /// Whether there is hardware behind the workers.
+    #[must_use]
+    pub fn on_hardware(&self) -> bool {
+        self.shared.library.hardware().is_ok()
     }
 
     /// What was done so far.
@@ -496,8 +514,7 @@ fn serve(shared: &Shared, mut session: Session) {
         let mut hand = InHand { job: Some(taken), shared };
         let (job, _) = hand.job.as_mut().expect("put there above");
         let result = match job.work {
-            Work::Compress => session.compress(&job.input, &mut job.output, job.room),
-            Work::Decompress => session.decompress(&job.input, &mut job.output, job.room),
+            Work::Compress | Work::Decompress => session.work(job.work, &job.input, &mut job.output, job.room),
             #[cfg(test)]
             Work::Die => panic!("a worker dies, as the test wants"),
             #[cfg(test)]

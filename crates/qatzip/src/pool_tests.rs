@@ -22,7 +22,7 @@ fn start(workers: usize) -> Option<Pool> {
 }
 
 fn job(tag: u64, work: Work) -> Job {
-    Job { tag, work, input: vec![1; 5000], output: Vec::new(), room: 5000 }
+    Job { tag, work, input: vec![1; 5000].into(), output: Vec::new().into(), room: 5000 }
 }
 
 fn next(channel: &Channel) -> Completion {

@@ -2,13 +2,14 @@
 
 use std::ffi::{c_int, c_uint};
 use std::marker::PhantomData;
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::abi::{self, QzSession};
 use crate::error::{Failure, StartError};
 use crate::library::{Library, Storage};
 use crate::members;
+use crate::memory::{Buffer, Bytes};
+use crate::pool::Work;
 
 /// Inputs below this are done in software whatever is allowed (the library's default, which is kept).
 const HARDWARE_FROM: usize = 1024;
@@ -48,6 +49,13 @@ impl Default for Params {
     }
 }
 
+impl Params {
+    /// What the largest job may become, whatever is in it.
+    pub(crate) fn compressed_room(&self) -> usize {
+        bound(self.largest_job, self.hardware_buffer)
+    }
+}
+
 /// Who did it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
@@ -80,15 +88,22 @@ pub struct Done {
 /// ```
 #[derive(Debug)]
 pub struct Session {
+    calls: Calls,
+    /// For what is given in ordinary memory.
+    source: Buffer,
+    target: Buffer,
+    thread: PhantomData<*mut ()>,
+}
+
+/// The library's sessions, and what is believed of their answers.
+#[derive(Debug)]
+struct Calls {
     compressing: Raw,
     decompressing: Raw,
-    source: Pinned,
-    target: Pinned,
     params: Params,
     on_hardware: bool,
     library: Arc<Library>,
     renewed: u64,
-    thread: PhantomData<*mut ()>,
 }
 
 impl Session {
@@ -119,18 +134,19 @@ impl Session {
             }
             (Err(_), Software::Always) => {}
         }
-        let room = bound(params.largest_job, params.hardware_buffer);
         Ok(Session {
-            // Two: a session that decoded a plain gzip member may come out with another format (1.3.1), and what it then compressed
-            // would lack the lengths that hardware decodes by.
-            compressing: Raw::new(library, params, abi::DIRECTION_COMPRESS)?,
-            decompressing: Raw::new(library, params, abi::DIRECTION_DECOMPRESS)?,
-            source: Pinned::new(library, room)?,
-            target: Pinned::new(library, room)?,
-            params: *params,
-            on_hardware: hardware.is_ok(),
-            library: Arc::clone(library),
-            renewed: 0,
+            calls: Calls {
+                // Two: a session that decoded a plain gzip member may come out with another format (1.3.1), and what it then
+                // compressed would lack the lengths that hardware decodes by.
+                compressing: Raw::new(library, params, abi::DIRECTION_COMPRESS)?,
+                decompressing: Raw::new(library, params, abi::DIRECTION_DECOMPRESS)?,
+                params: *params,
+                on_hardware: hardware.is_ok(),
+                library: Arc::clone(library),
+                renewed: 0,
+            },
+            source: Buffer::new(library, params.compressed_room())?,
+            target: Buffer::new(library, params.compressed_room())?,
             thread: PhantomData,
         })
     }
@@ -140,30 +156,7 @@ impl Session {
     /// # Errors
     /// [`Failure::TooLong`] where the result does not fit into `room`; `output` is empty then, as on every error.
     pub fn compress(&mut self, input: &[u8], output: &mut Vec<u8>, room: usize) -> Result<Done, Failure> {
-        output.clear();
-        self.check(input.len(), self.params.largest_job)?;
-        if self.params.software == Software::Forbidden && input.len() < HARDWARE_FROM {
-            return Err(Failure::TooSmall { bytes: input.len() });
-        }
-        let room = room.min(self.target.len);
-        // Always the whole bound, and the caller's room compared afterwards: the software path answers a full buffer by leaking
-        // its deflate state (1.3.1).
-        let call = self.run(Way::Compress, self.on_hardware, input)?;
-        if call.produced > room {
-            return Err(Failure::TooLong { room });
-        }
-        let result = &self.target.bytes()[..call.produced];
-        if !result.starts_with(&[0x1f, 0x8b, 8]) {
-            self.renew(Way::Compress)?;
-            return Err(Failure::Inconsistent {
-                call: "qzCompress",
-                input: input.len(),
-                consumed: call.consumed,
-                produced: call.produced,
-            });
-        }
-        output.extend_from_slice(result);
-        Ok(Done { bytes: call.produced, by: call.by })
+        self.between(Work::Compress, From::Slice(input), To::Heap(output), room)
     }
 
     /// Decompresses gzip members, whoever made them, to at most `room` bytes. `output` is replaced; where it has `room` bytes of
@@ -173,9 +166,112 @@ impl Session {
     /// [`Failure::TooLong`] where there would be more than `room`, [`Failure::BadInput`] where the input is not whole members;
     /// `output` is empty then, as on every error.
     pub fn decompress(&mut self, input: &[u8], output: &mut Vec<u8>, room: usize) -> Result<Done, Failure> {
-        output.clear();
-        self.check(input.len(), self.source.len)?;
-        self.check(room, self.params.largest_job)?;
+        self.between(Work::Decompress, From::Slice(input), To::Heap(output), room)
+    }
+
+    /// As [`Session::compress`] or [`Session::decompress`]. What is in a [`Buffer`] is not copied; as an output it must have the
+    /// capacity of those that [`Pool::buffers`](crate::Pool::buffers) makes.
+    ///
+    /// # Errors
+    /// As those; [`Failure::TooLarge`] where an output is too small to begin with.
+    pub fn work(&mut self, work: Work, input: &Bytes, output: &mut Bytes, room: usize) -> Result<Done, Failure> {
+        let from = match input {
+            Bytes::Heap(bytes) => From::Slice(bytes),
+            Bytes::Pinned(buffer) => From::Pinned(buffer),
+        };
+        let to = match output {
+            Bytes::Heap(bytes) => To::Heap(bytes),
+            Bytes::Pinned(buffer) => To::Pinned(buffer),
+        };
+        self.between(work, from, to, room)
+    }
+
+    fn between(&mut self, work: Work, from: From<'_>, mut to: To<'_>, room: usize) -> Result<Done, Failure> {
+        match &mut to {
+            To::Heap(bytes) => bytes.clear(),
+            To::Pinned(buffer) => buffer.clear(),
+        }
+        let source = match from {
+            From::Slice(input) => {
+                let compressing = work == Work::Compress;
+                let most = if compressing { self.calls.params.largest_job } else { self.source.capacity() };
+                self.calls.check(input.len(), most)?;
+                self.source.fill(input);
+                &self.source
+            }
+            From::Pinned(buffer) => buffer,
+        };
+        let target = match &mut to {
+            To::Heap(_) => &mut self.target,
+            To::Pinned(buffer) => &mut **buffer,
+        };
+        let done = match work {
+            Work::Compress => self.calls.compress(source, target, room),
+            Work::Decompress => self.calls.decompress(source, target, room),
+            #[cfg(test)]
+            Work::Die | Work::Hang => unreachable!("a worker's, not a session's"),
+        }?;
+        target.written(done.bytes);
+        if let To::Heap(bytes) = to {
+            bytes.extend_from_slice(&self.target);
+        }
+        Ok(done)
+    }
+
+    /// Whether there is hardware behind this session.
+    #[must_use]
+    pub fn on_hardware(&self) -> bool {
+        self.calls.on_hardware
+    }
+
+    /// How often a failure made the library's own session be set up again.
+    #[must_use]
+    pub fn renewed(&self) -> u64 {
+        self.calls.renewed
+    }
+}
+
+#[derive(Clone, Copy)]
+enum From<'a> {
+    Slice(&'a [u8]),
+    Pinned(&'a Buffer),
+}
+
+enum To<'a> {
+    Heap(&'a mut Vec<u8>),
+    Pinned(&'a mut Buffer),
+}
+
+impl Calls {
+    fn compress(&mut self, input: &Buffer, output: &mut Buffer, room: usize) -> Result<Done, Failure> {
+        self.check(input.len(), self.params.largest_job)?;
+        if self.params.software == Software::Forbidden && input.len() < HARDWARE_FROM {
+            return Err(Failure::TooSmall { bytes: input.len() });
+        }
+        // Always the whole bound, and the caller's room compared afterwards: the software path answers a full buffer by leaking
+        // its deflate state (1.3.1).
+        self.check(bound(input.len(), self.params.hardware_buffer), output.capacity())?;
+        let room = room.min(output.capacity());
+        let call = self.run(Way::Compress, self.on_hardware, input, output)?;
+        if call.produced > room {
+            return Err(Failure::TooLong { room });
+        }
+        output.written(call.produced);
+        if !output.starts_with(&[0x1f, 0x8b, 8]) {
+            output.clear();
+            self.renew(Way::Compress)?;
+            return Err(Failure::Inconsistent {
+                call: "qzCompress",
+                input: input.len(),
+                consumed: call.consumed,
+                produced: call.produced,
+            });
+        }
+        Ok(Done { bytes: call.produced, by: call.by })
+    }
+
+    fn decompress(&mut self, input: &Buffer, output: &mut Buffer, room: usize) -> Result<Done, Failure> {
+        self.check(room, self.params.largest_job.min(output.capacity()))?;
         let declared = members::declared(input)?;
         if declared.is_some_and(|bytes| bytes > room as u64) {
             return Err(Failure::TooLong { room });
@@ -185,7 +281,7 @@ impl Session {
         if self.params.software == Software::Forbidden && !on_hardware {
             return Err(Failure::BadInput("a member does not say its lengths, and QATzip's software is forbidden"));
         }
-        let call = self.run(Way::Decompress { room }, on_hardware, input)?;
+        let call = self.run(Way::Decompress { room }, on_hardware, input, output)?;
         // Two ways to know that the last member is whole: the software path says so, and on hardware all members gave their
         // lengths and the sum is right.
         let whole = call.consumed == input.len()
@@ -201,20 +297,7 @@ impl Session {
                 Failure::BadInput("it ends within a member")
             });
         }
-        output.extend_from_slice(&self.target.bytes()[..call.produced]);
         Ok(Done { bytes: call.produced, by: call.by })
-    }
-
-    /// Whether there is hardware behind this session.
-    #[must_use]
-    pub fn on_hardware(&self) -> bool {
-        self.on_hardware
-    }
-
-    /// How often a failure made the library's own session be set up again.
-    #[must_use]
-    pub fn renewed(&self) -> u64 {
-        self.renewed
     }
 
     fn check(&self, bytes: usize, limit: usize) -> Result<(), Failure> {
@@ -224,23 +307,17 @@ impl Session {
         if bytes > limit { Err(Failure::TooLarge { bytes, limit }) } else { Ok(()) }
     }
 
-    /// Copies the input to pinned memory and calls.
-    fn run(&mut self, way: Way, on_hardware: bool, input: &[u8]) -> Result<Call, Failure> {
-        let source = self.source.bytes_mut();
-        source[..input.len()].copy_from_slice(input);
-        // It looks at 24 bytes of header however short the input is (1.3.1).
-        let end = source.len().min(input.len().max(64));
-        source[input.len()..end].fill(0);
+    fn run(&mut self, way: Way, on_hardware: bool, input: &Buffer, output: &mut Buffer) -> Result<Call, Failure> {
         let raw = match way {
             Way::Compress => &mut self.compressing,
             Way::Decompress { .. } => &mut self.decompressing,
         };
         // One byte more than there may be: with a buffer exactly full it would stop before looking at what follows.
         let room = match way {
-            Way::Compress => self.target.len,
-            Way::Decompress { room } => (room + 1).min(self.target.len),
+            Way::Compress => output.capacity(),
+            Way::Decompress { room } => (room + 1).min(output.capacity()),
         };
-        let result = raw.call(&self.library, way, on_hardware, (&self.source, input.len()), (&mut self.target, room));
+        let result = raw.call(&self.library, way, on_hardware, input, (output, room));
         let forbidden = self.params.software == Software::Forbidden;
         let result = result.and_then(|call| match call.by {
             By::Software if forbidden => Err(Failure::DoneInSoftware),
@@ -338,10 +415,11 @@ impl Raw {
         library: &Library,
         way: Way,
         on_hardware: bool,
-        (source, input): (&Pinned, usize),
-        (target, room): (&mut Pinned, usize),
+        source: &Buffer,
+        (target, room): (&mut Buffer, usize),
     ) -> Result<Call, Failure> {
-        assert!(input <= source.len && room <= target.len, "lengths were checked before");
+        assert!(room <= target.capacity(), "lengths were checked before");
+        let input = source.len();
         if self.storage.session.internal.is_null() {
             return Err(Failure::Lost { code: 0 });
         }
@@ -350,7 +428,7 @@ impl Raw {
         let total = self.storage.session.total_in;
         let narrow = |bytes: usize| c_uint::try_from(bytes).expect("buffers are far below 4 GiB");
         let (mut consumed, mut produced) = (narrow(input), narrow(room));
-        let (from, to) = (source.start.as_ptr().cast_const(), target.start.as_ptr());
+        let (from, to) = (source.start().as_ptr().cast_const(), target.start().as_ptr());
         let mut ended = 0u8;
         // SAFETY: the session is this thread's and set up. Source and target are separate buffers of at least the lengths given and
         // stay in place during the call. The software functions are those that the library's own entry points end in, with the
@@ -395,55 +473,6 @@ impl Raw {
 impl Drop for Raw {
     fn drop(&mut self) {
         self.end();
-    }
-}
-
-/// Memory from the library that a device can reach.
-struct Pinned {
-    start: NonNull<u8>,
-    len: usize,
-    library: Arc<Library>,
-}
-
-impl std::fmt::Debug for Pinned {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pinned").field("len", &self.len).finish_non_exhaustive()
-    }
-}
-
-impl Pinned {
-    fn new(library: &Arc<Library>, len: usize) -> Result<Pinned, StartError> {
-        let malloc = library.functions().malloc;
-        // Some machines do not say on which node a processor is; node 0 is always there.
-        for node in [abi::NODE_OF_THIS_CPU, 0] {
-            // SAFETY: no requirements; hardware was asked for before, so this does not begin to look for it.
-            let memory = unsafe { malloc(len, node, abi::PINNED) };
-            if let Some(start) = NonNull::new(memory.cast::<u8>()) {
-                // SAFETY: the library gave `len` bytes, nobody else knows of them.
-                unsafe { start.write_bytes(0, len) };
-                return Ok(Pinned { start, len, library: Arc::clone(library) });
-            }
-        }
-        Err(StartError::Memory { bytes: len })
-    }
-
-    fn bytes(&self) -> &[u8] {
-        // SAFETY: `len` initialised bytes; the library and a device write to them only during calls that borrow this exclusively.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        if !self.library.forked() {
-            // SAFETY: from `qzMalloc`, freed once; no call that uses it is running, since it is owned here.
-            unsafe { (self.library.functions().free)(self.start.as_ptr().cast()) };
-        }
     }
 }
 

@@ -17,7 +17,13 @@ fn a_child_is_refused_and_the_parent_goes_on() {
     let two = NonZeroUsize::new(2).unwrap();
     let pool = Pool::start(&library, &Options { workers: two, queue: two, params }).unwrap();
     let channel = pool.channel(two);
-    let job = |tag| Job { tag, work: Work::Compress, input: content(tag, 9000), output: Vec::new(), room: 9000 };
+    let job = |tag| Job {
+        tag,
+        work: Work::Compress,
+        input: content(tag, 9000).into(),
+        output: Vec::new().into(),
+        room: 9000,
+    };
     channel.submit(job(1)).unwrap();
     // SAFETY: the child calls nothing but this crate and ends by `_exit`; the clock ends it should anything hang.
     let child = unsafe { libc::fork() };

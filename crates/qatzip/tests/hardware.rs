@@ -134,7 +134,13 @@ fn a_job_that_hangs_in_the_device_holds_up_neither_others_nor_the_shutdown() {
     let two = NonZeroUsize::new(2).unwrap();
     let pool = Pool::start(&library, &Options { workers: two, queue: two, params: Params::default() }).unwrap();
     let channel = pool.channel(two);
-    let job = |tag, input: Vec<u8>| Job { tag, work: Work::Compress, input, output: Vec::new(), room: 1 << 20 };
+    let job = |tag, input: Vec<u8>| Job {
+        tag,
+        work: Work::Compress,
+        input: input.into(),
+        output: Vec::new().into(),
+        room: 1 << 20,
+    };
     channel.submit(job(0, b"HANGS in the device".to_vec())).unwrap();
     for tag in 1..20 {
         channel.submit(job(tag, content(tag, 20_000))).unwrap();

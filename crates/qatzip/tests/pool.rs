@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::{content, library, noise, read_gzip, software};
 use sterna_qatzip::{
-    By, Channel, Completion, Failure, Job, Options, Params, Pool, Reason, Software, StartError, Statistics, Work,
+    By, Bytes, Channel, Completion, Failure, Job, Options, Params, Pool, Reason, Software, StartError, Statistics, Work,
 };
 
 const LARGEST: usize = 256 << 10;
@@ -21,8 +21,8 @@ fn pool(workers: usize, queue: usize) -> Option<Pool> {
     Some(Pool::start(&library()?, &options).unwrap())
 }
 
-fn job(tag: u64, work: Work, input: Vec<u8>) -> Job {
-    Job { tag, work, input, output: Vec::new(), room: LARGEST }
+fn job(tag: u64, work: Work, input: impl Into<Bytes>) -> Job {
+    Job { tag, work, input: input.into(), output: Vec::new().into(), room: LARGEST }
 }
 
 fn next(channel: &Channel) -> Completion {
@@ -55,13 +55,13 @@ fn many_threads_share_the_workers_and_each_gets_its_own_jobs_back_exactly_once()
                         continue;
                     };
                     done.result.unwrap();
-                    if done.input == plain(done.tag) {
+                    if *done.input == *plain(done.tag) {
                         packed += 1;
-                        assert_eq!(read_gzip(&done.output), done.input);
+                        assert_eq!(read_gzip(&done.output), *done.input);
                         waiting.push(job(done.tag, Work::Decompress, done.output));
                     } else {
                         plained += 1;
-                        assert_eq!(done.output, plain(done.tag));
+                        assert_eq!(*done.output, *plain(done.tag));
                     }
                 }
                 assert_eq!((packed, channel.in_flight()), (JOBS, 0));
@@ -106,7 +106,7 @@ fn what_happened_is_counted() {
 fn buffers_come_back_as_they_were_given() {
     let Some(pool) = pool(1, 1) else { return };
     let channel = pool.channel(number(1));
-    let mut job = Job { output: Vec::with_capacity(LARGEST), ..job(0, Work::Compress, content(1, LARGEST)) };
+    let mut job = Job { output: Vec::with_capacity(LARGEST).into(), ..job(0, Work::Compress, content(1, LARGEST)) };
     let places = (job.input.as_ptr(), job.output.as_ptr());
     for tag in 0..5 {
         channel.submit(job).unwrap();
@@ -114,6 +114,48 @@ fn buffers_come_back_as_they_were_given() {
         assert_eq!((done.tag, done.input.as_ptr(), done.output.as_ptr()), (tag, places.0, places.1));
         job = Job { tag: tag + 1, work: Work::Compress, input: done.input, output: done.output, room: LARGEST };
     }
+}
+
+#[test]
+fn what_lies_in_the_librarys_memory_already_is_read_and_written_there() {
+    let Some(pool) = pool(2, 2) else { return };
+    let channel = pool.channel(number(2));
+    let (mut input, mut output) = pool.buffers().unwrap();
+    let places = (input.as_ptr(), output.as_ptr());
+    assert!((input.len(), output.len(), input.capacity()) == (0, 0, LARGEST) && output.capacity() > LARGEST);
+    for (tag, plain) in
+        [content(1, LARGEST), noise(2, LARGEST), content(3, 9), vec![], content(5, 70_000)].iter().enumerate()
+    {
+        let tag = tag as u64;
+        input.fill(plain);
+        assert_eq!(*input, **plain);
+        let compress = Job { tag, work: Work::Compress, input: input.into(), output: output.into(), room: usize::MAX };
+        channel.submit(compress).unwrap();
+        let done = next(&channel);
+        let bytes = done.result.unwrap().bytes;
+        assert_eq!(
+            (done.tag, done.input.as_ptr(), done.output.as_ptr(), done.output.len()),
+            (tag, places.0, places.1, bytes)
+        );
+        assert_eq!((read_gzip(&done.output), &*done.input), (plain.clone(), &plain[..]));
+        // From the library's memory to ordinary memory, and back to the library's: any of the two on either side.
+        channel.submit(job(9, Work::Decompress, done.output)).unwrap();
+        let back = next(&channel);
+        assert_eq!((back.result.unwrap().bytes, &*back.output), (plain.len(), &plain[..]));
+        let (Bytes::Pinned(given), Bytes::Pinned(written)) = (done.input, back.input) else {
+            panic!("as they were given")
+        };
+        (input, output) = (given, written);
+    }
+    // Too small for the worst that could come of it.
+    let (mut other, _) = pool.buffers().unwrap();
+    input.fill(&content(1, LARGEST));
+    other.fill(b"something");
+    let job = Job { tag: 0, work: Work::Compress, input: input.into(), output: other.into(), room: LARGEST };
+    channel.submit(job).unwrap();
+    let refused = next(&channel);
+    assert!(matches!(refused.result, Err(Failure::TooLarge { limit: LARGEST, .. })), "{:?}", refused.result);
+    assert!(refused.output.is_empty());
 }
 
 #[test]
