@@ -103,6 +103,8 @@ impl MethodChoice {
         let mut ways = vec![way("none", None), way("lz4", None)];
         let iaa = way("iaa", None);
         ways.extend((engines.of(iaa) == Engine::Iaa).then_some(iaa));
+        let qatzip = way("qatzip", None);
+        ways.extend(engines.has_hardware(qatzip).then_some(qatzip));
         ways.extend(["-1", "1", "3", "6"].map(|level| way("zstd", Some(level))));
         ways
     }

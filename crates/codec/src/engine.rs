@@ -32,6 +32,14 @@ pub trait EncoderSource: Send + Sync + fmt::Debug {
     ///
     /// What it writes, the decoder of the format reads. It finishes by itself what the accelerator leaves undone.
     fn encoder(&self, level: i32) -> Result<Box<dyn Encoder>, CodecError>;
+
+    /// Whether a device does the work, rather than software that somebody has asked for by name.
+    fn is_hardware(&self) -> bool;
+
+    /// Who has really encoded so far, in words; none where nothing was encoded, or somebody else tells it.
+    fn account(&self) -> Option<String> {
+        None
+    }
 }
 
 /// What there is to encode with on this side, besides the CPU. Nothing by default.
@@ -66,6 +74,16 @@ impl Engines {
     pub fn of(&self, choice: MethodChoice) -> Engine {
         let wanted = choice.method().row().engine;
         if self.source(wanted).is_some() { wanted } else { Engine::Cpu }
+    }
+
+    /// Whether a device encodes `choice` here.
+    pub fn has_hardware(&self, choice: MethodChoice) -> bool {
+        self.source(choice.method().row().engine).is_some_and(EncoderSource::is_hardware)
+    }
+
+    /// Who has really encoded `choice` so far, in words, where it has an engine of its own and anything is known of that.
+    pub fn account(&self, choice: MethodChoice) -> Option<String> {
+        self.source(choice.method().row().engine)?.account()
     }
 
     pub(crate) fn encoder(&self, choice: MethodChoice) -> Result<Box<dyn Encoder>, CodecError> {

@@ -37,6 +37,10 @@ impl EncoderSource for Iaa {
         let channel = self.offload.channel_for(&self.guest);
         Ok(Box::new(IaaEncoder { channel, region, cpu: Deflater::default() }))
     }
+
+    fn is_hardware(&self) -> bool {
+        true
+    }
 }
 
 /// Memory that is given back when nobody uses it any more.

@@ -16,6 +16,7 @@ mod libdeflate;
 mod lz4;
 mod method;
 mod none;
+mod qat;
 pub mod select;
 mod zstd;
 
@@ -25,6 +26,10 @@ pub use engine::{EncoderSource, Engine, Engines};
 pub use format::{FORMATS, Format, FormatRow};
 pub use iaa::Iaa;
 pub use method::{Levels, METHODS, Method, MethodRow};
+pub use qat::{Qat, Qatzip, QatzipRefused};
+
+/// Whether QATzip may do in software what no device does.
+pub use sterna_qatzip::Software as QatzipSoftware;
 
 use thiserror::Error;
 

@@ -46,7 +46,7 @@ pub static METHODS: &[MethodRow] = &[
     },
     MethodRow {
         name: "qatzip",
-        summary: "gzip, meant for Intel QAT; so far by the CPU, as zlib",
+        summary: "gzip, by Intel QAT where there is one, else by the CPU as zlib",
         format: &format::GZIP,
         levels: Some(Levels { least: 1, most: 9, default: 1 }),
         engine: Engine::Qat,

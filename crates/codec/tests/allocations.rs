@@ -3,10 +3,15 @@
 //! Counts what goes through Rust's allocator, and what libdeflate asks for; the memory of the zstd context is C's, and a test
 //! beside its code watches it. A file of its own because an allocator is the whole program's; it counts per thread.
 
+#[path = "../../qatzip/tests/common/mod.rs"]
+mod library;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ffi::c_void;
-use sterna_codec::{Encoded, Encoder, Engines, METHODS, Method, MethodChoice};
+use std::sync::Arc;
+use std::time::Duration;
+use sterna_codec::{Encoded, Encoder, Engines, METHODS, Method, MethodChoice, Qat, QatzipSoftware};
 
 struct Counting;
 
@@ -56,11 +61,15 @@ fn no_batch_allocates_whether_it_shrinks_or_not_or_is_broken() {
     // SAFETY: before any other use of libdeflate, and for the whole program.
     unsafe { libdeflate_sys::libdeflate_set_memory_allocator(counted, given_back) };
     let (mut packet, mut decoded) = (vec![0; shrinks.len()], vec![0; shrinks.len()]);
-    for method in Method::all() {
+    let mut all: Vec<_> = Method::all().map(|method| (method, Engines::default())).collect();
+    if let Some(library) = library::library() {
+        let qat = Qat::start(&library, 1, QatzipSoftware::Always, 1, Duration::ZERO).unwrap();
+        all.push((Method::from_name("qatzip").unwrap(), Engines::default().with_qat(Arc::new(qat))));
+    }
+    for (method, engines) in all {
         let made = ALLOCATIONS.get();
         let choice = MethodChoice::new(method, None).unwrap();
-        let (mut encoder, mut decoder) =
-            (choice.encoder(&Engines::default()).unwrap(), method.format().decoder().unwrap());
+        let (mut encoder, mut decoder) = (choice.encoder(&engines).unwrap(), method.format().decoder().unwrap());
         encoder.encode(&shrinks, &mut packet).unwrap();
         let before = ALLOCATIONS.get();
         // The libraries of these are seen: a box and a context at least on either side.
@@ -73,7 +82,7 @@ fn no_batch_allocates_whether_it_shrinks_or_not_or_is_broken() {
             }
             assert_eq!(encoder.encode(&noise, &mut packet).unwrap(), Encoded::Incompressible);
         }
-        assert_eq!(ALLOCATIONS.get() - before, 0, "{method}");
+        assert_eq!(ALLOCATIONS.get() - before, 0, "{method} by {}", engines.of(choice));
     }
     assert!(METHODS.len() > 1);
 }

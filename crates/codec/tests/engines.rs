@@ -120,6 +120,10 @@ impl EncoderSource for Asked {
         self.0.store(level, Ordering::Relaxed);
         Err(CodecError::Library { format: "gzip", reason: "no session" })
     }
+
+    fn is_hardware(&self) -> bool {
+        true
+    }
 }
 
 #[test]

@@ -51,10 +51,12 @@ mod library;
 mod members;
 mod memory;
 mod pool;
+mod presence;
 mod session;
 
 pub use error::{Failure, NoHardware, OpenError, StartError};
 pub use library::{Choice, Library, VARIABLE};
 pub use memory::{Buffer, Bytes};
 pub use pool::{Channel, Completion, Job, Options, Pool, Reason, Refused, Statistics, StillBusy, Work};
+pub use presence::may_have_hardware;
 pub use session::{By, Done, LARGEST_JOB, Params, Session, Software};

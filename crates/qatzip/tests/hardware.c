@@ -58,7 +58,23 @@ int qzTeardownSession(session *s)
 
 int qzGetDeflateEndOfStream(session *s, unsigned char *end) { *end = 0; return 0; }
 
-/* One member of one stored block per 60 000 bytes. */
+/* A run of one byte in a block of fixed codes (RFC 1951, 3.2.6): the literal, then matches of 258 at distance 1. */
+static unsigned bits_of_run(unsigned char *at, unsigned char byte, unsigned n)
+{
+    uint64_t hold = 3; /* last block, fixed codes */
+    unsigned held = 3, used = 0;
+    #define BITS(code, count) for (int b = (count) - 1; b >= 0; b--) { \
+        hold |= (uint64_t)((code) >> b & 1) << held++; \
+        if (held == 8) at[used++] = hold, hold = 0, held = 0; }
+    BITS(0x30 + byte, 8);
+    for (n--; n >= 258; n -= 258) { BITS(0xc5, 8); BITS(0, 5); }
+    for (; n; n--) BITS(0x30 + byte, 8);
+    BITS(0, 7);
+    if (held) at[used++] = hold;
+    return used;
+}
+
+/* One member per 60 000 bytes: of one stored block, or of a run where it is one of a small byte. */
 static int pack(session *s, const unsigned char *src, unsigned *src_len, unsigned char *dst, unsigned *room, int hardware)
 {
     static const unsigned char header[16] = { 31, 139, 8, 4, 0, 0, 0, 0, 0, 255, 12, 0, 'Q', 'Z', 8, 0 };
@@ -69,13 +85,19 @@ static int pack(session *s, const unsigned char *src, unsigned *src_len, unsigne
         unsigned char *m = dst + used;
         memcpy(m, header, 16);
         put(m + 16, n);
-        put(m + 20, n + 5);
-        m[24] = 1;
-        m[25] = n, m[26] = n >> 8, m[27] = ~n, m[28] = ~n >> 8;
-        memcpy(m + 29, src, n);
-        put(m + 29 + n, crc_of(src, n));
-        put(m + 33 + n, n);
-        src += n, left -= n, used += n + 37;
+        unsigned body;
+        if (n > 1 && src[0] < 144 && !memcmp(src, src + 1, n - 1)) {
+            body = bits_of_run(m + 24, src[0], n);
+        } else {
+            body = n + 5;
+            m[24] = 1;
+            m[25] = n, m[26] = n >> 8, m[27] = ~n, m[28] = ~n >> 8;
+            memcpy(m + 29, src, n);
+        }
+        put(m + 20, body);
+        put(m + 24 + body, crc_of(src, n));
+        put(m + 28 + body, n);
+        src += n, left -= n, used += body + 32;
     } while (left);
     *room = used;
     if (hardware) s->in += *src_len, s->out += used;

@@ -1,0 +1,213 @@
+//! The format `gzip` by QATzip: a batch goes in pieces to worker threads that own the library's sessions, and the members that come
+//! back follow each other in the packet.
+//!
+//! Content is copied once into pinned memory of the library and the result once out of it. A piece that nobody has done in time, or that
+//! failed, is the CPU's where software is allowed; where it is not, the batch goes as it is. A migration never fails for it.
+
+mod account;
+mod encoder;
+
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sterna_qatzip::{
+    Choice, Failure, Library, NoHardware, OpenError, Options, Params, Pool, Reason, Software, StartError,
+    may_have_hardware,
+};
+use thiserror::Error;
+
+use self::account::Account;
+use self::encoder::QatEncoder;
+use crate::libdeflate::Compressor;
+use crate::{CodecError, Encoder, EncoderSource, Engine, Engines, MethodChoice};
+
+/// The most content of one job: two requests of a device. A batch of the usual size keeps several workers busy, and no two pieces are
+/// needed for what is not worth two requests.
+const PIECE: usize = 128 << 10;
+/// Jobs that an encoder has out at a time, each with its buffers.
+const JOBS: usize = 4;
+/// Workers for each channel, and for all of them: a device's instances are few, and each takes several requests at once.
+const WORKERS_PER_CHANNEL: usize = 2;
+const MOST_WORKERS: usize = 8;
+/// How long a device may take for a piece unless said otherwise: a hundred times what it should.
+const PATIENCE: Duration = Duration::from_millis(100);
+/// How long software may at least, which cannot hang but may have to wait for a processor.
+const PATIENCE_WITH_SOFTWARE: Duration = Duration::from_secs(10);
+
+/// How the method `qatzip` finds its library, and what may be done in software.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Qatzip {
+    /// The library's file or its directory; none: what `STERNA_QATZIP` names, else what the loader finds.
+    pub library: Option<PathBuf>,
+    /// Whether software may do what no device does: the library's own, and the CPU by another (faster) deflate.
+    pub software: Software,
+    /// How long a device may take for a piece of a batch (128 KiB) before another does it: a guest may be standing.
+    pub patience: Duration,
+}
+
+/// Any library, the CPU where no device does it, and 100 ms.
+impl Default for Qatzip {
+    fn default() -> Self {
+        Self { library: None, software: Software::default(), patience: PATIENCE }
+    }
+}
+
+/// Why the method `qatzip` cannot be used as it was asked for.
+#[derive(Debug, Error)]
+pub enum QatzipRefused {
+    /// Software is forbidden, and there is no library.
+    #[error("method qatzip without software is not possible: {0}")]
+    Library(#[from] OpenError),
+    /// Software is forbidden, and there is no hardware.
+    #[error("method qatzip without software is not possible: {0}")]
+    Hardware(#[from] NoHardware),
+    /// Software is forbidden, and the library does not start.
+    #[error("method qatzip without software is not possible: {0}")]
+    Start(#[source] StartError),
+}
+
+impl Qatzip {
+    /// What there is on this side to encode `choice` with, for so many channels; and a line that says so, where that was asked for by
+    /// name. The library is opened for the method `qatzip`, and for `auto` where this host may have hardware.
+    ///
+    /// # Errors
+    /// Only where software is forbidden and `choice` is `qatzip`: without it the CPU encodes.
+    pub fn engines(&self, choice: MethodChoice, channels: u16) -> Result<(Engines, Option<String>), QatzipRefused> {
+        let (none, automatic) = (Engines::default(), choice.is_auto());
+        let named = choice.method().row().engine == Engine::Qat;
+        if !(named || automatic && may_have_hardware()) {
+            return Ok((none, None));
+        }
+        // What `auto` uses of it has the default level.
+        let level = choice.level().unwrap_or(1);
+        // Of no use to `auto` are sessions without hardware.
+        let software = if automatic && self.software == Software::Always { Software::WhenBusy } else { self.software };
+        match self.start(level, software, channels) {
+            Ok(qat) => {
+                let line = named.then(|| format!("method qatzip: {}", qat.what()));
+                Ok((none.with_qat(Arc::new(qat)), line))
+            }
+            Err(refused) if named && software == Software::Forbidden => Err(refused),
+            Err(refused) => {
+                let line = || format!("method qatzip: the CPU writes its gzip: {}", refused.why());
+                Ok((none, named.then(line)))
+            }
+        }
+    }
+
+    fn start(&self, level: i32, software: Software, channels: u16) -> Result<Qat, QatzipRefused> {
+        let choice = self.library.clone().map_or_else(Choice::from_environment, Choice::Path);
+        let library = Library::open(&choice)?;
+        Qat::start(&library, level, software, channels, self.patience).map_err(|error| match error {
+            StartError::NoHardware(none) => QatzipRefused::Hardware(none),
+            other => QatzipRefused::Start(other),
+        })
+    }
+}
+
+impl QatzipRefused {
+    fn why(&self) -> &dyn fmt::Display {
+        match self {
+            Self::Library(error) => error,
+            Self::Hardware(error) => error,
+            Self::Start(error) => error,
+        }
+    }
+}
+
+/// Why a piece was not done by QATzip.
+#[derive(Clone, Copy, Debug, Error)]
+enum Trouble {
+    #[error("{0}")]
+    Failed(#[from] Failure),
+    #[error("{0}")]
+    Refused(#[from] Reason),
+    #[error("QATzip did not answer within {0:?}")]
+    Late(Duration),
+}
+
+/// QATzip's workers, for one migration.
+pub struct Qat {
+    pool: Pool,
+    library: Arc<Library>,
+    level: i32,
+    /// For a piece.
+    patience: Duration,
+    software: Software,
+    account: Arc<Account>,
+}
+
+impl Qat {
+    /// Starts workers for so many channels at a level of 1 to 9. A device may take so long for a piece.
+    ///
+    /// # Errors
+    /// As [`Pool::start`]: without hardware there are none, unless `software` is [`Software::Always`].
+    pub fn start(
+        library: &Arc<Library>,
+        level: i32,
+        software: Software,
+        channels: u16,
+        patience: Duration,
+    ) -> Result<Self, StartError> {
+        let channels = usize::from(channels.max(1));
+        let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let on_hardware = library.hardware().is_ok();
+        let most = if on_hardware { MOST_WORKERS } else { MOST_WORKERS.min(cores) };
+        let workers = (WORKERS_PER_CHANNEL * channels).min(most);
+        // The channel of the machine's own stream has an encoder too.
+        let queue = (channels + 1) * JOBS;
+        let number = |of: usize| NonZeroUsize::new(of).expect("at least one");
+        let level_of_sessions = u32::try_from(level).unwrap_or(0);
+        let params = Params { level: level_of_sessions, software, largest_job: PIECE, ..Params::default() };
+        let pool = Pool::start(library, &Options { workers: number(workers), queue: number(queue), params })?;
+        let patience = if on_hardware { patience } else { patience.max(PATIENCE_WITH_SOFTWARE) };
+        let account = Arc::new(Account::default());
+        Ok(Self { pool, library: Arc::clone(library), level, software, patience, account })
+    }
+
+    /// What does the work, in words.
+    fn what(&self) -> String {
+        let by =
+            if self.pool.on_hardware() { "QAT hardware" } else { "QATzip's own software, for there is no hardware" };
+        format!("{by}, by {}", self.library.file().display())
+    }
+}
+
+impl fmt::Debug for Qat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Qat").field("pool", &self.pool).field("software", &self.software).finish_non_exhaustive()
+    }
+}
+
+impl EncoderSource for Qat {
+    fn encoder(&self, level: i32) -> Result<Box<dyn Encoder>, CodecError> {
+        let failed = |reason| CodecError::Library { format: "gzip", reason };
+        if level != self.level {
+            return Err(failed("QATzip's workers were started for another level"));
+        }
+        let cpu = match self.software {
+            Software::Forbidden => None,
+            Software::WhenBusy | Software::Always => Some(Compressor::new(level).ok_or(failed("no memory"))?),
+        };
+        let mut buffers = Vec::with_capacity(JOBS);
+        for _ in 0..JOBS {
+            buffers.extend(self.pool.buffers().ok());
+        }
+        if buffers.is_empty() && cpu.is_none() {
+            return Err(failed("QATzip has no pinned memory for a channel, and software is forbidden"));
+        }
+        let channel = self.pool.channel(NonZeroUsize::new(JOBS).expect("there are some"));
+        Ok(Box::new(QatEncoder::new(channel, buffers, cpu, self.patience, Arc::clone(&self.account))))
+    }
+
+    fn is_hardware(&self) -> bool {
+        self.pool.on_hardware()
+    }
+
+    fn account(&self) -> Option<String> {
+        self.account.words()
+    }
+}

@@ -1,0 +1,92 @@
+//! Who really encoded, by bytes of content: what the report says.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use sterna_qatzip::By;
+
+use super::Trouble;
+
+#[derive(Debug, Default)]
+pub(super) struct Account {
+    hardware: AtomicU64,
+    software: AtomicU64,
+    cpu: AtomicU64,
+    /// By nobody: software is forbidden.
+    raw: AtomicU64,
+    last: Mutex<Option<Trouble>>,
+}
+
+impl Account {
+    pub(super) fn done(&self, by: By, bytes: usize) {
+        let counter = match by {
+            By::Hardware => &self.hardware,
+            By::Software => &self.software,
+        };
+        counter.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn by_cpu(&self, bytes: usize) {
+        self.cpu.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn by_nobody(&self, bytes: usize) {
+        self.raw.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn trouble(&self, trouble: Trouble) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(trouble);
+    }
+
+    /// None before anything was encoded.
+    pub(super) fn words(&self) -> Option<String> {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let parts = [
+            ("QAT hardware", of(&self.hardware)),
+            ("QATzip's software", of(&self.software)),
+            ("CPU", of(&self.cpu)),
+            ("not encoded", of(&self.raw)),
+        ];
+        let all: u64 = parts.iter().map(|(_, bytes)| bytes).sum();
+        let some = parts.iter().filter(|(_, bytes)| *bytes > 0);
+        // Little is not nothing, and nearly all is not all.
+        let percent = |bytes: u64| match (bytes * 100 + all / 2) / all {
+            0 => 1,
+            100 if bytes < all => 99,
+            percent => percent,
+        };
+        let shares: Vec<_> = some.map(|(who, bytes)| format!("{who} {} %", percent(*bytes))).collect();
+        if shares.is_empty() {
+            return None;
+        }
+        let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let trouble = last.map(|trouble| format!(" (last: {trouble})")).unwrap_or_default();
+        Some(format!("{}{trouble}", shares.join(", ")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sterna_qatzip::Failure;
+
+    #[test]
+    fn shares_say_who_encoded_and_what_went_wrong_last() {
+        let account = Account::default();
+        assert_eq!(account.words(), None);
+        account.done(By::Hardware, 9990);
+        assert_eq!(account.words().unwrap(), "QAT hardware 100 %");
+        account.by_cpu(10);
+        account.trouble(Trouble::Failed(Failure::WorkerLost));
+        let words = "QAT hardware 99 %, CPU 1 % (last: the QATzip worker that had this job ended before it was done)";
+        assert_eq!(account.words().unwrap(), words);
+        account.done(By::Software, 5000);
+        account.by_nobody(5000);
+        assert!(
+            account
+                .words()
+                .unwrap()
+                .starts_with("QAT hardware 50 %, QATzip's software 25 %, CPU 1 %, not encoded 25 % (")
+        );
+    }
+}

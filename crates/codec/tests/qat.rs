@@ -1,0 +1,141 @@
+//! The method `qatzip` over the real library's software path: what it writes is read by everybody, and who wrote it is told.
+
+#[path = "../../qatzip/tests/common/mod.rs"]
+mod common;
+
+use std::io::Read;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{content, library, noise, read_gzip};
+use sterna_codec::{
+    CodecError, Encoded, EncoderSource, Engine, Engines, MAX_CONTENT, MethodChoice, Qat, Qatzip, QatzipRefused,
+    QatzipSoftware,
+};
+
+fn qat(level: i32) -> Option<Arc<Qat>> {
+    Some(Arc::new(Qat::start(&library()?, level, QatzipSoftware::Always, 2, Duration::ZERO).unwrap()))
+}
+
+fn choice(level: i32) -> MethodChoice {
+    MethodChoice::parse("qatzip", Some(&level.to_string())).unwrap()
+}
+
+/// By the format's own decoder, by zlib, and member by member.
+fn read_back(packet: &[u8], plain: &[u8]) -> usize {
+    let mut decoded = vec![0; plain.len()];
+    choice(1).method().format().decoder().unwrap().decode(packet, &mut decoded).unwrap();
+    assert!(decoded == plain, "by libdeflate");
+    assert!(read_gzip(packet) == plain, "by zlib");
+    let (mut members, mut rest) = (0, packet);
+    while !rest.is_empty() {
+        flate2::bufread::GzDecoder::new(&mut rest).read_to_end(&mut Vec::new()).unwrap();
+        members += 1;
+    }
+    members
+}
+
+#[test]
+fn what_it_writes_is_read_by_everybody_whatever_the_size() {
+    for level in [1, 9] {
+        let Some(qat) = qat(level) else { return };
+        let engines = Engines::default().with_qat(Arc::<Qat>::clone(&qat));
+        assert_eq!((engines.of(choice(level)), engines.account(choice(level))), (Engine::Qat, None));
+        let mut encoder = choice(level).untiring_encoder(&engines).unwrap();
+        let mut all = 0;
+        // A page, less than a piece, a piece, a little more, a packet, more pieces than there are jobs, the largest packet.
+        let sizes = [4096, 100_000, 128 << 10, 132 << 10, 512 << 10, 3 << 20, MAX_CONTENT];
+        for (seed, len) in sizes.into_iter().enumerate() {
+            let plain = content(seed as u64, len);
+            let mut packet = vec![0xa5; len + 1];
+            let Encoded::Shrunk(bytes) = encoder.encode(&plain, &mut packet[..len]).unwrap() else { panic!("{len}") };
+            assert_eq!(packet[len], 0xa5);
+            assert_eq!(read_back(&packet[..bytes], &plain), len.div_ceil(128 << 10), "one member for each piece");
+            all += len;
+        }
+        assert!(all > 0);
+        if !engines.has_hardware(choice(level)) {
+            assert_eq!(engines.account(choice(level)).unwrap(), "QATzip's software 100 %");
+        }
+    }
+}
+
+#[test]
+fn what_does_not_shrink_or_has_no_room_goes_raw_and_the_next_batch_is_right() {
+    let Some(qat) = qat(1) else { return };
+    let mut encoder = qat.encoder(1).unwrap();
+    let plain = content(1, 600 << 10);
+    let mut packet = vec![0; plain.len()];
+    // The first pieces shrink, and the last is still out when that is of no use any more.
+    let mixed = [&plain[..100 << 10], &noise(1, 500 << 10)].concat();
+    for round in 0..20 {
+        assert_eq!(encoder.encode(&noise(round, 512 << 10), &mut packet), Ok(Encoded::Incompressible));
+        assert_eq!(encoder.encode(&mixed, &mut packet[..150 << 10]), Ok(Encoded::Incompressible));
+        assert_eq!(encoder.encode(&plain, &mut packet[..100]), Ok(Encoded::Incompressible));
+        assert_eq!(encoder.encode(&plain[..0], &mut packet), Ok(Encoded::Incompressible));
+        assert_eq!(encoder.encode(&plain[..7], &mut packet), Ok(Encoded::Incompressible));
+        let Encoded::Shrunk(bytes) = encoder.encode(&plain, &mut packet).unwrap() else { panic!("it shrinks") };
+        read_back(&packet[..bytes], &plain);
+    }
+    let long = vec![0; MAX_CONTENT + 1];
+    assert_eq!(encoder.encode(&long, &mut []), Err(CodecError::TooLong { len: MAX_CONTENT + 1 }));
+}
+
+#[test]
+fn channels_share_the_workers_and_outlive_them() {
+    let Some(qat) = qat(1) else { return };
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let mut encoder = qat.encoder(1).unwrap();
+            scope.spawn(move || {
+                for batch in 0..10 {
+                    let plain = content(thread * 100 + batch, (200 << 10) + 4096 * batch as usize);
+                    let mut packet = vec![0; plain.len()];
+                    let Encoded::Shrunk(bytes) = encoder.encode(&plain, &mut packet).unwrap() else {
+                        panic!("it shrinks")
+                    };
+                    read_back(&packet[..bytes], &plain);
+                }
+            });
+        }
+    });
+    // Without workers the CPU goes on: here by one member for each piece, too.
+    let mut encoder = qat.encoder(1).unwrap();
+    drop(qat);
+    let plain = content(7, 512 << 10);
+    let mut packet = vec![0; plain.len()];
+    let Encoded::Shrunk(bytes) = encoder.encode(&plain, &mut packet).unwrap() else { panic!("it shrinks") };
+    assert_eq!(read_back(&packet[..bytes], &plain), 4);
+}
+
+#[test]
+fn without_hardware_nothing_of_it_is_used_unless_that_was_asked_for() {
+    let Some(library) = library() else { return };
+    if library.hardware().is_ok() {
+        eprintln!("skipped: this machine has QAT hardware");
+        return;
+    }
+    let with = |software| Qatzip { library: Some(library.file().to_owned()), software, ..Qatzip::default() };
+    let refused = with(QatzipSoftware::Forbidden).engines(choice(1), 2).unwrap_err();
+    assert!(matches!(refused, QatzipRefused::Hardware(_)), "{refused}");
+    let text = refused.to_string();
+    assert!(text.starts_with("method qatzip without software is not possible: QATzip found no QAT hardware"), "{text}");
+    let (engines, line) = with(QatzipSoftware::WhenBusy).engines(choice(1), 2).unwrap();
+    assert_eq!(engines.of(choice(1)), Engine::Cpu);
+    let line = line.unwrap();
+    assert!(line.starts_with("method qatzip: the CPU writes its gzip: QATzip found no QAT hardware"), "{line}");
+    let (engines, line) = with(QatzipSoftware::Always).engines(choice(3), 2).unwrap();
+    assert_eq!((engines.of(choice(3)), engines.has_hardware(choice(3))), (Engine::Qat, false));
+    assert!(line.unwrap().starts_with("method qatzip: QATzip's own software, for there is no hardware, by /"));
+    // Started for one level, it has no other.
+    assert!(choice(4).encoder(&engines).is_err());
+    // What `auto` chooses from has no software of QATzip's, and other methods open nothing.
+    let auto = MethodChoice::parse("auto", None).unwrap();
+    assert!(MethodChoice::ways_of_auto(&engines).iter().all(|way| way.method().name() != "qatzip"));
+    for other in [auto, MethodChoice::default(), MethodChoice::parse("zlib", None).unwrap()] {
+        for software in [QatzipSoftware::Forbidden, QatzipSoftware::Always] {
+            let (engines, line) = with(software).engines(other, 2).unwrap();
+            assert_eq!((engines.of(choice(1)), line), (Engine::Cpu, None));
+        }
+    }
+}
