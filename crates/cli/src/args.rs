@@ -10,7 +10,7 @@ use std::time::Duration;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use sterna_codec::METHODS;
+use sterna_codec::{METHODS, Qatzip, QatzipSoftware};
 use sterna_qemu::gateway::Placement;
 use sterna_wire::identity::MigrationId;
 use sterna_wire::limits::{MAX_NAME, MAX_OPAQUE_CHANNELS, MAX_RAM_CHANNELS};
@@ -215,6 +215,12 @@ pub(crate) struct LinkArgs {
     /// Level of the method, higher is smaller and slower; zstd: -5 to 9, zlib and qatzip: 1 to 9 [default for all: 1]
     #[arg(long, allow_hyphen_values = true, requires = "method")]
     pub(crate) level: Option<String>,
+    /// The method qatzip's library, or its directory [default: what STERNA_QATZIP names, else the system's]
+    #[arg(long, value_name = "PATH", requires = "method")]
+    pub(crate) qatzip_library: Option<PathBuf>,
+    /// What the method qatzip may do in software
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t = QatzipSoftwareArg::WhenBusy, requires = "method")]
+    pub(crate) qatzip_software: QatzipSoftwareArg,
     /// Most bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
     #[arg(long, value_name = "RATE", allow_hyphen_values = true, value_parser = units::rate)]
     pub(crate) bandwidth: Option<u64>,
@@ -284,6 +290,29 @@ pub(crate) struct ScreenArgs {
     /// Show no progress and no notes; errors and the report remain
     #[arg(long, short)]
     pub(crate) quiet: bool,
+}
+
+/// `--qatzip-software`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum QatzipSoftwareArg {
+    /// Nothing: without QAT hardware nothing is begun, and what it does not do goes uncompressed
+    Forbidden,
+    /// What no hardware does, by the CPU
+    WhenBusy,
+    /// Without hardware all of it, by QATzip's own software, which is slow
+    Always,
+}
+
+impl LinkArgs {
+    /// How the method `qatzip` does its work.
+    pub(crate) fn qatzip(&self) -> Qatzip {
+        let software = match self.qatzip_software {
+            QatzipSoftwareArg::Forbidden => QatzipSoftware::Forbidden,
+            QatzipSoftwareArg::WhenBusy => QatzipSoftware::WhenBusy,
+            QatzipSoftwareArg::Always => QatzipSoftware::Always,
+        };
+        Qatzip { library: self.qatzip_library.clone(), software, ..Qatzip::default() }
+    }
 }
 
 /// `--placement`.
@@ -448,10 +477,20 @@ mod tests {
     fn the_defaults_are_those_of_the_help() {
         let args = send("--insecure");
         assert_eq!((args.link.channels, args.link.method.as_str(), args.link.level), (2, "none", None));
+        assert_eq!(args.link.qatzip(), Qatzip::default());
         assert_eq!((args.link.bandwidth, args.link.downtime), (None, Duration::from_millis(300)));
         assert_eq!(args.link.packet_size, sterna_wire::limits::DEFAULT_PACKET_SIZE);
         assert_eq!((args.normal_page_ratio, args.screen.quiet), (0, false));
         assert_eq!((args.report.json, args.state.state_dir), (None, None));
+    }
+
+    #[test]
+    fn how_qatzip_works_arrives() {
+        let args = send("--insecure --method qatzip --qatzip-library /opt/qat --qatzip-software forbidden");
+        let Qatzip { library, software, .. } = args.link.qatzip();
+        assert_eq!((library, software), (Some("/opt/qat".into()), QatzipSoftware::Forbidden));
+        let args = send("--insecure --method qatzip --qatzip-software always");
+        assert_eq!(args.link.qatzip(), Qatzip { software: QatzipSoftware::Always, ..Qatzip::default() });
     }
 
     #[test]

@@ -83,7 +83,11 @@ impl Engines {
 
     /// Who has really encoded `choice` so far, in words, where it has an engine of its own and anything is known of that.
     pub fn account(&self, choice: MethodChoice) -> Option<String> {
-        self.source(choice.method().row().engine)?.account()
+        let wanted = choice.method().row().engine;
+        match self.source(wanted) {
+            Some(source) => source.account(),
+            None => (wanted != Engine::Cpu).then(|| "CPU".to_owned()),
+        }
     }
 
     pub(crate) fn encoder(&self, choice: MethodChoice) -> Result<Box<dyn Encoder>, CodecError> {

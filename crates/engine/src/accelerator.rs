@@ -108,11 +108,11 @@ impl Accelerator {
         taken
     }
 
-    /// What of it may encode this guest's packets.
-    pub(crate) fn engines(&self) -> Engines {
+    /// `others`, and what of it may encode this guest's packets.
+    pub(crate) fn engines(&self, others: Engines) -> Engines {
         match Iaa::new(&self.offload, &self.guest) {
-            Some(iaa) => Engines::default().with_iaa(Arc::new(iaa)),
-            None => Engines::default(),
+            Some(iaa) => others.with_iaa(Arc::new(iaa)),
+            None => others,
         }
     }
 

@@ -51,6 +51,7 @@ impl Source {
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),
             method: MethodChoice::parse(method, None).unwrap(),
+            engines: sterna_codec::Engines::default(),
             rules: RULES,
             accelerator: None,
             again,

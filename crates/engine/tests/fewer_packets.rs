@@ -44,6 +44,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),
             method: MethodChoice::parse("none", None).unwrap(),
+            engines: sterna_codec::Engines::default(),
             rules,
             accelerator: None,
             again: None,

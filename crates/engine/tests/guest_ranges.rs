@@ -96,6 +96,7 @@ fn move_memory(method: &str, checksums: bool) {
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::clone(&abort),
         method: MethodChoice::parse(method, None).unwrap(),
+        engines: sterna_codec::Engines::default(),
         rules,
         accelerator: None,
         again: None,

@@ -339,6 +339,7 @@ impl OddSource {
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.abort),
             method: MethodChoice::parse("none", None).unwrap(),
+            engines: sterna_codec::Engines::default(),
             rules: self.session.rules(),
             accelerator: None,
             again: None,

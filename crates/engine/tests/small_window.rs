@@ -40,6 +40,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::clone(&abort),
         method: MethodChoice::parse("none", None).unwrap(),
+        engines: sterna_codec::Engines::default(),
         rules: RULES,
         accelerator: None,
         again: None,

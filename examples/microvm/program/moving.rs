@@ -30,6 +30,7 @@ pub(crate) fn send(
     let settings = &options.source;
     let mut source = Source::new(guest_ram(machine)?, log)
         .method(settings.method()?)
+        .qatzip(settings.qatzip())
         .channels(settings.channels)
         .offload(offload)
         .bandwidth(settings.bandwidth)

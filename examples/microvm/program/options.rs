@@ -6,7 +6,7 @@ use std::time::Duration;
 use sterna::source::{NotConverging, Throttle};
 use sterna::tls::TlsSettings;
 use sterna::transport::Security;
-use sterna_codec::MethodChoice;
+use sterna_codec::{MethodChoice, Qatzip, QatzipSoftware};
 use sterna_microvm::{Backing, BlockConfig, Config, Execution, Fill, Pattern, Rate, Tracking, Workload};
 use sterna_offload::Accelerators;
 
@@ -127,6 +127,12 @@ pub(crate) struct SourceOptions {
     /// Level of the method
     #[arg(long, allow_hyphen_values = true)]
     level: Option<String>,
+    /// The method qatzip's library, or its directory
+    #[arg(long, value_name = "PATH")]
+    qatzip_library: Option<PathBuf>,
+    /// What the method qatzip may do in software: forbidden, when-busy or always
+    #[arg(long, value_name = "WHEN", default_value = "when-busy", value_parser = |name: &str| choice(&QATZIP_SOFTWARE, name))]
+    qatzip_software: QatzipSoftware,
     /// What helps to look for zero pages and to copy: cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y, iaa:/dev/iax/wqX.Y, model:FILE;
     /// several separated by commas. An iaa does neither so far
     // Nobody should believe that it is used where it is not.
@@ -179,6 +185,11 @@ const EXECUTIONS: [(&str, Execution); 3] =
     [("auto", Execution::Auto), ("kvm", Execution::Kvm), ("threads", Execution::Threads)];
 const TRACKINGS: [(&str, Tracking); 3] =
     [("log", Tracking::Log), ("ring", Tracking::Ring), ("write-protect", Tracking::WriteProtect)];
+const QATZIP_SOFTWARE: [(&str, QatzipSoftware); 3] = [
+    ("forbidden", QatzipSoftware::Forbidden),
+    ("when-busy", QatzipSoftware::WhenBusy),
+    ("always", QatzipSoftware::Always),
+];
 const ANSWERS: [(&str, NotConverging); 4] = [
     ("go-on", NotConverging::GoOn),
     ("throttle", NotConverging::Throttle(Throttle { initial: 20, step: 10, most: 99 })),
@@ -237,6 +248,10 @@ impl Options {
 impl SourceOptions {
     pub(crate) fn method(&self) -> Result<MethodChoice, String> {
         MethodChoice::parse(&self.method, self.level.as_deref()).map_err(|error| error.to_string())
+    }
+
+    pub(crate) fn qatzip(&self) -> Qatzip {
+        Qatzip { library: self.qatzip_library.clone(), software: self.qatzip_software, ..Qatzip::default() }
     }
 
     pub(crate) fn downtime(&self) -> Duration {

@@ -14,6 +14,7 @@ pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Fail
         security: security::source(&args.tls)?,
         channels: args.link.channels,
         method: method_choice(&args.link)?,
+        qatzip: args.link.qatzip(),
         bandwidth: args.link.bandwidth,
         downtime: args.link.downtime,
         packet_size: args.link.packet_size,

@@ -23,6 +23,7 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         security: security::source(&args.tls)?,
         channels: args.link.channels,
         method: method_choice(&args.link)?,
+        qatzip: args.link.qatzip(),
         bandwidth: args.link.bandwidth,
         downtime: args.link.downtime,
         packet_size: args.link.packet_size,

@@ -196,13 +196,15 @@ impl Sent {
     /// What `choice` was, in words: with how much of the content went each way, where that was chosen batch by batch.
     pub fn method(&self, choice: MethodChoice, engines: &Engines) -> String {
         let all: u64 = self.by_way.iter().sum();
+        let by = |choice| engines.account(choice).map(|by| format!("{choice}: {by}"));
         if !choice.is_auto() || all == 0 {
-            return choice.to_string();
+            return by(choice).unwrap_or_else(|| choice.to_string());
         }
         let ways = MethodChoice::ways_of_auto(engines);
         let used = ways.iter().zip(self.by_way).filter(|(_, bytes)| *bytes * 100 >= all);
         let words: Vec<_> = used.map(|(way, bytes)| format!("{way} {} %", (bytes * 100 + all / 2) / all)).collect();
-        format!("{choice}: {}", words.join(", "))
+        let accounts: String = ways.iter().filter_map(|way| by(*way)).map(|by| format!("; {by}")).collect();
+        format!("{choice}: {}{accounts}", words.join(", "))
     }
 
     /// Content bytes / packet bytes; 1 before anything was sent.
@@ -254,6 +256,8 @@ pub struct SendContext {
     pub abort: Arc<Abort>,
     /// How content is compressed.
     pub method: MethodChoice,
+    /// What there is to compress with besides the CPU.
+    pub engines: Engines,
     /// What was agreed on with the peer.
     pub rules: PacketRules,
     /// What helps to read guest RAM, besides the CPU.

@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Instant;
 
-use sterna_codec::Engines;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_offload::Maker;
@@ -18,7 +17,6 @@ use super::ahead::{self, Ahead, Copy, Ready};
 use super::coding::{Coding, Kernel, Seen, Times};
 use super::delta::Deltas;
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Way};
-use crate::accelerator::Accelerator;
 use crate::batch::Batch;
 use crate::in_place;
 use crate::off_cpu::OffCpu;
@@ -120,8 +118,7 @@ impl Sending {
         shared: Arc<Shared>,
         context: SendContext,
     ) -> Result<Self, sterna_codec::CodecError> {
-        let engines = context.accelerator.as_ref().map_or_else(Engines::default, Accelerator::engines);
-        let coding = Coding::new(context.method, &engines)?;
+        let coding = Coding::new(context.method, &context.engines)?;
         let encoded = vec![0; context.rules.packet_size];
         let deltas = (context.delta_cache > 0).then(|| Deltas::new(context.delta_cache, context.rules.packet_size));
         Ok(Self {

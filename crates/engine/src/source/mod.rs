@@ -25,7 +25,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sterna_codec::MethodChoice;
+use sterna_codec::{MethodChoice, Qatzip};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
@@ -79,6 +79,7 @@ struct Settings {
     limits: TimeLimits,
     channels: u16,
     method: MethodChoice,
+    qatzip: Qatzip,
     bandwidth: Option<u64>,
     downtime: Duration,
     packet_size: usize,
@@ -105,6 +106,7 @@ impl Source {
             limits: TimeLimits::default(),
             channels: 2,
             method: MethodChoice::default(),
+            qatzip: Qatzip::default(),
             bandwidth: None,
             downtime: Duration::from_millis(300),
             packet_size: DEFAULT_PACKET_SIZE,
@@ -130,6 +132,14 @@ impl Source {
     #[must_use]
     pub fn method(mut self, method: MethodChoice) -> Self {
         self.settings.method = method;
+        self
+    }
+
+    /// Where the method `qatzip` finds its library, and what software may do: any library, and software where no device does it,
+    /// unless said otherwise. Where software is forbidden and there is no device, [`Source::run`] fails before anything is begun.
+    #[must_use]
+    pub fn qatzip(mut self, qatzip: Qatzip) -> Self {
+        self.settings.qatzip = qatzip;
         self
     }
 

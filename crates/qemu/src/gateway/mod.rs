@@ -15,7 +15,7 @@ use std::time::Duration;
 use sterna::record_file::Side;
 use sterna::session::SessionError;
 use sterna::transport::Security;
-use sterna_codec::MethodChoice;
+use sterna_codec::{MethodChoice, Qatzip};
 use sterna_wire::identity::MigrationId;
 
 mod destination;
@@ -49,6 +49,8 @@ pub struct SendOptions {
     pub channels: u16,
     /// How pages are compressed.
     pub method: MethodChoice,
+    /// Where the method `qatzip` finds its library, and what software may do.
+    pub qatzip: Qatzip,
     /// Most bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
     /// Longest downtime that is aimed at.
@@ -101,6 +103,8 @@ pub struct ProxySendOptions {
     pub channels: u16,
     /// How pages are compressed.
     pub method: MethodChoice,
+    /// Where the method `qatzip` finds its library, and what software may do.
+    pub qatzip: Qatzip,
     /// Most bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
     /// The downtime that whoever drives QEMU aims at; bounds what is in flight.

@@ -24,6 +24,7 @@ use sterna::session::{
 };
 use sterna::transport::Address;
 use sterna::window::Window;
+use sterna_codec::Engines;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};
 
@@ -86,6 +87,9 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     qemu::check_directories(&options.state_dir, &qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
+    let engines = options.qatzip.engines(options.method, options.channels);
+    let (engines, line) = engines.map_err(GatewayError::untouched)?;
+    line.iter().for_each(|line| observer.note(line));
 
     let (events_in, events) = channel();
     let offer = Offer {
@@ -145,6 +149,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let mut driver = Driver {
         lead,
         options,
+        engines,
         observer,
         qmp,
         record,
@@ -180,6 +185,7 @@ struct Moving {
 struct Driver<'a> {
     lead: SourceLead,
     options: &'a SendOptions,
+    engines: Engines,
     observer: &'a dyn Observer,
     qmp: Qmp,
     record: RecordFile,
@@ -445,6 +451,7 @@ impl Driver<'_> {
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
             abort: Arc::clone(&self.lead.abort),
             method: self.options.method,
+            engines: self.engines.clone(),
             rules: self.session.rules(),
             accelerator: None,
             again: None,

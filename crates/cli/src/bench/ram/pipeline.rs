@@ -51,6 +51,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::new(Abort::default()),
         method: MethodChoice::default(),
+        engines: sterna_codec::Engines::default(),
         rules: RULES,
         accelerator: None,
         again: None,

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use sterna_codec::Engines;
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, Mode};
@@ -72,6 +73,9 @@ pub(super) fn run(
     if let Some(reason) = vmm.post_copy_refusal().filter(|_| post_copy) {
         return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
     }
+    let (engines, line) =
+        settings.qatzip.engines(settings.method, settings.channels).map_err(MigrationError::untouched)?;
+    line.iter().for_each(|line| observer.note(line));
     // What was chosen is not left out silently: it is required.
     let mut wanted = vec![GUEST_STATE];
     wanted.extend(post_copy.then_some(POST_COPY));
@@ -119,9 +123,14 @@ pub(super) fn run(
     let (lead, first) = SourceLead::begin(Peer::new(link), Arc::new(Abort::default()), settings.limits.telling);
     let weight = settings.accelerator_weight;
     let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram, weight));
+    let engines = match &accelerator {
+        Some(accelerator) => accelerator.engines(engines),
+        None => engines,
+    };
     let mut driver = Driver {
         lead,
         accelerator,
+        engines,
         vmm,
         to,
         security,
@@ -197,6 +206,8 @@ impl Moving {
 struct Driver<'a> {
     lead: SourceLead,
     accelerator: Option<Accelerator>,
+    /// What there is to compress with besides the CPU.
+    engines: Engines,
     vmm: &'a mut dyn SourceVmm,
     to: &'a Address,
     security: &'a Security,
@@ -527,6 +538,7 @@ impl Driver<'_> {
             pacer: Arc::clone(&self.pacer),
             abort: Arc::clone(&self.lead.abort),
             method: self.settings.method,
+            engines: self.engines.clone(),
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
             again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),

@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use sterna_codec::Engines;
 use sterna_wire::control::ControlMessage;
 use sterna_wire::switchover::SourceEnd;
 
@@ -109,10 +108,6 @@ impl Driver<'_> {
     }
 
     /// The account, once the data plane has ended.
-    fn engines(&self) -> Engines {
-        self.accelerator.as_ref().map_or_else(Engines::default, Accelerator::engines)
-    }
-
     fn report(&mut self, outcome: Outcome, reason: Option<String>) -> Report {
         let sent = self.sent();
         let told = self.told.lock().expect("nobody panics with it").clone();
@@ -150,7 +145,7 @@ impl Driver<'_> {
             zero_pages: sent.zero_pages,
             ratio: sent.ratio(),
             throughput: sent.wire_bytes as f64 / (total_ms / 1e3).max(1e-3),
-            method: sent.method(self.settings.method, &self.engines()),
+            method: sent.method(self.settings.method, &self.engines),
             channels: self.settings.channels,
             encrypted: matches!(self.security, Security::Tls(_)),
             source_cpu_seconds: own_cpu_seconds(),

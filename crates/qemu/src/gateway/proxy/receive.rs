@@ -277,6 +277,7 @@ impl OpaqueConnections {
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.abort),
             method: MethodChoice::default(),
+            engines: sterna_codec::Engines::default(),
             rules: PacketRules { packet_size: self.packet_size, checksums: true },
             accelerator: None,
             again: None,

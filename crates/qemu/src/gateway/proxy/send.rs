@@ -18,6 +18,7 @@ use sterna::send::SendContext;
 use sterna::session::{self, Offer, PeerNews, Session, TellPeer};
 use sterna::transport::{Address, Connection, open_channel};
 use sterna::window::Window;
+use sterna_codec::Engines;
 use sterna_wire::control::{ControlMessage, Machine, Mode};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_OPAQUE_CHANNELS, MAX_RAM_CHANNELS};
@@ -52,6 +53,9 @@ enum Event {
 /// # Errors
 /// What broke; the QEMUs' own sockets have been closed, as if the network had failed.
 pub fn proxy_send(options: &ProxySendOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<(), GatewayError> {
+    let engines = options.qatzip.engines(options.method, options.channels);
+    let (engines, line) = engines.map_err(|refused| GatewayError(refused.to_string()))?;
+    line.iter().for_each(|line| observer.note(line));
     let (events_in, events) = channel();
     let migrations = Socket::listen(&options.unix)?;
     let mut opaque = Vec::new();
@@ -71,6 +75,7 @@ pub fn proxy_send(options: &ProxySendOptions, cancel: &Cancel, observer: &dyn Ob
     abort.on_end(move || drop(broken.send(Event::Broken)));
     let mut proxy = Proxy {
         options,
+        engines,
         observer,
         cancel,
         events_in,
@@ -219,6 +224,7 @@ fn begin_migration(main: UnixStream, listener: &UnixListener) -> Event {
 
 struct Proxy<'a> {
     options: &'a ProxySendOptions,
+    engines: Engines,
     observer: &'a dyn Observer,
     cancel: &'a Cancel,
     events_in: Sender<Event>,
@@ -296,6 +302,7 @@ impl Proxy<'_> {
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
             abort: Arc::clone(&self.abort),
             method: self.options.method,
+            engines: self.engines.clone(),
             rules,
             accelerator: None,
             again: None,

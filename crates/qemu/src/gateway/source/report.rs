@@ -107,7 +107,7 @@ impl Driver<'_> {
             zero_pages: sent.zero_pages,
             ratio: sent.ratio(),
             throughput: sent.wire_bytes as f64 / (total_ms / 1e3).max(1e-3),
-            method: sent.method(self.options.method, &sterna_codec::Engines::default()),
+            method: sent.method(self.options.method, &self.engines),
             channels: self.options.channels,
             encrypted: matches!(self.options.security, Security::Tls(_)),
             source_cpu_seconds: own_cpu_seconds(),
