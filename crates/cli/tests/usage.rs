@@ -70,6 +70,7 @@ fn wrong_values_are_one_line_that_names_the_option() {
         ("--channels", "65"),
         ("--normal-page-ratio", "101"),
         ("--method", "lzma"),
+        ("--qatzip-software", "never"),
         ("--log", "loud"),
     ] {
         let text = one_line(&run(&format!("send --qmp q --to h:1 --insecure {option} {value}")), 2);
@@ -79,6 +80,14 @@ fn wrong_values_are_one_line_that_names_the_option() {
     assert_eq!(text, "--level: method zstd has the levels -5 to 9, not '10'");
     let text = one_line(&run("send --qmp q --to h:1 --insecure --method lz4 --level 1"), 2);
     assert!(text.starts_with("--level: method lz4 has no levels"), "{text}");
+}
+
+#[test]
+fn qatzip_without_software_is_refused_where_there_is_no_library() {
+    let line = "proxy send --unix u.sock --to h:1 --insecure --method qatzip --qatzip-library /nowhere --qatzip-software forbidden";
+    let text = one_line(&run(line), 1);
+    let refusal = "method qatzip without software is not possible: QATzip is not available: there is no file /nowhere; install libqatzip";
+    assert!(text.starts_with(refusal), "{text}");
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let batches: Vec<&[u8]> = memory.chunks_exact(BATCH).collect();
     println!("{} batches of 512 KiB", batches.len());
-    // Without an accelerator qatzip is zlib.
+    // Without an accelerator qatzip is zlib; `qat_throughput` has it with whatever QATzip finds.
     for method in Method::all().filter(|method| !["none", "qatzip"].contains(&method.name())) {
         let levels = method.row().levels.map(|levels| (levels.least, levels.most));
         let shown = method.choices().filter(|choice| match (choice.level(), levels) {
