@@ -30,7 +30,8 @@ impl fmt::Display for Engine {
 pub trait EncoderSource: Send + Sync + fmt::Debug {
     /// An encoder for one channel, at a level of the method that asks (any number where it has none).
     ///
-    /// What it writes, the decoder of the format reads. It finishes by itself what the accelerator leaves undone.
+    /// What it writes, the decoder of the format reads. It finishes by itself what the accelerator leaves undone, or calls it
+    /// incompressible.
     fn encoder(&self, level: i32) -> Result<Box<dyn Encoder>, CodecError>;
 
     /// Whether a device does the work, rather than software that somebody has asked for by name.

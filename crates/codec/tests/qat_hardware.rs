@@ -5,6 +5,7 @@
 mod common;
 
 use std::process::Command;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
 use common::read_gzip;
@@ -94,6 +95,30 @@ fn what_a_device_does_not_do_the_cpu_does_and_where_that_is_forbidden_nobody() {
         encode(&mut *encoder, &good).unwrap();
     }
     std::mem::forget(engines);
+
+    // A device that answers when nobody waits any more: its answers are not taken for those of later batches.
+    let gate = |open: bool| {
+        // SAFETY: the made-up library's own integer, which it reads atomically; loaded for ever.
+        unsafe {
+            let loaded = libloading::os::unix::Library::new(directory.path().join("libqatzip.so.3")).unwrap();
+            (**loaded.get::<*const AtomicI32>(b"gate").unwrap()).store(i32::from(open), Ordering::SeqCst);
+        }
+    };
+    let engines = start_with(QatzipSoftware::WhenBusy, Duration::from_millis(1));
+    for round in 0..20 {
+        gate(false);
+        let mut encoder = choice().untiring_encoder(&engines).unwrap();
+        encode(&mut *encoder, &batch(["GATED one", "GATED two", "", "GATED"])).unwrap();
+        for _ in 0..8 {
+            encode(&mut *encoder, &good).unwrap();
+        }
+        gate(true);
+        for _ in 0..round {
+            std::thread::yield_now();
+        }
+        encode(&mut *encoder, &batch(["GATED three", "", "four", "five"])).unwrap();
+        encode(&mut *encoder, &good).unwrap();
+    }
 
     // Forbidden: what no device does goes as it is, and what one does is as before.
     let engines = start(QatzipSoftware::Forbidden);

@@ -25,7 +25,7 @@ static uint32_t crc_of(const unsigned char *p, unsigned n)
 static void put(unsigned char *at, uint32_t v) { memcpy(at, &v, 4); }
 static uint32_t get(const unsigned char *at) { uint32_t v; memcpy(&v, at, 4); return v; }
 
-int hits_of_init, software_calls, sessions;
+int hits_of_init, software_calls, sessions, gate;
 
 int qzInit(session *s, unsigned char backup) { hits_of_init++; return 0; }
 unsigned qzSetLogLevel(unsigned level) { return level; }
@@ -124,6 +124,7 @@ int qzCompress(session *s, const unsigned char *src, unsigned *src_len, unsigned
 {
     if (*src_len >= 5) {
         if (!memcmp(src, "HANGS", 5)) for (;;) pause();
+        if (!memcmp(src, "GATED", 5)) while (!__atomic_load_n(&gate, __ATOMIC_SEQ_CST)) usleep(100);
         if (!memcmp(src, "SOFTW", 5)) return pack(s, src, src_len, dst, room, 0);
         if (!memcmp(src, "BROKE", 5)) { *src_len = *room = 0; return -2; }
         if (!memcmp(src, "TIMED", 5)) { *src_len = *room = 0; return -5; }
