@@ -210,7 +210,7 @@ pub(crate) struct LinkArgs {
     )]
     pub(crate) channels: u16,
     /// How pages are compressed
-    #[arg(long, default_value = "none", value_parser = method_names())]
+    #[arg(long, default_value = "auto", value_parser = method_names())]
     pub(crate) method: String,
     /// Level of the method, higher is smaller and slower; zstd: -5 to 9, zlib and qatzip: 1 to 9 [default for all: 1]
     #[arg(long, allow_hyphen_values = true, requires = "method")]
@@ -221,6 +221,9 @@ pub(crate) struct LinkArgs {
     /// What the method qatzip may do in software
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = QatzipSoftwareArg::WhenBusy, requires = "method")]
     pub(crate) qatzip_software: QatzipSoftwareArg,
+    /// CPUs that the sending threads may use together, such as 1.5, where the method is auto [default: no limit]
+    #[arg(long, value_name = "CORES", requires = "method", value_parser = units::cores)]
+    pub(crate) cpu: Option<f64>,
     /// Most bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
     #[arg(long, value_name = "RATE", allow_hyphen_values = true, value_parser = units::rate)]
     pub(crate) bandwidth: Option<u64>,

@@ -11,6 +11,14 @@ use sterna_wire::limits::{MAX_CONTENT, MIN_PACKET_SIZE};
 /// The longest `--downtime`: QEMU takes no larger `downtime-limit` (`migration/options.c`, 2000 s).
 const MAX_DOWNTIME: Duration = Duration::from_secs(2000);
 
+/// CPUs, as a plain number above 0: `2`, `0.5`.
+pub(crate) fn cores(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(cores) if cores.is_finite() && cores > 0.0 => Ok(cores),
+        _ => Err("a number of CPUs above 0 is expected, such as 2 or 0.5".to_owned()),
+    }
+}
+
 /// One unit: its value is `times / per` of the quantity's base unit.
 #[derive(Debug)]
 struct Unit {

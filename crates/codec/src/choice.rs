@@ -52,6 +52,11 @@ impl Default for MethodChoice {
 }
 
 impl MethodChoice {
+    /// Batch by batch what drains memory fastest.
+    pub fn auto() -> Self {
+        Self { method: Method::from_name("auto").expect("the table has it"), level: 0 }
+    }
+
     /// `method` at `level`, or at its default level.
     pub fn new(method: Method, level: Option<i32>) -> Result<Self, ChoiceError> {
         match (method.row().levels, level) {

@@ -99,6 +99,15 @@ pub struct Interval {
 /// What is known of a way, by class.
 type Way = [Estimate; CLASSES.len() + 1];
 
+/// What held a channel up, each as a part of its time; for the rest it was busy itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct HeldUp {
+    /// It waited for the network.
+    pub network: f64,
+    /// It waited for the receiver.
+    pub receiver: f64,
+}
+
 /// The choice of one channel.
 #[derive(Clone, Debug)]
 pub struct Selection {
@@ -178,12 +187,12 @@ impl Selection {
         }
     }
 
-    /// A packet with content was written.
-    pub fn sent(&mut self, interval: &Interval) {
+    /// A packet with content was written. Says what held it up.
+    pub fn sent(&mut self, interval: &Interval) -> HeldUp {
         let &Interval { busy, writing, waited, idle, arrived, placing, written, beyond } = interval;
         let all = busy.saturating_add(waited);
         if all == 0 || written == 0 {
-            return;
+            return HeldUp::default();
         }
         let (time, bytes) = (all as f64, written as f64);
         let follow = |value: &mut f64, newest: f64| *value += (newest - *value) * SMOOTH;
@@ -191,7 +200,7 @@ impl Selection {
         if self.sent == 1 {
             // Until there is something to send, every network has nothing to do.
             (self.pace, self.typical) = (time / bytes, time);
-            return;
+            return HeldUp { network: waited as f64 / time, receiver: 0.0 };
         }
         follow(&mut self.typical, time);
         follow(&mut self.pace, time / bytes);
@@ -215,6 +224,7 @@ impl Selection {
         let price = self.price * f64::exp(*gain * pressure * weight);
         let (least, most) = self.telling_prices();
         self.price = price.clamp(least / BEYOND, most * BEYOND).min(MOST_PART * self.pace).clamp(PRICES.0, PRICES.1);
+        HeldUp { network: waits, receiver: waited as f64 / time - waits }
     }
 
     /// The least price at which anything but the cheapest way is best for some content, and the highest at which the way changes for any.

@@ -18,6 +18,8 @@ pub(crate) struct OffCpu {
     off: Duration,
     /// How long the thread had waited for a CPU by then.
     delay: Duration,
+    /// How long it had been running at the last [`OffCpu::running`].
+    running: Duration,
 }
 
 /// The beginning of a call.
@@ -31,7 +33,7 @@ impl OffCpu {
     pub(crate) fn new() -> Self {
         let schedstat = File::open("/proc/thread-self/schedstat").ok();
         let delay = schedstat.as_ref().and_then(run_delay).unwrap_or_default();
-        Self { schedstat, off: Duration::ZERO, delay }
+        Self { schedstat, off: Duration::ZERO, delay, running: thread_time() }
     }
 
     /// A call begins.
@@ -44,6 +46,12 @@ impl OffCpu {
         let running = thread_time().saturating_sub(begun.running);
         self.off += begun.at.elapsed().saturating_sub(running);
         running
+    }
+
+    /// How long the thread has been running since the last time this was asked.
+    pub(crate) fn running(&mut self) -> Duration {
+        let running = thread_time();
+        running.saturating_sub(std::mem::replace(&mut self.running, running))
     }
 
     /// How long the thread has waited in the calls since the last time, other than for a CPU.

@@ -161,6 +161,9 @@ pub struct Report {
     pub throughput: f64,
     /// Compression method and level.
     pub method: String,
+    /// Where the method was chosen batch by batch: what was chosen when, and what held the sending up meanwhile.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub choices: Vec<String>,
     /// RAM channels.
     pub channels: u16,
     /// Whether the connections were encrypted.
@@ -282,6 +285,9 @@ impl Report {
                 if self.encrypted { "TLS" } else { "not encrypted" }
             ),
         );
+        for choice in &self.choices {
+            line("chosen", choice.clone());
+        }
         line(
             "cpu",
             format!(
@@ -442,6 +448,7 @@ mod tests {
             ratio: 1.0,
             throughput: 1e6,
             method: "none".into(),
+            choices: Vec::new(),
             channels: 2,
             encrypted: true,
             source_cpu_seconds: 1.0,
@@ -464,6 +471,7 @@ mod tests {
             machine: evil.into(),
             destination: evil.into(),
             method: evil.into(),
+            choices: vec![evil.into()],
             placement: vec![evil.into(), evil.into()],
             ..report(Outcome::Failed)
         };
@@ -472,7 +480,7 @@ mod tests {
             assert!(text.chars().all(|character| character == '\n' || !character.is_control()), "{text:?}");
             assert!(!text.lines().any(|line| line.starts_with("migration completed")), "{text}");
         }
-        assert_eq!(forged.text().lines().count(), plain + 2, "one line for each placement");
+        assert_eq!(forged.text().lines().count(), plain + 3, "one line for each placement and choice");
     }
 
     #[test]

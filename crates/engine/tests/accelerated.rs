@@ -101,7 +101,8 @@ fn migrate_seen(
     let cancel = Cancel::new();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let address = listening.address().clone();
-    let migration = settings(Source::new(source.ram(), Box::new(log)).offload(Arc::clone(offload)));
+    let migration =
+        settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()).offload(Arc::clone(offload)));
     let (sent, received) = std::thread::scope(|scope| {
         let (to, cancel) = (&mut to, &cancel);
         let receiving = scope.spawn(move || listening.run(to, cancel, &()));
@@ -267,7 +268,8 @@ fn a_weight_that_no_guest_can_have_is_refused_before_anything_is_touched() {
     for weight in [0, 1001, u32::MAX] {
         let memory = Memory::new(1, 1);
         let (mut from, log) = Monitor::new(&memory, &Running::default(), WRITES);
-        let migration = Source::new(memory.ram(), Box::new(log)).accelerator_weight(weight);
+        let migration =
+            Source::new(memory.ram(), Box::new(log)).method(MethodChoice::default()).accelerator_weight(weight);
         let refused = migration.run("127.0.0.1:1", &Security::Insecure, &mut from, &Cancel::new(), &());
         let reason = refused.unwrap_err().to_string();
         assert!(reason.contains(&weight.to_string()) && reason.contains("between 1 and 1000"), "{reason}");
@@ -370,8 +372,10 @@ fn a_cancelled_migration_leaves_nothing_with_a_device_and_its_memory_may_go() {
             let cancel = Cancel::new();
             let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
             let address = listening.address().clone();
-            let migration =
-                Source::new(source.ram(), Box::new(log)).bandwidth(Some(20_000_000)).offload(Arc::clone(&offload));
+            let migration = Source::new(source.ram(), Box::new(log))
+                .method(MethodChoice::default())
+                .bandwidth(Some(20_000_000))
+                .offload(Arc::clone(&offload));
             let cancelling = Cancelling(cancel.clone());
             let (sent, received) = both_sides(listening, &mut to, || {
                 migration.run(address, &Security::Insecure, &mut from, &cancel, &cancelling)

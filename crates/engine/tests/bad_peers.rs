@@ -52,6 +52,8 @@ impl Source {
             abort: Arc::clone(&abort),
             method: MethodChoice::parse(method, None).unwrap(),
             engines: sterna_codec::Engines::default(),
+            history: Arc::default(),
+            cpu: None,
             rules: RULES,
             accelerator: None,
             again,

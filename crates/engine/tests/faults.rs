@@ -242,6 +242,7 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     };
     let answer = if post_copy { NotConverging::PostCopyAfter(1 + random.below(2) as u32) } else { NotConverging::GoOn };
     let migration = Source::new(source.ram(), Box::new(log))
+        .method(MethodChoice::default())
         .channels(1 + random.below(3) as u16)
         .method(MethodChoice::parse(method, None).unwrap())
         .checksums(!random.chance(25))

@@ -48,7 +48,7 @@ impl Pair {
     }
 
     fn source(&mut self) -> Source {
-        Source::new(self.source.ram(), self.log.take().unwrap())
+        Source::new(self.source.ram(), self.log.take().unwrap()).method(MethodChoice::default())
     }
 
     /// Migrates with these settings.

@@ -155,6 +155,7 @@ fn source_against(
     let address = listener.local_address();
     let limits = TimeLimits { telling: Duration::from_millis(100), ..TimeLimits::default() };
     let migration = Source::new(memory.ram(), Box::new(log))
+        .method(MethodChoice::default())
         .when_not_converging(not_converging)
         .time_limits(limits)
         .bandwidth(Some(20 << 20))
@@ -182,6 +183,7 @@ fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on()
         let short = Duration::from_millis(100);
         let limits = TimeLimits { step: short, telling: short, ..TimeLimits::default() };
         let migration = Source::new(memory.ram(), Box::new(log))
+            .method(MethodChoice::default())
             .time_limits(limits)
             .downtime(Duration::from_millis(10))
             .packet_size(64 << 10);
@@ -340,6 +342,8 @@ impl OddSource {
             abort: Arc::clone(&self.abort),
             method: MethodChoice::parse("none", None).unwrap(),
             engines: sterna_codec::Engines::default(),
+            history: Arc::default(),
+            cpu: None,
             rules: self.session.rules(),
             accelerator: None,
             again: None,

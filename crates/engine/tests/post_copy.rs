@@ -16,6 +16,7 @@ use sterna::report::{Observer, Progress};
 use sterna::source::{NotConverging, Source, TimeLimits};
 use sterna::transport::Security;
 use sterna::transport::simulated::Network;
+use sterna_codec::MethodChoice;
 use sterna_memory::userfault::{Faults, Userfault};
 use sterna_offload::{Accelerators, Kind, Offload, Settings};
 
@@ -65,7 +66,7 @@ fn a_guest_that_never_converges_goes_on_at_the_destination_and_reads_what_it_had
             let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
             let migration = Source::new(source.ram(), Box::new(log))
                 .channels(channels)
-                .method(sterna_codec::MethodChoice::parse(method, None).unwrap())
+                .method(MethodChoice::parse(method, None).unwrap())
                 .bandwidth(Some(40 << 20))
                 .downtime(Duration::from_millis(10))
                 .when_not_converging(NotConverging::PostCopyAfter(1));
@@ -124,6 +125,7 @@ fn lost_and_found(offload: Option<&Arc<Offload>>) {
     let listening = Destination::new(destination.ram()).listen(network.port("there"), &Security::Insecure).unwrap();
     let limits = TimeLimits { dial_pause: Duration::from_millis(5), ..TimeLimits::default() };
     let mut migration = Source::new(source.ram(), Box::new(log))
+        .method(MethodChoice::default())
         .bandwidth(Some(20 << 20))
         .downtime(Duration::from_millis(10))
         .time_limits(limits)

@@ -41,6 +41,8 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         abort: Arc::clone(&abort),
         method: MethodChoice::parse("none", None).unwrap(),
         engines: sterna_codec::Engines::default(),
+        history: Arc::default(),
+        cpu: None,
         rules: RULES,
         accelerator: None,
         again: None,

@@ -31,6 +31,7 @@ pub(crate) fn send(
     let mut source = Source::new(guest_ram(machine)?, log)
         .method(settings.method()?)
         .qatzip(settings.qatzip())
+        .cpu(settings.cpu)
         .channels(settings.channels)
         .offload(offload)
         .bandwidth(settings.bandwidth)

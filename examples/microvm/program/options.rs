@@ -122,7 +122,7 @@ pub(crate) struct When {
 #[derive(Args)]
 pub(crate) struct SourceOptions {
     /// How pages are compressed: auto, none, lz4, zstd, zlib, iaa or qatzip
-    #[arg(long, default_value = "none")]
+    #[arg(long, default_value = "auto")]
     method: String,
     /// Level of the method
     #[arg(long, allow_hyphen_values = true)]
@@ -133,6 +133,9 @@ pub(crate) struct SourceOptions {
     /// What the method qatzip may do in software: forbidden, when-busy or always
     #[arg(long, value_name = "WHEN", default_value = "when-busy", value_parser = |name: &str| choice(&QATZIP_SOFTWARE, name))]
     qatzip_software: QatzipSoftware,
+    /// CPUs that the sending threads may use together, where the method is auto
+    #[arg(long, value_name = "CORES")]
+    pub(crate) cpu: Option<f64>,
     /// What helps to look for zero pages and to copy: cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y, iaa:/dev/iax/wqX.Y, model:FILE;
     /// several separated by commas. An iaa does neither so far
     // Nobody should believe that it is used where it is not.

@@ -1,10 +1,12 @@
 //! How a channel's batches are encoded: by the way that was asked for, or by what drains them fastest now.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use sterna_codec::select::{Class, Interval, Selection};
 use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Engines, MethodChoice};
 
+use super::history::History;
 use crate::transport::{SendTimes, Writer};
 
 /// Bytes of a sample, and the pieces that it is made of, from all over a batch: one page says nothing of its neighbours.
@@ -142,8 +144,8 @@ impl Coding {
         }
     }
 
-    /// A packet of so many bytes was written, whose content had entered the window.
-    pub(super) fn sent(&mut self, times: Times, seen: Seen, written: usize) {
+    /// A packet of `written` bytes with `content` in it was written, which had entered the window.
+    pub(super) fn sent(&mut self, times: Times, seen: Seen, content: usize, written: usize, history: &Mutex<History>) {
         if let Self::Auto(auto) = self {
             let elapsed = auto.since.elapsed();
             auto.since += elapsed;
@@ -161,7 +163,7 @@ impl Coding {
                 if is_limited { Default::default() } else { (times.idle, times.window_closed) };
             let idle = seen.idle.saturating_sub(before.idle).max(arrived);
             let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-            auto.selection.sent(&Interval {
+            let held_up = auto.selection.sent(&Interval {
                 busy: nanos(busy),
                 writing: nanos(times.writing),
                 waited: nanos(waited),
@@ -171,6 +173,8 @@ impl Coding {
                 written,
                 beyond: times.beyond,
             });
+            let mut history = history.lock().unwrap_or_else(PoisonError::into_inner);
+            history.sent(auto.way, content as u64, elapsed, held_up);
         }
     }
 

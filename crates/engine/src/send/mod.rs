@@ -9,13 +9,14 @@ mod again;
 mod ahead;
 mod coding;
 mod delta;
+mod history;
 mod thread;
 
 use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -26,10 +27,12 @@ use sterna_wire::packet::{ACK_LENGTH, Answer, PAGE_REQUEST_LENGTH, PageRequest};
 use sterna_wire::sequence::SendSequence;
 
 pub use self::again::{MOST_REFUSED, SendAgain, TooManyRefused};
+pub use self::history::History;
 use self::thread::Sending;
 use crate::abort::Abort;
 use crate::accelerator::Accelerator;
 use crate::batch::PooledBatch;
+use crate::cpu_allowance::CpuAllowance;
 use crate::entry::Overtaken;
 use crate::pacer::Pacer;
 use crate::receive::PacketRules;
@@ -207,6 +210,14 @@ impl Sent {
         format!("{choice}: {}{accounts}", words.join(", "))
     }
 
+    /// What was chosen when and why, a line for each change, where `choice` is to choose batch by batch.
+    pub fn choices(choice: MethodChoice, engines: &Engines, history: &Mutex<History>) -> Vec<String> {
+        if !choice.is_auto() {
+            return Vec::new();
+        }
+        history.lock().unwrap_or_else(PoisonError::into_inner).lines(&MethodChoice::ways_of_auto(engines))
+    }
+
     /// Content bytes / packet bytes; 1 before anything was sent.
     pub fn ratio(&self) -> f64 {
         if self.packet_bytes > 0 { self.content_bytes as f64 / self.packet_bytes as f64 } else { 1.0 }
@@ -258,6 +269,10 @@ pub struct SendContext {
     pub method: MethodChoice,
     /// What there is to compress with besides the CPU.
     pub engines: Engines,
+    /// Where the method is chosen batch by batch: what was chosen when, and why.
+    pub history: Arc<Mutex<History>>,
+    /// How much of this side's CPUs that may take, where the method is chosen batch by batch; none: as much as it likes.
+    pub cpu: Option<Arc<CpuAllowance>>,
     /// What was agreed on with the peer.
     pub rules: PacketRules,
     /// What helps to read guest RAM, besides the CPU.

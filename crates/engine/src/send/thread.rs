@@ -578,10 +578,12 @@ impl Sending {
                 let mut times = std::mem::take(&mut self.times);
                 times.waited = waits.take();
                 times.placing = self.shared.placing();
+                times.beyond = self.context.cpu.as_ref().map_or(0.0, |cpu| cpu.used(waits.running()));
                 (times.idle, times.window_closed) = self.kernel.since(&self.writer);
                 let window = &self.context.window;
                 let written = header.len() + self.table.len() + payload.len();
-                self.coding.sent(times, Seen { idle: window.idle(), full: window.full() }, written);
+                let seen = Seen { idle: window.idle(), full: window.full() };
+                self.coding.sent(times, seen, content.len(), written, &self.context.history);
             }
         }
         self.count(content.len() as u64, (header.len() + self.table.len() + payload.len()) as u64);

@@ -80,6 +80,7 @@ struct Settings {
     channels: u16,
     method: MethodChoice,
     qatzip: Qatzip,
+    cpu: Option<f64>,
     bandwidth: Option<u64>,
     downtime: Duration,
     packet_size: usize,
@@ -105,8 +106,9 @@ impl Source {
         let settings = Settings {
             limits: TimeLimits::default(),
             channels: 2,
-            method: MethodChoice::default(),
+            method: MethodChoice::auto(),
             qatzip: Qatzip::default(),
+            cpu: None,
             bandwidth: None,
             downtime: Duration::from_millis(300),
             packet_size: DEFAULT_PACKET_SIZE,
@@ -128,7 +130,7 @@ impl Source {
         self
     }
 
-    /// How pages are compressed; not at all unless said otherwise.
+    /// How pages are compressed; `auto` unless said otherwise.
     #[must_use]
     pub fn method(mut self, method: MethodChoice) -> Self {
         self.settings.method = method;
@@ -140,6 +142,14 @@ impl Source {
     #[must_use]
     pub fn qatzip(mut self, qatzip: Qatzip) -> Self {
         self.settings.qatzip = qatzip;
+        self
+    }
+
+    /// CPUs of this side that the sending threads may use together, where the method is `auto`: beyond them it chooses what costs less,
+    /// down to pages as they are. No limit unless said otherwise.
+    #[must_use]
+    pub fn cpu(mut self, cores: Option<f64>) -> Self {
+        self.settings.cpu = cores;
         self
     }
 
@@ -246,7 +256,7 @@ impl Source {
     }
 
     fn check(&self) -> Result<(), MigrationError> {
-        let Settings { channels, packet_size, accelerator_weight, .. } = self.settings;
+        let Settings { channels, packet_size, accelerator_weight, cpu, .. } = self.settings;
         if !(1..=MAX_RAM_CHANNELS).contains(&channels) {
             let reason = format!("{channels} channels were asked for; between 1 and {MAX_RAM_CHANNELS} are possible");
             return Err(MigrationError::untouched(reason));
@@ -255,6 +265,10 @@ impl Source {
             let reason = format!(
                 "a weight of {accelerator_weight} at accelerators was asked for; between 1 and {MAX_WEIGHT} are possible"
             );
+            return Err(MigrationError::untouched(reason));
+        }
+        if let Some(cores) = cpu.filter(|cores| !(cores.is_finite() && *cores > 0.0)) {
+            let reason = format!("{cores} CPUs were allowed for sending; a number above 0 is possible");
             return Err(MigrationError::untouched(reason));
         }
         if packet_size == 0 || !packet_size.is_multiple_of(PAGE_SIZE) || packet_size > MAX_CONTENT {

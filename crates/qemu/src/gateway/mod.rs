@@ -51,6 +51,8 @@ pub struct SendOptions {
     pub method: MethodChoice,
     /// Where the method `qatzip` finds its library, and what software may do.
     pub qatzip: Qatzip,
+    /// CPUs of this side that the sending threads may use together, where the method is `auto`; none: no limit.
+    pub cpu: Option<f64>,
     /// Most bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
     /// Longest downtime that is aimed at.
@@ -105,6 +107,8 @@ pub struct ProxySendOptions {
     pub method: MethodChoice,
     /// Where the method `qatzip` finds its library, and what software may do.
     pub qatzip: Qatzip,
+    /// CPUs of this side that the sending threads may use together, where the method is `auto`; none: no limit.
+    pub cpu: Option<f64>,
     /// Most bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
     /// The downtime that whoever drives QEMU aims at; bounds what is in flight.

@@ -8,17 +8,18 @@ mod report;
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
+use sterna::cpu_allowance::CpuAllowance;
 use sterna::pacer::Pacer;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Progress, Report};
-use sterna::send::{SendContext, Sent};
+use sterna::send::{History, SendContext, Sent};
 use sterna::session::{
     self, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, lead_source,
 };
@@ -150,6 +151,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         lead,
         options,
         engines,
+        history: Arc::default(),
         observer,
         qmp,
         record,
@@ -186,6 +188,7 @@ struct Driver<'a> {
     lead: SourceLead,
     options: &'a SendOptions,
     engines: Engines,
+    history: Arc<Mutex<History>>,
     observer: &'a dyn Observer,
     qmp: Qmp,
     record: RecordFile,
@@ -452,6 +455,8 @@ impl Driver<'_> {
             abort: Arc::clone(&self.lead.abort),
             method: self.options.method,
             engines: self.engines.clone(),
+            history: Arc::clone(&self.history),
+            cpu: self.options.cpu.map(|cores| Arc::new(CpuAllowance::new(cores))),
             rules: self.session.rules(),
             accelerator: None,
             again: None,

@@ -52,6 +52,8 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         abort: Arc::new(Abort::default()),
         method: MethodChoice::default(),
         engines: sterna_codec::Engines::default(),
+        history: Arc::default(),
+        cpu: None,
         rules: RULES,
         accelerator: None,
         again: None,

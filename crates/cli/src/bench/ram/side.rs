@@ -162,9 +162,13 @@ fn measured(guest: &Guest, work: impl FnOnce() -> Result<(u64, Option<u64>), Str
 
 fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, String> {
     match by {
-        Mover::Sterna { checksums, tls } => {
-            send_whole(guest, Source::new(guest.ram(), guest.log()).checksums(*checksums), to, channels, tls.as_deref())
-        }
+        Mover::Sterna { checksums, tls } => send_whole(
+            guest,
+            Source::new(guest.ram(), guest.log()).method(MethodChoice::default()).checksums(*checksums),
+            to,
+            channels,
+            tls.as_deref(),
+        ),
         Mover::Limited { bytes_per_second, method, seconds, tls } => {
             let method = MethodChoice::parse(method, None).map_err(|error| error.to_string())?;
             let log = guest.all_dirty_for(Duration::from_secs(*seconds));

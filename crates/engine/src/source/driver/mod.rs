@@ -25,13 +25,14 @@ use crate::accelerator::Accelerator;
 use crate::batch::BatchPool;
 use crate::cancel::Cancel;
 use crate::control_link::ControlEvent;
+use crate::cpu_allowance::CpuAllowance;
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
 use crate::migration::{DELTA, GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
-use crate::send::{SendAgain, SendChannel, SendContext, Sent};
+use crate::send::{History, SendAgain, SendChannel, SendContext, Sent};
 use crate::session::{
     self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, after,
     lead_source,
@@ -144,6 +145,7 @@ pub(super) fn run(
         ledger,
         window: new_window(&session, &settings),
         pacer: Arc::new(Pacer::new(settings.bandwidth)),
+        history: Arc::default(),
         settings,
         session,
         events_in,
@@ -226,6 +228,7 @@ struct Driver<'a> {
     ledger: Ledger,
     window: Arc<Window>,
     pacer: Arc<Pacer>,
+    history: Arc<Mutex<History>>,
     events_in: Sender<Event>,
     tell_peer: TellPeer,
     occupied: Occupied,
@@ -539,6 +542,8 @@ impl Driver<'_> {
             abort: Arc::clone(&self.lead.abort),
             method: self.settings.method,
             engines: self.engines.clone(),
+            history: Arc::clone(&self.history),
+            cpu: self.settings.cpu.map(|cores| Arc::new(CpuAllowance::new(cores))),
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
             again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),

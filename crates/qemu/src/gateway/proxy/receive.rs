@@ -278,6 +278,8 @@ impl OpaqueConnections {
             abort: Arc::clone(&self.abort),
             method: MethodChoice::default(),
             engines: sterna_codec::Engines::default(),
+            history: Arc::default(),
+            cpu: None,
             rules: PacketRules { packet_size: self.packet_size, checksums: true },
             accelerator: None,
             again: None,

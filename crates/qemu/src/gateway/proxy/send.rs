@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink};
+use sterna::cpu_allowance::CpuAllowance;
 use sterna::pacer::Pacer;
 use sterna::report::Observer;
 use sterna::send::SendContext;
@@ -303,6 +304,8 @@ impl Proxy<'_> {
             abort: Arc::clone(&self.abort),
             method: self.options.method,
             engines: self.engines.clone(),
+            history: Arc::default(),
+            cpu: self.options.cpu.map(|cores| Arc::new(CpuAllowance::new(cores))),
             rules,
             accelerator: None,
             again: None,

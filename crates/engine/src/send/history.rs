@@ -1,0 +1,178 @@
+//! What `auto` chose when, and what held it up meanwhile: for the report.
+
+use std::time::{Duration, Instant};
+
+use super::MOST_WAYS;
+use sterna_codec::MethodChoice;
+use sterna_codec::select::HeldUp;
+
+/// A period is so long at least.
+const SHORTEST: Duration = Duration::from_millis(250);
+/// So many are kept; with more, each becomes twice as long.
+const MOST_PERIODS: usize = 16;
+
+/// A stretch of time in which one way carried more content than any other.
+#[derive(Clone, Copy, Debug)]
+struct Period {
+    from: Duration,
+    by_way: [u64; MOST_WAYS],
+    /// Of all channels' time.
+    time: Duration,
+    held_up: HeldUp,
+}
+
+impl Period {
+    fn new(from: Duration) -> Self {
+        Self { from, by_way: [0; MOST_WAYS], time: Duration::ZERO, held_up: HeldUp::default() }
+    }
+
+    fn way(&self) -> usize {
+        let ways = self.by_way.iter().enumerate();
+        ways.max_by_key(|(_, bytes)| **bytes).map_or(0, |(way, _)| way)
+    }
+
+    /// What follows it is part of it.
+    fn absorb(&mut self, next: &Self) {
+        self.by_way.iter_mut().zip(next.by_way).for_each(|(sum, bytes)| *sum += bytes);
+        let (time, more) = (self.time.as_secs_f64(), next.time.as_secs_f64());
+        let mean = |one: f64, other: f64| (one * time + other * more) / (time + more).max(f64::MIN_POSITIVE);
+        self.held_up = HeldUp {
+            network: mean(self.held_up.network, next.held_up.network),
+            receiver: mean(self.held_up.receiver, next.held_up.receiver),
+        };
+        self.time += next.time;
+    }
+}
+
+/// Of all channels of a migration.
+#[derive(Debug)]
+pub struct History {
+    begun: Instant,
+    shortest: Duration,
+    /// The last one is still growing.
+    periods: Vec<Period>,
+}
+
+impl Default for History {
+    fn default() -> Self {
+        let mut periods = Vec::with_capacity(MOST_PERIODS + 1);
+        periods.push(Period::new(Duration::ZERO));
+        Self { begun: Instant::now(), shortest: SHORTEST, periods }
+    }
+}
+
+impl History {
+    /// A packet with `bytes` of content went by `way`; since the one before it on its channel `time` had passed.
+    pub(super) fn sent(&mut self, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
+        self.sent_at(self.begun.elapsed(), way, bytes, time, held_up);
+    }
+
+    fn sent_at(&mut self, now: Duration, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
+        let growing = self.periods.last().expect("there is one always");
+        if now.saturating_sub(growing.from) >= self.shortest {
+            self.close(now);
+        }
+        let growing = self.periods.last_mut().expect("there is one always");
+        let mut packet = Period { time, held_up, ..Period::new(now) };
+        packet.by_way[way] = bytes;
+        growing.absorb(&packet);
+    }
+
+    /// The last period has ended.
+    fn close(&mut self, now: Duration) {
+        self.merge();
+        if self.periods.len() == MOST_PERIODS {
+            self.shortest *= 2;
+            let longer = self.periods.chunks(2).map(|pair| {
+                let mut first = pair[0];
+                pair[1..].iter().for_each(|second| first.absorb(second));
+                first
+            });
+            let mut longer: Vec<_> = longer.collect();
+            longer.reserve_exact(MOST_PERIODS + 1 - longer.len());
+            self.periods = longer;
+        }
+        self.periods.push(Period::new(now));
+    }
+
+    /// The last period is no other than the one before it if the same way is ahead in both.
+    fn merge(&mut self) {
+        if let [.., before, last] = self.periods.as_mut_slice()
+            && before.way() == last.way()
+        {
+            before.absorb(&last.clone());
+            self.periods.pop();
+        }
+    }
+
+    /// A line for each period; `ways` are what was chosen among.
+    pub fn lines(&self, ways: &[MethodChoice]) -> Vec<String> {
+        let mut all = Self { begun: self.begun, shortest: self.shortest, periods: self.periods.clone() };
+        all.merge();
+        let sent = all.periods.iter().filter(|period| period.by_way.iter().any(|bytes| *bytes > 0));
+        sent.map(|period| line(period, ways)).collect()
+    }
+}
+
+fn line(period: &Period, ways: &[MethodChoice]) -> String {
+    let percent = |part: f64| (part * 100.0).round();
+    let bytes: u64 = period.by_way.iter().sum();
+    let way = period.way();
+    let most = percent(period.by_way[way] as f64 / bytes.max(1) as f64);
+    let name = ways.get(way).map_or_else(|| "?".to_owned(), ToString::to_string);
+    let HeldUp { network, receiver } = period.held_up;
+    format!(
+        "from {:.1} s: mostly {name} ({most} %); it waited for the network {} %, for the destination {} % of the time",
+        period.from.as_secs_f64(),
+        percent(network),
+        percent(receiver)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn ways() -> Vec<MethodChoice> {
+        [("none", None), ("lz4", None), ("zstd", Some("3"))]
+            .map(|(name, level)| MethodChoice::parse(name, level).unwrap())
+            .to_vec()
+    }
+
+    #[test]
+    fn each_change_of_mind_is_a_line_with_its_reason() {
+        let mut history = History::default();
+        for ms in 0..3000 {
+            let (way, network) = if ms < 1000 { (0, 0.1) } else { (2, 0.5) };
+            history.sent_at(MS * ms, way, 1000, MS, HeldUp { network, receiver: 0.25 });
+            // A try of another now and then is none.
+            history.sent_at(MS * ms, 1, 10, MS, HeldUp { network, receiver: 0.25 });
+        }
+        assert_eq!(
+            history.lines(&ways()),
+            [
+                "from 0.0 s: mostly none (99 %); it waited for the network 10 %, for the destination 25 % of the time",
+                "from 1.0 s: mostly zstd 3 (99 %); it waited for the network 50 %, for the destination 25 % of the time",
+            ]
+        );
+    }
+
+    #[test]
+    fn however_often_it_changes_the_lines_stay_few_and_nothing_is_lost() {
+        let mut history = History::default();
+        for ms in 0..100_000u32 {
+            history.sent_at(MS * ms, (ms / 300 % 3) as usize, 1000, MS, HeldUp::default());
+        }
+        assert!(history.periods.len() <= MOST_PERIODS, "{}", history.periods.len());
+        let bytes: u64 = history.periods.iter().flat_map(|period| period.by_way).sum();
+        assert_eq!(bytes, 100_000_000);
+        assert_eq!(history.lines(&ways())[0].split(':').next(), Some("from 0.0 s"));
+    }
+
+    #[test]
+    fn a_migration_without_content_has_no_lines() {
+        assert_eq!(History::default().lines(&ways()), [""; 0]);
+    }
+}
