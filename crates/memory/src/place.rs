@@ -19,6 +19,8 @@ mod tests;
 use std::fmt;
 use std::io;
 
+use crate::PAGE_SIZE;
+
 pub use file::{FileWrite, ZeroBy};
 pub use mapped::Mapped;
 pub use own::OwnMemory;
@@ -81,6 +83,9 @@ pub trait Place: Send + Sync + fmt::Debug {
 
     /// Writes several pieces, in as few system calls as the way allows. Empty pieces are allowed.
     fn write_pieces(&self, pieces: &[Piece<'_>]) -> Result<(), PlaceError>;
+
+    /// Reads back what the pages at `offsets` hold: `pages` is as many pages of [`PAGE_SIZE`] bytes, in the same order.
+    fn read_pages(&self, offsets: &[u64], pages: &mut [u8]) -> Result<(), PlaceError>;
 
     /// Makes `len` bytes at `offset` read as zeros: by writing zeros or by giving the memory back, whichever is right
     /// for the backing. Whether a page that nobody ever wrote needs this at all is the caller's decision.
@@ -172,6 +177,21 @@ fn check(offset: u64, len: u64, size: u64) -> Result<(), PlaceError> {
 /// Checks all pieces before the first is written.
 fn check_pieces(pieces: &[Piece<'_>], size: u64) -> Result<(), PlaceError> {
     pieces.iter().try_for_each(|piece| check(piece.offset, piece.data.len() as u64, size))
+}
+
+/// Checks all pages before the first is read.
+fn check_pages(offsets: &[u64], pages: &[u8], size: u64) -> Result<(), PlaceError> {
+    if pages.len() != offsets.len() * PAGE_SIZE {
+        let (room, asked) = (pages.len(), offsets.len());
+        return Err(PlaceError::Unusable(format!("{asked} pages are not read into {room} bytes")));
+    }
+    offsets.iter().try_for_each(|offset| check(*offset, PAGE_SIZE as u64, size))
+}
+
+/// How many pages from `first` on follow each other in the block.
+fn together(offsets: &[u64], first: usize) -> usize {
+    let follows = |pair: &&[u64]| pair[0].checked_add(PAGE_SIZE as u64) == Some(pair[1]);
+    1 + offsets[first..].windows(2).take_while(follows).count()
 }
 
 /// The size of a page of this machine's kernel, bytes.

@@ -6,12 +6,16 @@
 
 use std::fs::File;
 use std::io::{self, IoSlice};
+use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
-use super::{Piece, Place, PlaceError, VECTOR, Way, ZEROS, check, check_pieces, kernel_page_size};
+use super::{
+    Piece, Place, PlaceError, VECTOR, Way, ZEROS, check, check_pages, check_pieces, kernel_page_size, together,
+};
+use crate::PAGE_SIZE;
 
 /// How a range is made to read as zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,6 +109,20 @@ impl Place for FileWrite {
             }
             self.write_run(first.offset, &mut slices[..run])?;
             rest = &rest[run..];
+        }
+        Ok(())
+    }
+
+    fn read_pages(&self, offsets: &[u64], mut pages: &mut [u8]) -> Result<(), PlaceError> {
+        check_pages(offsets, pages, self.size)?;
+        let mut next = 0;
+        while next < offsets.len() {
+            let run = together(offsets, next);
+            let (part, rest) = std::mem::take(&mut pages).split_at_mut(run * PAGE_SIZE);
+            self.file
+                .read_exact_at(part, self.base + offsets[next])
+                .map_err(|error| failed("reading guest RAM back", offsets[next], error))?;
+            (pages, next) = (rest, next + run);
         }
         Ok(())
     }

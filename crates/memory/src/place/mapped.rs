@@ -14,7 +14,8 @@ use std::ptr::NonNull;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::{Piece, Place, PlaceError, Way, check, check_pieces, kernel_page_size};
+use super::{Piece, Place, PlaceError, Way, check, check_pages, check_pieces, kernel_page_size, together};
+use crate::PAGE_SIZE;
 
 /// A shared, writable mapping of (part of) a file.
 #[derive(Debug)]
@@ -124,6 +125,24 @@ impl Place for Mapped {
                 }
             }
             rest = &rest[run..];
+        }
+        Ok(())
+    }
+
+    fn read_pages(&self, offsets: &[u64], pages: &mut [u8]) -> Result<(), PlaceError> {
+        check_pages(offsets, pages, self.size)?;
+        let mut pages = pages.chunks_exact_mut(PAGE_SIZE);
+        let mut next = 0;
+        while next < offsets.len() {
+            let run = &offsets[next..][..together(offsets, next)];
+            // A hole is a page fault here too.
+            self.populate(run[0], (run.len() * PAGE_SIZE) as u64)?;
+            for (offset, page) in run.iter().zip(&mut pages) {
+                // SAFETY: the page was checked to lie inside the mapping, which lives as long as `self`; the target is a
+                // live slice, and no slice of the mapping is ever made, so the two do not overlap.
+                unsafe { std::ptr::copy_nonoverlapping(self.at(*offset).cast_const(), page.as_mut_ptr(), PAGE_SIZE) };
+            }
+            next += run.len();
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! Placing into memory of this process: the way of a VMM that embeds the library.
 
-use super::{Piece, Place, PlaceError, Way, check, check_pieces};
+use super::{Piece, Place, PlaceError, Way, check, check_pages, check_pieces};
+use crate::PAGE_SIZE;
 
 /// Guest RAM that is mapped in this process.
 #[derive(Debug)]
@@ -44,6 +45,16 @@ impl Place for OwnMemory {
             unsafe {
                 std::ptr::copy_nonoverlapping(piece.data.as_ptr(), self.at(piece.offset), piece.data.len());
             }
+        }
+        Ok(())
+    }
+
+    fn read_pages(&self, offsets: &[u64], pages: &mut [u8]) -> Result<(), PlaceError> {
+        check_pages(offsets, pages, self.size)?;
+        for (offset, page) in offsets.iter().zip(pages.chunks_exact_mut(PAGE_SIZE)) {
+            // SAFETY: the page was checked to lie inside the range that the contract of `new` keeps mapped; the target is a
+            // live slice, and no reference to guest RAM exists, so the two do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(self.at(*offset).cast_const(), page.as_mut_ptr(), PAGE_SIZE) };
         }
         Ok(())
     }

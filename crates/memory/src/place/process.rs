@@ -15,7 +15,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
-use super::{Piece, Place, PlaceError, VECTOR, Way, ZEROS, check, check_pieces};
+use super::{Piece, Place, PlaceError, VECTOR, Way, ZEROS, check, check_pages, check_pieces, together};
+use crate::PAGE_SIZE;
 
 /// Another process, held so that its id cannot come to mean a different one unnoticed.
 ///
@@ -88,14 +89,22 @@ impl ProcessWrite {
         self.process.check_alive()
     }
 
-    /// Writes `local` into `remote`; the two have the same total length. Goes on after partial writes.
-    fn transfer(&self, mut local: &mut [libc::iovec], mut remote: &mut [libc::iovec]) -> Result<(), PlaceError> {
+    /// Copies `local` into `remote`, or the other way; the two have the same total length. Goes on after partial copies.
+    ///
+    /// # Safety
+    /// Every entry of `local` describes a live slice of the caller, which may be written where `call` reads the other process.
+    unsafe fn transfer(
+        &self,
+        call: Call,
+        mut local: &mut [libc::iovec],
+        mut remote: &mut [libc::iovec],
+    ) -> Result<(), PlaceError> {
         self.process.check_alive()?;
         while !remote.is_empty() {
-            // SAFETY: every local entry describes a live slice of the caller, only read by the kernel; remote addresses
-            // belong to the other process and are checked by the kernel. Both counts are the slices' own lengths.
-            let written = unsafe {
-                libc::process_vm_writev(
+            // SAFETY: local entries are as the caller has promised; remote addresses belong to the other process and are
+            // checked by the kernel. Both counts are the slices' own lengths.
+            let copied = unsafe {
+                call(
                     self.process.pid,
                     local.as_ptr(),
                     local.len() as libc::c_ulong,
@@ -104,13 +113,13 @@ impl ProcessWrite {
                     0,
                 )
             };
-            if written > 0 {
-                advance(&mut local, written as usize);
-                advance(&mut remote, written as usize);
+            if copied > 0 {
+                advance(&mut local, copied as usize);
+                advance(&mut remote, copied as usize);
                 continue;
             }
             let address = remote[0].iov_base as u64;
-            let error = if written == 0 {
+            let error = if copied == 0 {
                 // Never seen; no progress must not become an endless loop.
                 io::Error::from(io::ErrorKind::WriteZero)
             } else {
@@ -164,8 +173,31 @@ impl Place for ProcessWrite {
                     }
                 }
             }
-            self.transfer(&mut local[..used], &mut remote[..ranges])?;
+            // SAFETY: the entries are the pieces' slices, which are only read.
+            unsafe { self.transfer(libc::process_vm_writev, &mut local[..used], &mut remote[..ranges])? };
             rest = &rest[taken..];
+        }
+        Ok(())
+    }
+
+    fn read_pages(&self, offsets: &[u64], mut pages: &mut [u8]) -> Result<(), PlaceError> {
+        check_pages(offsets, pages, self.size)?;
+        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        let mut next = 0;
+        while next < offsets.len() {
+            let mut remote = [empty; VECTOR];
+            let (mut ranges, first) = (0, next);
+            while ranges < VECTOR && next < offsets.len() {
+                let run = together(offsets, next);
+                let address = self.base + offsets[next];
+                remote[ranges] = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: run * PAGE_SIZE };
+                (ranges, next) = (ranges + 1, next + run);
+            }
+            let (part, rest) = std::mem::take(&mut pages).split_at_mut((next - first) * PAGE_SIZE);
+            let mut local = [libc::iovec { iov_base: part.as_mut_ptr().cast(), iov_len: part.len() }];
+            // SAFETY: the entry is a slice that is borrowed for writing.
+            unsafe { self.transfer(libc::process_vm_readv, &mut local, &mut remote[..ranges])? };
+            pages = rest;
         }
         Ok(())
     }
@@ -209,12 +241,26 @@ fn not_held(pid: i32, errno: Errno) -> PlaceError {
     if errno == Errno::SRCH { PlaceError::Gone { pid } } else { PlaceError::NotHeld { pid, source: errno.into() } }
 }
 
+/// `process_vm_writev` or `process_vm_readv`.
+type Call = unsafe extern "C" fn(
+    libc::pid_t,
+    *const libc::iovec,
+    libc::c_ulong,
+    *const libc::iovec,
+    libc::c_ulong,
+    libc::c_ulong,
+) -> libc::ssize_t;
+
 fn explain(pid: i32, address: u64, offset: u64, error: io::Error) -> PlaceError {
     match error.raw_os_error() {
         Some(libc::ESRCH) => PlaceError::Gone { pid },
         Some(libc::EPERM | libc::EACCES) => PlaceError::Denied { pid },
         Some(libc::EFAULT) => PlaceError::Unmapped { pid, address },
         Some(libc::ENOMEM) => PlaceError::NoMemory { offset, source: error },
-        _ => PlaceError::Io { what: "process_vm_writev into the guest's memory", offset, source: error },
+        _ => PlaceError::Io {
+            what: "process_vm_writev or process_vm_readv of the guest's memory",
+            offset,
+            source: error,
+        },
     }
 }

@@ -104,6 +104,29 @@ impl Drop for Child {
     }
 }
 
+/// Pages read back: all of them, more than one system call takes, in any order, none; nothing outside.
+fn read_back(place: &dyn Place, expected: &[u8]) {
+    let pages = SIZE / PAGE_SIZE as u64;
+    let all: Vec<u64> = (0..pages).map(|page| page * PAGE_SIZE as u64).collect();
+    let every_second: Vec<u64> = all.iter().step_by(2).copied().collect();
+    assert!(every_second.len() > VECTOR);
+    let mixed = [5, 6, 7, 3, 4, 1000, 0, 1023].map(|page| page * PAGE_SIZE as u64).to_vec();
+    for offsets in [all, every_second, mixed, Vec::new()] {
+        let mut bytes = vec![0xee; offsets.len() * PAGE_SIZE];
+        place.read_pages(&offsets, &mut bytes).unwrap();
+        for (offset, page) in offsets.iter().zip(bytes.chunks(PAGE_SIZE)) {
+            assert!(*page == expected[*offset as usize..][..PAGE_SIZE], "page at {offset:#x}");
+        }
+    }
+    let mut page = vec![0xee; PAGE_SIZE];
+    for outside in [SIZE, SIZE - 8, u64::MAX - 8] {
+        let error = place.read_pages(&[outside], &mut page).unwrap_err();
+        assert!(matches!(error, PlaceError::OutOfBounds { .. }), "{error}");
+    }
+    assert!(place.read_pages(&[0, 4096], &mut page).is_err(), "room for one");
+    assert!(page.iter().all(|byte| *byte == 0xee));
+}
+
 /// The pieces every way is tried with: neighbours, a gap, unaligned, empty, the last byte.
 fn exercise(place: &dyn Place, read: &dyn Fn() -> Vec<u8>) {
     let page = vec![0xa5_u8; 4096];
@@ -136,6 +159,7 @@ fn exercise(place: &dyn Place, read: &dyn Fn() -> Vec<u8>) {
         expected[at..at + 4096].copy_from_slice(piece.data);
     }
     assert!(read() == expected, "many pieces");
+    read_back(place, &expected);
 
     place.zero(8192, 4096).unwrap();
     expected[8192..12288].fill(0);
