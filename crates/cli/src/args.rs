@@ -88,6 +88,9 @@ pub(crate) struct SendArgs {
     pub(crate) qmp: PathBuf,
     #[command(flatten)]
     pub(crate) link: LinkArgs,
+    /// Keep up to so much of what was sent, such as 1GiB, and send of a page that changed since only what changed [default: none]
+    #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]
+    pub(crate) delta_cache: u64,
     /// For tests: send this share of the zero pages, in percent, as if they were not zero
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub(crate) normal_page_ratio: u8,
@@ -500,7 +503,7 @@ mod tests {
     fn every_option_of_send_arrives() {
         let args = send(
             "--channels 64 --method zstd --level -5 --bandwidth 1GB/s --downtime 2s --packet-size 1MiB \
-             --normal-page-ratio 100 --tls d --state-dir s --json - --quiet --log debug",
+             --normal-page-ratio 100 --delta-cache 3GiB --tls d --state-dir s --json - --quiet --log debug",
         );
         assert_eq!(
             (args.link.channels, args.link.method.as_str(), args.link.level.as_deref()),
@@ -508,6 +511,7 @@ mod tests {
         );
         assert_eq!((args.link.bandwidth, args.link.downtime), (Some(1_000_000_000), Duration::from_secs(2)));
         assert_eq!((args.link.packet_size, args.normal_page_ratio, args.screen.quiet), (1 << 20, 100, true));
+        assert_eq!((args.delta_cache, send("").delta_cache), (3 << 30, 0));
         assert_eq!((args.tls.tls, args.tls.insecure), (Some("d".into()), false));
         assert_eq!((args.state.state_dir, args.report.json), (Some("s".into()), Some("-".into())));
     }
@@ -564,6 +568,7 @@ mod tests {
             ("--packet-size", "512K", "such as 512KiB"),
             ("--packet-size", "1GiB", "4KiB to 16MiB"),
             ("--normal-page-ratio", "101", "101 is not in 0..=100"),
+            ("--delta-cache", "1g", "GiB"),
             ("--log", "loud", "the levels are off, error, warn, info, debug, trace"),
             ("--log", "sterna=loud", "'--log <LEVEL>'"),
         ] {

@@ -116,10 +116,12 @@ fn line(progress: &Progress) -> String {
 
 /// Phase, round and pages.
 fn headline(progress: &Progress) -> String {
-    format!(
-        "{}, round {}, {} pages, {} zero",
-        progress.phase, progress.round, progress.normal_pages, progress.zero_pages
-    )
+    let deltas = match (progress.delta_pages, progress.same_pages) {
+        (0, 0) => String::new(),
+        (deltas, same) => format!(" ({deltas} deltas, {same} same)"),
+    };
+    let Progress { phase, round, normal_pages, zero_pages, .. } = progress;
+    format!("{phase}, round {round}, {normal_pages} pages{deltas}, {zero_pages} zero")
 }
 
 /// Rates, ratio and the predicted downtime.
@@ -185,6 +187,8 @@ mod tests {
             total_bytes: 4 << 30,
             remaining_bytes: 1 << 30,
             normal_pages: 786_432,
+            delta_pages: 0,
+            same_pages: 0,
             zero_pages: 1000,
             content_rate: 1.2e9,
             wire_bytes: 3 << 29,
@@ -202,6 +206,12 @@ mod tests {
             "precopy, round 2, 786432 pages, 1000 zero, 75 % of it done, 1.20 GB/s, wire 1.50 GiB at 600.00 MB/s, \
              dirty 125.00 MB/s, downtime 210 ms, ratio 2.00"
         );
+    }
+
+    #[test]
+    fn pages_that_go_as_deltas_or_not_at_all_are_told_apart() {
+        let progress = Progress { delta_pages: 20_000, same_pages: 7, ..sample() };
+        assert_eq!(headline(&progress), "precopy, round 2, 786432 pages (20000 deltas, 7 same), 1000 zero");
     }
 
     #[test]

@@ -346,7 +346,7 @@ fn a_source_that_floods_a_receiver_busy_with_its_qemu_has_to_wait() {
     rustix::process::kill_process(qemu, rustix::process::Signal::STOP).unwrap();
     // It asks QEMU to quit, and waits for that.
     source.write_all(&ControlMessage::Failed { reason: "over".into() }.encode()).unwrap();
-    let message = ControlMessage::Ready { placement: vec!["x".repeat(1_000_000)] }.encode();
+    let message = ControlMessage::Ready { placement: vec!["x".repeat(1_000_000)], deltas: Vec::new() }.encode();
     source.set_write_timeout(Some(Duration::from_millis(500))).unwrap();
     let mut pushed_back = false;
     for _ in 0..256 {

@@ -365,7 +365,7 @@ mod tests {
     }
 
     fn message(length: usize) -> ControlMessage {
-        ControlMessage::Ready { placement: vec!["x".repeat(length)] }
+        ControlMessage::Ready { placement: vec!["x".repeat(length)], deltas: Vec::new() }
     }
 
     /// Writes of `flood` what the link and the kernel take; how much that was.

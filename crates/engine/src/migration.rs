@@ -16,10 +16,10 @@ pub(crate) const GUEST_STATE: &str = "guest-state-1";
 pub(crate) const POST_COPY: &str = "post-copy-1";
 
 /// The capability to refuse a packet whose content did not arrive as it was read, and to send its pages again, version 1.
-pub(crate) const SEND_AGAIN: &str = "send-again-1";
+pub const SEND_AGAIN: &str = "send-again-1";
 
 /// The capability to send pages by what has changed in them, version 1.
-pub(crate) const DELTA: &str = "delta-1";
+pub const DELTA: &str = "delta-1";
 
 /// The blocks of `ram`, as packets are checked against them.
 pub(crate) fn shapes(ram: &GuestRam) -> Vec<BlockShape> {

@@ -185,6 +185,12 @@ pub struct Report {
     /// Normal pages that were looked at and not sent: the destination had the same already.
     #[serde(default)]
     pub same_pages: u64,
+    /// Most bytes of memory for what had been sent, to make deltas against, all channels together; 0: none were made.
+    #[serde(default)]
+    pub delta_cache: u64,
+    /// Why no deltas were made although memory for them was given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub no_deltas: Option<String>,
     /// Packets whose content did not arrive as it was read from the guest, so that their pages were sent again.
     #[serde(default)]
     pub refused_packets: u32,
@@ -269,6 +275,13 @@ impl Report {
         };
         let Self { normal_pages, zero_pages, rounds, .. } = self;
         line("pages", format!("{normal_pages} normal{deltas}, {zero_pages} zero, in {rounds} rounds"));
+        match &self.no_deltas {
+            Some(why) => line("deltas", format!("none: {why}")),
+            None if self.delta_cache > 0 => {
+                line("deltas", format!("against what was sent before, in at most {}", bytes(self.delta_cache as f64)));
+            }
+            None => {}
+        }
         if self.refused_packets > 0 {
             let cause = "an accelerator, the memory or the network of one of the two hosts damages data";
             line("damaged", format!("{} packets, which were sent again: {cause}", self.refused_packets));
@@ -385,6 +398,10 @@ pub struct Progress {
     pub remaining_bytes: u64,
     /// Normal pages sent.
     pub normal_pages: u64,
+    /// Those of them of which only what had changed was sent.
+    pub delta_pages: u64,
+    /// Those of them that were not sent: the destination had the same already.
+    pub same_pages: u64,
     /// Zero pages sent.
     pub zero_pages: u64,
     /// Bytes of content per second, over the last interval.
@@ -458,6 +475,8 @@ mod tests {
             accelerators: Vec::new(),
             delta_pages: 0,
             same_pages: 0,
+            delta_cache: 0,
+            no_deltas: None,
             refused_packets: 0,
         }
     }

@@ -58,6 +58,7 @@ impl Source {
             accelerator: None,
             again,
             delta_cache: 0,
+            delta_blocks: None,
         };
         let (near, peer) = sockets();
         let (writer, reader) = halves(near);

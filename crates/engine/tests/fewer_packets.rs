@@ -51,6 +51,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
             accelerator: None,
             again: None,
             delta_cache: 0,
+            delta_blocks: None,
         };
         let (near, mut far) = sockets();
         let (writer, reader) = halves(near);

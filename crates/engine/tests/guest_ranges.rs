@@ -103,6 +103,7 @@ fn move_memory(method: &str, checksums: bool) {
         accelerator: None,
         again: None,
         delta_cache: 0,
+        delta_blocks: None,
     };
     let mut channels = Vec::new();
     let mut receivers = Vec::new();

@@ -116,7 +116,7 @@ fn odd_destination(
                 doorman.admit(connection, &header);
             }
         });
-        for answer in answers(&ControlMessage::Ready { placement: Vec::new() }) {
+        for answer in answers(&ControlMessage::Ready { placement: Vec::new(), deltas: Vec::new() }) {
             peer.say(&answer);
         }
         for news in news {
@@ -348,6 +348,7 @@ impl OddSource {
             accelerator: None,
             again: None,
             delta_cache: 0,
+            delta_blocks: None,
         };
         self.session.open_channels(&Security::Insecure, &self.address, &context, &Cancel::new()).unwrap()
     }

@@ -47,6 +47,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         accelerator: None,
         again: None,
         delta_cache: 0,
+        delta_blocks: None,
     };
     let placed = Placed::default();
     let (mut senders, mut receivers) = (Vec::new(), Vec::new());

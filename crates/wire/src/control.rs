@@ -152,6 +152,9 @@ pub enum ControlMessage {
     Ready {
         /// One line for each RAM block.
         placement: Vec<String>,
+        /// Where a gateway takes deltas: the numbers of the RAM blocks that it takes them of.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        deltas: Vec<u16>,
     },
     /// Source: all of RAM has been sent, and this is how much it was. Goes before the switchover's `Prepare`.
     Totals(Totals),

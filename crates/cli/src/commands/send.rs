@@ -28,6 +28,7 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         bandwidth: args.link.bandwidth,
         downtime: args.link.downtime,
         packet_size: args.link.packet_size,
+        delta_cache: args.delta_cache,
         normal_page_ratio: args.normal_page_ratio,
         state_dir: state_dir::choose(&args.state)?,
     };

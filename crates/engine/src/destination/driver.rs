@@ -326,7 +326,7 @@ impl Driver<'_> {
                 self.doorman.open();
                 if let Some(welcome) = self.welcome.take() {
                     self.peer.say(&ControlMessage::Welcome(welcome));
-                    self.peer.say(&ControlMessage::Ready { placement: self.target.placement() });
+                    self.peer.say(&ControlMessage::Ready { placement: self.target.placement(), deltas: Vec::new() });
                 }
                 None
             }

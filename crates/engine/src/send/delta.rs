@@ -8,6 +8,8 @@
 //! whose deltas have paid stays longest: a guest that writes more memory than fits the cache, round by round in the same order, would else
 //! replace everything just before it is needed.
 
+use std::ops::Range;
+
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::delta::{Created, apply, create_raw};
 use sterna_wire::checksum::crc32c;
@@ -277,6 +279,24 @@ impl Deltas {
         if pages > 0 {
             self.whole_page += (bytes as f64 / pages as f64 - self.whole_page) * SMOOTH;
         }
+    }
+
+    /// Of `pages` in `block`, those whose kept content went in the packet `refused`, as pages that go whole: it did not arrive. What
+    /// was kept later is on its way in a later packet. The error is a page that is not kept.
+    pub(super) fn again(&mut self, block: u16, pages: Range<u64>, refused: u64) -> Result<(), u64> {
+        self.rest_runs.clear();
+        self.rest.clear();
+        self.changed.clear();
+        self.replaced.clear();
+        for page in pages {
+            let at = self.cache.find(Key::new(block, page)).ok_or(page)?;
+            if self.cache.place(at).sequence == refused {
+                push(&mut self.rest_runs, page);
+                self.rest.extend_from_slice(&self.cache.content[at * PAGE_SIZE..][..PAGE_SIZE]);
+                self.replaced.push(at);
+            }
+        }
+        Ok(())
     }
 
     /// Pages of `run` in `block` go another way, or are given up at the destination.

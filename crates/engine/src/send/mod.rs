@@ -7,6 +7,7 @@
 
 mod again;
 mod ahead;
+mod blocks;
 mod coding;
 mod delta;
 mod history;
@@ -23,10 +24,11 @@ use std::time::Duration;
 use sterna_codec::{Engines, MethodChoice};
 use sterna_memory::ram::GuestRam;
 use sterna_offload::Maker;
-use sterna_wire::packet::{ACK_LENGTH, Answer, PAGE_REQUEST_LENGTH, PageRequest};
+use sterna_wire::packet::{ACK_LENGTH, Answer, PAGE_REQUEST_LENGTH, PageRequest, Refusal};
 use sterna_wire::sequence::SendSequence;
 
 pub use self::again::{MOST_REFUSED, SendAgain, TooManyRefused};
+pub use self::blocks::DeltaBlocks;
 pub use self::history::History;
 use self::thread::Sending;
 use crate::abort::Abort;
@@ -51,6 +53,8 @@ pub enum Item {
     Guest(GuestPages),
     /// Pages of which what was sent before is old, as zero runs.
     Discard(PooledBatch),
+    /// Nothing new: what was refused meanwhile is to be sent again.
+    Again,
     /// All pages of this generation that go by this channel have been handed over.
     GenerationEnd(u64),
     /// A record of the virtual machine's own stream.
@@ -240,6 +244,8 @@ struct Progress {
     sent_items: u64,
     /// Each packet not yet acknowledged, oldest first.
     in_flight: VecDeque<InFlight>,
+    /// Pages that are to be sent again from what is kept, each with the packet that was refused.
+    refused: Vec<(u64, PageRequest)>,
     /// Nothing more will be sent: the peer may close the channel.
     finished: bool,
     ended: bool,
@@ -279,8 +285,10 @@ pub struct SendContext {
     pub accelerator: Option<Accelerator>,
     /// Where the peer may refuse packets: what it has refused.
     pub again: Option<Arc<SendAgain>>,
-    /// Where the peer takes deltas: most bytes of a channel's memory for what it has sent; 0: none are made.
+    /// Where the peer takes deltas of all blocks: most bytes of a channel's memory for what it has sent; 0: none are made.
     pub delta_cache: usize,
+    /// Where the peer takes deltas of some blocks only, and pages cannot be read again: of which.
+    pub delta_blocks: Option<Arc<DeltaBlocks>>,
 }
 
 /// One channel of the source. Dropping it ends its queue; [`SendChannel::join`] waits for its threads.
@@ -345,15 +353,24 @@ impl SendChannel {
     /// Waits until everything that was handed over is acknowledged, and gives the last sequence number. Nobody hands
     /// anything over meanwhile.
     pub fn drained(&self) -> Result<u64, WindowClosed> {
-        let expected = self.handed_over.load(Ordering::Relaxed);
-        let is_done = |progress: &Progress| progress.sent_items == expected && progress.sequence.outstanding() == 0;
-        let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
-        while !progress.ended && !is_done(&progress) {
-            progress.waiting += 1;
-            progress = self.shared.changed.wait(progress).expect("no thread of the channel panics");
-            progress.waiting -= 1;
+        loop {
+            let expected = self.handed_over.load(Ordering::Relaxed);
+            let is_done = |progress: &Progress| progress.sent_items == expected && progress.sequence.outstanding() == 0;
+            let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
+            while !progress.ended && !is_done(&progress) {
+                progress.waiting += 1;
+                progress = self.shared.changed.wait(progress).expect("no thread of the channel panics");
+                progress.waiting -= 1;
+            }
+            if !is_done(&progress) {
+                return Err(WindowClosed);
+            }
+            if progress.refused.is_empty() {
+                return Ok(progress.sequence.last());
+            }
+            drop(progress);
+            self.send(Item::Again)?;
         }
-        if is_done(&progress) { Ok(progress.sequence.last()) } else { Err(WindowClosed) }
     }
 
     /// What went over the channel so far.
@@ -405,6 +422,25 @@ impl Shared {
         progress.in_flight.get(usize::try_from(before).ok()?).copied()
     }
 
+    /// Takes the pages of a refused packet, which the sending thread sends again from what it keeps.
+    fn take_refusal(
+        &self,
+        reader: &mut Reader,
+        refusal: &Refusal,
+        blocks: &DeltaBlocks,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        blocks.packet()?;
+        let mut pages = Vec::with_capacity(refusal.requests as usize);
+        let mut request = [0; PAGE_REQUEST_LENGTH];
+        for _ in 0..refusal.requests {
+            reader.read_exact(&mut request)?;
+            pages.push((refusal.sequence, PageRequest::decode(&request, blocks.shapes())?));
+        }
+        // Before the acknowledgement that covers the packet: who sees that one sees these.
+        self.progress.lock().expect("no thread of the channel panics").refused.append(&mut pages);
+        Ok(())
+    }
+
     fn take_acknowledgements(
         &self,
         mut reader: Reader,
@@ -415,9 +451,13 @@ impl Shared {
             let ack = match Answer::decode(&bytes)? {
                 Answer::Placed(ack) => ack,
                 Answer::Refused(refusal) => {
-                    let again = context.again.as_ref().ok_or("it refuses a packet, which was not agreed on")?;
                     let packet = self.in_flight(refusal.sequence);
                     let packet = packet.ok_or("it refuses a packet that is not in flight")?;
+                    if let Some(blocks) = &context.delta_blocks {
+                        self.take_refusal(&mut reader, &refusal, blocks)?;
+                        continue;
+                    }
+                    let again = context.again.as_ref().ok_or("it refuses a packet, which was not agreed on")?;
                     again.packet()?;
                     if let (Some(maker), Some(accelerator)) = (packet.maker, &context.accelerator) {
                         accelerator.offload().distrust(maker, "what it had copied was refused by the destination");

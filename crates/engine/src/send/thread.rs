@@ -1,6 +1,7 @@
 //! The sending thread of a channel: takes items from the queue, reads guest RAM where that was asked for, encodes, paces and
 //! writes packets.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -11,9 +12,10 @@ use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_offload::Maker;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::limits::MAX_RUNS;
-use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, RUN_LENGTH, Run, RunKind};
+use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, PageRequest, RUN_LENGTH, Run, RunKind};
 
 use super::ahead::{self, Ahead, Copy, Ready};
+use super::blocks::NotKept;
 use super::coding::{Coding, Kernel, Seen, Times};
 use super::delta::Deltas;
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Way};
@@ -120,6 +122,7 @@ impl Sending {
     ) -> Result<Self, sterna_codec::CodecError> {
         let coding = Coding::new(context.method, &context.engines)?;
         let encoded = vec![0; context.rules.packet_size];
+        // Where the peer takes them of some blocks only, they are made with the first page of such a block.
         let deltas = (context.delta_cache > 0).then(|| Deltas::new(context.delta_cache, context.rules.packet_size));
         Ok(Self {
             writer,
@@ -180,6 +183,7 @@ impl Sending {
         match item {
             Item::Guest(..) => unreachable!("done above"),
             Item::Pages(batch) => self.pages(&batch, &Lies::There),
+            Item::Again => self.refused().map(drop),
             Item::Discard(batch) => {
                 // Post-copy begins: what the destination has is not known any more.
                 self.deltas = None;
@@ -420,12 +424,77 @@ impl Sending {
             Lies::InPlace(block) => return self.pages_in_place(batch, block),
         };
         debug_assert_eq!(bytes.len() as u64 / PAGE_SIZE as u64, normal);
-        if let Some(mut deltas) = self.deltas.take() {
+        if let Some(mut deltas) = self.deltas_of(batch.block) {
             let sent = self.pages_or_deltas(&mut deltas, batch, bytes, checksum, maker);
             self.deltas = Some(deltas);
             return sent;
         }
         self.packet(PacketKind::Pages, batch.block, 0, &Content { bytes, checksum, in_window, maker })
+    }
+
+    /// Where deltas of pages of `block` are made, if there may be any.
+    fn deltas_of(&mut self, block: u16) -> Option<Deltas> {
+        if let Some(blocks) = &self.context.delta_blocks {
+            if !blocks.take(block) {
+                return None;
+            }
+            let rules = self.context.rules;
+            self.deltas.get_or_insert_with(|| Deltas::new(blocks.cache(), rules.packet_size));
+        }
+        self.deltas.take()
+    }
+
+    /// What is acknowledged, and the last packet's number. Pages that were refused have been sent again.
+    fn refused(&mut self) -> Result<(u64, u64), Box<dyn std::error::Error>> {
+        let mut deltas = self.deltas.take();
+        let up_to = self.send_refused(deltas.as_mut());
+        self.deltas = deltas;
+        up_to
+    }
+
+    fn send_refused(&mut self, mut deltas: Option<&mut Deltas>) -> Result<(u64, u64), Box<dyn std::error::Error>> {
+        loop {
+            let (refused, acknowledged, last) = {
+                let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
+                let refused = std::mem::take(&mut progress.refused);
+                (refused, progress.sequence.acknowledged(), progress.sequence.last())
+            };
+            if refused.is_empty() {
+                return Ok((acknowledged, last));
+            }
+            for (packet, request) in refused {
+                let PageRequest { block, first, count } = request;
+                let Some(deltas) = deltas.as_deref_mut() else { return Err(NotKept { block, page: first }.into()) };
+                let mut pages = first..first + u64::from(count);
+                while !pages.is_empty() {
+                    let piece = pages.start..pages.end.min(pages.start + self.packet_pages());
+                    pages.start = piece.end;
+                    self.kept_again(deltas, block, piece, packet)?;
+                }
+            }
+        }
+    }
+
+    /// Sends again, uncompressed, those of `pages` that were sent last in the packet with the number `refused`.
+    fn kept_again(
+        &mut self,
+        deltas: &mut Deltas,
+        block: u16,
+        pages: Range<u64>,
+        refused: u64,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        deltas.again(block, pages, refused).map_err(|page| NotKept { block, page })?;
+        let (runs, content) = deltas.rest();
+        if runs.is_empty() {
+            return Ok(());
+        }
+        self.set_table(runs);
+        let number = self.shared.progress.lock().expect("no thread of the channel panics").sequence.last() + 1;
+        let way = std::mem::replace(&mut self.way, Way::Plain);
+        let sent = self.packet(PacketKind::Pages, block, 0, &Content::of(content));
+        self.way = way;
+        deltas.sent(number, number);
+        sent
     }
 
     /// Sends `batch`, whose normal pages are `content`, as deltas where these pay.
@@ -449,10 +518,7 @@ impl Sending {
             let in_window = batch.in_window();
             return self.packet(PacketKind::Pages, block, 0, &Content { bytes: content, checksum, in_window, maker });
         }
-        let (acknowledged, last) = {
-            let progress = self.shared.progress.lock().expect("no thread of the channel panics");
-            (progress.sequence.acknowledged(), progress.sequence.last())
-        };
+        let (acknowledged, last) = self.send_refused(Some(deltas))?;
         let split = deltas.split(block, batch.runs(), content, acknowledged, self.context.again.as_deref());
         let first = last + 1;
         deltas.sent(first, first + u64::from(split.deltas > 0));

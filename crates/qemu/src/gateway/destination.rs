@@ -13,6 +13,7 @@ use serde_json::json;
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlLink, say};
+use sterna::migration::{DELTA, SEND_AGAIN};
 use sterna::process;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Outcome, ReceiveReport};
@@ -25,11 +26,11 @@ use sterna_wire::switchover::{
 };
 use sterna_wire::text::cleaned;
 
-use super::features::FEATURES;
-use super::feeder::{Feeder, FeederNews, FeederSinks};
+use super::features::{FEATURES, WITH_DELTAS};
+use super::feeder::{Agreed, Feeder, FeederNews, FeederSinks};
 use super::qemu::{self, QemuEvent};
 use super::sockets::SocketDir;
-use super::{GatewayError, ReceiveOptions, fault};
+use super::{GatewayError, Placement, ReceiveOptions, fault};
 use crate::discover::discover;
 use crate::qmp::Qmp;
 use crate::settings::{Restore, Role, Settings, Wanted};
@@ -82,7 +83,9 @@ pub fn receive(
     observer.note(&format!("listening on {address}"));
 
     let guest = Guest::of(&qmp);
-    let greeting = Greeting { mode: Mode::Owner, features: FEATURES, refusal: &|hello| guest.refusal(hello) };
+    // QEMU's own stream has no place for deltas.
+    let features = if options.placement == Placement::InStream { FEATURES } else { WITH_DELTAS };
+    let greeting = Greeting { mode: Mode::Owner, features, refusal: &|hello| guest.refusal(hello) };
     let first = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
     let greeted = first.ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
     observer.note(&format!("migration {} from {}", greeted.session.id, greeted.peer));
@@ -159,9 +162,10 @@ fn run_session(
 
     let blocks_of = qmp.clone();
     let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
-    let feeder = Feeder::new(&sockets.socket("qemu.sock"), options.placement, find_blocks, &abort);
+    let agreed = Agreed { deltas: session.has(DELTA), send_again: session.has(SEND_AGAIN) };
+    let feeder = Feeder::new(&sockets.socket("qemu.sock"), options.placement, find_blocks, agreed, &abort);
     let fed = events_in.clone();
-    let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
+    let sinks = FeederSinks::new(Arc::clone(&feeder), move |news| drop(fed.send(Event::Feeder(news))));
     let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, None, tell));
     let stop_listening = incoming.stop_handle();
     let admitting = Arc::clone(&doorman);
@@ -182,6 +186,7 @@ fn run_session(
         peer: Peer::new(link),
         welcome: Some(welcome),
         doorman,
+        feeder,
         abort,
         events_in,
         sockets,
@@ -213,6 +218,7 @@ struct Driver<'a> {
     peer: Peer,
     welcome: Option<Welcome>,
     doorman: Arc<Doorman>,
+    feeder: Arc<Feeder>,
     abort: Arc<Abort>,
     events_in: Sender<Event>,
     sockets: SocketDir,
@@ -406,6 +412,11 @@ impl Driver<'_> {
         match message {
             ControlMessage::Totals(totals) => {
                 self.totals = Some(totals);
+                if let Some(missing) = Some(self.feeder.missing()).filter(|missing| *missing > 0) {
+                    let reason = format!("{missing} pages arrived damaged, and the source has not sent them again");
+                    self.tell_failure(&reason);
+                    return Some(DestinationEvent::Failed { reason });
+                }
                 self.if_complete()
             }
             ControlMessage::Switchover(message) => Some(DestinationEvent::Message(message)),
@@ -422,10 +433,10 @@ impl Driver<'_> {
 
     fn fed(&mut self, news: FeederNews) {
         match news {
-            FeederNews::Ready(placement, return_path) => {
+            FeederNews::Ready { placement, deltas, return_path } => {
                 placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
                 self.placement.clone_from(&placement);
-                self.peer.say(&ControlMessage::Ready { placement });
+                self.peer.say(&ControlMessage::Ready { placement, deltas });
                 let events = self.events_in.clone();
                 self.return_path = Some(std::thread::spawn(move || read_return_path(return_path, &events)));
             }

@@ -8,8 +8,8 @@
 //! 9.0): such a page waits until its channel's last generation has been closed there, or it could overtake the content
 //! that it replaces.
 //!
-//! **End of RAM.** Nothing after it is fed before every channel has ended the last generation: loading devices reads
-//! guest RAM.
+//! **End of RAM.** Nothing after it is fed before every channel has ended the last generation, and what arrived damaged has
+//! come again: loading devices reads guest RAM.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -20,9 +20,11 @@ use sterna::receive::{Sink, SinkError};
 use sterna::session::Sinks;
 use sterna_memory::place::{Piece, Place};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
+use sterna_wire::delta::PageDeltas;
 use sterna_wire::limits::MAX_RAM_CHANNELS;
 use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
 
+use super::applied::{Aside, Missing};
 use super::layout::{self, Prologue, Start, record};
 use super::source_stream::closer;
 use super::{Placement as Wish, qemu, sockets};
@@ -38,8 +40,14 @@ const PAGES_PER_PACKET: usize = 128;
 /// What the feeder tells the driver.
 #[derive(Debug)]
 pub(super) enum FeederNews {
-    /// The stream has begun; pages may come. How each block is placed.
-    Ready(Vec<String>, ReturnPathReader<UnixStream>),
+    /// The stream has begun; pages may come.
+    Ready {
+        /// How each block is placed.
+        placement: Vec<String>,
+        /// The blocks that deltas are taken of.
+        deltas: Vec<u16>,
+        return_path: ReturnPathReader<UnixStream>,
+    },
     /// All of RAM is placed.
     RamPlaced,
     /// The source QEMU has closed its main channel.
@@ -54,10 +62,21 @@ pub(super) struct Feeder {
     socket: PathBuf,
     wish: Wish,
     find_blocks: FindBlocks,
+    agreed: Agreed,
+    missing: Missing,
     abort: Arc<Abort>,
     feeding: OnceLock<Feeding>,
     generations: Mutex<Generations>,
     changed: Condvar,
+}
+
+/// What the two sides agreed on that concerns pages.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Agreed {
+    /// They may come as deltas.
+    pub(super) deltas: bool,
+    /// What arrives damaged may be refused.
+    pub(super) send_again: bool,
 }
 
 #[derive(Debug)]
@@ -97,12 +116,20 @@ enum Way {
 
 impl Feeder {
     /// A feeder for the QEMU that listens at `socket`.
-    pub(super) fn new(socket: &Path, wish: Wish, find_blocks: FindBlocks, abort: &Arc<Abort>) -> Arc<Self> {
+    pub(super) fn new(
+        socket: &Path,
+        wish: Wish,
+        find_blocks: FindBlocks,
+        agreed: Agreed,
+        abort: &Arc<Abort>,
+    ) -> Arc<Self> {
         let generations = Generations { ended: Vec::new(), closed: 0, over: false };
         let feeder = Arc::new(Self {
             socket: socket.to_owned(),
             wish,
             find_blocks,
+            agreed,
+            missing: Missing::default(),
             abort: Arc::clone(abort),
             feeding: OnceLock::new(),
             generations: Mutex::new(generations),
@@ -178,10 +205,11 @@ impl Feeder {
             main.end_setup()
         })?;
         self.generations().ended = vec![0; start.ram_channels.into()];
+        let deltas = if self.agreed.deltas { feeding.direct() } else { Vec::new() };
         if self.feeding.set(feeding).is_err() {
             return Err("the stream started twice".into());
         }
-        Ok(FeederNews::Ready(lines, return_path))
+        Ok(FeederNews::Ready { placement: lines, deltas, return_path })
     }
 
     /// Decides how each block is placed, and says so.
@@ -275,8 +303,35 @@ impl Feeder {
         Ok(())
     }
 
+    /// Waits until all that was refused has come again.
+    fn wait_whole(&self) -> Result<(), SinkError> {
+        let mut generations = self.generations();
+        while self.missing.pages() > 0 {
+            if generations.over {
+                return Err("the migration is being taken down".into());
+            }
+            generations = self.changed.wait(generations).expect("feeders do not panic");
+        }
+        Ok(())
+    }
+
+    /// These pages have come whole.
+    fn settle(&self, block: u16, runs: &[Run]) {
+        if self.missing.settle(block, runs) {
+            // Whoever waits for the last of them has looked, or sees it when it gets the lock.
+            drop(self.generations());
+            self.changed.notify_all();
+        }
+    }
+
+    /// Pages that arrived damaged and have not come again.
+    pub(super) fn missing(&self) -> u64 {
+        self.missing.pages()
+    }
+
     fn end_ram(&self, generation: u64) -> Result<(), SinkError> {
         self.wait_closed(generation)?;
+        self.wait_whole()?;
         self.feeding()?.on_main(|main| {
             main.begin_complete()?;
             main.end_complete()
@@ -288,6 +343,13 @@ impl Feeder {
 const LARGE_BLOCK: u64 = 8 << 20;
 
 impl Feeding {
+    /// The numbers of the blocks whose pages do not go through QEMU.
+    fn direct(&self) -> Vec<u16> {
+        let direct =
+            |(number, block): (usize, &TargetBlock)| matches!(block.way, Way::Direct { .. }).then_some(number as u16);
+        self.blocks.iter().enumerate().filter_map(direct).collect()
+    }
+
     /// Does something on the main channel that may write sync points, and gives every multifd channel as many SYNCs.
     ///
     /// As many to each, whatever its count: one that has ended a generation before others is ahead, and has to stay so.
@@ -321,13 +383,22 @@ pub(super) struct RamSink {
     generation: u64,
     normal: Vec<u64>,
     zero: Vec<u64>,
+    /// Where deltas are applied; made with the first.
+    aside: Option<Aside>,
 }
 
 impl RamSink {
     /// For the RAM channel with this number.
     pub(super) fn new(feeder: &Arc<Feeder>, channel: u16) -> Self {
         let offsets = || Vec::with_capacity(PAGES_PER_PACKET);
-        Self { feeder: Arc::clone(feeder), channel: channel.into(), generation: 0, normal: offsets(), zero: offsets() }
+        Self {
+            feeder: Arc::clone(feeder),
+            channel: channel.into(),
+            generation: 0,
+            normal: offsets(),
+            zero: offsets(),
+            aside: None,
+        }
     }
 
     fn place(place: &dyn Place, received: &ReceivedBitmap, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
@@ -421,10 +492,41 @@ impl Sink for RamSink {
         let feeding = feeder.feeding()?;
         let target = &feeding.blocks[usize::from(block)];
         match &target.way {
-            Way::Direct { place, received } => Self::place(&**place, received, runs, content)
-                .map_err(|error| format!("placing pages of {}: {error}", target.name).into()),
+            Way::Direct { place, received } => {
+                Self::place(&**place, received, runs, content)
+                    .map_err(|error| format!("placing pages of {}: {error}", target.name))?;
+                feeder.settle(block, runs);
+                Ok(())
+            }
             Way::InStream => self.feed(feeding, block, runs, content),
         }
+    }
+
+    fn deltas(&mut self, block: u16, runs: &[Run], deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
+        let feeding = self.feeder.feeding()?;
+        let target = &feeding.blocks[usize::from(block)];
+        match &target.way {
+            Way::Direct { place, .. } if self.feeder.agreed.deltas => {
+                let aside = self.aside.get_or_insert_with(Aside::new);
+                let applied = aside.apply(&**place, runs, deltas);
+                Ok(applied.map_err(|error| format!("applying deltas to pages of {}: {error}", target.name))?)
+            }
+            _ => Err(format!("deltas of {}, which are not taken", target.name).into()),
+        }
+    }
+
+    fn refuse(&mut self, block: u16, runs: &[Run]) -> Result<bool, SinkError> {
+        let feeding = self.feeder.feeding()?;
+        let Way::Direct { place, received } = &feeding.blocks[usize::from(block)].way else { return Ok(false) };
+        if !self.feeder.agreed.send_again || !self.feeder.missing.add(&feeding.shapes, block, runs) {
+            return Ok(false);
+        }
+        // The table was right: these do not come again.
+        for run in runs.iter().filter(|run| run.kind == RunKind::Zero) {
+            Self::place(&**place, received, &[*run], &[])?;
+            self.feeder.settle(block, &[*run]);
+        }
+        Ok(true)
     }
 
     fn generation_end(&mut self, generation: u64) -> Result<(), SinkError> {
@@ -507,6 +609,63 @@ mod tests {
     use super::*;
     use std::sync::mpsc::channel;
     use std::time::Duration;
+
+    use sterna_memory::place::{FileWrite, ZeroBy};
+
+    /// A feeder whose only block is filled directly, without a QEMU.
+    fn feeder(agreed: Agreed, abort: &Arc<Abort>) -> (Arc<Feeder>, UnixStream) {
+        const PAGES: u64 = 16;
+        let feeder = Feeder::new(Path::new(""), Wish::Auto, Box::new(|| Err("there is no QEMU".into())), agreed, abort);
+        let (main, qemu) = UnixStream::pair().unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(PAGES * qemu::PAGE_SIZE as u64).unwrap();
+        let place = FileWrite::new(file, 0, PAGES * qemu::PAGE_SIZE as u64, ZeroBy::Writing).unwrap();
+        let direct = Way::Direct { place: Box::new(place), received: ReceivedBitmap::new(PAGES) };
+        let block = |name: &str, way| TargetBlock { name: name.into(), way };
+        let feeding = Feeding {
+            main: Mutex::new(MainWriter::new(main, WireVariant::SwitchoverStart, false)),
+            multifd: Vec::new(),
+            variant: WireVariant::SwitchoverStart,
+            blocks: vec![block("rom", Way::InStream), block("ram", direct)],
+            shapes: Arc::new([BlockShape { pages: PAGES, page_size: 4096 }; 2]),
+        };
+        assert!(feeder.feeding.set(feeding).is_ok());
+        (feeder, qemu)
+    }
+
+    const PAGE: [Run; 1] = [Run { kind: RunKind::Normal, first: 3, count: 1 }];
+
+    #[test]
+    fn the_end_of_ram_waits_for_what_was_refused() {
+        let abort = Arc::new(Abort::default());
+        let (feeder, _qemu) = feeder(Agreed { deltas: true, send_again: true }, &abort);
+        let mut sink = RamSink::new(&feeder, 0);
+        assert!(sink.refuse(1, &PAGE).unwrap());
+        assert_eq!(feeder.missing(), 1);
+        let (done, ended) = channel();
+        let waits = Arc::clone(&feeder);
+        std::thread::spawn(move || done.send(waits.wait_whole().map(|()| waits.missing()).map_err(drop)));
+        sink.pages(1, &PAGE, &[7; qemu::PAGE_SIZE]).unwrap();
+        assert_eq!(ended.recv_timeout(Duration::from_secs(30)), Ok(Ok(0)));
+        // And does not for ever.
+        assert!(sink.refuse(1, &PAGE).unwrap());
+        abort.raise("enough");
+        assert!(feeder.end_ram(0).unwrap_err().to_string().contains("taken down"));
+    }
+
+    #[test]
+    fn deltas_and_refusals_only_where_they_were_agreed_on_and_not_through_qemu() {
+        let abort = Arc::new(Abort::default());
+        let none = || PageDeltas::new(&[], 0);
+        for (deltas, send_again) in [(true, true), (false, false)] {
+            let (feeder, _qemu) = feeder(Agreed { deltas, send_again }, &abort);
+            assert_eq!(feeder.feeding().unwrap().direct(), [1]);
+            let mut sink = RamSink::new(&feeder, 0);
+            assert_eq!(sink.refuse(1, &PAGE).unwrap(), send_again);
+            assert_eq!(sink.deltas(1, &[], none()).is_ok(), deltas);
+            assert!(!sink.refuse(0, &PAGE).unwrap() && sink.deltas(0, &[], none()).is_err());
+        }
+    }
 
     #[test]
     fn what_needs_no_sync_point_does_not_wait_for_a_multifd_channel_that_is_blocked() {

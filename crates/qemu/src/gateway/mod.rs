@@ -18,6 +18,7 @@ use sterna::transport::Security;
 use sterna_codec::{MethodChoice, Qatzip};
 use sterna_wire::identity::MigrationId;
 
+mod applied;
 mod destination;
 mod fault;
 mod features;
@@ -59,6 +60,8 @@ pub struct SendOptions {
     pub downtime: Duration,
     /// Bytes of content in a packet.
     pub packet_size: usize,
+    /// Most bytes of what was sent that are kept to make deltas against, all channels together; 0: none are made.
+    pub delta_cache: u64,
     /// For tests: this share of the zero pages, in percent, is sent as if they were not zero.
     pub normal_page_ratio: u8,
     /// Where the records of migrations are kept.

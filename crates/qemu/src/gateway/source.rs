@@ -16,10 +16,11 @@ use serde_json::json;
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::cpu_allowance::CpuAllowance;
+use sterna::migration::DELTA;
 use sterna::pacer::Pacer;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Progress, Report};
-use sterna::send::{History, SendContext, Sent};
+use sterna::send::{DeltaBlocks, History, SendContext, Sent};
 use sterna::session::{
     self, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, lead_source,
 };
@@ -29,7 +30,7 @@ use sterna_codec::Engines;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};
 
-use super::features::FEATURES;
+use super::features::{FEATURES, WITH_DELTAS};
 use super::layout::Start;
 use super::plane::{Plane, WhenAborted};
 use super::qemu::{self, QemuEvent};
@@ -100,7 +101,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         packet_size: options.packet_size,
         machine: machine.clone(),
         mode: sterna_wire::control::Mode::Owner,
-        features: FEATURES,
+        features: if options.delta_cache > 0 { WITH_DELTAS } else { FEATURES },
         method: options.method.method(),
     };
     let told = events_in.clone();
@@ -146,6 +147,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         move |event| events_in.send(Event::Qemu(event)).is_ok()
     });
 
+    let deltas = (options.delta_cache > 0 && session.has(DELTA)).then(Arc::default);
     let (lead, first) = SourceLead::begin(Peer::new(link), abort, TELLING_TIME);
     let mut driver = Driver {
         lead,
@@ -169,6 +171,9 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         content_told: 0,
         migrating: false,
         accepted: false,
+        deltas,
+        delta_cache: 0,
+        no_deltas: None,
         cancel,
         machine_name: format!("{} {}", machine.monitor, machine.machine_type),
     };
@@ -204,11 +209,17 @@ struct Driver<'a> {
     figures: DestinationFigures,
     placement: Vec<String>,
     progress: Progress,
-    /// Content bytes at the last tick.
+    /// Bytes of normal pages at the last tick.
     content_told: u64,
     migrating: bool,
     /// QEMU has taken our `migrate`, as far as is known: what migration it has is ours.
     accepted: bool,
+    /// Where the destination takes deltas.
+    deltas: Option<Arc<DeltaBlocks>>,
+    /// Most bytes that are kept for them.
+    delta_cache: u64,
+    /// Why there are none although they were wished for.
+    no_deltas: Option<&'static str>,
     cancel: &'a Cancel,
     machine_name: String,
 }
@@ -342,9 +353,10 @@ impl Driver<'_> {
 
     fn heard(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
-            ControlMessage::Ready { placement } => {
+            ControlMessage::Ready { placement, deltas } => {
                 placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
                 self.placement = placement;
+                self.settle_deltas(&deltas);
                 if let Some(moving) = &self.moving {
                     moving.plane.sync.open();
                 }
@@ -376,6 +388,25 @@ impl Driver<'_> {
                 None
             }
         }
+    }
+
+    /// Before the first page: of which blocks the destination takes deltas.
+    fn settle_deltas(&mut self, taken: &[u16]) {
+        if self.options.delta_cache == 0 {
+            return;
+        }
+        let shapes = self.moving.as_ref().and_then(|moving| moving.plane.sync.shapes());
+        let why = match (&self.deltas, shapes) {
+            (None, _) => "the destination takes none: its pages go through QEMU's own stream, or its sterna is older",
+            (Some(_), _) if taken.is_empty() => "the destination writes into no RAM block directly",
+            (Some(deltas), Some(shapes)) => {
+                self.delta_cache = deltas.set(shapes, taken, self.options.delta_cache, self.options.channels);
+                return;
+            }
+            (Some(_), None) => "the destination was ready before the guest's RAM blocks were known",
+        };
+        self.observer.note(&format!("deltas are not possible: {why}; pages go whole"));
+        self.no_deltas = Some(why);
     }
 
     fn qemu_says(&mut self, event: QemuEvent) -> Option<SourceEvent> {
@@ -460,7 +491,9 @@ impl Driver<'_> {
             rules: self.session.rules(),
             accelerator: None,
             again: None,
+            // A channel learns of it when the blocks are known.
             delta_cache: 0,
+            delta_blocks: self.deltas.clone(),
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);

@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use sterna::entry::{Entry, Pipeline};
 use sterna::send::{Item, SendChannel};
 use sterna::window::WindowClosed;
-use sterna_wire::packet::RunKind;
+use sterna_wire::packet::{BlockShape, RunKind};
 
 use super::layout::{self, Prologue, Start, record};
 use super::qemu::PAGE_SIZE;
@@ -89,6 +89,14 @@ impl SyncPoints {
     pub(super) fn open(&self) {
         self.state.lock().expect("readers do not panic").open = true;
         self.changed.notify_all();
+    }
+
+    /// The RAM blocks, by number, if they are known.
+    pub(super) fn shapes(&self) -> Option<Vec<BlockShape>> {
+        let state = self.state.lock().expect("readers do not panic");
+        let Blocks { lengths, page_size, .. } = &**state.blocks.as_ref()?;
+        let shape = |length: &u64| BlockShape { pages: length / *page_size as u64, page_size: *page_size as u32 };
+        Some(lengths.iter().map(shape).collect())
     }
 
     /// Wakes everybody; nobody goes on.

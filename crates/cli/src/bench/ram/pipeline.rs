@@ -58,6 +58,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         accelerator: None,
         again: None,
         delta_cache: 0,
+        delta_blocks: None,
     };
     let to = Address::from(to);
     let open = |index| session.open(&Security::Insecure, &to, ChannelKind::Ram, index, &context);

@@ -413,7 +413,7 @@ impl Driver<'_> {
 
     fn heard(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
-            ControlMessage::Ready { placement } => self.placement = placement,
+            ControlMessage::Ready { placement, .. } => self.placement = placement,
             ControlMessage::SwitchoverAck => {
                 if let Some(moving) = &self.moving {
                     moving.order(Order::MayStop);
@@ -549,6 +549,7 @@ impl Driver<'_> {
             again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),
             // More than all of RAM is of no use, and might not be had at all.
             delta_cache: self.settings.delta_cache.min(self.ram.bytes()) as usize / usize::from(self.session.channels),
+            delta_blocks: None,
         }
     }
 

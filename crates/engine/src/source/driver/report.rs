@@ -31,6 +31,7 @@ impl Driver<'_> {
         self.progress.wire_rate = rate(sent.wire_bytes, self.progress.wire_bytes);
         self.progress.elapsed_ms = elapsed_ms;
         self.progress.normal_pages = sent.normal_pages;
+        (self.progress.delta_pages, self.progress.same_pages) = (sent.delta_pages, sent.same_pages);
         self.progress.zero_pages = sent.zero_pages;
         self.progress.wire_bytes = sent.wire_bytes;
         self.progress.ratio = sent.ratio();
@@ -156,6 +157,8 @@ impl Driver<'_> {
             accelerators: self.settings.offload.as_ref().map(|offload| offload.report().lines()).unwrap_or_default(),
             delta_pages: sent.delta_pages,
             same_pages: sent.same_pages,
+            delta_cache: self.settings.delta_cache.min(self.ram.bytes()),
+            no_deltas: None,
             refused_packets: self.again.packets(),
         }
     }

@@ -25,7 +25,7 @@ use sterna_wire::limits::MAX_OPAQUE_CHANNELS;
 
 use super::opaque::{Open, pump_in, pump_out};
 use crate::gateway::features::FEATURES;
-use crate::gateway::feeder::{Feeder, FeederNews, FeederSinks};
+use crate::gateway::feeder::{Agreed, Feeder, FeederNews, FeederSinks};
 use crate::gateway::sockets;
 use crate::gateway::source_stream::closer;
 use crate::gateway::{GatewayError, Placement, ProxyReceiveOptions};
@@ -68,7 +68,7 @@ pub fn proxy_receive(
     cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
 
     let nowhere = Box::new(|| Err("a proxy does not look into QEMU".to_owned()));
-    let feeder = Feeder::new(&options.unix, Placement::InStream, nowhere, &abort);
+    let feeder = Feeder::new(&options.unix, Placement::InStream, nowhere, Agreed::default(), &abort);
     let fed = events_in.clone();
     let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
     let packet_size = session.packet_size;
@@ -155,8 +155,8 @@ impl Proxy<'_> {
                 )));
             }
             Event::Control(_) | Event::OpaqueEnded => {}
-            Event::Feeder(FeederNews::Ready(placement, return_path)) => {
-                self.say(&ControlMessage::Ready { placement });
+            Event::Feeder(FeederNews::Ready { placement, return_path, .. }) => {
+                self.say(&ControlMessage::Ready { placement, deltas: Vec::new() });
                 self.relay_return_path(return_path);
             }
             Event::Feeder(FeederNews::RamPlaced) => {}
@@ -284,6 +284,7 @@ impl OpaqueConnections {
             accelerator: None,
             again: None,
             delta_cache: 0,
+            delta_blocks: None,
         };
         let name = format!("opaque-{channel}");
         let channel = SendChannel::start(&name, writer, reader, context).map_err(failed)?;

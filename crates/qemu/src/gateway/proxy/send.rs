@@ -310,6 +310,7 @@ impl Proxy<'_> {
             accelerator: None,
             again: None,
             delta_cache: 0,
+            delta_blocks: None,
         })
     }
 

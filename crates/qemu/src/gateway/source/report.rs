@@ -10,6 +10,7 @@ use sterna::transport::Security;
 use sterna_wire::switchover::SourceEnd;
 
 use super::{COMMIT_ESTIMATE, Driver};
+use crate::gateway::qemu::PAGE_SIZE;
 use crate::gateway::recovery::source_end;
 
 impl Driver<'_> {
@@ -27,8 +28,10 @@ impl Driver<'_> {
         let ram = info.ram.unwrap_or_default();
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
         let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
-        let content_rate = sent.content_bytes.saturating_sub(self.content_told) as f64 / interval;
-        self.content_told = sent.content_bytes;
+        // By pages: how few bytes a delta has says nothing of how fast the rest will drain.
+        let content_bytes = sent.normal_pages * PAGE_SIZE as u64;
+        let content_rate = content_bytes.saturating_sub(self.content_told) as f64 / interval;
+        self.content_told = content_bytes;
         let wire_rate = sent.wire_bytes.saturating_sub(self.progress.wire_bytes) as f64 / interval;
         let drain = (ram.remaining + self.window.in_flight()) as f64 / content_rate.max(1.0) * 1e3;
         self.progress = Progress {
@@ -38,6 +41,8 @@ impl Driver<'_> {
             total_bytes: self.progress.total_bytes.max(ram.total),
             remaining_bytes: ram.remaining,
             normal_pages: sent.normal_pages,
+            delta_pages: sent.delta_pages,
+            same_pages: sent.same_pages,
             zero_pages: sent.zero_pages,
             content_rate,
             wire_bytes: sent.wire_bytes,
@@ -118,7 +123,9 @@ impl Driver<'_> {
             accelerators: Vec::new(),
             delta_pages: sent.delta_pages,
             same_pages: sent.same_pages,
-            refused_packets: 0,
+            delta_cache: self.delta_cache,
+            no_deltas: self.no_deltas.map(str::to_owned),
+            refused_packets: self.deltas.as_ref().map_or(0, |deltas| deltas.packets()),
         }
     }
 }

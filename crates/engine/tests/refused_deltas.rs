@@ -1,0 +1,267 @@
+//! Deltas at a source that cannot read its pages again: only of the blocks that the destination takes them of, and what is refused is
+//! sent again from what the channel keeps, or the migration ends.
+
+mod common;
+
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use common::{PAGE, halves, sockets, within_a_minute};
+use proptest::prelude::*;
+use sterna::abort::Abort;
+use sterna::batch::BatchPool;
+use sterna::entry::{Entry, Pipeline};
+use sterna::pacer::Pacer;
+use sterna::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna::send::{DeltaBlocks, Item, MOST_REFUSED, SendChannel, SendContext};
+use sterna::window::Window;
+use sterna_codec::MethodChoice;
+use sterna_memory::delta::apply;
+use sterna_wire::checksum::crc32c;
+use sterna_wire::delta::PageDeltas;
+use sterna_wire::packet::{
+    Ack, BlockShape, PACKET_HEADER_LENGTH, PacketHeader, PacketKind, PageRequest, Refusal, Run, RunKind,
+};
+
+/// Of each of two blocks.
+const PAGES: u64 = 48;
+/// Of the first only deltas are taken.
+const TAKEN: u16 = 0;
+const PACKET: usize = 8 * PAGE;
+const RULES: PacketRules = PacketRules { packet_size: PACKET, checksums: true };
+
+/// One channel of a source, and its alarm.
+struct Source {
+    pipeline: Arc<Pipeline>,
+    blocks: Arc<DeltaBlocks>,
+    abort: Arc<Abort>,
+}
+
+impl Source {
+    /// That may keep `cache` bytes; gives the destination's end too.
+    fn new(cache: u64) -> (Self, TcpStream) {
+        let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::from_millis(300)));
+        let (abort, blocks) = (Arc::new(Abort::default()), Arc::new(DeltaBlocks::default()));
+        let shape = BlockShape { pages: PAGES, page_size: PAGE as u32 };
+        let kept = blocks.set(vec![shape, shape], &[TAKEN, 77], cache, 1);
+        assert_eq!(kept, cache.min(PAGES * PAGE as u64), "no more than the block has of which deltas are taken");
+        let context = SendContext {
+            engines: sterna_codec::Engines::default(),
+            history: Arc::default(),
+            cpu: None,
+            window: Arc::clone(&window),
+            pacer: Arc::new(Pacer::new(None)),
+            abort: Arc::clone(&abort),
+            method: MethodChoice::parse("lz4", None).unwrap(),
+            rules: RULES,
+            accelerator: None,
+            again: None,
+            delta_cache: 0,
+            delta_blocks: Some(Arc::clone(&blocks)),
+        };
+        let (near, far) = sockets();
+        let (writer, reader) = halves(near);
+        let channels = vec![SendChannel::start("ram-0", writer, reader, context).unwrap()];
+        let pool = BatchPool::new(8, PACKET);
+        (Self { pipeline: Arc::new(Pipeline { channels, pool, window, page_size: PAGE }), blocks, abort }, far)
+    }
+
+    fn send(&self, pages: &[((u16, u64), Vec<u8>)]) {
+        let mut entry = Entry::new(Arc::clone(&self.pipeline));
+        for ((block, page), content) in pages {
+            entry.enter(PAGE as u64).unwrap();
+            entry.page(*block, page * PAGE as u64, content).unwrap();
+        }
+        entry.flush().unwrap();
+    }
+
+    fn channel(&self) -> &SendChannel {
+        &self.pipeline.channels[0]
+    }
+}
+
+/// What pages hold, by block and number.
+type Pages = HashMap<(u16, u64), Vec<u8>>;
+
+/// A destination that finds fault with what `plan` says, by the number of packets with deltas so far.
+#[derive(Clone, Default)]
+struct Destination {
+    pages: Arc<Mutex<Pages>>,
+    faults: Vec<bool>,
+    seen: usize,
+    refused: Arc<Mutex<u32>>,
+}
+
+impl Sink for Destination {
+    fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
+        Ok(vec![BlockShape { pages: PAGES, page_size: PAGE as u32 }; 2].into())
+    }
+
+    fn pages(&mut self, block: u16, runs: &[Run], mut content: &[u8]) -> Result<(), SinkError> {
+        let mut pages = self.pages.lock().unwrap();
+        for run in runs {
+            assert_eq!(run.kind, RunKind::Normal);
+            for page in run.first..run.end() {
+                let (now, later) = content.split_at(PAGE);
+                content = later;
+                pages.insert((block, page), now.to_vec());
+            }
+        }
+        Ok(())
+    }
+
+    fn deltas(&mut self, block: u16, runs: &[Run], mut deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
+        assert_eq!(block, TAKEN, "deltas of a block of which none are taken");
+        self.seen += 1;
+        let fault = self.faults.get(self.seen - 1).copied().unwrap_or(false);
+        let mut pages = self.pages.lock().unwrap();
+        for page in runs.iter().flat_map(|run| run.first..run.end()) {
+            let delta = deltas.next().unwrap().unwrap();
+            let there = pages.get_mut(&(block, page)).expect("a delta of a page that was sent before");
+            let mut changed = there.clone();
+            apply(delta.record, &mut changed).unwrap();
+            assert_eq!(crc32c(&changed), delta.checksum, "a delta is against what is here");
+            if !fault {
+                *there = changed;
+            }
+        }
+        Ok(!fault)
+    }
+
+    fn refuse(&mut self, _: u16, _: &[Run]) -> Result<bool, SinkError> {
+        *self.refused.lock().unwrap() += 1;
+        Ok(true)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn what_is_refused_comes_again_before_the_channel_has_drained(
+        rounds in prop::collection::vec(prop::collection::btree_set((0u16..2, 0..PAGES), 1..60), 2..12),
+        faults in prop::collection::vec(prop::bool::weighted(0.3), 0..40),
+    ) {
+        let expected = faults.iter().filter(|fault| **fault).count() as u32;
+        within_a_minute(move || {
+            let (source, far) = Source::new(1 << 30);
+            let destination = Destination { faults, ..Destination::default() };
+            let mut sink = destination.clone();
+            std::thread::spawn(move || {
+                let (mut writer, mut reader) = halves(far);
+                // It ends when the source's channel is dropped.
+                let _ = receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default());
+            });
+            let mut memory = HashMap::new();
+            for (round, touched) in rounds.into_iter().enumerate() {
+                let pages: Vec<_> = touched.into_iter().map(|page| {
+                    let fresh = || (0..PAGE).map(|at| (at as u64 * 31 + page.1) as u8 | 1).collect::<Vec<u8>>();
+                    let content = memory.entry(page).or_insert_with(fresh);
+                    content[round * 8] = content[round * 8].wrapping_add(2);
+                    (page, content.clone())
+                }).collect();
+                source.send(&pages);
+            }
+            source.channel().drained().unwrap();
+            let refused = *destination.refused.lock().unwrap();
+            assert!(*destination.pages.lock().unwrap() == memory, "after {refused} refusals");
+            assert!(refused <= expected && source.blocks.packets() == refused);
+            assert!(source.abort.reason().is_none());
+        });
+    }
+}
+
+#[test]
+fn pages_go_as_deltas_only_where_they_are_taken() {
+    within_a_minute(|| {
+        let (source, far) = Source::new(1 << 30);
+        let mut sink = Destination::default();
+        std::thread::spawn(move || {
+            let (mut writer, mut reader) = halves(far);
+            let _ = receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default());
+        });
+        for round in 1..4 {
+            let page = vec![round; PAGE];
+            source.send(&[
+                ((0, 3), [&page[..8], &[9; PAGE - 8]].concat()),
+                ((1, 3), [&page[..8], &[9; PAGE - 8]].concat()),
+            ]);
+            source.channel().drained().unwrap();
+        }
+        assert_eq!(source.channel().counters().delta_pages.load(Ordering::Relaxed), 2);
+    });
+}
+
+/// Takes one packet.
+fn packet(far: &mut TcpStream) -> PacketHeader {
+    let mut header = [0; PACKET_HEADER_LENGTH];
+    far.read_exact(&mut header).unwrap();
+    let header = PacketHeader::decode(&header, PACKET).unwrap();
+    far.read_exact(&mut vec![0; (header.table_length + header.payload_length) as usize]).unwrap();
+    header
+}
+
+fn refusal(sequence: u64, request: PageRequest) -> Vec<u8> {
+    [&Refusal { sequence, requests: 1 }.encode()[..], &request.encode(), &Ack { sequence, busy_us: 0 }.encode()]
+        .concat()
+}
+
+/// Why the source gave up after `answer` to its first packet, page 3 of block 0.
+fn after(cache: u64, answer: &[u8]) -> String {
+    let (source, mut far) = Source::new(cache);
+    source.send(&[((0, 3), vec![7; PAGE])]);
+    packet(&mut far);
+    far.write_all(answer).unwrap();
+    // Where it has to send something again it fails, and the channel ends.
+    let drained = source.channel().drained();
+    assert!(drained.is_err(), "it gives up");
+    source.abort.reason().unwrap()
+}
+
+#[test]
+fn what_is_not_kept_and_what_is_no_refusal_ends_the_migration() {
+    within_a_minute(|| {
+        let page = PageRequest { block: 0, first: 3, count: 1 };
+        let reason = after(0, &refusal(1, page));
+        assert!(reason.contains("page 3 of RAM block 0 did not arrive") && reason.contains("not kept"), "{reason}");
+        // Pages that were in no packet, outside of RAM, without end, and a packet that was not sent.
+        let kept = 1 << 20;
+        let reason = after(kept, &refusal(1, PageRequest { count: 2, ..page }));
+        assert!(reason.contains("page 4 of RAM block 0"), "{reason}");
+        let reason = after(kept, &refusal(1, PageRequest { count: PAGES as u32, ..page }));
+        assert!(reason.contains("48"), "{reason}");
+        let reason = after(kept, &refusal(1, PageRequest { block: 2, ..page }));
+        assert!(reason.contains("RAM"), "{reason}");
+        let reason = after(kept, &refusal(2, page));
+        assert!(reason.contains("not in flight"), "{reason}");
+    });
+}
+
+#[test]
+fn a_destination_that_refuses_for_ever_is_given_up() {
+    within_a_minute(|| {
+        let (source, mut far) = Source::new(1 << 20);
+        source.send(&[((0, 3), vec![7; PAGE])]);
+        let refusing = std::thread::spawn(move || {
+            for sequence in 1.. {
+                let header = packet(&mut far);
+                assert_eq!((header.kind, header.sequence), (PacketKind::Pages, sequence));
+                // Compressed at first, then as it is.
+                assert_eq!(header.method == 0, sequence > 1);
+                far.write_all(&refusal(sequence, PageRequest { block: 0, first: 3, count: 1 })).unwrap();
+                if sequence > u64::from(MOST_REFUSED) {
+                    break;
+                }
+            }
+            far
+        });
+        assert!(source.channel().drained().is_err());
+        assert!(source.abort.reason().unwrap().contains("has refused more than 64 packets"));
+        refusing.join().unwrap();
+        let _ = source.channel().send(Item::Again);
+    });
+}

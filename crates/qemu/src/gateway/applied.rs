@@ -1,0 +1,238 @@
+//! Deltas at the destination: what a page holds now is read back from where it was placed, changed aside, compared with its
+//! checksum, and only then placed.
+//!
+//! Nobody else writes guest RAM that is filled directly before the switchover: QEMU loads no ROMs into it while it waits for a
+//! migration, memory of virtio-mem goes in-stream, and a balloon's discards begin with the guest. If somebody did, the checksum
+//! would tell.
+
+use std::ops::Range;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use sterna::send::MOST_REFUSED;
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::bitmap::AtomicPageBitmap;
+use sterna_memory::delta::apply;
+use sterna_memory::place::{Piece, Place, PlaceError};
+use sterna_wire::checksum::crc32c;
+use sterna_wire::delta::PageDeltas;
+use sterna_wire::packet::{BlockShape, Run, RunKind};
+
+/// Pages that are read back and placed at once.
+const AT_ONCE: usize = 64;
+
+/// Room for the pages of one channel that are being changed.
+#[derive(Debug)]
+pub(super) struct Aside {
+    bytes: Box<[u8]>,
+    place: Range<usize>,
+}
+
+impl Aside {
+    pub(super) fn new() -> Self {
+        let length = AT_ONCE * PAGE_SIZE;
+        let bytes = vec![0; length + PAGE_SIZE - 1].into_boxed_slice();
+        // Records have words of eight bytes, which must be aligned.
+        let start = bytes.as_ptr().align_offset(PAGE_SIZE);
+        Self { bytes, place: start..start + length }
+    }
+
+    /// Applies `deltas` to the pages of `runs` in `place`. False: they are damaged, or what results is not what the source has. Pages
+    /// before may have been placed then, rightly.
+    pub(super) fn apply(
+        &mut self,
+        place: &dyn Place,
+        runs: &[Run],
+        mut deltas: PageDeltas<'_>,
+    ) -> Result<bool, PlaceError> {
+        let mut numbers = runs.iter().flat_map(|run| run.first..run.end()).peekable();
+        let mut offsets = [0; AT_ONCE];
+        while numbers.peek().is_some() {
+            let mut count = 0;
+            for (offset, number) in offsets.iter_mut().zip(&mut numbers) {
+                *offset = number * PAGE_SIZE as u64;
+                count += 1;
+            }
+            let offsets = &offsets[..count];
+            let pages = &mut self.bytes[self.place.clone()][..count * PAGE_SIZE];
+            place.read_pages(offsets, pages)?;
+            for page in pages.chunks_exact_mut(PAGE_SIZE) {
+                let Some(Ok(delta)) = deltas.next() else { return Ok(false) };
+                if apply(delta.record, page).is_err() || crc32c(page) != delta.checksum {
+                    return Ok(false);
+                }
+            }
+            let mut pieces = [Piece { offset: 0, data: &[] }; AT_ONCE];
+            for (piece, (offset, data)) in pieces.iter_mut().zip(offsets.iter().zip(pages.chunks_exact(PAGE_SIZE))) {
+                *piece = Piece { offset: *offset, data };
+            }
+            place.write_pieces(&pieces[..count])?;
+        }
+        Ok(deltas.next().is_none())
+    }
+}
+
+/// Pages that arrived damaged, were refused, and have not come again.
+#[derive(Debug, Default)]
+pub(super) struct Missing {
+    blocks: OnceLock<Vec<AtomicPageBitmap>>,
+    pages: AtomicU64,
+    packets: AtomicU32,
+}
+
+impl Missing {
+    /// The normal pages of `runs` arrived damaged. False: too much has.
+    pub(super) fn add(&self, shapes: &[BlockShape], block: u16, runs: &[Run]) -> bool {
+        if self.packets.fetch_add(1, Ordering::Relaxed) >= MOST_REFUSED {
+            return false;
+        }
+        let none = || shapes.iter().map(|shape| AtomicPageBitmap::new(shape.pages)).collect();
+        let pages = &self.blocks.get_or_init(none)[usize::from(block)];
+        for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
+            let new = pages.test_and_set(run.first..run.end(), |_| {});
+            self.pages.fetch_add(new, Ordering::AcqRel);
+        }
+        true
+    }
+
+    /// These pages have come whole. Whether some of them were missing.
+    pub(super) fn settle(&self, block: u16, runs: &[Run]) -> bool {
+        let Some(blocks) = self.blocks.get().filter(|_| self.pages() > 0) else { return false };
+        let mut found = 0;
+        for run in runs {
+            blocks[usize::from(block)].take_runs(run.first..run.end(), |pages| found += pages.end - pages.start);
+        }
+        self.pages.fetch_sub(found, Ordering::AcqRel);
+        found > 0
+    }
+
+    /// How many.
+    pub(super) fn pages(&self) -> u64 {
+        self.pages.load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_memory::place::{FileWrite, ZeroBy};
+    use sterna_wire::delta::PageDelta;
+
+    use super::*;
+
+    const PAGES: u64 = 400;
+
+    /// A block in a file; what page `number` of it holds at first.
+    fn block() -> FileWrite {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(PAGES * PAGE_SIZE as u64).unwrap();
+        let place = FileWrite::new(file, 0, PAGES * PAGE_SIZE as u64, ZeroBy::Writing).unwrap();
+        (0..PAGES).for_each(|number| place.write(number * PAGE_SIZE as u64, &before(number)).unwrap());
+        place
+    }
+
+    fn before(number: u64) -> Vec<u8> {
+        (0..PAGE_SIZE as u64).map(|at| (at * 7 + number * 3) as u8).collect()
+    }
+
+    /// With another word at an offset that depends on the page.
+    fn after(number: u64) -> Vec<u8> {
+        let mut page = before(number);
+        page[number as usize % 512 * 8..][..8].copy_from_slice(&[0xf7; 8]);
+        page
+    }
+
+    fn delta_of(number: u64) -> Vec<u8> {
+        let mut record = (number as u16 % 512).to_le_bytes().to_vec();
+        record.extend([0xf7; 8]);
+        let header = PageDelta { checksum: crc32c(&after(number)), record: &record }.header();
+        [&header[..], &record].concat()
+    }
+
+    fn page(place: &FileWrite, number: u64) -> Vec<u8> {
+        let mut page = vec![0; PAGE_SIZE];
+        place.read_pages(&[number * PAGE_SIZE as u64], &mut page).unwrap();
+        page
+    }
+
+    /// Every second page, then many that follow each other: more than are read at once.
+    fn runs() -> (Vec<Run>, Vec<u64>) {
+        let run = |first, count| Run { kind: RunKind::Normal, first, count };
+        let mut runs: Vec<_> = (0..90).map(|at| run(at * 2 + 1, 1)).collect();
+        runs.extend([run(200, 150), run(PAGES - 1, 1)]);
+        let pages = runs.iter().flat_map(|run| run.first..run.end()).collect();
+        (runs, pages)
+    }
+
+    #[test]
+    fn pages_become_what_their_deltas_make_of_them_and_no_others_change() {
+        let place = block();
+        let (runs, pages) = runs();
+        let content: Vec<u8> = pages.iter().flat_map(|number| delta_of(*number)).collect();
+        let deltas = PageDeltas::new(&content, pages.len() as u64);
+        assert!(Aside::new().apply(&place, &runs, deltas).unwrap());
+        for number in 0..PAGES {
+            let expected = if pages.contains(&number) { after(number) } else { before(number) };
+            assert!(page(&place, number) == expected, "page {number}");
+        }
+    }
+
+    #[test]
+    fn what_does_not_result_in_the_sources_page_is_not_placed() {
+        let (runs, pages) = runs();
+        let good: Vec<u8> = pages.iter().flat_map(|number| delta_of(*number)).collect();
+        let one = delta_of(1).len();
+        let spoilt = |at: usize| {
+            let mut content = good.clone();
+            content[at] ^= 4;
+            content
+        };
+        let wrong = 170;
+        // A bit of a word, of an offset, of a checksum; a record that is cut off; one too many; a page that is not what it was.
+        let cases = [
+            spoilt(wrong * one + 12),
+            spoilt(wrong * one + 8),
+            spoilt(wrong * one + 5),
+            good[..good.len() - 1].to_vec(),
+        ];
+        for content in cases {
+            let place = block();
+            let deltas = PageDeltas::new(&content, pages.len() as u64);
+            assert!(!Aside::new().apply(&place, &runs, deltas).unwrap());
+            for number in 0..PAGES {
+                let now = page(&place, number);
+                assert!(now == before(number) || (pages.contains(&number) && now == after(number)), "page {number}");
+            }
+            let last = *pages.last().unwrap();
+            assert!(page(&place, last) == before(last), "nothing behind it is placed");
+        }
+        let too_many = [&good[..], &delta_of(0)].concat();
+        let deltas = PageDeltas::new(&too_many, pages.len() as u64 + 1);
+        assert!(!Aside::new().apply(&block(), &runs, deltas).unwrap());
+        let place = block();
+        place.write(pages[wrong] * PAGE_SIZE as u64, &[0; 1]).unwrap();
+        place.write(pages[wrong] * PAGE_SIZE as u64 + 9, &[1; 1]).unwrap();
+        let deltas = PageDeltas::new(&good, pages.len() as u64);
+        assert!(!Aside::new().apply(&place, &runs, deltas).unwrap());
+    }
+
+    #[test]
+    fn what_was_refused_is_missing_until_it_has_come_whole() {
+        let shapes = [BlockShape { pages: 10, page_size: 4096 }, BlockShape { pages: 100, page_size: 4096 }];
+        let run = |kind, first, count| Run { kind, first, count };
+        let missing = Missing::default();
+        assert!(!missing.settle(1, &[run(RunKind::Normal, 0, 100)]));
+        // Zero pages of a damaged packet are placed from its table, and a page counts once.
+        assert!(missing.add(&shapes, 1, &[run(RunKind::Normal, 3, 4), run(RunKind::Zero, 50, 9)]));
+        assert!(missing.add(&shapes, 1, &[run(RunKind::Normal, 5, 4)]));
+        assert_eq!(missing.pages(), 6);
+        assert!(!missing.settle(0, &[run(RunKind::Normal, 0, 10)]) && !missing.settle(1, &[run(RunKind::Zero, 9, 9)]));
+        assert!(missing.settle(1, &[run(RunKind::Zero, 0, 5), run(RunKind::Normal, 8, 1)]));
+        assert_eq!(missing.pages(), 3);
+        assert!(missing.settle(1, &[run(RunKind::Normal, 0, 100)]));
+        assert_eq!(missing.pages(), 0);
+        for _ in 2..MOST_REFUSED {
+            assert!(missing.add(&shapes, 0, &[run(RunKind::Normal, 0, 1)]));
+        }
+        assert!(!missing.add(&shapes, 0, &[run(RunKind::Normal, 0, 1)]), "enough is enough");
+    }
+}
