@@ -2,22 +2,26 @@
 //! unpacks (`newc`, Documentation/driver-api/early-userspace/buffer-format.rst in the kernel's sources), not compressed,
 //! for unpacking costs an emulated guest more than reading does.
 
-/// An archive with `program` as `/init` and the `/dev/console` that the kernel opens for it.
-pub(crate) fn with_init(program: &[u8]) -> Vec<u8> {
+/// An archive with `program` as `/init`, the `/dev/console` that the kernel opens for it, and `files` by their numbers.
+pub(crate) fn with_init(program: &[u8], files: &[Vec<u8>]) -> Vec<u8> {
     const DIRECTORY: u32 = 0o040_755;
     const CHARACTER_DEVICE: u32 = 0o020_600;
     const PROGRAM: u32 = 0o100_755;
-    let mut archive = Vec::with_capacity(program.len() + 1024);
+    let content = files.iter().map(|file| file.len() + 128).sum::<usize>();
+    let mut archive = Vec::with_capacity(program.len() + content + 1024);
     entry(&mut archive, 1, "dev", DIRECTORY, (0, 0), &[]);
     // The numbers of /dev/console: Documentation/admin-guide/devices.txt in the kernel's sources.
     entry(&mut archive, 2, "dev/console", CHARACTER_DEVICE, (5, 1), &[]);
     entry(&mut archive, 3, "init", PROGRAM, (0, 0), program);
+    for (number, file) in files.iter().enumerate() {
+        entry(&mut archive, 4 + number as u32, &format!("file-{number}"), PROGRAM, (0, 0), file);
+    }
     entry(&mut archive, 0, "TRAILER!!!", 0, (0, 0), &[]);
     archive
 }
 
 fn entry(archive: &mut Vec<u8>, inode: u32, name: &str, mode: u32, (major, minor): (u32, u32), data: &[u8]) {
-    let size = u32::try_from(data.len()).expect("an init is smaller than 4 GiB");
+    let size = u32::try_from(data.len()).expect("a file of a guest is smaller than 4 GiB");
     let name_size = u32::try_from(name.len() + 1).expect("a short name");
     // inode, mode, user, group, links, time, size, device (2), device of a node (2), size of the name, checksum (unused)
     let fields = [inode, mode, 0, 0, 1, 0, size, 0, 0, major, minor, name_size, 0];
@@ -43,7 +47,7 @@ mod tests {
 
     #[test]
     fn every_entry_begins_at_a_multiple_of_four_and_names_its_sizes() {
-        let archive = with_init(b"program");
+        let archive = with_init(b"program", &[b"content".to_vec(), Vec::new()]);
         let mut at = 0;
         let mut names = Vec::new();
         loop {
@@ -61,7 +65,7 @@ mod tests {
             }
             at = ((at + 110 + name_size).next_multiple_of(4) + size).next_multiple_of(4);
         }
-        let expected = [("dev", 0), ("dev/console", 0), ("init", 7), ("TRAILER!!!", 0)];
+        let expected = [("dev", 0), ("dev/console", 0), ("init", 7), ("file-0", 7), ("file-1", 0), ("TRAILER!!!", 0)];
         assert_eq!(names, expected.map(|(name, size)| (name.to_owned(), size)));
     }
 }

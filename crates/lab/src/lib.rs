@@ -22,6 +22,7 @@ pub mod accel;
 mod accel_config;
 pub mod boot_sector;
 mod console;
+pub mod corpus;
 mod error;
 pub mod huge;
 mod initramfs;

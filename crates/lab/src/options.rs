@@ -101,6 +101,8 @@ pub struct LinuxGuest {
     pub verify_rate: u64,
     /// More words for the kernel's command line.
     pub kernel_words: String,
+    /// Files of this machine that lie in the guest's root file system, which is all in its memory.
+    pub files: Vec<PathBuf>,
 }
 
 impl Default for LinuxGuest {
@@ -114,6 +116,7 @@ impl Default for LinuxGuest {
             pattern: Pattern::Random,
             verify_rate: 8 << 20,
             kernel_words: String::new(),
+            files: Vec::new(),
         }
     }
 }

@@ -244,8 +244,10 @@ fn guest_words(guest: &Guest, tools: &Tools, directory: &Path) -> Result<Vec<Str
         Guest::Linux(settings) => {
             let program = guest_program()?;
             let init = std::fs::read(&program).map_err(Error::path("reading", &program))?;
+            let files = settings.files.iter().map(|path| std::fs::read(path).map_err(Error::path("reading", path)));
+            let files = files.collect::<Result<Vec<_>, _>>()?;
             let archive = directory.join("initramfs");
-            std::fs::write(&archive, initramfs::with_init(&init)).map_err(Error::path("writing", &archive))?;
+            std::fs::write(&archive, initramfs::with_init(&init, &files)).map_err(Error::path("writing", &archive))?;
             Ok(vec![
                 "-kernel".into(),
                 tools.kernel()?.display().to_string(),
