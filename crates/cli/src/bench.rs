@@ -3,6 +3,7 @@
 //! Each benchmark is a file that makes cells and targets; what they share is in `harness`.
 
 mod bandwidth;
+mod compression;
 mod device_faults;
 mod dirty_rate;
 mod harness;
@@ -37,6 +38,9 @@ pub(crate) struct BenchArgs {
     /// Smaller guests and fewer runs: at most 5 minutes on two cores
     #[arg(long)]
     quick: bool,
+    /// All cells that there are, for hours ('compression' only)
+    #[arg(long, conflicts_with = "quick")]
+    long: bool,
     /// Write the figures as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -67,6 +71,8 @@ enum Benchmark {
     DirtyRate,
     /// How closely the library keeps to a bandwidth limit, over every second
     Bandwidth,
+    /// Compression methods, channels and networks, beside QEMU's, on content that machines really have
+    Compression,
     /// Cost of the work on pages that an accelerator can take over, for the CPU alone and with one
     Offload,
     /// Simulated: looking for zero pages with an accelerator, in the published structure and in Sterna's
@@ -112,11 +118,16 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::ReceivedBitmap => received_bitmap::cells(),
         Benchmark::DirtyRate => dirty_rate::cells(),
         Benchmark::Bandwidth => bandwidth::cells(),
+        Benchmark::Compression => compression::cells(),
         Benchmark::Offload => offload::cells(),
         Benchmark::ZeroPage => zero_page::cells(),
         Benchmark::ManyVms => many_vms::cells(),
         Benchmark::DeviceFaults => device_faults::cells(),
     })?;
+    if args.long && args.benchmark != Benchmark::Compression {
+        let text = "--long: this benchmark has no more cells than it always measures; only 'compression' does".into();
+        return Err(Failure { exit: Exit::Usage, text });
+    }
     let cancel = Cancel::new();
     let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, tell);
     let _watch = watch.map_err(|error| failed(format!("cannot wait for signals: {error}")))?;
@@ -127,6 +138,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::ReceivedBitmap => received_bitmap::measure(args, &cancel, &tell),
         Benchmark::DirtyRate => dirty_rate::measure(args, &cancel, &tell),
         Benchmark::Bandwidth => bandwidth::measure(args, &cancel, &tell),
+        Benchmark::Compression => compression::measure(args, &cancel, &tell),
         Benchmark::Offload => offload::measure(args, &cancel, &tell),
         Benchmark::ZeroPage => zero_page::measure(args, &cancel, &tell),
         Benchmark::ManyVms => many_vms::measure(args, &cancel, &tell),

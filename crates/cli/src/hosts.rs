@@ -104,6 +104,21 @@ impl Hosts {
         }
     }
 
+    /// Bytes that A's interface has sent so far, headers and all; none on the loopback interface, which is not ours alone.
+    ///
+    /// # Errors
+    /// The namespace has lost its interface.
+    pub(crate) fn wire_bytes(&self) -> Result<Option<f64>, HostsError> {
+        let Some(namespace) = self.namespace(Side::A) else { return Ok(None) };
+        // `/proc/net` is that of the reader's namespace.
+        let output = run_in(&namespace, "cat").arg("/proc/net/dev").output().map_err(doing("reading /proc/net/dev"))?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        // Eight fields of what was received, then bytes sent (proc_pid_net(5)).
+        let line = text.lines().find_map(|line| line.trim_start().strip_prefix("eth0:"));
+        let bytes = line.and_then(|line| line.split_whitespace().nth(8)?.parse().ok());
+        bytes.map(Some).ok_or_else(|| HostsError(format!("/proc/net/dev of {namespace} has no eth0")))
+    }
+
     /// This program on one of the hosts; options follow. The process is the program itself, not a wrapper.
     ///
     /// # Errors

@@ -152,6 +152,21 @@ fn a_benchmark_of_no_known_cell_is_refused_with_the_cells_that_there_are() {
 }
 
 #[test]
+fn only_the_benchmark_that_has_more_cells_takes_long_and_none_takes_it_with_quick() {
+    let text = refusal(&run("bench ram --long"), 2);
+    assert!(text.starts_with("--long:") && text.contains("'compression'"), "{text}");
+    assert_eq!(run("bench compression --long --quick").status.code(), Some(2));
+    let text = refusal(&run("bench compression --only zzz"), 2);
+    for cell in [
+        "unlimited, mixed, auto × 2",
+        "1 Gbit/s, memcached written at 150 MB/s, zstd × 2",
+        "100 Mbit/s, mixed, lz4 × 16",
+    ] {
+        assert!(text.lines().any(|line| line.trim() == cell), "{text}");
+    }
+}
+
+#[test]
 fn a_missing_qmp_socket_is_one_line_and_the_json_says_the_same() {
     for line in ["send --qmp no.sock --to 127.0.0.1:1", "receive --qmp no.sock --listen 127.0.0.1:0"] {
         let home = tempfile::tempdir().unwrap();

@@ -14,7 +14,7 @@ use super::ram::guest::{Content, Memory};
 use super::ram::pair::{Rig, Shape};
 use super::ram::side::Mover;
 use super::ram::{CHANNELS, certificates};
-use crate::hosts::{HostsError, Side};
+use crate::hosts::{Hosts, HostsError, Side};
 
 const COLUMNS: &[Column] = &[
     Column { name: "worst_deviation", title: "worst second off the limit, %", scale: 0.01, places: 1 },
@@ -76,7 +76,7 @@ pub(crate) fn cells() -> Vec<String> {
 pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     // A limit is not kept by who cannot send so fast, so each side has half of the machine unless told otherwise.
     let half = std::thread::available_parallelism().map_or(1, usize::from) / 2;
-    let rig = Rig { cpus: args.cpus.max(half.clamp(1, 64) as u16), cancel };
+    let rig = Rig { hosts: Hosts::loopback(), cpus: args.cpus.max(half.clamp(1, 64) as u16), cancel };
     let seconds = if args.quick { 4 } else { 10 };
     let rounds = args.rounds.unwrap_or(if args.quick { 1 } else { 3 }).max(1);
     let certificates = certificates()?;

@@ -9,6 +9,12 @@ pub(crate) struct Measured {
     pub(crate) downtime_ms: f64,
     /// As the mover counts them; between namespaces, out of the source host's interface, headers and all.
     pub(crate) wire_bytes: f64,
+    /// Pages sent that were not zero, in all rounds, where they were counted.
+    pub(crate) pages: f64,
+    /// What a guest that writes at a set rate has achieved of it.
+    pub(crate) achieved: Option<f64>,
+    /// Why the migration was given up, where it was and that is a result.
+    pub(crate) given_up: Option<String>,
     /// All processes at the source.
     pub(crate) source_cpu: f64,
     /// All processes at the destination.

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sterna::cancel::Cancel;
-use sterna_lab::net::run_in;
 use sterna_lab::usage::Usage;
 use sterna_lab::{Backend, Qemu, QemuOptions, Role, warm_memory};
 use sterna_qemu::qmp::Qmp;
@@ -178,7 +177,7 @@ impl Bench {
         self.source_monitor.execute("migrate", json!({ "uri": format!("tcp:{host}:{port}") }))?;
         let resumed = self.resumed(destination, cancel, &AtomicBool::new(false))?;
         let mut measured = self.measured(destination, &before, &resumed)?;
-        measured.wire_bytes = self.wire_bytes()? - before.wire_bytes;
+        measured.wire_bytes = self.hosts.wire_bytes()?.unwrap_or(0.0) - before.wire_bytes;
         Ok(measured)
     }
 
@@ -236,7 +235,7 @@ impl Bench {
         let peaks = memory.peaks();
 
         let mut measured = self.measured(destination, &before, &resumed)?;
-        measured.wire_bytes = self.wire_bytes()? - before.wire_bytes;
+        measured.wire_bytes = self.hosts.wire_bytes()?.unwrap_or(0.0) - before.wire_bytes;
         let report: Value = std::fs::read(&json_path)
             .map_err(doing("reading the report of sterna send"))
             .and_then(|text| serde_json::from_slice(&text).map_err(doing("reading the report of sterna send")))?;
@@ -258,7 +257,7 @@ impl Bench {
         Ok(Before {
             source: Usage::of(self.source.pid())?,
             destination: Usage::of(destination.qemu.pid())?,
-            wire_bytes: self.wire_bytes()?,
+            wire_bytes: self.hosts.wire_bytes()?.unwrap_or(0.0),
         })
     }
 
@@ -318,18 +317,6 @@ impl Bench {
             downtime_ms: milliseconds(stopped),
             ..Measured::using(&source, &used)
         })
-    }
-
-    /// Bytes that the source host's interface has sent; 0 on the loopback interface, which is not ours alone.
-    fn wire_bytes(&self) -> Result<f64, HostsError> {
-        let Some(namespace) = self.hosts.namespace(Side::A) else { return Ok(0.0) };
-        // `/proc/net` is that of the reader's namespace.
-        let output = run_in(&namespace, "cat").arg("/proc/net/dev").output().map_err(doing("reading /proc/net/dev"))?;
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        // Eight fields of what was received, then bytes sent (proc_pid_net(5)).
-        let line = text.lines().find_map(|line| line.trim_start().strip_prefix("eth0:"));
-        line.and_then(|line| line.split_whitespace().nth(8)?.parse().ok())
-            .ok_or_else(|| HostsError(format!("/proc/net/dev of {namespace} has no eth0")))
     }
 }
 

@@ -9,10 +9,11 @@ pub(crate) mod guest;
 pub(crate) mod pair;
 pub(crate) mod pipeline;
 pub(crate) mod plain;
-mod qemu;
+pub(crate) mod qemu;
 mod received;
 pub(crate) mod side;
 mod warm;
+pub(crate) mod writer;
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -139,7 +140,7 @@ pub(crate) fn cells() -> Vec<String> {
 
 /// Measures all cells and judges the targets.
 pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
-    let rig = Rig { cpus: args.cpus, cancel };
+    let rig = Rig { hosts: Hosts::loopback(), cpus: args.cpus, cancel };
     let certificates = certificates()?;
     let mut findings =
         Findings { name: "ram", columns: COLUMNS, rows: Vec::new(), targets: Vec::new(), notes: notes(args, &rig) };
@@ -203,7 +204,7 @@ fn measure_part(
                 let verify = std::mem::take(&mut first);
                 let measured = match (way, source, qemu) {
                     (Way::Qemu { encrypted }, _, Some(Ok(qemu))) => {
-                        qemu.migrate(*channels, *encrypted, part.expected(), verify)
+                        qemu.migrate(multifd(*channels, *encrypted), part.expected(), verify)
                     }
                     (Way::Qemu { .. }, _, Some(Err(error))) => Err(HostsError(error.to_string())),
                     (Way::ReadByTwo, Some(source), _) => read_by_two(&mut source.borrow_mut()),
@@ -235,11 +236,15 @@ fn mover(way: &Way, certificates: &Path) -> Mover {
     }
 }
 
+fn multifd(channels: u8, encrypted: bool) -> qemu::Multifd {
+    qemu::Multifd { channels, compression: "none", encrypted }
+}
+
 /// With which number of channels QEMU is fastest.
 fn best_channels(part: &Part, qemu: &qemu::Source<'_>, encrypted: bool, tell: &dyn Fn(&str)) -> Result<u8, HostsError> {
     let mut best = (f64::INFINITY, QEMU_CHANNELS[0]);
     for channels in QEMU_CHANNELS {
-        let measured = qemu.migrate(channels, encrypted, part.expected(), false)?;
+        let measured = qemu.migrate(multifd(channels, encrypted), part.expected(), false)?;
         tell(&format!("{}: {channels} channels: {:.0} ms", part.cell(Way::Qemu { encrypted }), measured.total_ms));
         if measured.total_ms < best.0 {
             best = (measured.total_ms, channels);

@@ -14,7 +14,7 @@ use super::ram::guest::{Content, Memory};
 use super::ram::pair::{Rig, Shape};
 use super::ram::side::Mover;
 use super::ram::{CHANNELS, COLUMNS};
-use crate::hosts::{HostsError, Side};
+use crate::hosts::{Hosts, HostsError, Side};
 
 const MIB: u64 = 1 << 20;
 
@@ -67,7 +67,7 @@ pub(crate) fn cells() -> Vec<String> {
 
 /// Measures all cells and judges the targets.
 pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
-    let rig = Rig { cpus: args.cpus, cancel };
+    let rig = Rig { hosts: Hosts::loopback(), cpus: args.cpus, cancel };
     let mut findings = Findings {
         name: "received-bitmap",
         columns: COLUMNS,

@@ -11,16 +11,19 @@ use std::time::{Duration, Instant};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
 use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
-use sterna_guest::content::{PAGE_BYTES, Page};
+use sterna_guest::content::{PAGE_BYTES, Page, mix};
 use sterna_guest::page::{Fill, Pages};
+use sterna_lab::corpus::Corpus;
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::holes::PageMap;
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_memory::snapshot::Snapshot;
 
 use super::clock::now_ns;
+use super::writer::Writer;
 
 /// Huge pages of anonymous memory are of this size, and begin at multiples of it.
 const HUGE_PAGE: usize = 2 << 20;
@@ -28,6 +31,8 @@ const HUGE_PAGE: usize = 2 << 20;
 const STATE_BYTES: usize = 64 << 10;
 /// Every page was written once.
 const GENERATION: u32 = 1;
+/// Odd, as a sum's factor must be so that nothing is lost.
+const FACTOR: u64 = 0x517c_c1b7_2722_0a95;
 
 /// What guest RAM is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,6 +43,29 @@ pub(crate) enum Memory {
     SmallPages,
     /// A shared memfd.
     Memfd,
+}
+
+/// Where a corpus begins, and how much there is behind it: the firmware of a QEMU has its tables at both ends of low memory.
+const CORPUS_AT: u64 = 64 << 20;
+/// The part of a corpus that is used.
+pub(crate) const SEED: u64 = 1;
+/// Read from a corpus at once.
+const CHUNK: usize = 1 << 20;
+
+/// Corpora by their names, as sides tell each other of them.
+mod by_name {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serializer};
+    use sterna_lab::corpus::Corpus;
+
+    pub(super) fn serialize<S: Serializer>(corpus: &Corpus, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(corpus.name())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Corpus, D::Error> {
+        let name = String::deserialize(from)?;
+        Corpus::from_name(&name).ok_or_else(|| D::Error::custom(format!("no corpus is called {name}")))
+    }
 }
 
 /// What stands in it.
@@ -53,6 +81,12 @@ pub(crate) enum Content {
     Sparse,
     /// So many bytes at the start hold data; the rest was touched and is zero.
     Used(u64),
+    /// So many bytes hold a corpus; the rest, before and behind, was never touched.
+    Corpus {
+        #[serde(with = "by_name")]
+        corpus: Corpus,
+        bytes: u64,
+    },
 }
 
 impl Content {
@@ -67,7 +101,18 @@ impl Content {
             Self::TouchedZero => (Vec::new(), 0..bytes),
             Self::Sparse => ((0..bytes).step_by(GIB).map(|at| at..at + HUGE_PAGE as u64).collect(), 0..0),
             Self::Used(used) => (one(0..used), used..bytes),
+            Self::Corpus { bytes, .. } => (one(CORPUS_AT..CORPUS_AT + bytes), 0..0),
         }
+    }
+
+    /// Where its corpus lies, in bytes.
+    pub(crate) fn corpus_at() -> u64 {
+        CORPUS_AT
+    }
+
+    /// Bytes of RAM with a corpus of so many bytes.
+    pub(crate) fn around_corpus(bytes: u64) -> u64 {
+        (bytes + 2 * CORPUS_AT).next_multiple_of(HUGE_PAGE as u64)
     }
 
     /// The parts that hold data, in bytes.
@@ -150,6 +195,22 @@ impl Guest {
         &self.ram.blocks()[0]
     }
 
+    /// A number that all of the parts decide that hold data.
+    pub(crate) fn sum(&self, content: Content) -> u64 {
+        let mut page: Page = [0; PAGE_BYTES];
+        pages_of(&content.filled(self.bytes as u64)).into_iter().flatten().fold(0, |sum, number| {
+            self.block().read_page(number, &mut page);
+            let words = page.as_chunks::<8>().0.iter();
+            words.fold(mix(sum), |sum, word| (sum.rotate_left(5) ^ u64::from_le_bytes(*word)).wrapping_mul(FACTOR))
+        })
+    }
+
+    /// A dirty log of what this process writes.
+    pub(crate) fn write_log(&self) -> Result<Box<WriteProtectLog>, String> {
+        let log = WriteProtectLog::new(vec![self.block().addresses()]);
+        log.map(Box::new).map_err(|error| error.to_string())
+    }
+
     /// A dirty log that nobody writes to: the guest is idle.
     pub(crate) fn log(&self) -> Box<HandedInLog> {
         Box::new(HandedInLog::new(&[self.block().pages()]))
@@ -164,6 +225,12 @@ impl Guest {
     pub(crate) fn fill(&self, content: Content) -> Result<(), String> {
         let (filled, zero) = content.parts(self.bytes as u64);
         let block = self.block();
+        if let Content::Corpus { corpus, bytes } = content {
+            return chunks(corpus, bytes, |page, chunk| {
+                block.write(page, chunk);
+                Ok(())
+            });
+        }
         in_two(&pages_of(&filled), |page| {
             let mut bytes = [0; PAGE_BYTES];
             data().write(&mut bytes, page, GENERATION);
@@ -180,6 +247,20 @@ impl Guest {
     pub(crate) fn check(&self, content: Content) -> Result<(), String> {
         let block = self.block();
         let filled = content.filled(self.bytes as u64);
+        if let Content::Corpus { corpus, bytes } = content {
+            let mut copy = vec![0; CHUNK];
+            chunks(corpus, bytes, |page, chunk| {
+                let pages = copy.as_chunks_mut::<PAGE_BYTES>().0.iter_mut().zip(chunk.as_chunks::<PAGE_BYTES>().0);
+                for ((copy, expected), page) in pages.zip(page..) {
+                    block.read_page(page, copy);
+                    if copy != expected {
+                        return Err(format!("page {page} is not as it was"));
+                    }
+                }
+                Ok(())
+            })?;
+            return self.nothing_outside(&filled);
+        }
         in_two(&pages_of(&filled), |page| {
             let mut copy: Page = [0; PAGE_BYTES];
             let mut zero = [0];
@@ -190,6 +271,12 @@ impl Guest {
             }
             data().check(&copy, page, GENERATION).map_err(|fault| format!("page {page} is {fault}"))
         })?;
+        self.nothing_outside(&filled)
+    }
+
+    /// Checks that there is nothing but zeros elsewhere.
+    fn nothing_outside(&self, filled: &[Range<u64>]) -> Result<(), String> {
+        let block = self.block();
         let inside: Vec<_> = filled.iter().map(pages).collect();
         let mut map = PageMap::own().map_err(|error| error.to_string())?;
         let mut wrong = None;
@@ -234,6 +321,22 @@ fn pages(bytes: &Range<u64>) -> Range<u64> {
 
 fn pages_of(parts: &[Range<u64>]) -> Vec<Range<u64>> {
     parts.iter().map(pages).collect()
+}
+
+/// Calls `work` with each part of a corpus and the page at which it begins.
+pub(crate) fn chunks(
+    corpus: Corpus,
+    bytes: u64,
+    mut work: impl FnMut(u64, &[u8]) -> Result<(), String>,
+) -> Result<(), String> {
+    let content = corpus.open(bytes, SEED).map_err(|error| error.to_string())?;
+    let mut chunk = vec![0; CHUNK];
+    for offset in (0..bytes).step_by(CHUNK) {
+        let part = &mut chunk[..(bytes - offset).min(CHUNK as u64) as usize];
+        content.read(offset, part).map_err(|error| error.to_string())?;
+        work((CORPUS_AT + offset) / PAGE_BYTES as u64, part)?;
+    }
+    Ok(())
 }
 
 /// Calls `work` for every page of `parts`, by two threads.
@@ -286,6 +389,8 @@ impl DirtyLog for AllDirtyLog {
 pub(crate) struct Monitor {
     /// When its guest began to run.
     pub(crate) resumed_ns: Option<u64>,
+    /// What writes the guest's memory while it runs.
+    pub(crate) writer: Option<Writer>,
 }
 
 impl SourceVmm for Monitor {
@@ -294,11 +399,11 @@ impl SourceVmm for Monitor {
     }
 
     fn pause(&mut self) -> Result<(), VmmError> {
-        Ok(())
+        self.writer.as_mut().map_or(Ok(()), |writer| writer.pause().map_err(Into::into))
     }
 
     fn resume(&mut self) -> Result<(), VmmError> {
-        Ok(())
+        self.writer.as_mut().map_or(Ok(()), |writer| writer.resume().map_err(Into::into))
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
@@ -348,6 +453,30 @@ mod tests {
                 assert_eq!(guest.read_by_two(), content.filled(bytes).is_empty());
             }
         }
+    }
+
+    #[test]
+    fn a_corpus_lies_where_a_qemus_firmware_does_not_and_a_page_that_is_damaged_is_found() {
+        let content = Content::Corpus { corpus: Corpus::Sequence, bytes: 2 << 20 };
+        let guest = Guest::new(Memory::SmallPages, Content::around_corpus(2 << 20)).unwrap();
+        guest.fill(content).unwrap();
+        assert_eq!(guest.populated_bytes(), Ok(2 << 20));
+        assert_eq!(guest.check(content), Ok(()));
+        let sum = guest.sum(content);
+        let page = Content::corpus_at() / PAGE_BYTES as u64 + 7;
+        guest.block().write(page, &[1; PAGE_BYTES]);
+        assert_eq!(guest.check(content), Err(format!("page {page} is not as it was")));
+        assert_ne!(guest.sum(content), sum);
+    }
+
+    #[test]
+    fn sides_tell_each_other_of_every_corpus() {
+        for corpus in Corpus::ALL {
+            let content = Content::Corpus { corpus, bytes: 4096 };
+            let told = serde_json::to_string(&content).unwrap();
+            assert_eq!(serde_json::from_str::<Content>(&told).unwrap(), content);
+        }
+        assert!(serde_json::from_str::<Content>(r#"{"Corpus":{"corpus":"zeros","bytes":1}}"#).is_err());
     }
 
     #[test]

@@ -21,6 +21,7 @@ const SLICE: Duration = Duration::from_millis(200);
 
 /// What the sides have in common, and where they run.
 pub(crate) struct Rig<'a> {
+    pub(crate) hosts: Hosts,
     /// CPUs for each side.
     pub(crate) cpus: u16,
     pub(crate) cancel: &'a Cancel,
@@ -48,9 +49,17 @@ impl Rig<'_> {
         (first..first + own).map(|cpu| cpu % all).collect()
     }
 
+    /// The CPUs of what writes the guest's memory: those that neither side has, as a guest's own would be; all where there are no others.
+    pub(crate) fn guest_cpus(&self) -> Vec<usize> {
+        let taken = [self.cpus(Side::A), self.cpus(Side::B)].concat();
+        let all = 0..std::thread::available_parallelism().map_or(1, usize::from);
+        let free: Vec<usize> = all.clone().filter(|cpu| !taken.contains(cpu)).collect();
+        if free.is_empty() { all.collect() } else { free }
+    }
+
     /// A process with guest RAM.
     pub(crate) fn side<'a>(&'a self, side: Side, shape: Shape) -> Result<SideProcess<'a>, HostsError> {
-        let mut process = SideProcess::start(side, self.cancel)?;
+        let mut process = SideProcess::start(&self.hosts, side, self.cancel)?;
         let Shape { memory, bytes, content } = shape;
         match process.ask(&Order::Prepare { memory, bytes, content, cpus: self.cpus(side) })? {
             Answer::Done => Ok(process),
@@ -71,35 +80,57 @@ impl Rig<'_> {
     ) -> Result<Measured, HostsError> {
         let Shape { memory, bytes, content } = shape;
         let mut destination = self.side(Side::B, Shape { memory, bytes, content: Content::Untouched })?;
-        destination.tell(&Order::Receive { by: by.clone(), channels })?;
+        destination.tell(&Order::Receive { by: by.clone(), channels, at: self.hosts.address_b() })?;
         let to = match destination.hear()? {
             Answer::Listening { address } => address,
             other => return Err(unexpected(&other)),
         };
         let mut source = source.borrow_mut();
         let _warmth = Warmth::hold(expected, &self.cpus(Side::B))?;
+        let wire_before = self.hosts.wire_bytes()?;
         source.tell(&Order::Send { by: by.clone(), to, channels })?;
         let sent = took(source.hear()?)?;
         let received = took(destination.hear()?)?;
-        if verify {
-            match destination.ask(&Order::Check { content })? {
-                Answer::Done => {}
-                other => return Err(unexpected(&other)),
-            }
+        let wire = self.hosts.wire_bytes()?.zip(wire_before).map(|(after, before)| after - before);
+        if verify && sent.given_up.is_none() {
+            verify_arrived(&mut source, &mut destination, content, by)?;
         }
         // What the destination notes before the source begins is before its second zero.
         let since = |ns: u64| (ns as f64 - sent.begun_ns as f64) / 1e9;
         Ok(Measured {
             total_ms: (received.ended_ns.saturating_sub(sent.begun_ns)) as f64 / 1e6,
-            wire_bytes: sent.wire_bytes as f64,
+            wire_bytes: wire.unwrap_or(sent.wire_bytes as f64),
+            pages: sent.pages as f64,
+            achieved: sent.achieved,
+            given_up: sent.given_up,
             source_cpu: sent.cpu_seconds,
             destination_cpu: received.cpu_seconds,
             faults: received.faults as f64,
             source_memory: sent.own_memory_bytes as f64,
             destination_memory: received.own_memory_bytes as f64,
-            downtime_ms: 0.0,
+            downtime_ms: sent.downtime_ms,
             received: received.received.iter().map(|(ns, bytes)| (since(*ns), *bytes as f64)).collect(),
         })
+    }
+}
+
+/// Looks whether memory arrived whole: against the content, or where a guest has written, against the source's.
+fn verify_arrived(
+    source: &mut SideProcess<'_>,
+    destination: &mut SideProcess<'_>,
+    content: Content,
+    by: &Mover,
+) -> Result<(), HostsError> {
+    if !by.writes() {
+        return match destination.ask(&Order::Check { content })? {
+            Answer::Done => Ok(()),
+            other => Err(unexpected(&other)),
+        };
+    }
+    match (source.ask(&Order::Sum { content })?, destination.ask(&Order::Sum { content })?) {
+        (Answer::Sum(here), Answer::Sum(there)) if here == there => Ok(()),
+        (Answer::Sum(_), Answer::Sum(_)) => Err(HostsError("the guest arrived with other memory than it had".into())),
+        (other, _) => Err(unexpected(&other)),
     }
 }
 
@@ -128,9 +159,9 @@ pub(crate) struct SideProcess<'a> {
 }
 
 impl<'a> SideProcess<'a> {
-    fn start(side: Side, cancel: &'a Cancel) -> Result<Self, HostsError> {
+    fn start(hosts: &Hosts, side: Side, cancel: &'a Cancel) -> Result<Self, HostsError> {
         let name = if side == Side::A { "the source" } else { "the destination" };
-        let mut command = Hosts::loopback().sterna(side)?;
+        let mut command = hosts.sterna(side)?;
         command.arg("bench-side").stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(doing(format_args!("starting {name}")))?;
         let (Some(orders), Some(output)) = (child.stdin.take(), child.stdout.take()) else {

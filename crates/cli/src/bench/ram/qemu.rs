@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use sterna::cancel::Cancel;
 use sterna_guest::content::PAGE_BYTES;
 use sterna_lab::ram::Ram;
 use sterna_lab::usage::Usage;
@@ -15,7 +14,7 @@ use sterna_lab::{Backend, Guest, Qemu, QemuOptions, QemuVersion, Role};
 use sterna_qemu::qmp::Qmp;
 
 use super::super::measured::Measured;
-use super::guest::{Content, Memory, data};
+use super::guest::{self, Content, Memory, data};
 use super::pair::{Rig, Shape};
 use super::warm::Warmth;
 use crate::hosts::{HostsError, Side, doing};
@@ -38,10 +37,17 @@ pub(crate) struct Source<'a> {
     shape: Shape,
     qemu: Qemu,
     monitor: Qmp,
-    cancel: &'a Cancel,
-    /// The destination's.
-    cpus: Vec<usize>,
+    rig: &'a Rig<'a>,
     tls: Option<PathBuf>,
+}
+
+/// How QEMU moves it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Multifd {
+    pub(crate) channels: u8,
+    /// `none`, `zlib` or `zstd`, each at its level 1, which is QEMU's own default.
+    pub(crate) compression: &'static str,
+    pub(crate) encrypted: bool,
 }
 
 fn machine(version: QemuVersion, shape: Shape) -> Result<QemuOptions, HostsError> {
@@ -69,38 +75,33 @@ fn credentials(dir: Option<&Path>, endpoint: &str) -> Vec<String> {
 impl<'a> Source<'a> {
     /// Starts it and gives its RAM the content. With a directory of certificates migrations are encrypted if wanted.
     pub(crate) fn start(
-        rig: &Rig<'a>,
+        rig: &'a Rig<'a>,
         version: QemuVersion,
         shape: Shape,
         tls: Option<PathBuf>,
     ) -> Result<Self, HostsError> {
         let mut options = machine(version, shape)?;
         options.host_cpus = Some(list(&rig.cpus(Side::A)));
+        options.namespace = rig.hosts.namespace(Side::A);
         let words = credentials(tls.as_deref(), "client");
         let qemu = Qemu::start(&QemuOptions { extra: words, ..options.clone() })?;
         let monitor = Qmp::connect(qemu.qmp_path())?;
         fill(qemu.pid(), shape)?;
-        let cpus = rig.cpus(Side::B);
-        Ok(Self { options, shape, qemu, monitor, cancel: rig.cancel, cpus, tls })
+        Ok(Self { options, shape, qemu, monitor, rig, tls })
     }
 
-    /// Moves it once to a fresh destination by so many channels, encrypted or not, and has it go on here.
-    pub(crate) fn migrate(
-        &self,
-        channels: u8,
-        encrypted: bool,
-        expected: u64,
-        verify: bool,
-    ) -> Result<Measured, HostsError> {
+    /// Moves it once to a fresh destination, and has it go on here.
+    pub(crate) fn migrate(&self, how: Multifd, expected: u64, verify: bool) -> Result<Measured, HostsError> {
         let options = QemuOptions {
             role: Role::Incoming,
-            host_cpus: Some(list(&self.cpus)),
+            host_cpus: Some(list(&self.rig.cpus(Side::B))),
+            namespace: self.rig.hosts.namespace(Side::B),
             extra: credentials(self.tls.as_deref(), "server"),
             ..self.options.incoming()
         };
         let destination = Qemu::start(&options)?;
         let monitor = Qmp::connect(destination.qmp_path())?;
-        let measured = self.measure(&destination, &monitor, channels, encrypted, expected);
+        let measured = self.measure(&destination, &monitor, how, expected);
         if measured.is_ok() && verify {
             check(destination.pid(), self.shape)?;
         }
@@ -111,14 +112,8 @@ impl<'a> Source<'a> {
         measured
     }
 
-    fn measure(
-        &self,
-        destination: &Qemu,
-        monitor: &Qmp,
-        channels: u8,
-        encrypted: bool,
-        expected: u64,
-    ) -> Result<Measured, HostsError> {
+    fn measure(&self, destination: &Qemu, monitor: &Qmp, how: Multifd, expected: u64) -> Result<Measured, HostsError> {
+        let Multifd { channels, compression, encrypted } = how;
         let capabilities: Vec<Value> = ["multifd", "return-path", "events"]
             .iter()
             .map(|name| json!({ "capability": name, "state": true }))
@@ -126,30 +121,41 @@ impl<'a> Source<'a> {
         let credentials = if encrypted { CREDENTIALS } else { "" };
         for side in [&self.monitor, monitor] {
             side.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
-            let parameters = json!({ "multifd-channels": channels, "tls-creds": credentials });
+            let parameters = json!({
+                "multifd-channels": channels,
+                "multifd-compression": compression,
+                "tls-creds": credentials,
+            });
             side.execute("migrate-set-parameters", parameters)?;
         }
         let hostname = if encrypted { HOST } else { "" };
         let limits = json!({ "max-bandwidth": 0, "downtime-limit": DOWNTIME_MS, "tls-hostname": hostname });
         self.monitor.execute("migrate-set-parameters", limits)?;
-        monitor.execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" }))?;
+        let address = self.rig.hosts.address_b();
+        monitor.execute("migrate-incoming", json!({ "uri": format!("tcp:{address}:0") }))?;
         let listening = monitor.execute("query-migrate", json!({}))?;
         let Some(port) = listening["socket-address"][0]["port"].as_str() else {
             return Err(HostsError(format!("the destination QEMU does not say where it listens: {listening}")));
         };
-        let _warmth = Warmth::hold(expected, &self.cpus)?;
+        let _warmth = Warmth::hold(expected, &self.rig.cpus(Side::B))?;
         self.monitor.clear_events();
         let before = (Usage::of(self.qemu.pid())?, Usage::of(destination.pid())?);
-        self.monitor.execute("migrate", json!({ "uri": format!("tcp:127.0.0.1:{port}") }))?;
+        let wire_before = self.rig.hosts.wire_bytes()?;
+        self.monitor.execute("migrate", json!({ "uri": format!("tcp:{address}:{port}") }))?;
         let resumed_us = self.resumed(monitor)?;
         let after = (Usage::of(self.qemu.pid())?, Usage::of(destination.pid())?);
+        let wire = self.rig.hosts.wire_bytes()?.zip(wire_before).map(|(after, before)| after - before);
         let begun_us = self.at("setup")?;
+        let stopped = self.monitor.wait_event("STOP", |_| true, Instant::now() + LONG)?;
+        let stopped_us = stopped.and_then(|event| event.time_us).unwrap_or(resumed_us);
         self.at("completed")?;
         let told = self.monitor.execute("query-migrate", json!({}))?;
         let (source, received) = (after.0.since(&before.0), after.1.since(&before.1));
         Ok(Measured {
             total_ms: resumed_us.saturating_sub(begun_us) as f64 / 1e3,
-            wire_bytes: told["ram"]["transferred"].as_f64().unwrap_or(0.0),
+            downtime_ms: resumed_us.saturating_sub(stopped_us) as f64 / 1e3,
+            wire_bytes: wire.or_else(|| told["ram"]["transferred"].as_f64()).unwrap_or(0.0),
+            pages: told["ram"]["normal"].as_f64().unwrap_or(0.0),
             ..Measured::using(&source, &received)
         })
     }
@@ -166,7 +172,7 @@ impl<'a> Source<'a> {
                 let why = self.monitor.query_migrate()?.error_desc.unwrap_or_else(|| "no reason given".into());
                 return Err(HostsError(format!("QEMU's migration failed: {why}")));
             }
-            if self.cancel.is_cancelled() {
+            if self.rig.cancel.is_cancelled() {
                 return Err(HostsError("cancelled".into()));
             }
             if Instant::now() >= deadline {
@@ -196,12 +202,18 @@ fn chunks(shape: Shape) -> impl Iterator<Item = std::ops::Range<u64>> {
 
 /// Writes the content to the RAM of a QEMU that runs: to parts that its firmware has no use for.
 fn fill(pid: u32, shape: Shape) -> Result<(), HostsError> {
-    if !matches!(shape.content, Content::Untouched | Content::HalfFilled) {
+    if !matches!(shape.content, Content::Untouched | Content::HalfFilled | Content::Corpus { .. }) {
         return Err(HostsError(format!("content {:?} would overwrite the firmware", shape.content)));
     }
     let address = Ram::open(pid, shape.bytes)?.address();
     let path = format!("/proc/{pid}/mem");
     let memory = OpenOptions::new().write(true).open(&path).map_err(doing(format_args!("opening {path}")))?;
+    if let Content::Corpus { corpus, bytes } = shape.content {
+        let written = guest::chunks(corpus, bytes, |page, chunk| {
+            memory.write_all_at(chunk, address + page * PAGE).map_err(|error| error.to_string())
+        });
+        return written.map_err(doing("writing QEMU's guest RAM"));
+    }
     let mut bytes = vec![0; CHUNK as usize];
     for chunk in chunks(shape) {
         for (page, at) in bytes.as_chunks_mut::<PAGE_BYTES>().0.iter_mut().zip(chunk.clone().step_by(PAGE_BYTES)) {
@@ -217,6 +229,14 @@ fn fill(pid: u32, shape: Shape) -> Result<(), HostsError> {
 fn check(pid: u32, shape: Shape) -> Result<(), HostsError> {
     let ram = Ram::open(pid, shape.bytes)?;
     let mut bytes = vec![0; CHUNK as usize];
+    if let Content::Corpus { corpus, bytes: all } = shape.content {
+        let same = guest::chunks(corpus, all, |page, chunk| {
+            let found = &mut bytes[..chunk.len()];
+            ram.read(page * PAGE, found).map_err(|error| error.to_string())?;
+            if found == chunk { Ok(()) } else { Err(format!("the pages from {page} on are not as they were")) }
+        });
+        return same.map_err(doing("looking at QEMU's destination"));
+    }
     for chunk in chunks(shape) {
         let length = (chunk.end - chunk.start) as usize;
         ram.read(chunk.start, &mut bytes[..length])?;

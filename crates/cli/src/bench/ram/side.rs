@@ -5,7 +5,7 @@
 //! ended here; so the source, which is used again and again, has filled its memory before.
 
 use std::io::{BufRead, Write};
-use std::net::TcpListener;
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -13,7 +13,8 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
-use sterna::source::Source;
+use sterna::migration::GuestState;
+use sterna::source::{NotConverging, Source};
 use sterna::tls::TlsSettings;
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
@@ -21,11 +22,11 @@ use sterna_lab::usage::Usage;
 
 use super::clock::{cpu_ns, now_ns};
 use super::guest::{Content, Guest, Memory, Monitor};
+use super::writer::{Writer, Writes};
 use super::{pipeline, plain, received};
 
 /// The name in the certificate of the source.
 pub(crate) const CLIENT: &str = "sterna-bench";
-const ANY_PORT: &str = "127.0.0.1:0";
 
 /// Who moves the memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,6 +44,12 @@ pub(crate) enum Mover {
         seconds: u64,
         tls: Option<PathBuf>,
     },
+    /// `Source` and `Destination` with a compression method, and a guest that writes where there is one.
+    Method {
+        method: String,
+        level: Option<String>,
+        writes: Option<Writes>,
+    },
     Plain,
     /// Sterna's channels without rounds and switchover; the destination asks its received bitmap about zero pages, or looks
     /// at each.
@@ -51,19 +58,28 @@ pub(crate) enum Mover {
     },
 }
 
+impl Mover {
+    /// Whether the guest writes meanwhile.
+    pub(crate) fn writes(&self) -> bool {
+        matches!(self, Self::Method { writes: Some(_), .. })
+    }
+}
+
 /// What a side is told to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
     /// Have guest RAM with this content; from then on run on these CPUs only.
     Prepare { memory: Memory, bytes: u64, content: Content, cpus: Vec<usize> },
-    /// Say where you listen, take one migration, and say what it took.
-    Receive { by: Mover, channels: u16 },
+    /// Listen at this address, say where, take one migration, and say what it took.
+    Receive { by: Mover, channels: u16, at: IpAddr },
     /// Send to that address.
     Send { by: Mover, to: String, channels: u16 },
     /// Read all of RAM, by two threads.
     ReadByTwo,
     /// Check that RAM holds this.
     Check { content: Content },
+    /// Say in a number what the parts of RAM hold that this fills.
+    Sum { content: Content },
 }
 
 /// What it answers.
@@ -72,6 +88,7 @@ pub(crate) enum Answer {
     Done,
     Listening { address: String },
     Took(Took),
+    Sum(u64),
     Failed { reason: String },
 }
 
@@ -84,6 +101,13 @@ pub(crate) struct Took {
     pub(crate) cpu_seconds: f64,
     pub(crate) faults: u64,
     pub(crate) wire_bytes: u64,
+    /// Normal pages sent, in all rounds.
+    pub(crate) pages: u64,
+    pub(crate) downtime_ms: f64,
+    /// What the guest has achieved of its set rate, where it writes.
+    pub(crate) achieved: Option<f64>,
+    /// Why the migration was given up, where that is a result.
+    pub(crate) given_up: Option<String>,
     /// The most that was resident at once in this process's life, without guest RAM as it is at the end.
     pub(crate) own_memory_bytes: u64,
     /// Times and the bytes that had come in by then, where they were noted.
@@ -120,7 +144,7 @@ fn obey(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
     let guest = guest.as_ref().ok_or("nothing was prepared")?;
     match order {
         Order::Prepare { .. } => unreachable!("done above"),
-        Order::Receive { by, channels } => receive(guest, &by, channels).map(Answer::Took),
+        Order::Receive { by, channels, at } => receive(guest, &by, channels, at).map(Answer::Took),
         Order::Send { by, to, channels } => send(guest, &by, &to, channels).map(Answer::Took),
         Order::ReadByTwo => measured(guest, || match guest.read_by_two() {
             true => Ok((0, None)),
@@ -128,6 +152,7 @@ fn obey(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
         })
         .map(Answer::Took),
         Order::Check { content } => guest.check(content).map(|()| Answer::Done),
+        Order::Sum { content } => Ok(Answer::Sum(guest.sum(content))),
     }
 }
 
@@ -156,7 +181,7 @@ fn measured(guest: &Guest, work: impl FnOnce() -> Result<(u64, Option<u64>), Str
         faults: used.minor_faults + used.major_faults,
         wire_bytes,
         own_memory_bytes: after.max_resident_bytes.saturating_sub(guest.populated_bytes()?),
-        received: Vec::new(),
+        ..Took::default()
     })
 }
 
@@ -175,6 +200,13 @@ fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, Stri
             let source = Source::new(guest.ram(), log).method(method).bandwidth(Some(*bytes_per_second));
             send_whole(guest, source, to, channels, tls.as_deref())
         }
+        Mover::Method { method, level, writes } => {
+            let method = MethodChoice::parse(method, level.as_deref()).map_err(|error| error.to_string())?;
+            match writes {
+                None => send_whole(guest, Source::new(guest.ram(), guest.log()).method(method), to, channels, None),
+                Some(writes) => send_written(guest, method, writes, to, channels),
+            }
+        }
         Mover::Plain => measured(guest, || {
             plain::send(&guest.ram(), to, channels).map(|bytes| (bytes, None)).map_err(|error| error.to_string())
         }),
@@ -187,24 +219,72 @@ fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, Stri
 fn send_whole(guest: &Guest, source: Source, to: &str, channels: u16, tls: Option<&Path>) -> Result<Took, String> {
     let security = security(tls, TlsSettings::client)?;
     let source = source.channels(channels);
-    measured(guest, || {
+    let (mut pages, mut downtime_ms) = (0, 0.0);
+    let took = measured(guest, || {
         let report = source.run(to, &security, &mut Monitor::default(), &Cancel::new(), &());
-        report.map(|report| (report.wire_bytes, None)).map_err(|error| error.to_string())
+        let report = report.map_err(|error| error.to_string())?;
+        (pages, downtime_ms) = (report.normal_pages, report.downtime_ms);
+        Ok((report.wire_bytes, None))
+    })?;
+    Ok(Took { pages, downtime_ms, ..took })
+}
+
+/// With a guest that writes. That rounds do not converge is a result; what the writing itself takes of the CPU is left out.
+fn send_written(guest: &Guest, method: MethodChoice, writes: &Writes, to: &str, channels: u16) -> Result<Took, String> {
+    let source = Source::new(guest.ram(), guest.write_log()?)
+        .method(method)
+        .channels(channels)
+        .when_not_converging(NotConverging::GiveUp)
+        .give_up_after(Some(Duration::from_secs(writes.give_up_after)));
+    let mut report = None;
+    let mut given_up = None;
+    let mut monitor = Monitor { writer: Some(Writer::start(guest.ram(), writes)), ..Monitor::default() };
+    let took = measured(guest, || {
+        match source.run(to, &Security::Insecure, &mut monitor, &Cancel::new(), &()) {
+            Ok(done) => report = Some(done),
+            Err(error) if error.guest == GuestState::RunsAtSource && error.report.is_some() => {
+                given_up = Some(error.reason);
+                report = error.report.map(|report| *report);
+            }
+            Err(error) => return Err(error.to_string()),
+        }
+        Ok((report.as_ref().map_or(0, |report| report.wire_bytes), None))
+    })?;
+    let wrote = monitor.writer.take().map(Writer::finish).unwrap_or_default();
+    let (pages, downtime_ms) = report.map_or((0, 0.0), |report| (report.normal_pages, report.downtime_ms));
+    Ok(Took {
+        pages,
+        downtime_ms,
+        given_up,
+        achieved: Some(wrote.achieved),
+        cpu_seconds: (took.cpu_seconds - wrote.cpu_seconds).max(0.0),
+        ..took
     })
 }
 
-fn receive(guest: &Guest, by: &Mover, channels: u16) -> Result<Took, String> {
+fn receive(guest: &Guest, by: &Mover, channels: u16, at: IpAddr) -> Result<Took, String> {
+    let any_port = SocketAddr::from((at, 0));
     let listening = |address: &dyn std::fmt::Display| say(&Answer::Listening { address: address.to_string() });
     match by {
-        Mover::Sterna { tls, .. } | Mover::Limited { tls, .. } => {
+        Mover::Sterna { .. } | Mover::Limited { .. } | Mover::Method { .. } => {
+            let tls = match by {
+                Mover::Sterna { tls, .. } | Mover::Limited { tls, .. } => tls,
+                _ => &None,
+            };
             let security = security(tls.as_deref(), |dir| TlsSettings::server(dir, &[CLIENT.to_owned()]))?;
-            let door = Destination::new(guest.ram()).listen(ANY_PORT, &security).map_err(|error| error.to_string())?;
+            let door = Destination::new(guest.ram())
+                .listen(any_port.to_string(), &security)
+                .map_err(|error| error.to_string())?;
             // By name, so that the certificate fits.
             listening(&door.address().to_string().replace("127.0.0.1", "localhost"))?;
             let receive = || {
                 let mut monitor = Monitor::default();
-                let report = door.run(&mut monitor, &Cancel::new(), &());
-                report.map(|_| (0, monitor.resumed_ns)).map_err(|error| error.to_string())
+                match door.run(&mut monitor, &Cancel::new(), &()) {
+                    Ok(_) => Ok((0, monitor.resumed_ns)),
+                    // What came of it is for the source to say.
+                    Err(_) if by.writes() => Ok((0, None)),
+                    Err(error) => Err(error.to_string()),
+                }
             };
             if !matches!(by, Mover::Limited { .. }) {
                 return measured(guest, receive);
@@ -213,13 +293,13 @@ fn receive(guest: &Guest, by: &Mover, channels: u16) -> Result<Took, String> {
             Ok(Took { received, ..took? })
         }
         Mover::Plain => {
-            let listener = TcpListener::bind(ANY_PORT).map_err(|error| error.to_string())?;
+            let listener = TcpListener::bind(any_port).map_err(|error| error.to_string())?;
             listening(&listener.local_addr().map_err(|error| error.to_string())?)?;
             let receive = || plain::receive(&guest.ram(), &listener, channels);
             measured(guest, || receive().map(|()| (0, None)).map_err(|error| error.to_string()))
         }
         Mover::Channels { received_bitmap } => {
-            let door = pipeline::Door::open(ANY_PORT)?;
+            let door = pipeline::Door::open(&any_port.to_string())?;
             listening(&door.address())?;
             measured(guest, || door.receive(&guest.ram(), channels, *received_bitmap).map(|()| (0, None)))
         }
@@ -233,5 +313,38 @@ fn security(
     match tls {
         None => Ok(Security::Insecure),
         Some(dir) => read(dir).map(Security::Tls).map_err(|error| error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_memory::dirty::DirtyLog;
+
+    use super::super::writer::Pattern;
+    use super::*;
+
+    #[test]
+    fn memory_that_is_written_meanwhile_arrives_as_it_was_when_the_guest_stood() {
+        let content = Content::Used(4 << 20);
+        let [source, destination] = [(); 2].map(|()| Guest::new(Memory::SmallPages, 8 << 20).unwrap());
+        if let Err(error) = source.write_log().unwrap().start() {
+            eprintln!("skipped: {error}");
+            return;
+        }
+        source.fill(content).unwrap();
+        for pattern in [Pattern::Sequence, Pattern::Memcached] {
+            let writes = Writes { pattern, rate: 4 << 20, from: 0, bytes: 4 << 20, cpus: vec![0], give_up_after: 60 };
+            let door = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+            let to = door.address().to_string();
+            let took = std::thread::scope(|scope| {
+                let arriving = scope.spawn(|| door.run(&mut Monitor::default(), &Cancel::new(), &()).map(drop));
+                let took = send_written(&source, MethodChoice::default(), &writes, &to, 2).unwrap();
+                arriving.join().unwrap().unwrap();
+                took
+            });
+            assert_eq!((took.given_up, took.achieved.is_some()), (None, true));
+            assert!(took.pages >= (4 << 20) / 4096 && took.wire_bytes > took.pages * 4096, "{pattern:?}");
+            assert_eq!(source.sum(content), destination.sum(content), "{pattern:?}");
+        }
     }
 }
