@@ -44,6 +44,9 @@ impl Network {
     /// Bytes that hold something: so much that it takes seconds.
     pub(super) fn memory(self, load: Load, quick: bool) -> u64 {
         let (usual, less) = match (self, load) {
+            // Next to nothing of it is left to be sent.
+            (_, Load::Written(Pattern::Ones, _)) => (1024, 1024),
+            (_, Load::Written(Pattern::Sequence, _)) => (512, 256),
             // Rounds are short, so that several fit before it is given up.
             (_, Load::Written(..)) => (256, 128),
             (Self::Unlimited | Self::TenGigabit, _) => (1024, 384),
@@ -65,7 +68,7 @@ pub(super) enum Load {
 
 /// More than the network carries as they are, and less than it carries compressed.
 const WRITTEN: [Load; 3] =
-    [Load::Written(Pattern::Ones, 400), Load::Written(Pattern::Sequence, 200), Load::Written(Pattern::Memcached, 150)];
+    [Load::Written(Pattern::Ones, 250), Load::Written(Pattern::Sequence, 200), Load::Written(Pattern::Memcached, 150)];
 
 impl Load {
     pub(super) fn corpus(self) -> Corpus {
