@@ -7,21 +7,19 @@
 //! this side takes more of the CPU than it may. Where it stays at what makes two ways equally good, both are used, which is better than
 //! either of them alone.
 //!
-//! How long a way takes and how small it makes a batch is learned for each *class* of content; a small sample by LZ4 tells the class.
+//! How long a way takes and how small it makes a batch is learned for each *class* of content; a small sample tells the class.
 //! There are no clocks here: times are passed in.
 
 use crate::MethodChoice;
 
-/// Upper bounds of the classes: what LZ4 makes of a sample, to its size.
-const CLASSES: [f64; 8] = [0.03, 0.08, 0.16, 0.3, 0.45, 0.6, 0.8, 0.95];
+/// Upper bounds of the classes: what can be made of a sample, to its size.
+const CLASSES: [f64; 10] = [0.03, 0.08, 0.16, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.97];
 /// How much an estimate follows its newest value, at least.
 const SMOOTH: f64 = 1.0 / 16.0;
 /// A packet that took longer than others counts for more, but for so many at most.
 const MOST_WEIGHT: f64 = 4.0;
-/// One batch of so many is encoded by a neighbour of the best way, so that its estimate stays true.
+/// One batch of so many is encoded by another than the best way, so that what is known of it stays true.
 const EXPLORED: u32 = 64;
-/// No neighbour is tried that is expected to take this many times as long as the best.
-const TOO_DEAR: f64 = 2.0;
 /// The price at first: of a link of some gigabits per second. Too high for a fast link, it falls within a few batches; too low for a
 /// slow one, the first batches would fill its queue with what could have been small.
 const FIRST_PRICE: f64 = 4.0;
@@ -45,9 +43,17 @@ const PRICES: (f64, f64) = (0.01, 10_000.0);
 pub struct Class(usize);
 
 impl Class {
-    /// Of content of which a sample of `size` bytes became so many by LZ4.
-    pub fn of(size: usize, encoded: usize) -> Self {
-        let ratio = encoded as f64 / size.max(1) as f64;
+    /// Of content of which this is a sample, which LZ4 makes so many bytes of.
+    ///
+    /// LZ4 sees what repeats within a few hundred bytes. In pieces of text hardly anything does, in letters drawn by lot nothing; that
+    /// some bytes are more frequent than others is what an entropy coder makes use of, and what their entropy tells.
+    pub fn of(sample: &[u8], encoded: usize) -> Self {
+        let repeats = encoded as f64 / sample.len().max(1) as f64;
+        Self::expecting(repeats.min(entropy(sample) / 8.0))
+    }
+
+    /// Of content that can be made so small, to its size.
+    fn expecting(ratio: f64) -> Self {
         Self(CLASSES.iter().position(|most| ratio <= *most).unwrap_or(CLASSES.len()))
     }
 
@@ -55,6 +61,15 @@ impl Class {
     fn ratio(self) -> f64 {
         CLASSES.get(self.0).map_or(1.0, |most| most * 0.8)
     }
+}
+
+/// Bits that a byte of `sample` carries, by how frequent each is (Shannon, of order 0).
+fn entropy(sample: &[u8]) -> f64 {
+    let mut counts = [0u32; 256];
+    sample.iter().for_each(|byte| counts[usize::from(*byte)] += 1);
+    let all = sample.len().max(1) as f64;
+    let bits = |count: u32| f64::from(count) * (all / f64::from(count)).log2();
+    counts.into_iter().filter(|count| *count > 0).map(bits).sum::<f64>() / all
 }
 
 /// What is known of a way in a class.
@@ -169,9 +184,9 @@ impl Selection {
         if !self.chosen.is_multiple_of(EXPLORED) {
             return best;
         }
-        let neighbours = [best.checked_sub(1), Some(best + 1)].into_iter().flatten();
-        let affordable = |at: &usize| self.ways.get(*at).is_some_and(|way| cost(way) < TOO_DEAR * least);
-        neighbours.filter(affordable).min_by_key(|at| self.ways[*at][class].seen).unwrap_or(best)
+        // A try takes no longer than what the batch costs at best; whether it makes up for that is what is to be learned.
+        let affordable = |at: &usize| *at != best && self.ways[*at][class].nanos < least;
+        (0..self.ways.len()).filter(affordable).min_by_key(|at| self.ways[*at][class].seen).unwrap_or(best)
     }
 
     /// A batch of `input` bytes was encoded in so many nanoseconds, into `output` bytes.
@@ -393,7 +408,7 @@ mod tests {
 
     fn selected(batches: usize, path: impl Fn(usize) -> Path, content: impl Fn(usize) -> Content) -> (f64, Selection) {
         let selection = std::cell::RefCell::new(Selection::new(ways()));
-        let class = |content: Content| Class::of(4096, (4096.0 * content.sample) as usize);
+        let class = |content: Content| Class::expecting(content.sample);
         let time = run(
             batches,
             path,
@@ -524,11 +539,11 @@ mod tests {
                 4000,
                 path,
                 |_| TEXT,
-                |_, _| selection.borrow_mut().choose(Some(Class::of(4096, 2250))),
+                |_, _| selection.borrow_mut().choose(Some(Class::expecting(0.55))),
                 |way, _, output, nanos, interval| {
                     used.set(used.get() + interval.busy);
                     let mut selection = selection.borrow_mut();
-                    selection.encoded(way, Some(Class::of(4096, 2250)), BATCH, output, nanos);
+                    selection.encoded(way, Some(Class::expecting(0.55)), BATCH, output, nanos);
                     selection.sent(interval);
                 },
             );
@@ -536,6 +551,19 @@ mod tests {
             println!("of {cpu} CPUs {part:.3} are used");
             assert!(part < 1.05 * cpu && part > 0.6 * cpu.min(0.3), "{part} of {cpu}");
         }
+    }
+
+    #[test]
+    fn a_class_is_told_by_what_repeats_and_by_how_frequent_bytes_are() {
+        let noise: Vec<u8> = (0..4096u32).map(|at| (at.wrapping_mul(0x9e37_79b9) >> 13) as u8).collect();
+        let letters: Vec<u8> = noise.iter().map(|byte| b'a' + byte % 16).collect();
+        // LZ4 makes nothing of either, and four bits of eight are in one of them.
+        assert_eq!(Class::of(&noise, 4096), Class::expecting(1.0));
+        assert_eq!(Class::of(&letters, 4096), Class::expecting(0.5));
+        assert_eq!(Class::of(&noise, 100), Class::expecting(100.0 / 4096.0));
+        assert_eq!(Class::of(&[0; 4096], 4096), Class::expecting(0.0));
+        assert_eq!(entropy(&[]), 0.0);
+        assert!((entropy(&[0, 1, 2, 3]) - 2.0).abs() < 1e-9);
     }
 
     #[test]
@@ -550,7 +578,7 @@ mod tests {
                 assert!(selection.price() >= PRICES.0 && selection.price() <= PRICES.1);
             }
         }
-        selection.encoded(1, Some(Class::of(0, 0)), 0, 0, 5);
-        assert!(selection.choose(Some(Class::of(1, 2))) < 6);
+        selection.encoded(1, Some(Class::of(&[], 0)), 0, 0, 5);
+        assert!(selection.choose(Some(Class::of(&[1], 2))) < 6);
     }
 }

@@ -37,7 +37,7 @@ pub(super) struct Times {
     /// The receiver was busy, as far as it has said so.
     pub(super) placing: Duration,
     /// All that was written had arrived, as far as the kernel says so.
-    pub(super) idle: Duration,
+    pub(super) arrived: Duration,
     /// The receiver's program did not read, and the connection took no more.
     pub(super) window_closed: Duration,
     /// The limit held the thread back.
@@ -156,19 +156,17 @@ impl Coding {
             let (limited, of) = &mut auto.limited;
             *limited = *limited * LIMIT_MEMORY + times.limited.as_secs_f64();
             *of = *of * LIMIT_MEMORY + elapsed.as_secs_f64();
-            // Each sees what the other does not: the window, that more fits on the way than is on it; the kernel, what has arrived and
-            // was not placed yet. But what a limit would let go, the kernel does not know.
-            let is_limited = *limited > LIMITED * *of;
-            let (arrived, window_closed) =
-                if is_limited { Default::default() } else { (times.idle, times.window_closed) };
-            let idle = seen.idle.saturating_sub(before.idle).max(arrived);
+            // The kernel knows of this channel alone, and not of what a limit holds back: it says where what is on its way lies. What the
+            // network could have carried, the window of all channels says.
+            let arrived = if *limited > LIMITED * *of { Duration::ZERO } else { times.arrived + times.window_closed };
+            let idle = seen.idle.saturating_sub(before.idle);
             let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
             let held_up = auto.selection.sent(&Interval {
                 busy: nanos(busy),
                 writing: nanos(times.writing),
                 waited: nanos(waited),
                 idle: nanos(idle.saturating_sub(times.starved)),
-                arrived: nanos(arrived + window_closed),
+                arrived: nanos(arrived),
                 placing: nanos(times.placing),
                 written,
                 beyond: times.beyond,
@@ -195,8 +193,8 @@ impl Auto {
                 piece.copy_from_slice(&content[at..at + SAMPLE / PIECES]);
             }
             Some(match self.sampler.encode(&self.sample, &mut self.encoded_sample)? {
-                Encoded::Shrunk(length) => Class::of(SAMPLE, length),
-                Encoded::Incompressible => Class::of(SAMPLE, SAMPLE),
+                Encoded::Shrunk(length) => Class::of(&self.sample, length),
+                Encoded::Incompressible => Class::of(&self.sample, SAMPLE),
             })
         } else {
             None

@@ -645,7 +645,7 @@ impl Sending {
                 times.waited = waits.take();
                 times.placing = self.shared.placing();
                 times.beyond = self.context.cpu.as_ref().map_or(0.0, |cpu| cpu.used(waits.running()));
-                (times.idle, times.window_closed) = self.kernel.since(&self.writer);
+                (times.arrived, times.window_closed) = self.kernel.since(&self.writer);
                 let window = &self.context.window;
                 let written = header.len() + self.table.len() + payload.len();
                 let seen = Seen { idle: window.idle(), full: window.full() };
