@@ -7,10 +7,12 @@
 use std::ops::ControlFlow;
 
 use crate::copy::load_block;
-use crate::cpu::Implementation;
+use crate::cpu::{Implementation, prefetch};
 
 /// The longest block that is compared at once, in bytes.
 const BLOCK: usize = 256;
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 impl Implementation {
     /// As [`first_difference_raw`], by this implementation.
@@ -19,18 +21,22 @@ impl Implementation {
     /// As [`first_difference_raw`], and `self` is one of [`Self::available`].
     pub unsafe fn first_difference_raw(self, first: *const u8, second: *const u8, len: usize) -> Option<usize> {
         let mut place = None;
-        let find = |at: usize, first: &[u8], second: &[u8]| {
+        let find = |at: usize, _: u32, first: &[u8], second: &[u8]| {
             place = first.iter().zip(second).position(|(a, b)| a != b).map(|within| at + within);
             ControlFlow::Break(())
         };
         // SAFETY: passed on.
-        unsafe { self.differences(first, second, len, find) };
+        unsafe { self.differences(first, second, len, None, find) };
         place
     }
 
-    /// Goes through both ranges in order and gives `found` each block that is not the same in both: where it begins and
-    /// what was read of the first and of the second. Blocks begin at multiples of 8 and are whole words of 8 bytes, but
-    /// for the last `len % 8` bytes. Goes on until it is told to stop.
+    /// Goes through both ranges in order and gives `found` each block that is not the same in both: where it begins, a bit
+    /// for each of its words that differs, the first word's the lowest, and what was read of the first and of the second.
+    /// Blocks begin at multiples of 8 and are whole words of 8 bytes, but for the last `len % 8` bytes. Goes on until it is
+    /// told to stop.
+    ///
+    /// `ahead` is what will be read next, of the same length, and is brought in on the way: the hardware's prefetchers stop
+    /// at a page's end. Whether it is readable does not matter.
     ///
     /// # Safety
     /// Both ranges must be readable for `len` bytes, and `self` one of [`Self::available`].
@@ -40,27 +46,23 @@ impl Implementation {
         first: *const u8,
         second: *const u8,
         len: usize,
-        found: impl FnMut(usize, &[u8], &[u8]) -> ControlFlow<()>,
+        ahead: Option<*const u8>,
+        found: impl FnMut(usize, u32, &[u8], &[u8]) -> ControlFlow<()>,
     ) {
         match self {
             // SAFETY: passed on; the caller vouches that this CPU has AVX2.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => unsafe { x86::avx2(first, second, len, found) },
+            Self::Avx2 => unsafe { x86::avx2(first, second, len, ahead, found) },
             // SAFETY: passed on; the caller vouches that this CPU has AVX-512F.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => unsafe { x86::avx512(first, second, len, found) },
+            Self::Avx512 => unsafe { x86::avx512(first, second, len, ahead, found) },
             // SAFETY: passed on; NEON is part of the target.
             #[cfg(target_arch = "aarch64")]
-            Self::Neon => unsafe { aarch64::neon(first, second, len, found) },
+            Self::Neon => unsafe { aarch64::neon(first, second, len, ahead, found) },
             // SAFETY: passed on.
             _ => unsafe {
-                walk::<u64, 8>(
-                    first,
-                    second,
-                    len,
-                    |a, b| a.iter().zip(b).fold(0, |all, (a, b)| all | (a ^ b)) == 0,
-                    found,
-                );
+                let differ = |a: [u64; 8], b: [u64; 8]| (0..8).fold(0, |mask, i| mask | u32::from(a[i] != b[i]) << i);
+                walk(first, second, len, ahead, differ, found);
             },
         }
     }
@@ -85,7 +87,7 @@ pub unsafe fn first_difference_raw(first: *const u8, second: *const u8, len: usi
     unsafe { Implementation::chosen().first_difference_raw(first, second, len) }
 }
 
-/// The walk of [`Implementation::differences`], in blocks of `N` vectors `V`.
+/// The walk of [`Implementation::differences`], in blocks of `N` vectors `V`; `differ` says which words of two blocks do.
 ///
 /// # Safety
 /// Both ranges must be readable for `len` bytes; `V` is made of plain bytes.
@@ -94,30 +96,35 @@ unsafe fn walk<V: Copy, const N: usize>(
     first: *const u8,
     second: *const u8,
     len: usize,
-    same: impl Fn([V; N], [V; N]) -> bool,
-    mut found: impl FnMut(usize, &[u8], &[u8]) -> ControlFlow<()>,
+    ahead: Option<*const u8>,
+    differ: impl Fn([V; N], [V; N]) -> u32,
+    mut found: impl FnMut(usize, u32, &[u8], &[u8]) -> ControlFlow<()>,
 ) {
     let step = N * size_of::<V>();
     let mut at = 0;
     // SAFETY: every read below ends at or before `len`.
     unsafe {
         while at + step <= len {
+            if let Some(ahead) = ahead {
+                (0..step).step_by(LINE).for_each(|line| prefetch(ahead.wrapping_add(at + line)));
+            }
             let (a, b): ([V; N], [V; N]) = (load_block(first.add(at)), load_block(second.add(at)));
-            if !same(a, b) && found(at, &bytes_of(a)[..step], &bytes_of(b)[..step]).is_break() {
+            let mask = differ(a, b);
+            if mask != 0 && found(at, mask, &bytes_of(a)[..step], &bytes_of(b)[..step]).is_break() {
                 return;
             }
             at += step;
         }
         while at + 8 <= len {
             let ([a], [b]): ([u64; 1], [u64; 1]) = (load_block(first.add(at)), load_block(second.add(at)));
-            if a != b && found(at, &a.to_ne_bytes(), &b.to_ne_bytes()).is_break() {
+            if a != b && found(at, 1, &a.to_ne_bytes(), &b.to_ne_bytes()).is_break() {
                 return;
             }
             at += 8;
         }
         while at < len {
             let (a, b) = (first.add(at).read_volatile(), second.add(at).read_volatile());
-            if a != b && found(at, &[a], &[b]).is_break() {
+            if a != b && found(at, 1, &[a], &[b]).is_break() {
                 return;
             }
             at += 1;
@@ -150,15 +157,20 @@ mod x86 {
         first: *const u8,
         second: *const u8,
         len: usize,
-        found: impl FnMut(usize, &[u8], &[u8]) -> ControlFlow<()>,
+        ahead: Option<*const u8>,
+        found: impl FnMut(usize, u32, &[u8], &[u8]) -> ControlFlow<()>,
     ) {
-        let same = |a: [__m256i; 4], b: [__m256i; 4]| {
-            let differ = |i: usize| _mm256_xor_si256(a[i], b[i]);
-            let all = _mm256_or_si256(_mm256_or_si256(differ(0), differ(1)), _mm256_or_si256(differ(2), differ(3)));
-            _mm256_testz_si256(all, all) != 0
+        let differ = |a: [__m256i; 4], b: [__m256i; 4]| {
+            let xor = |i: usize| _mm256_xor_si256(a[i], b[i]);
+            let all = _mm256_or_si256(_mm256_or_si256(xor(0), xor(1)), _mm256_or_si256(xor(2), xor(3)));
+            if _mm256_testz_si256(all, all) != 0 {
+                return 0;
+            }
+            let same = |i: usize| _mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(a[i], b[i]))) as u32;
+            (0..4).fold(0, |mask, i| mask | (!same(i) & 0xf) << (4 * i))
         };
         // SAFETY: passed on; vectors are plain bytes.
-        unsafe { walk(first, second, len, same, found) };
+        unsafe { walk(first, second, len, ahead, differ, found) };
     }
 
     /// # Safety
@@ -168,15 +180,15 @@ mod x86 {
         first: *const u8,
         second: *const u8,
         len: usize,
-        found: impl FnMut(usize, &[u8], &[u8]) -> ControlFlow<()>,
+        ahead: Option<*const u8>,
+        found: impl FnMut(usize, u32, &[u8], &[u8]) -> ControlFlow<()>,
     ) {
-        let same = |a: [__m512i; 4], b: [__m512i; 4]| {
-            let differ = |i: usize| _mm512_xor_si512(a[i], b[i]);
-            let all = _mm512_or_si512(_mm512_or_si512(differ(0), differ(1)), _mm512_or_si512(differ(2), differ(3)));
-            _mm512_test_epi64_mask(all, all) == 0
+        let differ = |a: [__m512i; 4], b: [__m512i; 4]| {
+            let word = |i: usize| u32::from(_mm512_cmpneq_epi64_mask(a[i], b[i]));
+            word(0) | word(1) << 8 | word(2) << 16 | word(3) << 24
         };
         // SAFETY: passed on; vectors are plain bytes.
-        unsafe { walk(first, second, len, same, found) };
+        unsafe { walk(first, second, len, ahead, differ, found) };
     }
 }
 
@@ -191,15 +203,23 @@ mod aarch64 {
         first: *const u8,
         second: *const u8,
         len: usize,
-        found: impl FnMut(usize, &[u8], &[u8]) -> ControlFlow<()>,
+        ahead: Option<*const u8>,
+        found: impl FnMut(usize, u32, &[u8], &[u8]) -> ControlFlow<()>,
     ) {
         // SAFETY: NEON is part of the target.
-        let same = |a: [uint8x16_t; 8], b: [uint8x16_t; 8]| unsafe {
+        let differ = |a: [uint8x16_t; 8], b: [uint8x16_t; 8]| unsafe {
             let all = a.into_iter().zip(b).fold(vdupq_n_u8(0), |all, (a, b)| vorrq_u8(all, veorq_u8(a, b)));
-            vmaxvq_u32(vreinterpretq_u32_u8(all)) == 0
+            if vmaxvq_u32(vreinterpretq_u32_u8(all)) == 0 {
+                return 0;
+            }
+            a.into_iter().zip(b).enumerate().fold(0, |mask, (i, (a, b))| {
+                let xor = vreinterpretq_u64_u8(veorq_u8(a, b));
+                let (low, high) = (vgetq_lane_u64::<0>(xor) != 0, vgetq_lane_u64::<1>(xor) != 0);
+                mask | (u32::from(low) | u32::from(high) << 1) << (2 * i)
+            })
         };
         // SAFETY: passed on; vectors are plain bytes.
-        unsafe { walk(first, second, len, same, found) };
+        unsafe { walk(first, second, len, ahead, differ, found) };
     }
 }
 

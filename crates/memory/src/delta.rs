@@ -95,14 +95,32 @@ impl Implementation {
         len: usize,
         record: &mut [u8],
     ) -> Result<Created, DeltaError> {
+        // SAFETY: passed on.
+        unsafe { self.create(first, second, len, record, None) }
+    }
+
+    /// As [`Self::create_delta_raw`]; `ahead` as [`Self::differences`] has it.
+    ///
+    /// # Safety
+    /// As [`Self::create_delta_raw`].
+    unsafe fn create(
+        self,
+        first: *const u8,
+        second: *const u8,
+        len: usize,
+        record: &mut [u8],
+        ahead: Option<*const u8>,
+    ) -> Result<Created, DeltaError> {
         check(first.addr(), len)?;
         check(second.addr(), len)?;
         let (deltas, _) = record.as_chunks_mut::<DELTA_SIZE>();
         let mut written = 0;
         let mut no_room_at = None;
-        let write = |at: usize, first: &[u8], second: &[u8]| {
-            let words = first.as_chunks::<8>().0.iter().zip(second.as_chunks::<8>().0);
-            for (number, (_, word)) in words.enumerate().filter(|(_, (first, second))| first != second) {
+        let write = |at: usize, mut differ: u32, _: &[u8], second: &[u8]| {
+            let words = second.as_chunks::<8>().0;
+            while differ != 0 {
+                let number = differ.trailing_zeros() as usize;
+                differ &= differ - 1;
                 let place = at / 8 + number;
                 let Some(delta) = deltas.get_mut(written) else {
                     no_room_at = Some(8 * place);
@@ -110,13 +128,13 @@ impl Implementation {
                 };
                 let offset = u16::try_from(place).expect("the length was checked");
                 delta[..2].copy_from_slice(&offset.to_le_bytes());
-                delta[2..].copy_from_slice(word);
+                delta[2..].copy_from_slice(&words[number]);
                 written += 1;
             }
             ControlFlow::Continue(())
         };
         // SAFETY: passed on.
-        unsafe { self.differences(first, second, len, write) };
+        unsafe { self.differences(first, second, len, ahead, write) };
         let record = written * DELTA_SIZE;
         Ok(match no_room_at {
             Some(compared) => Created::Overflow { record, compared },
@@ -144,6 +162,23 @@ pub unsafe fn create_raw(
 ) -> Result<Created, DeltaError> {
     // SAFETY: passed on; `chosen` is one that this CPU can run.
     unsafe { Implementation::chosen().create_delta_raw(first, second, len, record) }
+}
+
+/// The same for slices, as for the next page of a cache: `next`, which is compared after `first`, is brought in on the way.
+///
+/// # Errors
+/// As [`create_raw`], also where the slices are not of the same length.
+pub fn create(first: &[u8], second: &[u8], record: &mut [u8], next: Option<&[u8]>) -> Result<Created, DeltaError> {
+    let len = first.len();
+    if second.len() != len {
+        return Err(DeltaError::Shape { address: second.as_ptr().addr(), len: second.len() });
+    }
+    // SAFETY: slices are readable over their whole length, which is the same, and one that is written overlaps none; `chosen`
+    // is one that this CPU can run.
+    unsafe {
+        let next = next.map(<[u8]>::as_ptr);
+        Implementation::chosen().create(first.as_ptr(), second.as_ptr(), len, record, next)
+    }
 }
 
 /// Applies `record` to `target`, which then is what the second source was if it was what the first was.

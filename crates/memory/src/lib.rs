@@ -10,6 +10,7 @@ pub mod dirty;
 pub mod discard;
 mod fold;
 pub mod holes;
+pub mod huge;
 pub mod missing;
 pub mod node;
 mod pagemap_scan;
