@@ -4,121 +4,35 @@
 //! has newer content of them. A delta is made only against content that has been acknowledged and was not refused since, and the
 //! cache follows by applying the very record that was sent.
 //!
-//! The cache is set-associative: no index to grow, and a page has [`WAYS`] places. Where all are taken most newcomers go without, and one
-//! whose deltas have paid stays longest: a guest that writes more memory than fits the cache, round by round in the same order, would else
-//! replace everything just before it is needed.
+//! What is kept and tried at all is a matter of what has paid in each region ([`history`]).
+
+mod cache;
+mod history;
+
+use std::time::Instant;
 
 use std::ops::Range;
 
 use sterna_memory::PAGE_SIZE;
-use sterna_memory::delta::{Created, apply, create_raw};
+use sterna_memory::delta::{Created, apply, create};
 use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD, PageDelta};
 use sterna_wire::packet::{Run, RunKind};
 
+use self::cache::{Cache, Key};
+pub(super) use self::history::Whole;
+use self::history::{History, Plan, Tried};
 use super::again::SendAgain;
-use crate::batch::Room;
+use crate::entry::REGION;
 
-/// Places that a page may be kept in.
-const WAYS: usize = 8;
-/// Of so many newcomers that find no free place one gets a taken one.
-const ADMITTED: u32 = 8;
+/// Pages of a region, which have a history together.
+const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
 /// How much an average follows its newest value.
 const SMOOTH: f64 = 1.0 / 16.0;
-
-/// Which page is kept in a place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Key(u64);
-
-impl Key {
-    const NONE: Self = Self(u64::MAX);
-
-    /// Pages have 40 bits on the wire, blocks 16.
-    fn new(block: u16, page: u64) -> Self {
-        Self(u64::from(block) << 40 | page)
-    }
-}
-
-/// A place.
-#[derive(Clone, Copy, Debug)]
-struct Place {
-    key: Key,
-    /// The packet that this content went in.
-    sequence: u64,
-    /// A delta against it has paid since somebody wanted the place.
-    paid: bool,
-}
-
-/// The pages that a channel has sent.
-#[derive(Debug)]
-struct Cache {
-    places: Vec<[Place; WAYS]>,
-    content: Room,
-    kept: usize,
-    /// Newcomers that found no free place.
-    turned_away: u32,
-}
-
-impl Cache {
-    /// Of at most `bytes`.
-    fn new(bytes: usize) -> Self {
-        let sets = bytes / (WAYS * PAGE_SIZE);
-        let free = Place { key: Key::NONE, sequence: 0, paid: false };
-        Self { places: vec![[free; WAYS]; sets], content: Room::new(sets * WAYS * PAGE_SIZE), kept: 0, turned_away: 0 }
-    }
-
-    fn set_of(&self, key: Key) -> usize {
-        // Fibonacci hashing: neighbouring pages go to sets far apart.
-        let hash = u128::from(key.0.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        ((hash * self.places.len() as u128) >> 64) as usize
-    }
-
-    /// The place of a page, if it is kept.
-    fn find(&self, key: Key) -> Option<usize> {
-        let set = self.places.get(self.set_of(key))?;
-        set.iter().position(|place| place.key == key).map(|way| self.set_of(key) * WAYS + way)
-    }
-
-    /// A place for a page that is not kept, if there is one.
-    fn make_room(&mut self, key: Key) -> Option<usize> {
-        let number = self.set_of(key);
-        let set = self.places.get_mut(number)?;
-        let way = match set.iter().position(|place| place.key == Key::NONE) {
-            Some(way) => {
-                self.kept += 1;
-                way
-            }
-            // The oldest of those that have not paid.
-            None => {
-                self.turned_away = self.turned_away.wrapping_add(1);
-                if !self.turned_away.is_multiple_of(ADMITTED) {
-                    return None;
-                }
-                let unpaid = set.iter().enumerate().filter(|(_, place)| !place.paid);
-                let oldest = unpaid.min_by_key(|(_, place)| place.sequence).map(|(way, _)| way);
-                set.iter_mut().for_each(|place| place.paid = false);
-                oldest?
-            }
-        };
-        set[way] = Place { key, sequence: u64::MAX, paid: false };
-        Some(number * WAYS + way)
-    }
-
-    fn place(&mut self, at: usize) -> &mut Place {
-        &mut self.places[at / WAYS][at % WAYS]
-    }
-
-    fn page(&mut self, at: usize) -> &mut [u8] {
-        &mut self.content[at * PAGE_SIZE..][..PAGE_SIZE]
-    }
-
-    fn forget(&mut self, key: Key) {
-        if let Some(at) = self.find(key) {
-            self.place(at).key = Key::NONE;
-            self.kept -= 1;
-        }
-    }
-}
+/// What a byte on the wire costs where nobody has measured it, in nanoseconds: more than any work on it.
+const BYTES_DECIDE: f64 = 1000.0;
+/// A page that is not kept.
+const NOWHERE: usize = usize::MAX;
 
 /// What has become of the pages of a batch.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -135,17 +49,31 @@ pub(super) struct Split {
 #[derive(Debug)]
 pub(super) struct Deltas {
     cache: Cache,
+    history: History,
     /// Of the last batch, the pages that go as deltas, and their content.
     runs: Vec<Run>,
     records: Vec<u8>,
-    /// The pages that go whole or are zero, and the content of the former.
+    records_length: usize,
+    /// The pages that go whole or are zero, and the content of the former unless that is all of the batch's.
     rest_runs: Vec<Run>,
     rest: Vec<u8>,
+    all_whole: bool,
+    /// Where the pages of the batch are kept.
+    found: Vec<usize>,
     /// Places whose content is that of the batch.
     changed: Vec<usize>,
     replaced: Vec<usize>,
+    /// The region of the last batch.
+    region: u64,
     /// Bytes that a page takes which goes whole, on average.
     whole_page: f64,
+}
+
+/// A region's part of a batch.
+struct Part {
+    region: u64,
+    plan: Plan,
+    tried: Tried,
 }
 
 impl Deltas {
@@ -154,18 +82,29 @@ impl Deltas {
         let pages = packet_size / PAGE_SIZE;
         Self {
             cache: Cache::new(bytes),
+            history: History::new(bytes / PAGE_SIZE),
             runs: Vec::with_capacity(pages),
-            records: Vec::with_capacity(pages * (DELTA_HEADER_LENGTH + MAX_RECORD)),
+            // Nothing in it is read before it was written.
+            records: vec![0; pages * (DELTA_HEADER_LENGTH + MAX_RECORD)],
             rest_runs: Vec::with_capacity(sterna_wire::limits::MAX_RUNS),
             rest: Vec::with_capacity(packet_size),
+            found: Vec::with_capacity(pages),
             changed: Vec::with_capacity(pages),
             replaced: Vec::with_capacity(pages),
+            region: 0,
             whole_page: PAGE_SIZE as f64,
+            records_length: 0,
+            all_whole: true,
         }
     }
 
-    /// Takes what can go as deltas out of a batch of `block`: `content` is that of the normal runs. What was acknowledged up to
-    /// `acknowledged` is at the destination, but for what is listed in `again`.
+    /// What a page costs that goes whole, where only the bytes are known that the last ones took.
+    pub(super) fn whole_by_bytes(&self) -> Whole {
+        Whole { nanos: 0.0, bytes: self.whole_page, price: BYTES_DECIDE }
+    }
+
+    /// Takes what can go as deltas out of a batch of `block`, where that costs less than what it costs `whole`: `content` is that of
+    /// the normal runs. What was acknowledged up to `acknowledged` is at the destination, but for what is listed in `again`.
     pub(super) fn split(
         &mut self,
         block: u16,
@@ -173,17 +112,21 @@ impl Deltas {
         content: &[u8],
         acknowledged: u64,
         again: Option<&SendAgain>,
+        whole: Whole,
     ) -> Split {
+        let begun = Instant::now();
         let mut split = Split::default();
         for list in [&mut self.runs, &mut self.rest_runs] {
             list.clear();
         }
-        for list in [&mut self.records, &mut self.rest] {
+        for list in [&mut self.changed, &mut self.replaced] {
             list.clear();
         }
-        self.changed.clear();
-        self.replaced.clear();
-        let mut pages = content.chunks_exact(PAGE_SIZE);
+        self.rest.clear();
+        (self.records_length, self.all_whole) = (0, true);
+        self.find(block, runs);
+        let mut part: Option<Part> = None;
+        let (mut number, mut passes) = (0, 0);
         for run in runs {
             if run.kind == RunKind::Zero {
                 self.forget(block, run);
@@ -191,93 +134,139 @@ impl Deltas {
                 continue;
             }
             for page in run.first..run.end() {
-                let content = pages.next().expect("a batch has the content of its normal pages");
-                let key = Key::new(block, page);
-                let kept = self.cache.find(key);
-                let usable = |at: &usize| {
-                    self.cache.places[at / WAYS][at % WAYS].sequence <= acknowledged
-                        && again.is_none_or(|again| !again.is_stale(block, page))
-                };
-                match kept.filter(usable).map(|at| (at, self.delta(at, content))) {
-                    Some((at, Some(0))) => {
-                        self.cache.place(at).paid = true;
-                        split.same += 1;
-                        continue;
-                    }
-                    Some((at, Some(_))) => {
-                        self.changed.push(at);
-                        push(&mut self.runs, page);
-                        split.deltas += 1;
-                        continue;
-                    }
-                    Some((_, None)) | None => {}
+                let bytes = &content[number * PAGE_SIZE..][..PAGE_SIZE];
+                let (key, region) = (Key::new(block, page), region_of(block, page));
+                if part.as_ref().is_none_or(|part| part.region != region) {
+                    self.end(part.take());
+                    part = Some(Part { region, plan: self.history.plan(region, whole), tried: Tried::default() });
                 }
-                if let Some(at) = kept.or_else(|| self.cache.make_room(key)) {
-                    self.cache.page(at).copy_from_slice(content);
-                    self.replaced.push(at);
+                let Part { plan, tried, .. } = part.as_mut().expect("there is one now");
+                // One that was found may have had to give way since, to another page of this batch.
+                let kept = self.found.get(number).copied().filter(|at| *at != NOWHERE && self.cache.keeps(*at, key));
+                number += 1;
+                let usable = |at: &usize| {
+                    let place = self.cache.place(*at);
+                    let stale = || again.is_some_and(|again| again.is_stale(block, page));
+                    (plan.tries && place.sequence <= acknowledged && !stale()).then_some((*at, place.paid))
+                };
+                if let Some((at, paid)) = kept.as_ref().and_then(usable) {
+                    passes += 1;
+                    let next = self.found.get(number).copied().filter(|at| *at != NOWHERE);
+                    let length = self.delta(at, bytes, plan.most, next);
+                    // In a region that rests, those that pay are kept and the others are not: only samples tell of all.
+                    let counts = u32::from(plan.keeps || !paid);
+                    tried.pages += counts;
+                    if let Some(length) = length {
+                        self.begin_rest(&content[..(number - 1) * PAGE_SIZE]);
+                        if length == 0 {
+                            self.cache.place_mut(at).paid = true;
+                            tried.same += counts;
+                            split.same += 1;
+                        } else {
+                            self.changed.push(at);
+                            tried.deltas += counts;
+                            tried.bytes += counts as usize * length;
+                            push(&mut self.runs, page);
+                            split.deltas += 1;
+                        }
+                        continue;
+                    }
+                }
+                if plan.keeps || plan.tries && self.history.samples() {
+                    if let Some(at) = kept.or_else(|| self.cache.make_room(key)) {
+                        passes += 1;
+                        self.cache.page_mut(at).copy_from_slice(bytes);
+                        self.replaced.push(at);
+                    }
+                } else if kept.is_some() {
+                    self.cache.forget(key);
                 }
                 push(&mut self.rest_runs, page);
-                self.rest.extend_from_slice(content);
+                if !self.all_whole {
+                    self.rest.extend_from_slice(bytes);
+                }
                 split.whole += 1;
             }
         }
+        self.end(part);
+        self.history.took(begun.elapsed().as_nanos() as f64, passes);
         split
     }
 
-    /// Adds what makes the page kept at `at` into `content`, and makes it so; says how many bytes that took, 0 where it is the same.
-    /// None: it does not pay.
-    fn delta(&mut self, at: usize, content: &[u8]) -> Option<usize> {
-        let start = self.records.len();
-        let most = MAX_RECORD.min((self.whole_page as usize).saturating_sub(DELTA_HEADER_LENGTH));
-        self.records.resize(start + DELTA_HEADER_LENGTH + most, 0);
-        let (header, record) = self.records[start..].split_at_mut(DELTA_HEADER_LENGTH);
-        let kept = &mut self.cache.content[at * PAGE_SIZE..][..PAGE_SIZE];
-        // SAFETY: both are slices of a page, and the record lies in neither.
-        let created = unsafe { create_raw(kept.as_ptr(), content.as_ptr(), PAGE_SIZE, record) };
-        let length = match created {
+    /// Finds where the pages of a batch are kept, all of them at once: their sets are neighbours.
+    fn find(&mut self, block: u16, runs: &[Run]) {
+        self.found.clear();
+        if !self.cache.is_empty() {
+            for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
+                let places =
+                    (run.first..run.end()).map(|page| self.cache.find(Key::new(block, page)).unwrap_or(NOWHERE));
+                self.found.extend(places);
+            }
+        }
+    }
+
+    /// What follows is not all that goes whole: `before` is.
+    fn begin_rest(&mut self, before: &[u8]) {
+        if std::mem::take(&mut self.all_whole) {
+            self.rest.extend_from_slice(before);
+        }
+    }
+
+    fn end(&mut self, part: Option<Part>) {
+        if let Some(part) = part {
+            self.region = part.region;
+            self.history.tried(part.region, part.tried);
+        }
+    }
+
+    /// Adds what makes the page kept at `at` into `content`, and makes it so; says how long the record is, 0 where it is the same.
+    /// None: it would be longer than `most`. What is kept at `next` is compared next.
+    fn delta(&mut self, at: usize, content: &[u8], most: usize, next: Option<usize>) -> Option<usize> {
+        let room = &mut self.records[self.records_length..][..DELTA_HEADER_LENGTH + most];
+        let (header, record) = room.split_at_mut(DELTA_HEADER_LENGTH);
+        let next = next.map(|next| self.cache.page(next));
+        match create(self.cache.page(at), content, record, next) {
             Ok(Created::Same) => Some(0),
-            Ok(Created::Complete { record }) => Some(DELTA_HEADER_LENGTH + record),
+            Ok(Created::Complete { record: length }) => {
+                let record = &record[..length];
+                header.copy_from_slice(&PageDelta { checksum: crc32c(content), record }.header());
+                apply(record, self.cache.page_mut(at)).expect("a record of a page applies to it");
+                self.records_length += DELTA_HEADER_LENGTH + length;
+                Some(length)
+            }
             // A page of content that is not aligned has no record: it goes whole.
             Ok(Created::Overflow { .. }) | Err(_) => None,
-        };
-        let end = match length {
-            Some(length) if length > 0 => {
-                let record = &record[..length - DELTA_HEADER_LENGTH];
-                header.copy_from_slice(&PageDelta { checksum: crc32c(content), record }.header());
-                apply(record, kept).expect("a record of a page applies to it");
-                start + length
-            }
-            _ => start,
-        };
-        self.records.truncate(end);
-        length
+        }
     }
 
     /// The packets of the last batch have these numbers.
     pub(super) fn sent(&mut self, deltas: u64, whole: u64) {
         for &at in &self.changed {
-            let place = self.cache.place(at);
+            let place = self.cache.place_mut(at);
             (place.sequence, place.paid) = (deltas, true);
         }
         for &at in &self.replaced {
-            self.cache.place(at).sequence = whole;
+            let place = self.cache.place_mut(at);
+            (place.sequence, place.paid) = (whole, false);
         }
     }
 
     /// Of the last batch: which pages go as deltas, and the deltas.
     pub(super) fn deltas(&self) -> (&[Run], &[u8]) {
-        (&self.runs, &self.records)
+        (&self.runs, &self.records[..self.records_length])
     }
 
-    /// Of the last batch: which pages go whole or are zero, and the content of the former.
-    pub(super) fn rest(&self) -> (&[Run], &[u8]) {
-        (&self.rest_runs, &self.rest)
+    /// Of the last batch, whose content is `content`: which pages go whole or are zero, and the content of the former.
+    pub(super) fn rest<'a>(&'a self, content: &'a [u8]) -> (&'a [Run], &'a [u8]) {
+        (&self.rest_runs, if self.all_whole { content } else { &self.rest })
     }
 
-    /// So many pages went whole in so many bytes.
+    /// So many pages of the last batch went whole in so many bytes.
     pub(super) fn went_whole(&mut self, pages: u64, bytes: usize) {
         if pages > 0 {
-            self.whole_page += (bytes as f64 / pages as f64 - self.whole_page) * SMOOTH;
+            let each = bytes as f64 / pages as f64;
+            self.whole_page += (each - self.whole_page) * SMOOTH;
+            self.history.went_whole(self.region, each, self.whole_page);
         }
     }
 
@@ -301,10 +290,15 @@ impl Deltas {
 
     /// Pages of `run` in `block` go another way, or are given up at the destination.
     pub(super) fn forget(&mut self, block: u16, run: &Run) {
-        if self.cache.kept > 0 {
+        if !self.cache.is_empty() {
             (run.first..run.end()).for_each(|page| self.cache.forget(Key::new(block, page)));
         }
     }
+}
+
+/// The number of a page's region.
+fn region_of(block: u16, page: u64) -> u64 {
+    (u64::from(block) << 40) + page / REGION_PAGES
 }
 
 /// Adds a page, which comes after those there are.
@@ -353,6 +347,12 @@ mod tests {
         ]
     }
 
+    /// Mostly such that deltas pay.
+    fn costs() -> impl Strategy<Value = Whole> {
+        let price = prop_oneof![4 => Just(BYTES_DECIDE), 1 => Just(0.1), 1 => Just(0.0)];
+        (price, 10.0..4096.0, 0.0..1000.0).prop_map(|(price, bytes, nanos)| Whole { nanos, bytes, price })
+    }
+
     fn changed(page: &mut [u64], change: Change) {
         match change {
             Change::Nothing => {}
@@ -372,7 +372,7 @@ mod tests {
         #[test]
         fn the_destination_has_what_was_sent_however_late_it_answers_and_whatever_it_refuses(
             rounds in prop::collection::vec(
-                (prop::collection::vec((0u64..24, change()), 1..PACKET_PAGES), 0u64..4, prop::option::weighted(0.2, 0u64..3)),
+                (prop::collection::vec((0u64..24, change()), 1..PACKET_PAGES), 0u64..4, prop::option::weighted(0.2, 0u64..3), costs()),
                 1..40,
             ),
             places in 0usize..40,
@@ -383,7 +383,7 @@ mod tests {
             let mut there: HashMap<u64, Vec<u8>> = (0..24).map(|page| (page, vec![0; PAGE_SIZE])).collect();
             let (mut sequence, mut acknowledged, mut made) = (0u64, 0u64, 0);
             let mut last = HashMap::new();
-            for (changes, late, refuse) in rounds {
+            for (changes, late, refuse, costs) in rounds {
                 let mut pages: Vec<u64> = changes.iter().map(|(page, _)| *page).collect();
                 changes.iter().for_each(|(page, change)| changed(memory.get_mut(page).unwrap(), *change));
                 pages.sort_unstable();
@@ -402,7 +402,7 @@ mod tests {
                 let is_zero = |page: &u64| memory[page].iter().all(|word| *word == 0);
                 let runs: Vec<Run> = pages.iter().map(|page| Run { kind: if is_zero(page) { RunKind::Zero } else { RunKind::Normal }, first: *page, count: 1 }).collect();
                 let bytes: Vec<u8> = pages.iter().filter(|page| !is_zero(page)).flat_map(|page| content(&memory, *page)).collect();
-                let split = deltas.split(0, &runs, &bytes, acknowledged, Some(&again));
+                let split = deltas.split(0, &runs, &bytes, acknowledged, Some(&again), costs);
                 let (delta_sequence, whole_sequence) = (sequence + 1, sequence + 1 + u64::from(split.deltas > 0));
                 deltas.sent(delta_sequence, whole_sequence);
                 made += split.deltas;
@@ -425,7 +425,7 @@ mod tests {
                 if damaged && split.deltas > 0 {
                     touched.iter().for_each(|page| again.add(&PageRequest { block: 0, first: *page, count: 1 }));
                 }
-                let (rest_runs, mut rest) = deltas.rest();
+                let (rest_runs, mut rest) = deltas.rest(&bytes);
                 damaged = refused == Some(whole_sequence);
                 for run in rest_runs {
                     for page in run.first..run.end() {
@@ -458,7 +458,9 @@ mod tests {
     }
 
     fn whole(deltas: &mut Deltas, page: u64, bytes: &[u8], sequence: u64) -> Split {
-        let split = deltas.split(0, &[Run { kind: RunKind::Normal, first: page, count: 1 }], bytes, sequence - 1, None);
+        let costs = deltas.whole_by_bytes();
+        let split =
+            deltas.split(0, &[Run { kind: RunKind::Normal, first: page, count: 1 }], bytes, sequence - 1, None, costs);
         deltas.sent(sequence, sequence);
         split
     }

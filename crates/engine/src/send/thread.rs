@@ -519,7 +519,8 @@ impl Sending {
             return self.packet(PacketKind::Pages, block, 0, &Content { bytes: content, checksum, in_window, maker });
         }
         let (acknowledged, last) = self.send_refused(Some(deltas))?;
-        let split = deltas.split(block, batch.runs(), content, acknowledged, self.context.again.as_deref());
+        let (again, costs) = (self.context.again.as_deref(), deltas.whole_by_bytes());
+        let split = deltas.split(block, batch.runs(), content, acknowledged, again, costs);
         let first = last + 1;
         deltas.sent(first, first + u64::from(split.deltas > 0));
         let counters = &self.shared.counters;
@@ -533,7 +534,7 @@ impl Sending {
             let content = Content { in_window: window(split.deltas), ..Content::of(records) };
             self.packet(PacketKind::Deltas, block, 0, &content)?;
         }
-        let (runs, rest) = deltas.rest();
+        let (runs, rest) = deltas.rest(content);
         if runs.is_empty() {
             return Ok(());
         }

@@ -547,8 +547,9 @@ impl Driver<'_> {
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
             again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),
-            // More than all of RAM is of no use, and might not be had at all.
-            delta_cache: self.settings.delta_cache.min(self.ram.bytes()) as usize / usize::from(self.session.channels),
+            // More than all of RAM and some places to spare is of no use, and might not be had at all.
+            delta_cache: self.settings.delta_cache.min(self.ram.bytes().saturating_add(self.ram.bytes() / 8)) as usize
+                / usize::from(self.session.channels),
             delta_blocks: None,
         }
     }

@@ -1,0 +1,339 @@
+//! Whether deltas pay: for each region of memory what has become of the deltas that were tried there, against what a page costs that goes
+//! whole.
+//!
+//! Trying costs a pass over the page and over what the destination has of it, and that has to be kept, which is a pass too. Where this is more
+//! than deltas save, a region **rests**: no more of its pages are kept, but for one of [`SAMPLED`], taken at random. What is kept is
+//! tried when it comes again, so a page whose deltas pay goes on as deltas in a region that rests; and how the others fare tells when to
+//! keep all of the region again. The same sums turn out otherwise when the link or the compressor does: they are made for each batch.
+//!
+//! There are no clocks here: times are passed in.
+
+use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD};
+
+/// One of so many pages that are sent of a region that rests is kept.
+pub(super) const SAMPLED: u32 = 32;
+/// How much a region's estimates follow each page that was tried, and those of all regions.
+const REGION_FOLLOWS: f64 = 1.0 / 32.0;
+const ALL_FOLLOW: f64 = 1.0 / 512.0;
+/// How much other averages follow their newest value.
+const SMOOTH: f64 = 1.0 / 16.0;
+/// Regions with histories of their own, most and least.
+const REGIONS: (usize, usize) = (1 << 12, 1 << 17);
+/// What a pass over a page may take before it was measured, in nanoseconds.
+const FIRST_PASS: f64 = 400.0;
+/// No batch is taken to be so many times slower than those before: its thread has not run.
+const NOT_RUNNING: f64 = 8.0;
+/// The shortest record: one word.
+const LEAST_RECORD: f64 = 10.0;
+
+/// What a page costs that goes whole, on average and now.
+#[derive(Clone, Copy, Debug)]
+pub(in super::super) struct Whole {
+    /// Nanoseconds to encode it.
+    pub(in super::super) nanos: f64,
+    /// Bytes that it becomes.
+    pub(in super::super) bytes: f64,
+    /// Nanoseconds that a byte on the wire costs.
+    pub(in super::super) price: f64,
+}
+
+/// What has become of deltas that were tried.
+#[derive(Clone, Copy, Debug)]
+struct Outcomes {
+    /// The part of pages that were the same.
+    same: f64,
+    /// The part that went as deltas, and the bytes of such a delta.
+    delta: f64,
+    bytes: f64,
+}
+
+/// Counts of one batch in one region.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Tried {
+    pub(super) pages: u32,
+    pub(super) same: u32,
+    pub(super) deltas: u32,
+    /// Of the deltas' records.
+    pub(super) bytes: usize,
+}
+
+impl Outcomes {
+    fn follow(&mut self, tried: Tried, each: f64) {
+        let pages = f64::from(tried.pages);
+        let by = 1.0 - (1.0 - each).powf(pages);
+        self.same += (f64::from(tried.same) / pages - self.same) * by;
+        self.delta += (f64::from(tried.deltas) / pages - self.delta) * by;
+        if tried.deltas > 0 {
+            let by = 1.0 - (1.0 - each).powf(f64::from(tried.deltas));
+            self.bytes += (tried.bytes as f64 / f64::from(tried.deltas) - self.bytes) * by;
+        }
+    }
+}
+
+/// What is known of a region.
+#[derive(Clone, Copy, Debug)]
+struct Region {
+    key: u64,
+    outcomes: Outcomes,
+    /// The bytes that its pages become which go whole, to those of all.
+    whole: f64,
+}
+
+/// What is done with the pages of a region.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Plan {
+    /// Pages that go whole are kept, to be tried next time; else only samples.
+    pub(super) keeps: bool,
+    /// What is kept is tried, and samples are kept; else not even that could pay.
+    pub(super) tries: bool,
+    /// The longest record that pays.
+    pub(super) most: usize,
+}
+
+/// The histories of one channel's regions.
+#[derive(Debug)]
+pub(super) struct History {
+    /// By a hash of their number; of two with the same hash the newer one stays.
+    regions: Vec<Region>,
+    /// What a region begins with.
+    all: Outcomes,
+    /// Nanoseconds of a pass over a page.
+    pass: f64,
+    /// Until the next sample.
+    skip: u32,
+    random: u64,
+}
+
+impl History {
+    /// For a cache of so many pages.
+    pub(super) fn new(cached_pages: usize) -> Self {
+        // Nobody has said otherwise yet: a few words in every second page.
+        let all = Outcomes { same: 0.0, delta: 0.5, bytes: 3.0 * LEAST_RECORD };
+        let regions = (cached_pages / 128).next_power_of_two().clamp(REGIONS.0, REGIONS.1);
+        let unknown = Region { key: u64::MAX, outcomes: all, whole: 1.0 };
+        Self { regions: vec![unknown; regions], all, pass: FIRST_PASS, skip: SAMPLED, random: 1 }
+    }
+
+    fn region(&mut self, key: u64) -> &mut Region {
+        let hash = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - self.regions.len().ilog2());
+        let region = &mut self.regions[hash as usize];
+        if region.key != key {
+            *region = Region { key, outcomes: self.all, whole: 1.0 };
+        }
+        region
+    }
+
+    /// What to do with pages of a region.
+    pub(super) fn plan(&mut self, region: u64, whole: Whole) -> Plan {
+        let pass = self.pass;
+        let Region { outcomes: Outcomes { same, delta, bytes }, whole: factor, .. } = *self.region(region);
+        let price = whole.price.max(f64::MIN_POSITIVE);
+        let costs = whole.nanos + price * whole.bytes * factor;
+        let header = DELTA_HEADER_LENGTH as f64;
+        let saved = same * costs + delta * (costs - price * (header + bytes)).max(0.0);
+        let failed = (1.0 - same - delta).max(0.0);
+        Plan {
+            keeps: saved > pass * (1.0 + failed),
+            tries: costs - price * (header + LEAST_RECORD) > pass,
+            most: (costs / price - header).clamp(0.0, MAX_RECORD as f64) as usize,
+        }
+    }
+
+    /// Whether a page of a region that rests is kept.
+    pub(super) fn samples(&mut self) -> bool {
+        self.skip -= 1;
+        if self.skip > 0 {
+            return false;
+        }
+        // At random: a guest's rounds have a period too.
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.skip = 1 + (self.random % u64::from(2 * SAMPLED - 1)) as u32;
+        true
+    }
+
+    /// What became of pages of a region that were tried.
+    pub(super) fn tried(&mut self, region: u64, tried: Tried) {
+        if tried.pages > 0 {
+            self.region(region).outcomes.follow(tried, REGION_FOLLOWS);
+            self.all.follow(tried, ALL_FOLLOW);
+        }
+    }
+
+    /// So many passes over pages took so long.
+    pub(super) fn took(&mut self, nanos: f64, passes: usize) {
+        if passes > 0 {
+            let pass = (nanos / passes as f64).min(NOT_RUNNING * self.pass);
+            self.pass += (pass - self.pass) * SMOOTH;
+        }
+    }
+
+    /// Pages of a region that went whole took so many bytes each, where all do `average`.
+    pub(super) fn went_whole(&mut self, region: u64, bytes: f64, average: f64) {
+        let region = self.region(region);
+        region.whole += (bytes / average.max(1.0) - region.whole) * SMOOTH;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    /// A region in virtual time: what each of its pages takes.
+    struct World {
+        history: History,
+        kept: HashSet<u64>,
+        /// Of them, those whose deltas have paid.
+        paid: HashSet<u64>,
+    }
+
+    /// How a guest changes a page.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Change {
+        Words(u32),
+        All,
+    }
+
+    const PASS: f64 = 300.0;
+    const PAGES: u64 = 512;
+    /// At 1 Gbit/s, and as `none` and as a fast compressor has it.
+    const GIGABIT: f64 = 8.0;
+    const NONE: Whole = Whole { nanos: 0.0, bytes: 4096.0, price: GIGABIT };
+    /// What goes over a wire that is nearly free.
+    const FREE: Whole = Whole { nanos: 0.0, bytes: 4096.0, price: 0.02 };
+    const SMALL: Whole = Whole { nanos: 900.0, bytes: 60.0, price: GIGABIT };
+
+    impl World {
+        fn new() -> Self {
+            Self { history: History::new(4096), kept: HashSet::new(), paid: HashSet::new() }
+        }
+
+        /// Sends all pages once; says what that cost, and how many went as deltas.
+        fn round(&mut self, whole: Whole, change: impl Fn(u64) -> Change) -> (f64, u64) {
+            let plan = self.history.plan(0, whole);
+            let (mut cost, mut deltas, mut passes, mut tried) = (0.0, 0, 0, Tried::default());
+            for page in 0..PAGES {
+                let usable = plan.tries && self.kept.contains(&page);
+                let counts = plan.keeps || !self.paid.contains(&page);
+                tried.pages += u32::from(usable && counts);
+                passes += usize::from(usable);
+                match change(page) {
+                    Change::Words(words) if usable && 10 * words as usize <= plan.most => {
+                        deltas += 1;
+                        tried.deltas += u32::from(counts);
+                        tried.bytes += if counts { 10 * words as usize } else { 0 };
+                        cost += whole.price * f64::from(8 + 10 * words);
+                        self.paid.insert(page);
+                    }
+                    _ => {
+                        cost += whole.nanos + whole.price * whole.bytes;
+                        self.paid.remove(&page);
+                        if plan.tries && (plan.keeps || self.history.samples()) {
+                            self.kept.insert(page);
+                            passes += 1;
+                        } else {
+                            self.kept.remove(&page);
+                        }
+                    }
+                }
+            }
+            self.history.tried(0, tried);
+            self.history.took(PASS * passes as f64, passes);
+            (cost + PASS * passes as f64, deltas)
+        }
+
+        fn rounds(&mut self, rounds: usize, whole: Whole, change: impl Fn(u64) -> Change) -> (f64, u64) {
+            (0..rounds).map(|_| self.round(whole, &change)).fold((0.0, 0), |all, one| (all.0 + one.0, all.1 + one.1))
+        }
+    }
+
+    fn words(_: u64) -> Change {
+        Change::Words(3)
+    }
+
+    fn all(_: u64) -> Change {
+        Change::All
+    }
+
+    /// What all of it costs that goes whole and is neither kept nor tried.
+    fn never(rounds: usize, whole: Whole) -> f64 {
+        rounds as f64 * PAGES as f64 * (whole.nanos + whole.price * whole.bytes)
+    }
+
+    #[test]
+    fn deltas_give_way_to_whole_pages_when_the_guest_rewrites_them_and_come_back_when_it_ceases() {
+        for whole in [NONE, SMALL] {
+            let mut world = World::new();
+            for _ in 0..3 {
+                let (_, deltas) = world.rounds(20, whole, words);
+                assert!(deltas > 14 * PAGES, "{deltas}");
+                world.rounds(5, whole, all);
+                let (cost, deltas) = world.rounds(20, whole, all);
+                assert_eq!(deltas, 0);
+                // Hardly tried: what exploring costs is bounded.
+                let passes = (cost - never(20, whole)) / PASS;
+                assert!(passes < 20.0 * PAGES as f64 * 3.0 / f64::from(SAMPLED), "{passes}");
+                assert!(passes > 0.0, "or it would never come back");
+            }
+        }
+    }
+
+    #[test]
+    fn deltas_give_way_when_pages_get_cheap_and_come_back_when_they_get_dear() {
+        let mut world = World::new();
+        for _ in 0..3 {
+            assert!(world.rounds(10, NONE, words).1 > 7 * PAGES);
+            // A page on its way costs less than a look at it.
+            let (cost, deltas) = world.rounds(10, FREE, words);
+            assert_eq!((cost.round(), deltas), (never(10, FREE).round(), 0));
+        }
+    }
+
+    #[test]
+    fn what_shrinks_to_less_than_its_delta_goes_whole() {
+        let mut world = World::new();
+        let tiny = Whole { nanos: 200.0, bytes: 40.0, price: GIGABIT };
+        let many = |_| Change::Words(9);
+        world.rounds(10, tiny, many);
+        let (cost, deltas) = world.rounds(20, tiny, many);
+        assert_eq!(deltas, 0);
+        assert!(cost < 1.08 * never(20, tiny), "{}", cost / never(20, tiny));
+        assert!(world.rounds(20, NONE, many).1 > 14 * PAGES);
+    }
+
+    #[test]
+    fn the_few_pages_whose_deltas_pay_go_on_as_deltas_in_a_region_that_rests() {
+        let mut world = World::new();
+        let fast = Whole { nanos: 300.0, bytes: 2000.0, price: 0.1 };
+        // One of 16 has a counter in it, the others are rewritten.
+        let mixed = |page: u64| if page.is_multiple_of(16) { Change::Words(1) } else { Change::All };
+        world.rounds(200, fast, mixed);
+        let deltas = world.rounds(10, fast, mixed).1;
+        assert!(deltas > 8 * PAGES / 16, "{deltas}");
+        assert!(!world.history.plan(0, fast).keeps);
+    }
+
+    #[test]
+    fn a_new_region_begins_with_what_was_learned_of_others() {
+        let mut world = World::new();
+        assert!(world.history.plan(99, NONE).keeps);
+        let tried = Tried { pages: 128, same: 0, deltas: 0, bytes: 0 };
+        (0..40).for_each(|region| world.history.tried(region, tried));
+        let plan = world.history.plan(100, NONE);
+        assert!(!plan.keeps && plan.tries);
+    }
+
+    #[test]
+    fn regions_whose_pages_shrink_are_told_from_those_whose_pages_do_not() {
+        let mut history = History::new(4096);
+        let whole = Whole { nanos: 0.0, bytes: 1000.0, price: GIGABIT };
+        for _ in 0..100 {
+            history.went_whole(1, 50.0, 1000.0);
+            history.went_whole(2, 3000.0, 1000.0);
+        }
+        assert!(history.plan(1, whole).most < 50 && history.plan(2, whole).most == MAX_RECORD);
+    }
+}
