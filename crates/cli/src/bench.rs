@@ -4,6 +4,7 @@
 
 mod bandwidth;
 mod compression;
+mod delta;
 mod device_faults;
 mod dirty_rate;
 mod harness;
@@ -73,6 +74,8 @@ enum Benchmark {
     Bandwidth,
     /// Compression methods, channels and networks, beside QEMU's, on content that machines really have
     Compression,
+    /// Pages a second with and without deltas, and a guest that writes a word here and there faster than the network
+    Delta,
     /// Cost of the work on pages that an accelerator can take over, for the CPU alone and with one
     Offload,
     /// Simulated: looking for zero pages with an accelerator, in the published structure and in Sterna's
@@ -119,6 +122,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::DirtyRate => dirty_rate::cells(),
         Benchmark::Bandwidth => bandwidth::cells(),
         Benchmark::Compression => compression::cells(),
+        Benchmark::Delta => delta::cells(),
         Benchmark::Offload => offload::cells(),
         Benchmark::ZeroPage => zero_page::cells(),
         Benchmark::ManyVms => many_vms::cells(),
@@ -139,6 +143,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::DirtyRate => dirty_rate::measure(args, &cancel, &tell),
         Benchmark::Bandwidth => bandwidth::measure(args, &cancel, &tell),
         Benchmark::Compression => compression::measure(args, &cancel, &tell),
+        Benchmark::Delta => delta::measure(args, &cancel, &tell),
         Benchmark::Offload => offload::measure(args, &cancel, &tell),
         Benchmark::ZeroPage => zero_page::measure(args, &cancel, &tell),
         Benchmark::ManyVms => many_vms::measure(args, &cancel, &tell),

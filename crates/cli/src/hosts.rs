@@ -4,6 +4,7 @@
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -125,6 +126,11 @@ impl Hosts {
     /// Where this program does not know its own path.
     pub(crate) fn sterna(&self, side: Side) -> Result<Command, HostsError> {
         let program = std::env::current_exe().map_err(doing("finding this program's own path"))?;
+        Ok(self.command(side, &program))
+    }
+
+    /// The same for another program.
+    pub(crate) fn command(&self, side: Side, program: &Path) -> Command {
         let mut words: Vec<&OsStr> = Vec::new();
         let cpus = self.cpus(side);
         if let Some(cpus) = &cpus {
@@ -136,7 +142,7 @@ impl Hosts {
             None => Command::new(words[0]),
         };
         command.args(&words[1..]);
-        Ok(command)
+        command
     }
 }
 

@@ -3,7 +3,7 @@
 //! Guests of `examples/microvm` write page after page at a set rate. For each way of moving them the rate is searched at which
 //! that just ends in time ([`mod@search`]); each rate is tried with two processes of their own ([`attempt`]).
 
-mod attempt;
+pub(super) mod attempt;
 mod search;
 
 use std::time::{Duration, Instant};
@@ -98,7 +98,7 @@ impl Cell {
 
     fn setting(&self, quick: bool) -> Setting {
         Setting {
-            bandwidth: self.link.1,
+            bandwidth: Some(self.link.1),
             memory: self.memory(quick),
             fill: self.fill,
             guest: Guest::Kvm,
@@ -255,7 +255,7 @@ fn search(
             last.achieved * 100.0
         ));
         if outcome == Outcome::Works {
-            found.lines = attempts.iter().map(|attempt| figures(rate, attempt, setting)).collect();
+            found.lines = attempts.iter().map(|attempt| figures(rate, attempt, cell, setting)).collect();
         }
         search.tried(rate, outcome);
     }
@@ -298,11 +298,11 @@ fn post_copy(
     tell: &dyn Fn(&str),
 ) -> Result<Measured, HostsError> {
     let setting = cell.setting(quick);
-    let rate = FAR_TOO_FAST * setting.bandwidth as f64 / PAGE;
+    let rate = FAR_TOO_FAST * cell.link.1 as f64 / PAGE;
     let (outcome, attempts) = all_of(site, &setting, rate, runs)?;
     match outcome {
         Outcome::Works => {
-            let lines: Vec<_> = attempts.iter().map(|attempt| figures(rate, attempt, &setting)).collect();
+            let lines: Vec<_> = attempts.iter().map(|attempt| figures(rate, attempt, cell, &setting)).collect();
             let [after, half, nearly_all] = [
                 attempts.iter().filter_map(|attempt| attempt.post_copy_ms).fold(0.0, f64::max),
                 attempts.iter().map(|attempt| attempt.latency_p50_ms).fold(0.0, f64::max),
@@ -326,8 +326,8 @@ fn post_copy(
 }
 
 /// In the order of [`COLUMNS`].
-fn figures(rate: f64, attempt: &Attempt, setting: &Setting) -> Vec<f64> {
-    let at_bandwidth_ms = (setting.memory << 20) as f64 / setting.bandwidth as f64 * 1e3;
+fn figures(rate: f64, attempt: &Attempt, cell: &Cell, setting: &Setting) -> Vec<f64> {
+    let at_bandwidth_ms = (setting.memory << 20) as f64 / cell.link.1 as f64 * 1e3;
     vec![
         rate * PAGE,
         attempt.total_ms,
@@ -417,8 +417,8 @@ mod tests {
     fn what_fits_into_the_downtime_is_a_small_part_of_the_memory() {
         for cell in all_cells() {
             for quick in [false, true] {
-                let Setting { memory, bandwidth, downtime, .. } = cell.setting(quick);
-                let fits = bandwidth as f64 * downtime.as_secs_f64();
+                let Setting { memory, downtime, .. } = cell.setting(quick);
+                let fits = cell.link.1 as f64 * downtime.as_secs_f64();
                 assert!((memory << 20) as f64 > 3.0 * fits, "{}", cell.name());
             }
         }

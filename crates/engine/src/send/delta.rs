@@ -275,17 +275,24 @@ impl Deltas {
     pub(super) fn again(&mut self, block: u16, pages: Range<u64>, refused: u64) -> Result<(), u64> {
         self.rest_runs.clear();
         self.rest.clear();
+        self.all_whole = false;
         self.changed.clear();
         self.replaced.clear();
         for page in pages {
             let at = self.cache.find(Key::new(block, page)).ok_or(page)?;
             if self.cache.place(at).sequence == refused {
                 push(&mut self.rest_runs, page);
-                self.rest.extend_from_slice(&self.cache.content[at * PAGE_SIZE..][..PAGE_SIZE]);
+                self.rest.extend_from_slice(self.cache.page(at));
                 self.replaced.push(at);
             }
         }
         Ok(())
+    }
+
+    /// How many pages are kept.
+    #[cfg(test)]
+    fn kept(&self) -> usize {
+        self.cache.kept()
     }
 
     /// Pages of `run` in `block` go another way, or are given up at the destination.
@@ -512,5 +519,40 @@ mod tests {
             hits.push(made);
         }
         assert!(hits[5..].iter().all(|made| *made >= pages as u64 / 5), "{hits:?}");
+    }
+
+    #[test]
+    fn a_region_rests_while_it_is_rewritten_but_for_the_few_pages_that_pay_and_comes_back_when_it_ceases() {
+        const PAGES: u64 = 32;
+        let costs = Whole { nanos: 0.0, bytes: PAGE_SIZE as f64, price: 0.8 };
+        let mut deltas = Deltas::new(64 * PAGE_SIZE, PAGES as usize * PAGE_SIZE);
+        let mut memory = vec![0u64; PAGES as usize * PAGE_SIZE / 8];
+        let mut sequence = 0;
+        let mut round = |deltas: &mut Deltas, rewritten: &dyn Fn(u64) -> bool| {
+            sequence += 2;
+            for (page, words) in memory.chunks_exact_mut(PAGE_SIZE / 8).enumerate() {
+                words[sequence as usize % 512] = sequence + 1;
+                if rewritten(page as u64) {
+                    words.iter_mut().for_each(|word| *word = word.wrapping_mul(3).wrapping_add(sequence));
+                }
+            }
+            let bytes: Vec<u8> = memory.iter().flat_map(|word| word.to_le_bytes()).collect();
+            deltas.history.set_pass(400.0);
+            let all = [Run { kind: RunKind::Normal, first: 0, count: PAGES as u32 }];
+            let split = deltas.split(0, &all, &bytes, sequence - 1, None, costs);
+            assert_eq!(deltas.rest(&bytes).1.len(), split.whole as usize * PAGE_SIZE);
+            deltas.sent(sequence, sequence + 1);
+            split
+        };
+        let counters = |page: u64| page % 16 == 5;
+        (0..3).for_each(|_| drop(round(&mut deltas, &|_| false)));
+        assert_eq!(round(&mut deltas, &|_| false).deltas, PAGES);
+        (0..300).for_each(|_| drop(round(&mut deltas, &|page| !counters(page))));
+        for _ in 0..50 {
+            assert_eq!(round(&mut deltas, &|page| !counters(page)), Split { deltas: 2, same: 0, whole: 30 });
+            assert!(deltas.kept() < 10, "{}", deltas.kept());
+        }
+        (0..200).for_each(|_| drop(round(&mut deltas, &|_| false)));
+        assert_eq!(round(&mut deltas, &|_| false).deltas, PAGES);
     }
 }

@@ -484,7 +484,7 @@ impl Sending {
         refused: u64,
     ) -> Result<(), Box<dyn std::error::Error>> {
         deltas.again(block, pages, refused).map_err(|page| NotKept { block, page })?;
-        let (runs, content) = deltas.rest();
+        let (runs, content) = deltas.rest(&[]);
         if runs.is_empty() {
             return Ok(());
         }

@@ -11,11 +11,11 @@ use sterna_lab::warm_memory;
 use crate::hosts::{Ended, Hosts, HostsError, Side, Sterna, doing};
 
 /// Bytes of a page.
-pub(super) const PAGE: f64 = 4096.0;
+pub(in super::super) const PAGE: f64 = 4096.0;
 /// A guest that is slower than this part of its set rate is not what was to be measured.
 const LEAST_ACHIEVED: f64 = 0.95;
 /// A guest that stands for longer than this many times the downtime aimed at was not moved as it was to be.
-pub(super) const LONGEST_DOWNTIME: f64 = 1.1;
+pub(in super::super) const LONGEST_DOWNTIME: f64 = 1.1;
 /// What names another program than the one beside this one.
 const PROGRAM: &str = "STERNA_MICROVM";
 /// No step takes longer on a machine that is only slow, beside the migration itself.
@@ -23,7 +23,7 @@ const SLACK: Duration = Duration::from_secs(60);
 
 /// What writes the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Guest {
+pub(in super::super) enum Guest {
     /// A vCPU, its writes in KVM's dirty log; a thread where there is no KVM.
     Kvm,
     /// A thread of the monitor, its writes noted by write protection.
@@ -31,9 +31,9 @@ pub(super) enum Guest {
 }
 
 impl Guest {
-    pub(super) const ALL: [Self; 2] = [Self::Kvm, Self::Thread];
+    pub(in super::super) const ALL: [Self; 2] = [Self::Kvm, Self::Thread];
 
-    pub(super) fn name(self) -> &'static str {
+    pub(in super::super) fn name(self) -> &'static str {
         match self {
             Self::Kvm => "KVM",
             Self::Thread => "thread",
@@ -50,48 +50,52 @@ impl Guest {
 
 /// What is moved, and how.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Setting {
-    /// Bytes per second on the network.
-    pub(super) bandwidth: u64,
+pub(in super::super) struct Setting {
+    /// Bytes per second that the source is told to keep to.
+    pub(in super::super) bandwidth: Option<u64>,
     /// MiB of guest RAM, all of which is written again and again.
-    pub(super) memory: u64,
-    pub(super) fill: &'static str,
-    pub(super) guest: Guest,
+    pub(in super::super) memory: u64,
+    pub(in super::super) fill: &'static str,
+    pub(in super::super) guest: Guest,
     /// Options of the source, separated by spaces.
-    pub(super) how: &'static str,
+    pub(in super::super) how: &'static str,
     /// Whether the guest is slowed down on purpose.
-    pub(super) throttles: bool,
-    pub(super) downtime: Duration,
-    pub(super) give_up_after: Duration,
+    pub(in super::super) throttles: bool,
+    pub(in super::super) downtime: Duration,
+    pub(in super::super) give_up_after: Duration,
 }
 
 /// What came of it.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Attempt {
+pub(in super::super) struct Attempt {
     /// Whether the guest was moved, and stood no longer than it may.
-    pub(super) moved: bool,
+    pub(in super::super) moved: bool,
     /// What the guest has achieved of its set rate; 1: all.
-    pub(super) achieved: f64,
-    pub(super) total_ms: f64,
-    pub(super) downtime_ms: f64,
-    pub(super) rounds: f64,
-    pub(super) content_bytes: f64,
-    pub(super) ratio: f64,
+    pub(in super::super) achieved: f64,
+    pub(in super::super) total_ms: f64,
+    pub(in super::super) downtime_ms: f64,
+    pub(in super::super) rounds: f64,
+    pub(in super::super) content_bytes: f64,
+    pub(in super::super) ratio: f64,
     /// From the guest's start at the destination to all of its memory being there, where it went that way.
-    pub(super) post_copy_ms: Option<f64>,
-    pub(super) latency_p50_ms: f64,
-    pub(super) latency_p99_ms: f64,
+    pub(in super::super) post_copy_ms: Option<f64>,
+    pub(in super::super) latency_p50_ms: f64,
+    pub(in super::super) latency_p99_ms: f64,
+    pub(in super::super) source_cpu: f64,
+    pub(in super::super) wire_bytes: f64,
+    pub(in super::super) normal_pages: f64,
+    pub(in super::super) delta_pages: f64,
 }
 
 impl Attempt {
     /// Whether the guest was fast enough for this to say anything.
-    pub(super) fn counts(&self) -> bool {
+    pub(in super::super) fn counts(&self) -> bool {
         self.achieved >= LEAST_ACHIEVED
     }
 }
 
 /// Where attempts run.
-pub(super) struct Site<'a> {
+pub(in super::super) struct Site<'a> {
     program: PathBuf,
     hosts: Hosts,
     cancel: &'a Cancel,
@@ -102,7 +106,15 @@ impl<'a> Site<'a> {
     ///
     /// # Errors
     /// There is no microvm, in words that say how to get one.
-    pub(super) fn new(cpus: u16, cancel: &'a Cancel) -> Result<Self, HostsError> {
+    pub(in super::super) fn new(cpus: u16, cancel: &'a Cancel) -> Result<Self, HostsError> {
+        Self::on(Hosts::loopback().pinned(cpus), cancel)
+    }
+
+    /// On these hosts.
+    ///
+    /// # Errors
+    /// As [`Site::new`].
+    pub(in super::super) fn on(hosts: Hosts, cancel: &'a Cancel) -> Result<Self, HostsError> {
         let program = match std::env::var_os(PROGRAM) {
             Some(path) => PathBuf::from(path),
             None => {
@@ -116,16 +128,16 @@ impl<'a> Site<'a> {
                 program.display()
             )));
         }
-        Ok(Self { program, hosts: Hosts::loopback().pinned(cpus), cancel })
+        Ok(Self { program, hosts, cancel })
     }
 
     /// The CPUs of both sides, for the notes.
-    pub(super) fn cpus(&self) -> [String; 2] {
+    pub(in super::super) fn cpus(&self) -> [String; 2] {
         [Side::A, Side::B].map(|side| self.hosts.cpus(side).unwrap_or_default())
     }
 
     /// Moves a guest that writes so many pages per second.
-    pub(super) fn attempt(&self, setting: &Setting, pages: f64) -> Result<Attempt, HostsError> {
+    pub(in super::super) fn attempt(&self, setting: &Setting, pages: f64) -> Result<Attempt, HostsError> {
         let Setting { bandwidth, memory, fill, guest, how, throttles, downtime, give_up_after } = *setting;
         warm_memory((memory << 20) as usize)?;
         let dir = tempfile::tempdir().map_err(doing("making a directory for reports"))?;
@@ -134,7 +146,8 @@ impl<'a> Site<'a> {
         let both = format!("{both} {}", guest.options());
 
         let mut command = self.command(Side::B, &both);
-        command.args(["--incoming", "127.0.0.1:0", "--seconds", "1", "--json"]).arg(&received_json);
+        let at = format!("{}:0", self.hosts.address_b());
+        command.args(["--incoming", &at, "--seconds", "1", "--json"]).arg(&received_json);
         let mut receiving = Sterna::start("the destination", command, false)?;
         let address = receiving.address(SLACK, self.cancel)?;
         let mut command = self.command(Side::A, &both);
@@ -142,11 +155,8 @@ impl<'a> Site<'a> {
             "--fill {fill} --pattern sequential --first-bytes --write-rate {pages:.0} --check-rate 1000 \
              --after-seconds 1 --seconds 0"
         );
-        let link = format!(
-            "--bandwidth {bandwidth} --downtime {} --give-up-after {} {how}",
-            downtime.as_millis(),
-            give_up_after.as_secs()
-        );
+        let link = format!("--downtime {} --give-up-after {} {how}", downtime.as_millis(), give_up_after.as_secs());
+        command.args(bandwidth.map(|bandwidth| format!("--bandwidth={bandwidth}")));
         command
             .args(["--migrate-to", &address])
             .args(work.split(' '))
@@ -186,18 +196,15 @@ impl<'a> Site<'a> {
             post_copy_ms: migration["post_copy"]["ms"].as_f64(),
             latency_p50_ms: number(&migration["post_copy"]["latency_p50_ms"]),
             latency_p99_ms: number(&migration["post_copy"]["latency_p99_ms"]),
+            source_cpu: number(&migration["source_cpu_seconds"]),
+            wire_bytes: number(&migration["wire_bytes"]),
+            normal_pages: number(&migration["normal_pages"]),
+            delta_pages: number(&migration["delta_pages"]),
         })
     }
 
     fn command(&self, side: Side, options: &str) -> Command {
-        let mut command = match self.hosts.cpus(side) {
-            Some(cpus) => {
-                let mut command = Command::new("taskset");
-                command.args(["-c", &cpus]).arg(&self.program);
-                command
-            }
-            None => Command::new(&self.program),
-        };
+        let mut command = self.hosts.command(side, &self.program);
         command.args(options.split(' '));
         command
     }

@@ -6,6 +6,7 @@ use std::io::{Read, Write};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -129,8 +130,10 @@ pub(crate) struct Guest {
     ram: GuestRam,
 }
 
-// SAFETY: the pointer is kept for unmapping only.
+// SAFETY: the pointer is kept for unmapping, and for words that are accessed as atomics.
 unsafe impl Send for Guest {}
+// SAFETY: as above.
+unsafe impl Sync for Guest {}
 
 impl Drop for Guest {
     fn drop(&mut self) {
@@ -189,6 +192,15 @@ impl Guest {
     /// Its RAM.
     pub(crate) fn ram(&self) -> GuestRam {
         self.ram.clone()
+    }
+
+    /// A word of it, which a migration may be reading.
+    pub(crate) fn word(&self, number: u64) -> &AtomicU64 {
+        let at = number as usize * size_of::<u64>();
+        assert!(at < self.bytes, "word {number} of {} bytes", self.bytes);
+        // SAFETY: within the mapping, which lives as long as the guest, and aligned as it is; whoever moves its pages reads them by
+        // volatile loads.
+        unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }
 
     fn block(&self) -> &RamBlock {

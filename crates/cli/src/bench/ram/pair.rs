@@ -142,7 +142,8 @@ pub(crate) fn took(answer: Answer) -> Result<Took, HostsError> {
     }
 }
 
-fn unexpected(answer: &Answer) -> HostsError {
+/// What a side answered is not what it was asked for.
+pub(crate) fn unexpected(answer: &Answer) -> HostsError {
     match answer {
         Answer::Failed { reason } => HostsError(reason.clone()),
         other => HostsError(format!("a side answered {other:?}")),
@@ -159,7 +160,8 @@ pub(crate) struct SideProcess<'a> {
 }
 
 impl<'a> SideProcess<'a> {
-    fn start(hosts: &Hosts, side: Side, cancel: &'a Cancel) -> Result<Self, HostsError> {
+    /// Starts it on a host.
+    pub(crate) fn start(hosts: &Hosts, side: Side, cancel: &'a Cancel) -> Result<Self, HostsError> {
         let name = if side == Side::A { "the source" } else { "the destination" };
         let mut command = hosts.sterna(side)?;
         command.arg("bench-side").stdin(Stdio::piped()).stdout(Stdio::piped());

@@ -20,6 +20,7 @@ use sterna::transport::Security;
 use sterna_codec::MethodChoice;
 use sterna_lab::usage::Usage;
 
+use super::super::delta;
 use super::clock::{cpu_ns, now_ns};
 use super::guest::{Content, Guest, Memory, Monitor};
 use super::writer::{Writer, Writes};
@@ -80,6 +81,8 @@ pub(crate) enum Order {
     Check { content: Content },
     /// Say in a number what the parts of RAM hold that this fills.
     Sum { content: Content },
+    /// For `sterna bench delta`, with guest RAM of its own.
+    Delta(delta::side::Order),
 }
 
 /// What it answers.
@@ -89,6 +92,7 @@ pub(crate) enum Answer {
     Listening { address: String },
     Took(Took),
     Sum(u64),
+    Delta(delta::side::Found),
     Failed { reason: String },
 }
 
@@ -126,7 +130,7 @@ pub(crate) fn run() -> Result<(), String> {
     Ok(())
 }
 
-fn say(answer: &Answer) -> Result<(), String> {
+pub(crate) fn say(answer: &Answer) -> Result<(), String> {
     let mut line = serde_json::to_string(answer).map_err(|error| error.to_string())?;
     line.push('\n');
     let mut out = std::io::stdout().lock();
@@ -141,9 +145,12 @@ fn obey(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
         *guest = Some(new);
         return Ok(Answer::Done);
     }
+    if let Order::Delta(order) = order {
+        return delta::side::obey(order);
+    }
     let guest = guest.as_ref().ok_or("nothing was prepared")?;
     match order {
-        Order::Prepare { .. } => unreachable!("done above"),
+        Order::Prepare { .. } | Order::Delta(_) => unreachable!("done above"),
         Order::Receive { by, channels, at } => receive(guest, &by, channels, at).map(Answer::Took),
         Order::Send { by, to, channels } => send(guest, &by, &to, channels).map(Answer::Took),
         Order::ReadByTwo => measured(guest, || match guest.read_by_two() {
@@ -157,7 +164,7 @@ fn obey(order: Order, guest: &mut Option<Guest>) -> Result<Answer, String> {
 }
 
 /// This thread, and all that it starts from here on.
-pub(super) fn pin(cpus: &[usize]) -> Result<(), String> {
+pub(crate) fn pin(cpus: &[usize]) -> Result<(), String> {
     let mut set = CpuSet::new();
     cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU).for_each(|cpu| set.set(*cpu));
     sched_setaffinity(None, &set).map_err(|error| format!("cannot run on CPUs {cpus:?} only: {error}"))

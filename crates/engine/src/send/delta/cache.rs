@@ -101,6 +101,12 @@ impl Cache {
         self.kept == 0
     }
 
+    /// How many pages it keeps.
+    #[cfg(test)]
+    pub(super) fn kept(&self) -> usize {
+        self.kept
+    }
+
     /// The place of a page, if it is kept.
     pub(super) fn find(&self, key: Key) -> Option<usize> {
         let [first, second] = self.sets_of(key);

@@ -169,6 +169,12 @@ impl History {
         }
     }
 
+    /// A pass takes so long, whatever the clock says.
+    #[cfg(test)]
+    pub(super) fn set_pass(&mut self, nanos: f64) {
+        self.pass = nanos;
+    }
+
     /// Pages of a region that went whole took so many bytes each, where all do `average`.
     pub(super) fn went_whole(&mut self, region: u64, bytes: f64, average: f64) {
         let region = self.region(region);
