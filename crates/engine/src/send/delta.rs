@@ -501,6 +501,25 @@ mod tests {
         assert_eq!(whole(&mut deltas, 3, &page, 3).whole, 1);
     }
 
+    #[test]
+    fn a_place_that_is_given_away_within_a_batch_is_the_newcomers() {
+        // One set: the last of the eight newcomers takes the place of the first page that is kept, which comes after it.
+        let mut deltas = Deltas::new(8 * PAGE_SIZE, 32 * PAGE_SIZE);
+        let of = |pages: std::ops::Range<u64>| pages.flat_map(|page| [page as u8; PAGE_SIZE]).collect::<Vec<u8>>();
+        let run = |first, count| Run { kind: RunKind::Normal, first, count };
+        let mut split = |runs: &[Run], bytes: &[u8], sequence| {
+            let costs = deltas.whole_by_bytes();
+            let split = deltas.split(0, runs, bytes, sequence - 1, None, costs);
+            deltas.sent(sequence, sequence);
+            split.deltas
+        };
+        assert_eq!(split(&[run(100, 8)], &of(100..108), 1), 0);
+        assert_eq!(split(&[run(0, 8), run(100, 1)], &[of(0..8), of(101..102)].concat(), 2), 0);
+        let mut seventh = of(7..8);
+        seventh[0] = 0;
+        assert_eq!(split(&[run(7, 1)], &seventh, 3), 1);
+    }
+
     /// A guest that writes twice as much memory as the cache holds, round by round in the same order.
     #[test]
     fn what_does_not_fit_leaves_what_does() {
