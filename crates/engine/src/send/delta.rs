@@ -564,14 +564,20 @@ mod tests {
             split
         };
         let counters = |page: u64| page % 16 == 5;
-        (0..3).for_each(|_| drop(round(&mut deltas, &|_| false)));
+        for _ in 0..3 {
+            round(&mut deltas, &|_| false);
+        }
         assert_eq!(round(&mut deltas, &|_| false).deltas, PAGES);
-        (0..300).for_each(|_| drop(round(&mut deltas, &|page| !counters(page))));
+        for _ in 0..300 {
+            round(&mut deltas, &|page| !counters(page));
+        }
         for _ in 0..50 {
             assert_eq!(round(&mut deltas, &|page| !counters(page)), Split { deltas: 2, same: 0, whole: 30 });
             assert!(deltas.kept() < 10, "{}", deltas.kept());
         }
-        (0..200).for_each(|_| drop(round(&mut deltas, &|_| false)));
+        for _ in 0..200 {
+            round(&mut deltas, &|_| false);
+        }
         assert_eq!(round(&mut deltas, &|_| false).deltas, PAGES);
     }
 }
