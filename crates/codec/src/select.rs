@@ -259,8 +259,8 @@ impl Selection {
         (least, most.max(least))
     }
 
-    /// What a byte costs that is sent.
-    fn byte(&self) -> f64 {
+    /// Nanoseconds that a byte costs which is sent: its price, and what writing it takes.
+    pub fn byte(&self) -> f64 {
         self.price + self.writing
     }
 }

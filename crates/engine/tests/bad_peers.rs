@@ -52,7 +52,7 @@ impl Source {
             abort: Arc::clone(&abort),
             method: MethodChoice::parse(method, None).unwrap(),
             engines: sterna_codec::Engines::default(),
-            history: Arc::default(),
+            choices: Arc::default(),
             cpu: None,
             rules: RULES,
             accelerator: None,

@@ -45,7 +45,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
             abort: Arc::clone(&abort),
             method: MethodChoice::parse("none", None).unwrap(),
             engines: sterna_codec::Engines::default(),
-            history: Arc::default(),
+            choices: Arc::default(),
             cpu: None,
             rules,
             accelerator: None,

@@ -97,7 +97,7 @@ fn move_memory(method: &str, checksums: bool) {
         abort: Arc::clone(&abort),
         method: MethodChoice::parse(method, None).unwrap(),
         engines: sterna_codec::Engines::default(),
-        history: Arc::default(),
+        choices: Arc::default(),
         cpu: None,
         rules,
         accelerator: None,

@@ -342,7 +342,7 @@ impl OddSource {
             abort: Arc::clone(&self.abort),
             method: MethodChoice::parse("none", None).unwrap(),
             engines: sterna_codec::Engines::default(),
-            history: Arc::default(),
+            choices: Arc::default(),
             cpu: None,
             rules: self.session.rules(),
             accelerator: None,

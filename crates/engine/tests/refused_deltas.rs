@@ -51,7 +51,7 @@ impl Source {
         assert_eq!(kept, cache.min(PAGES * PAGE as u64), "no more than the block has of which deltas are taken");
         let context = SendContext {
             engines: sterna_codec::Engines::default(),
-            history: Arc::default(),
+            choices: Arc::default(),
             cpu: None,
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),

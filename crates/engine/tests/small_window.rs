@@ -41,7 +41,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         abort: Arc::clone(&abort),
         method: MethodChoice::parse("none", None).unwrap(),
         engines: sterna_codec::Engines::default(),
-        history: Arc::default(),
+        choices: Arc::default(),
         cpu: None,
         rules: RULES,
         accelerator: None,

@@ -79,7 +79,7 @@ pub(crate) fn cells() -> Vec<String> {
 /// Measures all cells and judges the targets.
 pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let half = std::thread::available_parallelism().map_or(1, usize::from) / 2;
-    let rig = Rig { cpus: args.cpus.max(half.clamp(1, 64) as u16), cancel };
+    let rig = Rig { hosts: Hosts::loopback(), cpus: args.cpus.max(half.clamp(1, 64) as u16), cancel };
     let hosts = Hosts::namespaces(Link { bits_per_second: Some(GIGABIT), delay: None })?.pinned(rig.cpus);
     let (bytes, seconds) = if args.quick { (256 * MIB, 2.0) } else { (512 * MIB, 5.0) };
     let mut cells = Vec::new();

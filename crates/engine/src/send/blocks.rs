@@ -48,9 +48,9 @@ impl DeltaBlocks {
             (0..shapes.len()).map(|number| taken.iter().any(|block| usize::from(*block) == number)).collect();
         let of_taken = shapes.iter().zip(&takes).filter(|(_, takes)| **takes);
         let bytes: u64 = of_taken.map(|(shape, _)| shape.pages.saturating_mul(shape.page_size.into())).sum();
-        // Twice as many places as there are pages: with as many, one page in seven would find those taken that it may have.
-        // Places that nobody takes cost no memory.
-        let places = cache.min(bytes.saturating_mul(2)) / u64::from(channels.max(1));
+        // More than all of them and some places to spare is of no use: with as many, one page in fifty would find those taken that it
+        // may have.
+        let places = cache.min(bytes.saturating_add(bytes / 8)) / u64::from(channels.max(1));
         let known = Known { shapes, takes, cache: usize::try_from(places).unwrap_or(usize::MAX) };
         // Pages may have gone by what was said first.
         let _ = self.known.set(known);

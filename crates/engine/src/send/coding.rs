@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use sterna_codec::select::{Class, Interval, Selection};
 use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Engines, MethodChoice};
 
-use super::history::History;
+use super::choices::Choices;
 use crate::transport::{SendTimes, Writer};
 
 /// Bytes of a sample, and the pieces that it is made of, from all over a batch: one page says nothing of its neighbours.
@@ -16,6 +16,9 @@ const PIECES: usize = 8;
 /// For such a part of the time the limit holds a thread back that is what its network is. What was counts so much with each packet.
 const LIMITED: f64 = 0.05;
 const LIMIT_MEMORY: f64 = 0.9;
+
+/// How much an average follows its newest value.
+const SMOOTH: f64 = 1.0 / 16.0;
 
 /// A channel's encoders.
 pub(super) enum Coding {
@@ -67,6 +70,14 @@ impl Kernel {
     }
 }
 
+/// What pages cost that go whole, where the way is chosen by it: nanoseconds for each byte of content to be encoded, as of late, and for
+/// each byte that is sent.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Costs {
+    pub(super) encoding: f64,
+    pub(super) price: f64,
+}
+
 /// What the window of all channels has seen so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Seen {
@@ -85,6 +96,8 @@ pub(super) struct Auto {
     encoded_sample: [u8; SAMPLE],
     /// Which was chosen last.
     way: usize,
+    /// Nanoseconds to encode a byte of content, as of late.
+    encoding: f64,
     /// The end of the packet before.
     since: Instant,
     /// What the window had seen by then.
@@ -116,6 +129,7 @@ impl Coding {
             sample,
             encoded_sample,
             way: 0,
+            encoding: 0.0,
             since,
             seen,
             limited: (0.0, 0.0),
@@ -145,7 +159,7 @@ impl Coding {
     }
 
     /// A packet of `written` bytes with `content` in it was written, which had entered the window.
-    pub(super) fn sent(&mut self, times: Times, seen: Seen, content: usize, written: usize, history: &Mutex<History>) {
+    pub(super) fn sent(&mut self, times: Times, seen: Seen, content: usize, written: usize, choices: &Mutex<Choices>) {
         if let Self::Auto(auto) = self {
             let elapsed = auto.since.elapsed();
             auto.since += elapsed;
@@ -171,8 +185,16 @@ impl Coding {
                 written,
                 beyond: times.beyond,
             });
-            let mut history = history.lock().unwrap_or_else(PoisonError::into_inner);
-            history.sent(auto.way, content as u64, elapsed, held_up);
+            let mut choices = choices.lock().unwrap_or_else(PoisonError::into_inner);
+            choices.sent(auto.way, content as u64, elapsed, held_up);
+        }
+    }
+
+    /// What pages cost that go whole; none where bytes decide.
+    pub(super) fn costs(&self) -> Option<Costs> {
+        match self {
+            Self::Fixed(..) => None,
+            Self::Auto(auto) => Some(Costs { encoding: auto.encoding, price: auto.selection.byte() }),
         }
     }
 
@@ -210,6 +232,7 @@ impl Auto {
         };
         let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.selection.encoded(way, class, content.len(), length, nanos);
+        self.encoding += (nanos as f64 / content.len().max(1) as f64 - self.encoding) * SMOOTH;
         Ok(matches!(encoded, Encoded::Shrunk(_)).then_some((*format, length)))
     }
 }

@@ -23,6 +23,7 @@ use self::cache::{Cache, Key};
 pub(super) use self::history::Whole;
 use self::history::{History, Plan, Tried};
 use super::again::SendAgain;
+use super::coding::Costs;
 use crate::entry::REGION;
 
 /// Pages of a region, which have a history together.
@@ -98,9 +99,10 @@ impl Deltas {
         }
     }
 
-    /// What a page costs that goes whole, where only the bytes are known that the last ones took.
-    pub(super) fn whole_by_bytes(&self) -> Whole {
-        Whole { nanos: 0.0, bytes: self.whole_page, price: BYTES_DECIDE }
+    /// What a page costs that goes whole; where the way is chosen by what time and bytes cost, at `costs`.
+    pub(super) fn whole(&self, costs: Option<Costs>) -> Whole {
+        let Costs { encoding, price } = costs.unwrap_or(Costs { encoding: 0.0, price: BYTES_DECIDE });
+        Whole { nanos: encoding * PAGE_SIZE as f64, bytes: self.whole_page, price }
     }
 
     /// Takes what can go as deltas out of a batch of `block`, where that costs less than what it costs `whole`: `content` is that of
@@ -465,7 +467,7 @@ mod tests {
     }
 
     fn whole(deltas: &mut Deltas, page: u64, bytes: &[u8], sequence: u64) -> Split {
-        let costs = deltas.whole_by_bytes();
+        let costs = deltas.whole(None);
         let split =
             deltas.split(0, &[Run { kind: RunKind::Normal, first: page, count: 1 }], bytes, sequence - 1, None, costs);
         deltas.sent(sequence, sequence);
@@ -505,10 +507,10 @@ mod tests {
     fn a_place_that_is_given_away_within_a_batch_is_the_newcomers() {
         // One set: the last of the eight newcomers takes the place of the first page that is kept, which comes after it.
         let mut deltas = Deltas::new(8 * PAGE_SIZE, 32 * PAGE_SIZE);
-        let of = |pages: std::ops::Range<u64>| pages.flat_map(|page| [page as u8; PAGE_SIZE]).collect::<Vec<u8>>();
+        let of = |pages: Range<u64>| pages.flat_map(|page| [page as u8; PAGE_SIZE]).collect::<Vec<u8>>();
         let run = |first, count| Run { kind: RunKind::Normal, first, count };
         let mut split = |runs: &[Run], bytes: &[u8], sequence| {
-            let costs = deltas.whole_by_bytes();
+            let costs = deltas.whole(None);
             let split = deltas.split(0, runs, bytes, sequence - 1, None, costs);
             deltas.sent(sequence, sequence);
             split.deltas

@@ -8,9 +8,9 @@
 mod again;
 mod ahead;
 mod blocks;
+mod choices;
 mod coding;
 mod delta;
-mod history;
 mod thread;
 
 use std::collections::VecDeque;
@@ -29,7 +29,7 @@ use sterna_wire::sequence::SendSequence;
 
 pub use self::again::{MOST_REFUSED, SendAgain, TooManyRefused};
 pub use self::blocks::DeltaBlocks;
-pub use self::history::History;
+pub use self::choices::Choices;
 use self::thread::Sending;
 use crate::abort::Abort;
 use crate::accelerator::Accelerator;
@@ -215,11 +215,11 @@ impl Sent {
     }
 
     /// What was chosen when and why, a line for each change, where `choice` is to choose batch by batch.
-    pub fn choices(choice: MethodChoice, engines: &Engines, history: &Mutex<History>) -> Vec<String> {
+    pub fn choices(choice: MethodChoice, engines: &Engines, chosen: &Mutex<Choices>) -> Vec<String> {
         if !choice.is_auto() {
             return Vec::new();
         }
-        history.lock().unwrap_or_else(PoisonError::into_inner).lines(&MethodChoice::ways_of_auto(engines))
+        chosen.lock().unwrap_or_else(PoisonError::into_inner).lines(&MethodChoice::ways_of_auto(engines))
     }
 
     /// Content bytes / packet bytes; 1 before anything was sent.
@@ -276,7 +276,7 @@ pub struct SendContext {
     /// What there is to compress with besides the CPU.
     pub engines: Engines,
     /// Where the method is chosen batch by batch: what was chosen when, and why.
-    pub history: Arc<Mutex<History>>,
+    pub choices: Arc<Mutex<Choices>>,
     /// How much of this side's CPUs that may take, where the method is chosen batch by batch; none: as much as it likes.
     pub cpu: Option<Arc<CpuAllowance>>,
     /// What was agreed on with the peer.

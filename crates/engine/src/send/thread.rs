@@ -519,7 +519,7 @@ impl Sending {
             return self.packet(PacketKind::Pages, block, 0, &Content { bytes: content, checksum, in_window, maker });
         }
         let (acknowledged, last) = self.send_refused(Some(deltas))?;
-        let (again, costs) = (self.context.again.as_deref(), deltas.whole_by_bytes());
+        let (again, costs) = (self.context.again.as_deref(), deltas.whole(self.coding.costs()));
         let split = deltas.split(block, batch.runs(), content, acknowledged, again, costs);
         let first = last + 1;
         deltas.sent(first, first + u64::from(split.deltas > 0));
@@ -650,7 +650,7 @@ impl Sending {
                 let window = &self.context.window;
                 let written = header.len() + self.table.len() + payload.len();
                 let seen = Seen { idle: window.idle(), full: window.full() };
-                self.coding.sent(times, seen, content.len(), written, &self.context.history);
+                self.coding.sent(times, seen, content.len(), written, &self.context.choices);
             }
         }
         self.count(content.len() as u64, (header.len() + self.table.len() + payload.len()) as u64);

@@ -20,7 +20,7 @@ use sterna::migration::DELTA;
 use sterna::pacer::Pacer;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Progress, Report};
-use sterna::send::{DeltaBlocks, History, SendContext, Sent};
+use sterna::send::{Choices, DeltaBlocks, SendContext, Sent};
 use sterna::session::{
     self, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, lead_source,
 };
@@ -153,7 +153,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         lead,
         options,
         engines,
-        history: Arc::default(),
+        choices: Arc::default(),
         observer,
         qmp,
         record,
@@ -193,7 +193,7 @@ struct Driver<'a> {
     lead: SourceLead,
     options: &'a SendOptions,
     engines: Engines,
-    history: Arc<Mutex<History>>,
+    choices: Arc<Mutex<Choices>>,
     observer: &'a dyn Observer,
     qmp: Qmp,
     record: RecordFile,
@@ -486,7 +486,7 @@ impl Driver<'_> {
             abort: Arc::clone(&self.lead.abort),
             method: self.options.method,
             engines: self.engines.clone(),
-            history: Arc::clone(&self.history),
+            choices: Arc::clone(&self.choices),
             cpu: self.options.cpu.map(|cores| Arc::new(CpuAllowance::new(cores))),
             rules: self.session.rules(),
             accelerator: None,

@@ -52,7 +52,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         abort: Arc::new(Abort::default()),
         method: MethodChoice::default(),
         engines: sterna_codec::Engines::default(),
-        history: Arc::default(),
+        choices: Arc::default(),
         cpu: None,
         rules: RULES,
         accelerator: None,

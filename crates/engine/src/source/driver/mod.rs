@@ -32,7 +32,7 @@ use crate::migration::{DELTA, GUEST_STATE, MigrationError, POST_COPY, Phase, SEN
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
-use crate::send::{History, SendAgain, SendChannel, SendContext, Sent};
+use crate::send::{Choices, SendAgain, SendChannel, SendContext, Sent};
 use crate::session::{
     self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, after,
     lead_source,
@@ -145,7 +145,7 @@ pub(super) fn run(
         ledger,
         window: new_window(&session, &settings),
         pacer: Arc::new(Pacer::new(settings.bandwidth)),
-        history: Arc::default(),
+        choices: Arc::default(),
         settings,
         session,
         events_in,
@@ -228,7 +228,7 @@ struct Driver<'a> {
     ledger: Ledger,
     window: Arc<Window>,
     pacer: Arc<Pacer>,
-    history: Arc<Mutex<History>>,
+    choices: Arc<Mutex<Choices>>,
     events_in: Sender<Event>,
     tell_peer: TellPeer,
     occupied: Occupied,
@@ -542,7 +542,7 @@ impl Driver<'_> {
             abort: Arc::clone(&self.lead.abort),
             method: self.settings.method,
             engines: self.engines.clone(),
-            history: Arc::clone(&self.history),
+            choices: Arc::clone(&self.choices),
             cpu: self.settings.cpu.map(|cores| Arc::new(CpuAllowance::new(cores))),
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),

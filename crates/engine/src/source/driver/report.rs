@@ -147,7 +147,7 @@ impl Driver<'_> {
             ratio: sent.ratio(),
             throughput: sent.wire_bytes as f64 / (total_ms / 1e3).max(1e-3),
             method: sent.method(self.settings.method, &self.engines),
-            choices: Sent::choices(self.settings.method, &self.engines, &self.history),
+            choices: Sent::choices(self.settings.method, &self.engines, &self.choices),
             channels: self.settings.channels,
             encrypted: matches!(self.security, Security::Tls(_)),
             source_cpu_seconds: own_cpu_seconds(),

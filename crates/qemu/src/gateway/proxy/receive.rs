@@ -278,7 +278,7 @@ impl OpaqueConnections {
             abort: Arc::clone(&self.abort),
             method: MethodChoice::default(),
             engines: sterna_codec::Engines::default(),
-            history: Arc::default(),
+            choices: Arc::default(),
             cpu: None,
             rules: PacketRules { packet_size: self.packet_size, checksums: true },
             accelerator: None,

@@ -304,7 +304,7 @@ impl Proxy<'_> {
             abort: Arc::clone(&self.abort),
             method: self.options.method,
             engines: self.engines.clone(),
-            history: Arc::default(),
+            choices: Arc::default(),
             cpu: self.options.cpu.map(|cores| Arc::new(CpuAllowance::new(cores))),
             rules,
             accelerator: None,

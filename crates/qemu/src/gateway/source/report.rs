@@ -113,7 +113,7 @@ impl Driver<'_> {
             ratio: sent.ratio(),
             throughput: sent.wire_bytes as f64 / (total_ms / 1e3).max(1e-3),
             method: sent.method(self.options.method, &self.engines),
-            choices: Sent::choices(self.options.method, &self.engines, &self.history),
+            choices: Sent::choices(self.options.method, &self.engines, &self.choices),
             channels: self.options.channels,
             encrypted: matches!(self.options.security, Security::Tls(_)),
             source_cpu_seconds: own_cpu_seconds(),

@@ -46,14 +46,14 @@ impl Period {
 
 /// Of all channels of a migration.
 #[derive(Debug)]
-pub struct History {
+pub struct Choices {
     begun: Instant,
     shortest: Duration,
     /// The last one is still growing.
     periods: Vec<Period>,
 }
 
-impl Default for History {
+impl Default for Choices {
     fn default() -> Self {
         let mut periods = Vec::with_capacity(MOST_PERIODS + 1);
         periods.push(Period::new(Duration::ZERO));
@@ -61,7 +61,7 @@ impl Default for History {
     }
 }
 
-impl History {
+impl Choices {
     /// A packet with `bytes` of content went by `way`; since the one before it on its channel `time` had passed.
     pub(super) fn sent(&mut self, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
         self.sent_at(self.begun.elapsed(), way, bytes, time, held_up);
@@ -143,15 +143,15 @@ mod tests {
 
     #[test]
     fn each_change_of_mind_is_a_line_with_its_reason() {
-        let mut history = History::default();
+        let mut choices = Choices::default();
         for ms in 0..3000 {
             let (way, network) = if ms < 1000 { (0, 0.1) } else { (2, 0.5) };
-            history.sent_at(MS * ms, way, 1000, MS, HeldUp { network, receiver: 0.25 });
+            choices.sent_at(MS * ms, way, 1000, MS, HeldUp { network, receiver: 0.25 });
             // A try of another now and then is none.
-            history.sent_at(MS * ms, 1, 10, MS, HeldUp { network, receiver: 0.25 });
+            choices.sent_at(MS * ms, 1, 10, MS, HeldUp { network, receiver: 0.25 });
         }
         assert_eq!(
-            history.lines(&ways()),
+            choices.lines(&ways()),
             [
                 "from 0.0 s: mostly none (99 %); it waited for the network 10 %, for the destination 25 % of the time",
                 "from 1.0 s: mostly zstd 3 (99 %); it waited for the network 50 %, for the destination 25 % of the time",
@@ -161,18 +161,18 @@ mod tests {
 
     #[test]
     fn however_often_it_changes_the_lines_stay_few_and_nothing_is_lost() {
-        let mut history = History::default();
+        let mut choices = Choices::default();
         for ms in 0..100_000u32 {
-            history.sent_at(MS * ms, (ms / 300 % 3) as usize, 1000, MS, HeldUp::default());
+            choices.sent_at(MS * ms, (ms / 300 % 3) as usize, 1000, MS, HeldUp::default());
         }
-        assert!(history.periods.len() <= MOST_PERIODS, "{}", history.periods.len());
-        let bytes: u64 = history.periods.iter().flat_map(|period| period.by_way).sum();
+        assert!(choices.periods.len() <= MOST_PERIODS, "{}", choices.periods.len());
+        let bytes: u64 = choices.periods.iter().flat_map(|period| period.by_way).sum();
         assert_eq!(bytes, 100_000_000);
-        assert_eq!(history.lines(&ways())[0].split(':').next(), Some("from 0.0 s"));
+        assert_eq!(choices.lines(&ways())[0].split(':').next(), Some("from 0.0 s"));
     }
 
     #[test]
     fn a_migration_without_content_has_no_lines() {
-        assert_eq!(History::default().lines(&ways()), [""; 0]);
+        assert_eq!(Choices::default().lines(&ways()), [""; 0]);
     }
 }
