@@ -7,6 +7,7 @@
 
 use sterna_wire::checksum::{Crc32c, crc32c};
 use sterna_wire::control::{ControlError, ControlMessage, ControlReader};
+use sterna_wire::delta::{MAX_RECORD, PageDelta, PageDeltas};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelReply, REPLY_PREFIX_LENGTH};
 use sterna_wire::limits::{MAX_CONTENT, MAX_RUNS, MAX_TEXT};
 use sterna_wire::packet::{
@@ -120,6 +121,21 @@ pub(crate) fn packet_repaired(data: &[u8]) {
     checksum.update(&data[AT + 4..PACKET_HEADER_LENGTH + table]);
     data[AT..AT + 4].copy_from_slice(&checksum.finish().to_le_bytes());
     packet(&data);
+}
+
+/// Reads `data` as the content of a packet of deltas, for as many pages as its first byte says; whether it is one to its end.
+pub(crate) fn deltas(data: &[u8]) -> bool {
+    let Some((&pages, content)) = data.split_first() else { return false };
+    let mut again = Vec::new();
+    for delta in PageDeltas::new(content, pages.into()) {
+        let Ok(PageDelta { checksum, record }) = delta else { return false };
+        assert!(record.len() <= MAX_RECORD);
+        again.extend(PageDelta { checksum, record }.header());
+        again.extend(record);
+    }
+    // Two bytes of each header are reserved, and read as anything.
+    assert_eq!(again.len(), content.len());
+    true
 }
 
 /// Reads `data` as a control channel, at once and in pieces; whether it is whole messages to its end. Also as a

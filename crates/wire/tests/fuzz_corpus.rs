@@ -33,6 +33,11 @@ fn packets() {
 }
 
 #[test]
+fn deltas() {
+    each("deltas", entries::deltas);
+}
+
+#[test]
 fn control_messages() {
     each("control", entries::control);
 }
@@ -43,6 +48,7 @@ proptest::proptest! {
         for (corpus, read) in [
             ("channel_header", (|data| { entries::channel_header_repaired(data); entries::channel_header(data) }) as fn(&[u8]) -> bool),
             ("packet", |data| { entries::packet_repaired(data); entries::packet(data) }),
+            ("deltas", entries::deltas),
             ("control", entries::control),
         ] {
             each(corpus, |data| {
