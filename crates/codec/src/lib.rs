@@ -17,6 +17,7 @@ mod lz4;
 mod method;
 mod none;
 mod qat;
+pub mod sample;
 pub mod select;
 mod zstd;
 

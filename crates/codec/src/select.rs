@@ -43,17 +43,9 @@ const PRICES: (f64, f64) = (0.01, 10_000.0);
 pub struct Class(usize);
 
 impl Class {
-    /// Of content of which this is a sample, which LZ4 makes so many bytes of.
-    ///
-    /// LZ4 sees what repeats within a few hundred bytes. In pieces of text hardly anything does, in letters drawn by lot nothing; that
-    /// some bytes are more frequent than others is what an entropy coder makes use of, and what their entropy tells.
-    pub fn of(sample: &[u8], encoded: usize) -> Self {
-        let repeats = encoded as f64 / sample.len().max(1) as f64;
-        Self::expecting(repeats.min(entropy(sample) / 8.0))
-    }
-
-    /// Of content that can be made so small, to its size.
-    fn expecting(ratio: f64) -> Self {
+    /// Of content of which a sample of `size` bytes can be made so small.
+    pub fn of(size: usize, encoded: usize) -> Self {
+        let ratio = encoded as f64 / size.max(1) as f64;
         Self(CLASSES.iter().position(|most| ratio <= *most).unwrap_or(CLASSES.len()))
     }
 
@@ -61,15 +53,6 @@ impl Class {
     fn ratio(self) -> f64 {
         CLASSES.get(self.0).map_or(1.0, |most| most * 0.8)
     }
-}
-
-/// Bits that a byte of `sample` carries, by how frequent each is (Shannon, of order 0).
-fn entropy(sample: &[u8]) -> f64 {
-    let mut counts = [0u32; 256];
-    sample.iter().for_each(|byte| counts[usize::from(*byte)] += 1);
-    let all = sample.len().max(1) as f64;
-    let bits = |count: u32| f64::from(count) * (all / f64::from(count)).log2();
-    counts.into_iter().filter(|count| *count > 0).map(bits).sum::<f64>() / all
 }
 
 /// What is known of a way in a class.
@@ -408,7 +391,7 @@ mod tests {
 
     fn selected(batches: usize, path: impl Fn(usize) -> Path, content: impl Fn(usize) -> Content) -> (f64, Selection) {
         let selection = std::cell::RefCell::new(Selection::new(ways()));
-        let class = |content: Content| Class::expecting(content.sample);
+        let class = |content: Content| Class::of(4096, (4096.0 * content.sample) as usize);
         let time = run(
             batches,
             path,
@@ -539,11 +522,11 @@ mod tests {
                 4000,
                 path,
                 |_| TEXT,
-                |_, _| selection.borrow_mut().choose(Some(Class::expecting(0.55))),
+                |_, _| selection.borrow_mut().choose(Some(Class::of(4096, 2250))),
                 |way, _, output, nanos, interval| {
                     used.set(used.get() + interval.busy);
                     let mut selection = selection.borrow_mut();
-                    selection.encoded(way, Some(Class::expecting(0.55)), BATCH, output, nanos);
+                    selection.encoded(way, Some(Class::of(4096, 2250)), BATCH, output, nanos);
                     selection.sent(interval);
                 },
             );
@@ -551,19 +534,6 @@ mod tests {
             println!("of {cpu} CPUs {part:.3} are used");
             assert!(part < 1.05 * cpu && part > 0.6 * cpu.min(0.3), "{part} of {cpu}");
         }
-    }
-
-    #[test]
-    fn a_class_is_told_by_what_repeats_and_by_how_frequent_bytes_are() {
-        let noise: Vec<u8> = (0..4096u32).map(|at| (at.wrapping_mul(0x9e37_79b9) >> 13) as u8).collect();
-        let letters: Vec<u8> = noise.iter().map(|byte| b'a' + byte % 16).collect();
-        // LZ4 makes nothing of either, and four bits of eight are in one of them.
-        assert_eq!(Class::of(&noise, 4096), Class::expecting(1.0));
-        assert_eq!(Class::of(&letters, 4096), Class::expecting(0.5));
-        assert_eq!(Class::of(&noise, 100), Class::expecting(100.0 / 4096.0));
-        assert_eq!(Class::of(&[0; 4096], 4096), Class::expecting(0.0));
-        assert_eq!(entropy(&[]), 0.0);
-        assert!((entropy(&[0, 1, 2, 3]) - 2.0).abs() < 1e-9);
     }
 
     #[test]
@@ -578,7 +548,7 @@ mod tests {
                 assert!(selection.price() >= PRICES.0 && selection.price() <= PRICES.1);
             }
         }
-        selection.encoded(1, Some(Class::of(&[], 0)), 0, 0, 5);
-        assert!(selection.choose(Some(Class::of(&[1], 2))) < 6);
+        selection.encoded(1, Some(Class::of(0, 0)), 0, 0, 5);
+        assert!(selection.choose(Some(Class::of(1, 2))) < 6);
     }
 }

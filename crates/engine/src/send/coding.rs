@@ -3,15 +3,12 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use sterna_codec::select::{Class, Interval, Selection};
+use sterna_codec::sample::Sampler;
+use sterna_codec::select::{Interval, Selection};
 use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Engines, MethodChoice};
 
 use super::choices::Choices;
 use crate::transport::{SendTimes, Writer};
-
-/// Bytes of a sample, and the pieces that it is made of, from all over a batch: one page says nothing of its neighbours.
-const SAMPLE: usize = 4096;
-const PIECES: usize = 8;
 
 /// For such a part of the time the limit holds a thread back that is what its network is. What was counts so much with each packet.
 const LIMITED: f64 = 0.05;
@@ -91,9 +88,7 @@ pub(super) struct Auto {
     selection: Selection,
     /// The encoder of each way, and the number of its format.
     ways: Vec<(Box<dyn Encoder>, u8)>,
-    sampler: Box<dyn Encoder>,
-    sample: [u8; SAMPLE],
-    encoded_sample: [u8; SAMPLE],
+    sampler: Sampler,
     /// Which was chosen last.
     way: usize,
     /// Nanoseconds to encode a byte of content, as of late.
@@ -117,21 +112,14 @@ impl Coding {
             Ok((choice.untiring_encoder(engines)?, choice.method().format().wire()))
         };
         let ways = choices.iter().map(way).collect::<Result<_, _>>()?;
-        let sampler = MethodChoice::parse("lz4", None).expect("there is LZ4");
-        let sampler = sampler.untiring_encoder(&Engines::default())?;
-        let selection = Selection::new(choices);
-        let (sample, since, seen) = ([0; SAMPLE], Instant::now(), Seen::default());
-        let encoded_sample = sample;
         Ok(Self::Auto(Box::new(Auto {
-            selection,
+            selection: Selection::new(choices),
             ways,
-            sampler,
-            sample,
-            encoded_sample,
+            sampler: Sampler::new()?,
             way: 0,
             encoding: 0.0,
-            since,
-            seen,
+            since: Instant::now(),
+            seen: Seen::default(),
             limited: (0.0, 0.0),
         })))
     }
@@ -209,18 +197,7 @@ impl Coding {
 
 impl Auto {
     fn encode(&mut self, content: &[u8], output: &mut [u8]) -> Result<Option<(u8, usize)>, CodecError> {
-        let class = if self.selection.wants_sample() && content.len() >= SAMPLE {
-            for (number, piece) in self.sample.chunks_exact_mut(SAMPLE / PIECES).enumerate() {
-                let at = content.len() / PIECES * number;
-                piece.copy_from_slice(&content[at..at + SAMPLE / PIECES]);
-            }
-            Some(match self.sampler.encode(&self.sample, &mut self.encoded_sample)? {
-                Encoded::Shrunk(length) => Class::of(&self.sample, length),
-                Encoded::Incompressible => Class::of(&self.sample, SAMPLE),
-            })
-        } else {
-            None
-        };
+        let class = if self.selection.wants_sample() { self.sampler.class(content)? } else { None };
         let way = self.selection.choose(class);
         self.way = way;
         let begun = Instant::now();

@@ -1,0 +1,98 @@
+//! A look at a batch that tells its class: what LZ4 makes of a small part of it, or an entropy coder would.
+//!
+//! LZ4 sees what repeats within a few hundred bytes. In pieces of text hardly anything does, in letters drawn by lot nothing; that some
+//! bytes are more frequent than others is what an entropy coder makes use of, and what their entropy tells.
+
+use crate::select::Class;
+use crate::{CodecError, Encoded, Encoder, Engines, MethodChoice};
+
+/// Bytes of a sample, and the pieces that it is made of, from all over a batch: one page says nothing of its neighbours.
+const SAMPLE: usize = 4096;
+const PIECES: usize = 8;
+
+/// Takes samples, always with the same memory.
+pub struct Sampler {
+    encoder: Box<dyn Encoder>,
+    sample: [u8; SAMPLE],
+    encoded: [u8; SAMPLE],
+}
+
+impl Sampler {
+    /// Fails only for want of memory.
+    ///
+    /// # Errors
+    /// [`CodecError::Library`].
+    pub fn new() -> Result<Self, CodecError> {
+        let lz4 = MethodChoice::parse("lz4", None).expect("there is LZ4");
+        Ok(Self { encoder: lz4.untiring_encoder(&Engines::default())?, sample: [0; SAMPLE], encoded: [0; SAMPLE] })
+    }
+
+    /// The class of `content`; none where it is not worth a look.
+    ///
+    /// # Errors
+    /// [`CodecError::Library`].
+    pub fn class(&mut self, content: &[u8]) -> Result<Option<Class>, CodecError> {
+        if content.len() < SAMPLE {
+            return Ok(None);
+        }
+        for (number, piece) in self.sample.chunks_exact_mut(SAMPLE / PIECES).enumerate() {
+            let at = content.len() / PIECES * number;
+            piece.copy_from_slice(&content[at..at + SAMPLE / PIECES]);
+        }
+        let repeats = match self.encoder.encode(&self.sample, &mut self.encoded)? {
+            Encoded::Shrunk(length) => length,
+            Encoded::Incompressible => SAMPLE,
+        };
+        let coded = entropy(&self.sample) / 8.0 * SAMPLE as f64;
+        Ok(Some(Class::of(SAMPLE, repeats.min(coded as usize))))
+    }
+}
+
+/// Bits that a byte of `sample` carries, by how frequent each is (Shannon, of order 0).
+fn entropy(sample: &[u8]) -> f64 {
+    let mut counts = [0u32; 256];
+    sample.iter().for_each(|byte| counts[usize::from(*byte)] += 1);
+    let all = sample.len().max(1) as f64;
+    let bits = |count: u32| f64::from(count) * (all / f64::from(count)).log2();
+    counts.into_iter().filter(|count| *count > 0).map(bits).sum::<f64>() / all
+}
+
+impl std::fmt::Debug for Sampler {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Sampler({SAMPLE} bytes in {PIECES} pieces)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_from_all_over_a_batch_and_what_is_too_small_has_no_class() {
+        let mut sampler = Sampler::new().unwrap();
+        let mut state = 1u64;
+        let mut noise = vec![0u8; 64 << 10];
+        noise.fill_with(|| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 56) as u8
+        });
+        let [text, mut half] = [vec![b'x'; 64 << 10], noise.clone()];
+        half[..32 << 10].fill(b'x');
+        let mut class = |content: &[u8]| sampler.class(content).unwrap();
+        assert_eq!(class(&noise), Some(Class::of(100, 100)));
+        assert_eq!(class(&text), Some(Class::of(100, 1)));
+        assert_eq!(class(&half), Some(Class::of(100, 52)));
+        assert_eq!(class(&text[..SAMPLE]), Some(Class::of(100, 1)));
+        assert_eq!(class(&text[..SAMPLE - 1]), None);
+        // LZ4 makes nothing of letters drawn by lot, and half of their bits are the same in all of them.
+        let letters: Vec<u8> = noise.iter().map(|byte| b'a' + byte % 16).collect();
+        assert_eq!(class(&letters), Some(Class::of(100, 49)));
+    }
+
+    #[test]
+    fn entropy_is_of_what_is_there() {
+        assert_eq!(entropy(&[]), 0.0);
+        assert_eq!(entropy(&[7; 100]), 0.0);
+        assert!((entropy(&[0, 1, 2, 3]) - 2.0).abs() < 1e-9);
+    }
+}
