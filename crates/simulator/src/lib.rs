@@ -8,6 +8,7 @@
 //!   them, in Sterna's structure or in the published one of QEMU;
 //! * [`device`] is a device as a queue with engines;
 //! * [`resources`] are what is shared: cores and pipes;
+//! * [`path`] is one migration from memory to memory, for whoever chooses how batches are encoded;
 //! * [`zero_page`] and [`many_vms`] are the scenarios of the benchmarks of these names.
 //!
 //! Three accounts are kept and never added silently ([`costs::Cpu`]): CPU time by measured figures, CPU time that is
@@ -19,6 +20,7 @@ pub mod host;
 pub mod ledger;
 pub mod many_vms;
 pub mod measured;
+pub mod path;
 pub mod resources;
 pub mod scenario;
 pub mod zero_page;

@@ -1,0 +1,131 @@
+//! What threads of a migration share: cores and engines, the window, the CPU time that they may use.
+
+/// Several that do the same, each one thing at a time, first come, first served.
+#[derive(Debug)]
+pub(super) struct Servers(Vec<f64>);
+
+impl Servers {
+    pub(super) fn new(count: usize) -> Self {
+        assert!(count > 0, "somebody has to do it");
+        Self(vec![0.0; count])
+    }
+
+    /// When something that takes so long, and is asked for now, begins and ends.
+    pub(super) fn serve(&mut self, now: f64, takes: f64) -> (f64, f64) {
+        let free = self.0.iter_mut().min_by(|one, other| one.total_cmp(other)).expect("there is one");
+        let begun = free.max(now);
+        *free = begun + takes;
+        (begun, *free)
+    }
+}
+
+/// The window of the engine (`window.rs` there): 50 ms of what is acknowledged, measured while it is what holds the sender back.
+#[derive(Debug)]
+pub(super) struct Window {
+    bytes: f64,
+    in_flight: usize,
+    rate: f64,
+    /// Since when it is measured, what came since, and whether anybody waited.
+    since: f64,
+    acknowledged: usize,
+    limited: bool,
+    on_wire: usize,
+    /// How long nothing was on its way, and since when nothing is.
+    idle: f64,
+    idle_since: f64,
+}
+
+const QUEUEING: f64 = 50e6;
+const INTERVAL: f64 = 10e6;
+const DECAY: f64 = 0.9;
+/// Two batches, and what it is at first.
+const LEAST: f64 = 1048576.0;
+const FIRST: f64 = 4.0 * LEAST;
+const MOST: f64 = 256.0 * LEAST;
+
+impl Default for Window {
+    fn default() -> Self {
+        Self {
+            bytes: FIRST,
+            in_flight: 0,
+            rate: 0.0,
+            since: 0.0,
+            acknowledged: 0,
+            limited: false,
+            on_wire: 0,
+            idle: 0.0,
+            idle_since: 0.0,
+        }
+    }
+}
+
+impl Window {
+    /// Whether another batch may be on its way. Who asks in vain waits.
+    pub(super) fn has_room(&mut self) -> bool {
+        let room = self.in_flight == 0 || (self.in_flight as f64) + LEAST / 2.0 <= self.bytes;
+        self.limited |= !room;
+        room
+    }
+
+    pub(super) fn entered(&mut self, bytes: usize) {
+        self.in_flight += bytes;
+    }
+
+    /// It is handed to the network.
+    pub(super) fn on_wire(&mut self, bytes: usize, now: f64) {
+        if self.on_wire == 0 {
+            self.idle += (now - self.idle_since).max(0.0);
+        }
+        self.on_wire += bytes;
+    }
+
+    pub(super) fn acknowledged(&mut self, bytes: usize, now: f64) {
+        self.in_flight -= bytes;
+        self.on_wire -= bytes;
+        if self.on_wire == 0 {
+            self.idle_since = now;
+        }
+        self.acknowledged += bytes;
+        let elapsed = now - self.since;
+        if elapsed < INTERVAL {
+            return;
+        }
+        if self.limited {
+            self.rate = (self.acknowledged as f64 / elapsed).max(self.rate * DECAY);
+            self.bytes = (self.rate * QUEUEING).clamp(LEAST, MOST);
+        }
+        (self.since, self.acknowledged, self.limited) = (now, 0, false);
+    }
+
+    /// How long nothing was on its way so far.
+    pub(super) fn idle(&self) -> f64 {
+        self.idle
+    }
+}
+
+/// CPU time that all threads may use together, as in the engine: what is saved up, and what is owed, is 10 ms at most.
+#[derive(Debug)]
+pub(super) struct Allowance {
+    cpus: f64,
+    level: f64,
+    at: f64,
+}
+
+const SPAN: f64 = 10e6;
+
+impl Allowance {
+    pub(super) fn new(cpus: f64) -> Self {
+        Self { cpus, level: 0.0, at: 0.0 }
+    }
+
+    /// A thread has used so much since it last said so. Says how far all are beyond what they may use, 0 to 1.
+    pub(super) fn used(&mut self, used: f64, now: f64) -> f64 {
+        if self.cpus.is_infinite() {
+            return 0.0;
+        }
+        let elapsed = (now - self.at).max(0.0);
+        self.at += elapsed;
+        self.level = ((self.level + elapsed * self.cpus).min(SPAN) - used).max(-SPAN);
+        (-self.level / SPAN).clamp(0.0, 1.0)
+    }
+}
