@@ -20,6 +20,8 @@ const SMOOTH: f64 = 1.0 / 16.0;
 const MOST_WEIGHT: f64 = 4.0;
 /// One batch of so many is encoded by another than the best way, so that what is known of it stays true.
 const EXPLORED: u32 = 64;
+/// And one of so many by a way that was never measured with such content, while there is any that could be best.
+const TRIED: u32 = 4;
 /// The price at first: of a link of some gigabits per second. Too high for a fast link, it falls within a few batches; too low for a
 /// slow one, the first batches would fill its queue with what could have been small.
 const FIRST_PRICE: f64 = 4.0;
@@ -164,6 +166,13 @@ impl Selection {
         let costs = self.ways.iter().map(cost).enumerate();
         let (best, least) = costs.min_by(|one, other| one.1.total_cmp(&other.1)).expect("there is one");
         self.chosen = self.chosen.wrapping_add(1);
+        if self.chosen.is_multiple_of(TRIED) {
+            // However small it makes things, it cannot be best where encoding alone takes longer than the best does in all.
+            let could = |way: &Way| way[class].seen == 0 && way[class].nanos < least;
+            if let Some(untried) = self.ways.iter().skip(1).position(could) {
+                return untried + 1;
+            }
+        }
         if !self.chosen.is_multiple_of(EXPLORED) {
             return best;
         }
@@ -178,9 +187,12 @@ impl Selection {
             && input > 0
         {
             let estimate = &mut self.ways[way][class];
-            let follow = SMOOTH.max(1.0 / (f64::from(estimate.seen) + 2.0));
-            estimate.nanos += (nanos as f64 / input as f64 - estimate.nanos) * follow;
-            estimate.ratio += (output as f64 / input as f64 - estimate.ratio) * follow;
+            // How long it took may have been the neighbours' doing, so a guess counts for something beside the first; how small it became,
+            // was not.
+            let follow = |values: u32| SMOOTH.max(1.0 / f64::from(values));
+            let times = estimate.seen.saturating_add(2);
+            estimate.nanos += (nanos as f64 / input as f64 - estimate.nanos) * follow(times);
+            estimate.ratio += (output as f64 / input as f64 - estimate.ratio) * follow(times - 1);
             estimate.seen = estimate.seen.saturating_add(1);
         }
     }
@@ -308,6 +320,25 @@ mod tests {
             selection.sent(&Interval { busy: 99_000, waited: 2_000, idle: 20_000, ..free });
         }
         assert!(!selection.wants_sample());
+    }
+
+    #[test]
+    fn what_was_never_measured_is_tried_where_it_could_be_best_and_nowhere_else() {
+        // LZ4, and so the sample and the guesses, see nothing in it.
+        let class = Some(Class::of(100, 100));
+        let mut selection = Selection::new(ways());
+        selection.price = 1000.0;
+        let mut chosen = [0; 6];
+        for _ in 0..60 {
+            let way = selection.choose(class);
+            chosen[way] += 1;
+            let output = if way >= 3 { BATCH * 2 / 3 } else { BATCH };
+            selection.encoded(way, class, BATCH, output, (BATCH * way) as u64);
+        }
+        assert!(chosen[3] > 40 && chosen.iter().all(|times| *times > 0), "{chosen:?}");
+        selection = Selection::new(ways());
+        selection.price = 0.1;
+        assert!((0..60).all(|_| selection.choose(class) == 0));
     }
 
     #[test]
