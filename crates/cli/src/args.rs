@@ -483,8 +483,8 @@ mod tests {
     fn the_defaults_are_those_of_the_help() {
         let args = send("--insecure");
         assert_eq!(args.link.qatzip(), Qatzip::default());
-        assert_eq!((args.link.channels, args.link.method.as_str(), args.link.level), (2, "none", None));
-        assert_eq!((args.link.bandwidth, args.link.downtime), (None, Duration::from_millis(300)));
+        assert_eq!((args.link.channels, args.link.method.as_str(), args.link.level), (2, "auto", None));
+        assert_eq!((args.link.cpu, args.link.bandwidth, args.link.downtime), (None, None, Duration::from_millis(300)));
         assert_eq!(args.link.packet_size, sterna_wire::limits::DEFAULT_PACKET_SIZE);
         assert_eq!((args.normal_page_ratio, args.screen.quiet), (0, false));
         assert_eq!((args.report.json, args.state.state_dir), (None, None));

@@ -17,6 +17,7 @@ mod offload;
 mod qemu;
 mod ram;
 mod received_bitmap;
+mod selection;
 mod zero_page;
 
 use std::io::Write;
@@ -39,7 +40,7 @@ pub(crate) struct BenchArgs {
     /// Smaller guests and fewer runs: at most 5 minutes on two cores
     #[arg(long)]
     quick: bool,
-    /// All cells that there are, for hours ('compression' only)
+    /// All cells that there are, for hours ('compression' and 'selection' only)
     #[arg(long, conflicts_with = "quick")]
     long: bool,
     /// Write the figures as JSON
@@ -76,6 +77,8 @@ enum Benchmark {
     Compression,
     /// Pages a second with and without deltas, and a guest that writes a word here and there faster than the network
     Delta,
+    /// How good the method 'auto' is, beside each fixed choice and one that knows everything: computed, and a dozen real cells
+    Selection,
     /// Cost of the work on pages that an accelerator can take over, for the CPU alone and with one
     Offload,
     /// Simulated: looking for zero pages with an accelerator, in the published structure and in Sterna's
@@ -123,13 +126,15 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Bandwidth => bandwidth::cells(),
         Benchmark::Compression => compression::cells(),
         Benchmark::Delta => delta::cells(),
+        Benchmark::Selection => selection::cells(),
         Benchmark::Offload => offload::cells(),
         Benchmark::ZeroPage => zero_page::cells(),
         Benchmark::ManyVms => many_vms::cells(),
         Benchmark::DeviceFaults => device_faults::cells(),
     })?;
-    if args.long && args.benchmark != Benchmark::Compression {
-        let text = "--long: this benchmark has no more cells than it always measures; only 'compression' does".into();
+    if args.long && !matches!(args.benchmark, Benchmark::Compression | Benchmark::Selection) {
+        let text =
+            "--long: this benchmark has no more cells than it always measures; 'compression' and 'selection' do".into();
         return Err(Failure { exit: Exit::Usage, text });
     }
     let cancel = Cancel::new();
@@ -144,6 +149,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::Bandwidth => bandwidth::measure(args, &cancel, &tell),
         Benchmark::Compression => compression::measure(args, &cancel, &tell),
         Benchmark::Delta => delta::measure(args, &cancel, &tell),
+        Benchmark::Selection => selection::measure(args, &cancel, &tell),
         Benchmark::Offload => offload::measure(args, &cancel, &tell),
         Benchmark::ZeroPage => zero_page::measure(args, &cancel, &tell),
         Benchmark::ManyVms => many_vms::measure(args, &cancel, &tell),

@@ -70,6 +70,14 @@ impl Hosts {
         Ok(Self { network: Some(Network::new(link)?), cpus: None })
     }
 
+    /// Changes the cable between two namespaces, also while it is in use; nothing where there is none.
+    ///
+    /// # Errors
+    /// The kernel lacks a queueing discipline.
+    pub(crate) fn set_link(&self, link: Link) -> Result<(), sterna_lab::Error> {
+        self.network.as_ref().map_or(Ok(()), |network| network.set_link(link))
+    }
+
     /// With the whole of A on the first `cpus` CPUs of the machine's first half, and the whole of B on those of its second:
     /// neighbours are often two threads of one core, even where a virtual machine is not told so.
     pub(crate) fn pinned(self, cpus: u16) -> Self {

@@ -152,9 +152,17 @@ fn a_benchmark_of_no_known_cell_is_refused_with_the_cells_that_there_are() {
 }
 
 #[test]
-fn only_the_benchmark_that_has_more_cells_takes_long_and_none_takes_it_with_quick() {
+fn only_benchmarks_that_have_more_cells_take_long_and_none_takes_it_with_quick() {
     let text = refusal(&run("bench ram --long"), 2);
-    assert!(text.starts_with("--long:") && text.contains("'compression'"), "{text}");
+    assert!(text.starts_with("--long:") && text.contains("'compression' and 'selection'"), "{text}");
+    let text = refusal(&run("bench selection --only zzz"), 2);
+    for cell in [
+        "virtual: mixed, 1 Gbit/s × 2",
+        "virtual: text, 40 Gbit/s × 4, 0.5 CPUs allowed, QAT",
+        "real: mixed, 2.5 Gbit/s, then 250 Mbit/s",
+    ] {
+        assert!(text.lines().any(|line| line.trim() == cell), "{text}");
+    }
     assert_eq!(run("bench compression --long --quick").status.code(), Some(2));
     let text = refusal(&run("bench compression --only zzz"), 2);
     for cell in [

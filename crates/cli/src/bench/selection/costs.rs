@@ -1,0 +1,276 @@
+//! What the ways of `auto` take of real content on this machine, and what everything else takes that a migration does with a byte.
+//!
+//! By the CPU time of one thread that stays on its CPU, the least of several rounds: what neighbours take away does not count, and what
+//! they slow down by sharing a core counts as little as can be. Encoding by an accelerator is charged: the bytes are those of the
+//! format's encoder on the CPU, the time is published or the model's.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+
+use sterna_codec::sample::Sampler;
+use sterna_codec::{CodecError, Encoded, Encoder, EncoderSource, Engines, MethodChoice};
+use sterna_idxd_model::core::Timing;
+use sterna_lab::corpus::Corpus;
+use sterna_simulator::measured::thread_cpu;
+use sterna_simulator::path::choices::{Batch, Trace};
+use sterna_simulator::path::{self, Path};
+use sterna_wire::checksum::crc32c;
+
+use super::super::ram::guest::SEED;
+use super::super::ram::side::pin;
+use crate::hosts::{HostsError, doing};
+
+/// A packet of the engine.
+const BATCH: usize = 512 << 10;
+/// Sent once through a socket, for what writing and reading take.
+const THROUGH_SOCKET: usize = 256 << 20;
+/// QAT: 3.5 GB/s of content from end to end, 60 GB with 8 threads over 50 Gbit/s (QEMU's patches for QATzip).
+const QAT_BYTE: f64 = 1.0 / 3.5;
+/// What handing a job to a device and taking it back costs beside copies.
+const SUBMISSION: f64 = 2000.0;
+
+/// Nanoseconds for each byte, beside encoding.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Bytes {
+    /// Copied out of guest memory, and summed up.
+    pub(super) read: f64,
+    /// Copied, for an accelerator.
+    pub(super) copied: f64,
+    /// To a connection, and from it.
+    pub(super) written: f64,
+    pub(super) received: f64,
+    /// Summed up at the destination.
+    pub(super) placed: f64,
+}
+
+impl Bytes {
+    /// A path with these costs, and nothing else set.
+    pub(super) fn path(&self) -> Path {
+        Path {
+            read: self.read,
+            write: self.written,
+            receive: self.received,
+            place: self.placed,
+            ..Path::link(f64::INFINITY)
+        }
+    }
+
+    /// Measures them, with the sender on one of these CPUs and the receiver on the other.
+    pub(super) fn measure(cpus: [usize; 2]) -> Result<Self, HostsError> {
+        let (written, received) = through_socket(cpus)?;
+        on_cpu(cpus[0], || {
+            // More than caches hold, so that it comes from memory as a guest's does.
+            let memory = vec![1u8; 64 << 20];
+            let mut batch = vec![0u8; BATCH];
+            let copied = each(&memory, |piece| batch.copy_from_slice(piece));
+            let read = each(&memory, |piece| {
+                batch.copy_from_slice(piece);
+                std::hint::black_box(crc32c(&batch));
+            });
+            let placed = each(&memory, |piece| {
+                std::hint::black_box(crc32c(piece));
+            });
+            Ok(Self { read, copied, written, received, placed })
+        })
+    }
+}
+
+/// Nanoseconds for each byte of what is done with each batch of `memory`: the least of several passes.
+fn each(memory: &[u8], mut what: impl FnMut(&[u8])) -> f64 {
+    let mut pass = || {
+        let begun = thread_cpu();
+        memory.chunks_exact(BATCH).for_each(&mut what);
+        (thread_cpu() - begun) / memory.len() as f64
+    };
+    (0..5).map(|_| pass()).fold(f64::INFINITY, f64::min)
+}
+
+/// Runs `work` in a thread of its own that stays on `cpu`.
+fn on_cpu<T: Send>(cpu: usize, work: impl FnOnce() -> Result<T, HostsError> + Send) -> Result<T, HostsError> {
+    std::thread::scope(|scope| {
+        let pinned = move || {
+            pin(&[cpu]).map_err(HostsError)?;
+            work()
+        };
+        scope.spawn(pinned).join().map_err(|_| HostsError("the thread that measures has panicked".into()))?
+    })
+}
+
+/// What a byte takes to be written to a loopback connection, and to be read from it into memory that is not in a cache.
+fn through_socket(cpus: [usize; 2]) -> Result<(f64, f64), HostsError> {
+    let listener = TcpListener::bind("127.0.0.1:0").map_err(doing("listening"))?;
+    let to = listener.local_addr().map_err(doing("listening"))?;
+    std::thread::scope(|scope| {
+        let reading = scope.spawn(|| {
+            on_cpu(cpus[1], || {
+                let (mut stream, _) = listener.accept().map_err(doing("accepting"))?;
+                let mut memory = vec![1u8; 64 << 20];
+                let begun = thread_cpu();
+                for piece in 0..THROUGH_SOCKET / BATCH {
+                    let at = piece * BATCH % memory.len();
+                    stream.read_exact(&mut memory[at..at + BATCH]).map_err(doing("reading"))?;
+                }
+                Ok((thread_cpu() - begun) / THROUGH_SOCKET as f64)
+            })
+        });
+        let written = on_cpu(cpus[0], || {
+            let mut stream = TcpStream::connect(to).map_err(doing("connecting"))?;
+            let batch = vec![1u8; BATCH];
+            let begun = thread_cpu();
+            for _ in 0..THROUGH_SOCKET / BATCH {
+                stream.write_all(&batch).map_err(doing("writing"))?;
+            }
+            Ok((thread_cpu() - begun) / THROUGH_SOCKET as f64)
+        })?;
+        let read = reading.join().map_err(|_| HostsError("the thread that reads has panicked".into()))??;
+        Ok((written, read))
+    })
+}
+
+/// An accelerator that is there by name only, so that the product says what `auto` would choose from.
+#[derive(Debug)]
+struct Named;
+
+impl EncoderSource for Named {
+    fn encoder(&self, _level: i32) -> Result<Box<dyn Encoder>, CodecError> {
+        Err(CodecError::Library { format: "none", reason: "this accelerator is there by name only" })
+    }
+
+    fn is_hardware(&self) -> bool {
+        true
+    }
+}
+
+/// What `auto` chooses from where all accelerators are present.
+pub(super) fn ways() -> Vec<MethodChoice> {
+    let engines = Engines::default().with_iaa(Arc::new(Named)).with_qat(Arc::new(Named));
+    MethodChoice::ways_of_auto(&engines)
+}
+
+/// What each way makes of `bytes` of a corpus.
+pub(super) fn trace(
+    corpus: Corpus,
+    bytes: u64,
+    rounds: usize,
+    cpu: usize,
+    beside: &Bytes,
+) -> Result<(Trace, String), HostsError> {
+    let content = corpus.open(bytes, SEED)?;
+    let origin = content.origin().to_owned();
+    let mut memory = vec![0; bytes as usize];
+    content.read(0, &mut memory)?;
+    let ways = ways();
+    let trace = on_cpu(cpu, || {
+        let broken = doing("measuring the ways of auto");
+        measure(&memory, &ways, rounds, beside).map_err(broken)
+    })?;
+    Ok((trace, origin))
+}
+
+fn measure(memory: &[u8], ways: &[MethodChoice], rounds: usize, beside: &Bytes) -> Result<Trace, CodecError> {
+    let mut sampler = Sampler::new()?;
+    let mut coders = Vec::new();
+    for way in ways {
+        coders.push((way.untiring_encoder(&Engines::default())?, way.method().format().decoder()?));
+    }
+    let mut batch = vec![0; BATCH];
+    let (mut encoded, mut decoded) = (vec![0; BATCH], vec![0; BATCH]);
+    let mut batches = Vec::new();
+    let mut sampling = Vec::new();
+    for piece in memory.chunks_exact(BATCH) {
+        // As the engine has it: just copied, so in a cache.
+        batch.copy_from_slice(piece);
+        let begun = thread_cpu();
+        let class = sampler.class(&batch)?;
+        sampling.push(thread_cpu() - begun);
+        let mut made = vec![path::Encoded { size: BATCH, bytes: BATCH, ..path::Encoded::default() }; ways.len()];
+        for ((way, (encoder, decoder)), made) in ways.iter().zip(&mut coders).zip(&mut made).skip(1) {
+            (made.thread, made.decoding) = (f64::INFINITY, f64::INFINITY);
+            for _ in 0..rounds {
+                let begun = thread_cpu();
+                let length = encoder.encode(&batch, &mut encoded)?;
+                made.thread = made.thread.min(thread_cpu() - begun);
+                let Encoded::Shrunk(length) = length else {
+                    made.decoding = 0.0;
+                    continue;
+                };
+                made.bytes = length;
+                let begun = thread_cpu();
+                decoder.decode(&encoded[..length], &mut decoded)?;
+                made.decoding = made.decoding.min(thread_cpu() - begun);
+                debug_assert!(decoded == batch, "{way} is no encoding");
+            }
+            charge(*way, made, beside);
+        }
+        batches.push(Batch { class, ways: made });
+    }
+    sampling.sort_by(f64::total_cmp);
+    Ok(Trace { ways: ways.to_vec(), batches, sampling: sampling[sampling.len() / 2] })
+}
+
+/// Puts an accelerator's time in the place of the CPU's, where the way has one.
+fn charge(way: MethodChoice, made: &mut path::Encoded, beside: &Bytes) {
+    let engine = match way.method().name() {
+        "iaa" => {
+            let timing = Timing::iaa();
+            timing.descriptor_ns as f64 + made.size as f64 * timing.engine_byte_ps as f64 / 1e3
+        }
+        "qatzip" => made.size as f64 * QAT_BYTE,
+        _ => return,
+    };
+    // In, and out again.
+    let copies = (made.size + made.bytes) as f64 * beside.copied;
+    (made.thread, made.engine) = (copies + SUBMISSION, engine);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BESIDE: Bytes = Bytes { read: 0.2, copied: 0.1, written: 0.3, received: 0.2, placed: 0.05 };
+
+    #[test]
+    fn every_way_is_measured_and_the_first_leaves_content_as_it_is() {
+        let mut memory = vec![0u8; 2 * BATCH];
+        let (text, noise) = memory.split_at_mut(BATCH);
+        text.iter_mut().enumerate().for_each(|(at, byte)| *byte = b"pages of a guest "[at % 17]);
+        let mut state = 1u64;
+        noise.fill_with(|| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 56) as u8
+        });
+        let ways = ways();
+        let trace = measure(&memory, &ways, 1, &BESIDE).unwrap();
+        assert_eq!((trace.ways.len(), trace.batches.len()), (ways.len(), 2));
+        assert!(trace.sampling > 0.0);
+        let [text, noise] = [0, 1].map(|batch: usize| &trace.batches[batch]);
+        assert_ne!(text.class, noise.class);
+        let raw = path::Encoded { size: BATCH, bytes: BATCH, ..path::Encoded::default() };
+        assert_eq!((text.ways[0].bytes, text.ways[0].thread, text.ways[0].decoding), (BATCH, 0.0, 0.0));
+        for (way, made) in ways.iter().zip(&text.ways).skip(1) {
+            assert!(made.bytes < BATCH / 10 && made.thread > 0.0 && made.decoding > 0.0, "{way}: {made:?}");
+        }
+        for (way, made) in ways.iter().zip(&noise.ways).skip(1) {
+            assert_eq!((made.bytes, made.decoding), (raw.bytes, 0.0), "{way}");
+        }
+    }
+
+    #[test]
+    fn accelerators_are_charged_and_the_thread_only_copies() {
+        let cpu = path::Encoded { size: BATCH, bytes: BATCH / 2, thread: 5e6, ..path::Encoded::default() };
+        let charged = |name| {
+            let mut made = cpu;
+            charge(MethodChoice::parse(name, None).unwrap(), &mut made, &BESIDE);
+            made
+        };
+        let copies = 1.5 * BATCH as f64 * BESIDE.copied + SUBMISSION;
+        for (name, engine) in [("iaa", 400.0 + 0.495 * BATCH as f64), ("qatzip", BATCH as f64 / 3.5)] {
+            let made = charged(name);
+            assert!((made.thread - copies).abs() < 1.0 && (made.engine - engine).abs() < 1.0, "{name}: {made:?}");
+            assert_eq!(made.bytes, cpu.bytes);
+        }
+        assert_eq!((charged("zstd").thread, charged("zstd").engine), (5e6, 0.0));
+        assert_eq!(ways().iter().filter(|way| ["iaa", "qatzip"].contains(&way.method().name())).count(), 2);
+    }
+}
