@@ -22,9 +22,11 @@ const MOST_WEIGHT: f64 = 4.0;
 const EXPLORED: u32 = 64;
 /// And one of so many by a way that was never measured with such content, while there is any that could be best.
 const TRIED: u32 = 4;
+/// But not before so many packets were sent: until then the price is not what it will be, and what seems to be worth a try may not be.
+const SETTLED: u32 = 8;
 /// The price at first: of a link of some gigabits per second. Too high for a fast link, it falls within a few batches; too low for a
 /// slow one, the first batches would fill its queue with what could have been small.
-const FIRST_PRICE: f64 = 4.0;
+const FIRST_PRICE: f64 = 3.0;
 /// The price changes by this power of e for a batch that did nothing but wait, or be waited for; and by more with each further batch
 /// that says the same: by this factor, up to this power.
 const GAIN: f64 = 0.15;
@@ -166,7 +168,7 @@ impl Selection {
         let costs = self.ways.iter().map(cost).enumerate();
         let (best, least) = costs.min_by(|one, other| one.1.total_cmp(&other.1)).expect("there is one");
         self.chosen = self.chosen.wrapping_add(1);
-        if self.chosen.is_multiple_of(TRIED) {
+        if self.sent >= SETTLED && self.chosen.is_multiple_of(TRIED) {
             // However small it makes things, it cannot be best where encoding alone takes longer than the best does in all.
             let could = |way: &Way| way[class].seen == 0 && way[class].nanos < least;
             if let Some(untried) = self.ways.iter().skip(1).position(could) {
@@ -224,7 +226,8 @@ impl Selection {
         let alone = ((*busy_receiver / *of - from) / (to - from)).clamp(0.0, 1.0);
         let receiver = alone * arrived.min(all) as f64 / time;
         let waits = waited as f64 / time * (1.0 - receiver);
-        let idles = idle.min(all) as f64 / time;
+        // What has nothing to do, nobody waits for: while one does, the network is less idle than it may seem from what is in flight.
+        let idles = idle.min(all) as f64 / time * (1.0 - waits);
         let pressure = waits * (1.0 - beyond) - idles.max(receiver).max(beyond);
         let (gain, rises) = &mut self.gain;
         *gain = if *rises == (pressure > 0.0) { (*gain * FASTER.0).min(FASTER.1) } else { GAIN };
