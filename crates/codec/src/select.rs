@@ -22,6 +22,8 @@ const MOST_WEIGHT: f64 = 4.0;
 const EXPLORED: u32 = 64;
 /// And one of so many by a way that was never measured with such content, while there is any that could be best.
 const TRIED: u32 = 4;
+/// What it makes of content then may be so much smaller than guessed.
+const HOPED: f64 = 0.75;
 /// But not before so many packets were sent: until then the price is not what it will be, and what seems to be worth a try may not be.
 const SETTLED: u32 = 8;
 /// The price at first: of a link of some gigabits per second. Too high for a fast link, it falls within a few batches; too low for a
@@ -31,6 +33,9 @@ const FIRST_PRICE: f64 = 3.0;
 /// that says the same: by this factor, up to this power.
 const GAIN: f64 = 0.15;
 const FASTER: (f64, f64) = (1.2, 0.5);
+/// A network that idles is so many times worse than a thread that waits: what it did not carry is lost, and the thread would have made
+/// little of its time.
+const DEARER: f64 = 4.0;
 /// How far beyond the outermost prices that make a difference it goes: coming back from further away would only take longer.
 const BEYOND: f64 = 2.0;
 /// What a way must save of each byte to be worth a thought.
@@ -169,8 +174,9 @@ impl Selection {
         let (best, least) = costs.min_by(|one, other| one.1.total_cmp(&other.1)).expect("there is one");
         self.chosen = self.chosen.wrapping_add(1);
         if self.sent >= SETTLED && self.chosen.is_multiple_of(TRIED) {
-            // However small it makes things, it cannot be best where encoding alone takes longer than the best does in all.
-            let could = |way: &Way| way[class].seen == 0 && way[class].nanos < least;
+            // It could be if it makes things a good deal smaller than is guessed.
+            let at_best = |estimate: Estimate| estimate.nanos + byte * estimate.ratio * HOPED;
+            let could = |way: &Way| way[class].seen == 0 && at_best(way[class]) < least;
             if let Some(untried) = self.ways.iter().skip(1).position(could) {
                 return untried + 1;
             }
@@ -228,7 +234,7 @@ impl Selection {
         let waits = waited as f64 / time * (1.0 - receiver);
         // What has nothing to do, nobody waits for: while one does, the network is less idle than it may seem from what is in flight.
         let idles = idle.min(all) as f64 / time * (1.0 - waits);
-        let pressure = waits * (1.0 - beyond) - idles.max(receiver).max(beyond);
+        let pressure = waits * (1.0 - beyond) - (DEARER * idles).min(1.0).max(receiver).max(beyond);
         let (gain, rises) = &mut self.gain;
         *gain = if *rises == (pressure > 0.0) { (*gain * FASTER.0).min(FASTER.1) } else { GAIN };
         *rises = pressure > 0.0;
@@ -329,8 +335,8 @@ mod tests {
     fn what_was_never_measured_is_tried_where_it_could_be_best_and_nowhere_else() {
         // LZ4, and so the sample and the guesses, see nothing in it.
         let class = Some(Class::of(100, 100));
-        let mut selection = Selection::new(ways());
-        selection.price = 1000.0;
+        let settled = |price: f64| Selection { price, sent: SETTLED, ..Selection::new(ways()) };
+        let mut selection = settled(1000.0);
         let mut chosen = [0; 6];
         for _ in 0..60 {
             let way = selection.choose(class);
@@ -339,8 +345,7 @@ mod tests {
             selection.encoded(way, class, BATCH, output, (BATCH * way) as u64);
         }
         assert!(chosen[3] > 40 && chosen.iter().all(|times| *times > 0), "{chosen:?}");
-        selection = Selection::new(ways());
-        selection.price = 0.1;
+        selection = settled(0.1);
         assert!((0..60).all(|_| selection.choose(class) == 0));
     }
 
