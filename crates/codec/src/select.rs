@@ -23,7 +23,7 @@ const EXPLORED: u32 = 64;
 /// And one of so many by a way that was never measured with such content, while there is any that could be best.
 const TRIED: u32 = 4;
 /// What it makes of content then may be so much smaller than guessed.
-const HOPED: f64 = 0.75;
+const HOPED: f64 = 0.6;
 /// But not before so many packets were sent: until then the price is not what it will be, and what seems to be worth a try may not be.
 const SETTLED: u32 = 8;
 /// The price at first: of a link of some gigabits per second. Too high for a fast link, it falls within a few batches; too low for a
