@@ -103,7 +103,7 @@ impl Window {
     }
 }
 
-/// CPU time that all threads may use together, as in the engine: what is saved up, and what is owed, is 10 ms at most.
+/// CPU time that all threads may use together, as in the engine: 10 ms are saved up at most, and 30 ms owed.
 #[derive(Debug)]
 pub(super) struct Allowance {
     cpus: f64,
@@ -112,6 +112,7 @@ pub(super) struct Allowance {
 }
 
 const SPAN: f64 = 10e6;
+const MOST_DEBT: f64 = 30e6;
 
 impl Allowance {
     pub(super) fn new(cpus: f64) -> Self {
@@ -125,7 +126,7 @@ impl Allowance {
         }
         let elapsed = (now - self.at).max(0.0);
         self.at += elapsed;
-        self.level = ((self.level + elapsed * self.cpus).min(SPAN) - used).max(-SPAN);
+        self.level = ((self.level + elapsed * self.cpus).min(SPAN) - used).max(-MOST_DEBT);
         (-self.level / SPAN).clamp(0.0, 1.0)
     }
 }
