@@ -225,7 +225,7 @@ pub(crate) struct LinkArgs {
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = QatzipSoftwareArg::WhenBusy, requires = "method")]
     pub(crate) qatzip_software: QatzipSoftwareArg,
     /// CPUs that the sending threads may use together, such as 1.5, where the method is auto [default: no limit]
-    #[arg(long, value_name = "CORES", requires = "method", value_parser = units::cores)]
+    #[arg(long, value_name = "CORES", value_parser = units::cores)]
     pub(crate) cpu: Option<f64>,
     /// Most bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
     #[arg(long, value_name = "RATE", allow_hyphen_values = true, value_parser = units::rate)]
@@ -488,6 +488,11 @@ mod tests {
         assert_eq!(args.link.packet_size, sterna_wire::limits::DEFAULT_PACKET_SIZE);
         assert_eq!((args.normal_page_ratio, args.screen.quiet), (0, false));
         assert_eq!((args.report.json, args.state.state_dir), (None, None));
+    }
+
+    #[test]
+    fn what_may_be_used_of_the_cpu_needs_no_method() {
+        assert_eq!(send("--insecure --cpu 1.5").link.cpu, Some(1.5));
     }
 
     #[test]

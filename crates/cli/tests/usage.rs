@@ -80,6 +80,8 @@ fn wrong_values_are_one_line_that_names_the_option() {
     assert_eq!(text, "--level: method zstd has the levels -5 to 9, not '10'");
     let text = one_line(&run("send --qmp q --to h:1 --insecure --method lz4 --level 1"), 2);
     assert!(text.starts_with("--level: method lz4 has no levels"), "{text}");
+    let text = one_line(&run("send --qmp q --to h:1 --insecure --method lz4 --cpu 1"), 2);
+    assert_eq!(text, "--cpu: only the method auto keeps to it, and lz4 was asked for");
 }
 
 #[test]

@@ -133,8 +133,13 @@ fn gateway_failure(error: &GatewayError, cancelled: bool) -> Failure {
 
 fn method_choice(link: &LinkArgs) -> Result<MethodChoice, Failure> {
     // clap has checked the name, so what is left to be wrong is the level.
-    MethodChoice::parse(&link.method, link.level.as_deref())
-        .map_err(|error| Failure::usage(&format!("--level: {error}")))
+    let choice = MethodChoice::parse(&link.method, link.level.as_deref())
+        .map_err(|error| Failure::usage(&format!("--level: {error}")))?;
+    if link.cpu.is_some() && !choice.is_auto() {
+        // Nobody should believe that it is kept to.
+        return Err(Failure::usage(&format!("--cpu: only the method auto keeps to it, and {choice} was asked for")));
+    }
+    Ok(choice)
 }
 
 /// A gateway's report.

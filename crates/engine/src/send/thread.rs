@@ -627,10 +627,10 @@ impl Sending {
         let header = header.encode(&self.table);
         // A limit is kept by small pieces: a whole packet at once would be many milliseconds of a slow link.
         let piece = self.context.pacer.limit().map_or(payload.len(), |_| self.context.pacer.piece());
-        let begun = OffCpu::begin();
-        if self.waits.is_some() {
+        let begun = self.waits.is_some().then(|| {
             self.context.window.on_wire(in_window);
-        }
+            OffCpu::begin()
+        });
         let (first, rest) = payload.split_at(piece.min(payload.len()));
         self.times.limited += self.context.pacer.pace(header.len() + self.table.len() + first.len());
         self.writer.write_all_vectored(&[&header, &self.table, first])?;
@@ -638,7 +638,7 @@ impl Sending {
             self.times.limited += self.context.pacer.pace(part.len());
             self.writer.write_all_vectored(&[part])?;
         }
-        if let Some(waits) = &mut self.waits {
+        if let (Some(waits), Some(begun)) = (&mut self.waits, begun) {
             self.times.writing += waits.end(begun);
             // A packet of zero pages says nothing of what a byte costs.
             if kind == PacketKind::Pages && !content.is_empty() {
