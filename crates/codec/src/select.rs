@@ -7,8 +7,10 @@
 //! this side takes more of the CPU than it may. Where it stays at what makes two ways equally good, both are used, which is better than
 //! either of them alone.
 //!
-//! How long a way takes and how small it makes a batch is learned for each *class* of content; a small sample tells the class.
-//! There are no clocks here: times are passed in. How good the choice is, `sterna-simulator` and its tests say, in virtual time.
+//! How long a way takes and how small it makes a batch is learned for each *class* of content, by all channels together; a small sample
+//! tells the class. There are no clocks here: times are passed in. How good the choice is, `sterna-simulator` and its tests say, in virtual time.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::MethodChoice;
 
@@ -73,6 +75,8 @@ struct Estimate {
     ratio: f64,
     /// Batches that were measured.
     seen: u32,
+    /// Whether somebody uses it now, or has: what it is like will soon be known.
+    tried: bool,
 }
 
 impl Estimate {
@@ -106,6 +110,24 @@ pub struct Interval {
 /// What is known of a way, by class.
 type Way = [Estimate; CLASSES.len() + 1];
 
+/// What is known of the ways. The channels of a migration share it: what one has found out, no other has to.
+#[derive(Debug)]
+pub struct Knowledge(Mutex<Vec<Way>>);
+
+impl Knowledge {
+    /// Of `ways`, the cheapest first; what is not measured yet is guessed. There is one at least.
+    pub fn new(ways: impl IntoIterator<Item = MethodChoice>) -> Self {
+        let way = |choice: MethodChoice| std::array::from_fn(|class| guess(choice, Class(class)));
+        let ways: Vec<Way> = ways.into_iter().map(way).collect();
+        assert!(!ways.is_empty(), "something has to be chosen");
+        Self(Mutex::new(ways))
+    }
+
+    fn ways(&self) -> MutexGuard<'_, Vec<Way>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// What held a channel up, each as a part of its time; for the rest it was busy itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HeldUp {
@@ -118,7 +140,7 @@ pub struct HeldUp {
 /// The choice of one channel.
 #[derive(Clone, Debug)]
 pub struct Selection {
-    ways: Vec<Way>,
+    knowledge: Arc<Knowledge>,
     price: f64,
     chosen: u32,
     /// By how much it changes now, and whether it rises.
@@ -136,13 +158,10 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// Among `ways`, the cheapest first; what is not measured yet is guessed. There is one at least.
-    pub fn new(ways: impl IntoIterator<Item = MethodChoice>) -> Self {
-        let way = |choice: MethodChoice| std::array::from_fn(|class| guess(choice, Class(class)));
-        let ways: Vec<Way> = ways.into_iter().map(way).collect();
-        assert!(!ways.is_empty(), "something has to be chosen");
+    /// Among the ways that `knowledge` is of.
+    pub fn new(knowledge: Arc<Knowledge>) -> Self {
         Self {
-            ways,
+            knowledge,
             price: FIRST_PRICE,
             chosen: 0,
             gain: (GAIN, true),
@@ -162,39 +181,43 @@ impl Selection {
     /// Whether anything but the cheapest way could be best, whatever the content is: only then is it worth a sample.
     pub fn wants_sample(&self) -> bool {
         let least = |way: &Way| way.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
-        self.ways.iter().skip(1).any(|way| least(way) < self.byte())
+        self.knowledge.ways().iter().skip(1).any(|way| least(way) < self.byte())
     }
 
     /// The way for a batch of this class; without a sample, the cheapest.
     pub fn choose(&mut self, class: Option<Class>) -> usize {
         let Some(Class(class)) = class else { return 0 };
         let byte = self.byte();
+        let mut ways = self.knowledge.ways();
         let cost = |way: &Way| way[class].cost(byte);
-        let costs = self.ways.iter().map(cost).enumerate();
+        let costs = ways.iter().map(cost).enumerate();
         let (best, least) = costs.min_by(|one, other| one.1.total_cmp(&other.1)).expect("there is one");
         self.chosen = self.chosen.wrapping_add(1);
         if self.sent >= SETTLED && self.chosen.is_multiple_of(TRIED) {
             // It could be if it makes things a good deal smaller than is guessed.
             let at_best = |estimate: Estimate| estimate.nanos + byte * estimate.ratio * HOPED;
-            let could = |way: &Way| way[class].seen == 0 && at_best(way[class]) < least;
-            if let Some(untried) = self.ways.iter().skip(1).position(could) {
+            let could = |way: &Way| !way[class].tried && at_best(way[class]) < least;
+            if let Some(untried) = ways.iter().skip(1).position(could) {
+                ways[untried + 1][class].tried = true;
                 return untried + 1;
             }
         }
+        ways[best][class].tried = true;
         if !self.chosen.is_multiple_of(EXPLORED) {
             return best;
         }
         // A try takes no longer than what the batch costs at best; whether it makes up for that is what is to be learned.
-        let affordable = |at: &usize| *at != best && self.ways[*at][class].nanos < least;
-        (0..self.ways.len()).filter(affordable).min_by_key(|at| self.ways[*at][class].seen).unwrap_or(best)
+        let affordable = |at: &usize| *at != best && ways[*at][class].nanos < least;
+        (0..ways.len()).filter(affordable).min_by_key(|at| ways[*at][class].seen).unwrap_or(best)
     }
 
-    /// A batch of `input` bytes was encoded in so many nanoseconds, into `output` bytes.
+    /// A batch of `input` bytes was encoded in so many nanoseconds, into `output` bytes. A CPU's time is best, where it is one that
+    /// encodes: when others have the CPU meanwhile, that is not the way's doing.
     pub fn encoded(&mut self, way: usize, class: Option<Class>, input: usize, output: usize, nanos: u64) {
         if let Some(Class(class)) = class
             && input > 0
         {
-            let estimate = &mut self.ways[way][class];
+            let estimate = &mut self.knowledge.ways()[way][class];
             // How long it took may have been the neighbours' doing, so a guess counts for something beside the first; how small it became,
             // was not.
             let follow = |values: u32| SMOOTH.max(1.0 / f64::from(values));
@@ -249,8 +272,9 @@ impl Selection {
     /// The least price at which anything but the cheapest way is best for some content, and the highest at which the way changes for any.
     fn telling_prices(&self) -> (f64, f64) {
         let (mut least, mut most) = (PRICES.1, PRICES.0);
-        for (at, way) in self.ways.iter().enumerate() {
-            for other in &self.ways[at + 1..] {
+        let ways = self.knowledge.ways();
+        for (at, way) in ways.iter().enumerate() {
+            for other in &ways[at + 1..] {
                 for (one, other) in way.iter().zip(other) {
                     let (nanos, saved) = (other.nanos - one.nanos, one.ratio - other.ratio);
                     if saved > LEAST_SAVED {
@@ -272,7 +296,7 @@ impl Selection {
 /// What a way may be like before it was ever measured: of the order of what `examples/codec_throughput` measures.
 fn guess(choice: MethodChoice, class: Class) -> Estimate {
     let (nanos, factor) = match (choice.method().name(), choice.level().unwrap_or(0)) {
-        ("none", _) => return Estimate { nanos: 0.0, ratio: 1.0, seen: 0 },
+        ("none", _) => return Estimate { nanos: 0.0, ratio: 1.0, seen: 0, tried: true },
         ("lz4", _) => (1.3, 0.9),
         ("zstd", ..=-3) => (1.5, 0.9),
         ("zstd", ..=0) => (1.8, 0.8),
@@ -286,7 +310,12 @@ fn guess(choice: MethodChoice, class: Class) -> Estimate {
     let ratio = class.ratio();
     // What hardly shrinks is given up early, and what shrinks much is soon done.
     let effort = if ratio >= 0.95 { 0.3 } else { 0.4 + 0.6 * ratio.min(1.0) / 0.5 };
-    Estimate { nanos: nanos * effort.min(1.2), ratio: if ratio >= 0.95 { 1.0 } else { ratio * factor }, seen: 0 }
+    Estimate {
+        nanos: nanos * effort.min(1.2),
+        ratio: if ratio >= 0.95 { 1.0 } else { ratio * factor },
+        seen: 0,
+        tried: false,
+    }
 }
 
 #[cfg(test)]
@@ -299,20 +328,21 @@ mod tests {
         names.iter().map(|(name, level)| MethodChoice::parse(name, *level).unwrap()).collect()
     }
 
-    fn ways() -> Vec<MethodChoice> {
-        choices(&[
+    fn selection() -> Selection {
+        let ways = choices(&[
             ("none", None),
             ("lz4", None),
             ("zstd", Some("-1")),
             ("zstd", Some("1")),
             ("zstd", Some("3")),
             ("zstd", Some("6")),
-        ])
+        ]);
+        Selection::new(Arc::new(Knowledge::new(ways)))
     }
 
     #[test]
     fn where_the_network_does_not_bind_nothing_is_sampled_or_compressed() {
-        let mut selection = Selection::new(ways());
+        let mut selection = selection();
         let free = Interval { busy: 100_000, idle: 50_000, written: BATCH, ..Interval::default() };
         // What it begins with is given up soon.
         for _ in 0..50 {
@@ -335,7 +365,7 @@ mod tests {
     fn what_was_never_measured_is_tried_where_it_could_be_best_and_nowhere_else() {
         // LZ4, and so the sample and the guesses, see nothing in it.
         let class = Some(Class::of(100, 100));
-        let settled = |price: f64| Selection { price, sent: SETTLED, ..Selection::new(ways()) };
+        let settled = |price: f64| Selection { price, sent: SETTLED, ..selection() };
         let mut selection = settled(1000.0);
         let mut chosen = [0; 6];
         for _ in 0..60 {
@@ -351,7 +381,7 @@ mod tests {
 
     #[test]
     fn the_price_stays_finite_whatever_is_told() {
-        let mut selection = Selection::new(ways());
+        let mut selection = selection();
         let extremes = [(0, 0, 0), (0, u64::MAX, 1), (u64::MAX, u64::MAX, 0), (0, 1, usize::MAX), (u64::MAX, 0, 1)];
         for (busy, waited, written) in extremes {
             for _ in 0..1000 {

@@ -14,7 +14,7 @@ const MOST_DEBT: Duration = Duration::from_millis(30);
 
 /// Shared by the sending threads of one migration.
 #[derive(Debug)]
-pub struct CpuAllowance {
+pub(crate) struct CpuAllowance {
     cores: f64,
     bucket: Mutex<Bucket>,
 }
@@ -28,7 +28,7 @@ struct Bucket {
 
 impl CpuAllowance {
     /// So many cores, more than 0.
-    pub fn new(cores: f64) -> Self {
+    pub(crate) fn new(cores: f64) -> Self {
         assert!(cores > 0.0, "what may not run at all sends nothing");
         Self { cores, bucket: Mutex::new(Bucket { level: 0.0, at: Instant::now() }) }
     }

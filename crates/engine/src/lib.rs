@@ -121,7 +121,7 @@ pub mod accelerator;
 pub mod batch;
 pub mod cancel;
 pub mod control_link;
-pub mod cpu_allowance;
+mod cpu_allowance;
 pub mod destination;
 pub mod entry;
 mod in_place;

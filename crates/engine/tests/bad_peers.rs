@@ -13,9 +13,9 @@ use sterna::abort::Abort;
 use sterna::batch::BatchPool;
 use sterna::pacer::Pacer;
 use sterna::receive::{PacketRules, ReceiveCounters, ReceiveError, receive_packets};
-use sterna::send::{Item, MOST_REFUSED, SendAgain, SendChannel, SendContext};
+use sterna::send::{Compression, Item, MOST_REFUSED, SendAgain, SendChannel, SendContext};
 use sterna::window::{Window, WindowClosed};
-use sterna_codec::MethodChoice;
+use sterna_codec::{Engines, MethodChoice};
 use sterna_wire::packet::{Ack, BlockShape, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PageRequest, Refusal};
 
 const PACKET: usize = 16 * PAGE;
@@ -50,10 +50,7 @@ impl Source {
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),
-            method: MethodChoice::parse(method, None).unwrap(),
-            engines: sterna_codec::Engines::default(),
-            choices: Arc::default(),
-            cpu: None,
+            compression: Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), None),
             rules: RULES,
             accelerator: None,
             again,

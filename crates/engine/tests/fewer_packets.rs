@@ -16,9 +16,8 @@ use sterna::batch::BatchPool;
 use sterna::entry::{PageSearch, Pipeline, REGION};
 use sterna::pacer::Pacer;
 use sterna::receive::{PacketRules, ReceiveCounters, receive_packets};
-use sterna::send::{Item, SendChannel, SendContext};
+use sterna::send::{Compression, Item, SendChannel, SendContext};
 use sterna::window::Window;
-use sterna_codec::MethodChoice;
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_wire::checksum::crc32c;
 use sterna_wire::packet::{ACK_LENGTH, Ack, PacketHeader, PacketKind, Run, RunKind};
@@ -43,10 +42,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),
-            method: MethodChoice::parse("none", None).unwrap(),
-            engines: sterna_codec::Engines::default(),
-            choices: Arc::default(),
-            cpu: None,
+            compression: Compression::none(),
             rules,
             accelerator: None,
             again: None,

@@ -17,9 +17,9 @@ use sterna::batch::BatchPool;
 use sterna::entry::{PageSearch, Pipeline};
 use sterna::pacer::Pacer;
 use sterna::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
-use sterna::send::{SendChannel, SendContext};
+use sterna::send::{Compression, SendChannel, SendContext};
 use sterna::window::Window;
-use sterna_codec::MethodChoice;
+use sterna_codec::{Engines, MethodChoice};
 use sterna_memory::place::{OwnMemory, Place};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
@@ -95,10 +95,7 @@ fn move_memory(method: &str, checksums: bool) {
         window: Arc::clone(&window),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::clone(&abort),
-        method: MethodChoice::parse(method, None).unwrap(),
-        engines: sterna_codec::Engines::default(),
-        choices: Arc::default(),
-        cpu: None,
+        compression: Compression::new(MethodChoice::parse(method, None).unwrap(), Engines::default(), None),
         rules,
         accelerator: None,
         again: None,

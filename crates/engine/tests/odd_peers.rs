@@ -20,7 +20,7 @@ use sterna::migration::{GuestState, MigrationError, Phase};
 use sterna::pacer::Pacer;
 use sterna::receive::{Sink, SinkError};
 use sterna::report::ReceiveReport;
-use sterna::send::{Item, SendChannel, SendContext};
+use sterna::send::{Compression, Item, SendChannel, SendContext};
 use sterna::session::{
     self, Doorman, Features, Greeting, Heard, Offer, OtherDoor, Peer, PeerNews, Session, Sinks, TellPeer, link_events,
 };
@@ -340,10 +340,7 @@ impl OddSource {
             window: Arc::new(Window::new(64 << 10, Duration::ZERO, Duration::ZERO)),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.abort),
-            method: MethodChoice::parse("none", None).unwrap(),
-            engines: sterna_codec::Engines::default(),
-            choices: Arc::default(),
-            cpu: None,
+            compression: Compression::none(),
             rules: self.session.rules(),
             accelerator: None,
             again: None,

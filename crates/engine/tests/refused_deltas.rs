@@ -17,9 +17,9 @@ use sterna::batch::BatchPool;
 use sterna::entry::{Entry, Pipeline};
 use sterna::pacer::Pacer;
 use sterna::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
-use sterna::send::{DeltaBlocks, Item, MOST_REFUSED, SendChannel, SendContext};
+use sterna::send::{Compression, DeltaBlocks, Item, MOST_REFUSED, SendChannel, SendContext};
 use sterna::window::Window;
-use sterna_codec::MethodChoice;
+use sterna_codec::{Engines, MethodChoice};
 use sterna_memory::delta::apply;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::PageDeltas;
@@ -50,13 +50,10 @@ impl Source {
         let kept = blocks.set(vec![shape, shape], &[TAKEN, 77], cache, 1);
         assert_eq!(kept, cache.min(PAGES * PAGE as u64), "no more than the block has of which deltas are taken");
         let context = SendContext {
-            engines: sterna_codec::Engines::default(),
-            choices: Arc::default(),
-            cpu: None,
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),
-            method: MethodChoice::parse("lz4", None).unwrap(),
+            compression: Compression::new(MethodChoice::parse("lz4", None).unwrap(), Engines::default(), None),
             rules: RULES,
             accelerator: None,
             again: None,

@@ -15,9 +15,8 @@ use sterna::batch::BatchPool;
 use sterna::entry::{Entry, Pipeline, REGION};
 use sterna::pacer::Pacer;
 use sterna::receive::{PacketRules, ReceiveCounters, receive_packets};
-use sterna::send::{SendChannel, SendContext};
+use sterna::send::{Compression, SendChannel, SendContext};
 use sterna::window::{Window, WindowClosed};
-use sterna_codec::MethodChoice;
 use sterna_wire::packet::RunKind;
 
 /// What a window starts with at least, in bytes, and what this one stays at: without an allowance it does not grow.
@@ -39,10 +38,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         window: Arc::clone(&window),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::clone(&abort),
-        method: MethodChoice::parse("none", None).unwrap(),
-        engines: sterna_codec::Engines::default(),
-        choices: Arc::default(),
-        cpu: None,
+        compression: Compression::none(),
         rules: RULES,
         accelerator: None,
         again: None,

@@ -46,7 +46,7 @@ impl Period {
 
 /// Of all channels of a migration.
 #[derive(Debug)]
-pub struct Choices {
+pub(super) struct Choices {
     begun: Instant,
     shortest: Duration,
     /// The last one is still growing.
@@ -106,7 +106,7 @@ impl Choices {
     }
 
     /// A line for each period; `ways` are what was chosen among.
-    pub fn lines(&self, ways: &[MethodChoice]) -> Vec<String> {
+    pub(super) fn lines(&self, ways: &[MethodChoice]) -> Vec<String> {
         let mut all = Self { begun: self.begun, shortest: self.shortest, periods: self.periods.clone() };
         all.merge();
         let sent = all.periods.iter().filter(|period| period.by_way.iter().any(|bytes| *bytes > 0));

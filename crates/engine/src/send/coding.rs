@@ -1,13 +1,14 @@
 //! How a channel's batches are encoded: by the way that was asked for, or by what drains them fastest now.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sterna_codec::sample::Sampler;
 use sterna_codec::select::{Interval, Selection};
-use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Engines, MethodChoice};
+use sterna_codec::{Adaptive, CodecError, Encoded, Encoder, Engine, MethodChoice};
 
-use super::choices::Choices;
+use super::compression::{self, Compression};
+use crate::off_cpu::thread_time;
 use crate::transport::{SendTimes, Writer};
 
 /// For such a part of the time the limit holds a thread back that is what its network is. What was counts so much with each packet.
@@ -85,9 +86,9 @@ pub(super) struct Seen {
 }
 
 pub(super) struct Auto {
+    shared: Arc<compression::Auto>,
     selection: Selection,
-    /// The encoder of each way, and the number of its format.
-    ways: Vec<(Box<dyn Encoder>, u8)>,
+    ways: Vec<Way>,
     sampler: Sampler,
     /// Which was chosen last.
     way: usize,
@@ -101,19 +102,40 @@ pub(super) struct Auto {
     limited: (f64, f64),
 }
 
+/// One of the ways that there are.
+struct Way {
+    encoder: Box<dyn Encoder>,
+    /// The number of its format.
+    format: u8,
+    /// The thread's own CPU encodes. Who else has it meanwhile is not this way's doing; a device's queue is part of the way.
+    by_cpu: bool,
+}
+
+impl Way {
+    /// A clock for how long it takes.
+    fn clock(&self, begun: Instant) -> Duration {
+        if self.by_cpu { thread_time() } else { begun.elapsed() }
+    }
+}
+
 impl Coding {
-    pub(super) fn new(choice: MethodChoice, engines: &Engines) -> Result<Self, CodecError> {
-        if !choice.is_auto() {
+    pub(super) fn new(compression: &Compression) -> Result<Self, CodecError> {
+        let (choice, engines) = (compression.choice(), compression.engines());
+        let Some(shared) = compression.auto() else {
             return Ok(Self::Fixed(choice.encoder(engines)?, choice.method().format().wire()));
-        }
-        let choices = MethodChoice::ways_of_auto(engines);
-        let way = |choice: &MethodChoice| -> Result<(Box<dyn Encoder>, u8), CodecError> {
-            // What is not worth a try, the selection says: by class, not by what the last few batches were.
-            Ok((choice.untiring_encoder(engines)?, choice.method().format().wire()))
         };
-        let ways = choices.iter().map(way).collect::<Result<_, _>>()?;
+        let way = |choice: &MethodChoice| -> Result<Way, CodecError> {
+            Ok(Way {
+                // What is not worth a try, the selection says: by class, not by what the last few batches were.
+                encoder: choice.untiring_encoder(engines)?,
+                format: choice.method().format().wire(),
+                by_cpu: engines.of(*choice) == Engine::Cpu,
+            })
+        };
+        let ways = shared.ways.iter().map(way).collect::<Result<_, _>>()?;
         Ok(Self::Auto(Box::new(Auto {
-            selection: Selection::new(choices),
+            shared: Arc::clone(shared),
+            selection: Selection::new(Arc::clone(&shared.knowledge)),
             ways,
             sampler: Sampler::new()?,
             way: 0,
@@ -147,7 +169,7 @@ impl Coding {
     }
 
     /// A packet of `written` bytes with `content` in it was written, which had entered the window.
-    pub(super) fn sent(&mut self, times: Times, seen: Seen, content: usize, written: usize, choices: &Mutex<Choices>) {
+    pub(super) fn sent(&mut self, times: Times, seen: Seen, content: usize, written: usize) {
         if let Self::Auto(auto) = self {
             let elapsed = auto.since.elapsed();
             auto.since += elapsed;
@@ -173,8 +195,15 @@ impl Coding {
                 written,
                 beyond: times.beyond,
             });
-            let mut choices = choices.lock().unwrap_or_else(PoisonError::into_inner);
-            choices.sent(auto.way, content as u64, elapsed, held_up);
+            auto.shared.sent(auto.way, content as u64, elapsed, held_up);
+        }
+    }
+
+    /// The thread has run for `running` since it last said so; says how far all of them are beyond the CPU time that they may use, 0 to 1.
+    pub(super) fn used(&self, running: Duration) -> f64 {
+        match self {
+            Self::Fixed(..) => 0.0,
+            Self::Auto(auto) => auto.shared.used(running),
         }
     }
 
@@ -198,31 +227,35 @@ impl Coding {
 impl Auto {
     fn encode(&mut self, content: &[u8], output: &mut [u8]) -> Result<Option<(u8, usize)>, CodecError> {
         let class = if self.selection.wants_sample() { self.sampler.class(content)? } else { None };
-        let way = self.selection.choose(class);
-        self.way = way;
-        let begun = Instant::now();
-        let (encoder, format) = &mut self.ways[way];
-        let encoded = if *format == 0 { Encoded::Incompressible } else { encoder.encode(content, output)? };
+        self.way = self.selection.choose(class);
+        let (at, way) = (Instant::now(), &mut self.ways[self.way]);
+        let begun = way.clock(at);
+        let encoded = if way.format == 0 { Encoded::Incompressible } else { way.encoder.encode(content, output)? };
         let length = match encoded {
             Encoded::Shrunk(length) => length,
             Encoded::Incompressible => content.len(),
         };
-        let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.selection.encoded(way, class, content.len(), length, nanos);
+        let nanos = u64::try_from(way.clock(at).saturating_sub(begun).as_nanos()).unwrap_or(u64::MAX);
+        let format = way.format;
+        self.selection.encoded(self.way, class, content.len(), length, nanos);
         self.encoding += (nanos as f64 / content.len().max(1) as f64 - self.encoding) * SMOOTH;
-        Ok(matches!(encoded, Encoded::Shrunk(_)).then_some((*format, length)))
+        Ok(matches!(encoded, Encoded::Shrunk(_)).then_some((format, length)))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use sterna_codec::Engines;
+
     use super::*;
 
     const BATCH: usize = 64 << 10;
 
     #[test]
     fn what_shrinks_is_encoded_however_much_did_not_before_it() {
-        let mut coding = Coding::new(MethodChoice::parse("auto", None).unwrap(), &Engines::default()).unwrap();
+        let mut coding =
+            Coding::new(&Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), None))
+                .unwrap();
         let mut state = 1u64;
         let noise: Vec<u8> = (0..BATCH)
             .map(|_| {

@@ -10,6 +10,7 @@ mod ahead;
 mod blocks;
 mod choices;
 mod coding;
+mod compression;
 mod delta;
 mod thread;
 
@@ -17,11 +18,10 @@ use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use sterna_codec::{Engines, MethodChoice};
 use sterna_memory::ram::GuestRam;
 use sterna_offload::Maker;
 use sterna_wire::packet::{ACK_LENGTH, Answer, PAGE_REQUEST_LENGTH, PageRequest, Refusal};
@@ -29,12 +29,11 @@ use sterna_wire::sequence::SendSequence;
 
 pub use self::again::{MOST_REFUSED, SendAgain, TooManyRefused};
 pub use self::blocks::DeltaBlocks;
-pub use self::choices::Choices;
+pub use self::compression::Compression;
 use self::thread::Sending;
 use crate::abort::Abort;
 use crate::accelerator::Accelerator;
 use crate::batch::PooledBatch;
-use crate::cpu_allowance::CpuAllowance;
 use crate::entry::Overtaken;
 use crate::pacer::Pacer;
 use crate::receive::PacketRules;
@@ -200,28 +199,6 @@ impl Sent {
         sent
     }
 
-    /// What `choice` was, in words: with how much of the content went each way, where that was chosen batch by batch.
-    pub fn method(&self, choice: MethodChoice, engines: &Engines) -> String {
-        let all: u64 = self.by_way.iter().sum();
-        let by = |choice| engines.account(choice).map(|by| format!("{choice}: {by}"));
-        if !choice.is_auto() || all == 0 {
-            return by(choice).unwrap_or_else(|| choice.to_string());
-        }
-        let ways = MethodChoice::ways_of_auto(engines);
-        let used = ways.iter().zip(self.by_way).filter(|(_, bytes)| *bytes * 100 >= all);
-        let words: Vec<_> = used.map(|(way, bytes)| format!("{way} {} %", (bytes * 100 + all / 2) / all)).collect();
-        let accounts: String = ways.iter().filter_map(|way| by(*way)).map(|by| format!("; {by}")).collect();
-        format!("{choice}: {}{accounts}", words.join(", "))
-    }
-
-    /// What was chosen when and why, a line for each change, where `choice` is to choose batch by batch.
-    pub fn choices(choice: MethodChoice, engines: &Engines, chosen: &Mutex<Choices>) -> Vec<String> {
-        if !choice.is_auto() {
-            return Vec::new();
-        }
-        chosen.lock().unwrap_or_else(PoisonError::into_inner).lines(&MethodChoice::ways_of_auto(engines))
-    }
-
     /// Content bytes / packet bytes; 1 before anything was sent.
     pub fn ratio(&self) -> f64 {
         if self.packet_bytes > 0 { self.content_bytes as f64 / self.packet_bytes as f64 } else { 1.0 }
@@ -272,13 +249,7 @@ pub struct SendContext {
     /// The alarm.
     pub abort: Arc<Abort>,
     /// How content is compressed.
-    pub method: MethodChoice,
-    /// What there is to compress with besides the CPU.
-    pub engines: Engines,
-    /// Where the method is chosen batch by batch: what was chosen when, and why.
-    pub choices: Arc<Mutex<Choices>>,
-    /// How much of this side's CPUs that may take, where the method is chosen batch by batch; none: as much as it likes.
-    pub cpu: Option<Arc<CpuAllowance>>,
+    pub compression: Compression,
     /// What was agreed on with the peer.
     pub rules: PacketRules,
     /// What helps to read guest RAM, besides the CPU.

@@ -120,7 +120,7 @@ impl Sending {
         shared: Arc<Shared>,
         context: SendContext,
     ) -> Result<Self, sterna_codec::CodecError> {
-        let coding = Coding::new(context.method, &context.engines)?;
+        let coding = Coding::new(&context.compression)?;
         let encoded = vec![0; context.rules.packet_size];
         // Where the peer takes them of some blocks only, they are made with the first page of such a block.
         let deltas = (context.delta_cache > 0).then(|| Deltas::new(context.delta_cache, context.rules.packet_size));
@@ -645,12 +645,12 @@ impl Sending {
                 let mut times = std::mem::take(&mut self.times);
                 times.waited = waits.take();
                 times.placing = self.shared.placing();
-                times.beyond = self.context.cpu.as_ref().map_or(0.0, |cpu| cpu.used(waits.running()));
+                times.beyond = self.coding.used(waits.running());
                 (times.arrived, times.window_closed) = self.kernel.since(&self.writer);
                 let window = &self.context.window;
                 let written = header.len() + self.table.len() + payload.len();
                 let seen = Seen { idle: window.idle(), full: window.full() };
-                self.coding.sent(times, seen, content.len(), written, &self.context.choices);
+                self.coding.sent(times, seen, content.len(), written);
             }
         }
         self.count(content.len() as u64, (header.len() + self.table.len() + payload.len()) as u64);

@@ -8,25 +8,23 @@ mod report;
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
-use sterna::cpu_allowance::CpuAllowance;
 use sterna::migration::DELTA;
 use sterna::pacer::Pacer;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Progress, Report};
-use sterna::send::{Choices, DeltaBlocks, SendContext, Sent};
+use sterna::send::{Compression, DeltaBlocks, SendContext, Sent};
 use sterna::session::{
     self, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, lead_source,
 };
 use sterna::transport::Address;
 use sterna::window::Window;
-use sterna_codec::Engines;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};
 
@@ -152,8 +150,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let mut driver = Driver {
         lead,
         options,
-        engines,
-        choices: Arc::default(),
+        compression: Compression::new(options.method, engines, options.cpu),
         observer,
         qmp,
         record,
@@ -192,8 +189,7 @@ struct Moving {
 struct Driver<'a> {
     lead: SourceLead,
     options: &'a SendOptions,
-    engines: Engines,
-    choices: Arc<Mutex<Choices>>,
+    compression: Compression,
     observer: &'a dyn Observer,
     qmp: Qmp,
     record: RecordFile,
@@ -484,10 +480,7 @@ impl Driver<'_> {
             window: Arc::clone(&self.window),
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
             abort: Arc::clone(&self.lead.abort),
-            method: self.options.method,
-            engines: self.engines.clone(),
-            choices: Arc::clone(&self.choices),
-            cpu: self.options.cpu.map(|cores| Arc::new(CpuAllowance::new(cores))),
+            compression: self.compression.clone(),
             rules: self.session.rules(),
             accelerator: None,
             again: None,

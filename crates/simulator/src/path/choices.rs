@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use sterna_codec::select::{Class, Interval, Selection};
+use sterna_codec::select::{Class, Interval, Knowledge, Selection};
 use sterna_codec::{Adaptive, CodecError, Encoder, MethodChoice};
 
 use super::{Choice, Encoded, Path, Took, run};
@@ -53,7 +53,8 @@ impl Trace {
 
     /// By the product's selection; says the price that each channel came to as well.
     pub fn selected(&self, path: &Path, batches: usize) -> (Took, Vec<f64>) {
-        let mut choices: Vec<Auto<'_>> = (0..path.channels).map(|_| Auto::new(self)).collect();
+        let knowledge = Arc::new(Knowledge::new(self.ways.iter().copied()));
+        let mut choices: Vec<Auto<'_>> = (0..path.channels).map(|_| Auto::new(self, &knowledge)).collect();
         let took = run(path, batches, &mut choices);
         (took, choices.iter().map(|auto| auto.selection.price()).collect())
     }
@@ -136,8 +137,8 @@ struct Auto<'a> {
 }
 
 impl<'a> Auto<'a> {
-    fn new(trace: &'a Trace) -> Self {
-        let selection = Selection::new(trace.ways.iter().copied());
+    fn new(trace: &'a Trace, knowledge: &Arc<Knowledge>) -> Self {
+        let selection = Selection::new(Arc::clone(knowledge));
         Self { trace, selection, class: None, way: 0, encoded: Encoded::default() }
     }
 }

@@ -12,11 +12,10 @@ use sterna::batch::BatchPool;
 use sterna::entry::{PageSearch, Pipeline};
 use sterna::pacer::Pacer;
 use sterna::receive::{PacketRules, Places, ReceiveCounters, Sink, SinkError, receive_packets};
-use sterna::send::{SendChannel, SendContext, Sent};
+use sterna::send::{Compression, SendChannel, SendContext, Sent};
 use sterna::session::Session;
 use sterna::transport::{Address, Incoming, Limits, Listener, Security, accept_channel};
 use sterna::window::Window;
-use sterna_codec::MethodChoice;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::holes::PageMap;
 use sterna_memory::ram::{GuestRam, RamBlock};
@@ -50,10 +49,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         window: Arc::new(Window::new(DEFAULT_PACKET_SIZE as u64, Duration::ZERO, DOWNTIME)),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::new(Abort::default()),
-        method: MethodChoice::default(),
-        engines: sterna_codec::Engines::default(),
-        choices: Arc::default(),
-        cpu: None,
+        compression: Compression::none(),
         rules: RULES,
         accelerator: None,
         again: None,

@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use sterna_codec::Engines;
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, Mode};
@@ -25,14 +24,13 @@ use crate::accelerator::Accelerator;
 use crate::batch::BatchPool;
 use crate::cancel::Cancel;
 use crate::control_link::ControlEvent;
-use crate::cpu_allowance::CpuAllowance;
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
 use crate::migration::{DELTA, GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
-use crate::send::{Choices, SendAgain, SendChannel, SendContext, Sent};
+use crate::send::{Compression, SendAgain, SendChannel, SendContext, Sent};
 use crate::session::{
     self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, after,
     lead_source,
@@ -131,7 +129,7 @@ pub(super) fn run(
     let mut driver = Driver {
         lead,
         accelerator,
-        engines,
+        compression: Compression::new(settings.method, engines, settings.cpu),
         vmm,
         to,
         security,
@@ -145,7 +143,6 @@ pub(super) fn run(
         ledger,
         window: new_window(&session, &settings),
         pacer: Arc::new(Pacer::new(settings.bandwidth)),
-        choices: Arc::default(),
         settings,
         session,
         events_in,
@@ -209,7 +206,7 @@ struct Driver<'a> {
     lead: SourceLead,
     accelerator: Option<Accelerator>,
     /// What there is to compress with besides the CPU.
-    engines: Engines,
+    compression: Compression,
     vmm: &'a mut dyn SourceVmm,
     to: &'a Address,
     security: &'a Security,
@@ -228,7 +225,6 @@ struct Driver<'a> {
     ledger: Ledger,
     window: Arc<Window>,
     pacer: Arc<Pacer>,
-    choices: Arc<Mutex<Choices>>,
     events_in: Sender<Event>,
     tell_peer: TellPeer,
     occupied: Occupied,
@@ -540,10 +536,7 @@ impl Driver<'_> {
             window: Arc::clone(&self.window),
             pacer: Arc::clone(&self.pacer),
             abort: Arc::clone(&self.lead.abort),
-            method: self.settings.method,
-            engines: self.engines.clone(),
-            choices: Arc::clone(&self.choices),
-            cpu: self.settings.cpu.map(|cores| Arc::new(CpuAllowance::new(cores))),
+            compression: self.compression.clone(),
             rules: self.session.rules(),
             accelerator: self.accelerator.clone(),
             again: self.session.has(SEND_AGAIN).then(|| Arc::clone(&self.again)),

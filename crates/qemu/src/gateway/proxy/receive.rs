@@ -14,11 +14,10 @@ use sterna::control_link::{ControlEvent, ControlLink, say};
 use sterna::pacer::Pacer;
 use sterna::receive::PacketRules;
 use sterna::report::Observer;
-use sterna::send::{SendChannel, SendContext};
+use sterna::send::{Compression, SendChannel, SendContext};
 use sterna::session::{Doorman, Greeted, Greeting, OtherDoor, PeerNews, Refused, TellPeer, link_events};
 use sterna::transport::{Connection, Limits, Listener, accept_channel};
 use sterna::window::Window;
-use sterna_codec::MethodChoice;
 use sterna_wire::control::{ControlMessage, Mode};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::limits::MAX_OPAQUE_CHANNELS;
@@ -276,10 +275,7 @@ impl OpaqueConnections {
             window: Arc::new(Window::new(self.packet_size as u64, Duration::ZERO, Duration::ZERO)),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.abort),
-            method: MethodChoice::default(),
-            engines: sterna_codec::Engines::default(),
-            choices: Arc::default(),
-            cpu: None,
+            compression: Compression::none(),
             rules: PacketRules { packet_size: self.packet_size, checksums: true },
             accelerator: None,
             again: None,

@@ -12,14 +12,12 @@ use std::time::{Duration, Instant};
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink};
-use sterna::cpu_allowance::CpuAllowance;
 use sterna::pacer::Pacer;
 use sterna::report::Observer;
-use sterna::send::SendContext;
+use sterna::send::{Compression, SendContext};
 use sterna::session::{self, Offer, PeerNews, Session, TellPeer};
 use sterna::transport::{Address, Connection, open_channel};
 use sterna::window::Window;
-use sterna_codec::Engines;
 use sterna_wire::control::{ControlMessage, Machine, Mode};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_OPAQUE_CHANNELS, MAX_RAM_CHANNELS};
@@ -76,7 +74,7 @@ pub fn proxy_send(options: &ProxySendOptions, cancel: &Cancel, observer: &dyn Ob
     abort.on_end(move || drop(broken.send(Event::Broken)));
     let mut proxy = Proxy {
         options,
-        engines,
+        compression: Compression::new(options.method, engines, options.cpu),
         observer,
         cancel,
         events_in,
@@ -225,7 +223,7 @@ fn begin_migration(main: UnixStream, listener: &UnixListener) -> Event {
 
 struct Proxy<'a> {
     options: &'a ProxySendOptions,
-    engines: Engines,
+    compression: Compression,
     observer: &'a dyn Observer,
     cancel: &'a Cancel,
     events_in: Sender<Event>,
@@ -302,10 +300,7 @@ impl Proxy<'_> {
             window: Arc::new(Window::new(rules.packet_size as u64, round_trip, self.options.downtime)),
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
             abort: Arc::clone(&self.abort),
-            method: self.options.method,
-            engines: self.engines.clone(),
-            choices: Arc::default(),
-            cpu: self.options.cpu.map(|cores| Arc::new(CpuAllowance::new(cores))),
+            compression: self.compression.clone(),
             rules,
             accelerator: None,
             again: None,

@@ -1,0 +1,95 @@
+//! How the content of a migration is compressed: always one way, or by what drains it fastest now.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use sterna_codec::select::{HeldUp, Knowledge};
+use sterna_codec::{Engines, MethodChoice};
+
+use super::Sent;
+use super::choices::Choices;
+use crate::cpu_allowance::CpuAllowance;
+
+/// What the channels of one migration have in common. Copies share what they learn.
+#[derive(Debug, Clone)]
+pub struct Compression {
+    choice: MethodChoice,
+    /// What there is to compress with besides the CPU.
+    engines: Engines,
+    auto: Option<Arc<Auto>>,
+}
+
+/// Where the way is chosen batch by batch.
+#[derive(Debug)]
+pub(super) struct Auto {
+    /// What is chosen from.
+    pub(super) ways: Vec<MethodChoice>,
+    pub(super) knowledge: Arc<Knowledge>,
+    /// What was chosen when, and why.
+    choices: Mutex<Choices>,
+    /// How much of this side's CPUs that may take; none: as much as it likes.
+    cpu: Option<CpuAllowance>,
+}
+
+impl Compression {
+    /// By `choice`, with `engines` besides the CPU. Where it is `auto`, it uses `cpu` cores at most; none: as many as it likes.
+    pub fn new(choice: MethodChoice, engines: Engines, cpu: Option<f64>) -> Self {
+        let auto = choice.is_auto().then(|| {
+            let ways = MethodChoice::ways_of_auto(&engines);
+            let knowledge = Arc::new(Knowledge::new(ways.iter().copied()));
+            Arc::new(Auto { ways, knowledge, choices: Mutex::default(), cpu: cpu.map(CpuAllowance::new) })
+        });
+        Self { choice, engines, auto }
+    }
+
+    /// Content goes as it is.
+    pub fn none() -> Self {
+        Self::new(MethodChoice::default(), Engines::default(), None)
+    }
+
+    pub(super) fn choice(&self) -> MethodChoice {
+        self.choice
+    }
+
+    pub(super) fn engines(&self) -> &Engines {
+        &self.engines
+    }
+
+    pub(super) fn auto(&self) -> Option<&Arc<Auto>> {
+        self.auto.as_ref()
+    }
+
+    /// What it was, in words: who encoded, and with how much of the content each way went that was `sent`, where there are several.
+    pub fn words(&self, sent: &Sent) -> String {
+        let all: u64 = sent.by_way.iter().sum();
+        let by = |choice| self.engines.account(choice).map(|by| format!("{choice}: {by}"));
+        let Some(auto) = self.auto.as_ref().filter(|_| all > 0) else {
+            return by(self.choice).unwrap_or_else(|| self.choice.to_string());
+        };
+        let used = auto.ways.iter().zip(sent.by_way).filter(|(_, bytes)| *bytes * 100 >= all);
+        let words: Vec<_> = used.map(|(way, bytes)| format!("{way} {} %", (bytes * 100 + all / 2) / all)).collect();
+        let accounts: String = auto.ways.iter().filter_map(|way| by(*way)).map(|by| format!("; {by}")).collect();
+        format!("{}: {}{accounts}", self.choice, words.join(", "))
+    }
+
+    /// What was chosen when and why, a line for each change, where it is chosen batch by batch.
+    pub fn choices(&self) -> Vec<String> {
+        let lines = |auto: &Arc<Auto>| {
+            let choices = auto.choices.lock().unwrap_or_else(PoisonError::into_inner);
+            choices.lines(&auto.ways)
+        };
+        self.auto.as_ref().map(lines).unwrap_or_default()
+    }
+}
+
+impl Auto {
+    /// A thread has run for `running` since it last said so; says how far all of them are beyond what they may use: 0 not at all, 1 far.
+    pub(super) fn used(&self, running: Duration) -> f64 {
+        self.cpu.as_ref().map_or(0.0, |cpu| cpu.used(running))
+    }
+
+    /// A packet with `bytes` of content went by `way`; since the one before it on its channel `time` had passed.
+    pub(super) fn sent(&self, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
+        self.choices.lock().unwrap_or_else(PoisonError::into_inner).sent(way, bytes, time, held_up);
+    }
+}
