@@ -1,11 +1,14 @@
 //! Which way drains pages fastest now.
 //!
-//! A channel's thread encodes a batch and writes it, one after the other. A byte on the wire has a **price**, in time of the thread. The
-//! best way for a batch is the one whose encoding, writing and price together are least, so the price is all that has to be known of the
-//! link, of the other channels and of the receiver. It rises while the thread waits for the network, and falls while the network has
-//! nothing to do, while the receiver is what holds it up (what it is sent then, should be what it has the least work with), and while
-//! this side takes more of the CPU than it may. Where it stays at what makes two ways equally good, both are used, which is better than
-//! either of them alone.
+//! A channel's thread encodes a batch and writes it, one after the other. A byte on the wire has a **price**, in time of a thread. The
+//! best way for a batch is the one whose encoding, writing and price together are least, so the price is nearly all that has to be known
+//! of the link and of the receiver. It rises while threads wait for the network and have a CPU, and falls while the network has nothing to
+//! do, while the receiver is what holds them up (what it is sent then, should be what it has the least work with), and while this side
+//! takes more of the CPU than it may. Where it stays at what makes two ways equally good, both are used, which is better than either of
+//! them alone.
+//!
+//! The price changes slowly, or every stretch of other content would. What lies before the network may be gone sooner: a way that takes
+//! longer than that lasts costs the network's time as well.
 //!
 //! How long a way takes and how small it makes a batch is learned for each *class* of content, by all channels together; a small sample
 //! tells the class. There are no clocks here: times are passed in. How good the choice is, `sterna-simulator` and its tests say, in virtual time.
@@ -18,8 +21,6 @@ use crate::MethodChoice;
 const CLASSES: [f64; 10] = [0.03, 0.08, 0.16, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.97];
 /// How much an estimate follows its newest value, at least.
 const SMOOTH: f64 = 1.0 / 16.0;
-/// A packet that took longer than others counts for more, but for so many at most.
-const MOST_WEIGHT: f64 = 4.0;
 /// One batch of so many is encoded by another than the best way, so that what is known of it stays true.
 const EXPLORED: u32 = 64;
 /// And one of so many by a way that was never measured with such content, while there is any that could be best.
@@ -31,15 +32,25 @@ const SETTLED: u32 = 8;
 /// The price at first: of a link of some gigabits per second. Too high for a fast link, it falls within a few batches; too low for a
 /// slow one, the first batches would fill its queue with what could have been small.
 const FIRST_PRICE: f64 = 3.0;
-/// The price changes by this power of e for a batch that did nothing but wait, or be waited for; and by more with each further batch
-/// that says the same: by this factor, up to this power.
-const GAIN: f64 = 0.15;
-const FASTER: (f64, f64) = (1.2, 0.5);
+/// The price changes by the factor e in such a time of nothing but waiting, or being waited for: at first in this part of the time since
+/// the beginning, and within these bounds. Later some batches of other content are no reason to change it by much.
+const CALMER: f64 = 0.3;
+const CALM: (f64, f64) = (2e6, 60e6);
+/// One packet may change it by this power of e.
+const MOST_CHANGE: f64 = 2.0;
 /// A network that idles is so many times worse than a thread that waits: what it did not carry is lost, and the thread would have made
 /// little of its time.
-const DEARER: f64 = 4.0;
+const DEARER: f64 = 8.0;
+/// And when it is to be expected, it counts as much as the price says, but so many times at most.
+const MOST_DEAR: f64 = 32.0;
 /// How far beyond the outermost prices that make a difference it goes: coming back from further away would only take longer.
 const BEYOND: f64 = 2.0;
+/// As if a thread had a CPU for one of so many parts of its time at least.
+const MOST_STRETCH: f64 = 8.0;
+/// After so many samples in a row by which the cheapest way is best, only one batch of so many is looked at.
+const PLAIN: u32 = 8;
+/// CPUs of which less than this part is unused are scarce: what waits then, waits for nothing that another thread does not have.
+const SCARCE: f64 = 0.2;
 /// What a way must save of each byte to be worth a thought.
 const LEAST_SAVED: f64 = 0.002;
 /// A byte costs no more than so many times its time on the wire: the time of a thread that always waits is worth little.
@@ -79,17 +90,13 @@ struct Estimate {
     tried: bool,
 }
 
-impl Estimate {
-    fn cost(&self, byte: f64) -> f64 {
-        self.nanos + byte * self.ratio
-    }
-}
-
 /// What became of the time since a channel's packet before this one. Times are in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Interval {
     /// The thread was running, or waited for a CPU.
     pub busy: u64,
+    /// What of that it waited for a CPU.
+    pub delayed: u64,
     /// What of that was writing.
     pub writing: u64,
     /// The thread waited until more could be sent.
@@ -105,26 +112,46 @@ pub struct Interval {
     pub written: usize,
     /// How far this side is beyond the CPU time that it may use: 0 not at all, 1 far.
     pub beyond: f64,
+    /// Which part of the CPUs that the threads of all channels can have they have left unused of late.
+    pub unused: f64,
 }
 
 /// What is known of a way, by class.
 type Way = [Estimate; CLASSES.len() + 1];
 
-/// What is known of the ways. The channels of a migration share it: what one has found out, no other has to.
+/// What is known of the ways and of the network. The channels of a migration share it: what one has found out, no other has to; and
+/// where each had a price of its own, one could go on sending what another takes great pains to make small.
 #[derive(Debug)]
-pub struct Knowledge(Mutex<Vec<Way>>);
+pub struct Knowledge {
+    ways: Mutex<Vec<Way>>,
+    price: Mutex<Price>,
+    channels: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Price {
+    /// Nanoseconds of a thread for each byte on the wire.
+    value: f64,
+    /// Nanoseconds since the first packet, of all channels together.
+    age: f64,
+}
 
 impl Knowledge {
-    /// Of `ways`, the cheapest first; what is not measured yet is guessed. There is one at least.
-    pub fn new(ways: impl IntoIterator<Item = MethodChoice>) -> Self {
+    /// Of `ways`, the cheapest first, for so many channels; what is not measured yet is guessed. There is one at least.
+    pub fn new(ways: impl IntoIterator<Item = MethodChoice>, channels: usize) -> Self {
         let way = |choice: MethodChoice| std::array::from_fn(|class| guess(choice, Class(class)));
         let ways: Vec<Way> = ways.into_iter().map(way).collect();
         assert!(!ways.is_empty(), "something has to be chosen");
-        Self(Mutex::new(ways))
+        let price = Price { value: FIRST_PRICE, age: 0.0 };
+        Self { ways: Mutex::new(ways), price: Mutex::new(price), channels: channels.max(1) as f64 }
     }
 
     fn ways(&self) -> MutexGuard<'_, Vec<Way>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ways.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn price(&self) -> MutexGuard<'_, Price> {
+        self.price.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -141,16 +168,20 @@ pub struct HeldUp {
 #[derive(Clone, Debug)]
 pub struct Selection {
     knowledge: Arc<Knowledge>,
-    price: f64,
     chosen: u32,
-    /// By how much it changes now, and whether it rises.
-    gain: (f64, bool),
+    /// How often it was asked for a sample, and how many of the last ones said that the cheapest way is best.
+    asked: u32,
+    plain: u32,
+    /// The last choice would have been another, had the network had more to do meanwhile.
+    hurried: bool,
+    /// Of late, how long nothing of this channel was in the network, and how long nothing of any.
+    empty: (f64, f64),
+    /// Of late, how long its thread was busy, and for how long of that it waited for a CPU.
+    busy: (f64, f64),
     /// Packets with content that were written.
     sent: u32,
-    /// Nanoseconds from one byte on the wire to the next.
+    /// Nanoseconds from one byte on the wire to the next, while the network has something to do.
     pace: f64,
-    /// Nanoseconds from one packet to the next.
-    typical: f64,
     /// Nanoseconds that a byte takes to be written.
     writing: f64,
     /// Of late: how long the receiver was busy, of how long.
@@ -162,12 +193,14 @@ impl Selection {
     pub fn new(knowledge: Arc<Knowledge>) -> Self {
         Self {
             knowledge,
-            price: FIRST_PRICE,
             chosen: 0,
-            gain: (GAIN, true),
+            hurried: false,
+            asked: 0,
+            plain: 0,
+            busy: (0.0, 0.0),
+            empty: (0.0, 0.0),
             sent: 0,
             pace: PRICES.0,
-            typical: 0.0,
             writing: 0.0,
             placing: (0.0, 0.0),
         }
@@ -175,27 +208,47 @@ impl Selection {
 
     /// Nanoseconds that a byte on the wire costs now.
     pub fn price(&self) -> f64 {
-        self.price
+        self.knowledge.price().value
     }
 
     /// Whether anything but the cheapest way could be best, whatever the content is: only then is it worth a sample.
-    pub fn wants_sample(&self) -> bool {
+    pub fn wants_sample(&mut self) -> bool {
+        // Where content has been of no use to encode for a while, only now and then whether it still is.
+        self.asked = self.asked.wrapping_add(1);
+        if self.plain >= PLAIN && !self.asked.is_multiple_of(PLAIN) {
+            return false;
+        }
         let least = |way: &Way| way.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
-        self.knowledge.ways().iter().skip(1).any(|way| least(way) < self.byte())
+        let stretch = self.stretch();
+        self.knowledge.ways().iter().skip(1).any(|way| least(way) * stretch < self.byte())
     }
 
-    /// The way for a batch of this class; without a sample, the cheapest.
-    pub fn choose(&mut self, class: Option<Class>) -> usize {
+    /// The way for a batch of this class and of so many bytes, where the network has something to do for so many nanoseconds still, if that
+    /// is known; without a sample, the cheapest.
+    pub fn choose(&mut self, class: Option<Class>, size: usize, left: Option<u64>) -> usize {
         let Some(Class(class)) = class else { return 0 };
         let byte = self.byte();
+        // For each byte of the batch; after it the network's time is lost, at what that is worth in the thread's.
+        let left = left.map_or(f64::INFINITY, |left| left as f64 / size.max(1) as f64);
+        let idle_costs = (self.price() / self.pace).min(MOST_DEAR) * self.alone();
         let mut ways = self.knowledge.ways();
-        let cost = |way: &Way| way[class].cost(byte);
-        let costs = ways.iter().map(cost).enumerate();
-        let (best, least) = costs.min_by(|one, other| one.1.total_cmp(&other.1)).expect("there is one");
+        let stretch = self.stretch();
+        let cheapest = |idle_costs: f64| {
+            let cost = |way: &Way| {
+                let Estimate { nanos, ratio, .. } = way[class];
+                let nanos = nanos * stretch;
+                nanos + byte * ratio + idle_costs * (nanos - left).max(0.0)
+            };
+            let costs = ways.iter().map(cost).enumerate();
+            costs.min_by(|one, other| one.1.total_cmp(&other.1)).expect("there is one")
+        };
+        let (best, least) = cheapest(idle_costs);
+        self.hurried = cheapest(0.0).0 != best;
+        self.plain = if best == 0 { self.plain.saturating_add(1) } else { 0 };
         self.chosen = self.chosen.wrapping_add(1);
         if self.sent >= SETTLED && self.chosen.is_multiple_of(TRIED) {
             // It could be if it makes things a good deal smaller than is guessed.
-            let at_best = |estimate: Estimate| estimate.nanos + byte * estimate.ratio * HOPED;
+            let at_best = |estimate: Estimate| estimate.nanos * stretch + byte * estimate.ratio * HOPED;
             let could = |way: &Way| !way[class].tried && at_best(way[class]) < least;
             if let Some(untried) = ways.iter().skip(1).position(could) {
                 ways[untried + 1][class].tried = true;
@@ -207,7 +260,7 @@ impl Selection {
             return best;
         }
         // A try takes no longer than what the batch costs at best; whether it makes up for that is what is to be learned.
-        let affordable = |at: &usize| *at != best && ways[*at][class].nanos < least;
+        let affordable = |at: &usize| *at != best && ways[*at][class].nanos * stretch < least;
         (0..ways.len()).filter(affordable).min_by_key(|at| ways[*at][class].seen).unwrap_or(best)
     }
 
@@ -230,7 +283,7 @@ impl Selection {
 
     /// A packet with content was written. Says what held it up.
     pub fn sent(&mut self, interval: &Interval) -> HeldUp {
-        let &Interval { busy, writing, waited, idle, arrived, placing, written, beyond } = interval;
+        let &Interval { busy, delayed, writing, waited, idle, arrived, placing, written, beyond, unused } = interval;
         let all = busy.saturating_add(waited);
         if all == 0 || written == 0 {
             return HeldUp::default();
@@ -240,11 +293,14 @@ impl Selection {
         self.sent = self.sent.saturating_add(1);
         if self.sent == 1 {
             // Until there is something to send, every network has nothing to do.
-            (self.pace, self.typical) = (time / bytes, time);
+            self.pace = time / bytes;
             return HeldUp { network: waited as f64 / time, receiver: 0.0 };
         }
-        follow(&mut self.typical, time);
-        follow(&mut self.pace, time / bytes);
+        follow(&mut self.pace, ((time - idle.min(all) as f64) / bytes).max(PRICES.0));
+        follow(&mut self.empty.0, arrived.min(all) as f64);
+        follow(&mut self.empty.1, idle.min(all) as f64);
+        follow(&mut self.busy.0, busy as f64);
+        follow(&mut self.busy.1, delayed.min(busy) as f64);
         follow(&mut self.writing, writing.min(busy) as f64 / bytes);
         let (busy_receiver, of) = &mut self.placing;
         // An acknowledgement stands for several packets, so only the sums can be compared.
@@ -257,26 +313,29 @@ impl Selection {
         let waits = waited as f64 / time * (1.0 - receiver);
         // What has nothing to do, nobody waits for: while one does, the network is less idle than it may seem from what is in flight.
         let idles = idle.min(all) as f64 / time * (1.0 - waits);
-        let pressure = waits * (1.0 - beyond) - (DEARER * idles).min(1.0).max(receiver).max(beyond);
-        let (gain, rises) = &mut self.gain;
-        *gain = if *rises == (pressure > 0.0) { (*gain * FASTER.0).min(FASTER.1) } else { GAIN };
-        *rises = pressure > 0.0;
-        // A limit lets several go at once and then none for long: what counts is time, not packets.
-        let weight = (time / self.typical).min(MOST_WEIGHT);
-        let price = self.price * f64::exp(*gain * pressure * weight);
+        // Where another thread has its CPU meanwhile, one that waits has no time left for anything.
+        let pressure =
+            waits * (unused / SCARCE).min(1.0) * (1.0 - beyond) - (DEARER * idles).min(1.0).max(receiver).max(beyond);
+        // A price that asks for more than there is time for need not rise.
+        let pressure = if self.hurried { pressure.min(0.0) } else { pressure };
         let (least, most) = self.telling_prices();
-        self.price = price.clamp(least / BEYOND, most * BEYOND).min(MOST_PART * self.pace).clamp(PRICES.0, PRICES.1);
+        let mut price = self.knowledge.price();
+        let time = time / self.knowledge.channels;
+        price.age += time;
+        let calm = (price.age * CALMER).clamp(CALM.0, CALM.1);
+        let changed = price.value * f64::exp(pressure * (time / calm).min(MOST_CHANGE));
+        price.value = changed.clamp(least / BEYOND, most * BEYOND).min(MOST_PART * self.pace).clamp(PRICES.0, PRICES.1);
         HeldUp { network: waits, receiver: waited as f64 / time - waits }
     }
 
     /// The least price at which anything but the cheapest way is best for some content, and the highest at which the way changes for any.
     fn telling_prices(&self) -> (f64, f64) {
         let (mut least, mut most) = (PRICES.1, PRICES.0);
-        let ways = self.knowledge.ways();
+        let (ways, stretch) = (self.knowledge.ways(), self.stretch());
         for (at, way) in ways.iter().enumerate() {
             for other in &ways[at + 1..] {
                 for (one, other) in way.iter().zip(other) {
-                    let (nanos, saved) = (other.nanos - one.nanos, one.ratio - other.ratio);
+                    let (nanos, saved) = ((other.nanos - one.nanos) * stretch, one.ratio - other.ratio);
                     if saved > LEAST_SAVED {
                         let even = (nanos / saved - self.writing).max(PRICES.0);
                         (least, most) = (least.min(even), most.max(even));
@@ -287,9 +346,21 @@ impl Selection {
         (least, most.max(least))
     }
 
+    /// In which part of the time in which this channel has nothing in the network, no other has.
+    fn alone(&self) -> f64 {
+        let (this, all) = self.empty;
+        if this > all { all / this } else { 1.0 }
+    }
+
+    /// How much longer everything takes as others have the CPU too.
+    fn stretch(&self) -> f64 {
+        let (busy, delayed) = self.busy;
+        if busy > 0.0 { (1.0 - delayed / busy).max(1.0 / MOST_STRETCH).recip() } else { 1.0 }
+    }
+
     /// Nanoseconds that a byte costs which is sent: its price, and what writing it takes.
     pub fn byte(&self) -> f64 {
-        self.price + self.writing
+        self.price() + self.writing
     }
 }
 
@@ -337,7 +408,7 @@ mod tests {
             ("zstd", Some("3")),
             ("zstd", Some("6")),
         ]);
-        Selection::new(Arc::new(Knowledge::new(ways)))
+        Selection::new(Arc::new(Knowledge::new(ways, 1)))
     }
 
     #[test]
@@ -350,7 +421,7 @@ mod tests {
         }
         for _ in 0..1000 {
             assert!(!selection.wants_sample());
-            assert_eq!(selection.choose(None), 0);
+            assert_eq!(selection.choose(None, BATCH, None), 0);
             selection.encoded(0, None, BATCH, BATCH, 0);
             selection.sent(&free);
         }
@@ -365,18 +436,22 @@ mod tests {
     fn what_was_never_measured_is_tried_where_it_could_be_best_and_nowhere_else() {
         // LZ4, and so the sample and the guesses, see nothing in it.
         let class = Some(Class::of(100, 100));
-        let settled = |price: f64| Selection { price, sent: SETTLED, ..selection() };
+        let settled = |price: f64| {
+            let selection = Selection { sent: SETTLED, ..selection() };
+            selection.knowledge.price().value = price;
+            selection
+        };
         let mut selection = settled(1000.0);
         let mut chosen = [0; 6];
         for _ in 0..60 {
-            let way = selection.choose(class);
+            let way = selection.choose(class, BATCH, None);
             chosen[way] += 1;
             let output = if way >= 3 { BATCH * 2 / 3 } else { BATCH };
             selection.encoded(way, class, BATCH, output, (BATCH * way) as u64);
         }
         assert!(chosen[3] > 40 && chosen.iter().all(|times| *times > 0), "{chosen:?}");
         selection = settled(0.1);
-        assert!((0..60).all(|_| selection.choose(class) == 0));
+        assert!((0..60).all(|_| selection.choose(class, BATCH, None) == 0));
     }
 
     #[test]
@@ -387,11 +462,22 @@ mod tests {
             for _ in 0..1000 {
                 let (idle, writing, placing) = (busy, waited, waited);
                 let arrived = waited;
-                selection.sent(&Interval { busy, writing, waited, idle, arrived, placing, written, beyond: 1.0 });
+                selection.sent(&Interval {
+                    busy,
+                    delayed: busy,
+                    writing,
+                    waited,
+                    idle,
+                    arrived,
+                    placing,
+                    written,
+                    beyond: 1.0,
+                    unused: 1.0,
+                });
                 assert!(selection.price() >= PRICES.0 && selection.price() <= PRICES.1);
             }
         }
         selection.encoded(1, Some(Class::of(0, 0)), 0, 0, 5);
-        assert!(selection.choose(Some(Class::of(1, 2))) < 6);
+        assert!(selection.choose(Some(Class::of(1, 2)), BATCH, Some(0)) < 6);
     }
 }

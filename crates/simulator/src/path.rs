@@ -13,10 +13,10 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use sterna_codec::select::Interval;
 
-use parts::{Allowance, Servers, Window};
+use parts::{Allowance, Cpus, Servers, Window};
 
 /// What the kernel holds of a connection at the sender, and at the receiver.
-const SOCKET: usize = 4 << 20;
+const SOCKET: usize = 2 << 20;
 const RECEIVE_BUFFER: usize = 6 << 20;
 /// Batches of the same 2 MiB of memory take the same channel.
 const REGION: usize = 4;
@@ -81,8 +81,9 @@ pub struct Encoded {
 
 /// Who decides, for one channel.
 pub trait Choice {
-    /// Encodes a batch, by its number among those of all channels.
-    fn encode(&mut self, batch: usize) -> Encoded;
+    /// Encodes a batch, by its number among those of all channels, while the network has something of its channel to send
+    /// for so many nanoseconds still.
+    fn encode(&mut self, batch: usize, left: f64) -> Encoded;
 
     /// The last one took so long, with the wait for an engine.
     fn encoded(&mut self, nanos: u64) {
@@ -133,19 +134,51 @@ struct Channel {
     batch: usize,
     /// The end of its packet before.
     since: f64,
-    /// Since then: waited, and the CPU time used.
+    /// Since then: waited, waited for a CPU, and the CPU time used.
     waited: f64,
+    delayed: f64,
     used: f64,
     /// The receiver has said so since then.
     placing: f64,
     /// When all it has written will have arrived.
     arrived: f64,
     /// What has not arrived, or was not taken by the receiver: until when, and how many bytes.
-    sending: VecDeque<(f64, usize)>,
+    sending: VecDeque<Passing>,
     arriving: VecDeque<(f64, usize)>,
     receiver_free: f64,
     /// How long nothing was on its way anywhere, by the time of its packet before.
     idle: f64,
+}
+
+/// Bytes that pass the network evenly from one time to another.
+#[derive(Clone, Copy, Debug)]
+struct Passing {
+    from: f64,
+    until: f64,
+    bytes: usize,
+}
+
+impl Passing {
+    /// What is not through yet.
+    fn left(&self, now: f64) -> f64 {
+        let part = (self.until - now) / (self.until - self.from).max(f64::MIN_POSITIVE);
+        self.bytes as f64 * part.clamp(0.0, 1.0)
+    }
+
+    /// When so much of it has passed since `now`, or all of it.
+    fn when_less_by(&self, bytes: f64, now: f64) -> f64 {
+        let each = (self.until - self.from) / self.bytes.max(1) as f64;
+        // At least a nanosecond, as what rounds to nothing would never end.
+        (now.max(self.from) + bytes * each).min(self.until).max(now + 1.0)
+    }
+}
+
+/// Bytes that have not passed by `now`; what has, is forgotten.
+fn left(passing: &mut VecDeque<Passing>, now: f64) -> f64 {
+    while passing.front().is_some_and(|first| first.until <= now) {
+        passing.pop_front();
+    }
+    passing.iter().map(|passing| passing.left(now)).sum()
 }
 
 /// A time in a heap.
@@ -179,10 +212,12 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
     assert!(path.channels > 0 && choices.len() == path.channels, "each channel has a choice");
     let mut took = Took::default();
     let mut network_free = 0.0f64;
+    let mut network_idle = 0.0f64;
     let mut senders = Servers::new(path.cores.min(path.channels));
     let mut receivers = Servers::new(path.cores.min(path.channels));
     let mut engines = Servers::new(path.engines);
     let mut allowance = Allowance::new(path.allowed);
+    let mut cpus = Cpus::new(path.cores.min(path.channels));
     let mut window = Window::default();
     // Acknowledgements that will come: when, of which channel, how many bytes, and how long the receiver was busy with them.
     let mut coming: BinaryHeap<Reverse<(At, usize, u64)>> = BinaryHeap::new();
@@ -193,6 +228,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
             batch: channel * REGION,
             since: 0.0,
             waited: 0.0,
+            delayed: 0.0,
             used: 0.0,
             placing: 0.0,
             arrived: 0.0,
@@ -222,10 +258,11 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
             }
             Next::Batch(asked) => {
                 channel.waited += now - asked;
-                let encoded = choice.encode(channel.batch);
+                let encoded = choice.encode(channel.batch, (channel.arrived - now).max(0.0));
                 window.entered(encoded.size);
                 let reading = encoded.size as f64 * path.read;
                 let (begun, read) = senders.serve(now, reading + encoded.thread);
+                channel.delayed += begun - now;
                 let (asked_engine, mut done) = (read, read);
                 if encoded.engine > 0.0 {
                     let (begun, ended) = engines.serve(asked_engine, encoded.engine);
@@ -245,25 +282,17 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
             }
             Next::Write(Encoded { size, bytes, decoding, .. }) => {
                 let idle_there = (now - channel.arrived.max(channel.since)).max(0.0);
-                window.on_wire(size, now);
-                // Room in the socket.
-                let mut begun = now;
-                free(&mut channel.sending, begun);
-                while held(&channel.sending) + bytes > SOCKET
-                    && let Some((until, _)) = channel.sending.pop_front()
-                {
-                    begun = begun.max(until);
-                }
-                channel.waited += begun - now;
                 let writing = bytes as f64 * path.write;
-                let (_, written) = senders.serve(begun, writing);
+                let (begun, mut written) = senders.serve(now, writing);
+                channel.delayed += begun - now;
                 channel.used += writing;
-                // The network, and before it what the receiver has not taken yet.
+                // The network, which carries the beginning while the end is written, and before it what the receiver has not taken yet.
                 let rate = match path.change {
                     Some((from, rate)) if channel.batch > from => rate,
                     _ => path.rate,
                 };
-                let start = written.max(network_free).max(channel.arrived);
+                network_idle += (now - network_free).max(0.0);
+                let start = now.max(network_free).max(channel.arrived);
                 let mut let_in = start;
                 free(&mut channel.arriving, let_in);
                 while held(&channel.arriving) + bytes > RECEIVE_BUFFER
@@ -272,9 +301,19 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                     let_in = let_in.max(until);
                 }
                 // While a receiver takes nothing, the network is there for others.
-                network_free = start + bytes as f64 / rate;
-                channel.arrived = let_in + bytes as f64 / rate;
-                channel.sending.push_back((channel.arrived, bytes));
+                network_free = (start + bytes as f64 / rate).max(written);
+                channel.arrived = (let_in + bytes as f64 / rate).max(written);
+                channel.sending.push_back(Passing { from: let_in, until: channel.arrived, bytes });
+                // It is written when the socket has room for what is left of it.
+                let had_room = written;
+                loop {
+                    let too_much = left(&mut channel.sending, written) - SOCKET as f64;
+                    match channel.sending.front() {
+                        Some(first) if too_much > 0.0 => written = first.when_less_by(too_much, written),
+                        _ => break,
+                    }
+                }
+                channel.waited += written - had_room;
                 // The receiver.
                 let placing = bytes as f64 * path.receive + size as f64 * path.place + decoding;
                 let ready = channel.arrived.max(channel.receiver_free);
@@ -287,14 +326,16 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                 took.bytes += bytes;
                 // What the choice is told.
                 let elapsed = written - channel.since;
-                let idle = std::mem::replace(&mut channel.idle, window.idle());
-                let idle = (window.idle() - idle).max(idle_there);
+                let idle = std::mem::replace(&mut channel.idle, network_idle);
+                let idle = network_idle - idle;
                 let beyond = allowance.used(channel.used, written);
+                let unused = cpus.unused(channel.used, written);
                 took.cpu += std::mem::take(&mut channel.used);
                 let waited = std::mem::take(&mut channel.waited).min(elapsed);
                 let nanos = |time: f64| time.max(0.0) as u64;
                 choice.sent(&Interval {
                     busy: nanos(elapsed - waited),
+                    delayed: nanos(std::mem::take(&mut channel.delayed)),
                     writing: nanos(writing),
                     waited: nanos(waited),
                     idle: nanos(idle),
@@ -302,6 +343,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                     placing: nanos(std::mem::take(&mut channel.placing)),
                     written: bytes,
                     beyond,
+                    unused,
                 });
                 channel.since = written;
                 channel.next = Next::Batch(written);
@@ -333,7 +375,7 @@ mod tests {
     struct Same(Encoded, Interval);
 
     impl Choice for Same {
-        fn encode(&mut self, _batch: usize) -> Encoded {
+        fn encode(&mut self, _batch: usize, _left: f64) -> Encoded {
             self.0
         }
 
@@ -418,7 +460,7 @@ mod tests {
     fn every_batch_is_taken_once_by_the_channel_of_its_region() {
         struct Note<'a>(usize, &'a std::cell::RefCell<Vec<(usize, usize)>>);
         impl Choice for Note<'_> {
-            fn encode(&mut self, batch: usize) -> Encoded {
+            fn encode(&mut self, batch: usize, _left: f64) -> Encoded {
                 self.1.borrow_mut().push((batch, self.0));
                 raw()
             }

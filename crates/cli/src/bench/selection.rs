@@ -164,10 +164,9 @@ fn best_of(fixed: &[(String, Took, bool)]) -> usize {
 fn compute(plan: &Plan, trace: &Trace, bytes: &Bytes) -> Row {
     let Compared { fixed, best, oracle } = compared(plan, trace, bytes);
     let (path, batches) = (plan.path(bytes), plan.batches());
-    let (auto, prices) = trace.only(|way| plan.accelerator.has(way)).selected(&path, batches);
+    let (auto, price) = trace.only(|way| plan.accelerator.has(way)).selected(&path, batches);
     let (name, fastest, fits) = &fixed[best];
     let none = fixed[0].1;
-    let price = prices.iter().sum::<f64>() / prices.len() as f64;
     let within = if *fits { "" } else { NOTHING_FITS };
     let ms = |took: &Took| took.time / 1e6;
     Row {

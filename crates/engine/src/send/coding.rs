@@ -33,18 +33,29 @@ pub(super) struct Times {
     pub(super) waited: Duration,
     /// It had nothing to send.
     pub(super) starved: Duration,
+    /// It waited for a CPU.
+    pub(super) delayed: Duration,
     /// It was running, and writing.
     pub(super) writing: Duration,
     /// The receiver was busy, as far as it has said so.
     pub(super) placing: Duration,
-    /// All that was written had arrived, as far as the kernel says so.
-    pub(super) arrived: Duration,
-    /// The receiver's program did not read, and the connection took no more.
-    pub(super) window_closed: Duration,
+    /// What the kernel says, where it does.
+    pub(super) kernel: Option<Said>,
     /// The limit held the thread back.
     pub(super) limited: Duration,
-    /// How far this side is beyond the CPU time that it may use, 0 to 1.
-    pub(super) beyond: f64,
+    /// It was running.
+    pub(super) running: Duration,
+}
+
+/// What the kernel says of a channel's connection since its packet before.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Said {
+    /// All that was written had arrived.
+    arrived: Duration,
+    /// The receiver's program did not read, and the connection took no more.
+    window_closed: Duration,
+    /// What lies before the network now will take it so long.
+    left: Option<Duration>,
 }
 
 /// What the kernel has said by the last packet, and when.
@@ -58,13 +69,15 @@ impl Default for Kernel {
 }
 
 impl Kernel {
-    /// Since the last time, how long all that was written had arrived, and how long the receiver's program kept the connection from
-    /// taking more. Zero where the kernel does not say.
-    pub(super) fn since(&mut self, writer: &Writer) -> (Duration, Duration) {
-        let Some(times) = writer.send_times() else { return Default::default() };
+    /// None where the kernel does not say.
+    pub(super) fn since(&mut self, writer: &Writer) -> Option<Said> {
+        let times = writer.send_times()?;
         let Self(before, at) = std::mem::replace(self, Self(times, Instant::now()));
-        let idle = self.1.saturating_duration_since(at).saturating_sub(times.busy.saturating_sub(before.busy));
-        (idle, times.window_closed.saturating_sub(before.window_closed))
+        Some(Said {
+            arrived: self.1.saturating_duration_since(at).saturating_sub(times.busy.saturating_sub(before.busy)),
+            window_closed: times.window_closed.saturating_sub(before.window_closed),
+            left: times.left,
+        })
     }
 }
 
@@ -96,8 +109,9 @@ pub(super) struct Auto {
     encoding: f64,
     /// The end of the packet before.
     since: Instant,
-    /// What the window had seen by then.
+    /// What the window had seen by then, and how long the network had been idle.
     seen: Seen,
+    idle: Duration,
     /// Of late, how long the limit held the thread back, and of how long.
     limited: (f64, f64),
 }
@@ -142,6 +156,7 @@ impl Coding {
             encoding: 0.0,
             since: Instant::now(),
             seen: Seen::default(),
+            idle: Duration::ZERO,
             limited: (0.0, 0.0),
         })))
     }
@@ -156,15 +171,28 @@ impl Coding {
         matches!(self, Self::Auto(_))
     }
 
-    /// Encodes `content` into `output`: the number of the format, and how long it became. None: it goes as it is.
-    pub(super) fn encode(&mut self, content: &[u8], output: &mut [u8]) -> Result<Option<(u8, usize)>, CodecError> {
+    /// Encodes `content` into `output`: the number of the format, and how long it became. None: it goes as it is. The network has
+    /// something to do for as long as is `left`, where that is known.
+    pub(super) fn encode(
+        &mut self,
+        content: &[u8],
+        output: &mut [u8],
+        left: impl FnOnce() -> Option<Duration>,
+    ) -> Result<Option<(u8, usize)>, CodecError> {
         match self {
             Self::Fixed(_, 0) => Ok(None),
             Self::Fixed(encoder, format) => Ok(match encoder.encode(content, output)? {
                 Encoded::Shrunk(length) => Some((*format, length)),
                 Encoded::Incompressible => None,
             }),
-            Self::Auto(auto) => auto.encode(content, output),
+            Self::Auto(auto) => auto.encode(content, output, left()),
+        }
+    }
+
+    /// A packet is about to be written.
+    pub(super) fn writes(&self) {
+        if let Self::Auto(auto) = self {
+            auto.shared.network().is_given(Instant::now());
         }
     }
 
@@ -182,28 +210,35 @@ impl Coding {
             *of = *of * LIMIT_MEMORY + elapsed.as_secs_f64();
             // The kernel knows of this channel alone, and not of what a limit holds back: it says where what is on its way lies. What the
             // network could have carried, the window of all channels says.
-            let arrived = if *limited > LIMITED * *of { Duration::ZERO } else { times.arrived + times.window_closed };
-            let idle = seen.idle.saturating_sub(before.idle);
-            let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+            let is_limited = *limited > LIMITED * *of;
+            let arrived = match times.kernel {
+                Some(Said { arrived, window_closed, .. }) if !is_limited => arrived + window_closed,
+                _ => Duration::ZERO,
+            };
+            // By when the network will have sent what lies before it; where a limit or somebody else decides, by what is in the window.
+            let idle = match times.kernel {
+                Some(Said { left: Some(left), .. }) if !is_limited => {
+                    let mut network = auto.shared.network();
+                    network.has(Instant::now(), left);
+                    let idle = network.idle();
+                    idle.saturating_sub(std::mem::replace(&mut auto.idle, idle))
+                }
+                _ => seen.idle.saturating_sub(before.idle),
+            };
+            let (beyond, unused) = (auto.shared.beyond(times.running), auto.shared.unused(times.running));
             let held_up = auto.selection.sent(&Interval {
                 busy: nanos(busy),
+                delayed: nanos(times.delayed),
                 writing: nanos(times.writing),
                 waited: nanos(waited),
                 idle: nanos(idle.saturating_sub(times.starved)),
                 arrived: nanos(arrived),
                 placing: nanos(times.placing),
                 written,
-                beyond: times.beyond,
+                beyond,
+                unused,
             });
             auto.shared.sent(auto.way, content as u64, elapsed, held_up);
-        }
-    }
-
-    /// The thread has run for `running` since it last said so; says how far all of them are beyond the CPU time that they may use, 0 to 1.
-    pub(super) fn used(&self, running: Duration) -> f64 {
-        match self {
-            Self::Fixed(..) => 0.0,
-            Self::Auto(auto) => auto.shared.used(running),
         }
     }
 
@@ -224,10 +259,19 @@ impl Coding {
     }
 }
 
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 impl Auto {
-    fn encode(&mut self, content: &[u8], output: &mut [u8]) -> Result<Option<(u8, usize)>, CodecError> {
+    fn encode(
+        &mut self,
+        content: &[u8],
+        output: &mut [u8],
+        left: Option<Duration>,
+    ) -> Result<Option<(u8, usize)>, CodecError> {
         let class = if self.selection.wants_sample() { self.sampler.class(content)? } else { None };
-        self.way = self.selection.choose(class);
+        self.way = self.selection.choose(class, content.len(), left.map(nanos));
         let (at, way) = (Instant::now(), &mut self.ways[self.way]);
         let begun = way.clock(at);
         let encoded = if way.format == 0 { Encoded::Incompressible } else { way.encoder.encode(content, output)? };
@@ -235,7 +279,7 @@ impl Auto {
             Encoded::Shrunk(length) => length,
             Encoded::Incompressible => content.len(),
         };
-        let nanos = u64::try_from(way.clock(at).saturating_sub(begun).as_nanos()).unwrap_or(u64::MAX);
+        let nanos = nanos(way.clock(at).saturating_sub(begun));
         let format = way.format;
         self.selection.encoded(self.way, class, content.len(), length, nanos);
         self.encoding += (nanos as f64 / content.len().max(1) as f64 - self.encoding) * SMOOTH;
@@ -254,7 +298,7 @@ mod tests {
     #[test]
     fn what_shrinks_is_encoded_however_much_did_not_before_it() {
         let mut coding =
-            Coding::new(&Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), None))
+            Coding::new(&Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None))
                 .unwrap();
         let mut state = 1u64;
         let noise: Vec<u8> = (0..BATCH)
@@ -266,10 +310,10 @@ mod tests {
         let text: Vec<u8> = (0..BATCH).map(|at| b"the quick brown fox "[at % 20]).collect();
         let mut output = vec![0; BATCH];
         for round in 0..20 {
-            assert_eq!(coding.encode(&noise, &mut output).unwrap(), None, "round {round}");
+            assert_eq!(coding.encode(&noise, &mut output, || None).unwrap(), None, "round {round}");
         }
         // As it begins, a byte on the wire costs more than encoding it.
-        let (_, length) = coding.encode(&text, &mut output).unwrap().expect("it shrinks");
+        let (_, length) = coding.encode(&text, &mut output, || None).unwrap().expect("it shrinks");
         assert!(length < BATCH / 10, "{length}");
     }
 }

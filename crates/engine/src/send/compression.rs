@@ -1,7 +1,7 @@
 //! How the content of a migration is compressed: always one way, or by what drains it fastest now.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use sterna_codec::select::{HeldUp, Knowledge};
 use sterna_codec::{Engines, MethodChoice};
@@ -27,24 +27,33 @@ pub(super) struct Auto {
     pub(super) knowledge: Arc<Knowledge>,
     /// What was chosen when, and why.
     choices: Mutex<Choices>,
+    network: Mutex<Network>,
+    cpus: Mutex<Cpus>,
     /// How much of this side's CPUs that may take; none: as much as it likes.
     cpu: Option<CpuAllowance>,
 }
 
 impl Compression {
-    /// By `choice`, with `engines` besides the CPU. Where it is `auto`, it uses `cpu` cores at most; none: as many as it likes.
-    pub fn new(choice: MethodChoice, engines: Engines, cpu: Option<f64>) -> Self {
+    /// By `choice`, with `engines` besides the CPU, on so many channels. Where it is `auto`, it uses `cpu` cores at most; none: as many as it likes.
+    pub fn new(choice: MethodChoice, engines: Engines, channels: u16, cpu: Option<f64>) -> Self {
         let auto = choice.is_auto().then(|| {
             let ways = MethodChoice::ways_of_auto(&engines);
-            let knowledge = Arc::new(Knowledge::new(ways.iter().copied()));
-            Arc::new(Auto { ways, knowledge, choices: Mutex::default(), cpu: cpu.map(CpuAllowance::new) })
+            let knowledge = Arc::new(Knowledge::new(ways.iter().copied(), channels.into()));
+            Arc::new(Auto {
+                ways,
+                knowledge,
+                choices: Mutex::default(),
+                network: Mutex::default(),
+                cpus: Mutex::new(Cpus::new(channels)),
+                cpu: cpu.map(CpuAllowance::new),
+            })
         });
         Self { choice, engines, auto }
     }
 
     /// Content goes as it is.
     pub fn none() -> Self {
-        Self::new(MethodChoice::default(), Engines::default(), None)
+        Self::new(MethodChoice::default(), Engines::default(), 1, None)
     }
 
     pub(super) fn choice(&self) -> MethodChoice {
@@ -82,10 +91,76 @@ impl Compression {
     }
 }
 
+/// Until when the network has something to do, by what the channels have said lies before it.
+#[derive(Debug, Default)]
+pub(super) struct Network {
+    until: Option<Instant>,
+    idle: Duration,
+}
+
+impl Network {
+    /// Something is given to it.
+    pub(super) fn is_given(&mut self, now: Instant) {
+        if let Some(until) = self.until.filter(|until| *until < now) {
+            self.idle += now - until;
+            self.until = Some(now);
+        }
+    }
+
+    /// A channel's part of it will take so long.
+    pub(super) fn has(&mut self, now: Instant, left: Duration) {
+        let until = now + left;
+        self.until = Some(self.until.map_or(until, |others| others.max(until)));
+    }
+
+    /// How long it has had nothing to do so far.
+    pub(super) fn idle(&self) -> Duration {
+        self.idle
+    }
+}
+
+/// How much of the CPUs the threads of all channels have used of late.
+#[derive(Debug)]
+struct Cpus {
+    count: f64,
+    /// Seconds of CPUs.
+    used: f64,
+    of: f64,
+    at: Instant,
+}
+
+/// What was so long ago counts for a third.
+const OF_LATE: Duration = Duration::from_millis(50);
+
+impl Cpus {
+    /// Those that so many threads can have here.
+    fn new(threads: u16) -> Self {
+        let count = std::thread::available_parallelism().map_or(f64::from(threads), |count| count.get() as f64);
+        Self { count: count.min(f64::from(threads.max(1))), used: 0.0, of: 0.0, at: Instant::now() }
+    }
+
+    fn unused(&mut self, running: Duration, now: Instant) -> f64 {
+        let elapsed = now.saturating_duration_since(self.at);
+        self.at += elapsed;
+        let (kept, elapsed) = (f64::exp(-elapsed.as_secs_f64() / OF_LATE.as_secs_f64()), elapsed.as_secs_f64());
+        (self.used, self.of) = (self.used * kept + running.as_secs_f64(), self.of * kept + elapsed * self.count);
+        if self.of > 0.0 { (1.0 - self.used / self.of).clamp(0.0, 1.0) } else { 1.0 }
+    }
+}
+
 impl Auto {
+    pub(super) fn network(&self) -> MutexGuard<'_, Network> {
+        self.network.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// A thread has run for `running` since it last said so; says how far all of them are beyond what they may use: 0 not at all, 1 far.
-    pub(super) fn used(&self, running: Duration) -> f64 {
+    pub(super) fn beyond(&self, running: Duration) -> f64 {
         self.cpu.as_ref().map_or(0.0, |cpu| cpu.used(running))
+    }
+
+    /// A thread has run for `running` since it last said so; says which part of the CPUs that all of them can have is unused of late.
+    pub(super) fn unused(&self, running: Duration) -> f64 {
+        self.cpus.lock().unwrap_or_else(PoisonError::into_inner).unused(running, Instant::now())
     }
 
     /// A packet with `bytes` of content went by `way`; since the one before it on its channel `time` had passed.

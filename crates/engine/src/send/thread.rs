@@ -595,7 +595,7 @@ impl Sending {
         }
         let (method, payload) = match kind {
             PacketKind::Pages if !content.is_empty() && !self.coding.is_none() && self.way != Way::Plain => {
-                let encoded = self.coding.encode(content, &mut self.encoded)?;
+                let encoded = self.coding.encode(content, &mut self.encoded, || self.writer.send_times()?.left)?;
                 if let Some(way) = self.coding.way() {
                     self.shared.counters.by_way[way].fetch_add(content.len() as u64, Ordering::Relaxed);
                 }
@@ -629,6 +629,7 @@ impl Sending {
         let piece = self.context.pacer.limit().map_or(payload.len(), |_| self.context.pacer.piece());
         let begun = self.waits.is_some().then(|| {
             self.context.window.on_wire(in_window);
+            self.coding.writes();
             OffCpu::begin()
         });
         let (first, rest) = payload.split_at(piece.min(payload.len()));
@@ -643,10 +644,10 @@ impl Sending {
             // A packet of zero pages says nothing of what a byte costs.
             if kind == PacketKind::Pages && !content.is_empty() {
                 let mut times = std::mem::take(&mut self.times);
-                times.waited = waits.take();
+                (times.waited, times.delayed) = waits.take();
                 times.placing = self.shared.placing();
-                times.beyond = self.coding.used(waits.running());
-                (times.arrived, times.window_closed) = self.kernel.since(&self.writer);
+                times.running = waits.running();
+                times.kernel = self.kernel.since(&self.writer);
                 let window = &self.context.window;
                 let written = header.len() + self.table.len() + payload.len();
                 let seen = Seen { idle: window.idle(), full: window.full() };

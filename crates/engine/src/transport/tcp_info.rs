@@ -1,44 +1,56 @@
-//! What the kernel says of a TCP connection's sending: how long there was something to send, and how much of that the peer's closed
-//! window held it up.
+//! What the kernel says of a TCP connection's sending: how long there was something to send, how much of that the peer's closed window
+//! held it up, and how much is queued now.
 
 use std::mem::{MaybeUninit, size_of};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-/// Since the connection was made.
+/// Since the connection was made, and now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SendTimes {
     /// Something was to be sent, or sent and not yet in the peer's kernel.
     pub busy: Duration,
     /// For so long of that nothing could go because the peer's program did not read.
     pub window_closed: Duration,
+    /// What is to be sent now, or is sent and not yet in the peer's kernel, will take so long at the rate at which the peer's kernel has
+    /// taken it of late, beyond the path's length; none before that is known.
+    pub left: Option<Duration>,
 }
 
 impl SendTimes {
-    /// None where the kernel does not say (`TCP_INFO` of Linux 4.10 or newer: `tcpi_busy_time`, `tcpi_rwnd_limited`).
+    /// None where the kernel does not say.
     pub(super) fn of(stream: &TcpStream) -> Option<Self> {
-        let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
-        let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
-        // SAFETY: the kernel writes at most `length` bytes to `info`, which is as large, and `stream` is open.
-        let result = unsafe {
-            libc::getsockopt(
-                stream.as_raw_fd(),
-                libc::IPPROTO_TCP,
-                libc::TCP_INFO,
-                info.as_mut_ptr().cast(),
-                &raw mut length,
-            )
-        };
-        let end = std::mem::offset_of!(libc::tcp_info, tcpi_rwnd_limited) + size_of::<u64>();
-        if result != 0 || (length as usize) < end {
-            return None;
-        }
-        // SAFETY: all of it is numbers, zero where the kernel has written nothing.
-        let info = unsafe { info.assume_init() };
-        let (busy, window_closed) = (info.tcpi_busy_time, info.tcpi_rwnd_limited);
-        Some(Self { busy: Duration::from_micros(busy), window_closed: Duration::from_micros(window_closed) })
+        let info = tcp_info(stream)?;
+        let under_way = f64::from(info.tcpi_unacked) * f64::from(info.tcpi_snd_mss);
+        // Of a connection with nothing to send the kernel keeps the last rate, so it is the network's, not the writer's.
+        let left = (f64::from(info.tcpi_notsent_bytes) + under_way) / info.tcpi_delivery_rate as f64;
+        let path = Duration::from_micros(info.tcpi_min_rtt.into());
+        Some(Self {
+            busy: Duration::from_micros(info.tcpi_busy_time),
+            window_closed: Duration::from_micros(info.tcpi_rwnd_limited),
+            left: Duration::try_from_secs_f64(left).ok().map(|left| left.saturating_sub(path)),
+        })
     }
+}
+
+/// `TCP_INFO` of Linux 4.10 or newer (`tcpi_busy_time`, `tcpi_rwnd_limited`; linux/tcp.h).
+fn tcp_info(stream: &TcpStream) -> Option<libc::tcp_info> {
+    let mut info = MaybeUninit::<libc::tcp_info>::zeroed();
+    let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes to `info`, which is as large, and `stream` is open.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut length,
+        )
+    };
+    let end = std::mem::offset_of!(libc::tcp_info, tcpi_rwnd_limited) + size_of::<u64>();
+    // SAFETY: all of it is numbers, zero where the kernel has written nothing.
+    (result == 0 && length as usize >= end).then(|| unsafe { info.assume_init() })
 }
 
 #[cfg(test)]
@@ -70,6 +82,8 @@ mod tests {
             }
             std::thread::yield_now();
         };
+        // What the reader's kernel has taken is not queued.
+        assert_ne!(SendTimes::of(&writer).unwrap().left, Some(Duration::ZERO));
         let mut left = vec![0; written];
         reader.read_exact(&mut left).unwrap();
         assert!(SendTimes::of(&writer).unwrap().window_closed >= closed);

@@ -150,7 +150,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     let mut driver = Driver {
         lead,
         options,
-        compression: Compression::new(options.method, engines, options.cpu),
+        compression: Compression::new(options.method, engines, options.channels, options.cpu),
         observer,
         qmp,
         record,

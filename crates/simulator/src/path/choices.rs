@@ -51,12 +51,12 @@ impl Trace {
         run(path, batches, &mut choices)
     }
 
-    /// By the product's selection; says the price that each channel came to as well.
-    pub fn selected(&self, path: &Path, batches: usize) -> (Took, Vec<f64>) {
-        let knowledge = Arc::new(Knowledge::new(self.ways.iter().copied()));
+    /// By the product's selection; says the price that it came to as well.
+    pub fn selected(&self, path: &Path, batches: usize) -> (Took, f64) {
+        let knowledge = Arc::new(Knowledge::new(self.ways.iter().copied(), path.channels));
         let mut choices: Vec<Auto<'_>> = (0..path.channels).map(|_| Auto::new(self, &knowledge)).collect();
         let took = run(path, batches, &mut choices);
-        (took, choices.iter().map(|auto| auto.selection.price()).collect())
+        (took, choices[0].selection.price())
     }
 
     /// By whoever knows what each way will take of each batch, at the best of all prices, among those that `fits`. None where no price does.
@@ -114,7 +114,7 @@ impl<'a> Fixed<'a> {
 }
 
 impl Choice for Fixed<'_> {
-    fn encode(&mut self, batch: usize) -> Encoded {
+    fn encode(&mut self, batch: usize, _left: f64) -> Encoded {
         let encoded = self.trace.batch(batch).ways[self.way];
         self.told.shrinks.store(encoded.bytes < encoded.size, Ordering::Relaxed);
         self.told.asked.store(false, Ordering::Relaxed);
@@ -144,11 +144,11 @@ impl<'a> Auto<'a> {
 }
 
 impl Choice for Auto<'_> {
-    fn encode(&mut self, batch: usize) -> Encoded {
+    fn encode(&mut self, batch: usize, left: f64) -> Encoded {
         let batch = self.trace.batch(batch);
         let wants = self.selection.wants_sample();
         self.class = if wants { batch.class } else { None };
-        self.way = self.selection.choose(self.class);
+        self.way = self.selection.choose(self.class, batch.ways[0].size, Some(left as u64));
         self.encoded = batch.ways[self.way];
         let sampling = if wants { self.trace.sampling } else { 0.0 };
         Encoded { thread: self.encoded.thread + sampling, ..self.encoded }
@@ -174,7 +174,7 @@ struct Known<'a> {
 }
 
 impl Choice for Known<'_> {
-    fn encode(&mut self, batch: usize) -> Encoded {
+    fn encode(&mut self, batch: usize, _left: f64) -> Encoded {
         // Evenly spread, and never twice the same: the digits of its number in reverse (van der Corput).
         let even = f64::from(self.number.reverse_bits()) / f64::from(u32::MAX);
         self.number = self.number.wrapping_add(1);

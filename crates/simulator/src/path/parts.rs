@@ -29,10 +29,6 @@ pub(super) struct Window {
     since: f64,
     acknowledged: usize,
     limited: bool,
-    on_wire: usize,
-    /// How long nothing was on its way, and since when nothing is.
-    idle: f64,
-    idle_since: f64,
 }
 
 const QUEUEING: f64 = 50e6;
@@ -45,17 +41,7 @@ const MOST: f64 = 256.0 * LEAST;
 
 impl Default for Window {
     fn default() -> Self {
-        Self {
-            bytes: FIRST,
-            in_flight: 0,
-            rate: 0.0,
-            since: 0.0,
-            acknowledged: 0,
-            limited: false,
-            on_wire: 0,
-            idle: 0.0,
-            idle_since: 0.0,
-        }
+        Self { bytes: FIRST, in_flight: 0, rate: 0.0, since: 0.0, acknowledged: 0, limited: false }
     }
 }
 
@@ -71,20 +57,8 @@ impl Window {
         self.in_flight += bytes;
     }
 
-    /// It is handed to the network.
-    pub(super) fn on_wire(&mut self, bytes: usize, now: f64) {
-        if self.on_wire == 0 {
-            self.idle += (now - self.idle_since).max(0.0);
-        }
-        self.on_wire += bytes;
-    }
-
     pub(super) fn acknowledged(&mut self, bytes: usize, now: f64) {
         self.in_flight -= bytes;
-        self.on_wire -= bytes;
-        if self.on_wire == 0 {
-            self.idle_since = now;
-        }
         self.acknowledged += bytes;
         let elapsed = now - self.since;
         if elapsed < INTERVAL {
@@ -96,10 +70,32 @@ impl Window {
         }
         (self.since, self.acknowledged, self.limited) = (now, 0, false);
     }
+}
 
-    /// How long nothing was on its way so far.
-    pub(super) fn idle(&self) -> f64 {
-        self.idle
+/// How much of the CPUs all threads together have used of late, as in the engine.
+#[derive(Debug)]
+pub(super) struct Cpus {
+    count: f64,
+    used: f64,
+    of: f64,
+    at: f64,
+}
+
+/// What was so long ago counts for a third.
+const OF_LATE: f64 = 50e6;
+
+impl Cpus {
+    pub(super) fn new(count: usize) -> Self {
+        Self { count: count as f64, used: 0.0, of: 0.0, at: 0.0 }
+    }
+
+    /// A thread has used so much since it last said so. Says which part of them is unused.
+    pub(super) fn unused(&mut self, used: f64, now: f64) -> f64 {
+        let elapsed = (now - self.at).max(0.0);
+        self.at += elapsed;
+        let kept = f64::exp(-elapsed / OF_LATE);
+        (self.used, self.of) = (self.used * kept + used, self.of * kept + elapsed * self.count);
+        if self.of > 0.0 { (1.0 - self.used / self.of).clamp(0.0, 1.0) } else { 1.0 }
     }
 }
 

@@ -167,6 +167,10 @@ pub(super) fn named() -> Vec<Plan> {
         cpu(Cpu::Allowed(1.0), plan(Mixed, ten, 2)),
         cpu(Cpu::OneCore, plan(Mixed, gigabit, 2)),
         cpu(Cpu::OneCore, plan(GuestRam, two, 2)),
+        cpu(Cpu::OneCore, plan(GuestRam, gigabit, 2)),
+        cpu(Cpu::OneCore, plan(Images, gigabit, 2)),
+        cpu(Cpu::OneCore, plan(Text, gigabit, 2)),
+        cpu(Cpu::OneCore, plan(Memcached, gigabit, 2)),
         cpu(Cpu::OneCore, plan(Mixed, unlimited, 2)),
     ]);
     let with = |accelerator, plan: Plan| Plan { accelerator, ..plan };

@@ -129,7 +129,7 @@ pub(super) fn run(
     let mut driver = Driver {
         lead,
         accelerator,
-        compression: Compression::new(settings.method, engines, settings.cpu),
+        compression: Compression::new(settings.method, engines, settings.channels, settings.cpu),
         vmm,
         to,
         security,

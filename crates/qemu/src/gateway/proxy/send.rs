@@ -74,7 +74,7 @@ pub fn proxy_send(options: &ProxySendOptions, cancel: &Cancel, observer: &dyn Ob
     abort.on_end(move || drop(broken.send(Event::Broken)));
     let mut proxy = Proxy {
         options,
-        compression: Compression::new(options.method, engines, options.cpu),
+        compression: Compression::new(options.method, engines, options.channels, options.cpu),
         observer,
         cancel,
         events_in,
