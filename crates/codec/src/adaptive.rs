@@ -5,6 +5,7 @@
 //! one shrinks again.
 
 use crate::{CodecError, Encoded, Encoder};
+use sterna_offload::Maker;
 
 /// This many batches in a row must fail to shrink before trying less.
 const FAILURES: u32 = 4;
@@ -51,6 +52,10 @@ impl Encoder for Adaptive {
             }
         }
         Ok(encoded)
+    }
+
+    fn maker(&self) -> Option<Maker> {
+        self.inner.maker()
     }
 }
 

@@ -17,6 +17,7 @@ mod lz4;
 mod method;
 mod none;
 mod qat;
+mod rest;
 pub mod sample;
 pub mod select;
 mod zstd;
@@ -32,6 +33,7 @@ pub use qat::{Qat, Qatzip, QatzipRefused};
 /// Whether QATzip may do in software what no device does.
 pub use sterna_qatzip::Software as QatzipSoftware;
 
+use sterna_offload::Maker;
 use thiserror::Error;
 
 /// The longest input of an encoder and the longest output of a decoder, in bytes: the largest packet there can be.
@@ -93,6 +95,11 @@ pub trait Encoder: Send {
     /// An output as long as the input is always enough, and longer is never used: what does not fit, or saves less than
     /// 1/64, is [`Encoded::Incompressible`]. Errors when the input is longer than [`MAX_CONTENT`].
     fn encode(&mut self, input: &[u8], output: &mut [u8]) -> Result<Encoded, CodecError>;
+
+    /// The device that wrote what was last encoded, if nobody has looked at it: should it turn out wrong, it is to be told of.
+    fn maker(&self) -> Option<Maker> {
+        None
+    }
 }
 
 /// Reads back what any encoder of the same format wrote, in any order of packets. Its input may come from anyone.

@@ -11,7 +11,10 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::Duration;
-use sterna_codec::{Encoded, Encoder, Engines, METHODS, Method, MethodChoice, Qat, QatzipSoftware};
+use sterna_codec::{Encoded, Encoder, Engines, Iaa, METHODS, Method, MethodChoice, Qat, QatzipSoftware};
+use sterna_idxd::{Descriptor, Portal, Submission, Way, WorkQueue};
+use sterna_idxd_model::{Model, ModelConfig};
+use sterna_offload::{Offload, Settings};
 
 struct Counting;
 
@@ -48,6 +51,36 @@ unsafe extern "C" fn given_back(memory: *mut c_void) {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// A queue of the model's. What the model itself allocates for a descriptor, no device would.
+#[derive(Debug)]
+struct Uncounted(Arc<WorkQueue>);
+
+impl Portal for Uncounted {
+    unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
+        let before = ALLOCATIONS.get();
+        // SAFETY: the caller's promise is passed on.
+        let accepted = unsafe { self.0.submit(descriptor) }.is_ok();
+        ALLOCATIONS.set(before);
+        if accepted { Submission::Accepted } else { Submission::Retry }
+    }
+
+    fn way(&self) -> Way {
+        self.0.way()
+    }
+}
+
+fn with_iaa(faults: &str) -> Arc<Offload> {
+    let iaa = r#"{"name":"iax1","kind":"iaa","queues":[{"name":"wq1.0","size":64}]}"#;
+    let config = ModelConfig::from_json(&format!(r#"{{"devices":[{iaa}],"faults":{faults}}}"#)).unwrap();
+    let mut settings = Settings::default();
+    // The model is a hundred times slower than a device, on a busy machine more.
+    settings.lateness = Duration::from_secs(60);
+    let queues = sterna_offload::model::queues(&Model::start(config).unwrap()).unwrap();
+    let uncounted =
+        |queue: Arc<WorkQueue>| WorkQueue::with_portal(queue.info().clone(), Arc::new(Uncounted(queue))).unwrap();
+    Offload::over(queues.into_iter().map(uncounted).collect(), &settings).unwrap()
+}
+
 #[test]
 fn no_batch_allocates_whether_it_shrinks_or_not_or_is_broken() {
     let shrinks: Vec<u8> = (0..524_288u32).map(|at| (at / 9) as u8 & 7).collect();
@@ -65,6 +98,14 @@ fn no_batch_allocates_whether_it_shrinks_or_not_or_is_broken() {
     if let Some(library) = library::library() {
         let qat = Qat::start(&library, 1, QatzipSoftware::Always, 1, Duration::ZERO).unwrap();
         all.push((Method::from_name("qatzip").unwrap(), Engines::default().with_qat(Arc::new(qat))));
+    }
+    // An IAA of the software model: what a device does, and what it leaves to the CPU.
+    for faults in ["[]", r#"[{"opcode":67,"every":3,"what":{"page_fault":{"per_mille":0}}}]"#] {
+        for verifying in [false, true] {
+            let offload = with_iaa(faults);
+            let iaa = Iaa::new(&offload, &offload.guest(1)).unwrap().verifying(verifying);
+            all.push((Method::from_name("iaa").unwrap(), Engines::default().with_iaa(Arc::new(iaa))));
+        }
     }
     for (method, engines) in all {
         let made = ALLOCATIONS.get();

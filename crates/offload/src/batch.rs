@@ -144,6 +144,18 @@ impl Batch {
         }
     }
 
+    /// As [`Self::push`], of deflate: what comes out does not end a stream, so that the next item's can follow it. The items of a
+    /// batch, all but the last pushed like this, are one deflate stream together; several engines of a device are at it at once.
+    pub fn push_continued(&mut self, range: &Range) -> Result<usize, PushError> {
+        let operation = self.operation();
+        if operation != Operation::Deflate {
+            return Err(PushError::Kind { operation, wants: "ranges, none of which is continued" });
+        }
+        let item = self.push(range)?;
+        self.request_mut().items[item].continued = true;
+        Ok(item)
+    }
+
     /// Adds a pair of ranges of one length, for compare and create delta. A delta leads from `first` to `second`.
     pub fn push_pair(&mut self, first: &Range, second: &Range) -> Result<usize, PushError> {
         let (operation, bytes) = (self.operation(), first.len());
@@ -207,7 +219,7 @@ impl Batch {
         for page in 0..pages {
             let first = range.pointer().wrapping_add(page * PAGE_SIZE);
             let bytes = PAGE_SIZE as u32;
-            request.items.push(Item { first, second: std::ptr::null_mut(), bytes, at: 0, room: 0 });
+            request.items.push(Item { first, second: std::ptr::null_mut(), bytes, at: 0, room: 0, continued: false });
         }
         request.bytes += bytes as u64;
         Ok(first)
@@ -243,6 +255,7 @@ impl Batch {
             bytes: bytes as u32,
             at: at as u32,
             room: room as u32,
+            continued: false,
         });
         request.buffered = at + room;
         request.bytes += bytes as u64;
@@ -309,7 +322,7 @@ impl Batch {
         }
     }
 
-    /// The deflate stream of item `item`; none if it would be longer than what went in.
+    /// The deflate stream of item `item`, or its part of one ([`Self::push_continued`]); none if it would be longer than what went in.
     ///
     /// # Panics
     /// When there is no such item, or the batch was not deflated.

@@ -335,10 +335,14 @@ impl Core {
         Maker { engine, device: self.engines[engine].device(request) }
     }
 
-    /// Takes a device out of service that gave a wrong result. What it said before is doubtful with it.
+    /// Takes a device out of service that gave a wrong result. What it said before is doubtful with it, where it says anything: a
+    /// device that only compresses has said nothing of zero pages.
     pub(crate) fn distrust(&self, maker: Maker, what: &str) {
-        self.engines[maker.engine].distrust(maker.device, what);
-        self.statistics.refuted.fetch_add(1, Ordering::Release);
+        let engine = &self.engines[maker.engine];
+        engine.distrust(maker.device, what);
+        if engine.does(Operation::ZeroMap) {
+            self.statistics.refuted.fetch_add(1, Ordering::Release);
+        }
     }
 
     /// Whether the device that called `page` zero, which the CPU has just seen is not, says so again while it still is not. Once, it

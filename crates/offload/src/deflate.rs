@@ -43,11 +43,22 @@ impl Deflater {
     /// Writes `input` as one stream to the start of `room`. Says how long it is; none if it does not fit, and then `room` holds
     /// nothing of use.
     pub fn deflate(&mut self, input: &[u8], room: &mut [u8]) -> Option<usize> {
+        self.write(input, room, DeflateFlush::Finish)
+    }
+
+    /// As [`Self::deflate`], but another stream can follow, and both together are one: it ends at a whole byte, and not for good.
+    pub fn deflate_continued(&mut self, input: &[u8], room: &mut [u8]) -> Option<usize> {
+        self.write(input, room, DeflateFlush::SyncFlush)
+    }
+
+    fn write(&mut self, input: &[u8], room: &mut [u8], end: DeflateFlush) -> Option<usize> {
         if room.is_empty() {
             return None;
         }
-        let mut status = self.context.compress(input, room, DeflateFlush::Finish);
+        let mut status = self.context.compress(input, room, end);
         let written = self.context.total_out();
+        // A part of a stream that fills its room to the last byte may lack its end.
+        let cut = end != DeflateFlush::Finish && written as usize == room.len();
         // What it still holds must come out, some 70 KiB at most: zlib-rs 0.6.8 forgets on a reset neither a block that is open nor
         // how much of its buffer was handed out (`lm_init`, `Pending::reset_keep`), and a later stream would be wrong, or overrun
         // that buffer. It may also be nothing: at level 1 a room that is filled to its last byte is taken for one too small.
@@ -60,7 +71,8 @@ impl Deflater {
             *self = Self::at(self.level);
             return None;
         }
-        let fitted = self.context.total_out() == written;
+        // The end of a stream that goes on elsewhere is nobody's.
+        let fitted = if end == DeflateFlush::Finish { self.context.total_out() == written } else { !cut };
         self.context.reset();
         fitted.then_some(written as usize)
     }
@@ -174,6 +186,32 @@ mod tests {
             assert!(read.is_ok_and(|read| read == content), "level {level}, {apart} bytes apart");
             // The match is there to be found where the window has it.
             assert_eq!(stream.len() < content.len() / 2, apart <= 3834, "level {level}, {apart} bytes apart");
+        }
+    }
+
+    /// Parts of one stream, some of which do not fit at first, one after the other by one context.
+    #[test]
+    fn continued_streams_and_a_last_one_are_one_stream() {
+        let contents = [vec![0; 70_000], noise(9000), noise(20_000).iter().map(|byte| byte & 7).collect(), vec![1]];
+        for level in 1..=9 {
+            let mut deflater = Deflater::at(level);
+            let (mut stream, mut room) = (Vec::new(), vec![0; 80_000]);
+            for content in &contents {
+                assert_eq!(deflater.deflate_continued(content, &mut room[..1]), None, "level {level}");
+                let whole = deflater.deflate_continued(content, &mut room).unwrap();
+                let again = room[..whole].to_vec();
+                assert_eq!(deflater.deflate_continued(content, &mut room[..whole - 1]), None, "level {level}");
+                assert_eq!(deflater.deflate_continued(content, &mut room), Some(whole), "level {level}");
+                assert!(room[..whole] == again, "level {level}");
+                stream.extend_from_slice(&again);
+            }
+            let last = deflater.deflate(b"the end", &mut room).unwrap();
+            stream.extend_from_slice(&room[..last]);
+            let content = [contents.concat(), b"the end".to_vec()].concat();
+            assert!(reference::inflate(&stream, WINDOW).unwrap() == content, "level {level}");
+            let mut output = vec![0; content.len()];
+            let all = Answer::Written(content.len() as u32);
+            assert_eq!(Inflater::default().inflate(&stream, &mut output), all, "level {level}");
         }
     }
 

@@ -177,8 +177,8 @@ impl Offload {
         self.core.distrust(maker, what);
     }
 
-    /// How often a result was found wrong for which a device was taken out of service. When it rises, zero maps and copies that
-    /// were given out before, which are not all looked at, may be wrong too.
+    /// How often a result was found wrong for which a device was taken out of service that makes zero maps. When it rises, zero maps
+    /// and copies that were given out before, which are not all looked at, may be wrong too.
     pub fn refuted(&self) -> u64 {
         self.core.statistics.refuted.load(Ordering::Acquire)
     }

@@ -23,7 +23,8 @@ pub enum Operation {
     ApplyDelta,
     /// From the batch's own buffer to a range. Writes guest memory.
     Place,
-    /// Each range as a deflate stream of its own with a window of 4 KiB at most.
+    /// Each range as a deflate stream of its own with a window of 4 KiB at most, or as a part of one
+    /// ([`Batch::push_continued`](crate::Batch::push_continued)).
     Deflate,
     /// A deflate stream (window of 4 KiB at most) onto a range. Writes guest memory.
     Inflate,

@@ -26,6 +26,8 @@ pub(crate) struct Item {
     pub(crate) at: u32,
     /// Length of that part: room for what comes out, or exactly what goes in.
     pub(crate) room: u32,
+    /// Of deflate: another item's stream follows this one's, so it must not end the whole.
+    pub(crate) continued: bool,
 }
 
 /// What came out for an item.

@@ -8,11 +8,8 @@ use sterna_qatzip::{Buffer, Bytes, Channel, Completion, Failure, Job, Reason, Wo
 use super::account::Account;
 use super::{JOBS, PIECE, Trouble};
 use crate::libdeflate::Compressor;
+use crate::rest::Rest;
 use crate::{CodecError, Encoded, Encoder, check_len, worthwhile};
-
-/// After trouble QATzip is left alone for so many batches, and for twice as many each time that it is in trouble again.
-const FIRST_REST: u32 = 8;
-const LONGEST_REST: u32 = 1024;
 
 pub(super) struct QatEncoder {
     channel: Channel,
@@ -26,12 +23,6 @@ pub(super) struct QatEncoder {
     account: Arc<Account>,
     batch: u64,
     rest: Rest,
-}
-
-/// How long QATzip is left alone.
-struct Rest {
-    left: u32,
-    next: u32,
 }
 
 /// A batch on its way.
@@ -60,7 +51,7 @@ impl QatEncoder {
         patience: Duration,
         account: Arc<Account>,
     ) -> Self {
-        let (early, rest) = (Vec::with_capacity(JOBS), Rest { left: 0, next: FIRST_REST });
+        let (early, rest) = (Vec::with_capacity(JOBS), Rest::default());
         Self { channel, idle, early, cpu, patience, account, batch: 0, rest }
     }
 
@@ -149,7 +140,7 @@ impl QatEncoder {
     fn troubled(&mut self, trusted: &mut bool, trouble: Trouble) {
         if std::mem::take(trusted) {
             self.account.trouble(trouble);
-            self.rest.left = self.rest.longer();
+            self.rest.begin();
         }
     }
 
@@ -157,22 +148,6 @@ impl QatEncoder {
         let Some(cpu) = &mut self.cpu else { return Member::None };
         self.account.by_cpu(content.len());
         cpu.gzip(content, room).map_or(Member::None, Member::Written)
-    }
-}
-
-impl Rest {
-    /// For how long this time.
-    fn longer(&mut self) -> u32 {
-        let rest = self.next;
-        self.next = (2 * rest).min(LONGEST_REST);
-        rest
-    }
-
-    /// Whether the batch is one of those that are not shown to QATzip.
-    fn goes_on(&mut self) -> bool {
-        let rests = self.left > 0;
-        self.left = self.left.saturating_sub(1);
-        rests
     }
 }
 
@@ -206,7 +181,7 @@ impl Encoder for QatEncoder {
             }
         }
         if asked && pieces.trusted {
-            self.rest.next = FIRST_REST;
+            self.rest.went_well();
         }
         Ok(Encoded::Shrunk(written))
     }

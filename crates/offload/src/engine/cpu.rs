@@ -88,8 +88,11 @@ fn one(request: &mut Request, index: usize) {
             // SAFETY: this item's room, of that length; no device has it any more.
             let room = unsafe { std::slice::from_raw_parts_mut(request.room(index), item.room as usize) };
             let deflater = codec.deflater.get_or_insert_default();
-            request.answers[index] =
-                deflater.deflate(input, room).map_or(Answer::TooLong, |written| Answer::Written(written as u32));
+            let written = match item.continued {
+                true => deflater.deflate_continued(input, room),
+                false => deflater.deflate(input, room),
+            };
+            request.answers[index] = written.map_or(Answer::TooLong, |written| Answer::Written(written as u32));
         }),
         Operation::Inflate => with_scratch(bytes, |output, codec| {
             // SAFETY: this item's room, of that length; no device has it any more.

@@ -1,7 +1,9 @@
 //! Intel IAA: deflate with the fixed codes, and inflate. Nothing is ever completed in part: a job that met a fault is the
 //! CPU's from its start.
 
-use sterna_idxd::iaa::{AnalyticsError, CompressAecs, CompressAecsPair, Descriptor as Iax, Operation as Code};
+use sterna_idxd::iaa::{
+    AnalyticsError, Completion as Completed, CompressAecs, CompressAecsPair, Descriptor as Iax, Operation as Code,
+};
 use sterna_idxd::{Completion, Descriptor, Status};
 
 use crate::engine::parts::{Dialect, Meaning};
@@ -14,12 +16,41 @@ use crate::request::{Answer, Request};
 pub(crate) struct Iaa {
     /// The codes, which a device may be reading as long as the process lives.
     codes: &'static CompressAecsPair,
+    /// The same for a block that others follow.
+    continued: &'static CompressAecsPair,
 }
+
+/// Behind a block that does not end its stream: an empty stored block (RFC 1951, 3.2.4), which ends at a whole byte, where the next
+/// stream can follow. The first byte is for its three bits where the block before has left none.
+const STORED_NOTHING: [u8; 5] = [0, 0, 0, 0xff, 0xff];
 
 impl Iaa {
     pub(crate) fn new() -> Self {
-        Self { codes: Box::leak(Box::new(CompressAecsPair::new(CompressAecs::fixed(true)))) }
+        let codes = |last| Box::leak(Box::new(CompressAecsPair::new(CompressAecs::fixed(last))));
+        Self { codes: codes(true), continued: codes(false) }
     }
+}
+
+/// Ends the part of a stream that a device has written for `item` at a whole byte. Says how long it is then; none if there is no room
+/// for that, or what the device says cannot be.
+fn ended(request: &Request, item: usize, completion: &Completed) -> Option<Answer> {
+    let (written, bits, room) = (completion.output_bytes, completion.output_bits, request.items[item].room);
+    if written == 0 || written > room || bits > 7 {
+        return None;
+    }
+    let unused = (8 - bits) % 8;
+    let tail = if unused < 3 { &STORED_NOTHING[..] } else { &STORED_NOTHING[1..] };
+    let end = written as usize + tail.len();
+    if end > room as usize {
+        return Some(Answer::TooLong);
+    }
+    // SAFETY: the item's part of the batch's own buffer, of which these bytes are within the room; the device is done with it.
+    unsafe {
+        let last = request.room(item).add(written as usize - 1);
+        *last &= 0xff >> unused;
+        last.add(1).copy_from_nonoverlapping(tail.as_ptr(), tail.len());
+    }
+    Some(Answer::Written(end as u32))
 }
 
 /// The code of `operation`, where there is one.
@@ -46,7 +77,10 @@ impl Dialect for Iaa {
         let part = part.expect("IAA has no batches");
         let record = request.work.lists().iaa_part(part).address();
         let descriptor = match request.operation {
-            Operation::Deflate => Iax::compress(first, item.bytes, room, item.room, self.codes.address()),
+            Operation::Deflate => {
+                let codes = if item.continued { self.continued } else { self.codes };
+                Iax::compress(first, item.bytes, room, item.room, codes.address())
+            }
             _ => Iax::decompress(room, item.room, first, item.bytes),
         };
         *descriptor.with_record(record).raw()
@@ -64,6 +98,9 @@ impl Dialect for Iaa {
         let completion = request.work.lists().iaa_part(part).poll().expect("it was seen before");
         let of = &request.items[item];
         match (completion.status, request.operation) {
+            (Status::Success, Operation::Deflate) if of.continued => {
+                ended(request, item, &completion).map_or(Meaning::Broken(completion.status), Meaning::Answer)
+            }
             (Status::Success, Operation::Deflate) if completion.output_bytes <= of.room => {
                 Meaning::Answer(Answer::Written(completion.output_bytes))
             }

@@ -59,7 +59,7 @@ pub enum Cause {
     DeviceError,
     /// The device said nothing.
     Timeout,
-    /// A page that the device called zero was not.
+    /// What the device gave was not so.
     WrongResult,
     /// No device was in service.
     OutOfService,
