@@ -48,13 +48,16 @@ pub(crate) struct Doubt {
 const MOST_DOUBTS: usize = 1024;
 
 impl Accelerator {
-    /// `offload` for the guest whose RAM is `ram`, and which has `weight` beside the others of the process; none where only the CPU
-    /// would do the work: it has its own, shorter way.
+    /// `offload` for the guest whose RAM is `ram`, and which has `weight` beside the others of the process; none where the CPU would do
+    /// all of the work.
     pub fn new(offload: &Arc<Offload>, ram: &GuestRam, weight: u32) -> Option<Self> {
-        if !offload.accelerates(Operation::ZeroMap) {
-            return None;
-        }
-        Some(Self::over(offload, ram, weight))
+        let does = |operation| offload.accelerates(operation);
+        (does(Operation::ZeroMap) || does(Operation::Deflate)).then(|| Self::over(offload, ram, weight))
+    }
+
+    /// Whether it looks for zero pages and copies the others. Where it only compresses, the CPU does that in its own, shorter way.
+    pub(crate) fn looks(&self) -> bool {
+        self.offload.accelerates(Operation::ZeroMap)
     }
 
     fn over(offload: &Arc<Offload>, ram: &GuestRam, weight: u32) -> Self {
@@ -108,10 +111,10 @@ impl Accelerator {
         taken
     }
 
-    /// `others`, and what of it may encode this guest's packets.
-    pub(crate) fn engines(&self, others: Engines) -> Engines {
+    /// `others`, and what of it may encode this guest's packets; `verifying` what it has written, or not.
+    pub(crate) fn engines(&self, others: Engines, verifying: bool) -> Engines {
         match Iaa::new(&self.offload, &self.guest) {
-            Some(iaa) => others.with_iaa(Arc::new(iaa)),
+            Some(iaa) => others.with_iaa(Arc::new(iaa.verifying(verifying))),
             None => others,
         }
     }

@@ -3,13 +3,14 @@
 
 mod common;
 mod guest;
+mod moving;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Memory, Monitor, Running, Workload, both_sides};
+use moving::{done_by, migrate_seen, migrate_with, offload_of};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
 use sterna::report::{Observer, Progress};
@@ -18,7 +19,7 @@ use sterna::transport::Security;
 use sterna_codec::MethodChoice;
 use sterna_offload::share::{Ask, Fifo, Grant, Share, Verdict};
 use sterna_offload::trace::Trace;
-use sterna_offload::{Accelerators, Kind, Nanos, Offload, OffloadReport, Operation, Recheck, Settings, Shares};
+use sterna_offload::{Kind, Nanos, Offload, OffloadReport, Operation, Recheck, Settings, Shares};
 
 /// What goes wrong, and whether the device is expected to be taken out of service for it.
 const TROUBLES: &[(&str, &str, Option<bool>)] = &[
@@ -54,80 +55,13 @@ fn offload_with(queue: &str, faults: &str, seed: u64, settings: Settings) -> Arc
     offload_of(&format!(r#"[{{"name":"dsa0","queues":[{queue}]}}]"#), faults, seed, settings)
 }
 
-fn offload_of(devices: &str, faults: &str, seed: u64, mut settings: Settings) -> Arc<Offload> {
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("model.json");
-    let devices = format!(r#"{{"seed":{seed},"devices":{devices},"faults":{faults}}}"#);
-    std::fs::write(&file, devices).unwrap();
-    settings.patience = Duration::from_millis(300);
-    // The model is a hundred times slower than a device, on a busy machine more.
-    settings.lateness = Duration::from_secs(1);
-    Offload::start(&Accelerators::model(file), &settings).unwrap()
+fn done_by_device(report: &OffloadReport, operation: Operation) -> u64 {
+    done_by(report, Kind::Dsa, operation)
 }
 
 /// Moves a guest that writes, and says what the accelerator did.
 fn migrate(what: &str, offload: &Arc<Offload>, settings: impl FnOnce(Source) -> Source) -> OffloadReport {
     migrate_with(what, offload, WRITES, settings)
-}
-
-fn migrate_with(
-    what: &str,
-    offload: &Arc<Offload>,
-    workload: Workload,
-    settings: impl FnOnce(Source) -> Source,
-) -> OffloadReport {
-    migrate_seen(what, offload, workload, &(), settings)
-}
-
-fn migrate_seen(
-    what: &str,
-    offload: &Arc<Offload>,
-    workload: Workload,
-    observer: &dyn Observer,
-    settings: impl FnOnce(Source) -> Source,
-) -> OffloadReport {
-    let (source, destination) = (Memory::new(1500, 700), Memory::new(1500, 700));
-    let running = Running::default();
-    let (mut from, log) = Monitor::new(&source, &running, workload);
-    let (mut to, _) = Monitor::new(&destination, &running, workload);
-    // Pages of zeros that were touched, beside those that nobody has touched.
-    for block in 0..2 {
-        source.words(block).iter().step_by(512).for_each(|word| word.store(0, std::sync::atomic::Ordering::Relaxed));
-        // And pages that have content already, which nobody writes any more.
-        let words = source.words(block).iter().skip(100).step_by(3 * 512);
-        words.for_each(|word| word.store(77, std::sync::atomic::Ordering::Relaxed));
-    }
-    from.start();
-    let cancel = Cancel::new();
-    let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
-    let address = listening.address().clone();
-    let migration =
-        settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()).offload(Arc::clone(offload)));
-    let (sent, received) = std::thread::scope(|scope| {
-        let (to, cancel) = (&mut to, &cancel);
-        let receiving = scope.spawn(move || listening.run(to, cancel, &()));
-        let sent = migration.run(address, &Security::Insecure, &mut from, cancel, observer);
-        (sent, receiving.join().unwrap())
-    });
-    let (sent, received) = (sent.unwrap_or_else(|error| panic!("{what}: {error}")), received);
-    received.unwrap_or_else(|error| panic!("{what}: {error}"));
-    // The destination's monitor compares memory with what the source's stopped with before it starts the guest.
-    assert_eq!(
-        (to.called.as_slice(), running.now(), running.ever_twice()),
-        (&["load", "start"][..], 1, false),
-        "{what}"
-    );
-    assert!(!sent.accelerators.is_empty(), "{what}");
-    offload.report()
-}
-
-fn done_by_device(report: &OffloadReport, operation: Operation) -> u64 {
-    done_by(report, Kind::Dsa, operation)
-}
-
-fn done_by(report: &OffloadReport, kind: Kind, operation: Operation) -> u64 {
-    let of = report.operations.iter().filter(|one| one.operation == operation).flat_map(|one| &one.engines);
-    of.filter(|engine| engine.engine == kind).map(|engine| engine.items).sum()
 }
 
 /// Every trouble there is, on one kind of queue.
@@ -170,33 +104,6 @@ fn every_way_of_sending_pages_takes_what_the_device_has_found() {
             let in_place = method == "none" && !checksums;
             assert_eq!(done_by_device(&report, copy) > 0, !in_place, "{what}: {report:?}");
         }
-    });
-}
-
-/// The model deflates slowly: a guest that writes as others do here would not be caught up with.
-const FEW_WRITES: Workload = Workload { writers: 1, span: 60, seed: 7, burst: 1 };
-
-#[test]
-fn packets_are_deflated_by_iaa_where_there_is_one_and_by_the_cpu_where_not() {
-    within_a_minute(|| {
-        let both = r#"[{"name":"dsa0","queues":[{"name":"wq0.0","size":16}]},
-            {"name":"iax1","kind":"iaa","queues":[{"name":"wq1.0","size":16}]}]"#;
-        let choice = MethodChoice::parse("iaa", None).unwrap();
-        let troubles = [
-            ("nothing", "[]", 1),
-            ("pages that are not there", r#"[{"opcode":67,"every":2,"what":{"page_fault":{"per_mille":0}}}]"#, 1),
-            ("wrong streams", r#"[{"opcode":67,"every":3,"what":"wrong_result"}]"#, 1),
-            ("hang", r#"[{"opcode":67,"nth":3,"what":"hang"}]"#, 0),
-            ("no IAA that works", r#"[{"opcode":67,"what":{"status":{"code":32}}}]"#, 0),
-        ];
-        for (seed, (what, faults, least)) in troubles.into_iter().enumerate() {
-            let offload = offload_of(both, faults, seed as u64, Settings::default());
-            let report = migrate_with(what, &offload, FEW_WRITES, |source| source.method(choice).channels(3));
-            assert!(done_by(&report, Kind::Iaa, Operation::Deflate) >= least, "{what}: {report:?}");
-        }
-        let without = offload(SHARED, "[]", 1);
-        let report = migrate_with("no IAA", &without, FEW_WRITES, |source| source.method(choice));
-        assert!(report.operations.iter().all(|one| one.operation != Operation::Deflate), "{report:?}");
     });
 }
 

@@ -34,6 +34,7 @@ pub(crate) fn send(
         .cpu(settings.cpu)
         .channels(settings.channels)
         .offload(offload)
+        .iaa_verify(settings.iaa_verify)
         .bandwidth(settings.bandwidth)
         .delta_cache(settings.delta_cache << 20)
         .downtime(settings.downtime())

@@ -3,7 +3,7 @@
 use clap::{Args, Parser};
 use std::path::PathBuf;
 use std::time::Duration;
-use sterna::source::{NotConverging, Throttle};
+use sterna::source::{IaaVerify, NotConverging, Throttle};
 use sterna::tls::TlsSettings;
 use sterna::transport::Security;
 use sterna_codec::{MethodChoice, Qatzip, QatzipSoftware};
@@ -136,11 +136,14 @@ pub(crate) struct SourceOptions {
     /// CPUs that the sending threads may use together, where the method is auto
     #[arg(long, value_name = "CORES")]
     pub(crate) cpu: Option<f64>,
-    /// What helps to look for zero pages and to copy: cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y, iaa:/dev/iax/wqX.Y, model:FILE;
-    /// several separated by commas. An iaa does neither so far
+    /// What helps to look for zero pages and to copy (dsa), and to compress (iaa): cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y,
+    /// iaa:/dev/iax/wqX.Y, model:FILE; several separated by commas
     // Nobody should believe that it is used where it is not.
     #[arg(long, value_name = "LIST", default_value = "cpu", requires = "migrate_to", conflicts_with = "incoming")]
     pub(crate) accel: Accelerators,
+    /// When what an iaa has compressed is read again and compared: without-checksums, always or never
+    #[arg(long, value_name = "WHEN", default_value = "without-checksums", requires = "accel", value_parser = |name: &str| choice(&IAA_VERIFY, name))]
+    pub(crate) iaa_verify: IaaVerify,
     /// Connections that carry pages, 1 to 64
     #[arg(long, default_value_t = 2)]
     pub(crate) channels: u16,
@@ -193,6 +196,8 @@ const QATZIP_SOFTWARE: [(&str, QatzipSoftware); 3] = [
     ("when-busy", QatzipSoftware::WhenBusy),
     ("always", QatzipSoftware::Always),
 ];
+const IAA_VERIFY: [(&str, IaaVerify); 3] =
+    [("without-checksums", IaaVerify::WithoutChecksums), ("always", IaaVerify::Always), ("never", IaaVerify::Never)];
 const ANSWERS: [(&str, NotConverging); 4] = [
     ("go-on", NotConverging::GoOn),
     ("throttle", NotConverging::Throttle(Throttle { initial: 20, step: 10, most: 99 })),
@@ -279,6 +284,10 @@ mod tests {
         let parse = |words: &[&str]| Options::try_parse_from(["microvm", "--insecure"].iter().chain(words)).map(drop);
         assert!(parse(&["--accel", "auto", "--migrate-to", "host:1"]).is_ok());
         assert!(parse(&["--incoming", "host:1"]).is_ok());
+        let verifying = ["--iaa-verify", "always", "--migrate-to", "host:1"];
+        let refused = parse(&verifying).expect_err("refused").to_string();
+        assert!(refused.contains("--accel"), "{refused}");
+        assert!(parse(&[&verifying[..], &["--accel", "iaa"]].concat()).is_ok());
         for (words, named) in [
             (&["--accel", "auto", "--incoming", "host:1"][..], "--incoming"),
             (&["--accel", "auto"][..], "--migrate-to"),

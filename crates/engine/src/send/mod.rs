@@ -210,8 +210,28 @@ impl Sent {
 struct InFlight {
     /// Bytes of the window.
     in_window: u64,
-    /// The device that made the copy which is its content.
-    maker: Option<Maker>,
+    /// Who is to be told of it should it be refused.
+    suspect: Option<Suspect>,
+}
+
+/// A device whose work a packet is.
+#[derive(Clone, Copy, Debug)]
+enum Suspect {
+    /// It has copied the content.
+    Copied(Maker),
+    /// It has compressed it, and nobody has looked at that. Where another has copied it, that copy was looked at as a rule; was it not,
+    /// and were it the wrong one, it is the only suspect from the next time on.
+    Compressed(Maker),
+}
+
+impl Suspect {
+    /// The device, and what is said of it.
+    fn charge(self) -> (Maker, &'static str) {
+        match self {
+            Self::Copied(maker) => (maker, "what it had copied was refused by the destination"),
+            Self::Compressed(maker) => (maker, "what it had compressed was refused by the destination"),
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -430,8 +450,9 @@ impl Shared {
                     }
                     let again = context.again.as_ref().ok_or("it refuses a packet, which was not agreed on")?;
                     again.packet()?;
-                    if let (Some(maker), Some(accelerator)) = (packet.maker, &context.accelerator) {
-                        accelerator.offload().distrust(maker, "what it had copied was refused by the destination");
+                    if let (Some(suspect), Some(accelerator)) = (packet.suspect, &context.accelerator) {
+                        let (maker, what) = suspect.charge();
+                        accelerator.offload().distrust(maker, what);
                     }
                     let mut request = [0; PAGE_REQUEST_LENGTH];
                     for _ in 0..refusal.requests {

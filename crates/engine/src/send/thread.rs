@@ -18,7 +18,7 @@ use super::ahead::{self, Ahead, Copy, Ready};
 use super::blocks::NotKept;
 use super::coding::{Coding, Kernel, Seen, Times};
 use super::delta::Deltas;
-use super::{GuestPages, InFlight, Item, SendContext, Shared, Way};
+use super::{GuestPages, InFlight, Item, SendContext, Shared, Suspect, Way};
 use crate::batch::Batch;
 use crate::in_place;
 use crate::off_cpu::OffCpu;
@@ -225,7 +225,7 @@ impl Sending {
     }
 
     fn runs_of_guest(&mut self, ram: &GuestRam, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
-        if let Some(accelerator) = self.context.accelerator.as_ref().filter(|_| self.way == Way::Usual) {
+        if let Some(accelerator) = self.context.accelerator.as_ref().filter(|it| self.way == Way::Usual && it.looks()) {
             let content = match () {
                 () if self.in_place() => ahead::Content::InPlace,
                 () if self.context.rules.checksums => ahead::Content::Checked,
@@ -561,7 +561,7 @@ impl Sending {
             kind: PacketKind::Pages,
             method: 0,
             subject: batch.block,
-            sequence: self.next_sequence(InFlight { in_window: bytes, maker: None }),
+            sequence: self.next_sequence(InFlight { in_window: bytes, suspect: None }),
             table_length: self.table.len() as u32,
             payload_length: bytes as u32,
             content_length: bytes as u32,
@@ -593,6 +593,7 @@ impl Sending {
         if kind == PacketKind::GenerationEnd || kind == PacketKind::OpaqueEnd {
             self.table.clear();
         }
+        let mut suspect = maker.map(Suspect::Copied);
         let (method, payload) = match kind {
             PacketKind::Pages if !content.is_empty() && !self.coding.is_none() && self.way != Way::Plain => {
                 let encoded = self.coding.encode(content, &mut self.encoded, || self.writer.send_times()?.left)?;
@@ -600,7 +601,10 @@ impl Sending {
                     self.shared.counters.by_way[way].fetch_add(content.len() as u64, Ordering::Relaxed);
                 }
                 match encoded {
-                    Some((format, length)) => (format, &self.encoded[..length]),
+                    Some((format, length)) => {
+                        suspect = self.coding.maker().map(Suspect::Compressed).or(suspect);
+                        (format, &self.encoded[..length])
+                    }
                     None => {
                         self.shared.counters.raw_packets.fetch_add(1, Ordering::Relaxed);
                         (0, content)
@@ -613,7 +617,7 @@ impl Sending {
             kind,
             method,
             subject,
-            sequence: self.next_sequence(InFlight { in_window, maker }),
+            sequence: self.next_sequence(InFlight { in_window, suspect }),
             table_length: self.table.len() as u32,
             payload_length: payload.len() as u32,
             content_length: content.len() as u32,

@@ -74,6 +74,29 @@ impl Default for TimeLimits {
     }
 }
 
+/// When what an IAA device has compressed is read again at the source ([`Source::iaa_verify`]).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IaaVerify {
+    /// Where packets have no checksums ([`Source::checksums`]): with them a wrong stream is found at the destination, and its pages are
+    /// sent again.
+    #[default]
+    WithoutChecksums,
+    /// Every stream.
+    Always,
+    /// None. Without checksums either, what a device compresses wrongly is wrong memory at the destination.
+    Never,
+}
+
+impl IaaVerify {
+    fn verifies(self, checksums: bool) -> bool {
+        match self {
+            Self::WithoutChecksums => !checksums,
+            Self::Always => true,
+            Self::Never => false,
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 struct Settings {
     limits: TimeLimits,
@@ -89,6 +112,7 @@ struct Settings {
     give_up_after: Option<Duration>,
     state_dir: Option<PathBuf>,
     offload: Option<Arc<Offload>>,
+    iaa_verify: IaaVerify,
     delta_cache: u64,
     accelerator_weight: u32,
 }
@@ -117,6 +141,7 @@ impl Source {
             give_up_after: None,
             state_dir: None,
             offload: None,
+            iaa_verify: IaaVerify::default(),
             delta_cache: 0,
             accelerator_weight: 1,
         };
@@ -212,11 +237,19 @@ impl Source {
         self
     }
 
-    /// Lets accelerators look for zero pages and take snapshots of the others, where `offload` has any that can; without, and
-    /// whatever they leave undone, the CPU does it. One [`Offload`] serves all migrations of a process.
+    /// Lets accelerators look for zero pages, take snapshots of the others, and compress by the method `iaa`, each where `offload` has
+    /// any that can; without, and whatever they leave undone, the CPU does it. One [`Offload`] serves all migrations of a process.
     #[must_use]
     pub fn offload(mut self, offload: Arc<Offload>) -> Self {
         self.settings.offload = Some(offload);
+        self
+    }
+
+    /// Whether what an IAA device has compressed is read again and compared before it is sent; unless said otherwise, where packets have
+    /// no checksums that would find a wrong stream at the destination.
+    #[must_use]
+    pub fn iaa_verify(mut self, verify: IaaVerify) -> Self {
+        self.settings.iaa_verify = verify;
         self
     }
 

@@ -123,7 +123,7 @@ pub(super) fn run(
     let weight = settings.accelerator_weight;
     let accelerator = settings.offload.as_ref().and_then(|offload| Accelerator::new(offload, &ram, weight));
     let engines = match &accelerator {
-        Some(accelerator) => accelerator.engines(engines),
+        Some(accelerator) => accelerator.engines(engines, settings.iaa_verify.verifies(session.rules().checksums)),
         None => engines,
     };
     let mut driver = Driver {

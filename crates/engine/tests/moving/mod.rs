@@ -1,0 +1,99 @@
+//! A guest that writes, moved with accelerators of the software model.
+
+// Each test program uses a part of it.
+#![allow(dead_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use sterna::cancel::Cancel;
+use sterna::destination::Destination;
+use sterna::report::{Observer, Report};
+use sterna::source::Source;
+use sterna::transport::Security;
+use sterna_codec::MethodChoice;
+use sterna_offload::{Accelerators, Kind, Offload, OffloadReport, Operation, Settings};
+
+use crate::guest::{Memory, Monitor, Running, Workload};
+
+/// Offload with these devices in software, and what goes wrong with them.
+pub(crate) fn offload_of(devices: &str, faults: &str, seed: u64, mut settings: Settings) -> Arc<Offload> {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("model.json");
+    let devices = format!(r#"{{"seed":{seed},"devices":{devices},"faults":{faults}}}"#);
+    std::fs::write(&file, devices).unwrap();
+    settings.patience = Duration::from_millis(300);
+    // The model is a hundred times slower than a device, on a busy machine more.
+    settings.lateness = Duration::from_secs(1);
+    Offload::start(&Accelerators::model(file), &settings).unwrap()
+}
+
+/// Moves a guest that writes, and says what the accelerators did.
+pub(crate) fn migrate_with(
+    what: &str,
+    offload: &Arc<Offload>,
+    workload: Workload,
+    settings: impl FnOnce(Source) -> Source,
+) -> OffloadReport {
+    migrate_seen(what, offload, workload, &(), settings)
+}
+
+pub(crate) fn migrate_seen(
+    what: &str,
+    offload: &Arc<Offload>,
+    workload: Workload,
+    observer: &dyn Observer,
+    settings: impl FnOnce(Source) -> Source,
+) -> OffloadReport {
+    report_of(what, offload, workload, observer, settings);
+    offload.report()
+}
+
+/// Moves a guest that writes, and gives the source's report.
+pub(crate) fn report_of(
+    what: &str,
+    offload: &Arc<Offload>,
+    workload: Workload,
+    observer: &dyn Observer,
+    settings: impl FnOnce(Source) -> Source,
+) -> Report {
+    let (source, destination) = (Memory::new(1500, 700), Memory::new(1500, 700));
+    let running = Running::default();
+    let (mut from, log) = Monitor::new(&source, &running, workload);
+    let (mut to, _) = Monitor::new(&destination, &running, workload);
+    // Pages of zeros that were touched, beside those that nobody has touched.
+    for block in 0..2 {
+        source.words(block).iter().step_by(512).for_each(|word| word.store(0, Ordering::Relaxed));
+        // And pages that have content already, which nobody writes any more.
+        let words = source.words(block).iter().skip(100).step_by(3 * 512);
+        words.for_each(|word| word.store(77, Ordering::Relaxed));
+    }
+    from.start();
+    let cancel = Cancel::new();
+    let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+    let address = listening.address().clone();
+    let migration =
+        settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()).offload(Arc::clone(offload)));
+    let (sent, received) = std::thread::scope(|scope| {
+        let (to, cancel) = (&mut to, &cancel);
+        let receiving = scope.spawn(move || listening.run(to, cancel, &()));
+        let sent = migration.run(address, &Security::Insecure, &mut from, cancel, observer);
+        (sent, receiving.join().unwrap())
+    });
+    let (sent, received) = (sent.unwrap_or_else(|error| panic!("{what}: {error}")), received);
+    received.unwrap_or_else(|error| panic!("{what}: {error}"));
+    // The destination's monitor compares memory with what the source's stopped with before it starts the guest.
+    assert_eq!(
+        (to.called.as_slice(), running.now(), running.ever_twice()),
+        (&["load", "start"][..], 1, false),
+        "{what}"
+    );
+    assert!(!sent.accelerators.is_empty(), "{what}");
+    sent
+}
+
+pub(crate) fn done_by(report: &OffloadReport, kind: Kind, operation: Operation) -> u64 {
+    let of = report.operations.iter().filter(|one| one.operation == operation).flat_map(|one| &one.engines);
+    of.filter(|engine| engine.engine == kind).map(|engine| engine.items).sum()
+}
