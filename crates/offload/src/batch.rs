@@ -52,7 +52,7 @@ pub enum Delta<'a> {
     Equal,
     /// This record does.
     Record(&'a [u8]),
-    /// The record would be longer than the range itself.
+    /// The record would be longer than the range itself, or than is of use.
     TooLong,
 }
 
@@ -165,15 +165,47 @@ impl Batch {
         }
         match operation {
             Operation::Compare => self.push_item(first, Some(second), 0),
-            Operation::CreateDelta => {
-                let aligned = first.pointer().addr() | second.pointer().addr() | bytes;
-                if !aligned.is_multiple_of(8) || bytes > crate::delta::MOST_BYTES {
-                    return wrong("deltas are of multiples of 8 bytes at such addresses, up to 512 KiB");
-                }
-                self.push_item(first, Some(second), crate::delta::room(bytes))
-            }
+            Operation::CreateDelta => self.push_delta(first, second, crate::delta::room(bytes)),
             _ => Err(PushError::Kind { operation, wants: "single ranges, or an input and a range" }),
         }
+    }
+
+    /// Adds, to a batch that creates deltas, one that leads from `old` to copy `item` of `copies`, of which a record of more than
+    /// `most` bytes is of no use (one up to 80 bytes may come nevertheless). `copies` is to be kept as it is until this is done:
+    /// else the record is of who knows what. Its memory stays either way.
+    ///
+    /// # Panics
+    /// When `copies` has no such copy.
+    pub fn push_delta_to_copy(
+        &mut self,
+        old: &Range,
+        copies: &Self,
+        item: usize,
+        most: usize,
+    ) -> Result<usize, PushError> {
+        let (operation, bytes) = (self.operation(), old.len());
+        if operation != Operation::CreateDelta {
+            return Err(PushError::Kind { operation, wants: "no deltas" });
+        }
+        let kept = copies.request();
+        assert!(matches!(kept.operation, Operation::Copy | Operation::CopyChecksum), "{copies:?} has no copies");
+        let Item { at, bytes: length, .. } = kept.items[item];
+        if length as usize != bytes {
+            return Err(PushError::Shape { operation, bytes, rule: "both ranges of a pair are of one length" });
+        }
+        let shown = kept.shown.as_ref().expect("a batch of copies has a buffer");
+        let copy = shown.range(at as usize, bytes).expect("a copy lies within its buffer");
+        self.push_delta(old, &copy, crate::delta::room_of(bytes, most))
+    }
+
+    fn push_delta(&mut self, first: &Range, second: &Range, room: usize) -> Result<usize, PushError> {
+        let bytes = first.len();
+        let aligned = first.pointer().addr() | second.pointer().addr() | bytes;
+        if !aligned.is_multiple_of(8) || bytes > crate::delta::MOST_BYTES {
+            let rule = "deltas are of multiples of 8 bytes at such addresses, up to 512 KiB";
+            return Err(PushError::Shape { operation: self.operation(), bytes, rule });
+        }
+        self.push_item(first, Some(second), room)
     }
 
     /// Adds `input` bytes to be filled in by the caller (what to place, a delta record, a deflate stream), and the range they
@@ -233,7 +265,7 @@ impl Batch {
         let request = self.request_mut();
         // Records and streams are easier on a device at addresses of whole cache lines.
         let at = request.buffered.next_multiple_of(if operation == Operation::Copy { 1 } else { 64 });
-        let buffer = request.buffer.as_ref().map_or(0, crate::arena::Slab::bytes);
+        let buffer = request.buffer.as_ref().map_or(0, |slab| slab.bytes());
         if operation.has_buffer() && room > buffer {
             return Err(PushError::Shape {
                 operation,

@@ -11,5 +11,26 @@ const SHORTEST: usize = 80;
 
 /// Room for the record of a range of `bytes`: a longer record is of no use.
 pub(crate) fn room(bytes: usize) -> usize {
-    (bytes - bytes % ENTRY).max(SHORTEST)
+    room_of(bytes, bytes)
+}
+
+/// The same where a record of more than `most` bytes is of no use, as far as the device has rooms that short.
+pub(crate) fn room_of(bytes: usize, most: usize) -> usize {
+    let most = most.min(bytes);
+    (most - most % ENTRY).max(SHORTEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_room_is_of_whole_entries_no_longer_than_the_range_and_never_shorter_than_a_device_takes() {
+        assert_eq!([8, 79, 80, 4096].map(room), [80, 80, 80, 4090]);
+        assert_eq!(
+            [0, 80, 89, 90, 2040, 4096, 9000].map(|most| room_of(4096, most)),
+            [80, 80, 80, 90, 2040, 4090, 4090]
+        );
+        assert_eq!(room_of(64, 2040), 80);
+    }
 }

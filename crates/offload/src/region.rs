@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use sterna_memory::ram::RamBlock;
 use thiserror::Error;
 
+use crate::arena::Slab;
 use crate::time::{Bell, Nanos, Time};
 
 /// Set in the count of uses of a region that takes no new work.
@@ -97,6 +98,13 @@ impl Region {
         node: u32,
     ) -> Arc<Self> {
         Self::made(start, bytes, owner, Some(node))
+    }
+
+    /// The buffer of a batch, on `node`, for others that read what came to lie there.
+    pub(crate) fn of_slab(slab: &Arc<Slab>, node: Option<u32>) -> Arc<Self> {
+        let start = NonNull::new(slab.pointer()).expect("a slab is not at address 0");
+        let owner: Arc<dyn Any + Send + Sync> = Arc::<Slab>::clone(slab);
+        Self::made(start, slab.bytes(), Some(owner), node)
     }
 
     fn made(

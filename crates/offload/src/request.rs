@@ -66,7 +66,9 @@ pub(crate) struct Request {
     pub(crate) doubted: Vec<u64>,
     pub(crate) bytes: u64,
     /// The batch's own buffer, if its kind has one, and how much of it is given out.
-    pub(crate) buffer: Option<Slab>,
+    pub(crate) buffer: Option<Arc<Slab>>,
+    /// The same, for other batches that read what came to lie there.
+    pub(crate) shown: Option<Arc<Region>>,
     pub(crate) buffered: usize,
     /// The part of it that an accelerator has, or has had.
     pub(crate) work: Work,
@@ -98,6 +100,7 @@ impl Shape {
 impl Request {
     /// A request without (`buffer` false) or with a buffer of its own.
     pub(crate) fn new(shape: Shape, buffer: bool) -> Self {
+        let buffer = buffer.then(|| Arc::new(Slab::new(shape.bytes() + shape.pages * SLACK, shape.node)));
         Self {
             state: State::Free,
             operation: Operation::ZeroMap,
@@ -109,7 +112,8 @@ impl Request {
             zero: vec![0; shape.pages.div_ceil(64)],
             doubted: vec![0; shape.pages.div_ceil(64)],
             bytes: 0,
-            buffer: buffer.then(|| Slab::new(shape.bytes() + shape.pages * SLACK, shape.node)),
+            shown: buffer.as_ref().map(|slab| Region::of_slab(slab, shape.node)),
+            buffer,
             buffered: 0,
             work: Work::new(shape),
             submitted: 0,
@@ -119,7 +123,7 @@ impl Request {
 
     /// Bytes of its own that a device may write.
     pub(crate) fn device_bytes(&self) -> u64 {
-        (self.work.bytes() + self.buffer.as_ref().map_or(0, Slab::bytes)) as u64
+        (self.work.bytes() + self.buffer.as_ref().map_or(0, |slab| slab.bytes())) as u64
     }
 
     /// The node of its memory.

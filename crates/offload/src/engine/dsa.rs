@@ -96,7 +96,8 @@ pub(crate) fn meaning(request: &Request, item: usize, completion: &Completion) -
         (_, Operation::Checksum | Operation::CopyChecksum) => Meaning::Answer(Answer::Checksum(completion.crc())),
         (_, Operation::CreateDelta) => match (result, completion.delta_size()) {
             (0, _) => Meaning::Answer(Answer::Equal),
-            (1, size) if size <= of.room && size % crate::delta::ENTRY as u32 == 0 => {
+            // None of no entries, which would be result 0, and none beyond its room: who says so cannot be believed.
+            (1, size) if size > 0 && size <= of.room && size % crate::delta::ENTRY as u32 == 0 => {
                 Meaning::Answer(Answer::Written(size))
             }
             (2, _) => Meaning::Answer(Answer::TooLong),

@@ -148,7 +148,7 @@ impl<D: Dialect> Accelerator<D> {
 
     /// The next device in service that has the request's operation, of the node of its pages if there is one.
     fn choose(&self, request: &Request) -> Option<usize> {
-        let node = request.regions.first().and_then(|region| region.node());
+        let node = request.regions.iter().find_map(|region| region.node());
         let turn = self.next.fetch_add(1, Relaxed);
         let able = |at: &usize| self.devices[*at].in_service() && self.devices[*at].does(request.operation);
         let in_service = || (0..self.devices.len()).filter(able);
