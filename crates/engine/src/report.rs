@@ -185,6 +185,9 @@ pub struct Report {
     /// Normal pages that were looked at and not sent: the destination had the same already.
     #[serde(default)]
     pub same_pages: u64,
+    /// Of both, those pages of which an accelerator has found out what had changed.
+    #[serde(default)]
+    pub device_deltas: u64,
     /// Most bytes of memory for what had been sent, to make deltas against, all channels together; 0: none were made.
     #[serde(default)]
     pub delta_cache: u64,
@@ -271,7 +274,13 @@ impl Report {
         }
         let deltas = match (self.delta_pages, self.same_pages) {
             (0, 0) => String::new(),
-            (deltas, same) => format!(" ({deltas} of them as deltas, {same} unchanged and not sent)"),
+            (deltas, same) => {
+                let by_device = match self.device_deltas {
+                    0 => String::new(),
+                    pages => format!("; {pages} of these compared by an accelerator"),
+                };
+                format!(" ({deltas} of them as deltas, {same} unchanged and not sent{by_device})")
+            }
         };
         let Self { normal_pages, zero_pages, rounds, .. } = self;
         line("pages", format!("{normal_pages} normal{deltas}, {zero_pages} zero, in {rounds} rounds"));
@@ -475,6 +484,7 @@ mod tests {
             accelerators: Vec::new(),
             delta_pages: 0,
             same_pages: 0,
+            device_deltas: 0,
             delta_cache: 0,
             no_deltas: None,
             refused_packets: 0,

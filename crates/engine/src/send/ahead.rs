@@ -1,7 +1,8 @@
 //! Pages on their way through an accelerator, a few packets ahead of the one that is sent.
 //!
 //! What a channel's thread does with a packet's pages when it has only the CPU, it does here in steps, each asked of the
-//! accelerator: which pages are zero; a copy of the others, with its checksum. While one packet is written the next ones are
+//! accelerator: which pages are zero; a copy of the others, with its checksum; where they may go as deltas, what has changed between
+//! what is kept and that copy, which lies still as the guest's page does not. While one packet is written the next ones are
 //! looked at. They leave in the order in which they came. Whatever an accelerator leaves undone, offload has done on the
 //! CPU: nothing here fails.
 
@@ -10,10 +11,11 @@ use std::collections::VecDeque;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::checksum::crc32c_combine;
 use sterna_memory::ram::GuestRam;
-use sterna_offload::{Batch, Channel, Done, Maker, Nanos, Operation, Outcome, Ticket, TicketId};
+use sterna_offload::{Batch, Channel, Delta, Done, Maker, Nanos, Operation, Outcome, Ticket, TicketId};
 
 use sterna_wire::packet::{Run, RunKind};
 
+use super::delta::{Against, Answers, Deltas, Whole};
 use crate::accelerator::Accelerator;
 
 /// Packets that are looked at ahead of the one being sent: while one is written, one is copied and two are searched.
@@ -35,6 +37,9 @@ pub(super) struct Piece {
     since: Nanos,
     /// What was asked for, while `runs` is made of it.
     asked: Vec<Run>,
+    /// Those of its normal pages that may go as deltas, as it was when they began to be copied, and their longest record.
+    pub(super) against: Vec<Against>,
+    most: usize,
 }
 
 /// How far a piece has come.
@@ -47,6 +52,10 @@ enum Stage {
     Copied(Ticket),
     /// Their copy is here.
     Here(Copy),
+    /// It is, and deltas to it are being made.
+    Compared(Copy, Ticket),
+    /// It is, with what deltas there will be.
+    Complete(Copy),
     /// Nobody could be asked which pages are zero: it is the thread's own to read.
     Unasked,
     /// Its normal pages could not be copied: they are the thread's own to read.
@@ -55,7 +64,7 @@ enum Stage {
 
 impl Stage {
     fn waits_for(&self, ticket: TicketId) -> bool {
-        matches!(self, Self::Looked(its) | Self::Copied(its) if its.id() == ticket)
+        matches!(self, Self::Looked(its) | Self::Copied(its) | Self::Compared(_, its) if its.id() == ticket)
     }
 }
 
@@ -71,29 +80,50 @@ pub(super) enum Ready {
     Unasked,
 }
 
-/// A copy of a piece's normal pages, and the device that has made it.
-pub(super) struct Copy(Batch, Option<Maker>);
+/// A copy of a piece's normal pages, deltas that lead to it, and the devices that have made them.
+pub(super) struct Copy {
+    batch: Batch,
+    maker: Option<Maker>,
+    deltas: Option<Batch>,
+    deltas_maker: Option<Maker>,
+}
 
 impl Copy {
     /// The device that has made it.
     pub(super) fn maker(&self) -> Option<Maker> {
-        self.1
+        self.maker
+    }
+
+    /// The device that has made the deltas.
+    pub(super) fn deltas_maker(&self) -> Option<Maker> {
+        self.deltas_maker
     }
 
     /// The content.
     pub(super) fn bytes(&self) -> &[u8] {
-        self.0.copies()
+        self.batch.copies()
     }
 
     /// Its CRC-32C, if that was asked for.
     pub(super) fn checksum(&self) -> Option<u32> {
-        if self.0.operation() != Operation::CopyChecksum {
+        if self.batch.operation() != Operation::CopyChecksum {
             return None;
         }
-        let ranges = (0..self.0.len()).map(|item| (self.0.checksum(item), self.0.copy(item).len() as u64));
+        let ranges = (0..self.batch.len()).map(|item| (self.batch.checksum(item), self.batch.copy(item).len() as u64));
         ranges
             .reduce(|(first, before), (second, bytes)| (crc32c_combine(first, second, bytes), before + bytes))
             .map(|all| all.0)
+    }
+}
+
+impl Answers for Copy {
+    fn checksum(&self, number: usize) -> Option<u32> {
+        let by_page = self.batch.len() * PAGE_SIZE == self.batch.bytes() as usize;
+        (by_page && self.batch.operation() == Operation::CopyChecksum).then(|| self.batch.checksum(number))
+    }
+
+    fn delta(&self, item: usize) -> Option<Delta<'_>> {
+        self.deltas.as_ref().map(|deltas| deltas.delta(item))
     }
 }
 
@@ -113,6 +143,8 @@ pub(super) struct Ahead {
     accelerator: Accelerator,
     channel: Channel,
     content: Content,
+    /// Whether deltas are asked for.
+    deltas: bool,
     /// Most pages of a piece.
     pages: usize,
     /// Oldest first.
@@ -130,12 +162,14 @@ impl Ahead {
     pub(super) fn new(accelerator: Accelerator, content: Content, packet_pages: u64) -> Self {
         let channel = accelerator.channel();
         let pages = accelerator.offload().batch_pages().min(packet_pages as usize);
+        let deltas = accelerator.offload().accelerates(Operation::CreateDelta);
         // All there will ever be: one is at rest whenever there is room.
         let spare = (0..DEPTH).map(|_| Piece::of(pages)).collect();
         Self {
             accelerator,
             channel,
             content,
+            deltas,
             pages,
             pieces: VecDeque::with_capacity(DEPTH),
             spare,
@@ -170,13 +204,14 @@ impl Ahead {
     /// Has it looked at which pages of `runs` in `block` are zero. There is room, and they fit a piece.
     pub(super) fn look(&mut self, block: u16, runs: &[Run]) {
         let mut piece = self.spare.pop().expect("a piece is at rest where there is room");
-        (piece.block, piece.normal) = (block, 0);
+        (piece.block, piece.normal, piece.most) = (block, 0, 0);
         piece.runs.clear();
+        piece.against.clear();
         piece.runs.extend_from_slice(runs);
         let asks = self.skipped == 0;
         self.skipped -= u32::from(!asks);
         piece.since = self.accelerator.offload().now();
-        piece.stage = match asks.then(|| self.ask(Operation::ZeroMap, block, runs)).flatten() {
+        piece.stage = match asks.then(|| self.ask(Operation::ZeroMap, block, runs, false)).flatten() {
             Some(ticket) => Stage::Looked(ticket),
             None => Stage::Unasked,
         };
@@ -197,43 +232,96 @@ impl Ahead {
 
     /// The oldest piece, with everything that is needed to send it. There is one, and what it [`needs`](Ahead::needs) has
     /// entered the window. Those after it are begun to be copied as far as it is known what they consist of, and `enter` finds
-    /// room for them too: no piece enters before an older one.
-    pub(super) fn take<E>(&mut self, enter: impl FnMut(u64) -> Result<bool, E>) -> Result<(Piece, Ready), E> {
-        if !self.in_place() {
-            self.begin_copies(enter)?;
+    /// room for them too: no piece enters before an older one. What may go as deltas is asked for where there are `deltas`, with what a
+    /// page costs that goes whole.
+    pub(super) fn take<E>(
+        &mut self,
+        mut deltas: Option<(&mut Deltas, Whole)>,
+        enter: impl FnMut(u64) -> Result<bool, E>,
+    ) -> Result<(Piece, Ready), E> {
+        if deltas.is_some() {
+            // What has come meanwhile: deltas to it are under way while those before it are sent.
+            while let Some(done) = self.channel.poll() {
+                self.lateness = self.lateness.saturating_sub(1);
+                self.completed(done);
+            }
         }
-        while let Some(Stage::Copied(_)) = self.pieces.front().map(|piece| &piece.stage) {
-            self.collect();
+        if !self.in_place() {
+            self.begin_copies(&mut deltas, enter)?;
+        }
+        loop {
+            if let Some((deltas, _)) = &deltas {
+                self.begin_deltas(deltas);
+            }
+            match self.pieces.front().map(|piece| &piece.stage) {
+                Some(Stage::Copied(_) | Stage::Compared(..)) => self.collect(),
+                _ => break,
+            }
         }
         let mut piece = self.pieces.pop_front().expect("a piece is under way");
         let ready = match std::mem::replace(&mut piece.stage, Stage::Unasked) {
-            Stage::Here(copy) => Ready::Here(copy),
+            Stage::Here(copy) | Stage::Complete(copy) => Ready::Here(copy),
             Stage::Known => Ready::Known,
             Stage::Uncopied => Ready::Uncopied,
             Stage::Unasked => Ready::Unasked,
-            Stage::Looked(_) | Stage::Copied(_) => unreachable!("waited for"),
+            Stage::Looked(_) | Stage::Copied(_) | Stage::Compared(..) => unreachable!("waited for"),
         };
         Ok((piece, ready))
     }
 
-    fn begin_copies<E>(&mut self, mut enter: impl FnMut(u64) -> Result<bool, E>) -> Result<(), E> {
+    fn begin_copies<E>(
+        &mut self,
+        deltas: &mut Option<(&mut Deltas, Whole)>,
+        mut enter: impl FnMut(u64) -> Result<bool, E>,
+    ) -> Result<(), E> {
         let operation = if self.content == Content::Checked { Operation::CopyChecksum } else { Operation::Copy };
         for at in 0..self.pieces.len() {
-            let piece = &self.pieces[at];
+            let piece = &mut self.pieces[at];
             match piece.stage {
                 Stage::Known if piece.normal > 0 => {}
                 Stage::Looked(_) | Stage::Unasked => break,
-                Stage::Known | Stage::Copied(_) | Stage::Here(_) | Stage::Uncopied => continue,
+                _ => continue,
             }
             if at > 0 && !enter(piece.normal)? {
                 break;
             }
+            if let Some((deltas, whole)) = deltas {
+                piece.most = deltas.against(piece.block, &piece.runs, *whole, &mut piece.against);
+            }
+            let piece = &self.pieces[at];
+            // Page by page where each may need its own checksum.
+            let by_page = !piece.against.is_empty();
             let asks = self.skipped == 0;
-            let ticket = asks.then(|| self.ask(operation, piece.block, &piece.runs)).flatten();
+            let ticket = asks.then(|| self.ask(operation, piece.block, &piece.runs, by_page)).flatten();
             self.pieces[at].since = self.accelerator.offload().now();
             self.pieces[at].stage = ticket.map_or(Stage::Uncopied, Stage::Copied);
         }
         Ok(())
+    }
+
+    /// Has deltas made to the copies that are here.
+    fn begin_deltas(&mut self, deltas: &Deltas) {
+        for piece in &mut self.pieces {
+            if !matches!(piece.stage, Stage::Here(_)) {
+                continue;
+            }
+            let Stage::Here(copy) = std::mem::replace(&mut piece.stage, Stage::Unasked) else { unreachable!() };
+            let asks = self.deltas && self.skipped == 0 && !piece.against.is_empty();
+            let ask = |channel: &Channel| {
+                let mut batch = channel.batch(Operation::CreateDelta);
+                for against in &piece.against {
+                    let kept = deltas.shown(*against);
+                    batch.push_delta_to_copy(&kept, &copy.batch, against.number, piece.most).ok()?;
+                }
+                channel.submit(batch).ok()
+            };
+            let ticket = asks.then(|| ask(&self.channel)).flatten();
+            piece.since = self.accelerator.offload().now();
+            piece.stage = match ticket {
+                Some(ticket) => Stage::Compared(copy, ticket),
+                None => Stage::Complete(copy),
+            };
+        }
     }
 
     /// Takes a piece back that was sent.
@@ -241,14 +329,17 @@ impl Ahead {
         self.spare.push(piece);
     }
 
-    /// Hands a batch in for the normal runs of `runs`; none where it is not taken.
-    fn ask(&self, operation: Operation, block: u16, runs: &[Run]) -> Option<Ticket> {
+    /// Hands a batch in for the normal runs of `runs`, or for their pages one by one; none where it is not taken.
+    fn ask(&self, operation: Operation, block: u16, runs: &[Run], by_page: bool) -> Option<Ticket> {
         let region = &self.accelerator.regions()[usize::from(block)];
         let mut batch = self.channel.batch(operation);
         for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
             let (offset, bytes) = (run.first as usize * PAGE_SIZE, run.count as usize * PAGE_SIZE);
-            let range = region.range(offset, bytes).expect("pages of a block are within its region");
-            batch.push(&range).ok()?;
+            let each = if by_page { PAGE_SIZE } else { bytes };
+            for offset in (offset..offset + bytes).step_by(each) {
+                let range = region.range(offset, each).expect("pages of a block are within its region");
+                batch.push(&range).ok()?;
+            }
         }
         self.channel.submit(batch).ok()
     }
@@ -257,8 +348,7 @@ impl Ahead {
     fn collect(&mut self) {
         let late = self.accelerator.offload().lateness();
         let oldest = self.pieces.front_mut().expect("a piece is under way");
-        let Some(Done { ticket, batch, outcome, maker, .. }) = self.channel.wait(oldest.since.saturating_add(late))
-        else {
+        let Some(done) = self.channel.wait(oldest.since.saturating_add(late)) else {
             if self.channel.under_way() > 0 {
                 // Too late: what a device still does for it does not matter any more.
                 oldest.forsake();
@@ -271,10 +361,23 @@ impl Ahead {
             return;
         };
         self.lateness = self.lateness.saturating_sub(1);
+        self.completed(done);
+    }
+
+    /// Something has come.
+    fn completed(&mut self, done: Done) {
+        let Done { ticket, batch, outcome, maker, .. } = done;
         let of_it = |piece: &&mut Piece| piece.stage.waits_for(ticket);
         let Some(piece) = self.pieces.iter_mut().find(of_it) else { return };
-        match (&piece.stage, outcome) {
-            (Stage::Looked(_), Outcome::Done) => {
+        if outcome != Outcome::Done {
+            return piece.forsake();
+        }
+        match std::mem::replace(&mut piece.stage, Stage::Unasked) {
+            Stage::Compared(copy, _) => {
+                piece.stage = Stage::Complete(Copy { deltas: Some(batch), deltas_maker: maker, ..copy });
+            }
+            Stage::Copied(_) => piece.stage = Stage::Here(Copy { batch, maker, deltas: None, deltas_maker: None }),
+            _ => {
                 piece.split(&batch);
                 if let Some(maker) = maker {
                     self.accelerator.heard(piece.block, &piece.runs);
@@ -289,8 +392,6 @@ impl Ahead {
                     }
                 }
             }
-            (_, Outcome::Done) => piece.stage = Stage::Here(Copy(batch, maker)),
-            _ => piece.forsake(),
         }
     }
 }
@@ -299,16 +400,18 @@ impl Piece {
     /// One at rest, with room for so many pages in the worst case: each a run of its own.
     fn of(pages: usize) -> Self {
         let runs = || Vec::with_capacity(pages);
-        Self { block: 0, runs: runs(), normal: 0, stage: Stage::Unasked, since: 0, asked: runs() }
+        let against = Vec::with_capacity(pages);
+        Self { block: 0, runs: runs(), normal: 0, stage: Stage::Unasked, since: 0, asked: runs(), against, most: 0 }
     }
 
     /// What was asked of others for it will not come.
     fn forsake(&mut self) {
-        match self.stage {
-            Stage::Looked(_) => self.stage = Stage::Unasked,
-            Stage::Copied(_) => self.stage = Stage::Uncopied,
-            Stage::Known | Stage::Here(_) | Stage::Uncopied | Stage::Unasked => {}
-        }
+        self.stage = match std::mem::replace(&mut self.stage, Stage::Unasked) {
+            Stage::Looked(_) => Stage::Unasked,
+            Stage::Copied(_) => Stage::Uncopied,
+            Stage::Compared(copy, _) => Stage::Complete(copy),
+            stage => stage,
+        };
     }
 
     /// It is known which pages are zero: as the zero map of `batch` says.
@@ -356,7 +459,7 @@ mod tests {
         let mut out = Vec::new();
         while !ahead.is_empty() {
             let needs = ahead.needs();
-            let (piece, ready) = ahead.take(|_| Ok::<_, ()>(true)).unwrap();
+            let (piece, ready) = ahead.take(None, |_| Ok::<_, ()>(true)).unwrap();
             let content = match ready {
                 Ready::Here(copy) => {
                     assert_eq!(copy.checksum(), Some(crc32c(copy.bytes())));
@@ -421,7 +524,7 @@ mod tests {
             }
             let mut meanwhile = 0;
             let (piece, ready) = ahead
-                .take(|bytes| {
+                .take(None, |bytes| {
                     meanwhile += bytes;
                     Ok::<_, ()>(true)
                 })
@@ -466,7 +569,7 @@ mod tests {
             let before = offload.now();
             ahead.look(0, &[run(RunKind::Normal, 0, PAGES as u32)]);
             ahead.needs();
-            let (piece, ready) = ahead.take(|_| Ok::<_, ()>(true)).unwrap();
+            let (piece, ready) = ahead.take(None, |_| Ok::<_, ()>(true)).unwrap();
             assert!(matches!(ready, Ready::Unasked), "nothing came");
             ahead.put(piece);
             offload.now() - before >= offload.lateness()
@@ -476,6 +579,46 @@ mod tests {
             assert!((0..skipped).all(|_| !through()), "{skipped} are not");
         }
         assert!(through());
+    }
+
+    /// What is kept is all the same but for one page; of two pieces under way both are asked for.
+    #[test]
+    fn deltas_lead_from_what_is_kept_to_the_copies() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("model.json");
+        let queue = r#"{"name":"wq0.0","size":16,"max_batch_size":32}"#;
+        std::fs::write(&file, format!(r#"{{"devices":[{{"name":"dsa0","queues":[{queue}]}}]}}"#)).unwrap();
+        let mut settings = sterna_offload::Settings::default();
+        settings.lateness = std::time::Duration::from_secs(10);
+        let offload = Offload::start(&sterna_offload::Accelerators::model(file), &settings).unwrap();
+        let ram = ram();
+        let mut ahead = Ahead::new(over(&offload, &ram), Content::Checked, PAGES as u64);
+        let mut deltas = Deltas::new(4 * PAGES * PAGE_SIZE, PAGES * PAGE_SIZE);
+        let costs = deltas.whole(None);
+        let all = [run(RunKind::Normal, 0, PAGES as u32)];
+        let mut kept: Vec<u8> = (0..PAGES).flat_map(|page| [100 + page as u8; PAGE_SIZE]).collect();
+        kept[5 * PAGE_SIZE + 4088] = 0;
+        deltas.split(1, &all, super::super::delta::Normal::of(&kept), 0, None, costs);
+        deltas.sent(1, 1);
+        (0..2).for_each(|_| ahead.look(1, &all));
+        while !ahead.is_empty() {
+            ahead.needs();
+            let (piece, ready) = ahead.take(Some((&mut deltas, costs)), |_| Ok::<_, ()>(true)).unwrap();
+            let Ready::Here(copy) = ready else { panic!("nobody refused anything") };
+            assert_eq!(piece.against.len(), PAGES);
+            for (item, against) in piece.against.iter().enumerate() {
+                let page = &copy.bytes()[item * PAGE_SIZE..][..PAGE_SIZE];
+                assert_eq!((against.number, Answers::checksum(&copy, item)), (item, Some(crc32c(page))));
+                let delta = match item {
+                    5 => Delta::Record(&[255, 1, 105, 105, 105, 105, 105, 105, 105, 105]),
+                    _ => Delta::Equal,
+                };
+                assert_eq!(copy.delta(item), Some(delta), "page {item}");
+            }
+            assert!(copy.deltas_maker().is_some());
+            assert_eq!(copy.checksum(), Some(crc32c(copy.bytes())));
+            ahead.put(piece);
+        }
     }
 
     #[test]
@@ -489,7 +632,7 @@ mod tests {
         let mut out = Vec::new();
         while !ahead.is_empty() {
             ahead.needs();
-            let (piece, ready) = ahead.take(|_| Ok::<_, ()>(true)).unwrap();
+            let (piece, ready) = ahead.take(None, |_| Ok::<_, ()>(true)).unwrap();
             out.push((piece.block, matches!(ready, Ready::Unasked), matches!(ready, Ready::Uncopied)));
             ahead.put(piece);
         }

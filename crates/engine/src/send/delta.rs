@@ -5,23 +5,31 @@
 //! cache follows by applying the very record that was sent.
 //!
 //! What is kept and tried at all is a matter of what has paid in each region ([`history`]).
+//!
+//! A device may have made the deltas before ([`said`]). Nothing of what it says is sent unseen: the cache follows by its record, and has
+//! to be then what the page is.
 
 mod cache;
 mod history;
+mod said;
+mod shown;
 
 use std::time::Instant;
 
 use std::ops::Range;
 
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::checksum::crc32c_combine;
 use sterna_memory::delta::{Created, apply, create};
+use sterna_offload::{Delta, Range as Shown};
 use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD, PageDelta};
 use sterna_wire::packet::{Run, RunKind};
 
-use self::cache::{Cache, Key};
+use self::cache::{Cache, Key, Place};
 pub(super) use self::history::Whole;
 use self::history::{History, Plan, Tried};
+pub(super) use self::said::{Against, Answers, Normal, Wrong};
 use super::again::SendAgain;
 use super::coding::Costs;
 use crate::entry::REGION;
@@ -44,6 +52,10 @@ pub(super) struct Split {
     pub(super) same: u64,
     /// Pages that go whole.
     pub(super) whole: u64,
+    /// Of those that go as deltas or are the same, for how many a device has found out what changed.
+    pub(super) by_device: u64,
+    /// Something that a device has said was wrong.
+    pub(super) wrong: Option<Wrong>,
 }
 
 /// One channel's deltas.
@@ -59,6 +71,8 @@ pub(super) struct Deltas {
     rest_runs: Vec<Run>,
     rest: Vec<u8>,
     all_whole: bool,
+    /// The CRC-32C of the latter, where devices have said those of its pages.
+    rest_checksum: Option<u32>,
     /// Where the pages of the batch are kept.
     found: Vec<usize>,
     /// Places whose content is that of the batch.
@@ -96,6 +110,7 @@ impl Deltas {
             whole_page: PAGE_SIZE as f64,
             records_length: 0,
             all_whole: true,
+            rest_checksum: None,
         }
     }
 
@@ -105,18 +120,48 @@ impl Deltas {
         Whole { nanos: encoding * PAGE_SIZE as f64, bytes: self.whole_page, price }
     }
 
+    /// Lists in `against` the normal pages of a batch of `block` that may go as deltas, and says how long the longest record may be that
+    /// pays.
+    pub(super) fn against(&mut self, block: u16, runs: &[Run], whole: Whole, against: &mut Vec<Against>) -> usize {
+        against.clear();
+        if self.cache.is_empty() {
+            return 0;
+        }
+        let normal = runs.iter().filter(|run| run.kind == RunKind::Normal).flat_map(|run| run.first..run.end());
+        let (mut part, mut most): (Option<(u64, Plan)>, _) = (None, 0);
+        for (number, page) in normal.enumerate() {
+            let region = region_of(block, page);
+            let plan = match part {
+                Some((of, plan)) if of == region => plan,
+                _ => self.history.plan(region, whole),
+            };
+            part = Some((region, plan));
+            if let Some(at) = self.cache.find(Key::new(block, page)).filter(|_| plan.tries) {
+                against.push(Against { number, at, sequence: self.cache.place(at).sequence });
+                most = most.max(plan.most);
+            }
+        }
+        most
+    }
+
+    /// What is kept there, for a device.
+    pub(super) fn shown(&self, against: Against) -> Shown {
+        self.cache.range(against.at)
+    }
+
     /// Takes what can go as deltas out of a batch of `block`, where that costs less than what it costs `whole`: `content` is that of
     /// the normal runs. What was acknowledged up to `acknowledged` is at the destination, but for what is listed in `again`.
     pub(super) fn split(
         &mut self,
         block: u16,
         runs: &[Run],
-        content: &[u8],
+        content: Normal<'_>,
         acknowledged: u64,
         again: Option<&SendAgain>,
         whole: Whole,
     ) -> Split {
         let begun = Instant::now();
+        let Normal { bytes: content, mut said } = content;
         let mut split = Split::default();
         for list in [&mut self.runs, &mut self.rest_runs] {
             list.clear();
@@ -125,7 +170,7 @@ impl Deltas {
             list.clear();
         }
         self.rest.clear();
-        (self.records_length, self.all_whole) = (0, true);
+        (self.records_length, self.all_whole, self.rest_checksum) = (0, true, None);
         self.find(block, runs);
         let mut part: Option<Part> = None;
         let (mut number, mut passes) = (0, 0);
@@ -145,16 +190,30 @@ impl Deltas {
                 let Part { plan, tried, .. } = part.as_mut().expect("there is one now");
                 // One that was found may have had to give way since, to another page of this batch.
                 let kept = self.found.get(number).copied().filter(|at| *at != NOWHERE && self.cache.keeps(*at, key));
+                let checksum = said.as_ref().and_then(|said| said.checksum(number));
                 number += 1;
                 let usable = |at: &usize| {
                     let place = self.cache.place(*at);
                     let stale = || again.is_some_and(|again| again.is_stale(block, page));
-                    (plan.tries && place.sequence <= acknowledged && !stale()).then_some((*at, place.paid))
+                    (plan.tries && place.sequence <= acknowledged && !stale()).then_some((*at, place))
                 };
-                if let Some((at, paid)) = kept.as_ref().and_then(usable) {
+                if let Some((at, Place { sequence, paid })) = kept.as_ref().and_then(usable) {
                     passes += 1;
-                    let next = self.found.get(number).copied().filter(|at| *at != NOWHERE);
-                    let length = self.delta(at, bytes, plan.most, next);
+                    let of_it = Against { number: number - 1, at, sequence };
+                    let length = match said.as_mut().and_then(|said| said.delta(of_it)) {
+                        Some(delta) => {
+                            let length = self.by_device(at, bytes, plan.most, delta, checksum);
+                            split.by_device += u64::from(matches!(length, Ok(Some(_))));
+                            length.unwrap_or_else(|wrong| {
+                                split.wrong = Some(wrong);
+                                None
+                            })
+                        }
+                        None => {
+                            let next = self.found.get(number).copied().filter(|at| *at != NOWHERE);
+                            self.delta(at, bytes, plan.most, next, checksum)
+                        }
+                    };
                     // In a region that rests, those that pay are kept and the others are not: only samples tell of all.
                     let counts = u32::from(plan.keeps || !paid);
                     tried.pages += counts;
@@ -186,6 +245,10 @@ impl Deltas {
                 push(&mut self.rest_runs, page);
                 if !self.all_whole {
                     self.rest.extend_from_slice(bytes);
+                }
+                if let Some(checksum) = checksum {
+                    let before = self.rest_checksum.map(|before| crc32c_combine(before, checksum, PAGE_SIZE as u64));
+                    self.rest_checksum = Some(before.unwrap_or(checksum));
                 }
                 split.whole += 1;
             }
@@ -222,8 +285,15 @@ impl Deltas {
     }
 
     /// Adds what makes the page kept at `at` into `content`, and makes it so; says how long the record is, 0 where it is the same.
-    /// None: it would be longer than `most`. What is kept at `next` is compared next.
-    fn delta(&mut self, at: usize, content: &[u8], most: usize, next: Option<usize>) -> Option<usize> {
+    /// None: it would be longer than `most`. What is kept at `next` is compared next. The content has this `checksum`, if it is known.
+    fn delta(
+        &mut self,
+        at: usize,
+        content: &[u8],
+        most: usize,
+        next: Option<usize>,
+        checksum: Option<u32>,
+    ) -> Option<usize> {
         let room = &mut self.records[self.records_length..][..DELTA_HEADER_LENGTH + most];
         let (header, record) = room.split_at_mut(DELTA_HEADER_LENGTH);
         let next = next.map(|next| self.cache.page(next));
@@ -231,7 +301,8 @@ impl Deltas {
             Ok(Created::Same) => Some(0),
             Ok(Created::Complete { record: length }) => {
                 let record = &record[..length];
-                header.copy_from_slice(&PageDelta { checksum: crc32c(content), record }.header());
+                let checksum = checksum.unwrap_or_else(|| crc32c(content));
+                header.copy_from_slice(&PageDelta { checksum, record }.header());
                 apply(record, self.cache.page_mut(at)).expect("a record of a page applies to it");
                 self.records_length += DELTA_HEADER_LENGTH + length;
                 Some(length)
@@ -239,6 +310,37 @@ impl Deltas {
             // A page of content that is not aligned has no record: it goes whole.
             Ok(Created::Overflow { .. }) | Err(_) => None,
         }
+    }
+
+    /// The same with `delta`, which a device has made of what is kept at `at`. Where that is wrong, nothing is kept there any more that is
+    /// of use.
+    fn by_device(
+        &mut self,
+        at: usize,
+        content: &[u8],
+        most: usize,
+        delta: Delta<'_>,
+        checksum: Option<u32>,
+    ) -> Result<Option<usize>, Wrong> {
+        let record = match delta {
+            Delta::Equal => &[],
+            Delta::Record(record) if (1..=most).contains(&record.len()) => record,
+            Delta::Record(_) | Delta::TooLong => return Ok(None),
+        };
+        let page = self.cache.page_mut(at);
+        let of_content = checksum.unwrap_or_else(|| crc32c(content));
+        if apply(record, page).is_err() || crc32c(page) != of_content {
+            // Either leads elsewhere than to the copy, or the copy is not what was read.
+            return Err(if checksum.is_some_and(|said| said != crc32c(content)) { Wrong::Copy } else { Wrong::Delta });
+        }
+        if !record.is_empty() {
+            let room = &mut self.records[self.records_length..][..DELTA_HEADER_LENGTH + record.len()];
+            let (header, place) = room.split_at_mut(DELTA_HEADER_LENGTH);
+            header.copy_from_slice(&PageDelta { checksum: of_content, record }.header());
+            place.copy_from_slice(record);
+            self.records_length += room.len();
+        }
+        Ok(Some(record.len()))
     }
 
     /// The packets of the last batch have these numbers.
@@ -261,6 +363,11 @@ impl Deltas {
     /// Of the last batch, whose content is `content`: which pages go whole or are zero, and the content of the former.
     pub(super) fn rest<'a>(&'a self, content: &'a [u8]) -> (&'a [Run], &'a [u8]) {
         (&self.rest_runs, if self.all_whole { content } else { &self.rest })
+    }
+
+    /// The CRC-32C of the latter, where devices have said those of its pages.
+    pub(super) fn rest_checksum(&self) -> Option<u32> {
+        self.rest_checksum
     }
 
     /// So many pages of the last batch went whole in so many bytes.
@@ -411,7 +518,7 @@ mod tests {
                 let is_zero = |page: &u64| memory[page].iter().all(|word| *word == 0);
                 let runs: Vec<Run> = pages.iter().map(|page| Run { kind: if is_zero(page) { RunKind::Zero } else { RunKind::Normal }, first: *page, count: 1 }).collect();
                 let bytes: Vec<u8> = pages.iter().filter(|page| !is_zero(page)).flat_map(|page| content(&memory, *page)).collect();
-                let split = deltas.split(0, &runs, &bytes, acknowledged, Some(&again), costs);
+                let split = deltas.split(0, &runs, Normal::of(&bytes), acknowledged, Some(&again), costs);
                 let (delta_sequence, whole_sequence) = (sequence + 1, sequence + 1 + u64::from(split.deltas > 0));
                 deltas.sent(delta_sequence, whole_sequence);
                 made += split.deltas;
@@ -468,8 +575,14 @@ mod tests {
 
     fn whole(deltas: &mut Deltas, page: u64, bytes: &[u8], sequence: u64) -> Split {
         let costs = deltas.whole(None);
-        let split =
-            deltas.split(0, &[Run { kind: RunKind::Normal, first: page, count: 1 }], bytes, sequence - 1, None, costs);
+        let split = deltas.split(
+            0,
+            &[Run { kind: RunKind::Normal, first: page, count: 1 }],
+            Normal::of(bytes),
+            sequence - 1,
+            None,
+            costs,
+        );
         deltas.sent(sequence, sequence);
         split
     }
@@ -511,7 +624,7 @@ mod tests {
         let run = |first, count| Run { kind: RunKind::Normal, first, count };
         let mut split = |runs: &[Run], bytes: &[u8], sequence| {
             let costs = deltas.whole(None);
-            let split = deltas.split(0, runs, bytes, sequence - 1, None, costs);
+            let split = deltas.split(0, runs, Normal::of(bytes), sequence - 1, None, costs);
             deltas.sent(sequence, sequence);
             split.deltas
         };
@@ -560,7 +673,7 @@ mod tests {
             let bytes: Vec<u8> = memory.iter().flat_map(|word| word.to_le_bytes()).collect();
             deltas.history.set_pass(400.0);
             let all = [Run { kind: RunKind::Normal, first: 0, count: PAGES as u32 }];
-            let split = deltas.split(0, &all, &bytes, sequence - 1, None, costs);
+            let split = deltas.split(0, &all, Normal::of(&bytes), sequence - 1, None, costs);
             assert_eq!(deltas.rest(&bytes).1.len(), split.whole as usize * PAGE_SIZE);
             deltas.sent(sequence, sequence + 1);
             split
@@ -574,7 +687,7 @@ mod tests {
             round(&mut deltas, &|page| !counters(page));
         }
         for _ in 0..50 {
-            assert_eq!(round(&mut deltas, &|page| !counters(page)), Split { deltas: 2, same: 0, whole: 30 });
+            assert_eq!(round(&mut deltas, &|page| !counters(page)), Split { deltas: 2, whole: 30, ..Split::default() });
             assert!(deltas.kept() < 10, "{}", deltas.kept());
         }
         for _ in 0..200 {

@@ -121,6 +121,8 @@ pub struct SendCounters {
     pub delta_pages: AtomicU64,
     /// Normal pages that were what the destination had already, and were not sent.
     pub same_pages: AtomicU64,
+    /// Of both kinds, those of which an accelerator has found out what had changed.
+    pub device_deltas: AtomicU64,
     /// Where the way is chosen batch by batch, bytes of content by way.
     pub by_way: [AtomicU64; MOST_WAYS],
     /// Packets whose content did not shrink and went raw.
@@ -150,6 +152,8 @@ pub struct Sent {
     pub delta_pages: u64,
     /// Those of them that were what the destination had already.
     pub same_pages: u64,
+    /// Of both kinds, those of which an accelerator has found out what had changed.
+    pub device_deltas: u64,
     /// Zero pages.
     pub zero_pages: u64,
     /// Bytes of content, before compression.
@@ -170,6 +174,7 @@ impl std::ops::Add for Sent {
             normal_pages: self.normal_pages + other.normal_pages,
             delta_pages: self.delta_pages + other.delta_pages,
             same_pages: self.same_pages + other.same_pages,
+            device_deltas: self.device_deltas + other.device_deltas,
             zero_pages: self.zero_pages + other.zero_pages,
             content_bytes: self.content_bytes + other.content_bytes,
             packet_bytes: self.packet_bytes + other.packet_bytes,
@@ -188,6 +193,7 @@ impl Sent {
             sent.normal_pages += counters.normal_pages.load(Ordering::Relaxed);
             sent.delta_pages += counters.delta_pages.load(Ordering::Relaxed);
             sent.same_pages += counters.same_pages.load(Ordering::Relaxed);
+            sent.device_deltas += counters.device_deltas.load(Ordering::Relaxed);
             sent.zero_pages += counters.zero_pages.load(Ordering::Relaxed);
             sent.content_bytes += counters.content_bytes.load(Ordering::Relaxed);
             sent.packet_bytes += counters.packet_bytes.load(Ordering::Relaxed);

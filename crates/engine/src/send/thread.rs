@@ -17,7 +17,7 @@ use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, Page
 use super::ahead::{self, Ahead, Copy, Ready};
 use super::blocks::NotKept;
 use super::coding::{Coding, Kernel, Seen, Times};
-use super::delta::Deltas;
+use super::delta::{Against, Deltas, Normal, Wrong};
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Suspect, Way};
 use crate::batch::Batch;
 use crate::in_place;
@@ -46,8 +46,19 @@ enum Lies<'a> {
     There,
     /// In guest RAM, and it is sent from there.
     InPlace(&'a RamBlock),
-    /// In a copy that an accelerator has made.
-    Copied(&'a Copy),
+    /// In a copy that an accelerator has made, and with it deltas against these.
+    Copied(&'a Copy, &'a [Against]),
+}
+
+impl Lies<'_> {
+    /// The CRC-32C of all of it, where that is known.
+    fn checksum(&self, batch: &Batch) -> Option<u32> {
+        match self {
+            Self::There => batch.checksum(),
+            Self::Copied(copy, _) => copy.checksum(),
+            Self::InPlace(_) => None,
+        }
+    }
 }
 
 impl<'a> Content<'a> {
@@ -335,7 +346,12 @@ impl Sending {
             self.enter_window(&mut reading, needs)?;
         }
         let window = Arc::clone(&self.context.window);
-        let (piece, ready) = ahead.take(|bytes| window.try_enter(bytes))?;
+        let costs = self.coding.costs();
+        let deltas = self.deltas.as_mut().map(|deltas| {
+            let whole = deltas.whole(costs);
+            (deltas, whole)
+        });
+        let (piece, ready) = ahead.take(deltas, |bytes| window.try_enter(bytes))?;
         let ram = ahead.ram().clone();
         if !matches!(ready, Ready::Unasked) {
             self.make_room(&mut reading, piece.block, &piece.runs)?;
@@ -361,7 +377,7 @@ impl Sending {
             }
             Ready::Here(copy) => {
                 reading.know(&piece.runs);
-                self.pages(reading.batch(), &Lies::Copied(&copy))?;
+                self.pages(reading.batch(), &Lies::Copied(&copy, &piece.against))?;
                 reading.begin(piece.block);
             }
         }
@@ -418,17 +434,18 @@ impl Sending {
         counters.normal_pages.fetch_add(normal, Ordering::Relaxed);
         counters.zero_pages.fetch_add(zero, Ordering::Relaxed);
         let in_window = batch.in_window();
-        let (bytes, checksum, maker) = match lies {
-            Lies::There => (batch.content(), batch.checksum(), None),
-            Lies::Copied(copy) => (copy.bytes(), copy.checksum(), copy.maker()),
+        let (bytes, maker) = match lies {
+            Lies::There => (batch.content(), None),
+            Lies::Copied(copy, _) => (copy.bytes(), copy.maker()),
             Lies::InPlace(block) => return self.pages_in_place(batch, block),
         };
         debug_assert_eq!(bytes.len() as u64 / PAGE_SIZE as u64, normal);
         if let Some(mut deltas) = self.deltas_of(batch.block) {
-            let sent = self.pages_or_deltas(&mut deltas, batch, bytes, checksum, maker);
+            let sent = self.pages_or_deltas(&mut deltas, batch, bytes, lies);
             self.deltas = Some(deltas);
             return sent;
         }
+        let checksum = lies.checksum(batch);
         self.packet(PacketKind::Pages, batch.block, 0, &Content { bytes, checksum, in_window, maker })
     }
 
@@ -503,10 +520,13 @@ impl Sending {
         deltas: &mut Deltas,
         batch: &Batch,
         content: &[u8],
-        checksum: Option<u32>,
-        maker: Option<Maker>,
+        lies: &Lies<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
         let block = batch.block;
+        let (normal, maker) = match lies {
+            Lies::Copied(copy, against) => (Normal::said(content, *copy, against), copy.maker()),
+            Lies::There | Lies::InPlace(_) => (Normal::of(content), None),
+        };
         if self.way != Way::Usual {
             for run in batch.runs() {
                 deltas.forget(block, run);
@@ -515,23 +535,29 @@ impl Sending {
                     again.freshen(block, run.first..run.end());
                 }
             }
-            let in_window = batch.in_window();
+            let (in_window, checksum) = (batch.in_window(), lies.checksum(batch));
             return self.packet(PacketKind::Pages, block, 0, &Content { bytes: content, checksum, in_window, maker });
         }
         let (acknowledged, last) = self.send_refused(Some(deltas))?;
         let (again, costs) = (self.context.again.as_deref(), deltas.whole(self.coding.costs()));
-        let split = deltas.split(block, batch.runs(), content, acknowledged, again, costs);
+        let split = deltas.split(block, batch.runs(), normal, acknowledged, again, costs);
+        let mut by_device = 0;
+        if let Lies::Copied(copy, _) = lies {
+            split.wrong.into_iter().for_each(|wrong| self.distrust(wrong, copy));
+            by_device = copy.deltas_maker().map_or(0, |_| split.by_device);
+        }
         let first = last + 1;
         deltas.sent(first, first + u64::from(split.deltas > 0));
         let counters = &self.shared.counters;
         counters.delta_pages.fetch_add(split.deltas, Ordering::Relaxed);
         counters.same_pages.fetch_add(split.same, Ordering::Relaxed);
+        counters.device_deltas.fetch_add(by_device, Ordering::Relaxed);
         let window = |pages: u64| pages * PAGE_SIZE as u64;
         self.context.window.give_back(window(split.same));
         if split.deltas > 0 {
             let (runs, records) = deltas.deltas();
             self.set_table(runs);
-            let content = Content { in_window: window(split.deltas), ..Content::of(records) };
+            let content = Content { in_window: window(split.deltas), maker, ..Content::of(records) };
             self.packet(PacketKind::Deltas, block, 0, &content)?;
         }
         let (runs, rest) = deltas.rest(content);
@@ -539,14 +565,25 @@ impl Sending {
             return Ok(());
         }
         self.set_table(runs);
-        // The copy's checksum is that of all its pages.
-        let checksum = checksum.filter(|_| rest.len() == content.len());
+        let of_all = || (rest.len() == content.len()).then(|| lies.checksum(batch)).flatten();
+        let checksum = deltas.rest_checksum().or_else(of_all);
         let in_window = window(split.whole);
         let before = self.shared.counters.packet_bytes.load(Ordering::Relaxed);
         self.packet(PacketKind::Pages, block, 0, &Content { bytes: rest, checksum, in_window, maker })?;
         let bytes = self.shared.counters.packet_bytes.load(Ordering::Relaxed) - before;
         deltas.went_whole(split.whole, bytes as usize);
         Ok(())
+    }
+
+    /// What a device has made of pages turned out wrong, and was not sent.
+    fn distrust(&self, wrong: Wrong, copy: &Copy) {
+        let (maker, what) = match wrong {
+            Wrong::Delta => (copy.deltas_maker(), "a delta that it made does not lead to the page"),
+            Wrong::Copy => (copy.maker(), "its copy is not what it has read"),
+        };
+        if let (Some(maker), Some(accelerator)) = (maker, &self.context.accelerator) {
+            accelerator.offload().distrust(maker, what);
+        }
     }
 
     fn set_table(&mut self, runs: &[Run]) {

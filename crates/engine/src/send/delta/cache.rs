@@ -8,9 +8,9 @@
 //! together are found, and mostly lie, together.
 
 use sterna_memory::PAGE_SIZE;
-use sterna_memory::huge::prefer_huge_pages;
+use sterna_offload::Range;
 
-use crate::batch::Room;
+use super::shown::Shown;
 
 /// Places of a set; a page may be kept in two of them.
 const WAYS: usize = 8;
@@ -61,7 +61,7 @@ pub(super) struct Place {
 pub(super) struct Cache {
     keys: Vec<Keys>,
     places: Vec<[Place; WAYS]>,
-    content: Room,
+    content: Shown,
     /// Sets of neighbouring pages that lie together.
     together: usize,
     kept: usize,
@@ -77,8 +77,7 @@ impl Cache {
         // The largest power of two in it.
         let together = 1 << together.ilog2();
         let sets = sets / together * together;
-        let mut content = Room::new(sets * WAYS * PAGE_SIZE);
-        prefer_huge_pages(&mut content);
+        let content = Shown::new(sets * WAYS * PAGE_SIZE);
         let free = Place { sequence: 0, paid: false };
         let (keys, places) = (vec![Keys([Key::NONE; WAYS]); sets], vec![[free; WAYS]; sets]);
         Self { keys, places, content, together, kept: 0, turned_away: 0 }
@@ -160,11 +159,16 @@ impl Cache {
 
     /// What is kept there.
     pub(super) fn page(&self, at: usize) -> &[u8] {
-        &self.content[at * PAGE_SIZE..][..PAGE_SIZE]
+        &self.content.bytes()[at * PAGE_SIZE..][..PAGE_SIZE]
     }
 
     pub(super) fn page_mut(&mut self, at: usize) -> &mut [u8] {
-        &mut self.content[at * PAGE_SIZE..][..PAGE_SIZE]
+        &mut self.content.bytes_mut()[at * PAGE_SIZE..][..PAGE_SIZE]
+    }
+
+    /// The same for a device, which reads it while this thread may go on to change it: what it says of it is to be doubted.
+    pub(super) fn range(&self, at: usize) -> Range {
+        self.content.range(at * PAGE_SIZE, PAGE_SIZE)
     }
 
     pub(super) fn forget(&mut self, key: Key) {
@@ -190,7 +194,7 @@ mod tests {
     fn a_page_is_found_where_it_was_put_and_nowhere_once_it_is_forgotten() {
         for pages in [0, 7, 8, 100, 1024, 8192] {
             let mut cache = Cache::new(pages * PAGE_SIZE);
-            let room = cache.content.len() / PAGE_SIZE;
+            let room = cache.content.bytes().len() / PAGE_SIZE;
             assert!(room <= pages && room + pages / LEAST_GROUPS + WAYS > pages, "{room} of {pages}");
             let mut there = Vec::new();
             for page in 0..2 * pages as u64 {

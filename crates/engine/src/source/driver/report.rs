@@ -157,6 +157,7 @@ impl Driver<'_> {
             accelerators: self.settings.offload.as_ref().map(|offload| offload.report().lines()).unwrap_or_default(),
             delta_pages: sent.delta_pages,
             same_pages: sent.same_pages,
+            device_deltas: sent.device_deltas,
             delta_cache: self.settings.delta_cache.min(self.ram.bytes()),
             no_deltas: None,
             refused_packets: self.again.packets(),

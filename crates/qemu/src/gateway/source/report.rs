@@ -123,6 +123,7 @@ impl Driver<'_> {
             accelerators: Vec::new(),
             delta_pages: sent.delta_pages,
             same_pages: sent.same_pages,
+            device_deltas: sent.device_deltas,
             delta_cache: self.delta_cache,
             no_deltas: self.no_deltas.map(str::to_owned),
             refused_packets: self.deltas.as_ref().map_or(0, |deltas| deltas.packets()),

@@ -1,0 +1,245 @@
+//! What devices have said of a batch's pages by the time it is sent: their checksums, and deltas from what was kept of them.
+//!
+//! They were asked a few packets ahead. Since then what is kept may have become another page's or have followed a newer packet, and
+//! what was said of it counts for nothing: so each question carries the number of the packet in which that content went.
+
+use sterna_offload::Delta;
+
+/// A normal page of a batch, and what a delta of it is against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) struct Against {
+    /// Its number among the normal pages.
+    pub(in super::super) number: usize,
+    /// Where it is kept, and the packet that this content went in.
+    pub(super) at: usize,
+    pub(super) sequence: u64,
+}
+
+/// What turned out wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) enum Wrong {
+    /// A delta does not lead to the page.
+    Delta,
+    /// A copy is not what its device says that it has read.
+    Copy,
+}
+
+/// Who was asked, and has said something.
+pub(in super::super) trait Answers {
+    /// The CRC-32C of the normal page `number`.
+    fn checksum(&self, number: usize) -> Option<u32>;
+
+    /// The delta of the page that was asked for as number `item`.
+    fn delta(&self, item: usize) -> Option<Delta<'_>>;
+}
+
+/// What was said of a batch.
+#[derive(Clone, Copy)]
+pub(super) struct Said<'a> {
+    by: &'a dyn Answers,
+    /// What deltas were asked for, ascending, and those of them that lie ahead.
+    against: &'a [Against],
+    item: usize,
+}
+
+impl<'a> Said<'a> {
+    pub(super) fn checksum(&self, number: usize) -> Option<u32> {
+        self.by.checksum(number)
+    }
+
+    /// The delta of a page, later than those asked for before, if it was made against what `page` says.
+    pub(super) fn delta(&mut self, page: Against) -> Option<Delta<'a>> {
+        while self.against.get(self.item).is_some_and(|asked| asked.number < page.number) {
+            self.item += 1;
+        }
+        let asked = self.against.get(self.item)?;
+        if *asked == page { self.by.delta(self.item) } else { None }
+    }
+}
+
+/// The content of a batch's normal pages, and what devices have said of it.
+#[derive(Clone, Copy)]
+pub(in super::super) struct Normal<'a> {
+    pub(super) bytes: &'a [u8],
+    pub(super) said: Option<Said<'a>>,
+}
+
+impl<'a> Normal<'a> {
+    /// The content `bytes`, of which nobody has said anything.
+    pub(in super::super) fn of(bytes: &'a [u8]) -> Self {
+        Self { bytes, said: None }
+    }
+
+    /// That of which `by` has said something, and of `against` what has changed.
+    pub(in super::super) fn said(bytes: &'a [u8], by: &'a dyn Answers, against: &'a [Against]) -> Self {
+        Self { bytes, said: Some(Said { by, against, item: 0 }) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_wire::delta::PageDeltas;
+
+    use super::super::*;
+
+    /// What a device says of the pages of a batch: their checksums, and one delta of each that it was asked for.
+    struct Device {
+        checksums: Vec<u32>,
+        deltas: Vec<Option<Vec<u8>>>,
+    }
+
+    impl Answers for Device {
+        fn checksum(&self, number: usize) -> Option<u32> {
+            self.checksums.get(number).copied()
+        }
+
+        fn delta(&self, item: usize) -> Option<Delta<'_>> {
+            Some(match &self.deltas[item] {
+                Some(record) if record.is_empty() => Delta::Equal,
+                Some(record) => Delta::Record(record),
+                None => Delta::TooLong,
+            })
+        }
+    }
+
+    /// The record of these words.
+    fn record(words: &[(u16, u64)]) -> Vec<u8> {
+        words.iter().flat_map(|(at, word)| [&at.to_le_bytes()[..], &word.to_le_bytes()].concat()).collect()
+    }
+
+    /// Pages from the first on of which the channel keeps `before`, sent in packet 1.
+    fn kept(before: &[u8]) -> (Deltas, [Run; 1]) {
+        let mut deltas = Deltas::new(64 * PAGE_SIZE, 16 * PAGE_SIZE);
+        let run = [Run { kind: RunKind::Normal, first: 0, count: (before.len() / PAGE_SIZE) as u32 }];
+        let costs = deltas.whole(None);
+        deltas.split(0, &run, Normal::of(before), 0, None, costs);
+        deltas.sent(1, 1);
+        (deltas, run)
+    }
+
+    /// Sends `now`, of which `device` has said something; says besides what became of it what the destination has then, which had
+    /// `before`.
+    fn said(deltas: &mut Deltas, runs: &[Run], before: &[u8], now: &[u8], device: &Device) -> (Split, Vec<u8>) {
+        let (costs, mut against) = (deltas.whole(None), Vec::new());
+        let most = deltas.against(0, runs, costs, &mut against);
+        assert_eq!((against.len(), most), (before.len() / PAGE_SIZE, MAX_RECORD));
+        let split = deltas.split(0, runs, Normal::said(now, device, &against), 1, None, costs);
+        deltas.sent(2, 3);
+        let mut there = before.to_vec();
+        let (runs, records) = deltas.deltas();
+        let pages = runs.iter().flat_map(|run| run.first..run.end());
+        for (page, delta) in pages.zip(PageDeltas::new(records, split.deltas)) {
+            let (delta, page) = (delta.unwrap(), &mut there[page as usize * PAGE_SIZE..][..PAGE_SIZE]);
+            apply(delta.record, page).unwrap();
+            assert_eq!(crc32c(page), delta.checksum);
+        }
+        let (runs, mut rest) = deltas.rest(now);
+        for page in runs.iter().flat_map(|run| run.first..run.end()) {
+            let (content, later) = rest.split_at(PAGE_SIZE);
+            there[page as usize * PAGE_SIZE..][..PAGE_SIZE].copy_from_slice(content);
+            rest = later;
+        }
+        (split, there)
+    }
+
+    #[test]
+    fn a_devices_delta_is_sent_only_where_it_leads_to_the_page_and_fits() {
+        let before = vec![7; PAGE_SIZE];
+        let mut now = before.clone();
+        now[8..24].copy_from_slice(&[1u64.to_le_bytes(), 2u64.to_le_bytes()].concat());
+        let (right, other) = (record(&[(1, 1), (2, 2)]), u64::from_le_bytes([7; 8]));
+        let wrong = Some(Wrong::Delta);
+        // What it says; whether that goes, and whether it is wrong.
+        let cases = [
+            (Some(right.clone()), 1, None),
+            // What has not changed may be in it.
+            (Some(record(&[(1, 1), (2, 2), (511, other)])), 1, None),
+            (Some(record(&[(1, 1)])), 0, wrong),
+            (Some(record(&[(1, 1), (2, 3)])), 0, wrong),
+            (Some(record(&[(1, 1), (2, 2), (9, 9)])), 0, wrong),
+            (Some(vec![]), 0, wrong),
+            (Some(record(&[(2, 2), (1, 1)])), 0, wrong),
+            (Some(record(&[(1, 1), (2, 2), (512, other)])), 0, wrong),
+            (Some([right, vec![0]].concat()), 0, wrong),
+            // This costs bytes and no more.
+            (None, 0, None),
+        ];
+        for checksums in [vec![], vec![crc32c(&now)]] {
+            for (says, goes, expected) in &cases {
+                let (mut deltas, runs) = kept(&before);
+                let device = Device { checksums: checksums.clone(), deltas: vec![says.clone()] };
+                let (split, there) = said(&mut deltas, &runs, &before, &now, &device);
+                let is = Split { deltas: *goes, whole: 1 - goes, by_device: *goes, wrong: *expected, same: 0 };
+                assert_eq!((split, there == now), (is, true), "{says:?}");
+                // What is kept is what the destination has.
+                let costs = deltas.whole(None);
+                let split = deltas.split(0, &runs, Normal::of(&now), 3, None, costs);
+                assert_eq!(split, Split { same: 1, ..Split::default() }, "{says:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_devices_delta_goes_up_to_the_longest_that_pays() {
+        let before = vec![7; PAGE_SIZE];
+        for (words, goes) in [(MAX_RECORD / 10, 1), (MAX_RECORD / 10 + 1, 0)] {
+            let words: Vec<_> = (0..words as u16).map(|at| (at, u64::from(at))).collect();
+            let (mut now, record) = (before.clone(), record(&words));
+            apply(&record, &mut now).unwrap();
+            let (mut deltas, runs) = kept(&before);
+            let device = Device { checksums: vec![], deltas: vec![Some(record)] };
+            let (split, there) = said(&mut deltas, &runs, &before, &now, &device);
+            assert_eq!((split.deltas, split.wrong, there == now), (goes, None, true));
+        }
+    }
+
+    #[test]
+    fn what_a_device_says_of_content_that_is_not_kept_any_more_counts_for_nothing() {
+        let (before, now) = (vec![7; PAGE_SIZE], vec![7; PAGE_SIZE]);
+        let (mut deltas, runs) = kept(&before);
+        let (costs, mut against) = (deltas.whole(None), Vec::new());
+        deltas.against(0, &runs, costs, &mut against);
+        // The page is sent once more meanwhile, and then again as it was.
+        for (content, packet) in [(vec![8; PAGE_SIZE], 2), (before, 3)] {
+            let split = deltas.split(0, &runs, Normal::of(&content), packet - 1, None, costs);
+            assert_eq!(split.whole, 1);
+            deltas.sent(packet, packet);
+        }
+        let device = Device { checksums: vec![], deltas: vec![Some(record(&[(0, 0)]))] };
+        let split = deltas.split(0, &runs, Normal::said(&now, &device, &against), 3, None, costs);
+        assert_eq!(split, Split { same: 1, ..Split::default() });
+    }
+
+    #[test]
+    fn pages_go_with_the_checksum_of_what_was_read_and_not_of_a_wrong_copy() {
+        let before = vec![7; 4 * PAGE_SIZE];
+        let mut read = before.clone();
+        read[PAGE_SIZE..3 * PAGE_SIZE].fill(9);
+        (read[0], read[3 * PAGE_SIZE]) = (9, 9);
+        let checksums: Vec<_> = read.chunks(PAGE_SIZE).map(crc32c).collect();
+        let first = u64::from_le_bytes([9, 7, 7, 7, 7, 7, 7, 7]);
+        let delta = || Some(record(&[(0, first)]));
+        let (mut deltas, runs) = kept(&before);
+        let device = Device { checksums: checksums.clone(), deltas: vec![delta(), None, None, delta()] };
+        let (split, there) = said(&mut deltas, &runs, &before, &read, &device);
+        assert_eq!((split.deltas, split.whole, split.wrong, there == read), (2, 2, None, true));
+        assert_eq!(deltas.rest_checksum(), Some(crc32c(&read[PAGE_SIZE..3 * PAGE_SIZE])));
+
+        // The copy of the last page is wrong, and the delta leads to it.
+        let mut copy = read.clone();
+        copy[4 * PAGE_SIZE - 1] = 8;
+        let to_copy = Some(record(&[(0, first), (511, u64::from_le_bytes([7, 7, 7, 7, 7, 7, 7, 8]))]));
+        let (mut deltas, runs) = kept(&before);
+        let device = Device { checksums, deltas: vec![delta(), None, None, to_copy] };
+        let (split, _) = said(&mut deltas, &runs, &before, &copy, &device);
+        assert_eq!((split.deltas, split.whole, split.wrong), (1, 3, Some(Wrong::Copy)));
+        assert_eq!(deltas.rest_checksum(), Some(crc32c(&read[PAGE_SIZE..])), "the destination will see");
+
+        // The same where the CPU makes the delta.
+        let (mut deltas, runs) = kept(&before);
+        let costs = deltas.whole(None);
+        assert_eq!(deltas.split(0, &runs, Normal::said(&copy, &device, &[]), 1, None, costs).deltas, 2);
+        let last = PageDeltas::new(deltas.deltas().1, 2).last().unwrap().unwrap();
+        assert_eq!(last.checksum, device.checksums[3]);
+    }
+}

@@ -1,0 +1,84 @@
+//! Memory of one thread's own that devices may read too.
+//!
+//! A device reads it at any time between being asked and its answer, whatever the thread does meanwhile: nothing that it says is right
+//! but for memory that was left alone since. It is mapped until the last of that is over.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use sterna_memory::PAGE_SIZE;
+use sterna_memory::huge::prefer_huge_pages;
+use sterna_offload::{Range, Region};
+
+/// Such memory, zero at first, from the beginning of a page on.
+#[derive(Debug)]
+pub(super) struct Shown {
+    region: Arc<Region>,
+}
+
+/// What gives it back.
+struct Owner(NonNull<[u8]>);
+
+// SAFETY: it only frees the memory, which any thread may do, once.
+unsafe impl Send for Owner {}
+// SAFETY: shared, it gives access to nothing.
+unsafe impl Sync for Owner {}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        // SAFETY: leaked from a box in `Shown::new`. It is dropped with the region, which is kept by `Shown` and by whatever is under way
+        // on it.
+        drop(unsafe { Box::from_raw(self.0.as_ptr()) });
+    }
+}
+
+impl Shown {
+    /// Of `bytes` bytes.
+    pub(super) fn new(bytes: usize) -> Self {
+        // Zeroed memory of this size comes from the kernel untouched: it costs memory when it is first used.
+        let all = NonNull::from(Box::leak(vec![0; bytes + PAGE_SIZE - 1].into_boxed_slice()));
+        let owner = Arc::new(Owner(all));
+        let first = all.cast::<u8>();
+        // SAFETY: less than a page further, and so within the box.
+        let start = unsafe { first.add(first.align_offset(PAGE_SIZE)) };
+        // SAFETY: `bytes` of the box are left from there on, and nobody else has them yet.
+        prefer_huge_pages(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), bytes) });
+        // SAFETY: the owner keeps it allocated as long as the region or any work on it. There are references to it, but none while this
+        // process works on a range of it: that is done, and only reads, on the thread that has this, by calls of its own (ranges are for
+        // deltas from what it keeps). What runs beside that thread is devices.
+        let region = unsafe { Region::new(start, bytes, Some(owner)) };
+        Self { region }
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        // SAFETY: the region is this long, initialised (zero at first), and written only by `bytes_mut`, which needs the only reference.
+        unsafe { std::slice::from_raw_parts(self.region.start().as_ptr(), self.region.bytes()) }
+    }
+
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`; this is the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.region.start().as_ptr(), self.region.bytes()) }
+    }
+
+    /// A part of it, to be read by a device.
+    pub(super) fn range(&self, offset: usize, bytes: usize) -> Range {
+        self.region.range(offset, bytes).expect("a part of it")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_zero_begins_with_a_page_and_stays_as_long_as_somebody_may_read_it() {
+        let mut shown = Shown::new(3 * PAGE_SIZE);
+        assert!(shown.bytes().iter().all(|byte| *byte == 0) && shown.bytes().as_ptr().addr().is_multiple_of(PAGE_SIZE));
+        shown.bytes_mut()[PAGE_SIZE + 5] = 7;
+        let range = shown.range(PAGE_SIZE, PAGE_SIZE);
+        drop(shown);
+        // SAFETY: the range keeps it.
+        assert_eq!(unsafe { range.region().start().add(range.offset() + 5).read() }, 7);
+        assert!(Shown::new(0).bytes().is_empty());
+    }
+}
