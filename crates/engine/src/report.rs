@@ -141,7 +141,8 @@ pub struct Report {
     pub downtime: DowntimeParts,
     /// Rounds over the dirty pages, as the source's monitor counts them.
     pub rounds: u64,
-    /// Why the rounds did not converge by themselves and what was done about it, where they did not.
+    /// Why the rounds did not converge by themselves and what was done about it, where they did not; or why the guest
+    /// stood for longer than was wanted, where that was to be expected whatever it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub convergence: Option<String>,
     /// How post-copy went, where the guest went on at the destination before all of its RAM was there.

@@ -80,9 +80,41 @@ impl Budget {
     }
 }
 
+/// The pages that one packet carries, or several.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// Pages with content.
+    pub normal_pages: u64,
+    /// Zero pages.
+    pub zero_pages: u64,
+    /// Bytes of the packets, before TLS.
+    pub bytes: u64,
+}
+
+impl Carried {
+    /// Pages of either kind.
+    pub fn pages(&self) -> u64 {
+        self.normal_pages + self.zero_pages
+    }
+}
+
+/// What has arrived so far, as far as it was acknowledged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Delivered {
+    /// Pages, those included that the destination was found to have already.
+    pub carried: Carried,
+    /// Packets with pages.
+    pub packets: u64,
+    /// When the last of them was acknowledged.
+    pub last: Option<Instant>,
+}
+
 #[derive(Debug)]
 struct State {
     budget: Budget,
+    delivered: Delivered,
+    /// What had been delivered by the first acknowledgement of pages.
+    first_delivered: Delivered,
     in_flight: u64,
     /// Of them, what was handed to the network.
     on_wire: u64,
@@ -108,6 +140,20 @@ impl State {
                 self.idle_since = None;
             }
             _ => {}
+        }
+    }
+
+    fn deliver(&mut self, carried: &Carried, packets: u64, now: Instant) {
+        if carried.pages() > 0 {
+            let sum = &mut self.delivered.carried;
+            sum.normal_pages += carried.normal_pages;
+            sum.zero_pages += carried.zero_pages;
+            sum.bytes += carried.bytes;
+            self.delivered.packets += packets;
+            self.delivered.last = Some(now);
+            if self.first_delivered.last.is_none() {
+                self.first_delivered = self.delivered;
+            }
         }
     }
 
@@ -152,6 +198,8 @@ impl Window {
         Self {
             state: Mutex::new(State {
                 budget,
+                delivered: Delivered::default(),
+                first_delivered: Delivered::default(),
                 in_flight: 0,
                 on_wire: 0,
                 idle: Duration::ZERO,
@@ -201,14 +249,17 @@ impl Window {
         Ok(true)
     }
 
-    /// `bytes` were acknowledged.
-    pub fn leave(&self, bytes: u64) {
+    /// `bytes` were acknowledged, and with them these pages, in so many packets that have any.
+    pub fn leave(&self, bytes: u64, carried: &Carried, packets: u64) {
         let mut state = self.lock();
         let now = Instant::now();
+        state.deliver(carried, packets, now);
         state.in_flight = state.in_flight.saturating_sub(bytes);
         state.on_wire = state.on_wire.saturating_sub(bytes);
-        state.budget.acknowledged(bytes, now);
-        state.look_at_wire(now);
+        if bytes > 0 {
+            state.budget.acknowledged(bytes, now);
+            state.look_at_wire(now);
+        }
         self.wake(state);
     }
 
@@ -230,6 +281,18 @@ impl Window {
     pub fn full(&self) -> Duration {
         let state = self.lock();
         state.full + state.full_since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// Pages with content have not been sent because the destination has them as they are.
+    pub fn was_there(&self, normal_pages: u64) {
+        let carried = Carried { normal_pages, ..Carried::default() };
+        self.lock().deliver(&carried, 0, Instant::now());
+    }
+
+    /// The pages that were acknowledged at first, and so far.
+    pub fn delivered(&self) -> (Delivered, Delivered) {
+        let state = self.lock();
+        (state.first_delivered, state.delivered)
     }
 
     /// `bytes` that were let in were not needed: they are not counted as delivered.
@@ -392,10 +455,29 @@ mod tests {
         window.enter(4 << 20).unwrap();
         std::thread::scope(|scope| {
             let third = scope.spawn(|| window.enter(4 << 20));
-            window.leave(4 << 20);
+            window.leave(4 << 20, &Carried::default(), 1);
             assert_eq!(third.join().unwrap(), Ok(()));
         });
         assert_eq!(window.in_flight(), 8 << 20);
+    }
+
+    #[test]
+    fn pages_are_delivered_when_they_are_acknowledged_and_zero_pages_without_bytes_too() {
+        let window = Window::new(1 << 20, Duration::ZERO, Duration::ZERO);
+        window.enter(8192).unwrap();
+        assert_eq!(window.delivered(), <(Delivered, Delivered)>::default());
+        let carried = Carried { normal_pages: 2, zero_pages: 0, bytes: 8300 };
+        window.leave(8192, &carried, 1);
+        let (first, so_far) = window.delivered();
+        assert_eq!((first.carried, first.packets, so_far), (carried, 1, first));
+        window.leave(0, &Carried { normal_pages: 0, zero_pages: 7, bytes: 90 }, 1);
+        window.was_there(3);
+        // A packet without pages says nothing of how fast pages go.
+        window.leave(0, &Carried { bytes: 90, ..Carried::default() }, 0);
+        let (still_first, all) = window.delivered();
+        assert_eq!(still_first, first);
+        assert_eq!((all.carried, all.packets), (Carried { normal_pages: 5, zero_pages: 7, bytes: 8390 }, 2));
+        assert!(all.carried.pages() == 12 && all.last >= first.last && first.last.is_some());
     }
 
     #[test]

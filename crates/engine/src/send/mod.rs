@@ -38,7 +38,7 @@ use crate::entry::Overtaken;
 use crate::pacer::Pacer;
 use crate::receive::PacketRules;
 use crate::transport::{Reader, Writer};
-use crate::window::{Window, WindowClosed};
+use crate::window::{Carried, Window, WindowClosed};
 
 /// Batches that wait in a channel's queue. The window bounds bytes; this only has to keep the channel busy.
 const QUEUE_LENGTH: usize = 16;
@@ -131,18 +131,6 @@ pub struct SendCounters {
     pub packets: AtomicU64,
 }
 
-impl SendCounters {
-    /// Pages of either kind.
-    pub fn pages(&self) -> u64 {
-        self.normal_pages.load(Ordering::Relaxed) + self.zero_pages.load(Ordering::Relaxed)
-    }
-
-    /// Bytes on the wire.
-    pub fn wire(&self) -> u64 {
-        self.wire_bytes.load(Ordering::Relaxed)
-    }
-}
-
 /// What went over several channels.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sent {
@@ -216,6 +204,8 @@ impl Sent {
 struct InFlight {
     /// Bytes of the window.
     in_window: u64,
+    /// Pages in it that were handed over.
+    carried: Carried,
     /// Who is to be told of it should it be refused.
     suspect: Option<Suspect>,
 }
@@ -469,16 +459,21 @@ impl Shared {
                 }
             };
             self.placing.fetch_add(ack.busy_us.into(), Ordering::Relaxed);
-            let mut released = 0;
+            let (mut released, mut carried, mut with_pages) = (0, Carried::default(), 0);
             let mut progress = self.progress.lock().expect("no thread of the channel panics");
             let before = progress.sequence.acknowledged();
             progress.sequence.acknowledge(ack.sequence)?;
             for _ in before..ack.sequence {
-                released += progress.in_flight.pop_front().map_or(0, |packet| packet.in_window);
+                let Some(packet) = progress.in_flight.pop_front() else { break };
+                released += packet.in_window;
+                carried.normal_pages += packet.carried.normal_pages;
+                carried.zero_pages += packet.carried.zero_pages;
+                carried.bytes += packet.carried.bytes;
+                with_pages += u64::from(packet.carried.pages() > 0);
             }
             self.wake(progress);
-            if released > 0 {
-                context.window.leave(released);
+            if released > 0 || with_pages > 0 {
+                context.window.leave(released, &carried, with_pages);
             }
         }
         let progress = self.progress.lock().expect("no thread of the channel panics");

@@ -24,6 +24,7 @@ use crate::in_place;
 use crate::off_cpu::OffCpu;
 use crate::reading::Reading;
 use crate::transport::Writer;
+use crate::window::Carried;
 
 /// Zero pages that were read from guest RAM wait for others before they make a packet, up to this many: a packet of nothing
 /// but its table costs a wake-up of the destination, and reading this much takes a few milliseconds.
@@ -36,6 +37,8 @@ struct Content<'a> {
     checksum: Option<u32>,
     /// Bytes of the window that its acknowledgement frees.
     in_window: u64,
+    /// Pages that were handed over, normal and zero ones.
+    pages: (u64, u64),
     /// The device that has copied it.
     maker: Option<Maker>,
 }
@@ -63,8 +66,16 @@ impl Lies<'_> {
 
 impl<'a> Content<'a> {
     fn of(bytes: &'a [u8]) -> Self {
-        Self { bytes, checksum: None, in_window: 0, maker: None }
+        Self { bytes, checksum: None, in_window: 0, pages: (0, 0), maker: None }
     }
+}
+
+/// How many normal and zero pages `runs` are.
+fn pages_of(runs: &[Run]) -> (u64, u64) {
+    runs.iter().fold((0, 0), |(normal, zero), run| match run.kind {
+        RunKind::Normal => (normal + u64::from(run.count), zero),
+        RunKind::Zero => (normal, zero + u64::from(run.count)),
+    })
 }
 
 /// The state of a sending thread.
@@ -421,14 +432,8 @@ impl Sending {
     /// Sends `batch`.
     fn pages(&mut self, batch: &Batch, lies: &Lies<'_>) -> Result<(), Box<dyn std::error::Error>> {
         self.table.clear();
-        let (mut normal, mut zero) = (0, 0);
-        for run in batch.runs() {
-            self.table.extend_from_slice(&Run::encode(run));
-            match run.kind {
-                RunKind::Normal => normal += u64::from(run.count),
-                RunKind::Zero => zero += u64::from(run.count),
-            }
-        }
+        batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
+        let pages @ (normal, zero) = pages_of(batch.runs());
         debug_assert_eq!(self.table.len(), batch.runs().len() * RUN_LENGTH);
         let counters = &self.shared.counters;
         counters.normal_pages.fetch_add(normal, Ordering::Relaxed);
@@ -446,7 +451,7 @@ impl Sending {
             return sent;
         }
         let checksum = lies.checksum(batch);
-        self.packet(PacketKind::Pages, batch.block, 0, &Content { bytes, checksum, in_window, maker })
+        self.packet(PacketKind::Pages, batch.block, 0, &Content { bytes, checksum, in_window, pages, maker })
     }
 
     /// Where deltas of pages of `block` are made, if there may be any.
@@ -535,8 +540,9 @@ impl Sending {
                     again.freshen(block, run.first..run.end());
                 }
             }
-            let (in_window, checksum) = (batch.in_window(), lies.checksum(batch));
-            return self.packet(PacketKind::Pages, block, 0, &Content { bytes: content, checksum, in_window, maker });
+            let (in_window, pages, checksum) = (batch.in_window(), pages_of(batch.runs()), lies.checksum(batch));
+            let content = Content { bytes: content, checksum, in_window, pages, maker };
+            return self.packet(PacketKind::Pages, block, 0, &content);
         }
         let (acknowledged, last) = self.send_refused(Some(deltas))?;
         let (again, costs) = (self.context.again.as_deref(), deltas.whole(self.coding.costs()));
@@ -553,23 +559,28 @@ impl Sending {
         counters.same_pages.fetch_add(split.same, Ordering::Relaxed);
         counters.device_deltas.fetch_add(by_device, Ordering::Relaxed);
         let window = |pages: u64| pages * PAGE_SIZE as u64;
-        self.context.window.give_back(window(split.same));
+        if split.same > 0 {
+            self.context.window.give_back(window(split.same));
+            self.context.window.was_there(split.same);
+        }
         if split.deltas > 0 {
             let (runs, records) = deltas.deltas();
             self.set_table(runs);
-            let content = Content { in_window: window(split.deltas), maker, ..Content::of(records) };
+            let (in_window, pages) = (window(split.deltas), (split.deltas, 0));
+            let content = Content { in_window, pages, maker, ..Content::of(records) };
             self.packet(PacketKind::Deltas, block, 0, &content)?;
         }
         let (runs, rest) = deltas.rest(content);
         if runs.is_empty() {
             return Ok(());
         }
+        let pages = pages_of(runs);
         self.set_table(runs);
         let of_all = || (rest.len() == content.len()).then(|| lies.checksum(batch)).flatten();
         let checksum = deltas.rest_checksum().or_else(of_all);
         let in_window = window(split.whole);
         let before = self.shared.counters.packet_bytes.load(Ordering::Relaxed);
-        self.packet(PacketKind::Pages, block, 0, &Content { bytes: rest, checksum, in_window, maker })?;
+        self.packet(PacketKind::Pages, block, 0, &Content { bytes: rest, checksum, in_window, pages, maker })?;
         let bytes = self.shared.counters.packet_bytes.load(Ordering::Relaxed) - before;
         deltas.went_whole(split.whole, bytes as usize);
         Ok(())
@@ -594,11 +605,13 @@ impl Sending {
     /// Writes one packet with `self.table` and the pages of `batch`, which lie in `block`.
     fn pages_in_place(&mut self, batch: &Batch, block: &RamBlock) -> Result<(), Box<dyn std::error::Error>> {
         let bytes = batch.in_window();
+        let (normal_pages, zero_pages) = pages_of(batch.runs());
+        let carried = Carried { normal_pages, zero_pages, bytes: self.table.len() as u64 + bytes };
         let header = PacketHeader {
             kind: PacketKind::Pages,
             method: 0,
             subject: batch.block,
-            sequence: self.next_sequence(InFlight { in_window: bytes, suspect: None }),
+            sequence: self.next_sequence(InFlight { in_window: bytes, carried, suspect: None }),
             table_length: self.table.len() as u32,
             payload_length: bytes as u32,
             content_length: bytes as u32,
@@ -619,7 +632,7 @@ impl Sending {
         detail: u64,
         content: &Content<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
-        let &Content { bytes: content, checksum, in_window, maker } = content;
+        let &Content { bytes: content, checksum, in_window, pages: (normal_pages, zero_pages), maker } = content;
         if content.len() > self.context.rules.packet_size {
             let (length, limit) = (content.len(), self.context.rules.packet_size);
             return Err(format!(
@@ -650,11 +663,12 @@ impl Sending {
             }
             _ => (0, content),
         };
+        let carried = Carried { normal_pages, zero_pages, bytes: (self.table.len() + payload.len()) as u64 };
         let header = PacketHeader {
             kind,
             method,
             subject,
-            sequence: self.next_sequence(InFlight { in_window, suspect }),
+            sequence: self.next_sequence(InFlight { in_window, carried, suspect }),
             table_length: self.table.len() as u32,
             payload_length: payload.len() as u32,
             content_length: content.len() as u32,

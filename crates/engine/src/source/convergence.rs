@@ -6,17 +6,36 @@
 //!
 //! Arithmetic only: times and counts are passed in.
 
+#[cfg(test)]
+mod model;
+
 use std::time::Duration;
 
 /// What commit and start take besides loading: two records made durable on each side, and starting vCPUs.
 const COMMIT_ESTIMATE: Duration = Duration::from_millis(10);
-/// Rates are measured over at least this long; rounds shorter than this are counted together.
+/// A round that found next to nothing is followed by the next after this long: without a pause the rounds of an idle guest
+/// that may not be stopped yet would keep a CPU busy.
+const IDLE_PAUSE: Duration = Duration::from_millis(10);
+/// And while its last pages are on their way, after this long at the earliest.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(2);
+/// Rates are measured over at least this long.
 const SHORTEST_MEASURE: Duration = Duration::from_millis(50);
+/// And over so many packets: what is acknowledged comes a packet, or one of each channel, at a time.
+const FEWEST_PACKETS: u64 = 8;
+/// After so long fewer must do.
+const LONGEST_MEASURE: Duration = Duration::from_millis(500);
 /// Longer than any prediction.
 const LONGEST: Duration = Duration::from_secs(u32::MAX as u64);
 /// Where pages shrink to less than this part on the wire, it is not the network that bounds how fast they leave, and the
 /// bytes per second on it say nothing about how fast a state would go, which does not shrink.
 const MOST_SHRUNK: f64 = 1.0 / 16.0;
+/// Channels that had less to send than this, or than takes so many seconds, may have done all that there was to do.
+const LEAST_BACKLOG: (u64, f64) = (256 << 10, 0.005);
+/// Shortest time in which a few pages are taken to have gone: shorter ones are the clock's, or a buffer's.
+const SHORTEST_TRIP: f64 = 0.000_2;
+/// A state that takes no longer than this is no reason to leave a guest where it is, whatever the downtime: no round makes it
+/// smaller.
+const SMALL_STATE: Duration = Duration::from_millis(50);
 /// A round is progress when it brings the predicted downtime to this part of the best so far, or less.
 const PROGRESS: f64 = 0.9;
 /// Rounds without progress after which the migration counts as not converging.
@@ -57,25 +76,60 @@ impl Default for Throttle {
     }
 }
 
+/// What has arrived by an acknowledgement. What was only written fills buffers, at a speed that is theirs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Arrived {
+    /// When it came, since the migration began.
+    pub(super) at: Duration,
+    /// Bytes of pages so far, zero pages included.
+    pub(super) pages: u64,
+    /// Those of them that were not zero.
+    pub(super) normal: u64,
+    /// Bytes of the packets that they went in.
+    pub(super) wire: u64,
+    /// These packets.
+    pub(super) packets: u64,
+}
+
 /// The state of things when a round has been handed to the channels and the log was collected.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Measure {
     /// Since the migration began.
     pub(super) now: Duration,
-    /// Bytes of pages that the guest has dirtied since the log was collected before.
+    /// Bytes of pages that the guest has dirtied since the log was collected before: they are not handed over yet.
     pub(super) dirtied: u64,
-    /// Bytes of pages that have left so far, zero pages included.
-    pub(super) left: u64,
-    /// Bytes on the wire so far.
-    pub(super) wire: u64,
-    /// Bytes of pages that still have to leave: dirty, or waiting in queues.
+    /// By the first acknowledgement of all.
+    pub(super) first: Arrived,
+    /// By the last one.
+    pub(super) arrived: Arrived,
+    /// Bytes of pages that still have to leave: dirty, waiting in queues, or on their way.
     pub(super) remaining: u64,
     /// Bytes of state to be saved.
     pub(super) state: u64,
-    /// Whether the channels had more to send than they could: then what left is all that can.
-    pub(super) limited: bool,
+    /// How long, all together, as much was on its way as may be.
+    pub(super) full: Duration,
     /// The path's, the shortest that was measured.
     pub(super) round_trip: Duration,
+}
+
+impl Measure {
+    /// Bytes of pages that were handed to the channels and have not arrived.
+    pub(super) fn on_the_way(&self) -> u64 {
+        self.remaining.saturating_sub(self.dirtied)
+    }
+
+    /// Bytes of pages that were ever handed to the channels.
+    fn handed_over(&self) -> u64 {
+        self.arrived.pages + self.on_the_way()
+    }
+}
+
+/// The beginning of a measurement of how fast pages leave.
+#[derive(Clone, Copy, Debug)]
+struct Since {
+    arrived: Arrived,
+    now: Duration,
+    full: Duration,
 }
 
 /// What to do after a round.
@@ -99,12 +153,25 @@ pub(super) struct Convergence {
     downtime: Duration,
     answer: NotConverging,
     give_up_after: Option<Duration>,
-    /// Where the measurement under way began.
-    since: Measure,
+    /// What has been dirtied, and since when.
     dirtied: u64,
+    dirtied_since: Duration,
+    since: Option<Since>,
+    /// Whether the channels have had more to send since than they could, whenever somebody looked.
+    busy: bool,
+    /// The last moment at which nothing was on its way, and what had arrived by then.
+    free: (Duration, Arrived),
+    /// The last time that everything which was handed over had left soon after: so many bytes, and how many a second.
+    kept_up: Option<(u64, f64)>,
+    /// What was handed over in the first round, in which zero pages say nothing of those that the guest writes.
+    first: Option<u64>,
     rates: Rates,
+    /// Whether there was ever so much on the network that its rate says how fast a state would go.
+    wire_is_known: bool,
     /// The shortest downtime predicted so far.
     best: Duration,
+    /// When that was judged last, and what had been handed over by then.
+    judged: (Duration, u64),
     rounds: u32,
     without_progress: u32,
     throttle: u8,
@@ -118,8 +185,18 @@ pub(super) struct Rates {
     pub(super) dirty: f64,
     /// Of pages that leave.
     pub(super) drain: f64,
-    /// On the wire.
+    /// That the network has carried: less than it can where it was not the limit.
     pub(super) wire: f64,
+}
+
+/// Whether the channels have enough to do for a while: more than is on its way by itself, the path being as long as it is.
+fn is_backlog(at: &Measure, drain: f64) -> bool {
+    let (bytes, time) = LEAST_BACKLOG;
+    at.on_the_way() as f64 > (bytes as f64).max(drain * (at.round_trip.as_secs_f64() + time))
+}
+
+fn seconds(time: f64) -> Duration {
+    Duration::from_secs_f64(time.min(1e9))
 }
 
 impl Convergence {
@@ -128,10 +205,17 @@ impl Convergence {
             downtime,
             answer,
             give_up_after,
-            since: Measure::default(),
             dirtied: 0,
+            dirtied_since: Duration::ZERO,
+            since: None,
+            busy: true,
+            free: (Duration::ZERO, Arrived::default()),
+            kept_up: None,
+            first: None,
             rates: Rates::default(),
+            wire_is_known: false,
             best: LONGEST,
+            judged: (Duration::ZERO, 0),
             rounds: 0,
             without_progress: 0,
             throttle: 0,
@@ -156,89 +240,156 @@ impl Convergence {
 
     /// The downtime if the guest were stopped now; none before anything was measured.
     pub(super) fn predicted(&self, at: &Measure) -> Option<Duration> {
-        Some(self.sending(at)? + Self::fixed(at))
+        Some(self.sending(at)? + self.least(at))
     }
 
-    /// What every switchover takes: the last page's way there and its acknowledgement, prepare and prepared, commit.
-    fn fixed(at: &Measure) -> Duration {
-        at.round_trip * 5 / 2 + COMMIT_ESTIMATE
+    /// Why the guest is likely to stand for longer than was wanted although nothing else is left, in words, where that is so.
+    pub(super) fn out_of_reach(&self, at: &Measure) -> Option<String> {
+        let least = self.least(at);
+        (least > self.downtime).then(|| {
+            format!(
+                "it was to be expected that the guest stands for longer than {} ms: about {} ms is what a switchover takes here, of them {} \
+                 ms for the guest's state and the rest for the way there and back and for records on disk",
+                self.downtime.as_millis(),
+                least.as_millis(),
+                self.state(at).as_millis()
+            )
+        })
     }
 
-    /// Whether the guest may be stopped. What no round can change is not waited for: at least part of the downtime is left
-    /// for what they can.
+    /// What every switchover takes, besides the pages: the last one's way there and its acknowledgement, prepare and prepared,
+    /// commit, and the state.
+    fn least(&self, at: &Measure) -> Duration {
+        at.round_trip * 5 / 2 + COMMIT_ESTIMATE + self.state(at)
+    }
+
+    /// How long the state takes, which goes as it is. While little was sent, or next to nothing of each page, that says nothing of it.
+    fn state(&self, at: &Measure) -> Duration {
+        let wire = self.rates.wire.max(self.rates.drain * MOST_SHRUNK);
+        let most = if self.wire_is_known { LONGEST } else { SMALL_STATE };
+        if wire > 0.0 { seconds(at.state as f64 / wire).min(most) } else { Duration::ZERO }
+    }
+
+    /// Whether the guest may be stopped.
     fn fits(&self, at: &Measure) -> bool {
-        self.sending(at).is_some_and(|sending| sending <= self.budget(at))
+        self.sending(at).is_some_and(|sending| self.budget(at).is_some_and(|budget| sending <= budget))
     }
 
-    /// The part of the downtime that sending what is left may take.
-    fn budget(&self, at: &Measure) -> Duration {
-        self.downtime.saturating_sub(Self::fixed(at)).max(self.downtime / 4)
+    /// The part of the downtime that sending what is left may take. What no round can change is not waited for: at least part of the
+    /// downtime is left for what they can. But that a state is too large is known before anybody stops: then there is none.
+    fn budget(&self, at: &Measure) -> Option<Duration> {
+        let left = self.downtime.saturating_sub(self.least(at)).max(self.downtime / 4);
+        match self.state(at) {
+            small if small <= SMALL_STATE => Some(left),
+            state => self.downtime.checked_sub(state).map(|most| left.min(most)),
+        }
     }
 
     /// Whether the guest, which has been stopped since, may stay stopped: what it dirtied until then is in `at`.
     pub(super) fn still_fits(&self, at: &Measure) -> bool {
-        self.sending(at).is_some_and(|sending| sending <= self.budget(at) * 3 / 2)
+        self.sending(at).is_some_and(|sending| self.budget(at).is_some_and(|budget| sending <= budget * 3 / 2))
     }
 
-    /// How long what is left takes to be sent.
+    /// How long to wait before looking again, where the guest has written nothing: until what is on its way may have arrived.
+    pub(super) fn pause(&self, at: &Measure) -> Duration {
+        match at.on_the_way() {
+            0 => IDLE_PAUSE,
+            _ => self.sending(at).unwrap_or_default().clamp(SHORTEST_PAUSE, IDLE_PAUSE),
+        }
+    }
+
+    /// How long what is left of the pages takes to be sent.
     fn sending(&self, at: &Measure) -> Option<Duration> {
-        let pages = match at.remaining {
-            0 => 0.0,
-            remaining => {
-                // Before the first measurement: the average so far.
-                let average = at.left as f64 / at.now.as_secs_f64().max(1e-6);
-                let drain = if self.rates.drain > 0.0 { self.rates.drain } else { average };
-                if drain == 0.0 {
-                    return None;
-                }
-                remaining as f64 / drain
+        if at.remaining == 0 {
+            return Some(Duration::ZERO);
+        }
+        // A few pages are no slower than as few have been before.
+        let few = self.kept_up.filter(|(bytes, _)| at.remaining <= 2 * bytes).map_or(0.0, |(_, rate)| rate);
+        let drain = self.rates.drain.max(few);
+        (drain > 0.0).then(|| seconds(at.remaining as f64 / drain))
+    }
+
+    /// Bytes of pages between `from` and `to` that say how fast what the guest writes will leave.
+    fn telling(&self, from: &Arrived, to: &Arrived) -> u64 {
+        if from.pages < self.first.unwrap_or(0) { to.normal - from.normal } else { to.pages - from.pages }
+    }
+
+    /// Measures how fast pages leave.
+    fn look_at_rates(&mut self, at: &Measure) {
+        self.dirtied += at.dirtied;
+        let elapsed = at.now.saturating_sub(self.dirtied_since);
+        if elapsed >= SHORTEST_MEASURE {
+            self.rates.dirty = self.dirtied as f64 / elapsed.as_secs_f64();
+            (self.dirtied, self.dirtied_since) = (0, at.now);
+        }
+        if at.on_the_way() == 0 {
+            let (begun, before) = self.free;
+            let (bytes, time) = (self.telling(&before, &at.arrived), at.arrived.at.saturating_sub(begun).as_secs_f64());
+            if bytes > 0 {
+                self.kept_up = Some((bytes, bytes as f64 / time.max(SHORTEST_TRIP)));
             }
-        };
-        // State goes as it is; while nothing was sent its size says nothing about time.
-        let wire = self.rates.wire.max(self.rates.drain * MOST_SHRUNK);
-        let state = if wire > 0.0 { at.state as f64 / wire } else { 0.0 };
-        Some(Duration::from_secs_f64((pages + state).min(1e9)))
+            self.free = (at.now, at.arrived);
+        }
+        // For the looks that follow: until the last acknowledgement the channels were busy if they had enough to do before it.
+        let busy = self.busy;
+        self.busy &= is_backlog(at, self.rates.drain);
+        if at.arrived.packets == 0 {
+            return;
+        }
+        // From acknowledgement to acknowledgement: what came before the first is the handshake's time, and what comes after the last
+        // is part of a packet.
+        let first = Since { arrived: at.first, now: at.first.at, full: Duration::ZERO };
+        let since = *self.since.get_or_insert(first);
+        let (time, packets) = (at.arrived.at - since.arrived.at, at.arrived.packets - since.arrived.packets);
+        let enough = if time < LONGEST_MEASURE { FEWEST_PACKETS } else { 1 };
+        if time < SHORTEST_MEASURE || packets < enough {
+            return;
+        }
+        let per_second = |bytes: u64| bytes as f64 / time.as_secs_f64();
+        let drain = per_second(self.telling(&since.arrived, &at.arrived));
+        if drain > 0.0 {
+            // Channels that kept up have shown only that they can do as much; and so has a network that was waiting for others.
+            let bytes = at.arrived.wire - since.arrived.wire;
+            let wire = per_second(bytes);
+            let full = at.full.saturating_sub(since.full) * 2 > at.now - since.now;
+            let says = busy && bytes > LEAST_BACKLOG.0 && wire > drain * MOST_SHRUNK;
+            self.wire_is_known |= says;
+            self.rates.drain = if busy { drain } else { drain.max(self.rates.drain) };
+            self.rates.wire = if says && full { wire } else { wire.max(self.rates.wire) };
+        }
+        self.busy = is_backlog(at, self.rates.drain);
+        self.since = Some(Since { arrived: at.arrived, now: at.now, full: at.full });
     }
 
     /// Takes the state of things after a round; says what to do. `may_stop` is false while the destination holds the
     /// switchover.
     pub(super) fn after_round(&mut self, at: &Measure, may_stop: bool) -> Decision {
-        self.dirtied += at.dirtied;
-        let elapsed = at.now.saturating_sub(self.since.now);
-        if elapsed >= SHORTEST_MEASURE {
-            let per_second = |bytes: u64| bytes as f64 / elapsed.as_secs_f64();
-            let left = at.left - self.since.left;
-            // Channels that kept up have shown only that they can do as much.
-            let at_least = |before: f64, now: f64| if at.limited { now } else { now.max(before) };
-            self.rates = Rates {
-                dirty: per_second(self.dirtied),
-                drain: at_least(self.rates.drain, per_second(left)),
-                wire: at_least(self.rates.wire, per_second(at.wire - self.since.wire)),
-            };
-            (self.since, self.dirtied) = (*at, 0);
-        }
-        let predicted = self.predicted(at);
+        self.first.get_or_insert(at.handed_over());
+        self.look_at_rates(at);
+        let is_late = self.give_up_after.is_some_and(|limit| at.now >= limit);
         if may_stop && self.fits(at) {
-            return Decision::SwitchOver;
+            // While the guest writes nothing, waiting for what is on its way costs no time, and makes the downtime shorter.
+            let nothing_new = at.dirtied == 0 && at.remaining > 0 && !is_late;
+            return if nothing_new { Decision::Next } else { Decision::SwitchOver };
         }
-        self.rounds += 1;
+        self.rounds += u32::from(at.dirtied > 0 || self.rounds == 0);
         if let NotConverging::PostCopyAfter(most) = self.answer
             && self.rounds >= most
             && may_stop
         {
             return Decision::PostCopy;
         }
-        if self.give_up_after.is_some_and(|limit| at.now >= limit) {
+        if is_late {
             self.verdict.get_or_insert_with(|| "it took longer than it was allowed to".into());
             return Decision::GiveUp;
         }
-        if self.fits(at) {
+        // A round has shown what it does when all that it handed over has left.
+        let (judged, handed_over) = self.judged;
+        if self.fits(at) || at.now.saturating_sub(judged) < SHORTEST_MEASURE || at.arrived.pages < handed_over {
             return Decision::Next;
         }
-        if elapsed < SHORTEST_MEASURE {
-            return Decision::Next;
-        }
-        let expected = predicted.unwrap_or(LONGEST);
+        let Some(expected) = self.predicted(at) else { return Decision::Next };
+        self.judged = (at.now, at.handed_over());
         if expected <= self.best.mul_f64(PROGRESS) {
             (self.best, self.without_progress) = (expected, 0);
             return Decision::Next;
@@ -247,21 +398,31 @@ impl Convergence {
         if self.without_progress < ROUNDS_WITHOUT_PROGRESS || !may_stop {
             return Decision::Next;
         }
-        self.does_not_converge(at, predicted)
+        self.does_not_converge(at, expected)
     }
 
-    fn does_not_converge(&mut self, at: &Measure, predicted: Option<Duration>) -> Decision {
+    fn does_not_converge(&mut self, at: &Measure, predicted: Duration) -> Decision {
         let Rates { dirty, drain, .. } = self.rates;
         let mib = |bytes: f64| bytes / f64::from(1 << 20);
-        self.verdict = Some(format!(
-            "the guest dirties {:.0} MiB/s and {:.0} MiB/s of pages leave; {:.0} MiB are left, which makes a downtime of \
-             {} where {} ms are wanted; more bandwidth, compression, throttling, post-copy or a longer downtime would end it",
-            mib(dirty),
-            mib(drain),
-            mib(at.remaining as f64),
-            predicted.map_or_else(|| "unknown length".into(), |time| format!("{} ms", time.as_millis())),
-            self.downtime.as_millis()
-        ));
+        self.verdict = Some(if self.budget(at).is_none() {
+            format!(
+                "the guest's state of {:.0} MiB alone makes a downtime of {} ms where {} ms are wanted, which no round changes; more \
+                 bandwidth or a longer downtime would end it",
+                mib(at.state as f64),
+                self.least(at).as_millis(),
+                self.downtime.as_millis()
+            )
+        } else {
+            format!(
+                "the guest dirties {:.0} MiB/s and {:.0} MiB/s of pages leave; {:.0} MiB are left, which makes a downtime of {} ms where {} \
+                 ms are wanted; more bandwidth, compression, throttling, post-copy or a longer downtime would end it",
+                mib(dirty),
+                mib(drain),
+                mib(at.remaining as f64),
+                predicted.as_millis(),
+                self.downtime.as_millis()
+            )
+        });
         match self.answer {
             NotConverging::GoOn => Decision::Next,
             NotConverging::GiveUp => Decision::GiveUp,
@@ -304,7 +465,7 @@ mod tests {
             let downtime = Duration::from_millis(300);
             let convergence = Convergence::new(downtime, answer, Some(Duration::from_secs(600)));
             let round_trip = Duration::from_millis(1);
-            let at = Measure { remaining: ram, limited: true, round_trip, ..Measure::default() };
+            let at = Measure { remaining: ram, round_trip, ..Measure::default() };
             Self { convergence, at, dirty_rate, working_set, link, shrink: 1 }
         }
 
@@ -313,13 +474,24 @@ mod tests {
             let slow = 1.0 - f64::from(self.convergence.throttled()) / 100.0;
             let seconds = (self.at.remaining as f64 / self.link).max(0.001);
             let dirtied = ((self.dirty_rate * slow * seconds) as u64).min(self.working_set);
+            if self.at.first.packets == 0 {
+                self.at.first = Arrived { packets: 1, ..Arrived::default() };
+            }
             self.at.now += Duration::from_secs_f64(seconds);
-            self.at.limited = self.at.remaining > 0;
-            self.at.left += self.at.remaining;
-            self.at.wire += self.at.remaining / self.shrink;
+            self.arrives(self.at.remaining);
             self.at.dirtied = dirtied;
             self.at.remaining = dirtied;
             self.convergence.after_round(&self.at, may_stop)
+        }
+
+        /// `bytes` of pages are acknowledged now.
+        fn arrives(&mut self, bytes: u64) {
+            let arrived = &mut self.at.arrived;
+            arrived.pages += bytes;
+            arrived.normal += bytes;
+            arrived.wire += bytes / self.shrink;
+            arrived.packets += bytes.div_ceil(512 << 10);
+            arrived.at = self.at.now;
         }
 
         fn until_it_ends(&mut self) -> (Decision, u32) {
@@ -415,8 +587,7 @@ mod tests {
         // Small rounds with pauses between them, and nothing left in the queues.
         for _ in 0..20 {
             simulation.at.now += Duration::from_millis(60);
-            simulation.at.left += MIB;
-            simulation.at.limited = false;
+            simulation.arrives(MIB);
             simulation.convergence.after_round(&simulation.at, false);
         }
         assert_eq!(simulation.convergence.rates().drain, fast);

@@ -15,7 +15,7 @@ use sterna_memory::holes::PageMap;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, Totals};
 
-use super::convergence::{Convergence, Decision, Measure};
+use super::convergence::{Arrived, Convergence, Decision, Measure};
 use super::unsent::Unsent;
 use crate::abort::Abort;
 use crate::accelerator::{Accelerator, Doubt};
@@ -23,11 +23,7 @@ use crate::control_link::ControlSender;
 use crate::entry::{PageSearch, Pipeline};
 use crate::report::Progress;
 use crate::send::{SendAgain, SendChannel, Sent, Way};
-use crate::window::WindowClosed;
-
-/// A round that found next to nothing is followed by the next after this long: without a pause the rounds of an idle guest
-/// that may not be stopped yet would keep a CPU busy.
-const IDLE_PAUSE: Duration = Duration::from_millis(10);
+use crate::window::{Delivered, WindowClosed};
 
 /// How often the guest is let run on because it dirtied more, until it stood, than was to be expected. After that it stays
 /// stopped: being stopped again and again is worse than once for longer.
@@ -74,6 +70,8 @@ pub(super) struct Told {
     pub(super) dirty_rate: f64,
     pub(super) predicted: Option<Duration>,
     pub(super) verdict: Option<String>,
+    /// Why the guest stands for longer than was wanted, if it does.
+    pub(super) out_of_reach: Option<String>,
     pub(super) throttled: u8,
 }
 
@@ -153,14 +151,17 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         let mut pending = no_pages(&self.ram);
         self.log.start().map_err(|error| Ended::Failed(format!("the dirty log cannot be started: {error}")))?;
         self.find_populated(&mut pending)?;
-        let mut round = 0;
+        let (mut round, mut has_pages) = (0, true);
         loop {
-            round += 1;
+            // Where nothing was written there is nothing to send: that is only a look at what has arrived.
+            round += u64::from(has_pages);
             self.told.lock().expect("nobody panics with it").round = round;
             self.send(&mut pending)?;
             let found = self.collect(&mut pending)?;
-            match self.decide(&pending, found) {
-                Decision::Next => self.pause_if_idle(found)?,
+            has_pages = found > 0;
+            let (decision, pause) = self.decide(&pending, found);
+            match decision {
+                Decision::Next => self.pause_if_idle(found, pause)?,
                 Decision::Throttle(percent) => (self.news)(RoundNews::Throttle(percent)),
                 Decision::PostCopy => return self.post_copy(pending),
                 Decision::GiveUp => {
@@ -175,6 +176,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                         break;
                     }
                     self.tried += 1;
+                    has_pages = found > 0;
                     (self.news)(RoundNews::RunOn);
                 }
             }
@@ -334,25 +336,29 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     /// The state of things with `found` pages pending.
     fn measure(&self, found: u64) -> Measure {
         let pages = |count: u64| count * PAGE_SIZE as u64;
-        let (mut left, mut wire) = (0, 0);
-        for channel in &self.pipeline().channels {
-            left += channel.counters().pages();
-            wire += channel.counters().wire();
-        }
-        let queued = self.search.handed_over() - left;
+        let window = &self.pipeline().window;
+        let arrived = |delivered: &Delivered| Arrived {
+            at: delivered.last.map_or(Duration::ZERO, |last| last.saturating_duration_since(self.started)),
+            pages: pages(delivered.carried.pages()),
+            normal: pages(delivered.carried.normal_pages),
+            wire: delivered.carried.bytes,
+            packets: delivered.packets,
+        };
+        let (first, delivered) = window.delivered();
+        let on_the_way = self.search.handed_over().saturating_sub(delivered.carried.pages());
         Measure {
             now: self.started.elapsed(),
             dirtied: pages(found),
-            left: pages(left),
-            wire,
-            remaining: pages(found + queued) + self.pipeline().window.in_flight(),
+            first: arrived(&first),
+            arrived: arrived(&delivered),
+            remaining: pages(found + on_the_way),
             state: self.state_size,
-            limited: queued > 0,
-            round_trip: self.pipeline().window.round_trip(),
+            full: window.full(),
+            round_trip: window.round_trip(),
         }
     }
 
-    fn decide(&mut self, pending: &[PageBitmap], found: u64) -> Decision {
+    fn decide(&mut self, pending: &[PageBitmap], found: u64) -> (Decision, Duration) {
         while let Ok(Order::MayStop) = self.orders.try_recv() {
             self.may_stop = true;
         }
@@ -370,7 +376,10 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         if let (false, Some(verdict)) = (verdict_before, self.convergence.verdict()) {
             (self.news)(RoundNews::Note(format!("the migration does not converge: {verdict}")));
         }
-        decision
+        if decision == Decision::SwitchOver {
+            self.told.lock().expect("nobody panics with it").out_of_reach = self.convergence.out_of_reach(&measure);
+        }
+        (decision, self.convergence.pause(&measure))
     }
 
     /// The next order; the driver is gone when there is none.
@@ -378,14 +387,14 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         self.orders.recv().map_err(|_| Ended::TakenDown)
     }
 
-    fn pause_if_idle(&mut self, found: u64) -> Result<(), Ended> {
+    fn pause_if_idle(&mut self, found: u64, pause: Duration) -> Result<(), Ended> {
         if self.abort.is_over() {
             return Err(Ended::TakenDown);
         }
         if found > 0 {
             return Ok(());
         }
-        match self.orders.recv_timeout(IDLE_PAUSE) {
+        match self.orders.recv_timeout(pause) {
             Ok(Order::MayStop) => self.may_stop = true,
             Ok(Order::LastRound | Order::Stream) | Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Err(Ended::TakenDown),

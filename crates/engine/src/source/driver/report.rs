@@ -125,10 +125,14 @@ impl Driver<'_> {
             downtime_ms: self.lead.moments.downtime_ms(),
             downtime: self.lead.moments.parts(),
             rounds: told.round,
-            convergence: told.verdict.map(|verdict| match told.throttled {
-                0 => verdict,
-                percent => format!("{verdict}; it was held for {percent} % of the time"),
-            }),
+            convergence: match (told.verdict, told.throttled) {
+                (None, _) => {
+                    let wanted = self.settings.downtime.as_secs_f64() * 1e3;
+                    told.out_of_reach.filter(|_| self.lead.moments.downtime_ms() > wanted)
+                }
+                (Some(verdict), 0) => Some(verdict),
+                (Some(verdict), percent) => Some(format!("{verdict}; it was held for {percent} % of the time")),
+            },
             post_copy: self.post_copy.begun().map(|begun| {
                 let (done, figures) = begun.done.unzip();
                 let figures = figures.unwrap_or_default();
