@@ -1,5 +1,5 @@
 //! Deltas at a source that cannot read its pages again: only of the blocks that the destination takes them of, and what is refused is
-//! sent again from what the channel keeps, or the migration ends.
+//! sent again from what the channel has of it until it is acknowledged, kept for deltas or not.
 
 mod common;
 
@@ -70,8 +70,13 @@ impl Source {
     fn send(&self, pages: &[((u16, u64), Vec<u8>)]) {
         let mut entry = Entry::new(Arc::clone(&self.pipeline));
         for ((block, page), content) in pages {
+            let offset = page * PAGE as u64;
+            if content.iter().all(|byte| *byte == 0) {
+                entry.zero_page(*block, offset).unwrap();
+                continue;
+            }
             entry.enter(PAGE as u64).unwrap();
-            entry.page(*block, page * PAGE as u64, content).unwrap();
+            entry.page(*block, offset, content).unwrap();
         }
         entry.flush().unwrap();
     }
@@ -101,11 +106,10 @@ impl Sink for Destination {
     fn pages(&mut self, block: u16, runs: &[Run], mut content: &[u8]) -> Result<(), SinkError> {
         let mut pages = self.pages.lock().unwrap();
         for run in runs {
-            assert_eq!(run.kind, RunKind::Normal);
             for page in run.first..run.end() {
-                let (now, later) = content.split_at(PAGE);
+                let (now, later) = content.split_at(if run.kind == RunKind::Normal { PAGE } else { 0 });
                 content = later;
-                pages.insert((block, page), now.to_vec());
+                pages.insert((block, page), if now.is_empty() { vec![0; PAGE] } else { now.to_vec() });
             }
         }
         Ok(())
@@ -129,14 +133,96 @@ impl Sink for Destination {
         Ok(!fault)
     }
 
-    fn refuse(&mut self, _: u16, _: &[Run]) -> Result<bool, SinkError> {
+    fn refuse(&mut self, block: u16, runs: &[Run]) -> Result<bool, SinkError> {
         *self.refused.lock().unwrap() += 1;
+        let mut pages = self.pages.lock().unwrap();
+        for run in runs.iter().filter(|run| run.kind == RunKind::Zero) {
+            pages.extend((run.first..run.end()).map(|page| ((block, page), vec![0; PAGE])));
+        }
         Ok(true)
     }
 }
 
+/// What is done to the pages of a round.
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    Zero,
+    Word,
+    All,
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    prop_oneof![1 => Just(Change::Zero), 2 => Just(Change::Word), 5 => Just(Change::All)]
+}
+
+/// Carries a RAM channel's packets, and flips a bit of the content of those that `faults` says, no more than may be refused; counts
+/// them.
+fn damage(mut near: TcpStream, mut far: TcpStream, faults: &[bool], damaged: &Mutex<u32>) -> std::io::Result<()> {
+    for number in 0.. {
+        let mut header = [0; PACKET_HEADER_LENGTH];
+        near.read_exact(&mut header)?;
+        let packet = PacketHeader::decode(&header, PACKET).unwrap();
+        let mut rest = vec![0; (packet.table_length + packet.payload_length) as usize];
+        near.read_exact(&mut rest)?;
+        let mut damaged = damaged.lock().unwrap();
+        if packet.payload_length > 0 && *damaged < MOST_REFUSED && faults.get(number).copied().unwrap_or(false) {
+            *rest.last_mut().unwrap() ^= 4;
+            *damaged += 1;
+        }
+        drop(damaged);
+        far.write_all(&header)?;
+        far.write_all(&rest)?;
+    }
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// However little of it is kept: the guest rewrites its pages until its regions rest, and the cache holds eight pages, or none.
+    #[test]
+    fn what_is_damaged_on_its_way_comes_again_whether_it_was_kept_or_not(
+        rounds in prop::collection::vec((change(), prop::collection::btree_set(0..PAGES, 1..60)), 2..24),
+        faults in prop::collection::vec(prop::bool::weighted(0.2), 0..200),
+        cache in prop_oneof![Just(0u64), Just(8 * PAGE as u64), Just(1 << 30)],
+    ) {
+        within_a_minute(move || {
+            let (source, far) = Source::new(cache);
+            let (damaging, there) = sockets();
+            let damaged = Arc::new(Mutex::new(0));
+            let struck = Arc::clone(&damaged);
+            let mut back = (damaging.try_clone().unwrap(), far.try_clone().unwrap());
+            // These end when the source's channel is dropped.
+            std::thread::spawn(move || damage(far, damaging, &faults, &struck));
+            std::thread::spawn(move || std::io::copy(&mut back.0, &mut back.1));
+            let destination = Destination::default();
+            let mut sink = destination.clone();
+            std::thread::spawn(move || {
+                let (mut writer, mut reader) = halves(there);
+                let _ = receive_packets(&mut reader, Some(&mut writer), &mut sink, RULES, &ReceiveCounters::default());
+            });
+            let mut memory = HashMap::new();
+            for (round, (change, touched)) in rounds.into_iter().enumerate() {
+                let pages: Vec<_> = touched.into_iter().map(|page| {
+                    let content: &mut Vec<u8> = memory.entry((TAKEN, page)).or_insert_with(|| vec![1; PAGE]);
+                    match change {
+                        Change::Zero => content.fill(0),
+                        Change::Word => content[round * 8] = content[round * 8].wrapping_add(2) | 1,
+                        Change::All => content.iter_mut().enumerate().for_each(|(at, byte)| {
+                            *byte = byte.wrapping_mul(5).wrapping_add((at + round) as u8) | 1;
+                        }),
+                    }
+                    ((TAKEN, page), content.clone())
+                }).collect();
+                source.send(&pages);
+            }
+            source.channel().drained().unwrap();
+            let (refused, damaged) = (*destination.refused.lock().unwrap(), *damaged.lock().unwrap());
+            assert!(*destination.pages.lock().unwrap() == memory, "after {refused} refusals");
+            assert_eq!((refused, source.blocks.packets()), (damaged, damaged));
+            assert!(source.abort.reason().is_none());
+        });
+    }
 
     #[test]
     fn what_is_refused_comes_again_before_the_channel_has_drained(
@@ -208,8 +294,8 @@ fn refusal(sequence: u64, request: PageRequest) -> Vec<u8> {
 }
 
 /// Why the source gave up after `answer` to its first packet, page 3 of block 0.
-fn after(cache: u64, answer: &[u8]) -> String {
-    let (source, mut far) = Source::new(cache);
+fn after(answer: &[u8]) -> String {
+    let (source, mut far) = Source::new(1 << 20);
     source.send(&[((0, 3), vec![7; PAGE])]);
     packet(&mut far);
     far.write_all(answer).unwrap();
@@ -220,45 +306,48 @@ fn after(cache: u64, answer: &[u8]) -> String {
 }
 
 #[test]
-fn what_is_not_kept_and_what_is_no_refusal_ends_the_migration() {
+fn what_is_no_refusal_ends_the_migration() {
     within_a_minute(|| {
         let page = PageRequest { block: 0, first: 3, count: 1 };
-        let reason = after(0, &refusal(1, page));
-        assert!(reason.contains("page 3 of RAM block 0 did not arrive") && reason.contains("not kept"), "{reason}");
-        // Pages that were in no packet, outside of RAM, without end, and a packet that was not sent.
-        let kept = 1 << 20;
-        let reason = after(kept, &refusal(1, PageRequest { count: 2, ..page }));
-        assert!(reason.contains("page 4 of RAM block 0"), "{reason}");
-        let reason = after(kept, &refusal(1, PageRequest { count: PAGES as u32, ..page }));
+        // Pages that were in no packet, or of a block of which nothing is held; outside of RAM, and a packet that was not sent.
+        let reason = after(&refusal(1, PageRequest { count: 2, ..page }));
+        assert!(reason.contains("page 4 of RAM block 0, which was not in the packet"), "{reason}");
+        let reason = after(&refusal(1, PageRequest { block: 1, ..page }));
+        assert!(reason.contains("page 3 of RAM block 1"), "{reason}");
+        let reason = after(&refusal(1, PageRequest { count: PAGES as u32, ..page }));
         assert!(reason.contains("48"), "{reason}");
-        let reason = after(kept, &refusal(1, PageRequest { block: 2, ..page }));
+        let reason = after(&refusal(1, PageRequest { block: 2, ..page }));
         assert!(reason.contains("RAM"), "{reason}");
-        let reason = after(kept, &refusal(2, page));
+        let reason = after(&refusal(2, page));
         assert!(reason.contains("not in flight"), "{reason}");
     });
 }
 
 #[test]
 fn a_destination_that_refuses_for_ever_is_given_up() {
-    within_a_minute(|| {
-        let (source, mut far) = Source::new(1 << 20);
-        source.send(&[((0, 3), vec![7; PAGE])]);
-        let refusing = std::thread::spawn(move || {
-            for sequence in 1.. {
-                let header = packet(&mut far);
-                assert_eq!((header.kind, header.sequence), (PacketKind::Pages, sequence));
-                // Compressed at first, then as it is.
-                assert_eq!(header.method == 0, sequence > 1);
-                far.write_all(&refusal(sequence, PageRequest { block: 0, first: 3, count: 1 })).unwrap();
-                if sequence > u64::from(MOST_REFUSED) {
-                    break;
-                }
+    for cache in [0, 1 << 20] {
+        within_a_minute(move || refused_for_ever(cache));
+    }
+}
+
+fn refused_for_ever(cache: u64) {
+    let (source, mut far) = Source::new(cache);
+    source.send(&[((0, 3), vec![7; PAGE])]);
+    let refusing = std::thread::spawn(move || {
+        for sequence in 1.. {
+            let header = packet(&mut far);
+            assert_eq!((header.kind, header.sequence), (PacketKind::Pages, sequence));
+            // Compressed at first, then as it is.
+            assert_eq!(header.method == 0, sequence > 1);
+            far.write_all(&refusal(sequence, PageRequest { block: 0, first: 3, count: 1 })).unwrap();
+            if sequence > u64::from(MOST_REFUSED) {
+                break;
             }
-            far
-        });
-        assert!(source.channel().drained().is_err());
-        assert!(source.abort.reason().unwrap().contains("has refused more than 64 packets"));
-        refusing.join().unwrap();
-        let _ = source.channel().send(Item::Again);
+        }
+        far
     });
+    assert!(source.channel().drained().is_err());
+    assert!(source.abort.reason().unwrap().contains("has refused more than 64 packets"));
+    refusing.join().unwrap();
+    let _ = source.channel().send(Item::Again);
 }

@@ -599,7 +599,7 @@ mod tests {
         let mut kept: Vec<u8> = (0..PAGES).flat_map(|page| [100 + page as u8; PAGE_SIZE]).collect();
         kept[5 * PAGE_SIZE + 4088] = 0;
         deltas.split(1, &all, super::super::delta::Normal::of(&kept), 0, None, costs);
-        deltas.sent(1, 1);
+        deltas.sent(0, &[], 1, 1);
         (0..2).for_each(|_| ahead.look(1, &all));
         while !ahead.is_empty() {
             ahead.needs();

@@ -1,8 +1,8 @@
 //! Deltas at a source that has its pages from somebody else, as a gateway has them from its QEMU.
 //!
 //! The destination takes deltas of some blocks only (QEMU's own stream has no place for them), and says of which when it knows its
-//! blocks. And a page that was refused cannot be read again: it is sent again from what its channel keeps for deltas, which is the
-//! content that went wrong. What is not kept any more ends the migration.
+//! blocks. And a page that was refused cannot be read again: until a page is acknowledged its channel has it, in the cache for deltas or
+//! besides ([`super::delta`]), and sends it again from there.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -29,13 +29,13 @@ struct Known {
     cache: usize,
 }
 
-/// A page that the destination has refused, and that cannot be read again.
+/// The destination has refused a page that was not in the packet it names.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "page {page} of RAM block {block} did not arrive as it was sent, and its content is not kept here any more; an accelerator, the \
-     memory or the network of one of the two hosts damages data"
+    "the destination asks again for page {page} of RAM block {block}, which was not in the packet that it refuses; its sterna, or the \
+     memory of one of the two hosts, is at fault"
 )]
-pub(super) struct NotKept {
+pub(super) struct NotInIt {
     pub(super) block: u16,
     pub(super) page: u64,
 }

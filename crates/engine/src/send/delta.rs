@@ -4,6 +4,9 @@
 //! has newer content of them. A delta is made only against content that has been acknowledged and was not refused since, and the
 //! cache follows by applying the very record that was sent.
 //!
+//! Where pages cannot be read again, what is on its way and has no place in the cache is held besides ([`underway`]): the destination
+//! may refuse it.
+//!
 //! What is kept and tried at all is a matter of what has paid in each region ([`history`]).
 //!
 //! A device may have made the deltas before ([`said`]). Nothing of what it says is sent unseen: the cache follows by its record, and has
@@ -13,6 +16,7 @@ mod cache;
 mod history;
 mod said;
 mod shown;
+mod underway;
 
 use std::time::Instant;
 
@@ -30,6 +34,7 @@ use self::cache::{Cache, Key, Place};
 pub(super) use self::history::Whole;
 use self::history::{History, Plan, Tried};
 pub(super) use self::said::{Against, Answers, Normal, Wrong};
+use self::underway::Underway;
 use super::again::SendAgain;
 use super::coding::Costs;
 use crate::entry::REGION;
@@ -73,6 +78,10 @@ pub(super) struct Deltas {
     all_whole: bool,
     /// The CRC-32C of the latter, where devices have said those of its pages.
     rest_checksum: Option<u32>,
+    /// What is on its way and not in the cache, where it could not be read again.
+    underway: Option<Underway>,
+    /// Of the last batch, what goes whole or is zero and is not kept, and where in the batch's content the former begins, in pages.
+    unkept: Vec<(Run, usize)>,
     /// Where the pages of the batch are kept.
     found: Vec<usize>,
     /// Places whose content is that of the batch.
@@ -103,6 +112,8 @@ impl Deltas {
             records: vec![0; pages * (DELTA_HEADER_LENGTH + MAX_RECORD)],
             rest_runs: Vec::with_capacity(sterna_wire::limits::MAX_RUNS),
             rest: Vec::with_capacity(packet_size),
+            underway: None,
+            unkept: Vec::with_capacity(pages),
             found: Vec::with_capacity(pages),
             changed: Vec::with_capacity(pages),
             replaced: Vec::with_capacity(pages),
@@ -112,6 +123,12 @@ impl Deltas {
             all_whole: true,
             rest_checksum: None,
         }
+    }
+
+    /// As pages that cannot be read again need it: until it is acknowledged each of them can be sent again.
+    pub(super) fn holding(mut self) -> Self {
+        self.underway = Some(Underway::default());
+        self
     }
 
     /// What a page costs that goes whole; where the way is chosen by what time and bytes cost, at `costs`.
@@ -169,6 +186,8 @@ impl Deltas {
         for list in [&mut self.changed, &mut self.replaced] {
             list.clear();
         }
+        self.unkept.clear();
+        let holds = self.underway.as_mut().map(|underway| underway.arrived(acknowledged)).is_some();
         self.rest.clear();
         (self.records_length, self.all_whole, self.rest_checksum) = (0, true, None);
         self.find(block, runs);
@@ -178,6 +197,9 @@ impl Deltas {
             if run.kind == RunKind::Zero {
                 self.forget(block, run);
                 self.rest_runs.push(*run);
+                if holds {
+                    self.unkept.push((*run, 0));
+                }
                 continue;
             }
             for page in run.first..run.end() {
@@ -224,7 +246,7 @@ impl Deltas {
                             tried.same += counts;
                             split.same += 1;
                         } else {
-                            self.changed.push(at);
+                            self.changed.push(self.cache.claim(at));
                             tried.deltas += counts;
                             tried.bytes += counts as usize * length;
                             push(&mut self.runs, page);
@@ -233,14 +255,20 @@ impl Deltas {
                         continue;
                     }
                 }
-                if plan.keeps || plan.tries && self.history.samples() {
-                    if let Some(at) = kept.or_else(|| self.cache.make_room(key)) {
-                        passes += 1;
-                        self.cache.page_mut(at).copy_from_slice(bytes);
-                        self.replaced.push(at);
-                    }
+                let place = if plan.keeps || plan.tries && self.history.samples() {
+                    kept.or_else(|| self.cache.make_room(key, acknowledged))
                 } else if kept.is_some() {
                     self.cache.forget(key);
+                    None
+                } else {
+                    None
+                };
+                if let Some(at) = place {
+                    passes += 1;
+                    self.cache.page_mut(at).copy_from_slice(bytes);
+                    self.replaced.push(self.cache.claim(at));
+                } else if holds {
+                    push_unkept(&mut self.unkept, page, number - 1);
                 }
                 push(&mut self.rest_runs, page);
                 if !self.all_whole {
@@ -343,8 +371,8 @@ impl Deltas {
         Ok(Some(record.len()))
     }
 
-    /// The packets of the last batch have these numbers.
-    pub(super) fn sent(&mut self, deltas: u64, whole: u64) {
+    /// The packets of the last batch, whose content is `content`, have these numbers.
+    pub(super) fn sent(&mut self, block: u16, content: &[u8], deltas: u64, whole: u64) {
         for &at in &self.changed {
             let place = self.cache.place_mut(at);
             (place.sequence, place.paid) = (deltas, true);
@@ -353,6 +381,18 @@ impl Deltas {
             let place = self.cache.place_mut(at);
             (place.sequence, place.paid) = (whole, false);
         }
+        let Some(underway) = &mut self.underway else { return };
+        for (run, at) in &self.unkept {
+            let length = if run.kind == RunKind::Normal { run.count as usize } else { 0 };
+            underway.push(whole, block, *run, &content[at * PAGE_SIZE..][..length * PAGE_SIZE]);
+        }
+    }
+
+    /// What [`Deltas::again`] gave goes in the packet with this number.
+    pub(super) fn sent_again(&mut self, block: u16, number: u64) {
+        let content = std::mem::take(&mut self.rest);
+        self.sent(block, &content, number, number);
+        self.rest = content;
     }
 
     /// Of the last batch: which pages go as deltas, and the deltas.
@@ -379,21 +419,35 @@ impl Deltas {
         }
     }
 
-    /// Of `pages` in `block`, those whose kept content went in the packet `refused`, as pages that go whole: it did not arrive. What
-    /// was kept later is on its way in a later packet. The error is a page that is not kept.
+    /// Of `pages` in `block`, those whose newest content went in the packet `refused`, as pages that go whole: it did not arrive. What
+    /// is newer is on its way in a later packet. The error is a page that was not in that one.
     pub(super) fn again(&mut self, block: u16, pages: Range<u64>, refused: u64) -> Result<(), u64> {
         self.rest_runs.clear();
         self.rest.clear();
         self.all_whole = false;
-        self.changed.clear();
-        self.replaced.clear();
+        for list in [&mut self.changed, &mut self.replaced] {
+            list.clear();
+        }
+        self.unkept.clear();
         for page in pages {
-            let at = self.cache.find(Key::new(block, page)).ok_or(page)?;
-            if self.cache.place(at).sequence == refused {
-                push(&mut self.rest_runs, page);
+            let number = self.rest.len() / PAGE_SIZE;
+            let kept = self.cache.find(Key::new(block, page)).map(|at| (at, self.cache.place(at).sequence));
+            if let Some((at, sequence)) = kept.filter(|(_, sequence)| *sequence >= refused) {
+                if sequence > refused {
+                    continue;
+                }
                 self.rest.extend_from_slice(self.cache.page(at));
                 self.replaced.push(at);
+            } else {
+                let newest =
+                    self.underway.as_ref().and_then(|underway| Some((underway, underway.newest(block, page)?)));
+                let (underway, newest) = newest.filter(|(_, newest)| newest.sequence >= refused).ok_or(page)?;
+                if newest.sequence > refused || !underway.read(&newest, &mut self.rest) {
+                    continue;
+                }
+                push_unkept(&mut self.unkept, page, number);
             }
+            push(&mut self.rest_runs, page);
         }
         Ok(())
     }
@@ -424,6 +478,16 @@ fn push(runs: &mut Vec<Run>, page: u64) {
             last.count += 1;
         }
         _ => runs.push(Run { kind: RunKind::Normal, first: page, count: 1 }),
+    }
+}
+
+/// Adds a page whose content is the batch's page `number`; it comes after those there are, and so does its content.
+fn push_unkept(unkept: &mut Vec<(Run, usize)>, page: u64, number: usize) {
+    match unkept.last_mut() {
+        Some((last, _)) if last.kind == RunKind::Normal && last.end() == page && last.count < Run::MAX_COUNT => {
+            last.count += 1;
+        }
+        _ => unkept.push((Run { kind: RunKind::Normal, first: page, count: 1 }, number)),
     }
 }
 
@@ -520,7 +584,7 @@ mod tests {
                 let bytes: Vec<u8> = pages.iter().filter(|page| !is_zero(page)).flat_map(|page| content(&memory, *page)).collect();
                 let split = deltas.split(0, &runs, Normal::of(&bytes), acknowledged, Some(&again), costs);
                 let (delta_sequence, whole_sequence) = (sequence + 1, sequence + 1 + u64::from(split.deltas > 0));
-                deltas.sent(delta_sequence, whole_sequence);
+                deltas.sent(0, &bytes, delta_sequence, whole_sequence);
                 made += split.deltas;
                 let refused = refuse.map(|which| sequence + 1 + which);
                 let (delta_runs, records) = deltas.deltas();
@@ -573,6 +637,133 @@ mod tests {
         }
     }
 
+    /// A packet on its way to a destination that refuses some.
+    struct Packet {
+        number: u64,
+        runs: Vec<Run>,
+        deltas: bool,
+        content: Vec<u8>,
+    }
+
+    /// A destination that takes packets in order and refuses those that `faults` says, by their numbers.
+    struct Peer {
+        there: HashMap<u64, Vec<u8>>,
+        faults: Vec<bool>,
+        packets: std::collections::VecDeque<Packet>,
+        refused: Vec<(u64, Range<u64>)>,
+        acknowledged: u64,
+    }
+
+    impl Peer {
+        /// Takes all but the last `late` packets.
+        fn take(&mut self, late: usize) {
+            while self.packets.len() > late {
+                let Packet { number, runs, deltas, content } = self.packets.pop_front().unwrap();
+                assert_eq!(number, self.acknowledged + 1);
+                self.acknowledged = number;
+                let fault = self.faults.get(number as usize).copied().unwrap_or(false);
+                let mut records = PageDeltas::new(&content, content.len() as u64);
+                let mut pages = content.chunks_exact(PAGE_SIZE);
+                for run in &runs {
+                    if fault && run.kind == RunKind::Normal {
+                        self.refused.push((number, run.first..run.end()));
+                    }
+                    for page in run.first..run.end() {
+                        let there = self.there.get_mut(&page).unwrap();
+                        if run.kind == RunKind::Zero {
+                            there.fill(0);
+                        } else if deltas {
+                            let (delta, mut result) = (records.next().unwrap().unwrap(), there.clone());
+                            apply(delta.record, &mut result).unwrap();
+                            assert_eq!(crc32c(&result), delta.checksum, "page {page} is not what the source thinks");
+                            if !fault {
+                                *there = result;
+                            }
+                        } else if fault {
+                            there.fill(0xdd);
+                        } else {
+                            there.copy_from_slice(pages.next().unwrap());
+                        }
+                    }
+                }
+            }
+        }
+
+        /// Has what was refused sent again; says whether there was anything.
+        fn sent_again(&mut self, deltas: &mut Deltas, last: &mut u64) -> bool {
+            let refused = std::mem::take(&mut self.refused);
+            for (number, pages) in &refused {
+                deltas.again(0, pages.clone(), *number).expect("it is known until it is acknowledged");
+                let (runs, content) = deltas.rest(&[]);
+                if !runs.is_empty() {
+                    *last += 1;
+                    let (runs, content) = (runs.to_vec(), content.to_vec());
+                    self.packets.push_back(Packet { number: *last, runs, deltas: false, content });
+                    deltas.sent_again(0, *last);
+                }
+            }
+            !refused.is_empty()
+        }
+    }
+
+    proptest! {
+        /// Pages that cannot be read again, of regions that rest and in a cache that is too small.
+        #[test]
+        fn whatever_is_refused_can_be_sent_again_whether_it_is_kept_or_not(
+            rounds in prop::collection::vec(
+                (prop::collection::btree_map(0u64..48, change(), 1..PACKET_PAGES), 0usize..12, costs()), 1..60,
+            ),
+            faults in prop::collection::vec(prop::bool::weighted(0.3), 0..120),
+            places in 0usize..40,
+        ) {
+            let mut deltas = Deltas::new(places * PAGE_SIZE, PACKET_PAGES * PAGE_SIZE).holding();
+            let mut memory: HashMap<u64, Vec<u64>> = (0..48).map(|page| (page, vec![0; 512])).collect();
+            let there = (0..48).map(|page| (page, vec![0; PAGE_SIZE])).collect();
+            let mut peer = Peer { there, faults, packets: Default::default(), refused: Vec::new(), acknowledged: 0 };
+            let mut last = 0;
+            for (changes, late, costs) in rounds {
+                peer.sent_again(&mut deltas, &mut last);
+                changes.iter().for_each(|(page, change)| changed(memory.get_mut(page).unwrap(), *change));
+                let is_zero = |page: u64| memory[&page].iter().all(|word| *word == 0);
+                let kind = |page| if is_zero(page) { RunKind::Zero } else { RunKind::Normal };
+                let runs: Vec<Run> = changes.keys().map(|page| Run { kind: kind(*page), first: *page, count: 1 }).collect();
+                let pages = changes.keys().filter(|page| !is_zero(**page));
+                let bytes: Vec<u8> = pages.flat_map(|page| content(&memory, *page)).collect();
+                let split = deltas.split(0, &runs, Normal::of(&bytes), peer.acknowledged, None, costs);
+                deltas.sent(0, &bytes, last + 1, last + 1 + u64::from(split.deltas > 0));
+                let sent = [(true, deltas.deltas()), (false, deltas.rest(&bytes))];
+                for (deltas, (runs, content)) in sent.into_iter().filter(|(_, (runs, _))| !runs.is_empty()) {
+                    last += 1;
+                    peer.packets.push_back(Packet { number: last, runs: runs.to_vec(), deltas, content: content.to_vec() });
+                }
+                peer.take(late);
+            }
+            loop {
+                peer.take(0);
+                if !peer.sent_again(&mut deltas, &mut last) {
+                    break;
+                }
+            }
+            (0..48).for_each(|page| assert!(peer.there[&page] == content(&memory, page), "page {page}"));
+            deltas.split(0, &[], Normal::of(&[]), last, None, deltas.whole(None));
+            prop_assert_eq!(deltas.underway.unwrap().bytes(), 0);
+        }
+    }
+
+    #[test]
+    fn what_was_not_in_the_refused_packet_is_not_sent_again() {
+        let mut deltas = Deltas::new(0, PACKET_PAGES * PAGE_SIZE).holding();
+        whole(&mut deltas, 3, &[7; PAGE_SIZE], 1);
+        whole(&mut deltas, 3, &[8; PAGE_SIZE], 2);
+        assert_eq!(deltas.again(0, 3..4, 1), Ok(()));
+        assert!(deltas.rest(&[]).0.is_empty(), "what is newer is on its way");
+        assert_eq!(deltas.again(0, 3..5, 2), Err(4));
+        assert_eq!(deltas.again(1, 3..4, 2), Err(3));
+        assert_eq!(deltas.again(0, 3..4, 3), Err(3));
+        assert_eq!(deltas.again(0, 3..4, 2), Ok(()));
+        assert_eq!(deltas.rest(&[]).1, [8; PAGE_SIZE]);
+    }
+
     fn whole(deltas: &mut Deltas, page: u64, bytes: &[u8], sequence: u64) -> Split {
         let costs = deltas.whole(None);
         let split = deltas.split(
@@ -583,7 +774,7 @@ mod tests {
             None,
             costs,
         );
-        deltas.sent(sequence, sequence);
+        deltas.sent(0, bytes, sequence, sequence);
         split
     }
 
@@ -625,7 +816,7 @@ mod tests {
         let mut split = |runs: &[Run], bytes: &[u8], sequence| {
             let costs = deltas.whole(None);
             let split = deltas.split(0, runs, Normal::of(bytes), sequence - 1, None, costs);
-            deltas.sent(sequence, sequence);
+            deltas.sent(0, bytes, sequence, sequence);
             split.deltas
         };
         assert_eq!(split(&[run(100, 8)], &of(100..108), 1), 0);
@@ -675,7 +866,7 @@ mod tests {
             let all = [Run { kind: RunKind::Normal, first: 0, count: PAGES as u32 }];
             let split = deltas.split(0, &all, Normal::of(&bytes), sequence - 1, None, costs);
             assert_eq!(deltas.rest(&bytes).1.len(), split.whole as usize * PAGE_SIZE);
-            deltas.sent(sequence, sequence + 1);
+            deltas.sent(0, &bytes, sequence, sequence + 1);
             split
         };
         let counters = |page: u64| page % 16 == 5;

@@ -15,7 +15,7 @@ use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, PageRequest, RUN_LENGTH, Run, RunKind};
 
 use super::ahead::{self, Ahead, Copy, Ready};
-use super::blocks::NotKept;
+use super::blocks::NotInIt;
 use super::coding::{Coding, Kernel, Seen, Times};
 use super::delta::{Against, Deltas, Normal, Wrong};
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Suspect, Way};
@@ -461,7 +461,7 @@ impl Sending {
                 return None;
             }
             let rules = self.context.rules;
-            self.deltas.get_or_insert_with(|| Deltas::new(blocks.cache(), rules.packet_size));
+            self.deltas.get_or_insert_with(|| Deltas::new(blocks.cache(), rules.packet_size).holding());
         }
         self.deltas.take()
     }
@@ -486,7 +486,7 @@ impl Sending {
             }
             for (packet, request) in refused {
                 let PageRequest { block, first, count } = request;
-                let Some(deltas) = deltas.as_deref_mut() else { return Err(NotKept { block, page: first }.into()) };
+                let Some(deltas) = deltas.as_deref_mut() else { return Err(NotInIt { block, page: first }.into()) };
                 let mut pages = first..first + u64::from(count);
                 while !pages.is_empty() {
                     let piece = pages.start..pages.end.min(pages.start + self.packet_pages());
@@ -505,7 +505,7 @@ impl Sending {
         pages: Range<u64>,
         refused: u64,
     ) -> Result<(), Box<dyn std::error::Error>> {
-        deltas.again(block, pages, refused).map_err(|page| NotKept { block, page })?;
+        deltas.again(block, pages, refused).map_err(|page| NotInIt { block, page })?;
         let (runs, content) = deltas.rest(&[]);
         if runs.is_empty() {
             return Ok(());
@@ -515,7 +515,7 @@ impl Sending {
         let way = std::mem::replace(&mut self.way, Way::Plain);
         let sent = self.packet(PacketKind::Pages, block, 0, &Content::of(content));
         self.way = way;
-        deltas.sent(number, number);
+        deltas.sent_again(block, number);
         sent
     }
 
@@ -553,7 +553,7 @@ impl Sending {
             by_device = copy.deltas_maker().map_or(0, |_| split.by_device);
         }
         let first = last + 1;
-        deltas.sent(first, first + u64::from(split.deltas > 0));
+        deltas.sent(block, content, first, first + u64::from(split.deltas > 0));
         let counters = &self.shared.counters;
         counters.delta_pages.fetch_add(split.deltas, Ordering::Relaxed);
         counters.same_pages.fetch_add(split.same, Ordering::Relaxed);

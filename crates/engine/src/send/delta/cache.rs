@@ -18,6 +18,8 @@ const WAYS: usize = 8;
 const ADMITTED: u32 = 8;
 /// Most neighbours that stay together.
 const MOST_TOGETHER: usize = 64;
+/// The number of a packet that has none yet.
+const THIS_BATCH: u64 = u64::MAX;
 /// No fewer groups of neighbours than this, where there are enough sets: what is left over holds nothing.
 const LEAST_GROUPS: usize = 16;
 
@@ -120,8 +122,8 @@ impl Cache {
         self.keys[at % sets].0[at / sets] == key
     }
 
-    /// A place for a page that is not kept, if there is one.
-    pub(super) fn make_room(&mut self, key: Key) -> Option<usize> {
+    /// A place for a page that is not kept, if there is one. What is not acknowledged keeps its place.
+    pub(super) fn make_room(&mut self, key: Key, acknowledged: u64) -> Option<usize> {
         let (both, sets) = (self.sets_of(key), self.keys.len());
         let free = |set: usize| self.keys.get(set)?.find(Key::NONE).map(|way| (set, way));
         let (set, way) = match free(both[0]).or_else(|| free(both[1])) {
@@ -136,15 +138,22 @@ impl Cache {
                 if !self.turned_away.is_multiple_of(ADMITTED) {
                     return None;
                 }
-                let unpaid = places.iter().enumerate().filter(|(_, place)| !place.paid);
+                let arrived = |place: &Place| !place.paid && place.sequence <= acknowledged;
+                let unpaid = places.iter().enumerate().filter(|(_, place)| arrived(place));
                 let oldest = unpaid.min_by_key(|(_, place)| place.sequence).map(|(way, _)| way);
                 places.iter_mut().for_each(|place| place.paid = false);
                 (both[0], oldest?)
             }
         };
         self.keys[set].0[way] = key;
-        self.places[set][way] = Place { sequence: u64::MAX, paid: false };
+        self.places[set][way] = Place { sequence: THIS_BATCH, paid: false };
         Some(way * sets + set)
+    }
+
+    /// What is there belongs to the batch at hand, and stays until that has arrived.
+    pub(super) fn claim(&mut self, at: usize) -> usize {
+        self.place_mut(at).sequence = THIS_BATCH;
+        at
     }
 
     pub(super) fn place(&self, at: usize) -> Place {
@@ -187,7 +196,7 @@ mod tests {
     /// Keeps all pages of `regions`, each 512 pages, and says for how many there was no room.
     fn turned_away(cache: &mut Cache, block: u16, regions: impl Iterator<Item = u64>) -> usize {
         let keys = regions.flat_map(|region| (512 * region..512 * (region + 1)).map(|page| Key::new(block, page)));
-        keys.filter(|key| cache.make_room(*key).is_none()).count()
+        keys.filter(|key| cache.make_room(*key, 0).is_none()).count()
     }
 
     #[test]
@@ -201,7 +210,7 @@ mod tests {
                 let key = Key::new(3, page);
                 assert_eq!(cache.find(key), None);
                 if cache.turned_away < ADMITTED - 1
-                    && let Some(at) = cache.make_room(key)
+                    && let Some(at) = cache.make_room(key, 0)
                 {
                     assert!(cache.page(at).len() == PAGE_SIZE && cache.keeps(at, key));
                     there.push((key, at));

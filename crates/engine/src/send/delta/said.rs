@@ -113,7 +113,7 @@ mod tests {
         let run = [Run { kind: RunKind::Normal, first: 0, count: (before.len() / PAGE_SIZE) as u32 }];
         let costs = deltas.whole(None);
         deltas.split(0, &run, Normal::of(before), 0, None, costs);
-        deltas.sent(1, 1);
+        deltas.sent(0, &[], 1, 1);
         (deltas, run)
     }
 
@@ -124,7 +124,7 @@ mod tests {
         let most = deltas.against(0, runs, costs, &mut against);
         assert_eq!((against.len(), most), (before.len() / PAGE_SIZE, MAX_RECORD));
         let split = deltas.split(0, runs, Normal::said(now, device, &against), 1, None, costs);
-        deltas.sent(2, 3);
+        deltas.sent(0, &[], 2, 3);
         let mut there = before.to_vec();
         let (runs, records) = deltas.deltas();
         let pages = runs.iter().flat_map(|run| run.first..run.end());
@@ -203,7 +203,7 @@ mod tests {
         for (content, packet) in [(vec![8; PAGE_SIZE], 2), (before, 3)] {
             let split = deltas.split(0, &runs, Normal::of(&content), packet - 1, None, costs);
             assert_eq!(split.whole, 1);
-            deltas.sent(packet, packet);
+            deltas.sent(0, &[], packet, packet);
         }
         let device = Device { checksums: vec![], deltas: vec![Some(record(&[(0, 0)]))] };
         let split = deltas.split(0, &runs, Normal::said(&now, &device, &against), 3, None, costs);
