@@ -1,174 +1,198 @@
-//! `send --delta-cache`: a Linux guest moves that writes a few words here and there all the while. Before it is started at the
-//! destination all of its memory is compared from outside, afterwards it verifies its own.
+//! `send --delta-cache`: a guest moves that writes a few words here and there all the while. Before it is started at the destination all
+//! of its memory is compared from outside, afterwards it verifies its own.
 
 mod support;
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_json::Value;
-use sterna_lab::huge::HugeTmpfs;
-use sterna_lab::ram::{CHANGED_BY_LOADING, compare};
-use sterna_lab::{Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion, or_skip};
+use sterna_lab::accel::kvm_runs;
+use sterna_lab::{Accel, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::limits::MAX_CONTENT;
 use sterna_wire::packet::{PACKET_HEADER_LENGTH, PacketHeader, PacketKind};
+use support::moving::{Backing, Move, backings, kernel_words, tried};
 use support::pair::{Pair, eventually};
-use support::{Hold, LONG, Sterna, receive, report, send};
+use support::{LONG, Sterna, receive, report, send};
 
+use Backing::{Anonymous, HugeTmpfs, Hugetlb, Memfd};
 use QemuVersion::{V7_2, V10_0};
 
-const MEMORY: u64 = 320 << 20;
-const FILLED: u64 = 96 << 20;
-
-/// A machine whose guest writes the stamps of its pages, as many as make several rounds at [`SLOW`].
-fn options(version: QemuVersion, machine: &str) -> QemuOptions {
-    // With separate page tables for the kernel each interrupt drops cached translations, through which QEMU 7.2 loses writes by
-    // itself when it emulates (tests/table.rs).
-    let kernel_words = if version == V7_2 { "pti=on".into() } else { String::new() };
-    let linux = LinuxGuest {
-        fill: Fill::Random,
-        memory: Some(FILLED),
-        dirty_rate: 48 << 20,
-        dirty: Dirty::Stamp,
-        kernel_words,
-        ..LinuxGuest::default()
-    };
-    let mut options = QemuOptions::new(version, Guest::Linux(linux));
-    options.machine = machine.into();
-    options.memory = MEMORY;
-    options
+/// What the guest is, all of which write one word here and there.
+#[derive(Clone, Copy, PartialEq)]
+enum Writes {
+    /// Linux; of memory that is filled with what does not shrink, the stamps of its pages, as many as make several rounds at [`SLOW`].
+    Stamps,
+    /// The boot sector, which counts in each of its pages: started in no time.
+    Counters,
+    /// The same, by KVM, which has a dirty log of its own.
+    CountersByKvm,
 }
+use Writes::{Counters, CountersByKvm, Stamps};
 
-const SLOW: &[&str] = &["--insecure", "--bandwidth", "40MB/s"];
+const LINUX_MEMORY: u64 = 320 << 20;
+const FILLED: u64 = 96 << 20;
+const MEMORY: u64 = 128 << 20;
+
+const SLOW: &str = "--bandwidth 40MB/s";
 
 struct Row {
+    guest: Writes,
     from: QemuVersion,
     to: QemuVersion,
     machine: &'static str,
-    backend: Backend,
-    send: &'static [&'static str],
-    receive: &'static [&'static str],
+    source: Backing,
+    destination: Backing,
+    tls: bool,
+    send: &'static str,
+    receive: &'static str,
 }
 
-/// Moves a guest; gives the report. An error where memory differs before the destination's guest starts.
-fn moved(row: &Row, relay: impl Fn(String) -> String) -> Option<Result<Value, String>> {
-    let options = options(row.from, row.machine);
-    let mut incoming = options.incoming();
-    (incoming.version, incoming.backend) = (row.to, row.backend.clone());
-    let pair = Pair::start(&options, &incoming)?;
-    pair.source.qemu.guest().wait_ready(LONG).unwrap();
-    pair.source.qemu.guest().wait_tick_after(0, LONG).unwrap();
-    Some(move_pair(&pair, row, relay))
-}
+/// What most rows are.
+const ROW: Row = Row {
+    guest: Stamps,
+    from: V10_0,
+    to: V10_0,
+    machine: "pc-q35-10.0",
+    source: Anonymous,
+    destination: Anonymous,
+    tls: false,
+    send: "--delta-cache 512MiB",
+    receive: "",
+};
 
-fn move_pair(pair: &Pair, row: &Row, relay: impl Fn(String) -> String) -> Result<Value, String> {
-    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
-    command.arg("--insecure").args(row.receive);
-    let hold = Hold::at("destination.before-cont", pair.scratch.path(), &mut command);
-    let receiver = Sterna::start("receive", &mut command);
-    let address = relay(receiver.address());
-    let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
-    let sender = Sterna::start("send", command.args(SLOW).args(row.send));
-
-    let held = hold.reached(&receiver);
-    let mut differing = compare(pair.source.qemu.pid(), pair.destination.qemu.pid(), MEMORY).unwrap();
-    differing.retain(|page| !CHANGED_BY_LOADING.contains(page));
-    if let Some(first) = differing.first() {
-        return Err(format!("{} pages differ, the first at {first:#x}", differing.len()));
+impl Row {
+    fn memory(&self) -> u64 {
+        if self.guest == Stamps { LINUX_MEMORY } else { MEMORY }
     }
-    drop(held);
-    let (sent, _) = sender.finish();
-    let (received, _) = receiver.finish();
-    assert!(sent.success() && received.success(), "send: {sent}, receive: {received}");
-    let verified = pair.destination.qemu.guest().verify(LONG).unwrap();
-    assert!(verified.bad == 0 && verified.table_whole, "{verified:?}");
-    pair.never_both().unwrap();
-    Ok(report(&pair.report()))
+
+    fn options(&self) -> QemuOptions {
+        let guest = match self.guest {
+            Stamps => Guest::Linux(LinuxGuest {
+                fill: Fill::Random,
+                memory: Some(FILLED),
+                dirty_rate: 48 << 20,
+                dirty: Dirty::Stamp,
+                kernel_words: kernel_words(self.from),
+                ..LinuxGuest::default()
+            }),
+            Counters | CountersByKvm => Guest::BootSector,
+        };
+        let mut options = QemuOptions::new(self.from, guest);
+        options.machine = self.machine.into();
+        options.memory = self.memory();
+        options.accel = if self.guest == CountersByKvm { Accel::Kvm } else { Accel::Tcg };
+        options
+    }
+
+    /// Moves the guest of `pair`; gives the report. An error where memory differs before the destination's guest starts.
+    fn move_pair(&self, pair: &Pair, relay: impl Fn(String) -> String) -> Result<Value, String> {
+        let words = |words: &str| words.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        let send = [words(SLOW), words(self.send)].concat();
+        let moved = Move { memory: self.memory(), tls: self.tls, send, receive: words(self.receive) };
+        let report = moved.run(pair, relay)?;
+        match self.guest {
+            Stamps => {
+                let verified = pair.destination.qemu.guest().verify(LONG).unwrap();
+                assert!(verified.bad == 0 && verified.table_whole, "{verified:?}");
+            }
+            Counters | CountersByKvm => {
+                pair.destination.wait_progress().unwrap();
+                assert!(pair.destination.checked_passes().unwrap() > 0);
+            }
+        }
+        pair.never_both().unwrap();
+        Ok(report)
+    }
+
+    /// Moves such a guest; gives the report. None where it was skipped.
+    fn moved(&self, relay: impl Fn(String) -> String) -> Option<Value> {
+        if self.guest == CountersByKvm && !kvm_runs(self.from, &Guest::BootSector) {
+            eprintln!("skipped: KVM does not run the boot sector here");
+            return None;
+        }
+        tried(self.from, || {
+            let mut options = self.options();
+            let mut incoming = options.incoming();
+            incoming.version = self.to;
+            let [source, destination] = backings([self.source, self.destination], self.memory())?;
+            (options.backend, incoming.backend) = (source.backend.clone(), destination.backend.clone());
+            let pair = Pair::start(&options, &incoming)?;
+            if self.guest == Stamps {
+                pair.source.qemu.guest().wait_ready(LONG).unwrap();
+                pair.source.qemu.guest().wait_tick_after(0, LONG).unwrap();
+            } else {
+                // It is past its first passes.
+                pair.source.qemu.console().wait_for_bytes(3, LONG).unwrap();
+            }
+            Some(self.move_pair(&pair, &relay))
+        })
+    }
+
+    /// As [`Row::moved`], where deltas must have been made.
+    fn with_deltas(&self) {
+        let Some(report) = self.moved(|address| address) else { return };
+        assert!(number(&report, "delta_pages") > 1000, "{report}");
+        assert!(number(&report, "delta_cache") > 0 && report.get("no_deltas").is_none(), "{report}");
+        assert_eq!(number(&report, "refused_packets"), 0);
+        // Whole, those alone would be as much again.
+        let whole = (number(&report, "normal_pages") - number(&report, "delta_pages")) * 4096;
+        assert!(number(&report, "wire_bytes") < whole + whole / 4, "{report}");
+    }
 }
 
 fn number(report: &Value, name: &str) -> u64 {
     report[name].as_u64().unwrap_or_else(|| panic!("{name} in {report}"))
 }
 
-/// As [`moved`], where deltas must have been made. QEMU 7.2 loses writes by itself (tests/table.rs): pages that differ say something
-/// only if they always do.
-fn with_deltas(row: &Row) {
-    for left in (0..if row.from == V7_2 { 3 } else { 1 }).rev() {
-        match moved(row, |address| address) {
-            None => return,
-            Some(Ok(report)) => {
-                assert!(number(&report, "delta_pages") > 1000, "{report}");
-                assert!(number(&report, "delta_cache") > 0 && report.get("no_deltas").is_none(), "{report}");
-                assert_eq!(number(&report, "refused_packets"), 0);
-                // Whole, those alone would be as much again.
-                let whole = (number(&report, "normal_pages") - number(&report, "delta_pages")) * 4096;
-                assert!(number(&report, "wire_bytes") < whole + whole / 4, "{report}");
-                return;
-            }
-            Some(Err(differing)) if left > 0 => eprintln!("QEMU 7.2 as the source, once more: {differing}"),
-            Some(Err(differing)) => panic!("{differing}"),
+macro_rules! rows {
+    ($($name:ident: { $($field:ident: $value:expr),* };)*) => {$(
+        #[test]
+        fn $name() {
+            Row { $($field: $value,)* ..ROW }.with_deltas();
         }
-    }
+    )*};
 }
 
-#[test]
-fn anonymous_memory_of_the_newest() {
-    let (machine, send) = ("pc-q35-10.0", &["--delta-cache", "512MiB", "--channels", "3"][..]);
-    with_deltas(&Row { from: V10_0, to: V10_0, machine, backend: Backend::Anonymous, send, receive: &[] });
-}
-
-#[test]
-fn a_shared_file_by_writing_it_with_an_old_machine_type_and_compression() {
-    let (machine, send) = ("pc-q35-7.2", &["--delta-cache", "256MiB", "--method", "zstd"][..]);
-    with_deltas(&Row { from: V10_0, to: V10_0, machine, backend: Backend::Memfd, send, receive: &[] });
-}
-
-#[test]
-fn a_shared_file_by_a_mapping_and_a_small_cache() {
-    let Some(mount) = or_skip(HugeTmpfs::mount(MEMORY + (16 << 20))) else { return };
-    let backend = Backend::File { path: mount.file("destination") };
-    let send = &["--delta-cache", "64MiB", "--channels", "1", "--method", "lz4"];
-    with_deltas(&Row { from: V10_0, to: V10_0, machine: "pc-q35-9.0", backend, send, receive: &[] });
-}
-
-#[test]
-fn from_the_oldest_to_the_newest() {
-    let send = &["--delta-cache", "1GiB"];
-    let machine = "pc-q35-7.2";
-    with_deltas(&Row { from: V7_2, to: V10_0, machine, backend: Backend::Anonymous, send, receive: &[] });
-}
-
-#[test]
-fn between_two_of_the_oldest() {
-    let send = &["--delta-cache", "1GiB"];
-    with_deltas(&Row { from: V7_2, to: V7_2, machine: "pc-i440fx-7.2", backend: Backend::Memfd, send, receive: &[] });
+rows! {
+    anonymous_memory_of_the_newest: { send: "--delta-cache 512MiB --channels 3" };
+    a_shared_file_by_writing_it_with_an_old_machine_type_and_compression:
+        { machine: "pc-q35-7.2", destination: Memfd, send: "--delta-cache 256MiB --method zstd" };
+    a_shared_file_by_a_mapping_and_a_small_cache:
+        { machine: "pc-q35-9.0", destination: HugeTmpfs, send: "--delta-cache 64MiB --channels 1 --method lz4" };
+    from_the_oldest_to_the_newest: { from: V7_2, machine: "pc-q35-7.2", send: "--delta-cache 1GiB" };
+    between_two_of_the_oldest:
+        { from: V7_2, to: V7_2, machine: "pc-i440fx-7.2", destination: Memfd, send: "--delta-cache 1GiB" };
+    by_tls: { guest: Counters, tls: true, send: "--delta-cache 512MiB --method none" };
+    by_kvm: { guest: CountersByKvm, send: "--delta-cache 512MiB --method none" };
+    by_kvm_and_tls_into_a_shared_file:
+        { guest: CountersByKvm, tls: true, destination: Memfd, send: "--delta-cache 512MiB --method none" };
+    from_hugetlb: { guest: Counters, source: Hugetlb, send: "--delta-cache 512MiB --method none" };
+    to_hugetlb: { guest: Counters, destination: Hugetlb, send: "--delta-cache 512MiB --method none" };
+    between_hugetlb_by_kvm:
+        { guest: CountersByKvm, source: Hugetlb, destination: Hugetlb, send: "--delta-cache 512MiB --method none" };
 }
 
 #[test]
 fn where_pages_go_through_qemus_own_stream_they_go_whole_and_the_report_says_why() {
-    let send = &["--delta-cache", "512MiB", "--downtime", "2s"];
-    let (machine, receive) = ("pc-q35-10.0", &["--placement", "in-stream"]);
-    let row = Row { from: V10_0, to: V10_0, machine, backend: Backend::Anonymous, send, receive };
-    let Some(report) = moved(&row, |address| address) else { return };
-    let report = report.unwrap();
+    let row = Row { send: "--delta-cache 512MiB --downtime 2s", receive: "--placement in-stream", ..ROW };
+    let Some(report) = row.moved(|address| address) else { return };
     assert_eq!(number(&report, "delta_pages") + number(&report, "same_pages") + number(&report, "delta_cache"), 0);
     assert!(report["no_deltas"].as_str().unwrap().contains("QEMU's own stream"), "{report}");
 }
 
 #[test]
 fn without_the_option_nothing_is_kept() {
-    let send = &["--downtime", "2s"];
-    let row = Row { from: V10_0, to: V10_0, machine: "pc-q35-10.0", backend: Backend::Anonymous, send, receive: &[] };
-    let Some(report) = moved(&row, |address| address) else { return };
-    let report = report.unwrap();
+    let Some(report) = (Row { send: "--downtime 2s", ..ROW }).moved(|address| address) else { return };
     assert_eq!(number(&report, "delta_pages") + number(&report, "same_pages") + number(&report, "delta_cache"), 0);
     assert!(report.get("no_deltas").is_none());
 }
 
-/// What becomes of a packet with deltas.
+/// What becomes of a packet.
 #[derive(PartialEq)]
 enum Fate {
     Passes,
@@ -178,8 +202,9 @@ enum Fate {
     Held,
 }
 
-/// Carries connections to `to`; `plan` says what becomes of packets with deltas, by their number. Counts those that do not pass.
-fn relay(to: String, plan: fn(u64) -> Fate, struck: &Arc<AtomicU64>) -> String {
+/// Carries connections to `to`; `plan` says what becomes of packets of `kind` with content of the first block, by their number. Counts
+/// those that do not pass.
+fn relay(to: String, kind: PacketKind, plan: fn(u64) -> Fate, struck: &Arc<AtomicU64>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let (seen, struck) = (Arc::new(AtomicU64::new(0)), Arc::clone(struck));
@@ -194,7 +219,7 @@ fn relay(to: String, plan: fn(u64) -> Fate, struck: &Arc<AtomicU64>) -> String {
             });
             let (seen, struck) = (Arc::clone(&seen), Arc::clone(&struck));
             std::thread::spawn(move || {
-                let _ = carry(&near, &far, plan, &seen, &struck);
+                let _ = carry(&near, &far, kind, plan, &seen, &struck);
                 let _ = far.shutdown(Shutdown::Both);
                 let _ = near.shutdown(Shutdown::Both);
             });
@@ -206,6 +231,7 @@ fn relay(to: String, plan: fn(u64) -> Fate, struck: &Arc<AtomicU64>) -> String {
 fn carry(
     mut near: &TcpStream,
     mut far: &TcpStream,
+    kind: PacketKind,
     plan: fn(u64) -> Fate,
     seen: &AtomicU64,
     struck: &AtomicU64,
@@ -223,7 +249,7 @@ fn carry(
         let packet = PacketHeader::decode(&header, MAX_CONTENT).expect("what send writes is right");
         rest.resize((packet.table_length + packet.payload_length) as usize, 0);
         near.read_exact(&mut rest)?;
-        if packet.kind == PacketKind::Deltas {
+        if packet.kind == kind && packet.subject == 0 && packet.payload_length > 0 {
             let fate = plan(seen.fetch_add(1, Ordering::SeqCst));
             struck.fetch_add(u64::from(fate != Fate::Passes), Ordering::SeqCst);
             match fate {
@@ -238,22 +264,46 @@ fn carry(
     }
 }
 
-#[test]
-fn deltas_that_arrive_damaged_go_again_as_whole_pages() {
-    let send = &["--delta-cache", "512MiB"];
-    let machine = "pc-q35-10.0";
-    let row = Row { from: V10_0, to: V10_0, machine, backend: Backend::Anonymous, send, receive: &[] };
+/// Moves a guest on whose way packets of `kind` are damaged.
+fn damaged(row: &Row, kind: PacketKind, plan: fn(u64) -> Fate) {
     let damaged = Arc::default();
-    let plan = |number| if number % 5 == 1 && number < 150 { Fate::Damaged } else { Fate::Passes };
-    let Some(report) = moved(&row, |address| relay(address, plan, &damaged)) else { return };
-    let (report, damaged) = (report.unwrap(), damaged.load(Ordering::SeqCst));
+    let Some(report) = row.moved(|address| relay(address, kind, plan, &damaged)) else { return };
+    let damaged = damaged.load(Ordering::SeqCst);
     assert!(damaged > 3, "{damaged}: {report}");
     assert_eq!(number(&report, "refused_packets"), damaged);
 }
 
 #[test]
+fn deltas_that_arrive_damaged_go_again_as_whole_pages() {
+    damaged(
+        &ROW,
+        PacketKind::Deltas,
+        |number| {
+            if number % 5 == 1 && number < 150 { Fate::Damaged } else { Fate::Passes }
+        },
+    );
+}
+
+/// The cache holds one in a hundred of them.
+#[test]
+fn whole_pages_that_arrive_damaged_go_again_though_they_are_not_kept() {
+    let row = Row { send: "--delta-cache 1MiB --downtime 2s", ..ROW };
+    damaged(
+        &row,
+        PacketKind::Pages,
+        |number| {
+            if number % 5 == 1 && number < 300 { Fate::Damaged } else { Fate::Passes }
+        },
+    );
+}
+
+fn with_deltas(command: &mut Command) -> &mut Command {
+    command.arg("--insecure").args(SLOW.split(' ')).args(ROW.send.split(' '))
+}
+
+#[test]
 fn a_path_that_damages_all_deltas_ends_the_migration_and_a_later_one_starts_from_nothing() {
-    let options = options(V10_0, "pc-q35-10.0");
+    let options = ROW.options();
     let Some(mut pair) = Pair::start(&options, &options.incoming()) else { return };
     pair.source.qemu.guest().wait_ready(LONG).unwrap();
     pair.source.qemu.guest().wait_tick_after(0, LONG).unwrap();
@@ -266,9 +316,9 @@ fn a_path_that_damages_all_deltas_ends_the_migration_and_a_later_one_starts_from
     let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
     let receiver = Sterna::start("receive", command.arg("--insecure"));
     let damaged = Arc::default();
-    let address = relay(receiver.address(), |_| Fate::Damaged, &damaged);
+    let address = relay(receiver.address(), PacketKind::Deltas, |_| Fate::Damaged, &damaged);
     let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
-    let (sent, _) = Sterna::start("send", command.args(SLOW).args(["--delta-cache", "512MiB"])).finish();
+    let (sent, _) = Sterna::start("send", with_deltas(&mut command)).finish();
     let (received, _) = receiver.finish();
     let failed = report(&pair.report());
     assert_eq!((sent.code(), received.code()), (Some(1), Some(1)), "{failed}");
@@ -282,9 +332,9 @@ fn a_path_that_damages_all_deltas_ends_the_migration_and_a_later_one_starts_from
     let receiver = Sterna::start("receive", command.arg("--insecure"));
     let held = Arc::default();
     let plan = |number| if number < 10 { Fate::Passes } else { Fate::Held };
-    let address = relay(receiver.address(), plan, &held);
+    let address = relay(receiver.address(), PacketKind::Deltas, plan, &held);
     let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
-    let sender = Sterna::start("send", command.args(SLOW).args(["--delta-cache", "512MiB"]));
+    let sender = Sterna::start("send", with_deltas(&mut command));
     assert!(eventually(LONG, || held.load(Ordering::SeqCst) > 0), "there are deltas");
     sender.interrupt();
     assert_eq!(sender.finish().0.code(), Some(3));
@@ -294,8 +344,6 @@ fn a_path_that_damages_all_deltas_ends_the_migration_and_a_later_one_starts_from
 
     // And then all the way, by another QEMU that has nothing of all that.
     again(&mut pair, "third");
-    let send = &["--delta-cache", "512MiB"];
-    let row = Row { from: V10_0, to: V10_0, machine: "pc-q35-10.0", backend: Backend::Anonymous, send, receive: &[] };
-    let report = move_pair(&pair, &row, |address| address).unwrap();
+    let report = ROW.move_pair(&pair, |address| address).unwrap();
     assert!(number(&report, "delta_pages") > 1000, "{report}");
 }

@@ -6,30 +6,18 @@
 
 mod support;
 
-use std::path::Path;
-
 use serde_json::json;
-use sterna_lab::huge::{HugePages, HugeTmpfs};
-use sterna_lab::ram::{CHANGED_BY_LOADING, compare};
-use sterna_lab::{Backend, Guest, LinuxGuest, QemuOptions, QemuVersion, or_skip};
+use sterna_lab::{Guest, LinuxGuest, QemuOptions, QemuVersion};
+use support::LONG;
+use support::moving::{Backing, Move, backings, kernel_words, tried};
 use support::pair::Pair;
-use support::{Hold, LONG, Sterna, certificates, receive, report, send};
 
+use Backing::{Anonymous, HugeTmpfs as Tmpfs, Hugetlb, Memfd};
 use QemuVersion::{V7_2, V10_0};
 
 const MEMORY: u64 = 384 << 20;
 const FILLED: u64 = 160 << 20;
 const DIRTY_RATE: u64 = 20 << 20;
-
-/// What the destination's guest RAM is.
-#[derive(Clone, Copy, PartialEq)]
-enum Backing {
-    Anonymous,
-    Memfd,
-    HugeTmpfs,
-    Hugetlb,
-}
-use Backing::{Anonymous, HugeTmpfs as Tmpfs, Hugetlb, Memfd};
 
 struct Row {
     from: QemuVersion,
@@ -43,97 +31,27 @@ struct Row {
     placement: &'static str,
 }
 
-/// A backing, with what must stay as long as it is used.
-fn backend(backing: Backing, name: &str) -> Option<(Backend, Option<HugeTmpfs>, Option<HugePages>)> {
-    Some(match backing {
-        Anonymous => (Backend::Anonymous, None, None),
-        Memfd => (Backend::Memfd, None, None),
-        Tmpfs => {
-            let mount = or_skip(HugeTmpfs::mount(MEMORY + (16 << 20)))?;
-            (Backend::File { path: mount.file(name) }, Some(mount), None)
-        }
-        Hugetlb => {
-            let pages = or_skip(HugePages::reserve(MEMORY))?;
-            (Backend::MemfdHuge, None, Some(pages))
-        }
-    })
-}
-
-fn protection(tls: bool, certs: &Path, receiver: bool) -> Vec<String> {
-    let certs = certs.display().to_string();
-    match (tls, receiver) {
-        (false, _) => vec!["--insecure".into()],
-        (true, true) => vec!["--tls".into(), certs, "--allow".into(), "sterna-sender".into()],
-        (true, false) => vec!["--tls".into(), certs],
-    }
-}
-
-/// How often a row whose source is QEMU 7.2 is tried.
-///
-/// Emulating, it loses writes by itself: a migration between two QEMU 7.2 without Sterna shows differing pages, or a crashed
-/// guest, in about one of ten runs on a busy machine, one between two QEMU 10.0 in none. It does not see what a guest
-/// writes through translations that it had cached before a round began (QEMU's commit 03bfc2188f, "Fix migration dirty
-/// bitmap coherency with TCG memory access", and its like). So pages that differ there say nothing about Sterna, unless
-/// they always do; rows 15 and 16 have the same streams from a QEMU 10.0, which must be right at once.
-const TRIES_OF_7_2: usize = 3;
-
-fn run(row: &Row) {
-    let tries = if row.from == V7_2 { TRIES_OF_7_2 } else { 1 };
-    for left in (0..tries).rev() {
-        match moved(row) {
-            Ok(()) => return,
-            Err(differing) if left > 0 => eprintln!("QEMU 7.2 as the source, once more: {differing}"),
-            Err(differing) => panic!("{differing}"),
-        }
-    }
-}
-
-/// Moves a guest as the row says. An error where RAM differs before the destination's guest starts.
-fn moved(row: &Row) -> Result<(), String> {
-    // With separate page tables for the kernel each interrupt drops cached translations, and most of the loss with them.
-    let kernel_words = if row.from == V7_2 { "pti=on".into() } else { String::new() };
+/// Moves a guest as the row says. An error where RAM differs before the destination's guest starts, none where it was skipped.
+fn moved(row: &Row) -> Option<Result<(), String>> {
+    let kernel_words = kernel_words(row.from);
     let linux = LinuxGuest { memory: Some(FILLED), dirty_rate: DIRTY_RATE, kernel_words, ..LinuxGuest::default() };
     let mut options = QemuOptions::new(row.from, Guest::Linux(linux));
     options.machine = row.machine.into();
     options.memory = MEMORY;
     let mut incoming = options.incoming();
     incoming.version = row.to;
-    let Some((source_backend, _source_mount, _source_pages)) = backend(row.source, "source") else { return Ok(()) };
-    let Some((destination_backend, _mount, _pages)) = backend(row.destination, "destination") else { return Ok(()) };
-    (options.backend, incoming.backend) = (source_backend, destination_backend);
-    let Some(pair) = Pair::start(&options, &incoming) else { return Ok(()) };
-    let certs = pair.scratch.path().join("certs");
-    if row.tls {
-        certificates(&certs);
-    }
+    let [source, destination] = backings([row.source, row.destination], MEMORY)?;
+    (options.backend, incoming.backend) = (source.backend.clone(), destination.backend.clone());
+    let pair = Pair::start(&options, &incoming)?;
     pair.source.qemu.guest().wait_ready(LONG).unwrap();
     pair.source.qemu.guest().wait_tick_after(0, LONG).unwrap();
 
-    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
-    command.args(["--placement", row.placement]).args(protection(row.tls, &certs, true));
-    let hold = Hold::at("destination.before-cont", pair.scratch.path(), &mut command);
-    let receiver = Sterna::start("receive", &mut command);
-    let address = receiver.address();
-    let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
-    command.args(["--channels", &row.channels.to_string(), "--method", row.method]);
-    let sender = Sterna::start("send", command.args(protection(row.tls, &certs, false)));
-
-    let held = hold.reached(&receiver);
-    assert_eq!(pair.source.status().as_deref(), Some("postmigrate"));
-    assert_eq!(pair.destination.status().as_deref(), Some("paused"));
-    let mut differing = compare(pair.source.qemu.pid(), pair.destination.qemu.pid(), MEMORY).unwrap();
-    differing.retain(|page| !CHANGED_BY_LOADING.contains(page));
-    if let Some(first) = differing.first() {
-        return Err(format!("{} pages differ, the first at {first:#x}", differing.len()));
-    }
-    drop(held);
-
-    let (sent, _) = sender.finish();
-    let (received, _) = receiver.finish();
-    assert!(sent.success() && received.success(), "send: {sent}, receive: {received}");
-    let report = report(&pair.report());
-    assert_eq!(report["outcome"], "completed");
-    assert_eq!(report["encrypted"], row.tls);
+    let send = ["--channels", &row.channels.to_string(), "--method", row.method].map(str::to_owned).to_vec();
+    let receive = ["--placement", row.placement].map(str::to_owned).to_vec();
+    let report = match (Move { memory: MEMORY, tls: row.tls, send, receive }).run(&pair, |address| address) {
+        Ok(report) => report,
+        Err(differing) => return Some(Err(differing)),
+    };
     assert_eq!(report["channels"], row.channels);
     // The firmware's small blocks may go in-stream; guest RAM goes the way that was asked for.
     let direct = report["placement"].as_array().unwrap().iter().any(|line| {
@@ -153,7 +71,7 @@ fn moved(row: &Row) -> Result<(), String> {
     assert!(!pair.source.runs() && pair.destination.runs());
     // The source's guest was given away and must be of no use any more.
     assert_eq!(pair.source.monitor.execute("query-status", json!({})).unwrap()["running"], false);
-    Ok(())
+    Some(Ok(()))
 }
 
 macro_rules! table {
@@ -161,7 +79,7 @@ macro_rules! table {
         $source:ident $destination:ident $placement:literal;)*) => {$(
         #[test]
         fn $name() {
-            run(&Row {
+            let row = Row {
                 from: $from,
                 to: $to,
                 machine: $machine,
@@ -171,7 +89,8 @@ macro_rules! table {
                 source: $source,
                 destination: $destination,
                 placement: $placement,
-            });
+            };
+            tried(row.from, || moved(&row));
         }
     )*};
 }

@@ -1,6 +1,7 @@
 //! A migration between two real QEMUs by the real program, as the end-to-end tests need it.
 #![allow(dead_code, reason = "each test file uses its own part of this")]
 
+pub(crate) mod moving;
 pub(crate) mod pair;
 pub(crate) mod relay;
 pub(crate) mod settle;
