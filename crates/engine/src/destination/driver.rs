@@ -370,8 +370,9 @@ impl Driver<'_> {
                 }
                 self.end = Some(end);
                 if self.runs_short() && self.abort.is_over() {
-                    // They broke meanwhile.
-                    self.peer.hang_up();
+                    // They broke meanwhile. What is wrong with its memory, if that is why, lies in the queue, and the source is told
+                    // of it first.
+                    let _ = self.events_in.send(Event::Broken(self.data_incarnation));
                 }
                 None
             }
@@ -564,10 +565,12 @@ impl Driver<'_> {
         }
         let (events, meanwhile) = (self.events_in.clone(), self.occupied.clone());
         let tell = Box::new(move |news| {
-            if let PostCopyNews::Failed(reason) = &news {
+            let failed = if let PostCopyNews::Failed(reason) = &news { Some(reason.clone()) } else { None };
+            // Before the channels are said to have broken, by which the source would no longer hear of it.
+            drop(events.send(Event::PostCopy(news)));
+            if let Some(reason) = failed {
                 meanwhile.raise(reason);
             }
-            drop(events.send(Event::PostCopy(news)));
         });
         let post_copy = PostCopy::begin(self.target.ram(), tell)?;
         self.faults = Some(post_copy.hear_faults().map_err(|error| format!("no thread for page faults: {error}"))?);

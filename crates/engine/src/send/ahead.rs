@@ -554,9 +554,10 @@ mod tests {
     fn what_comes_too_late_is_done_by_the_cpu_and_the_device_is_left_alone_for_a_while() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("model.json");
-        let queue = r#"{"name":"wq0.0","size":64,"max_batch_size":128}"#;
-        let model =
-            format!(r#"{{"devices":[{{"name":"dsa0","queues":[{queue}]}}],"faults":[{{"opcode":1,"what":"hang"}}]}}"#);
+        let queue = r#"{"name":"wq0.0","size":128,"max_batch_size":128}"#;
+        // Batches; and compares with a pattern, which go one by one where the queue's trial of a batch was not answered in real time.
+        let faults = r#"{"opcode":1,"what":"hang"},{"opcode":6,"what":"hang"}"#;
+        let model = format!(r#"{{"devices":[{{"name":"dsa0","queues":[{queue}]}}],"faults":[{faults}]}}"#);
         std::fs::write(&file, model).unwrap();
         let time = std::sync::Arc::new(Waiting::default());
         let mut settings = sterna_offload::Settings::default();
