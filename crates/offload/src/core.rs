@@ -345,10 +345,11 @@ impl Core {
         }
     }
 
-    /// Whether the device that called `page` zero, which the CPU has just seen is not, says so again while it still is not. Once, it
-    /// may only have been sooner than the guest.
+    /// Whether the device that called `page` zero, which the CPU has just seen is not, says so again while it is the same that it was.
+    /// Once, the device may only have been sooner than the guest; and a guest may empty a page and fill it between any two looks.
     fn repeats(&self, engine: &Arc<dyn Engine>, request: &mut Request, page: usize) -> bool {
-        if engine.still_zero(request, page, self.now()) != Some(true) {
+        let before = cpu::seen(request, page);
+        if engine.still_zero(request, page, self.now()) != Some(true) || cpu::seen(request, page) != before {
             return false;
         }
         cpu::execute(request, Run { first: page as u32, count: 1 });

@@ -73,8 +73,9 @@ pub(crate) fn report_of(
     let cancel = Cancel::new();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let address = listening.address().clone();
-    let migration =
-        settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()).offload(Arc::clone(offload)));
+    // On a busy machine the model is so slow that what its guests write in the meantime would not fit in less.
+    let source = Source::new(source.ram(), Box::new(log)).downtime(Duration::from_secs(10));
+    let migration = settings(source.method(MethodChoice::default()).offload(Arc::clone(offload)));
     let (sent, received) = std::thread::scope(|scope| {
         let (to, cancel) = (&mut to, &cancel);
         let receiving = scope.spawn(move || listening.run(to, cancel, &()));

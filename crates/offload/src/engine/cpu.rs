@@ -23,6 +23,13 @@ pub(crate) fn execute(request: &mut Request, run: Run) {
     }
 }
 
+/// A checksum of what the item reads, as it is now: a guest may be writing it.
+pub(crate) fn seen(request: &Request, item: usize) -> u32 {
+    let item = request.items[item];
+    // SAFETY: the range is within a region that the request has entered.
+    unsafe { crc32c_raw(item.first, item.bytes as usize, 0) }
+}
+
 fn one(request: &mut Request, index: usize) {
     let item = request.items[index];
     let bytes = item.bytes as usize;
