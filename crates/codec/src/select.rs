@@ -45,12 +45,8 @@ const DEARER: f64 = 8.0;
 const MOST_DEAR: f64 = 32.0;
 /// How far beyond the outermost prices that make a difference it goes: coming back from further away would only take longer.
 const BEYOND: f64 = 2.0;
-/// As if a thread had a CPU for one of so many parts of its time at least.
-const MOST_STRETCH: f64 = 8.0;
 /// After so many samples in a row by which the cheapest way is best, only one batch of so many is looked at.
 const PLAIN: u32 = 8;
-/// CPUs of which less than this part is unused are scarce: what waits then, waits for nothing that another thread does not have.
-const SCARCE: f64 = 0.2;
 /// What a way must save of each byte to be worth a thought.
 const LEAST_SAVED: f64 = 0.002;
 /// A byte costs no more than so many times its time on the wire: the time of a thread that always waits is worth little.
@@ -95,8 +91,6 @@ struct Estimate {
 pub struct Interval {
     /// The thread was running, or waited for a CPU.
     pub busy: u64,
-    /// What of that it waited for a CPU.
-    pub delayed: u64,
     /// What of that was writing.
     pub writing: u64,
     /// The thread waited until more could be sent.
@@ -112,8 +106,6 @@ pub struct Interval {
     pub written: usize,
     /// How far this side is beyond the CPU time that it may use: 0 not at all, 1 far.
     pub beyond: f64,
-    /// Which part of the CPUs that the threads of all channels can have they have left unused of late.
-    pub unused: f64,
 }
 
 /// What is known of a way, by class.
@@ -176,8 +168,6 @@ pub struct Selection {
     hurried: bool,
     /// Of late, how long nothing of this channel was in the network, and how long nothing of any.
     empty: (f64, f64),
-    /// Of late, how long its thread was busy, and for how long of that it waited for a CPU.
-    busy: (f64, f64),
     /// Packets with content that were written.
     sent: u32,
     /// Nanoseconds from one byte on the wire to the next, while the network has something to do.
@@ -197,7 +187,6 @@ impl Selection {
             hurried: false,
             asked: 0,
             plain: 0,
-            busy: (0.0, 0.0),
             empty: (0.0, 0.0),
             sent: 0,
             pace: PRICES.0,
@@ -219,8 +208,7 @@ impl Selection {
             return false;
         }
         let least = |way: &Way| way.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
-        let stretch = self.stretch();
-        self.knowledge.ways().iter().skip(1).any(|way| least(way) * stretch < self.byte())
+        self.knowledge.ways().iter().skip(1).any(|way| least(way) < self.byte())
     }
 
     /// The way for a batch of this class and of so many bytes, where the network has something to do for so many nanoseconds still, if that
@@ -232,11 +220,9 @@ impl Selection {
         let left = left.map_or(f64::INFINITY, |left| left as f64 / size.max(1) as f64);
         let idle_costs = (self.price() / self.pace).min(MOST_DEAR) * self.alone();
         let mut ways = self.knowledge.ways();
-        let stretch = self.stretch();
         let cheapest = |idle_costs: f64| {
             let cost = |way: &Way| {
                 let Estimate { nanos, ratio, .. } = way[class];
-                let nanos = nanos * stretch;
                 nanos + byte * ratio + idle_costs * (nanos - left).max(0.0)
             };
             let costs = ways.iter().map(cost).enumerate();
@@ -248,7 +234,7 @@ impl Selection {
         self.chosen = self.chosen.wrapping_add(1);
         if self.sent >= SETTLED && self.chosen.is_multiple_of(TRIED) {
             // It could be if it makes things a good deal smaller than is guessed.
-            let at_best = |estimate: Estimate| estimate.nanos * stretch + byte * estimate.ratio * HOPED;
+            let at_best = |estimate: Estimate| estimate.nanos + byte * estimate.ratio * HOPED;
             let could = |way: &Way| !way[class].tried && at_best(way[class]) < least;
             if let Some(untried) = ways.iter().skip(1).position(could) {
                 ways[untried + 1][class].tried = true;
@@ -260,7 +246,7 @@ impl Selection {
             return best;
         }
         // A try takes no longer than what the batch costs at best; whether it makes up for that is what is to be learned.
-        let affordable = |at: &usize| *at != best && ways[*at][class].nanos * stretch < least;
+        let affordable = |at: &usize| *at != best && ways[*at][class].nanos < least;
         (0..ways.len()).filter(affordable).min_by_key(|at| ways[*at][class].seen).unwrap_or(best)
     }
 
@@ -283,7 +269,7 @@ impl Selection {
 
     /// A packet with content was written. Says what held it up.
     pub fn sent(&mut self, interval: &Interval) -> HeldUp {
-        let &Interval { busy, delayed, writing, waited, idle, arrived, placing, written, beyond, unused } = interval;
+        let &Interval { busy, writing, waited, idle, arrived, placing, written, beyond } = interval;
         let all = busy.saturating_add(waited);
         if all == 0 || written == 0 {
             return HeldUp::default();
@@ -299,8 +285,6 @@ impl Selection {
         follow(&mut self.pace, ((time - idle.min(all) as f64) / bytes).max(PRICES.0));
         follow(&mut self.empty.0, arrived.min(all) as f64);
         follow(&mut self.empty.1, idle.min(all) as f64);
-        follow(&mut self.busy.0, busy as f64);
-        follow(&mut self.busy.1, delayed.min(busy) as f64);
         follow(&mut self.writing, writing.min(busy) as f64 / bytes);
         let (busy_receiver, of) = &mut self.placing;
         // An acknowledgement stands for several packets, so only the sums can be compared.
@@ -313,9 +297,7 @@ impl Selection {
         let waits = waited as f64 / time * (1.0 - receiver);
         // What has nothing to do, nobody waits for: while one does, the network is less idle than it may seem from what is in flight.
         let idles = idle.min(all) as f64 / time * (1.0 - waits);
-        // Where another thread has its CPU meanwhile, one that waits has no time left for anything.
-        let pressure =
-            waits * (unused / SCARCE).min(1.0) * (1.0 - beyond) - (DEARER * idles).min(1.0).max(receiver).max(beyond);
+        let pressure = waits * (1.0 - beyond) - (DEARER * idles).min(1.0).max(receiver).max(beyond);
         // A price that asks for more than there is time for need not rise.
         let pressure = if self.hurried { pressure.min(0.0) } else { pressure };
         let (least, most) = self.telling_prices();
@@ -331,11 +313,11 @@ impl Selection {
     /// The least price at which anything but the cheapest way is best for some content, and the highest at which the way changes for any.
     fn telling_prices(&self) -> (f64, f64) {
         let (mut least, mut most) = (PRICES.1, PRICES.0);
-        let (ways, stretch) = (self.knowledge.ways(), self.stretch());
+        let ways = self.knowledge.ways();
         for (at, way) in ways.iter().enumerate() {
             for other in &ways[at + 1..] {
                 for (one, other) in way.iter().zip(other) {
-                    let (nanos, saved) = ((other.nanos - one.nanos) * stretch, one.ratio - other.ratio);
+                    let (nanos, saved) = (other.nanos - one.nanos, one.ratio - other.ratio);
                     if saved > LEAST_SAVED {
                         let even = (nanos / saved - self.writing).max(PRICES.0);
                         (least, most) = (least.min(even), most.max(even));
@@ -350,12 +332,6 @@ impl Selection {
     fn alone(&self) -> f64 {
         let (this, all) = self.empty;
         if this > all { all / this } else { 1.0 }
-    }
-
-    /// How much longer everything takes as others have the CPU too.
-    fn stretch(&self) -> f64 {
-        let (busy, delayed) = self.busy;
-        if busy > 0.0 { (1.0 - delayed / busy).max(1.0 / MOST_STRETCH).recip() } else { 1.0 }
     }
 
     /// Nanoseconds that a byte costs which is sent: its price, and what writing it takes.
@@ -462,18 +438,7 @@ mod tests {
             for _ in 0..1000 {
                 let (idle, writing, placing) = (busy, waited, waited);
                 let arrived = waited;
-                selection.sent(&Interval {
-                    busy,
-                    delayed: busy,
-                    writing,
-                    waited,
-                    idle,
-                    arrived,
-                    placing,
-                    written,
-                    beyond: 1.0,
-                    unused: 1.0,
-                });
+                selection.sent(&Interval { busy, writing, waited, idle, arrived, placing, written, beyond: 1.0 });
                 assert!(selection.price() >= PRICES.0 && selection.price() <= PRICES.1);
             }
         }

@@ -283,7 +283,7 @@ impl Receiving<'_> {
     /// Since the last acknowledgement, how long there was something to do here other than wait for bytes.
     fn busy_us(&mut self) -> u32 {
         let now = Instant::now();
-        let busy = (now - std::mem::replace(&mut self.answered, now)).saturating_sub(self.waits.take().0);
+        let busy = (now - std::mem::replace(&mut self.answered, now)).saturating_sub(self.waits.take());
         u32::try_from(busy.as_micros()).unwrap_or(u32::MAX)
     }
 

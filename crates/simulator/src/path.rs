@@ -13,10 +13,9 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use sterna_codec::select::Interval;
 
-use parts::{Allowance, Cpus, Servers, Window};
+use parts::{Allowance, Servers, Window};
 
-/// What the kernel holds of a connection at the sender, and at the receiver.
-const SOCKET: usize = 2 << 20;
+/// What the kernel holds of a connection at the receiver.
 const RECEIVE_BUFFER: usize = 6 << 20;
 /// Batches of the same 2 MiB of memory take the same channel.
 const REGION: usize = 4;
@@ -44,6 +43,8 @@ pub struct Path {
     pub allowed: f64,
     /// Engines of the accelerator.
     pub engines: usize,
+    /// Bytes that the kernel holds of a connection at the sender.
+    pub socket: usize,
 }
 
 impl Path {
@@ -60,6 +61,7 @@ impl Path {
             cores: usize::MAX,
             allowed: f64::INFINITY,
             engines: 1,
+            socket: 2 << 20,
         }
     }
 }
@@ -134,9 +136,8 @@ struct Channel {
     batch: usize,
     /// The end of its packet before.
     since: f64,
-    /// Since then: waited, waited for a CPU, and the CPU time used.
+    /// Since then: waited, and the CPU time used.
     waited: f64,
-    delayed: f64,
     used: f64,
     /// The receiver has said so since then.
     placing: f64,
@@ -217,7 +218,6 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
     let mut receivers = Servers::new(path.cores.min(path.channels));
     let mut engines = Servers::new(path.engines);
     let mut allowance = Allowance::new(path.allowed);
-    let mut cpus = Cpus::new(path.cores.min(path.channels));
     let mut window = Window::default();
     // Acknowledgements that will come: when, of which channel, how many bytes, and how long the receiver was busy with them.
     let mut coming: BinaryHeap<Reverse<(At, usize, u64)>> = BinaryHeap::new();
@@ -228,7 +228,6 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
             batch: channel * REGION,
             since: 0.0,
             waited: 0.0,
-            delayed: 0.0,
             used: 0.0,
             placing: 0.0,
             arrived: 0.0,
@@ -262,7 +261,6 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                 window.entered(encoded.size);
                 let reading = encoded.size as f64 * path.read;
                 let (begun, read) = senders.serve(now, reading + encoded.thread);
-                channel.delayed += begun - now;
                 let (asked_engine, mut done) = (read, read);
                 if encoded.engine > 0.0 {
                     let (begun, ended) = engines.serve(asked_engine, encoded.engine);
@@ -283,8 +281,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
             Next::Write(Encoded { size, bytes, decoding, .. }) => {
                 let idle_there = (now - channel.arrived.max(channel.since)).max(0.0);
                 let writing = bytes as f64 * path.write;
-                let (begun, mut written) = senders.serve(now, writing);
-                channel.delayed += begun - now;
+                let (_, mut written) = senders.serve(now, writing);
                 channel.used += writing;
                 // The network, which carries the beginning while the end is written, and before it what the receiver has not taken yet.
                 let rate = match path.change {
@@ -307,7 +304,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                 // It is written when the socket has room for what is left of it.
                 let had_room = written;
                 loop {
-                    let too_much = left(&mut channel.sending, written) - SOCKET as f64;
+                    let too_much = left(&mut channel.sending, written) - path.socket as f64;
                     match channel.sending.front() {
                         Some(first) if too_much > 0.0 => written = first.when_less_by(too_much, written),
                         _ => break,
@@ -329,13 +326,11 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                 let idle = std::mem::replace(&mut channel.idle, network_idle);
                 let idle = network_idle - idle;
                 let beyond = allowance.used(channel.used, written);
-                let unused = cpus.unused(channel.used, written);
                 took.cpu += std::mem::take(&mut channel.used);
                 let waited = std::mem::take(&mut channel.waited).min(elapsed);
                 let nanos = |time: f64| time.max(0.0) as u64;
                 choice.sent(&Interval {
                     busy: nanos(elapsed - waited),
-                    delayed: nanos(std::mem::take(&mut channel.delayed)),
                     writing: nanos(writing),
                     waited: nanos(waited),
                     idle: nanos(idle),
@@ -343,7 +338,6 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                     placing: nanos(std::mem::take(&mut channel.placing)),
                     written: bytes,
                     beyond,
-                    unused,
                 });
                 channel.since = written;
                 channel.next = Next::Batch(written);

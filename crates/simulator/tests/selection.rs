@@ -20,6 +20,11 @@ const CODE: Content =
     Content { sample: 0.65, ways: [(0.0, 1.0), (1.2, 0.6), (1.7, 0.52), (2.4, 0.46), (4.0, 0.43), (12.0, 0.4)] };
 const NOISE: Content =
     Content { sample: 1.0, ways: [(0.0, 1.0), (0.3, 1.0), (0.5, 1.0), (0.6, 1.0), (0.9, 1.0), (3.0, 1.0)] };
+/// Pictures: sky, and what a camera's noise lies on.
+const SKY: Content =
+    Content { sample: 0.25, ways: [(0.0, 1.0), (1.0, 0.33), (1.9, 0.25), (3.0, 0.2), (3.4, 0.197), (9.0, 0.19)] };
+const GRASS: Content =
+    Content { sample: 0.9, ways: [(0.0, 1.0), (0.9, 0.97), (0.6, 1.0), (1.9, 0.86), (5.0, 0.83), (18.0, 0.78)] };
 /// Decoding a byte of content, by way.
 const DECODING: [f64; 6] = [0.0, 0.3, 0.7, 0.7, 0.7, 0.7];
 
@@ -93,6 +98,19 @@ fn mixed_content_is_moved_faster_than_by_any_fixed_way() {
         let ratio = to_best(&trace(&contents), &Path::link(rate), 8000);
         println!("mixed at {rate}: {ratio:.3}");
         assert!(ratio < 1.05, "at {rate}: {ratio}");
+    }
+}
+
+#[test]
+fn content_in_stretches_neither_idles_the_network_nor_is_all_made_small_at_any_price() {
+    let contents: Vec<Content> = (0..40).map(|batch| [SKY, GRASS][batch / 20]).collect();
+    for (cores, socket) in [(1, 2 << 20), (1, 512 << 10), (2, 2 << 20), (2, 512 << 10)] {
+        for rate in [0.05, 0.125, 0.3] {
+            let path = Path { channels: 2, cores, socket, ..Path::link(rate) };
+            let ratio = to_best(&trace(&contents), &path, 4000);
+            println!("stretches at {rate}, {cores} cores, sockets of {socket}: {ratio:.3}");
+            assert!(ratio < 1.05, "at {rate}, {cores} cores, sockets of {socket}: {ratio}");
+        }
     }
 }
 

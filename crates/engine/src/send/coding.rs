@@ -34,8 +34,6 @@ pub(super) struct Times {
     pub(super) waited: Duration,
     /// It had nothing to send.
     pub(super) starved: Duration,
-    /// It waited for a CPU.
-    pub(super) delayed: Duration,
     /// It was running, and writing.
     pub(super) writing: Duration,
     /// The receiver was busy, as far as it has said so.
@@ -226,10 +224,9 @@ impl Coding {
                 }
                 _ => seen.idle.saturating_sub(before.idle),
             };
-            let (beyond, unused) = (auto.shared.beyond(times.running), auto.shared.unused(times.running));
+            let beyond = auto.shared.beyond(times.running);
             let held_up = auto.selection.sent(&Interval {
                 busy: nanos(busy),
-                delayed: nanos(times.delayed),
                 writing: nanos(times.writing),
                 waited: nanos(waited),
                 idle: nanos(idle.saturating_sub(times.starved)),
@@ -237,7 +234,6 @@ impl Coding {
                 placing: nanos(times.placing),
                 written,
                 beyond,
-                unused,
             });
             auto.shared.sent(auto.way, content as u64, elapsed, held_up);
         }

@@ -28,7 +28,6 @@ pub(super) struct Auto {
     /// What was chosen when, and why.
     choices: Mutex<Choices>,
     network: Mutex<Network>,
-    cpus: Mutex<Cpus>,
     /// How much of this side's CPUs that may take; none: as much as it likes.
     cpu: Option<CpuAllowance>,
 }
@@ -44,7 +43,6 @@ impl Compression {
                 knowledge,
                 choices: Mutex::default(),
                 network: Mutex::default(),
-                cpus: Mutex::new(Cpus::new(channels)),
                 cpu: cpu.map(CpuAllowance::new),
             })
         });
@@ -119,35 +117,6 @@ impl Network {
     }
 }
 
-/// How much of the CPUs the threads of all channels have used of late.
-#[derive(Debug)]
-struct Cpus {
-    count: f64,
-    /// Seconds of CPUs.
-    used: f64,
-    of: f64,
-    at: Instant,
-}
-
-/// What was so long ago counts for a third.
-const OF_LATE: Duration = Duration::from_millis(50);
-
-impl Cpus {
-    /// Those that so many threads can have here.
-    fn new(threads: u16) -> Self {
-        let count = std::thread::available_parallelism().map_or(f64::from(threads), |count| count.get() as f64);
-        Self { count: count.min(f64::from(threads.max(1))), used: 0.0, of: 0.0, at: Instant::now() }
-    }
-
-    fn unused(&mut self, running: Duration, now: Instant) -> f64 {
-        let elapsed = now.saturating_duration_since(self.at);
-        self.at += elapsed;
-        let (kept, elapsed) = (f64::exp(-elapsed.as_secs_f64() / OF_LATE.as_secs_f64()), elapsed.as_secs_f64());
-        (self.used, self.of) = (self.used * kept + running.as_secs_f64(), self.of * kept + elapsed * self.count);
-        if self.of > 0.0 { (1.0 - self.used / self.of).clamp(0.0, 1.0) } else { 1.0 }
-    }
-}
-
 impl Auto {
     pub(super) fn network(&self) -> MutexGuard<'_, Network> {
         self.network.lock().unwrap_or_else(PoisonError::into_inner)
@@ -156,11 +125,6 @@ impl Auto {
     /// A thread has run for `running` since it last said so; says how far all of them are beyond what they may use: 0 not at all, 1 far.
     pub(super) fn beyond(&self, running: Duration) -> f64 {
         self.cpu.as_ref().map_or(0.0, |cpu| cpu.used(running))
-    }
-
-    /// A thread has run for `running` since it last said so; says which part of the CPUs that all of them can have is unused of late.
-    pub(super) fn unused(&self, running: Duration) -> f64 {
-        self.cpus.lock().unwrap_or_else(PoisonError::into_inner).unused(running, Instant::now())
     }
 
     /// A packet with `bytes` of content went by `way`; since the one before it on its channel `time` had passed.

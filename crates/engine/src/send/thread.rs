@@ -699,7 +699,7 @@ impl Sending {
             // A packet of zero pages says nothing of what a byte costs.
             if kind == PacketKind::Pages && !content.is_empty() {
                 let mut times = std::mem::take(&mut self.times);
-                (times.waited, times.delayed) = waits.take();
+                times.waited = waits.take();
                 times.placing = self.shared.placing();
                 times.running = waits.running();
                 times.kernel = self.kernel.since(&self.writer);

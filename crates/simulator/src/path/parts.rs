@@ -72,33 +72,6 @@ impl Window {
     }
 }
 
-/// How much of the CPUs all threads together have used of late, as in the engine.
-#[derive(Debug)]
-pub(super) struct Cpus {
-    count: f64,
-    used: f64,
-    of: f64,
-    at: f64,
-}
-
-/// What was so long ago counts for a third.
-const OF_LATE: f64 = 50e6;
-
-impl Cpus {
-    pub(super) fn new(count: usize) -> Self {
-        Self { count: count as f64, used: 0.0, of: 0.0, at: 0.0 }
-    }
-
-    /// A thread has used so much since it last said so. Says which part of them is unused.
-    pub(super) fn unused(&mut self, used: f64, now: f64) -> f64 {
-        let elapsed = (now - self.at).max(0.0);
-        self.at += elapsed;
-        let kept = f64::exp(-elapsed / OF_LATE);
-        (self.used, self.of) = (self.used * kept + used, self.of * kept + elapsed * self.count);
-        if self.of > 0.0 { (1.0 - self.used / self.of).clamp(0.0, 1.0) } else { 1.0 }
-    }
-}
-
 /// CPU time that all threads may use together, as in the engine: 10 ms are saved up at most, and 30 ms owed.
 #[derive(Debug)]
 pub(super) struct Allowance {
