@@ -28,6 +28,7 @@ use sterna_memory::delta::{Created, apply, create};
 use sterna_offload::{Delta, Range as Shown};
 use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD, PageDelta};
+use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{Run, RunKind};
 
 use self::cache::{Cache, Key, Place};
@@ -110,7 +111,7 @@ impl Deltas {
             runs: Vec::with_capacity(pages),
             // Nothing in it is read before it was written.
             records: vec![0; pages * (DELTA_HEADER_LENGTH + MAX_RECORD)],
-            rest_runs: Vec::with_capacity(sterna_wire::limits::MAX_RUNS),
+            rest_runs: Vec::with_capacity(MAX_RUNS),
             rest: Vec::with_capacity(packet_size),
             underway: None,
             unkept: Vec::with_capacity(pages),
@@ -193,7 +194,7 @@ impl Deltas {
         self.find(block, runs);
         let mut part: Option<Part> = None;
         let (mut number, mut passes) = (0, 0);
-        for run in runs {
+        for (before, run) in runs.iter().enumerate() {
             if run.kind == RunKind::Zero {
                 self.forget(block, run);
                 self.rest_runs.push(*run);
@@ -219,7 +220,9 @@ impl Deltas {
                     let stale = || again.is_some_and(|again| again.is_stale(block, page));
                     (plan.tries && place.sequence <= acknowledged && !stale()).then_some((*at, place))
                 };
-                if let Some((at, Place { sequence, paid })) = kept.as_ref().and_then(usable) {
+                // Taken out of a run, a page leaves two; what goes whole has to fit a packet's table all the same.
+                let fits = self.rest_runs.len() + (runs.len() - before) <= MAX_RUNS;
+                if let Some((at, Place { sequence, paid })) = kept.as_ref().filter(|_| fits).and_then(usable) {
                     passes += 1;
                     let of_it = Against { number: number - 1, at, sequence };
                     let length = match said.as_mut().and_then(|said| said.delta(of_it)) {
@@ -824,6 +827,38 @@ mod tests {
         let mut seventh = of(7..8);
         seventh[0] = 0;
         assert_eq!(split(&[run(7, 1)], &seventh, 3), 1);
+    }
+
+    /// What a table has room for, most of it taken by zero pages that lie apart.
+    #[test]
+    fn pages_that_are_taken_out_of_a_run_leave_no_more_runs_than_a_table_has_room_for() {
+        const PAGES: usize = 64;
+        let run = |kind, first, count| Run { kind, first, count };
+        let mut page = vec![7; PAGES * PAGE_SIZE];
+        for zero in [0, MAX_RUNS - PAGES, MAX_RUNS - 10, MAX_RUNS - 1] {
+            let mut deltas = Deltas::new(1024 * PAGE_SIZE, PAGES * PAGE_SIZE);
+            let mut send = |runs: &[Run], bytes: &[u8], sequence| {
+                let costs = deltas.whole(None);
+                let split = deltas.split(0, runs, Normal::of(bytes), sequence - 1, None, costs);
+                deltas.sent(0, bytes, sequence, sequence);
+                let (rest, _) = deltas.rest(bytes);
+                assert!(rest.len() <= MAX_RUNS, "{} runs after {zero}", rest.len());
+                let whole = rest.iter().filter(|run| run.kind == RunKind::Normal).map(|run| u64::from(run.count));
+                assert_eq!(whole.sum::<u64>(), split.whole);
+                split.deltas
+            };
+            let normal = run(RunKind::Normal, 10_000, PAGES as u32);
+            page.fill(7);
+            assert_eq!(send(&[normal], &page, 1), 0);
+            // Every second page is rewritten.
+            for (number, page) in page.chunks_exact_mut(PAGE_SIZE).enumerate() {
+                if number % 2 == 0 { page[8] = 1 } else { page.fill(9) }
+            }
+            let mut runs: Vec<_> = (0..zero as u64).map(|at| run(RunKind::Zero, 2 * at, 1)).collect();
+            runs.push(normal);
+            // The first page, before which nothing goes whole, and then one for each run that there is room for besides.
+            assert_eq!(send(&runs, &page, 2), (MAX_RUNS - zero).min(PAGES / 2) as u64, "after {zero}");
+        }
     }
 
     /// A guest that writes twice as much memory as the cache holds, round by round in the same order.
