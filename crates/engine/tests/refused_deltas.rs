@@ -309,9 +309,14 @@ fn after(answer: &[u8]) -> String {
 fn what_is_no_refusal_ends_the_migration() {
     within_a_minute(|| {
         let page = PageRequest { block: 0, first: 3, count: 1 };
-        // Pages that were in no packet, or of a block of which nothing is held; outside of RAM, and a packet that was not sent.
-        let reason = after(&refusal(1, PageRequest { count: 2, ..page }));
+        // Pages that were in no packet, more than were in it, or of a block of which nothing is held; outside of RAM, and a packet that was not sent.
+        let reason = after(&refusal(1, PageRequest { first: 4, ..page }));
         assert!(reason.contains("page 4 of RAM block 0, which was not in the packet"), "{reason}");
+        let reason = after(&refusal(1, PageRequest { count: 2, ..page }));
+        assert!(reason.contains("more pages than were in the packet"), "{reason}");
+        let twice = [&Refusal { sequence: 1, requests: 2 }.encode()[..], &page.encode(), &page.encode()].concat();
+        let reason = after(&twice);
+        assert!(reason.contains("more pages than were in the packet"), "{reason}");
         let reason = after(&refusal(1, PageRequest { block: 1, ..page }));
         assert!(reason.contains("page 3 of RAM block 1"), "{reason}");
         let reason = after(&refusal(1, PageRequest { count: PAGES as u32, ..page }));

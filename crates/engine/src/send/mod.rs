@@ -206,6 +206,8 @@ struct InFlight {
     in_window: u64,
     /// Pages in it that were handed over.
     carried: Carried,
+    /// Pages in it that are not zero, handed over or sent again: those that it may be asked for again.
+    normal_pages: u64,
     /// Who is to be told of it should it be refused.
     suspect: Option<Suspect>,
 }
@@ -414,14 +416,20 @@ impl Shared {
         &self,
         reader: &mut Reader,
         refusal: &Refusal,
+        packet: &InFlight,
         blocks: &DeltaBlocks,
     ) -> Result<(), Box<dyn std::error::Error>> {
         blocks.packet()?;
         let mut pages = Vec::with_capacity(refusal.requests as usize);
         let mut request = [0; PAGE_REQUEST_LENGTH];
+        // Each page asked for is looked for, and a packet may have a whole guest's zero pages.
+        let mut left = packet.normal_pages;
         for _ in 0..refusal.requests {
             reader.read_exact(&mut request)?;
-            pages.push((refusal.sequence, PageRequest::decode(&request, blocks.shapes())?));
+            let request = PageRequest::decode(&request, blocks.shapes())?;
+            let after = left.checked_sub(request.count.into());
+            left = after.ok_or("it asks again for more pages than were in the packet that it refuses")?;
+            pages.push((refusal.sequence, request));
         }
         // Before the acknowledgement that covers the packet: who sees that one sees these.
         self.progress.lock().expect("no thread of the channel panics").refused.append(&mut pages);
@@ -441,7 +449,7 @@ impl Shared {
                     let packet = self.in_flight(refusal.sequence);
                     let packet = packet.ok_or("it refuses a packet that is not in flight")?;
                     if let Some(blocks) = &context.delta_blocks {
-                        self.take_refusal(&mut reader, &refusal, blocks)?;
+                        self.take_refusal(&mut reader, &refusal, &packet, blocks)?;
                         continue;
                     }
                     let again = context.again.as_ref().ok_or("it refuses a packet, which was not agreed on")?;

@@ -611,7 +611,7 @@ impl Sending {
             kind: PacketKind::Pages,
             method: 0,
             subject: batch.block,
-            sequence: self.next_sequence(InFlight { in_window: bytes, carried, suspect: None }),
+            sequence: self.next_sequence(InFlight { in_window: bytes, carried, normal_pages, suspect: None }),
             table_length: self.table.len() as u32,
             payload_length: bytes as u32,
             content_length: bytes as u32,
@@ -664,11 +664,16 @@ impl Sending {
             _ => (0, content),
         };
         let carried = Carried { normal_pages, zero_pages, bytes: (self.table.len() + payload.len()) as u64 };
+        let refusable = match kind {
+            // Those that are sent again were handed over before.
+            PacketKind::Pages => (content.len() / PAGE_SIZE) as u64,
+            _ => normal_pages,
+        };
         let header = PacketHeader {
             kind,
             method,
             subject,
-            sequence: self.next_sequence(InFlight { in_window, carried, suspect }),
+            sequence: self.next_sequence(InFlight { in_window, carried, normal_pages: refusable, suspect }),
             table_length: self.table.len() as u32,
             payload_length: payload.len() as u32,
             content_length: content.len() as u32,
