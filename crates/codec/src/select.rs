@@ -295,6 +295,7 @@ impl Selection {
         let alone = ((*busy_receiver / *of - from) / (to - from)).clamp(0.0, 1.0);
         let receiver = alone * arrived.min(all) as f64 / time;
         let waits = waited as f64 / time * (1.0 - receiver);
+        let held_up = HeldUp { network: waits, receiver: waited as f64 / time * receiver };
         // What has nothing to do, nobody waits for: while one does, the network is less idle than it may seem from what is in flight.
         let idles = idle.min(all) as f64 / time * (1.0 - waits);
         let pressure = waits * (1.0 - beyond) - (DEARER * idles).min(1.0).max(receiver).max(beyond);
@@ -307,7 +308,7 @@ impl Selection {
         let calm = (price.age * CALMER).clamp(CALM.0, CALM.1);
         let changed = price.value * f64::exp(pressure * (time / calm).min(MOST_CHANGE));
         price.value = changed.clamp(least / BEYOND, most * BEYOND).min(MOST_PART * self.pace).clamp(PRICES.0, PRICES.1);
-        HeldUp { network: waits, receiver: waited as f64 / time - waits }
+        held_up
     }
 
     /// The least price at which anything but the cheapest way is best for some content, and the highest at which the way changes for any.
@@ -428,6 +429,22 @@ mod tests {
         assert!(chosen[3] > 40 && chosen.iter().all(|times| *times > 0), "{chosen:?}");
         selection = settled(0.1);
         assert!((0..60).all(|_| selection.choose(class, BATCH, None) == 0));
+    }
+
+    #[test]
+    fn what_held_a_channel_up_is_a_part_of_its_own_time_however_many_there_are() {
+        for channels in [1, 2, 64] {
+            let ways = choices(&[("none", None), ("zstd", Some("1"))]);
+            let mut selection = Selection::new(Arc::new(Knowledge::new(ways, channels)));
+            let network = Interval { busy: 100_000, waited: 300_000, written: BATCH, ..Interval::default() };
+            for _ in 0..100 {
+                assert_eq!(selection.sent(&network), HeldUp { network: 0.75, receiver: 0.0 });
+            }
+            // All that was sent has arrived, and the receiver is busy with it.
+            let receiver = Interval { arrived: 400_000, placing: 400_000, ..network };
+            let held_up = (0..100).map(|_| selection.sent(&receiver)).last();
+            assert_eq!(held_up, Some(HeldUp { network: 0.0, receiver: 0.75 }), "{channels} channels");
+        }
     }
 
     #[test]
