@@ -72,14 +72,21 @@ pub(super) struct Cache {
 }
 
 impl Cache {
-    /// Of at most `bytes`.
+    /// Of at most `bytes`; it holds nothing where that is more than can be had. Deltas are worth no abort: with the library that would be
+    /// the guest's end.
     pub(super) fn new(bytes: usize) -> Self {
         let sets = bytes / (WAYS * PAGE_SIZE);
         let together = (sets / LEAST_GROUPS).clamp(1, MOST_TOGETHER);
         // The largest power of two in it.
         let together = 1 << together.ilog2();
         let sets = sets / together * together;
-        let content = Shown::new(sets * WAYS * PAGE_SIZE);
+        let (sets, content) = match Shown::new(sets * WAYS * PAGE_SIZE) {
+            Some(content) => (sets, content),
+            None => {
+                tracing::warn!(bytes, "there is no memory for deltas: pages go whole");
+                (0, Shown::new(0).expect("a page can be had"))
+            }
+        };
         let free = Place { sequence: 0, paid: false };
         let (keys, places) = (vec![Keys([Key::NONE; WAYS]); sets], vec![[free; WAYS]; sets]);
         Self { keys, places, content, together, kept: 0, turned_away: 0 }
@@ -227,6 +234,14 @@ mod tests {
             }
             assert!(cache.is_empty());
         }
+    }
+
+    #[test]
+    fn a_cache_for_which_there_is_no_memory_keeps_nothing() {
+        let mut cache = Cache::new(1 << 60);
+        let key = Key::new(0, 1);
+        assert!(cache.make_room(key, 0).is_none() && cache.find(key).is_none() && cache.is_empty());
+        cache.forget(key);
     }
 
     /// However regions are dealt out to channels.

@@ -3,6 +3,7 @@
 //! A device reads it at any time between being asked and its answer, whatever the thread does meanwhile: nothing that it says is right
 //! but for memory that was left alone since. It is mapped until the last of that is over.
 
+use std::alloc::{Layout, alloc_zeroed};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -26,28 +27,30 @@ unsafe impl Sync for Owner {}
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        // SAFETY: leaked from a box in `Shown::new`. It is dropped with the region, which is kept by `Shown` and by whatever is under way
+        // SAFETY: allocated in `Shown::new` as a box of bytes is. It is dropped with the region, which is kept by `Shown` and by whatever is under way
         // on it.
         drop(unsafe { Box::from_raw(self.0.as_ptr()) });
     }
 }
 
 impl Shown {
-    /// Of `bytes` bytes.
-    pub(super) fn new(bytes: usize) -> Self {
-        // Zeroed memory of this size comes from the kernel untouched: it costs memory when it is first used.
-        let all = NonNull::from(Box::leak(vec![0; bytes + PAGE_SIZE - 1].into_boxed_slice()));
+    /// Of `bytes` bytes; none where that is more than can be had.
+    pub(super) fn new(bytes: usize) -> Option<Self> {
+        // Of no alignment, as zeroed memory of this size comes from the kernel untouched then: it costs memory when it is first used.
+        let layout = Layout::array::<u8>(bytes.checked_add(PAGE_SIZE - 1)?).ok()?;
+        // SAFETY: of a size that is not zero.
+        let all = NonNull::slice_from_raw_parts(NonNull::new(unsafe { alloc_zeroed(layout) })?, layout.size());
         let owner = Arc::new(Owner(all));
         let first = all.cast::<u8>();
-        // SAFETY: less than a page further, and so within the box.
+        // SAFETY: less than a page further, and so within it.
         let start = unsafe { first.add(first.align_offset(PAGE_SIZE)) };
-        // SAFETY: `bytes` of the box are left from there on, and nobody else has them yet.
+        // SAFETY: `bytes` of it are left from there on, and nobody else has them yet.
         prefer_huge_pages(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), bytes) });
         // SAFETY: the owner keeps it allocated as long as the region or any work on it. There are references to it, but none while this
         // process works on a range of it: that is done, and only reads, on the thread that has this, by calls of its own (ranges are for
         // deltas from what it keeps). What runs beside that thread is devices.
         let region = unsafe { Region::new(start, bytes, Some(owner)) };
-        Self { region }
+        Some(Self { region })
     }
 
     pub(super) fn bytes(&self) -> &[u8] {
@@ -72,13 +75,21 @@ mod tests {
 
     #[test]
     fn it_is_zero_begins_with_a_page_and_stays_as_long_as_somebody_may_read_it() {
-        let mut shown = Shown::new(3 * PAGE_SIZE);
+        let mut shown = Shown::new(3 * PAGE_SIZE).unwrap();
         assert!(shown.bytes().iter().all(|byte| *byte == 0) && shown.bytes().as_ptr().addr().is_multiple_of(PAGE_SIZE));
         shown.bytes_mut()[PAGE_SIZE + 5] = 7;
         let range = shown.range(PAGE_SIZE, PAGE_SIZE);
         drop(shown);
         // SAFETY: the range keeps it.
         assert_eq!(unsafe { range.region().start().add(range.offset() + 5).read() }, 7);
-        assert!(Shown::new(0).bytes().is_empty());
+        assert!(Shown::new(0).unwrap().bytes().is_empty());
+    }
+
+    #[test]
+    fn what_is_more_than_there_is_cannot_be_had() {
+        // No address space is as large.
+        for bytes in [1 << 60, isize::MAX as usize, usize::MAX] {
+            assert!(Shown::new(bytes).is_none());
+        }
     }
 }
