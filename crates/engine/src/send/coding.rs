@@ -99,6 +99,8 @@ pub(super) struct Seen {
 
 pub(super) struct Auto {
     shared: Arc<compression::Auto>,
+    /// Its number for the network that all share.
+    channel: usize,
     selection: Selection,
     ways: Vec<Way>,
     sampler: Sampler,
@@ -148,6 +150,7 @@ impl Coding {
         let ways = shared.ways.iter().map(way).collect::<Result<_, _>>()?;
         Ok(Self::Auto(Box::new(Auto {
             shared: Arc::clone(shared),
+            channel: shared.network().channel(),
             selection: Selection::new(Arc::clone(&shared.knowledge)),
             ways,
             sampler: Sampler::new()?,
@@ -218,7 +221,7 @@ impl Coding {
             let idle = match times.kernel {
                 Some(Said { left: Some(left), .. }) if !is_limited => {
                     let mut network = auto.shared.network();
-                    network.has(Instant::now(), left);
+                    network.has(auto.channel, Instant::now(), left);
                     let idle = network.idle();
                     idle.saturating_sub(std::mem::replace(&mut auto.idle, idle))
                 }

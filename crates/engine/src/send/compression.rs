@@ -92,23 +92,32 @@ impl Compression {
 /// Until when the network has something to do, by what the channels have said lies before it.
 #[derive(Debug, Default)]
 pub(super) struct Network {
-    until: Option<Instant>,
+    /// By channel, as it has said last: where the network has become faster, what it said before is not true any more.
+    until: Vec<Option<Instant>>,
+    /// What was idle before this is counted.
+    counted: Option<Instant>,
     idle: Duration,
 }
 
 impl Network {
+    /// One more channel, whose number this is.
+    pub(super) fn channel(&mut self) -> usize {
+        self.until.push(None);
+        self.until.len() - 1
+    }
+
     /// Something is given to it.
     pub(super) fn is_given(&mut self, now: Instant) {
-        if let Some(until) = self.until.filter(|until| *until < now) {
+        let until = self.until.iter().copied().max().flatten();
+        if let Some(until) = until.max(self.counted).filter(|until| *until < now) {
             self.idle += now - until;
-            self.until = Some(now);
+            self.counted = Some(now);
         }
     }
 
     /// A channel's part of it will take so long.
-    pub(super) fn has(&mut self, now: Instant, left: Duration) {
-        let until = now + left;
-        self.until = Some(self.until.map_or(until, |others| others.max(until)));
+    pub(super) fn has(&mut self, channel: usize, now: Instant, left: Duration) {
+        self.until[channel] = Some(now + left);
     }
 
     /// How long it has had nothing to do so far.
@@ -130,5 +139,36 @@ impl Auto {
     /// A packet with `bytes` of content went by `way`; since the one before it on its channel `time` had passed.
     pub(super) fn sent(&self, way: usize, bytes: u64, time: Duration, held_up: HeldUp) {
         self.choices.lock().unwrap_or_else(PoisonError::into_inner).sent(way, bytes, time, held_up);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn the_network_is_idle_from_when_all_channels_parts_are_through() {
+        let (mut network, begun) = (Network::default(), Instant::now());
+        let (one, other) = (network.channel(), network.channel());
+        network.is_given(begun);
+        network.has(one, begun, 10 * MS);
+        network.has(other, begun, 30 * MS);
+        network.is_given(begun + 20 * MS);
+        assert_eq!(network.idle(), Duration::ZERO);
+        network.is_given(begun + 35 * MS);
+        network.is_given(begun + 40 * MS);
+        assert_eq!(network.idle(), 10 * MS);
+    }
+
+    #[test]
+    fn what_was_said_of_a_slower_network_is_soon_forgotten() {
+        let (mut network, begun) = (Network::default(), Instant::now());
+        let channel = network.channel();
+        network.has(channel, begun, 60_000 * MS);
+        network.has(channel, begun + MS, MS);
+        network.is_given(begun + 12 * MS);
+        assert_eq!(network.idle(), 10 * MS);
     }
 }
