@@ -189,8 +189,8 @@ fn words(error: &libloading::Error) -> String {
 
 fn load(choice: &Choice) -> Result<Library, OpenError> {
     let not_found = |why: String| OpenError::NotFound { why };
-    let loaded = match choice {
-        Choice::System => dlopen(OsStr::new(SONAME)).map_err(not_found)?,
+    let (loaded, named) = match choice {
+        Choice::System => (dlopen(OsStr::new(SONAME)).map_err(not_found)?, PathBuf::from(SONAME)),
         Choice::Path(path) => {
             let file = file_of(path);
             if !file.is_file() {
@@ -201,10 +201,10 @@ fn load(choice: &Choice) -> Result<Library, OpenError> {
             if let Some(directory) = file.parent() {
                 load_neighbours(directory);
             }
-            dlopen(file.as_os_str()).map_err(not_found)?
+            (dlopen(file.as_os_str()).map_err(not_found)?, file)
         }
     };
-    let (functions, file) = find_functions(&loaded)?;
+    let (functions, file) = find_functions(&loaded, &named)?;
     prove(&functions, &file)?;
     // Never unloaded: see the top of this file.
     std::mem::forget(loaded);
@@ -231,11 +231,11 @@ fn load_neighbours(directory: &Path) {
     }
 }
 
-fn find_functions(loaded: &Loaded) -> Result<(Functions, PathBuf), OpenError> {
+fn find_functions(loaded: &Loaded, named: &Path) -> Result<(Functions, PathBuf), OpenError> {
     // SAFETY: each name is asked for with the type that the header gives it; the pointers outlive `loaded`, which is never closed
     // once a `Library` exists, and are not called if it does not come to that.
     unsafe {
-        let file = file_that_has(loaded);
+        let file = file_that_has(loaded).unwrap_or_else(|| named.to_owned());
         let missing = |symbol| OpenError::MissingFunction { library: file.display().to_string(), symbol };
         macro_rules! find {
             ($type:ty, $name:literal) => {
@@ -268,20 +268,19 @@ fn find_functions(loaded: &Loaded) -> Result<(Functions, PathBuf), OpenError> {
 }
 
 /// Where the loader found it.
-fn file_that_has(loaded: &Loaded) -> PathBuf {
+fn file_that_has(loaded: &Loaded) -> Option<PathBuf> {
     // SAFETY: the symbol's address is only looked up, never called; `dladdr` fills the structure or returns 0, and the name it
     // fills in belongs to the loader and lives as long as the library.
     unsafe {
-        let Ok(symbol) = loaded.get::<abi::Init>("qzInit") else { return PathBuf::from(SONAME) };
+        let symbol = loaded.get::<abi::Init>("qzInit").ok()?;
         let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
         if libc::dladdr(*symbol as *const libc::c_void, info.as_mut_ptr()) == 0 {
-            return PathBuf::from(SONAME);
+            return None;
         }
         let name = info.assume_init().dli_fname;
-        if name.is_null() {
-            return PathBuf::from(SONAME);
-        }
-        canonical(Path::new(<OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(CStr::from_ptr(name).to_bytes())))
+        let path =
+            |name| Path::new(<OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(CStr::from_ptr(name).to_bytes()));
+        (!name.is_null()).then(|| canonical(path(name)))
     }
 }
 
