@@ -1,0 +1,137 @@
+//! What can go wrong with a device: what happened, to which device, what to do.
+
+use std::io;
+
+use super::device::{Flags, State};
+
+/// Why a device was not saved or loaded.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VfioError {
+    /// The device, or its driver, does not migrate.
+    #[error(
+        "device {device} cannot be migrated: {source} (the kernel needs a VFIO driver for this very device, such as \
+         mlx5_vfio_pci; plain vfio-pci has no migration)"
+    )]
+    NoMigration {
+        /// The device.
+        device: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Flags that this version of the interface does not have.
+    #[error(
+        "device {device} says that it migrates, but not how (flags {flags:?}, without STOP_COPY): its driver is newer than this program"
+    )]
+    Unsupported {
+        /// The device.
+        device: String,
+        /// What it says.
+        flags: Flags,
+    },
+    /// Someone else has begun something.
+    #[error("device {device} is in {state}, not in RUNNING: another program migrates it, or a reset is due")]
+    Busy {
+        /// The device.
+        device: String,
+        /// Its state.
+        state: State,
+    },
+    /// Several devices are to be stopped, and one cannot be kept from writing to the others.
+    #[error(
+        "device {device} cannot hold back its DMA to other devices (no P2P state), so it cannot be stopped together with \
+         them; migrate with it alone, or say that the guest uses no DMA between devices"
+    )]
+    Peers {
+        /// The device.
+        device: String,
+    },
+    /// A change of state failed.
+    #[error("device {device} cannot go {} {to}: {source} ({})", from_state(.from), whereabouts(.now))]
+    Transition {
+        /// The device.
+        device: String,
+        /// Where it was, if known.
+        from: Option<State>,
+        /// Where it should have gone.
+        to: State,
+        /// Where it is now, if the kernel says so.
+        now: Option<State>,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// A change of state succeeded without the stream that comes with it, or with one that does not.
+    #[error("the driver of device {device} made {problem} when going to {to}: it does not keep to the interface")]
+    Stream {
+        /// The device.
+        device: String,
+        /// Where it went.
+        to: State,
+        /// What is wrong.
+        problem: &'static str,
+    },
+    /// The state could not be read.
+    #[error("the state of device {device} cannot be read after {after} bytes: {source}")]
+    Read {
+        /// The device.
+        device: String,
+        /// Bytes read before.
+        after: u64,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The state could not be loaded.
+    #[error("device {device} takes no more of its state after {after} bytes: {source}")]
+    Write {
+        /// The device.
+        device: String,
+        /// Bytes taken before.
+        after: u64,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The device is in ERROR.
+    #[error("device {device} has failed and must be reset, which loses the state that it has")]
+    NeedsReset {
+        /// The device.
+        device: String,
+    },
+    /// The reset failed.
+    #[error("device {device} cannot be reset: {source}; unbind it from its driver and bind it again")]
+    Reset {
+        /// The device.
+        device: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// How much is left could not be asked.
+    #[error("device {device} does not say how much of its state is left: {source}")]
+    Size {
+        /// The device.
+        device: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// A call that does not fit what came before.
+    #[error("{call} on device {device} is out of order: it is {phase}")]
+    Order {
+        /// The device.
+        device: String,
+        /// What was called.
+        call: &'static str,
+        /// What it cannot follow.
+        phase: &'static str,
+    },
+}
+
+fn from_state(state: &Option<State>) -> String {
+    state.map_or_else(|| "to".to_owned(), |state| format!("from {state} to"))
+}
+
+fn whereabouts(state: &Option<State>) -> String {
+    match state {
+        Some(State::Error) => "it has failed and must be reset".to_owned(),
+        Some(state) => format!("it is in {state} now"),
+        None => "where it is now, the kernel does not say".to_owned(),
+    }
+}

@@ -1,0 +1,503 @@
+//! A VFIO device in software, for tests of whatever migrates devices: it does what the header allows and refuses what the
+//! header does not, with the errno of the header or, where that leaves it open, of the kernel's own code.
+//!
+//! | of a device | here |
+//! |---|---|
+//! | states and ways between them | [`arcs`]: the header's single steps, and the shortest way made of them |
+//! | optional states | [`Config::flags`]; a state that is not offered is `EINVAL` |
+//! | ERROR | by a [`Fault`], or a state that does not load; everything but a reset is `EINVAL` then |
+//! | streams | exist from the step that begins them to the step that ends them; then `ENODEV`. Reading one that is written, or the reverse, is `EBADF` |
+//! | pre-copy | the first pass, then what [`ModelDevice::run`] changed; `ENOMSG` when there is nothing, and the end only in STOP_COPY |
+//! | `VFIO_MIG_GET_PRECOPY_INFO` | exact here; `EINVAL` outside of PRE_COPY and PRE_COPY_P2P, `ENOTTY` without |
+//! | loading | checked at RESUMING → STOP: `EINVAL` unless it is exactly what a device of the same size gave |
+//! | short reads and writes | [`Config::most`] |
+//! | reset | RUNNING, the streams are dead, the state is a fresh device's |
+//! | DMA logging | [`Config::dma_page_size`]; ranges and page sizes checked as the kernel's core does |
+//! | DMA between devices | [`Fabric`] |
+//!
+//! Its state is bytes, changed by [`ModelDevice::run`] and only while the device runs, so what arrives can be compared
+//! with what left. What it cannot show: time, what drivers do that the header does not say, and real DMA.
+//!
+//! ```
+//! use sterna_devices::vfio::model::{Config, ModelDevice};
+//! use sterna_devices::vfio::{Chunk, Loader, Saver};
+//!
+//! let (from, to) = (ModelDevice::new(Config::with_state(vec![7; 5000])), ModelDevice::new(Config::empty(5000)));
+//! let (mut saver, mut loader) = (Saver::new(from, "nic")?, Loader::new(to.clone(), "nic")?);
+//! loader.begin()?;
+//! saver.stop()?;
+//! let mut buffer = [0; 1024];
+//! while let Chunk::Bytes(bytes) = saver.read(&mut buffer)? {
+//!     loader.write(&buffer[..bytes])?;
+//! }
+//! saver.finish()?;
+//! loader.finish()?;
+//! assert_eq!(to.contents(), vec![7; 5000]);
+//! # Ok::<(), sterna_devices::vfio::VfioError>(())
+//! ```
+
+pub mod arcs;
+mod dma;
+mod fabric;
+mod stream;
+
+pub use fabric::{Fabric, Step};
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::device::{Data, Device, DmaRange, Flags, PrecopyInfo, State};
+use stream::Saving;
+
+/// Which device.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// What it offers; `None`: it does not migrate (`ENOTTY`).
+    pub flags: Option<Flags>,
+    /// Its state.
+    pub state: Vec<u8>,
+    /// Whether the state is a guest's: it has one from the start, as at a source.
+    pub live: bool,
+    /// At most so many bytes per read and write of a stream; less, by chance, when [`seed`](Self::seed) is given.
+    pub most: usize,
+    /// Makes each read and write as short as chance will have it.
+    pub seed: Option<u64>,
+    /// Nothing to read in PRE_COPY is 0 bytes and not `ENOMSG`. Not what the header says, but a driver in the kernel's own tree
+    /// does it (`samples/vfio-mdev/mtty.c`).
+    pub zero_for_nothing: bool,
+    /// A state that does not load takes the device to ERROR; else it stays in RESUMING. The header allows both.
+    pub bad_state_is_error: bool,
+    /// The smallest page of its DMA log; `None`: it has no log (`ENOTTY`).
+    pub dma_page_size: Option<u64>,
+    /// Whether it says how much there is to read (Linux 6.2 and later).
+    pub tells_size: bool,
+    /// The other devices of its guest.
+    pub fabric: Fabric,
+}
+
+impl Config {
+    /// A guest's device with everything optional.
+    pub fn with_state(state: Vec<u8>) -> Self {
+        Self {
+            flags: Some(Flags::STOP_COPY.with_p2p().with_pre_copy()),
+            state,
+            live: true,
+            most: usize::MAX,
+            seed: None,
+            zero_for_nothing: false,
+            bad_state_is_error: false,
+            dma_page_size: Some(4096),
+            tells_size: true,
+            fabric: Fabric::default(),
+        }
+    }
+
+    /// A device that no guest has used, for `size` bytes of state.
+    pub fn empty(size: usize) -> Self {
+        Self { live: false, ..Self::with_state(vec![0; size]) }
+    }
+
+    /// With other flags.
+    #[must_use]
+    pub fn flags(mut self, flags: Flags) -> Self {
+        self.flags = Some(flags);
+        self
+    }
+
+    /// On the fabric of other devices.
+    #[must_use]
+    pub fn on(mut self, fabric: &Fabric) -> Self {
+        self.fabric = fabric.clone();
+        self
+    }
+}
+
+/// A call on a device, for [`Fault`]s.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Call {
+    /// [`Device::migration`]
+    Migration,
+    /// [`Device::state`]
+    State,
+    /// [`Device::set_state`], to any state.
+    SetState,
+    /// [`Device::set_state`], to this one.
+    SetStateTo(State),
+    /// [`Device::data_size`]
+    DataSize,
+    /// [`Device::reset`]
+    Reset,
+    /// [`Data::read`]
+    Read,
+    /// [`Data::write`]
+    Write,
+    /// [`Data::precopy_info`]
+    PrecopyInfo,
+    /// [`Device::dma_logging_start`]
+    DmaLoggingStart,
+    /// [`Device::dma_logging_report`]
+    DmaLoggingReport,
+    /// [`Device::dma_logging_stop`]
+    DmaLoggingStop,
+}
+
+/// Where a failing change of state leaves the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Leaves {
+    /// Where it was.
+    Unchanged,
+    /// After so many steps of its way; all but the last at most.
+    Midway(usize),
+    /// In ERROR.
+    InError,
+}
+
+/// One call that fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Which call.
+    pub call: Call,
+    /// So many of them succeed before.
+    pub after: u32,
+    /// What it says.
+    pub errno: i32,
+    /// For changes of state.
+    pub leaves: Leaves,
+}
+
+impl Fault {
+    /// The call fails once, the first time, with `EIO`, and leaves the device where it was.
+    pub fn of(call: Call) -> Self {
+        Self { call, after: 0, errno: libc::EIO, leaves: Leaves::Unchanged }
+    }
+}
+
+/// The device. A clone is the same device, as a duplicate of its file descriptor would be.
+#[derive(Clone, Debug)]
+pub struct ModelDevice(Arc<Mutex<Inner>>);
+
+#[derive(Debug)]
+struct Inner {
+    config: Config,
+    number: usize,
+    state: State,
+    contents: Vec<u8>,
+    live: bool,
+    stream: Option<Stream>,
+    streams: u64,
+    chance: u64,
+    faults: VecDeque<Fault>,
+    log: Option<dma::Log>,
+}
+
+#[derive(Debug)]
+enum Stream {
+    Saving(Saving),
+    Loading(Vec<u8>),
+}
+
+fn errno(number: i32) -> io::Error {
+    io::Error::from_raw_os_error(number)
+}
+
+impl ModelDevice {
+    /// A device in RUNNING.
+    pub fn new(config: Config) -> Self {
+        let number = config.fabric.add(config.live);
+        let contents = config.state.clone();
+        let chance = config.seed.unwrap_or_default();
+        Self(Arc::new(Mutex::new(Inner {
+            number,
+            state: State::Running,
+            contents,
+            live: config.live,
+            stream: None,
+            streams: 0,
+            chance,
+            faults: VecDeque::new(),
+            log: None,
+            config,
+        })))
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a call fail. Faults of the same call come after each other.
+    pub fn fail(&self, fault: Fault) {
+        self.inner().faults.push_back(fault);
+    }
+
+    /// The state that it holds.
+    pub fn contents(&self) -> Vec<u8> {
+        self.inner().contents.clone()
+    }
+
+    /// Whether it runs with a guest's state.
+    pub fn runs_guest(&self) -> bool {
+        let inner = self.inner();
+        inner.live && inner.state.runs()
+    }
+
+    /// The device works: the byte at `at` of its state changes. False: it is stopped, and does not.
+    pub fn run(&self, at: usize) -> bool {
+        let mut inner = self.inner();
+        if !inner.state.runs() || at >= inner.contents.len() {
+            return false;
+        }
+        inner.contents[at] = inner.contents[at].wrapping_add(1);
+        if let Some(Stream::Saving(saving)) = &mut inner.stream {
+            saving.changed(at);
+        }
+        true
+    }
+
+    /// The device writes to memory. False: it is stopped, and does not.
+    pub fn dma_write(&self, range: DmaRange) -> bool {
+        let mut inner = self.inner();
+        if !inner.state.runs() {
+            return false;
+        }
+        if let Some(log) = &mut inner.log {
+            log.note(range);
+        }
+        true
+    }
+}
+
+impl Inner {
+    /// The fault that this call meets, if any.
+    fn fault(&mut self, calls: &[Call]) -> Option<Fault> {
+        let at = self.faults.iter().position(|fault| calls.contains(&fault.call))?;
+        match self.faults[at].after.checked_sub(1) {
+            Some(less) => {
+                self.faults[at].after = less;
+                None
+            }
+            None => self.faults.remove(at),
+        }
+    }
+
+    fn meet(&mut self, call: Call) -> io::Result<()> {
+        self.fault(&[call]).map_or(Ok(()), |fault| Err(errno(fault.errno)))
+    }
+
+    fn flags(&self) -> io::Result<Flags> {
+        self.config.flags.ok_or_else(|| errno(libc::ENOTTY))
+    }
+
+    fn fail_into_error(&mut self) {
+        self.state = State::Error;
+        self.stream = None;
+        self.config.fabric.moved(self.number, State::Error, self.live, false);
+    }
+
+    /// One step. What the device does in it, before it is in the new state.
+    fn step(&mut self, to: State) -> io::Result<()> {
+        let from = self.state;
+        if let (State::Resuming, Some(Stream::Loading(bytes))) = (from, &self.stream) {
+            match stream::parse(bytes, self.contents.len()) {
+                Some(contents) => self.contents = contents,
+                None => {
+                    if self.config.bad_state_is_error {
+                        self.fail_into_error();
+                    }
+                    return Err(errno(libc::EINVAL));
+                }
+            }
+            self.live = true;
+        }
+        if arcs::ends_stream(from, to) {
+            self.stream = None;
+        }
+        if arcs::begins_stream(from, to) {
+            self.streams += 1;
+            self.stream = Some(if to == State::Resuming {
+                self.contents.fill(0);
+                self.live = false;
+                Stream::Loading(Vec::new())
+            } else {
+                Stream::Saving(Saving::new(&self.contents))
+            });
+        }
+        self.state = to;
+        self.config.fabric.moved(self.number, to, self.live, true);
+        Ok(())
+    }
+
+    /// As many bytes as a read or write of `asked` may be.
+    fn most(&mut self, asked: usize) -> usize {
+        let most = asked.min(self.config.most);
+        if self.config.seed.is_none() || most <= 1 {
+            return most;
+        }
+        // Knuth's 64-bit generator: the upper bits are good enough here.
+        self.chance = self.chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        1 + (self.chance >> 33) as usize % most
+    }
+}
+
+impl Device for ModelDevice {
+    type Data = ModelData;
+
+    fn migration(&self) -> io::Result<Flags> {
+        let mut inner = self.inner();
+        inner.meet(Call::Migration)?;
+        inner.flags()
+    }
+
+    fn state(&self) -> io::Result<State> {
+        let mut inner = self.inner();
+        inner.meet(Call::State)?;
+        inner.flags()?;
+        Ok(inner.state)
+    }
+
+    fn set_state(&self, to: State) -> io::Result<Option<ModelData>> {
+        let mut inner = self.inner();
+        let flags = inner.flags()?;
+        let way = arcs::way(flags, inner.state, to).ok_or_else(|| errno(libc::EINVAL))?;
+        let fault = inner.fault(&[Call::SetState, Call::SetStateTo(to)]);
+        let steps = match fault.map(|fault| fault.leaves) {
+            None => way.len(),
+            Some(Leaves::Midway(steps)) => steps.min(way.len().saturating_sub(1)),
+            Some(Leaves::Unchanged | Leaves::InError) => 0,
+        };
+        let streams = inner.streams;
+        for next in &way[..steps] {
+            inner.step(*next)?;
+        }
+        if let Some(fault) = fault {
+            if fault.leaves == Leaves::InError {
+                inner.fail_into_error();
+            }
+            return Err(errno(fault.errno));
+        }
+        Ok((inner.streams != streams).then(|| ModelData { device: self.0.clone(), number: inner.streams }))
+    }
+
+    fn data_size(&self) -> io::Result<u64> {
+        let mut inner = self.inner();
+        inner.meet(Call::DataSize)?;
+        inner.flags()?;
+        if !inner.config.tells_size {
+            return Err(errno(libc::ENOTTY));
+        }
+        Ok(match &inner.stream {
+            Some(Stream::Saving(saving)) => saving.left(&inner.contents),
+            _ => Saving::new(&inner.contents).left(&inner.contents),
+        })
+    }
+
+    fn reset(&self) -> io::Result<()> {
+        let mut inner = self.inner();
+        inner.meet(Call::Reset)?;
+        inner.stream = None;
+        inner.contents.fill(0);
+        inner.live = false;
+        inner.state = State::Running;
+        inner.config.fabric.moved(inner.number, State::Running, false, false);
+        Ok(())
+    }
+
+    fn dma_logging_start(&self, page_size: u64, ranges: &[DmaRange]) -> io::Result<u64> {
+        let mut inner = self.inner();
+        inner.meet(Call::DmaLoggingStart)?;
+        let smallest = inner.config.dma_page_size.ok_or_else(|| errno(libc::ENOTTY))?;
+        if inner.log.is_some() {
+            return Err(errno(libc::EINVAL));
+        }
+        let log = dma::Log::new(page_size, smallest, ranges).map_err(errno)?;
+        let chosen = log.page_size();
+        inner.log = Some(log);
+        Ok(chosen)
+    }
+
+    fn dma_logging_report(&self, range: DmaRange, page_size: u64, bitmap: &mut [u64]) -> io::Result<()> {
+        let mut inner = self.inner();
+        inner.meet(Call::DmaLoggingReport)?;
+        if inner.config.dma_page_size.is_none() {
+            return Err(errno(libc::ENOTTY));
+        }
+        let log = inner.log.as_mut().ok_or_else(|| errno(libc::EINVAL))?;
+        log.report(range, page_size, bitmap).map_err(errno)
+    }
+
+    fn dma_logging_stop(&self) -> io::Result<()> {
+        let mut inner = self.inner();
+        inner.meet(Call::DmaLoggingStop)?;
+        if inner.config.dma_page_size.is_none() {
+            return Err(errno(libc::ENOTTY));
+        }
+        inner.log.take().map(|_| ()).ok_or_else(|| errno(libc::EINVAL))
+    }
+}
+
+/// A stream of a [`ModelDevice`].
+#[derive(Debug)]
+pub struct ModelData {
+    device: Arc<Mutex<Inner>>,
+    /// Which of the device's streams, from 1.
+    number: u64,
+}
+
+impl ModelData {
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.device.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the device still has this stream.
+    fn check(&self, inner: &Inner) -> io::Result<()> {
+        if inner.stream.is_some() && inner.streams == self.number { Ok(()) } else { Err(errno(libc::ENODEV)) }
+    }
+}
+
+impl Data for ModelData {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let mut inner = self.inner();
+        self.check(&inner)?;
+        inner.meet(Call::Read)?;
+        let most = inner.most(buffer.len());
+        let inner = &mut *inner;
+        let stopped = inner.state == State::StopCopy;
+        match &mut inner.stream {
+            Some(Stream::Saving(saving)) => match saving.read(&inner.contents, stopped, most, buffer) {
+                0 if !stopped && !buffer.is_empty() && !inner.config.zero_for_nothing => Err(errno(libc::ENOMSG)),
+                bytes => Ok(bytes),
+            },
+            _ => Err(errno(libc::EBADF)),
+        }
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut inner = self.inner();
+        self.check(&inner)?;
+        inner.meet(Call::Write)?;
+        let most = inner.most(bytes.len());
+        match &mut inner.stream {
+            Some(Stream::Loading(taken)) => {
+                taken.extend(&bytes[..most]);
+                Ok(most)
+            }
+            _ => Err(errno(libc::EBADF)),
+        }
+    }
+
+    fn precopy_info(&self) -> io::Result<PrecopyInfo> {
+        let mut inner = self.inner();
+        if !inner.flags()?.pre_copy() {
+            return Err(errno(libc::ENOTTY));
+        }
+        self.check(&inner)?;
+        inner.meet(Call::PrecopyInfo)?;
+        match (&inner.stream, inner.state) {
+            (Some(Stream::Saving(saving)), State::PreCopy | State::PreCopyP2p) => Ok(PrecopyInfo {
+                initial_bytes: saving.initial_bytes(&inner.contents),
+                dirty_bytes: saving.dirty_bytes(&inner.contents),
+            }),
+            _ => Err(errno(libc::EINVAL)),
+        }
+    }
+}
