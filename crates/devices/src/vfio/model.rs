@@ -235,6 +235,11 @@ impl ModelDevice {
         self.inner().contents.clone()
     }
 
+    /// The state it is in: as [`Device::state`], but no fault's matter.
+    pub fn is_in(&self) -> State {
+        self.inner().state
+    }
+
     /// Whether it runs with a guest's state.
     pub fn runs_guest(&self) -> bool {
         let inner = self.inner();

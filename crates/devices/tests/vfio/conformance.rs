@@ -1,0 +1,164 @@
+//! What the header promises of every device: asked of the model, and of a real device where `STERNA_VFIO_DEVICE` names one:
+//! `/dev/vfio/devices/vfio0`, or `/dev/vfio/12=0000:06:00.1` for a device of a group. It must have a VFIO driver that migrates
+//! and no user; what it holds is lost.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{FLAGS, some_state};
+use sterna_devices::vfio::model::{Config, ModelDevice};
+use sterna_devices::vfio::{Chunk, Device, DmaRange, KernelDevice, Loader, Saver, State};
+
+const REAL: &str = "STERNA_VFIO_DEVICE";
+
+fn open(name: &str) -> io::Result<KernelDevice> {
+    match name.split_once('=') {
+        Some((group, device)) => KernelDevice::open_in_group(Path::new(group), device),
+        None => KernelDevice::open(Path::new(name)),
+    }
+}
+
+fn refused<T>(answer: io::Result<T>) {
+    assert_eq!(answer.err().and_then(|error| error.raw_os_error()), Some(libc::EINVAL));
+}
+
+/// The tests, for whatever device.
+struct Conformance<D>(Arc<D>);
+
+impl<D: Device> Conformance<D> {
+    fn refuses_what_is_no_state(&self) {
+        let flags = self.0.migration().unwrap();
+        let none = [State::Error, State::Other(8), State::Other(u32::MAX)];
+        for state in none.into_iter().chain(State::ALL.into_iter().filter(|state| !state.offered(flags))) {
+            refused(self.0.set_state(state));
+            assert_eq!(self.0.state().unwrap(), State::Running, "{state}");
+        }
+        let stream = self.0.set_state(State::StopCopy).unwrap();
+        for state in [State::PreCopy, State::PreCopyP2p] {
+            refused(self.0.set_state(state));
+            assert_eq!(self.0.state().unwrap(), State::StopCopy, "{state}");
+        }
+        drop(stream);
+        assert!(self.0.set_state(State::Running).unwrap().is_none());
+    }
+
+    fn goes_to_every_state_that_it_offers(&self) {
+        let flags = self.0.migration().unwrap();
+        for state in State::ALL.into_iter().filter(|state| *state != State::Error && state.offered(flags)) {
+            let stream = self.0.set_state(state).unwrap();
+            assert_eq!(self.0.state().unwrap(), state);
+            let with = matches!(state, State::PreCopy | State::PreCopyP2p | State::StopCopy | State::Resuming);
+            assert_eq!(stream.is_some(), with, "{state}");
+            if state == State::Resuming {
+                self.0.reset().unwrap();
+                assert_eq!(self.0.state().unwrap(), State::Running);
+            } else {
+                assert!(self.0.set_state(State::Running).unwrap().is_none(), "{state}");
+            }
+        }
+    }
+
+    fn takes_back_what_it_gave(&self) {
+        let mut saver = Saver::new(self.0.clone(), "device under test").unwrap();
+        let mut state = Vec::new();
+        let mut buffer = vec![0; 100_000];
+        let mut rest = |saver: &mut Saver<Arc<D>>| {
+            loop {
+                match saver.read(&mut buffer).unwrap() {
+                    Chunk::Bytes(count) => state.extend(&buffer[..count]),
+                    other => return (other, state.clone()),
+                }
+            }
+        };
+        if saver.begin(64 << 20).unwrap() {
+            println!("before: {:?}", saver.remaining().unwrap());
+            assert_eq!(rest(&mut saver).0, Chunk::NothingNow);
+        }
+        saver.quiesce().unwrap();
+        saver.stop().unwrap();
+        println!("stopped: {:?}", saver.remaining().unwrap());
+        let (last, state) = rest(&mut saver);
+        assert_eq!(last, Chunk::End);
+        println!("{} bytes of state", state.len());
+        saver.finish().unwrap();
+        assert_eq!(self.0.state().unwrap(), State::Stop);
+        saver.abort().unwrap();
+
+        let mut loader = Loader::new(self.0.clone(), "device under test").unwrap();
+        loader.begin().unwrap();
+        // Divided otherwise than it came.
+        state.chunks(4093).for_each(|chunk| loader.write(chunk).unwrap());
+        loader.finish().unwrap();
+        loader.run_quiesced().unwrap();
+        loader.run().unwrap();
+        assert_eq!(self.0.state().unwrap(), State::Running);
+    }
+
+    fn runs_again_when_given_up(&self) {
+        let mut saver = Saver::new(self.0.clone(), "device under test").unwrap();
+        for read in [0, 1, 2] {
+            saver.begin(u64::MAX).unwrap();
+            saver.quiesce().unwrap();
+            saver.stop().unwrap();
+            for _ in 0..read {
+                saver.read(&mut [0; 100]).unwrap();
+            }
+            saver.abort_quiesced().unwrap();
+            saver.abort().unwrap();
+            assert_eq!(self.0.state().unwrap(), State::Running);
+        }
+    }
+
+    fn logs_dma_once_at_a_time(&self) {
+        let range = DmaRange { iova: 0, length: 1 << 20 };
+        match self.0.dma_logging_start(4096, &[range]) {
+            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => return println!("it has no DMA log"),
+            answer => println!("DMA log in pages of {} bytes", answer.unwrap()),
+        }
+        assert!(self.0.dma_logging_start(4096, &[range]).is_err());
+        let mut words = [0; 4];
+        self.0.dma_logging_report(range, 4096, &mut words).unwrap();
+        assert_eq!(words, [0; 4], "nobody has told the device to write");
+        self.0.dma_logging_stop().unwrap();
+        assert!(self.0.dma_logging_report(range, 4096, &mut words).is_err());
+    }
+
+    fn all(&self) {
+        self.refuses_what_is_no_state();
+        self.goes_to_every_state_that_it_offers();
+        self.takes_back_what_it_gave();
+        self.runs_again_when_given_up();
+        self.logs_dma_once_at_a_time();
+    }
+}
+
+#[test]
+fn the_model_keeps_what_the_header_promises() {
+    for flags in FLAGS {
+        Conformance(Arc::new(ModelDevice::new(Config::with_state(some_state(4000)).flags(flags)))).all();
+    }
+}
+
+/// One test, since a real device has one user at a time.
+#[test]
+fn a_real_device_keeps_what_the_header_promises() {
+    let Ok(name) = std::env::var(REAL) else {
+        return println!("skipped: {REAL} names no device (docs/devices.md says how)");
+    };
+    let device = open(&name).unwrap_or_else(|error| panic!("{REAL}={name}: {error}"));
+    let device = Conformance(Arc::new(device));
+    device.all();
+    device.0.reset().unwrap();
+}
+
+#[test]
+fn what_is_no_vfio_device_does_not_migrate() {
+    let file = tempfile::tempfile().unwrap();
+    let device = KernelDevice::new(file.into());
+    assert_eq!(super::errno(device.migration()), libc::ENOTTY);
+    assert_eq!(super::errno(device.set_state(State::Stop)), libc::ENOTTY);
+    assert_eq!(super::errno(device.reset()), libc::ENOTTY);
+    assert_eq!(super::errno(device.dma_logging_stop()), libc::ENOTTY);
+    assert!(KernelDevice::open(Path::new("/dev/vfio/devices/none")).is_err());
+}

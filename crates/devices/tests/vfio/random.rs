@@ -1,0 +1,277 @@
+//! Random devices, random faults: the state arrives byte for byte, or the failure is clean and the source runs again. Never do
+//! both sides run. The seed is printed; `STERNA_TEST_SEED` repeats a run.
+
+use std::thread;
+
+use sterna_devices::vfio::model::{Call, Config, Fabric, Fault, Leaves, ModelDevice};
+use sterna_devices::vfio::{
+    Chunk, Loader, Peers, Saver, State, VfioError, abort_together, run_together, stop_together,
+};
+
+use super::FLAGS;
+
+const CASES: u64 = 1500;
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        (self.next() % end as u64) as usize
+    }
+
+    fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+
+    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+}
+
+/// One guest's devices on one host.
+struct Side {
+    fabric: Fabric,
+    devices: Vec<ModelDevice>,
+    all_p2p: bool,
+}
+
+impl Side {
+    fn new(random: &mut Random, states: &[Vec<u8>], live: bool) -> Self {
+        let fabric = Fabric::default();
+        let only_p2p = random.one_in(2);
+        let mut all_p2p = true;
+        let devices = states.iter().map(|state| {
+            let flags = random.of(&FLAGS);
+            let flags = if only_p2p { flags.with_p2p() } else { flags };
+            all_p2p &= flags.p2p();
+            ModelDevice::new(Config {
+                flags: Some(flags),
+                state: if live { state.clone() } else { vec![0; state.len()] },
+                live,
+                most: 1 + random.below(2000),
+                seed: random.one_in(2).then(|| random.next()),
+                zero_for_nothing: random.one_in(4),
+                bad_state_is_error: random.one_in(2),
+                fabric: fabric.clone(),
+                ..Config::empty(0)
+            })
+        });
+        let devices = devices.collect();
+        Self { fabric, devices, all_p2p }
+    }
+
+    fn contents(&self) -> Vec<Vec<u8>> {
+        self.devices.iter().map(ModelDevice::contents).collect()
+    }
+
+    fn check_peers(&self) {
+        if self.all_p2p {
+            assert_eq!(self.fabric.violations(), [""; 0]);
+        }
+    }
+}
+
+fn fault(random: &mut Random) -> Fault {
+    let call = match random.below(9) {
+        0 | 1 => Call::SetState,
+        2 | 3 => Call::SetStateTo(random.of(&State::ALL)),
+        4 => Call::Read,
+        5 => Call::Write,
+        6 => Call::State,
+        7 => random.of(&[Call::DataSize, Call::PrecopyInfo]),
+        _ => Call::Reset,
+    };
+    Fault {
+        call,
+        after: random.below(if matches!(call, Call::Read | Call::Write) { 12 } else { 3 }) as u32,
+        errno: random.of(&[libc::EIO, libc::ENOSPC, libc::EINTR, libc::EAGAIN, libc::ENOMSG]),
+        leaves: random.of(&[Leaves::Unchanged, Leaves::Midway(1), Leaves::Midway(2), Leaves::InError]),
+    }
+}
+
+/// What is in common of moving a device before and after the stop: reads to the end, or to nothing now.
+fn carry(
+    saver: &mut Saver<ModelDevice>,
+    loader: &mut Loader<ModelDevice>,
+    buffer: &mut [u8],
+) -> Result<Chunk, VfioError> {
+    loop {
+        match saver.read(buffer)? {
+            Chunk::Bytes(count) => loader.write(&buffer[..count])?,
+            other => return Ok(other),
+        }
+    }
+}
+
+/// A migration up to the decision to whom the guest belongs.
+fn migrate(
+    random: &mut Random,
+    from: &Side,
+    to: &Side,
+    savers: &mut [Saver<ModelDevice>],
+    loaders: &mut [Loader<ModelDevice>],
+) -> Result<(), VfioError> {
+    let never_both = || assert!(from.fabric.running() == 0 || to.fabric.running() == 0);
+    let mut buffer = vec![0; 1 + random.below(3000)];
+    for (saver, loader) in savers.iter_mut().zip(loaders.iter_mut()) {
+        loader.begin()?;
+        saver.begin(if random.one_in(3) { random.next() % 4000 } else { u64::MAX })?;
+        never_both();
+    }
+    for _ in 0..random.below(4) {
+        for (saver, loader) in savers.iter_mut().zip(loaders.iter_mut()) {
+            if saver.remaining()?.initial > 0 || random.one_in(2) {
+                carry(saver, loader, &mut buffer)?;
+            }
+            never_both();
+        }
+        for device in &from.devices {
+            let size = device.contents().len();
+            for _ in 0..random.below(6) {
+                let at = random.below(size + 1);
+                assert_eq!(device.run(at), at < size, "a device that is read ahead runs");
+            }
+        }
+    }
+    let peers = if from.all_p2p { Peers::MayWrite } else { Peers::Separate };
+    stop_together(&mut savers.iter_mut().collect::<Vec<_>>(), peers)?;
+    assert_eq!(from.fabric.running(), 0);
+    // Each device's state by a thread of its own, as an engine has it.
+    thread::scope(|scope| {
+        let moving: Vec<_> = savers
+            .iter_mut()
+            .zip(loaders.iter_mut())
+            .map(|(saver, loader)| {
+                scope.spawn(move || {
+                    assert_eq!(carry(saver, loader, &mut [0; 777])?, Chunk::End);
+                    saver.finish()?;
+                    loader.finish()
+                })
+            })
+            .collect();
+        moving.into_iter().map(|one| one.join().unwrap()).fold(Ok(()), Result::and)
+    })?;
+    never_both();
+    Ok(())
+}
+
+/// Until `act` succeeds: faults are few. The last error if they were not.
+fn insist(mut act: impl FnMut() -> Result<(), VfioError>) -> Result<(), VfioError> {
+    for _ in 0..5 {
+        if act().is_ok() {
+            return Ok(());
+        }
+    }
+    act()
+}
+
+#[derive(Debug, PartialEq, Eq, Clone, Copy)]
+enum Outcome {
+    Moved,
+    Stayed,
+    /// The source runs, after one of its devices had failed and was reset.
+    StayedAfterReset,
+    /// The guest belongs to the destination, where a device has failed.
+    MovedToFailed,
+}
+
+fn case(seed: u64) -> (Outcome, usize) {
+    let random = &mut Random(seed);
+    let states: Vec<Vec<u8>> = (0..1 + random.below(4))
+        .map(|_| (0..random.of(&[0, 1, 511, 512, 513, 6000]) + random.below(3)).map(|_| random.next() as u8).collect())
+        .collect();
+    let (from, to) = (Side::new(random, &states, true), Side::new(random, &states, false));
+    let mut savers: Vec<_> = from.devices.iter().map(|device| Saver::new(device.clone(), "from").unwrap()).collect();
+    let mut loaders: Vec<_> = to.devices.iter().map(|device| Loader::new(device.clone(), "to").unwrap()).collect();
+    let faults = random.below(4);
+    for _ in 0..faults {
+        let side = if random.one_in(2) { &from } else { &to };
+        side.devices[random.below(side.devices.len())].fail(fault(random));
+    }
+
+    let outcome = match migrate(random, &from, &to, &mut savers, &mut loaders) {
+        Ok(()) => {
+            assert_eq!(to.contents(), from.contents());
+            let mut loaders: Vec<_> = loaders.iter_mut().collect();
+            let result = insist(|| run_together(&mut loaders));
+            match result {
+                Ok(()) => {
+                    assert_eq!(to.fabric.running(), states.len());
+                    assert_eq!(to.contents(), from.contents());
+                    Outcome::Moved
+                }
+                Err(VfioError::NeedsReset { .. }) => Outcome::MovedToFailed,
+                Err(other) => panic!("{other}"),
+            }
+        }
+        Err(_) => {
+            assert!(faults > 0, "failed without a fault");
+            let contents = from.contents();
+            for loader in &mut loaders {
+                insist(|| loader.abort()).unwrap();
+            }
+            assert_eq!(to.fabric.running(), 0);
+            let mut all: Vec<_> = savers.iter_mut().collect();
+            let mut reset = false;
+            if let Err(error) = insist(|| abort_together(&mut all)) {
+                assert!(matches!(error, VfioError::NeedsReset { .. }), "{error}");
+                for saver in &mut all {
+                    if saver.state() == Some(State::Error) {
+                        insist(|| saver.reset()).unwrap();
+                        reset = true;
+                    }
+                }
+                assert!(reset);
+                insist(|| abort_together(&mut all)).unwrap();
+            }
+            assert!(from.devices.iter().all(|device| device.is_in() == State::Running));
+            if reset {
+                Outcome::StayedAfterReset
+            } else {
+                assert_eq!(from.contents(), contents, "giving up changed the state");
+                assert_eq!(from.fabric.running(), states.len());
+                Outcome::Stayed
+            }
+        }
+    };
+    if matches!(outcome, Outcome::Moved | Outcome::MovedToFailed) {
+        assert_eq!(from.fabric.running(), 0);
+    } else {
+        assert_eq!(to.fabric.running(), 0);
+    }
+    from.check_peers();
+    to.check_peers();
+    (outcome, faults)
+}
+
+#[test]
+fn state_arrives_or_the_source_runs_again() {
+    let one = std::env::var("STERNA_TEST_SEED").ok().map(|text| text.parse().expect("STERNA_TEST_SEED is a number"));
+    let first: u64 = one.unwrap_or_else(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        now.as_nanos() as u64 >> 8
+    });
+    let mut outcomes = Vec::new();
+    for seed in first..first + if one.is_some() { 1 } else { CASES } {
+        let result = std::panic::catch_unwind(|| case(seed));
+        match result {
+            Ok(outcome) => outcomes.push(outcome),
+            Err(_) => panic!("repeat with STERNA_TEST_SEED={seed}"),
+        }
+    }
+    let count = |wanted: Outcome| outcomes.iter().filter(|(outcome, _)| *outcome == wanted).count();
+    let all = [Outcome::Moved, Outcome::Stayed, Outcome::StayedAfterReset, Outcome::MovedToFailed];
+    println!("seeds from {first}: {:?}", all.map(|outcome| (outcome, count(outcome))));
+    if one.is_none() {
+        assert!(all.iter().all(|outcome| count(*outcome) > 0), "a case that these seeds never met");
+        assert!(outcomes.iter().all(|(outcome, faults)| *faults > 0 || *outcome == Outcome::Moved));
+    }
+}
