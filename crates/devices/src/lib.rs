@@ -9,3 +9,8 @@
 //! | [`vfio`] | the kernel's VFIO migration interface, version 2 |
 
 pub mod vfio;
+
+/// The examples of `docs/devices.md`, so that they compile.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/devices.md")]
+mod documentation {}

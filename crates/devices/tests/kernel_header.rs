@@ -77,14 +77,15 @@ fn expectations() -> Vec<(String, u64)> {
         "page_size" = page_size,
         "bitmap" = bitmap
     );
-    structure!(
-        "vfio_device_bind_iommufd",
-        abi::BindIommufd,
-        "argsz" = argsz,
-        "flags" = flags,
-        "iommufd" = iommufd,
-        "out_devid" = out_devid
-    );
+    // Not its size: newer headers have a token at its end, and the kernel takes the structure without.
+    for (field, at) in [
+        ("argsz", offset_of!(abi::BindIommufd, argsz)),
+        ("flags", offset_of!(abi::BindIommufd, flags)),
+        ("iommufd", offset_of!(abi::BindIommufd, iommufd)),
+        ("out_devid", offset_of!(abi::BindIommufd, out_devid)),
+    ] {
+        all.push((format!("offsetof(struct vfio_device_bind_iommufd, {field})"), at as u64));
+    }
     // The data of every feature begins where the header's flexible array does.
     structure!("vfio_device_feature", abi::Feature<()>, "argsz" = argsz, "flags" = flags, "data" = data);
     for at in [
