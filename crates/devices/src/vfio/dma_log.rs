@@ -108,8 +108,16 @@ impl<D: Device> DirtyLog for DmaLog<D> {
         if self.started {
             return Err(DirtyLogError::AlreadyStarted);
         }
-        if !self.ranges.is_empty() {
+        if let Some(first) = self.ranges.first() {
             self.device.dma_logging_start(PAGE, &self.ranges).map_err(|error| refused(&self.name, "watch", error))?;
+            // A kernel may start a log that it cannot report: Linux without `CONFIG_IOMMUFD_DRIVER` (`EOPNOTSUPP`). What this
+            // page has is forgotten, as is all that was written before `start` has returned.
+            let page = DmaRange { iova: first.iova, length: PAGE };
+            if let Err(error) = self.device.dma_logging_report(page, PAGE, &mut [0]) {
+                // The first error is the one to report.
+                let _ = self.device.dma_logging_stop();
+                return Err(refused(&self.name, "report", error));
+            }
         }
         self.started = true;
         self.lost = false;

@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use super::{FLAGS, some_state};
 use sterna_devices::vfio::model::{Config, ModelDevice};
-use sterna_devices::vfio::{Chunk, Device, DmaRange, KernelDevice, Loader, Saver, State};
+use sterna_devices::vfio::{Chunk, Device, DmaLog, DmaMapping, DmaRange, KernelDevice, Loader, Saver, State};
+use sterna_memory::bitmap::PageBitmap;
+use sterna_memory::dirty::DirtyLog;
 
 const REAL: &str = "STERNA_VFIO_DEVICE";
 
@@ -34,6 +36,11 @@ impl<D: Device> Conformance<D> {
             refused(self.0.set_state(state));
             assert_eq!(self.0.state().unwrap(), State::Running, "{state}");
         }
+    }
+
+    /// Not asked of the kernel: Linux 6.12 does not refuse these but looks for the way for ever (`vfio_mig_get_next_state`
+    /// takes ERROR for a state that is not offered, and steps from ERROR to ERROR), and its CPU is lost. Tried with `mtty`.
+    fn does_not_go_back_from_stop_copy(&self) {
         let stream = self.0.set_state(State::StopCopy).unwrap();
         for state in [State::PreCopy, State::PreCopyP2p] {
             refused(self.0.set_state(state));
@@ -110,18 +117,32 @@ impl<D: Device> Conformance<D> {
         }
     }
 
-    fn logs_dma_once_at_a_time(&self) {
+    fn logs_dma(&self) {
         let range = DmaRange { iova: 0, length: 1 << 20 };
         match self.0.dma_logging_start(4096, &[range]) {
             Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => return println!("it has no DMA log"),
             answer => println!("DMA log in pages of {} bytes", answer.unwrap()),
         }
-        assert!(self.0.dma_logging_start(4096, &[range]).is_err());
         let mut words = [0; 4];
-        self.0.dma_logging_report(range, 4096, &mut words).unwrap();
-        assert_eq!(words, [0; 4], "nobody has told the device to write");
+        let report = self.0.dma_logging_report(range, 4096, &mut words);
         self.0.dma_logging_stop().unwrap();
-        assert!(self.0.dma_logging_report(range, 4096, &mut words).is_err());
+        match report {
+            Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                return println!("no DMA log: this kernel cannot report it (it has no CONFIG_IOMMUFD_DRIVER)");
+            }
+            report => report.unwrap(),
+        }
+        assert_eq!(words, [0; 4], "nobody has told the device to write");
+        // Not asked: a second start, a report without one. `mtty` writes nothing and takes all of it.
+        let mapping = DmaMapping { iova: 0, pages: 256, block: 0, first_page: 0 };
+        let mut log = DmaLog::new(self.0.clone(), "device under test", &[256], vec![mapping]).unwrap();
+        let mut dirty = PageBitmap::new(256);
+        for _ in 0..2 {
+            log.start().unwrap();
+            log.collect(0, &mut dirty).unwrap();
+            log.stop().unwrap();
+        }
+        assert!(dirty.is_clean());
     }
 
     fn all(&self) {
@@ -129,14 +150,16 @@ impl<D: Device> Conformance<D> {
         self.goes_to_every_state_that_it_offers();
         self.takes_back_what_it_gave();
         self.runs_again_when_given_up();
-        self.logs_dma_once_at_a_time();
+        self.logs_dma();
     }
 }
 
 #[test]
 fn the_model_keeps_what_the_header_promises() {
     for flags in FLAGS {
-        Conformance(Arc::new(ModelDevice::new(Config::with_state(some_state(4000)).flags(flags)))).all();
+        let model = Conformance(Arc::new(ModelDevice::new(Config::with_state(some_state(4000)).flags(flags))));
+        model.does_not_go_back_from_stop_copy();
+        model.all();
     }
 }
 

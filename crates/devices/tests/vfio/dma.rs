@@ -146,6 +146,18 @@ fn a_report_that_failed_is_not_mended_by_the_next() {
 }
 
 #[test]
+fn a_log_that_cannot_report_is_found_at_the_start() {
+    let device = ModelDevice::new(Config::empty(0));
+    let mut log = DmaLog::new(device.clone(), "nic", &[100], vec![whole(0, 100)]).unwrap();
+    device.fail(Fault { errno: libc::EOPNOTSUPP, ..Fault::of(Call::DmaLoggingReport) });
+    let error = log.start().unwrap_err();
+    assert!(error.to_string().contains("report"), "{error}");
+    assert!(matches!(log.collect(0, &mut PageBitmap::new(100)), Err(DirtyLogError::NotStarted)));
+    assert_eq!(errno(device.dma_logging_stop()), libc::EINVAL, "the device's log is stopped");
+    log.start().unwrap();
+}
+
+#[test]
 fn mappings_that_do_not_fit_are_refused() {
     let new = |mappings| DmaLog::new(ModelDevice::new(Config::empty(0)), "nic", &[100], mappings).map(|_| ());
     assert!(matches!(new(vec![whole(1, 1)]), Err(DirtyLogError::NoSuchBlock { block: 1, blocks: 1 })));

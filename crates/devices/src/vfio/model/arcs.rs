@@ -75,7 +75,8 @@ pub fn ends_stream(from: State, to: State) -> bool {
 ///
 /// The shortest way. On it, a state of the saving group lies only between states of the saving group: else a stream would
 /// begin and end unseen. STOP_COPY → PRE_COPY and STOP_COPY → PRE_COPY_P2P are not permitted by any way; nothing leads to
-/// ERROR, and nothing leads out of it.
+/// ERROR, and nothing leads out of it. Never ask a kernel for those two: Linux 6.12 has them in its table, as the header wants,
+/// but `vfio_mig_get_next_state` then steps from ERROR to ERROR for ever, in the kernel.
 pub fn way(flags: Flags, from: State, to: State) -> Option<Vec<State>> {
     let refused = [from, to].iter().any(|state| *state == State::Error || !state.offered(flags));
     if refused || (from == StopCopy && matches!(to, PreCopy | PreCopyP2p)) {
