@@ -1,14 +1,17 @@
 //! What the header promises of every device: asked of the model, and of a real device where `STERNA_VFIO_DEVICE` names one:
 //! `/dev/vfio/devices/vfio0`, or `/dev/vfio/12=0000:06:00.1` for a device of a group. It must have a VFIO driver that migrates
-//! and no user; what it holds is lost.
+//! and no user; what it holds is lost. Several of the same kind, with commas between, are also stopped and loaded together.
 
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::{FLAGS, some_state};
-use sterna_devices::vfio::model::{Config, ModelDevice};
-use sterna_devices::vfio::{Chunk, Device, DmaLog, DmaMapping, DmaRange, KernelDevice, Loader, Saver, State};
+use sterna_devices::vfio::model::{Config, Fabric, ModelDevice};
+use sterna_devices::vfio::{
+    Chunk, Device, DmaLog, DmaMapping, DmaRange, KernelDevice, Loader, Peers, Saver, State, abort_together,
+    run_together, stop_together,
+};
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::DirtyLog;
 
@@ -94,6 +97,13 @@ impl<D: Device> Conformance<D> {
 
         let mut loader = Loader::new(self.0.clone(), "device under test").unwrap();
         loader.begin().unwrap();
+        loader.write(&state[..state.len() / 2]).unwrap();
+        let error = loader.finish().unwrap_err();
+        println!("half of it: {error}");
+        loader.abort().unwrap();
+        assert_eq!(self.0.state().unwrap(), State::Running);
+
+        loader.begin().unwrap();
         // Divided otherwise than it came.
         state.chunks(4093).for_each(|chunk| loader.write(chunk).unwrap());
         loader.finish().unwrap();
@@ -154,6 +164,60 @@ impl<D: Device> Conformance<D> {
     }
 }
 
+/// All stop together, run again together, and then each runs with the state of the one before it.
+fn several<D: Device>(devices: &[Arc<D>]) {
+    let saver = |(at, device): (usize, &Arc<D>)| Saver::new(device.clone(), format!("device {at}")).unwrap();
+    let mut savers: Vec<_> = devices.iter().enumerate().map(saver).collect();
+    let all_p2p = savers.iter().all(|saver| saver.flags().p2p());
+    let peers = if all_p2p { Peers::MayWrite } else { Peers::Separate };
+    let mut states = vec![Vec::new(); devices.len()];
+    let read = |saver: &mut Saver<Arc<D>>, state: &mut Vec<u8>| {
+        let mut buffer = [0; 10_000];
+        loop {
+            match saver.read(&mut buffer).unwrap() {
+                Chunk::Bytes(count) => state.extend(&buffer[..count]),
+                other => return other,
+            }
+        }
+    };
+    for (saver, state) in savers.iter_mut().zip(&mut states) {
+        saver.begin(64 << 20).unwrap();
+        assert_eq!(read(saver, state), Chunk::NothingNow);
+    }
+    stop_together(&mut savers.iter_mut().collect::<Vec<_>>(), peers).unwrap();
+    for (saver, state) in savers.iter_mut().zip(&mut states) {
+        assert_eq!(read(saver, state), Chunk::End);
+        saver.finish().unwrap();
+    }
+    abort_together(&mut savers.iter_mut().collect::<Vec<_>>()).unwrap();
+    assert!(devices.iter().all(|device| device.state().unwrap() == State::Running));
+
+    states.rotate_right(1);
+    let loader = |(at, device): (usize, &Arc<D>)| Loader::new(device.clone(), format!("device {at}")).unwrap();
+    let mut loaders: Vec<_> = devices.iter().enumerate().map(loader).collect();
+    for (loader, state) in loaders.iter_mut().zip(&states) {
+        loader.begin().unwrap();
+        loader.write(state).unwrap();
+        loader.finish().unwrap();
+    }
+    run_together(&mut loaders.iter_mut().collect::<Vec<_>>()).unwrap();
+    assert!(devices.iter().all(|device| device.state().unwrap() == State::Running));
+}
+
+#[test]
+fn several_models_run_with_each_others_state() {
+    for flags in FLAGS {
+        let fabric = Fabric::default();
+        let state = |at: u8| some_state(4000).iter().map(|byte| byte ^ at).collect::<Vec<_>>();
+        let device = |at| Arc::new(ModelDevice::new(Config::with_state(state(at)).flags(flags).on(&fabric)));
+        let devices: Vec<_> = (0..3).map(device).collect();
+        several(&devices);
+        for (at, device) in devices.iter().enumerate() {
+            assert_eq!(device.contents(), state((at as u8 + 2) % 3), "{flags:?}, device {at}");
+        }
+    }
+}
+
 #[test]
 fn the_model_keeps_what_the_header_promises() {
     for flags in FLAGS {
@@ -169,10 +233,16 @@ fn a_real_device_keeps_what_the_header_promises() {
     let Ok(name) = std::env::var(REAL) else {
         return println!("skipped: {REAL} names no device (docs/devices.md says how)");
     };
-    let device = open(&name).unwrap_or_else(|error| panic!("{REAL}={name}: {error}"));
-    let device = Conformance(Arc::new(device));
-    device.all();
-    device.0.reset().unwrap();
+    let devices: Vec<_> = name
+        .split(',')
+        .map(|name| Arc::new(open(name).unwrap_or_else(|error| panic!("{REAL}: {name}: {error}"))))
+        .collect();
+    for device in &devices {
+        Conformance(device.clone()).all();
+    }
+    println!("{} devices together", devices.len());
+    several(&devices);
+    devices.iter().for_each(|device| device.reset().unwrap());
 }
 
 #[test]
