@@ -6,7 +6,7 @@ TEST_THREADS ?= 2
 
 .PHONY: demo test check bench soak mutants setup clean
 
-## Everything that builds, tests and the demo need: QEMU 7.2 and 10.0, a guest kernel, accel-config and QATzip, unpacked under target/tools.
+## Everything that builds, tests and the demo need: QEMU 7.2 and 10.0, a guest kernel, accel-config, QATzip and virtiofsd, under target/tools.
 setup:
 	scripts/setup
 

@@ -1,5 +1,5 @@
-//! State of devices that a guest has been given: how it is read at the source of a migration and loaded at its
-//! destination.
+//! State of devices that are not in the monitor itself: how it is taken from whoever has it at the source of a migration, and given to
+//! whoever goes on at its destination.
 //!
 //! One module per interface that devices have for this. A module knows its interface and nothing of channels, packets or
 //! threads: who calls decides when and from where.
@@ -7,8 +7,10 @@
 //! | module | devices behind |
 //! |---|---|
 //! | [`vfio`] | the kernel's VFIO migration interface, version 2 |
+//! | [`vhost_user`] | processes of their own, by the vhost-user protocol |
 
 pub mod vfio;
+pub mod vhost_user;
 
 /// The examples of `docs/devices.md`, so that they compile.
 #[cfg(doctest)]

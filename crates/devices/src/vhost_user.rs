@@ -1,0 +1,253 @@
+//! The state of a device whose back-end is a process of its own (vhost-user), taken and given.
+//!
+//! The protocol has two messages for it, behind the protocol feature `DEVICE_STATE` (bit 19): `SET_DEVICE_STATE_FD` (42) hands the
+//! back-end one end of a pipe, `CHECK_DEVICE_STATE` (43) asks how it went. In the pipe is what the back-end likes, until its end;
+//! that something went wrong is said only by the second message. (vhost-user specification of QEMU, "Migrating back-end state".)
+//!
+//! ```text
+//!  back-end ── pipe ──> Saver ──> the engine ═══ network ═══> the engine ──> Loader ── pipe ──> back-end
+//! ```
+//!
+//! The device must be suspended first: the monitor has stopped each vring (`GET_VRING_BASE`) and starts none before the state was taken
+//! or given. What is around the state (memory table, vring addresses and bases, features) is the monitor's own, on both sides.
+//!
+//! Nothing here has threads that outlive a call, nothing is allocated per chunk, and each wait has a deadline. Where one passes
+//! during a message the connection is shut down, because the protocol has no way to take a message back, and a late reply would be taken
+//! for that of the next one; where it passes in the pipe the connection stays as it was.
+//!
+//! Processes that are not Rust programs must ignore `SIGPIPE`: a back-end that dies while it is written to raises it.
+
+mod control;
+mod error;
+#[cfg(test)]
+mod tests;
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::pipe::PipeFlags;
+use vhost::vhost_user::Frontend;
+use vhost::vhost_user::message::{VhostTransferStateDirection as Direction, VhostUserProtocolFeatures};
+
+pub use error::{Error, Step};
+
+/// What a pipe is asked to hold: fewer turns between the two processes. The kernel may give less (`/proc/sys/fs/pipe-max-size`).
+const PIPE: usize = 1 << 20;
+
+/// The most that a state may have unless [`BackEnd::with_limit`] says otherwise: 4 GiB.
+pub const DEFAULT_LIMIT: u64 = 4 << 30;
+
+/// A back-end whose state can be moved. Its copies are the same back-end.
+#[derive(Clone)]
+pub struct BackEnd {
+    name: Arc<str>,
+    frontend: Frontend,
+    /// The connection once more, to see that it broke and to shut it down while `frontend` is locked by a call.
+    socket: Arc<OwnedFd>,
+    limit: u64,
+}
+
+impl BackEnd {
+    /// `name` is what errors call it. `negotiated` are the protocol features that the monitor has set (`SET_PROTOCOL_FEATURES`): that
+    /// the state cannot be moved is said here, long before the guest is stopped.
+    ///
+    /// # Errors
+    /// [`Error::NotNegotiated`] without `DEVICE_STATE`, [`Error::Io`] where no file descriptor is left.
+    pub fn new(name: &str, frontend: &Frontend, negotiated: VhostUserProtocolFeatures) -> Result<Self, Error> {
+        if !negotiated.contains(VhostUserProtocolFeatures::DEVICE_STATE) {
+            return Err(Error::NotNegotiated { back_end: name.into() });
+        }
+        // SAFETY: `frontend` is borrowed, so its connection stays open during this call, and the result is a descriptor of our own.
+        let socket = unsafe { BorrowedFd::borrow_raw(frontend.as_raw_fd()) }.try_clone_to_owned();
+        let socket = socket.map_err(|source| Error::Io { back_end: name.into(), step: Step::Prepare, source })?;
+        Ok(BackEnd { name: name.into(), frontend: frontend.clone(), socket: socket.into(), limit: DEFAULT_LIMIT })
+    }
+
+    /// Another limit than [`DEFAULT_LIMIT`] to the bytes of a state, in both directions.
+    #[must_use]
+    pub fn with_limit(self, limit: u64) -> Self {
+        BackEnd { limit, ..self }
+    }
+
+    /// Asks the back-end of a suspended device to write its state.
+    ///
+    /// # Errors
+    /// [`Error`], also when `deadline` passes first.
+    pub fn save(&self, deadline: Instant) -> Result<Saver, Error> {
+        let (ours, theirs) = self.pipe()?;
+        let pipe = self.hand_over(Direction::SAVE, Step::AskToSave, ours, theirs, deadline)?;
+        Ok(Saver { back_end: self.clone(), pipe, bytes: 0, ended: false })
+    }
+
+    /// Asks the back-end of a suspended device to read a state.
+    ///
+    /// # Errors
+    /// [`Error`], also when `deadline` passes first.
+    pub fn load(&self, deadline: Instant) -> Result<Loader, Error> {
+        let (theirs, ours) = self.pipe()?;
+        let pipe = self.hand_over(Direction::LOAD, Step::AskToLoad, ours, theirs, deadline)?;
+        Ok(Loader { back_end: self.clone(), pipe, bytes: 0 })
+    }
+
+    /// A pipe's reading and writing end.
+    fn pipe(&self) -> Result<(OwnedFd, OwnedFd), Error> {
+        let ends = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).map_err(|error| self.io(Step::Prepare, error))?;
+        // Only faster: a user over its quota of pipe memory gets the kernel's own size.
+        let _ = rustix::pipe::fcntl_setpipe_size(&ends.0, PIPE);
+        Ok(ends)
+    }
+
+    /// `SET_DEVICE_STATE_FD`; gives the end that is ours. A back-end may answer with a channel of its own, which then takes the pipe's
+    /// place. Our copy of its end is closed by the call: the end of the state is the last copy's closing.
+    fn hand_over(
+        &self,
+        direction: Direction,
+        step: Step,
+        ours: OwnedFd,
+        theirs: OwnedFd,
+        deadline: Instant,
+    ) -> Result<OwnedFd, Error> {
+        let given = control::set_device_state_fd(self, direction, step, theirs, deadline)?;
+        let ours = given.map_or(ours, File::into);
+        let flags = rustix::fs::fcntl_getfl(&ours).map_err(|error| self.io(Step::Prepare, error))?;
+        rustix::fs::fcntl_setfl(&ours, flags | rustix::fs::OFlags::NONBLOCK)
+            .map_err(|error| self.io(Step::Prepare, error))?;
+        Ok(ours)
+    }
+
+    /// Waits until the pipe can be read or written.
+    fn wait(&self, pipe: &OwnedFd, ready: PollFlags, step: Step, deadline: Instant) -> Result<(), Error> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            // Rounded up by the kernel; a deadline beyond what it takes is none.
+            let timeout = Timespec::try_from(left).ok();
+            let mut watched = [
+                PollFd::from_borrowed_fd(pipe.as_fd(), ready),
+                PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::RDHUP),
+            ];
+            match poll(&mut watched, timeout.as_ref()) {
+                Ok(0) => return Err(Error::Deadline { back_end: self.name(), step, disconnected: false }),
+                // Looked at first: what the back-end wrote before it went is still to be read.
+                Ok(_) if !watched[0].revents().is_empty() => return Ok(()),
+                Ok(_) => return Err(Error::Gone { back_end: self.name(), step }),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(self.io(step, error)),
+            }
+        }
+    }
+
+    /// Counts what was moved.
+    fn count(&self, bytes: &mut u64, more: usize) -> Result<(), Error> {
+        *bytes = bytes.saturating_add(more as u64);
+        if *bytes > self.limit {
+            return Err(Error::TooLarge { back_end: self.name(), limit: self.limit });
+        }
+        Ok(())
+    }
+
+    fn name(&self) -> String {
+        self.name.as_ref().into()
+    }
+
+    fn io(&self, step: Step, error: Errno) -> Error {
+        Error::Io { back_end: self.name(), step, source: error.into() }
+    }
+}
+
+/// Takes a back-end's state, from one thread or several after one another.
+///
+/// Given up by dropping it: the back-end finds its pipe closed, the connection stays, and the device goes on when its vrings are started.
+pub struct Saver {
+    back_end: BackEnd,
+    pipe: OwnedFd,
+    bytes: u64,
+    ended: bool,
+}
+
+impl Saver {
+    /// Reads the next piece into `buffer`: as much as is there, at least one byte, or 0 at the end of the state.
+    ///
+    /// # Errors
+    /// [`Error`], also when `deadline` passes with nothing to read. What was read is then of no use.
+    pub fn read(&mut self, buffer: &mut [u8], deadline: Instant) -> Result<usize, Error> {
+        if self.ended || buffer.is_empty() {
+            return Ok(0);
+        }
+        loop {
+            match rustix::io::read(&self.pipe, &mut *buffer) {
+                Ok(0) => {
+                    self.ended = true;
+                    return Ok(0);
+                }
+                Ok(read) => {
+                    self.back_end.count(&mut self.bytes, read)?;
+                    return Ok(read);
+                }
+                Err(Errno::AGAIN) => self.back_end.wait(&self.pipe, PollFlags::IN, Step::Read, deadline)?,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(self.back_end.io(Step::Read, error)),
+            }
+        }
+    }
+
+    /// After the end of the state: asks the back-end whether it is whole, and gives its length. Only then may it be loaded elsewhere.
+    ///
+    /// # Errors
+    /// [`Error::Unfinished`] before the end was read, else [`Error`] as the back-end answers, or when `deadline` passes first.
+    pub fn finish(self, deadline: Instant) -> Result<u64, Error> {
+        let Saver { back_end, pipe, bytes, ended } = self;
+        if !ended {
+            return Err(Error::Unfinished { back_end: back_end.name() });
+        }
+        drop(pipe);
+        control::check_device_state(&back_end, Step::CheckSaved, deadline)?;
+        Ok(bytes)
+    }
+}
+
+/// Gives a back-end its state, from one thread or several after one another.
+///
+/// Dropped before [`Loader::finish`] the back-end has a part of a state and may believe that it is whole: its vrings must not be started.
+pub struct Loader {
+    back_end: BackEnd,
+    pipe: OwnedFd,
+    bytes: u64,
+}
+
+impl Loader {
+    /// Writes the next piece, all of it; pieces in the order in which they were read, of whatever size.
+    ///
+    /// # Errors
+    /// [`Error`], also when `deadline` passes before the back-end took all. Where it stopped reading it is asked why.
+    pub fn write(&mut self, mut piece: &[u8], deadline: Instant) -> Result<(), Error> {
+        self.back_end.count(&mut self.bytes, piece.len())?;
+        while !piece.is_empty() {
+            match rustix::io::write(&self.pipe, piece) {
+                Ok(written) => piece = &piece[written..],
+                Err(Errno::AGAIN) => self.back_end.wait(&self.pipe, PollFlags::OUT, Step::Write, deadline)?,
+                Err(Errno::INTR) => {}
+                Err(Errno::PIPE) => {
+                    control::check_device_state(&self.back_end, Step::Write, deadline)?;
+                    return Err(Error::StoppedReading { back_end: self.back_end.name() });
+                }
+                Err(error) => return Err(self.back_end.io(Step::Write, error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the state, asks the back-end whether it has taken it, and gives its length. Only then may its vrings be started.
+    ///
+    /// # Errors
+    /// [`Error`] as the back-end answers, or when `deadline` passes first.
+    pub fn finish(self, deadline: Instant) -> Result<u64, Error> {
+        let Loader { back_end, pipe, bytes } = self;
+        drop(pipe);
+        control::check_device_state(&back_end, Step::CheckLoaded, deadline)?;
+        Ok(bytes)
+    }
+}

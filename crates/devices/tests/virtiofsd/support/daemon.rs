@@ -1,0 +1,88 @@
+//! virtiofsd as a process: where it is found, started, stopped and what it logged.
+
+use std::fs::File;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::Mutex;
+
+use rustix::io::FdFlags;
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use tempfile::TempDir;
+
+/// The program that `scripts/setup` built; says why a test is skipped where there is none, and fails where it must not be.
+pub(crate) fn program() -> Option<PathBuf> {
+    let named = std::env::var_os("STERNA_TOOLS").map(PathBuf::from);
+    let places = named.into_iter().chain([PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../target/tools")]);
+    let found = places.map(|tools| tools.join("virtiofsd/bin/virtiofsd")).find(|program| program.is_file());
+    if found.is_none() {
+        assert!(std::env::var_os("STERNA_REQUIRE_TOOLS").is_none(), "scripts/setup left no virtiofsd");
+        eprintln!("skipped: there is no virtiofsd (scripts/setup --only virtiofsd builds it)");
+    }
+    found
+}
+
+/// A running virtiofsd; killed, and its log shown if the test fails, when it is dropped.
+pub(crate) struct Daemon {
+    child: Child,
+    socket: PathBuf,
+    log: PathBuf,
+    _directory: TempDir,
+}
+
+/// No other daemon may be started while a listening socket can be inherited.
+static STARTING: Mutex<()> = Mutex::new(());
+
+impl Daemon {
+    /// Shares `directory`. `--sandbox=none` because the tests also run where namespaces may not be made; seccomp stays on.
+    pub(crate) fn start(program: &Path, directory: &Path, options: &[&str]) -> Daemon {
+        let own = tempfile::tempdir().expect("a directory");
+        let (socket, log) = (own.path().join("socket"), own.path().join("log"));
+        let _alone = STARTING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // Given as a file descriptor it listens before the daemon runs: nobody has to wait for it.
+        let listener = UnixListener::bind(&socket).expect("a socket");
+        rustix::io::fcntl_setfd(&listener, FdFlags::empty()).expect("inheritable");
+        let child = Command::new(program)
+            .arg(format!("--shared-dir={}", directory.display()))
+            .arg(format!("--fd={}", std::os::fd::AsRawFd::as_raw_fd(&listener)))
+            .args(["--sandbox=none", "--log-level=warn"])
+            .args(options)
+            .stderr(File::create(&log).expect("a log"))
+            .spawn()
+            .expect("virtiofsd starts");
+        Daemon { child, socket, log, _directory: own }
+    }
+
+    pub(crate) fn connect(&self) -> UnixStream {
+        UnixStream::connect(&self.socket).expect("it listens")
+    }
+
+    /// Killed, and gone when this returns.
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().expect("it can be killed");
+        self.child.wait().expect("it ends");
+    }
+
+    /// Stopped as a process that hangs, and standing still when this returns.
+    pub(crate) fn hang(&self) {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, Signal::STOP).expect("it can be stopped");
+        let (_, status) = waitpid(Some(pid), WaitOptions::UNTRACED).expect("it is ours").expect("its status");
+        assert!(status.stopped(), "{status:?}");
+    }
+
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).expect("its log")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // It may have ended by itself, as it does when its front-end goes away.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("virtiofsd logged:\n{}", self.log());
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! As much of a FUSE client as these tests need. Numbers and layouts are those of linux/fuse.h, protocol 7.31; fields in
+//! the machine's byte order.
+
+use super::{Device, Machine};
+
+/// `FUSE_ROOT_ID`.
+pub(crate) const ROOT: u64 = 1;
+
+/// `enum fuse_opcode`.
+const LOOKUP: u32 = 1;
+const UNLINK: u32 = 10;
+const OPEN: u32 = 14;
+const READ: u32 = 15;
+const WRITE: u32 = 16;
+const INIT: u32 = 26;
+const CREATE: u32 = 35;
+
+/// `struct fuse_in_header` and `fuse_out_header`; where in `fuse_entry_out` its `nodeid` is, and how long that is.
+const IN_HEADER: usize = 40;
+const OUT_HEADER: usize = 16;
+const ENTRY: usize = 128;
+
+/// More than any answer but that of READ has.
+const ROOM: usize = 512;
+
+/// A guest's file system: it keeps node numbers and file handles, and knows nothing of the back-end behind its queue.
+pub(crate) struct Fuse {
+    pub(crate) machine: Machine,
+    unique: u64,
+}
+
+impl Fuse {
+    pub(crate) fn new(machine: Machine) -> Fuse {
+        Fuse { machine, unique: 0 }
+    }
+
+    /// The same guest at the destination.
+    pub(crate) fn moved(&self) -> Fuse {
+        Fuse { machine: self.machine.moved(), unique: self.unique }
+    }
+
+    pub(crate) fn init(&mut self, device: &Device) {
+        // fuse_init_in: major, minor, max_readahead, flags.
+        let answer = self.call(device, INIT, 0, &words(&[7, 31, 0, 0]), ROOM).expect("INIT");
+        assert_eq!(answer[..4], 7u32.to_ne_bytes());
+    }
+
+    /// The node that a name in a directory stands for.
+    pub(crate) fn lookup(&mut self, device: &Device, parent: u64, name: &str) -> Result<u64, i32> {
+        self.call(device, LOOKUP, parent, &terminated(name), ROOM).map(|entry| number(&entry, 0))
+    }
+
+    /// A handle to an existing file, for reading and writing.
+    pub(crate) fn open(&mut self, device: &Device, node: u64) -> Result<u64, i32> {
+        // fuse_open_in: flags (O_RDWR), open_flags. fuse_open_out begins with the handle.
+        self.call(device, OPEN, node, &words(&[2, 0]), ROOM).map(|opened| number(&opened, 0))
+    }
+
+    /// A new file's node and handle.
+    pub(crate) fn create(&mut self, device: &Device, parent: u64, name: &str) -> Result<(u64, u64), i32> {
+        // fuse_create_in: flags (O_RDWR), mode, umask, open_flags. The answer is fuse_entry_out, then fuse_open_out.
+        let mut question = words(&[2, 0o100_600, 0, 0]);
+        question.extend(terminated(name));
+        self.call(device, CREATE, parent, &question, ROOM).map(|made| (number(&made, 0), number(&made, ENTRY)))
+    }
+
+    pub(crate) fn unlink(&mut self, device: &Device, parent: u64, name: &str) -> Result<(), i32> {
+        self.call(device, UNLINK, parent, &terminated(name), ROOM).map(drop)
+    }
+
+    pub(crate) fn read(&mut self, device: &Device, node: u64, handle: u64, at: u64, size: u32) -> Result<Vec<u8>, i32> {
+        self.call(device, READ, node, &range(handle, at, size), OUT_HEADER + size as usize)
+    }
+
+    pub(crate) fn write(&mut self, device: &Device, node: u64, handle: u64, at: u64, bytes: &[u8]) -> Result<(), i32> {
+        let length = u32::try_from(bytes.len()).expect("a small write");
+        let mut question = range(handle, at, length);
+        question.extend_from_slice(bytes);
+        let answer = self.call(device, WRITE, node, &question, ROOM)?;
+        assert_eq!(answer[..4], length.to_ne_bytes(), "all of it is written");
+        Ok(())
+    }
+
+    /// Sends one request; gives what follows the answer's header, or the error number.
+    fn call(&mut self, device: &Device, opcode: u32, node: u64, body: &[u8], room: usize) -> Result<Vec<u8>, i32> {
+        self.unique += 1;
+        let length = u32::try_from(IN_HEADER + body.len()).expect("a small request");
+        let mut question = words(&[length, opcode]);
+        question.extend_from_slice(&self.unique.to_ne_bytes());
+        question.extend_from_slice(&node.to_ne_bytes());
+        // uid, gid, pid, total_extlen and padding.
+        question.extend(words(&[rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw(), 1, 0]));
+        assert_eq!(question.len(), IN_HEADER);
+        question.extend_from_slice(body);
+        let answer = self.machine.request(device, &question, room);
+        assert!(answer.len() >= OUT_HEADER, "{answer:?}");
+        assert_eq!(number(&answer, 8), self.unique, "the answer to this request");
+        match i32::from_ne_bytes(answer[4..8].try_into().expect("four bytes")) {
+            0 => Ok(answer[OUT_HEADER..].to_vec()),
+            error => Err(-error),
+        }
+    }
+}
+
+/// `struct fuse_read_in` and `fuse_write_in`, which have the same layout.
+fn range(handle: u64, at: u64, size: u32) -> Vec<u8> {
+    let mut bytes = [handle.to_ne_bytes(), at.to_ne_bytes()].concat();
+    // size, read_flags or write_flags, lock_owner (64 bits), flags, padding.
+    bytes.extend(words(&[size, 0, 0, 0, 0, 0]));
+    bytes
+}
+
+fn words(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+fn terminated(name: &str) -> Vec<u8> {
+    [name.as_bytes(), &[0]].concat()
+}
+
+fn number(bytes: &[u8], at: usize) -> u64 {
+    u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}

@@ -1,0 +1,210 @@
+//! The monitor and the guest's driver of a virtio device, as small as they can be: memory that is a memfd, split virtqueues
+//! (VIRTIO 1.2, 2.7), and the vhost-user handshake.
+//!
+//! The memory is never mapped here: `pread` and `pwrite` see the same pages as the back-end's mapping.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use sterna_devices::vhost_user::BackEnd;
+use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures, VhostUserVirtioFeatures};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{Daemon, ample};
+
+/// Where the memory is for the guest, and for the monitor as the back-end is told: any two places will do.
+const GUEST: u64 = 0x10_0000;
+const USER: u64 = 0x7000_0000_0000;
+const MEMORY: u64 = 2 << 20;
+
+/// virtio-fs has one queue for urgent requests and, here, one for all others (VIRTIO 1.2, 5.11.2).
+const QUEUES: usize = 2;
+const REQUESTS: usize = 1;
+const QUEUE_SIZE: u16 = 64;
+
+/// Offsets in memory: each queue's three parts, what the driver asks, what the device answers.
+const QUEUE: u64 = 0x1_0000;
+const AVAILABLE: u64 = 0x1000;
+const USED: u64 = 0x2000;
+const QUESTION: u64 = 0x8_0000;
+const ANSWER: u64 = 0x10_0000;
+
+const VIRTIO_F_VERSION_1: u64 = 1 << 32;
+const VIRTQ_DESC_F_NEXT: u16 = 1;
+const VIRTQ_DESC_F_WRITE: u16 = 2;
+
+/// What is moved by the rounds and the stream: memory, and where the rings are.
+pub(crate) struct Machine {
+    memory: File,
+    /// Requests made available so far, and as many answered: one at a time.
+    requests: u16,
+    bases: [u16; QUEUES],
+}
+
+/// A connection to a back-end.
+pub(crate) struct Device {
+    frontend: Frontend,
+    protocol: VhostUserProtocolFeatures,
+    kicks: Vec<EventFd>,
+    calls: Vec<EventFd>,
+}
+
+impl Machine {
+    pub(crate) fn new() -> Machine {
+        Machine { memory: memory(), requests: 0, bases: [0; QUEUES] }
+    }
+
+    /// The destination's: a copy of its own.
+    pub(crate) fn moved(&self) -> Machine {
+        let copy = memory();
+        let mut content = vec![0; MEMORY as usize];
+        self.memory.read_exact_at(&mut content, 0).expect("memory");
+        copy.write_all_at(&content, 0).expect("memory");
+        Machine { memory: copy, ..*self }
+    }
+
+    /// The handshake, up to the point where the rings would start.
+    pub(crate) fn attach(&self, daemon: &Daemon) -> Device {
+        let mut frontend = Frontend::from_stream(daemon.connect(), QUEUES as u64);
+        let offered = frontend.get_features().expect("GET_FEATURES");
+        assert_ne!(offered & FEATURES, 0);
+        let protocol = VhostUserProtocolFeatures::REPLY_ACK | VhostUserProtocolFeatures::DEVICE_STATE;
+        assert!(frontend.get_protocol_features().expect("GET_PROTOCOL_FEATURES").contains(protocol));
+        frontend.set_protocol_features(protocol).expect("SET_PROTOCOL_FEATURES");
+        // From here on it answers each message, so that what it refuses is seen where it is refused.
+        frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        frontend.set_owner().expect("SET_OWNER");
+        frontend.set_features(FEATURES).expect("SET_FEATURES");
+        let region = VhostUserMemoryRegionInfo {
+            guest_phys_addr: GUEST,
+            memory_size: MEMORY,
+            userspace_addr: USER,
+            mmap_offset: 0,
+            mmap_handle: self.memory.as_raw_fd(),
+        };
+        frontend.set_mem_table(&[region]).expect("SET_MEM_TABLE");
+        let events = || (0..QUEUES).map(|_| EventFd::new(nonblocking()).expect("an eventfd")).collect();
+        Device { frontend, protocol, kicks: events(), calls: events() }
+    }
+
+    /// Starts the rings where they were stopped, or at their beginning.
+    pub(crate) fn start(&self, device: &mut Device) {
+        for queue in 0..QUEUES {
+            let at = USER + QUEUE * queue as u64;
+            let addresses = VringConfigData {
+                queue_max_size: QUEUE_SIZE,
+                queue_size: QUEUE_SIZE,
+                flags: 0,
+                desc_table_addr: at,
+                avail_ring_addr: at + AVAILABLE,
+                used_ring_addr: at + USED,
+                log_addr: None,
+            };
+            device.frontend.set_vring_num(queue, QUEUE_SIZE).expect("SET_VRING_NUM");
+            device.frontend.set_vring_base(queue, self.bases[queue]).expect("SET_VRING_BASE");
+            device.frontend.set_vring_addr(queue, &addresses).expect("SET_VRING_ADDR");
+            device.frontend.set_vring_call(queue, &device.calls[queue]).expect("SET_VRING_CALL");
+            device.frontend.set_vring_kick(queue, &device.kicks[queue]).expect("SET_VRING_KICK");
+            device.frontend.set_vring_enable(queue, true).expect("SET_VRING_ENABLE");
+        }
+    }
+
+    /// Stops the rings: the device is suspended.
+    pub(crate) fn suspend(&mut self, device: &Device) {
+        for (queue, base) in self.bases.iter_mut().enumerate() {
+            *base = device.frontend.get_vring_base(queue).expect("GET_VRING_BASE").try_into().expect("16 bits");
+        }
+        assert_eq!(self.bases[REQUESTS], self.requests, "every request was taken");
+    }
+
+    /// Puts a request into the queue and waits for its answer.
+    pub(crate) fn request(&mut self, device: &Device, question: &[u8], room: usize) -> Vec<u8> {
+        assert!(question.len() as u64 <= ANSWER - QUESTION && room as u64 <= MEMORY - ANSWER);
+        let queue = QUEUE * REQUESTS as u64;
+        self.write(QUESTION, question);
+        self.descriptor(queue, 0, QUESTION, question.len(), VIRTQ_DESC_F_NEXT);
+        self.descriptor(queue, 1, ANSWER, room, VIRTQ_DESC_F_WRITE);
+        let slot = u64::from(self.requests % QUEUE_SIZE);
+        // Ring: flags, index, entries. Both descriptors above are the chain that begins with number 0.
+        self.write(queue + AVAILABLE + 4 + 2 * slot, &0u16.to_le_bytes());
+        self.requests = self.requests.wrapping_add(1);
+        self.write(queue + AVAILABLE + 2, &self.requests.to_le_bytes());
+        device.kicks[REQUESTS].write(1).expect("a kick");
+        while self.read::<2>(queue + USED + 2) != self.requests.to_le_bytes() {
+            device.wait_for_call();
+        }
+        let element = self.read::<8>(queue + USED + 4 + 8 * slot);
+        let length = u32::from_le_bytes(element[4..].try_into().expect("four bytes")) as usize;
+        assert!(length <= room, "the device wrote {length} bytes into {room}");
+        let mut answer = vec![0; length];
+        self.memory.read_exact_at(&mut answer, ANSWER).expect("memory");
+        answer
+    }
+
+    fn descriptor(&self, queue: u64, index: u64, at: u64, length: usize, flags: u16) {
+        let mut bytes = Vec::with_capacity(16);
+        bytes.extend_from_slice(&(GUEST + at).to_le_bytes());
+        bytes.extend_from_slice(&u32::try_from(length).expect("it fits").to_le_bytes());
+        bytes.extend_from_slice(&flags.to_le_bytes());
+        bytes.extend_from_slice(&1u16.to_le_bytes());
+        self.write(queue + 16 * index, &bytes);
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) {
+        self.memory.write_all_at(bytes, at).expect("memory");
+    }
+
+    fn read<const N: usize>(&self, at: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.memory.read_exact_at(&mut bytes, at).expect("memory");
+        bytes
+    }
+}
+
+const FEATURES: u64 = VIRTIO_F_VERSION_1 | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+
+impl Device {
+    /// What the product gets of it.
+    pub(crate) fn back_end(&self, name: &str) -> BackEnd {
+        BackEnd::new(name, &self.frontend, self.protocol).expect("virtiofsd has the feature")
+    }
+
+    /// Says that a migration begins, as a monitor does that has its writes logged: virtiofsd then collects its state while it runs.
+    pub(crate) fn announce(&self) {
+        self.frontend.set_features(FEATURES | VhostUserVirtioFeatures::LOG_ALL.bits()).expect("SET_FEATURES");
+    }
+
+    /// Says that there is none any more.
+    pub(crate) fn withdraw(&self) {
+        self.frontend.set_features(FEATURES).expect("SET_FEATURES");
+    }
+
+    fn wait_for_call(&self) {
+        let call = &self.calls[REQUESTS];
+        let left = ample() - std::time::Instant::now();
+        // SAFETY: `self` is borrowed for as long as this is, so both stay open.
+        let [called, connection] =
+            [call.as_raw_fd(), self.frontend.as_raw_fd()].map(|fd| unsafe { BorrowedFd::borrow_raw(fd) });
+        let mut watched =
+            [PollFd::from_borrowed_fd(called, PollFlags::IN), PollFd::from_borrowed_fd(connection, PollFlags::RDHUP)];
+        let ready = poll(&mut watched, Some(&Timespec::try_from(left).expect("a minute"))).expect("poll");
+        assert_ne!(ready, 0, "virtiofsd does not answer a request");
+        assert!(!watched[0].revents().is_empty(), "virtiofsd went away");
+        call.read().expect("its count");
+    }
+}
+
+fn memory() -> File {
+    let file = File::from(rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).expect("a memfd"));
+    file.set_len(MEMORY).expect("its length");
+    file
+}
+
+/// `EFD_NONBLOCK`, which is `O_NONBLOCK`.
+fn nonblocking() -> i32 {
+    i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).expect("a flag")
+}
