@@ -28,7 +28,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use rustix::fs::OFlags;
+use rustix::io::{Errno, FdFlags};
 use rustix::pipe::PipeFlags;
 use vhost::vhost_user::Frontend;
 use vhost::vhost_user::message::{VhostTransferStateDirection as Direction, VhostUserProtocolFeatures};
@@ -113,8 +114,10 @@ impl BackEnd {
     ) -> Result<OwnedFd, Error> {
         let given = control::set_device_state_fd(self, direction, step, theirs, deadline)?;
         let ours = given.map_or(ours, File::into);
-        let flags = rustix::fs::fcntl_getfl(&ours).map_err(|error| self.io(Step::Prepare, error))?;
-        rustix::fs::fcntl_setfl(&ours, flags | rustix::fs::OFlags::NONBLOCK)
+        let set = |()| rustix::fs::fcntl_setfl(&ours, rustix::fs::fcntl_getfl(&ours)? | OFlags::NONBLOCK);
+        // The crate `vhost` takes a descriptor from the socket without this flag.
+        rustix::io::fcntl_setfd(&ours, FdFlags::CLOEXEC)
+            .and_then(set)
             .map_err(|error| self.io(Step::Prepare, error))?;
         Ok(ours)
     }

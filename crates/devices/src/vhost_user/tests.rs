@@ -6,6 +6,7 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use proptest::test_runner::contextualize_config;
 use vhost::vhost_user::VhostUserFrontend;
 
 use super::*;
@@ -69,9 +70,9 @@ fn a_monitor_that_only_says_that_it_negotiated_is_found_too() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(contextualize_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(48) }))]
 
-    /// Proptest prints the failing case and its seed.
+    /// A failure prints length and chunk, which are all that is random.
     #[test]
     fn a_state_of_any_length_in_any_chunks_is_saved_as_it_was_written(length in 0usize..400_000, chunk in 1usize..100_000) {
         let written = state(length);
@@ -159,6 +160,30 @@ fn a_channel_that_the_back_end_brings_takes_the_place_of_the_pipe() {
             let mut loader = device.load(ample()).expect("it loads");
             loader.write(b"by another way", ample()).expect("it reads");
             loader.finish(ample()).expect("it has taken it");
+        },
+    );
+}
+
+#[test]
+fn a_program_that_the_monitor_starts_meanwhile_has_no_end_of_the_pipe() {
+    // With one, the back-end would wait for the end of its state until that program ends.
+    fn closed_by_exec(end: &OwnedFd) -> bool {
+        rustix::io::fcntl_getfd(end).expect("its flags").contains(FdFlags::CLOEXEC)
+    }
+    against(
+        |mut back_end| {
+            let _save = back_end.expect_state_fd(SAVE);
+            back_end.reply(NO_CHANNEL, None);
+            let _load = back_end.expect_state_fd(LOAD);
+            back_end.reply(NO_CHANNEL, None);
+            let own = std::io::pipe().expect("a pipe");
+            let _asked = back_end.expect_state_fd(SAVE);
+            back_end.reply(0, Some(own.0.as_fd()));
+        },
+        |device| {
+            assert!(closed_by_exec(&device.save(ample()).expect("it begins").pipe));
+            assert!(closed_by_exec(&device.load(ample()).expect("it begins").pipe));
+            assert!(closed_by_exec(&device.save(ample()).expect("it begins").pipe), "one that the back-end brings");
         },
     );
 }
