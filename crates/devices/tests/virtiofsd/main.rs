@@ -235,6 +235,24 @@ fn many_files_stay_open_by_their_handles() {
 }
 
 #[test]
+fn a_request_that_was_just_made_is_answered_once_by_one_daemon_or_the_other() {
+    const MOVES: u64 = 10;
+    let Some(shared) = Shared::new() else { return };
+    let mut side = shared.source(&[]);
+    let opened @ (node, handle) = side.create(ROOT, "file");
+    for turn in 0..MOVES {
+        side.guest.begin_write(node, handle, turn, &[b'a' + turn as u8]);
+        // Suspended before the device hears of it, or while it does: both end with the answer in the guest's memory.
+        if turn % 2 == 0 {
+            side.device.kick();
+        }
+        side = shared.moved(side, &[]);
+        side.guest.finish_write(&side.device).expect("WRITE");
+    }
+    assert_eq!(side.read(opened).expect("READ"), b"abcdefghij");
+}
+
+#[test]
 fn an_announced_migration_is_prepared_while_the_guest_runs() {
     let Some(shared) = Shared::new() else { return };
     for announced in [true, false] {

@@ -72,6 +72,18 @@ impl Fuse {
         self.call(device, READ, node, &range(handle, at, size), OUT_HEADER + size as usize)
     }
 
+    /// A write in the queue, of which the device is not told. `finish_write` is to be the next call.
+    pub(crate) fn begin_write(&mut self, node: u64, handle: u64, at: u64, bytes: &[u8]) {
+        let mut body = range(handle, at, u32::try_from(bytes.len()).expect("a small write"));
+        body.extend_from_slice(bytes);
+        let question = self.question(WRITE, node, &body);
+        self.machine.submit(&question, ROOM);
+    }
+
+    pub(crate) fn finish_write(&self, device: &Device) -> Result<(), i32> {
+        self.understand(&self.machine.answer(device, ROOM)).map(drop)
+    }
+
     pub(crate) fn write(&mut self, device: &Device, node: u64, handle: u64, at: u64, bytes: &[u8]) -> Result<(), i32> {
         let length = u32::try_from(bytes.len()).expect("a small write");
         let mut question = range(handle, at, length);
@@ -83,6 +95,12 @@ impl Fuse {
 
     /// Sends one request; gives what follows the answer's header, or the error number.
     fn call(&mut self, device: &Device, opcode: u32, node: u64, body: &[u8], room: usize) -> Result<Vec<u8>, i32> {
+        let question = self.question(opcode, node, body);
+        let answer = self.machine.request(device, &question, room);
+        self.understand(&answer)
+    }
+
+    fn question(&mut self, opcode: u32, node: u64, body: &[u8]) -> Vec<u8> {
         self.unique += 1;
         let length = u32::try_from(IN_HEADER + body.len()).expect("a small request");
         let mut question = words(&[length, opcode]);
@@ -92,9 +110,12 @@ impl Fuse {
         question.extend(words(&[rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw(), 1, 0]));
         assert_eq!(question.len(), IN_HEADER);
         question.extend_from_slice(body);
-        let answer = self.machine.request(device, &question, room);
+        question
+    }
+
+    fn understand(&self, answer: &[u8]) -> Result<Vec<u8>, i32> {
         assert!(answer.len() >= OUT_HEADER, "{answer:?}");
-        assert_eq!(number(&answer, 8), self.unique, "the answer to this request");
+        assert_eq!(number(answer, 8), self.unique, "the answer to this request");
         match i32::from_ne_bytes(answer[4..8].try_into().expect("four bytes")) {
             0 => Ok(answer[OUT_HEADER..].to_vec()),
             error => Err(-error),

@@ -40,7 +40,7 @@ const VIRTQ_DESC_F_WRITE: u16 = 2;
 /// What is moved by the rounds and the stream: memory, and where the rings are.
 pub(crate) struct Machine {
     memory: File,
-    /// Requests made available so far, and as many answered: one at a time.
+    /// Requests made available so far; all before the last are answered.
     requests: u16,
     bases: [u16; QUEUES],
 }
@@ -91,7 +91,7 @@ impl Machine {
         Device { frontend, protocol, kicks: events(), calls: events() }
     }
 
-    /// Starts the rings where they were stopped, or at their beginning.
+    /// Starts the rings where they were stopped, or at their beginning. The kick is for a request that nobody had taken when they stopped.
     pub(crate) fn start(&self, device: &mut Device) {
         for queue in 0..QUEUES {
             let at = USER + QUEUE * queue as u64;
@@ -110,6 +110,7 @@ impl Machine {
             device.frontend.set_vring_call(queue, &device.calls[queue]).expect("SET_VRING_CALL");
             device.frontend.set_vring_kick(queue, &device.kicks[queue]).expect("SET_VRING_KICK");
             device.frontend.set_vring_enable(queue, true).expect("SET_VRING_ENABLE");
+            device.kicks[queue].write(1).expect("a kick");
         }
     }
 
@@ -118,11 +119,19 @@ impl Machine {
         for (queue, base) in self.bases.iter_mut().enumerate() {
             *base = device.frontend.get_vring_base(queue).expect("GET_VRING_BASE").try_into().expect("16 bits");
         }
-        assert_eq!(self.bases[REQUESTS], self.requests, "every request was taken");
+        assert!(self.requests.wrapping_sub(self.bases[REQUESTS]) <= 1, "all but the last request were taken");
+        assert_eq!(self.bases[REQUESTS].to_le_bytes(), self.used(), "what was taken is answered");
     }
 
     /// Puts a request into the queue and waits for its answer.
     pub(crate) fn request(&mut self, device: &Device, question: &[u8], room: usize) -> Vec<u8> {
+        self.submit(question, room);
+        device.kick();
+        self.answer(device, room)
+    }
+
+    /// Puts a request into the queue, of which the device is not told yet.
+    pub(crate) fn submit(&mut self, question: &[u8], room: usize) {
         assert!(question.len() as u64 <= ANSWER - QUESTION && room as u64 <= MEMORY - ANSWER);
         let queue = QUEUE * REQUESTS as u64;
         self.write(QUESTION, question);
@@ -133,16 +142,25 @@ impl Machine {
         self.write(queue + AVAILABLE + 4 + 2 * slot, &0u16.to_le_bytes());
         self.requests = self.requests.wrapping_add(1);
         self.write(queue + AVAILABLE + 2, &self.requests.to_le_bytes());
-        device.kicks[REQUESTS].write(1).expect("a kick");
-        while self.read::<2>(queue + USED + 2) != self.requests.to_le_bytes() {
+    }
+
+    /// Waits for the answer to the last request.
+    pub(crate) fn answer(&self, device: &Device, room: usize) -> Vec<u8> {
+        while self.used() != self.requests.to_le_bytes() {
             device.wait_for_call();
         }
-        let element = self.read::<8>(queue + USED + 4 + 8 * slot);
+        let slot = u64::from(self.requests.wrapping_sub(1) % QUEUE_SIZE);
+        let element = self.read::<8>(QUEUE * REQUESTS as u64 + USED + 4 + 8 * slot);
         let length = u32::from_le_bytes(element[4..].try_into().expect("four bytes")) as usize;
         assert!(length <= room, "the device wrote {length} bytes into {room}");
         let mut answer = vec![0; length];
         self.memory.read_exact_at(&mut answer, ANSWER).expect("memory");
         answer
+    }
+
+    /// How many requests the device has answered.
+    fn used(&self) -> [u8; 2] {
+        self.read(QUEUE * REQUESTS as u64 + USED + 2)
     }
 
     fn descriptor(&self, queue: u64, index: u64, at: u64, length: usize, flags: u16) {
@@ -181,6 +199,10 @@ impl Device {
     /// Says that there is none any more.
     pub(crate) fn withdraw(&self) {
         self.frontend.set_features(FEATURES).expect("SET_FEATURES");
+    }
+
+    pub(crate) fn kick(&self) {
+        self.kicks[REQUESTS].write(1).expect("a kick");
     }
 
     fn wait_for_call(&self) {
