@@ -196,6 +196,7 @@ mod tests {
             ratio: 2.0,
             dirty_rate: 1.25e8,
             predicted_downtime_ms: 210.4,
+            devices: Vec::new(),
         }
     }
 

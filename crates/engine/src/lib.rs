@@ -123,6 +123,7 @@ pub mod cancel;
 pub mod control_link;
 mod cpu_allowance;
 pub mod destination;
+pub mod device_state;
 pub mod entry;
 mod in_place;
 mod ledger;

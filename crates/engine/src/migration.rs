@@ -4,7 +4,7 @@ use std::fmt;
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{GuestRam, RamBlock};
-use sterna_wire::control::{Block, Machine};
+use sterna_wire::control::{Block, DeviceChannels, Machine};
 use sterna_wire::packet::BlockShape;
 
 use crate::report::Report;
@@ -20,6 +20,9 @@ pub const SEND_AGAIN: &str = "send-again-1";
 
 /// The capability to send pages by what has changed in them, version 1.
 pub const DELTA: &str = "delta-1";
+
+/// The capability to send the state of devices apart from the monitor's, version 1.
+pub(crate) const DEVICE_STATE: &str = "device-state-1";
 
 /// The blocks of `ram`, as packets are checked against them.
 pub(crate) fn shapes(ram: &GuestRam) -> Vec<BlockShape> {
@@ -164,6 +167,8 @@ pub(crate) fn machine(name: String, ram: &GuestRam, downtime_ms: u64) -> Machine
         ram: ram.bytes(),
         downtime_ms,
         blocks: ram.blocks().iter().map(block).collect(),
+        devices: Vec::new(),
+        device_channels: DeviceChannels::default(),
     }
 }
 

@@ -14,6 +14,7 @@ use arrayvec::ArrayVec;
 use sterna_codec::{CodecError, Decoder, Format};
 use sterna_wire::checksum::{Crc32c, crc32c};
 use sterna_wire::delta::PageDeltas;
+use sterna_wire::device::Piece;
 use sterna_wire::packet::{
     Ack, BlockShape, DeviceLabel, MAX_TABLE, PACKET_HEADER_LENGTH, PacketError, PacketHeader, PacketKind, PageRequest,
     PageTable, Refusal, Run, RunKind,
@@ -86,7 +87,12 @@ pub trait Sink: Send {
         misplaced("a stream record")
     }
 
-    /// A buffer of device state.
+    /// A piece of the state of device `device`, in its place among them.
+    fn device(&mut self, _device: u16, _place: u64, _piece: Piece<&[u8]>) -> Result<(), SinkError> {
+        misplaced("device state")
+    }
+
+    /// A buffer of device state, as a QEMU sends it.
     fn device_state(&mut self, _device: DeviceLabel<'_>, _content: &[u8]) -> Result<(), SinkError> {
         misplaced("device state")
     }
@@ -364,6 +370,12 @@ impl Receiving<'_> {
             PacketKind::GenerationEnd => sink.generation_end(header.detail),
             PacketKind::Stream => sink.stream(header.subject, content),
             PacketKind::DeviceState => sink.device_state(DeviceLabel::decode(table)?, content),
+            PacketKind::DeviceBuffer => sink.device(header.subject, header.detail, Piece::Bytes(content)),
+            PacketKind::DeviceAhead if content.is_empty() => sink.device(header.subject, header.detail, Piece::Ahead),
+            PacketKind::DeviceEnd if content.is_empty() => sink.device(header.subject, header.detail, Piece::End),
+            PacketKind::DeviceAhead | PacketKind::DeviceEnd => {
+                return Err(PacketError::Table("a mark in a device's state with content").into());
+            }
             PacketKind::Opaque if content.is_empty() => {
                 return Err(PacketError::Table("an opaque packet without content").into());
             }

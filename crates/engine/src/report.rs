@@ -198,6 +198,28 @@ pub struct Report {
     /// Packets whose content did not arrive as it was read from the guest, so that their pages were sent again.
     #[serde(default)]
     pub refused_packets: u32,
+    /// The devices whose state travelled apart from the monitor's.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<DeviceReport>,
+}
+
+/// How the state of one device travelled.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DeviceReport {
+    /// Name and instance.
+    pub device: String,
+    /// Bytes of state, all together.
+    pub bytes: u64,
+    /// Those of them that were sent while the guest ran.
+    pub ahead_bytes: u64,
+    /// Time to save the rest, ms. It travels meanwhile.
+    pub save_ms: f64,
+    /// From there until the last of it had arrived, ms.
+    pub transfer_ms: f64,
+    /// From there until the destination's device had loaded it, ms.
+    pub load_ms: f64,
+    /// Of the downtime, how long this device took: from the begin of saving until it was loaded. Devices do that beside each other.
+    pub downtime_ms: f64,
 }
 
 impl Report {
@@ -264,6 +286,21 @@ impl Report {
                 format!(
                     "{:.0} ms, {} pages waited for, half of them within {:.2} ms, 99 % within {:.2} ms",
                     post_copy.ms, post_copy.requests, post_copy.latency_p50_ms, post_copy.latency_p99_ms
+                ),
+            );
+        }
+        for device in &self.devices {
+            line(
+                "device",
+                format!(
+                    "{}: {} bytes of state, {} of them ahead; stopped {:.0} ms = save {:.0} + transfer {:.0} + load {:.0}",
+                    device.device,
+                    device.bytes,
+                    device.ahead_bytes,
+                    device.downtime_ms,
+                    device.save_ms,
+                    device.transfer_ms,
+                    device.load_ms
                 ),
             );
         }
@@ -426,6 +463,24 @@ pub struct Progress {
     pub dirty_rate: f64,
     /// The downtime if the switchover began now, in ms.
     pub predicted_downtime_ms: f64,
+    /// The devices whose state travels apart from the monitor's.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<DeviceProgress>,
+}
+
+/// How far one device is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceProgress {
+    /// Name and instance.
+    pub device: String,
+    /// Bytes sent.
+    pub bytes: u64,
+    /// Those of them that have arrived.
+    pub arrived_bytes: u64,
+    /// Bytes that would have to be saved if the guest were stopped now.
+    pub remaining_bytes: u64,
+    /// Whether the destination's device has loaded all of its state.
+    pub loaded: bool,
 }
 
 /// What a migration tells while it runs. Called on the driver's thread.
@@ -489,6 +544,7 @@ mod tests {
             delta_cache: 0,
             no_deltas: None,
             refused_packets: 0,
+            devices: Vec::new(),
         }
     }
 

@@ -5,8 +5,12 @@
 //! here.
 
 use std::io::{self, Read, Write};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
+use sterna_wire::device;
+
+use crate::device_state::load::{LoadingDevices, arrived};
 use crate::receive::{Sink, SinkError};
 use crate::send::{Item, SendChannel};
 
@@ -90,6 +94,8 @@ pub(crate) struct StateSink<F> {
     last: Feed,
     /// Called when the first record of a part has come.
     begun: F,
+    /// Where the state of devices comes on this channel too.
+    devices: Option<Arc<LoadingDevices>>,
 }
 
 /// Where the pieces of one part go.
@@ -105,18 +111,22 @@ pub(crate) struct StateReader {
     pieces: Receiver<Piece>,
     piece: io::Cursor<Vec<u8>>,
     ended: bool,
+    broke_off: bool,
 }
 
 /// The sink, and the readers of what is sent ahead and of what is sent last.
-pub(crate) fn state_sink<F: FnMut(Part) + Send>(begun: F) -> (StateSink<F>, StateReader, StateReader) {
+pub(crate) fn state_sink<F: FnMut(Part) + Send>(
+    begun: F,
+    devices: Option<Arc<LoadingDevices>>,
+) -> (StateSink<F>, StateReader, StateReader) {
     let feed = || {
         // One piece may wait while the reader is at another.
         let (sender, pieces) = sync_channel(1);
-        let reader = StateReader { pieces, piece: io::Cursor::default(), ended: false };
+        let reader = StateReader { pieces, piece: io::Cursor::default(), ended: false, broke_off: false };
         (Feed { pieces: Some(sender), begun: false }, reader)
     };
     let ((ahead, read_ahead), (last, read_last)) = (feed(), feed());
-    (StateSink { ahead, last, begun }, read_ahead, read_last)
+    (StateSink { ahead, last, begun, devices }, read_ahead, read_last)
 }
 
 impl<F: FnMut(Part) + Send> Sink for StateSink<F> {
@@ -137,6 +147,10 @@ impl<F: FnMut(Part) + Send> Sink for StateSink<F> {
         }
         Ok(())
     }
+
+    fn device(&mut self, device: u16, place: u64, piece: device::Piece<&[u8]>) -> Result<(), SinkError> {
+        arrived(self.devices.as_deref(), device, place, piece)
+    }
 }
 
 impl Read for StateReader {
@@ -150,6 +164,7 @@ impl Read for StateReader {
                 Ok(Some(piece)) => self.piece = io::Cursor::new(piece),
                 Ok(None) => self.ended = true,
                 Err(_) => {
+                    self.broke_off = true;
                     let text = "the state breaks off: the migration is being taken down";
                     return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
                 }
@@ -159,6 +174,11 @@ impl Read for StateReader {
 }
 
 impl StateReader {
+    /// Whether the state ended before its end.
+    pub(crate) fn broke_off(&self) -> bool {
+        self.broke_off
+    }
+
     /// Reads to the end what the monitor has left. It may know of less than a newer source sends.
     pub(crate) fn finish(&mut self) -> io::Result<u64> {
         io::copy(self, &mut io::sink())
@@ -172,7 +192,7 @@ mod tests {
     #[test]
     fn the_two_parts_are_read_apart_and_to_their_ends() {
         let mut begun = Vec::new();
-        let (mut sink, mut ahead, mut last) = state_sink(|part| begun.push(part));
+        let (mut sink, mut ahead, mut last) = state_sink(|part| begun.push(part), None);
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 let records: [(u16, &[u8]); 6] = [(1, b"a"), (1, b"head"), (3, b"la"), (2, b""), (3, b"st"), (4, b"")];
@@ -191,7 +211,7 @@ mod tests {
 
     #[test]
     fn a_state_that_breaks_off_is_an_error_and_not_an_end() {
-        let (mut sink, _ahead, mut last) = state_sink(|_| {});
+        let (mut sink, _ahead, mut last) = state_sink(|_| {}, None);
         std::thread::scope(|scope| {
             scope.spawn(move || sink.stream(3, b"half").unwrap());
             let error = last.read_to_end(&mut Vec::new()).unwrap_err();
@@ -201,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_reader_that_is_gone_ends_the_channel() {
-        let (mut sink, ahead, last) = state_sink(|_| {});
+        let (mut sink, ahead, last) = state_sink(|_| {}, None);
         drop((ahead, last));
         assert!(sink.stream(3, b"x").is_err());
     }

@@ -56,6 +56,7 @@ impl Source {
             again,
             delta_cache: 0,
             delta_blocks: None,
+            devices: None,
         };
         let (near, peer) = sockets();
         let (writer, reader) = halves(near);

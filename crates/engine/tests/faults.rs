@@ -8,6 +8,7 @@
 //! take turns.
 
 mod common;
+mod device;
 mod guest;
 
 use std::panic::AssertUnwindSafe;
@@ -16,9 +17,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::relay::Relay;
+use device::{Device, Devices};
 use guest::{Behind, Life, Memory, Monitor, Running, Workload};
 use sterna::cancel::Cancel;
 use sterna::destination::{Destination, Fence};
+use sterna::device_state::DeviceChannels;
 use sterna::migration::{GuestState, MigrationError};
 use sterna::report::{Observer, Progress, ReceiveReport, Report};
 use sterna::source::{NotConverging, Source, TimeLimits};
@@ -152,6 +155,23 @@ impl Observer for Troublemaker {
     }
 }
 
+/// In one of three migrations some devices have a state of their own; now and then one of them fails.
+fn some_devices(random: &mut Random) -> Devices {
+    if !random.chance(33) {
+        return Devices::default();
+    }
+    let count = 1 + random.below(5) as u32;
+    let device = |instance| {
+        let sizes = [0, 1, 4096, 50_000, 400_000];
+        let mut device = Device::new("device", instance, random.one_of(&sizes), random.one_of(&sizes));
+        device.goes = 1 + random.below(3);
+        let mut fails = || random.chance(3).then(|| random.below(100_000));
+        (device.save_fails, device.load_fails) = (fails(), fails());
+        device
+    };
+    Devices((0..count).map(device).collect())
+}
+
 /// How one migration ended, for the statistics.
 #[derive(Debug, Default)]
 struct Ends {
@@ -199,7 +219,9 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
     let cancel = (Cancel::new(), Cancel::new());
     let network = Network::new(seed);
     let address: Address = if on_sockets { "127.0.0.1:0".into() } else { (&network.port("destination")).into() };
+    let devices = some_devices(&mut random);
     let destination_listens = Destination::new(destination.ram()).linger(Duration::from_millis(300));
+    let destination_listens = devices.at_destination(destination_listens).device_queue(1 << 20);
     let listening = destination_listens.listen(address, &Security::Insecure).unwrap();
     let fence = listening.fence();
     let (address, wire) = if on_sockets {
@@ -241,7 +263,14 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         ..TimeLimits::default()
     };
     let answer = if post_copy { NotConverging::PostCopyAfter(1 + random.below(2) as u32) } else { NotConverging::GoOn };
-    let migration = Source::new(source.ram(), Box::new(log))
+    let device_channels = match random.below(4) {
+        0 => DeviceChannels::Serial,
+        1 => DeviceChannels::Own(1 + random.below(3) as u16),
+        _ => DeviceChannels::Mixed,
+    };
+    let migration = devices
+        .at_source(Source::new(source.ram(), Box::new(log)))
+        .device_channels(device_channels)
         .method(MethodChoice::default())
         .channels(1 + random.below(3) as u16)
         .method(MethodChoice::parse(method, None).unwrap())
@@ -264,6 +293,9 @@ fn one(seed: u64, on_sockets: bool, ends: &Ends) {
         to.life().kill();
     }
     judge(&sent, &received, &maker, &running, (&from.life(), &to.life()), ends);
+    if to.called.contains(&"start") {
+        assert!(devices.all_whole(), "{:?}", maker.trouble);
+    }
     to.stop();
     if let Some(behind) = behind {
         assert_eq!(behind.wrong.load(Ordering::Relaxed), 0, "the guest read what it never had");

@@ -48,6 +48,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
             again: None,
             delta_cache: 0,
             delta_blocks: None,
+            devices: None,
         };
         let (near, mut far) = sockets();
         let (writer, reader) = halves(near);

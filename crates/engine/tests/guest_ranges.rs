@@ -101,6 +101,7 @@ fn move_memory(method: &str, checksums: bool) {
         again: None,
         delta_cache: 0,
         delta_blocks: None,
+        devices: None,
     };
     let mut channels = Vec::new();
     let mut receivers = Vec::new();

@@ -285,6 +285,7 @@ impl OddSource {
             ram: PAGES.iter().sum::<usize>() as u64 * 4096,
             downtime_ms: 300,
             blocks: ["low", "high"].into_iter().zip(PAGES).map(block).collect(),
+            ..Machine::default()
         };
         let offer = Offer {
             to: address,
@@ -346,6 +347,7 @@ impl OddSource {
             again: None,
             delta_cache: 0,
             delta_blocks: None,
+            devices: None,
         };
         self.session.open_channels(&Security::Insecure, &self.address, &context, &Cancel::new()).unwrap()
     }

@@ -59,6 +59,7 @@ impl Source {
             again: None,
             delta_cache: 0,
             delta_blocks: Some(Arc::clone(&blocks)),
+            devices: None,
         };
         let (near, far) = sockets();
         let (writer, reader) = halves(near);

@@ -44,6 +44,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
         again: None,
         delta_cache: 0,
         delta_blocks: None,
+        devices: None,
     };
     let placed = Placed::default();
     let (mut senders, mut receivers) = (Vec::new(), Vec::new());

@@ -4,9 +4,13 @@
 //! does not know are ignored; a message that it does not know is an error, since the sender would not have sent it
 //! without the capability having been chosen.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::limits::MAX_CONTROL_MESSAGE;
+#[cfg(doc)]
+use crate::limits::MAX_DEVICE_CHANNELS;
 use crate::switchover::SwitchoverMessage;
 
 /// How the virtual machine's own software is driven.
@@ -65,6 +69,12 @@ pub struct Machine {
     /// The RAM blocks, by number, where the two sides must agree on them before anything moves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub blocks: Vec<Block>,
+    /// The devices whose state travels apart from the monitor's, by number.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<Device>,
+    /// Which channels that state takes.
+    #[serde(default, skip_serializing_if = "DeviceChannels::is_usual")]
+    pub device_channels: DeviceChannels,
 }
 
 /// A RAM block, as both sides must have it.
@@ -76,6 +86,52 @@ pub struct Block {
     pub bytes: u64,
     /// Bytes in a page of its backing: what is missing in post-copy is missing in pages of this size.
     pub page_size: u64,
+}
+
+/// A device, as both sides know it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Device {
+    /// Its name.
+    pub name: String,
+    /// Which of several devices with this name.
+    pub instance: u32,
+}
+
+impl Device {
+    /// The `instance`th device with the name `name`.
+    pub fn new(name: impl Into<String>, instance: u32) -> Self {
+        Self { name: name.into(), instance }
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.name, self.instance)
+    }
+}
+
+/// The channels of device state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceChannels {
+    /// Those of RAM, and all devices save and load at the same time.
+    #[default]
+    Mixed,
+    /// So many of its own, 1 … [`MAX_DEVICE_CHANNELS`], and all devices save and load at the same time.
+    Own(u16),
+    /// The stream channel, one device after the other and nothing ahead: the way of those who know no other.
+    Serial,
+}
+
+impl DeviceChannels {
+    /// How many channels of their own.
+    pub fn own(self) -> u16 {
+        if let Self::Own(channels) = self { channels } else { 0 }
+    }
+
+    fn is_usual(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// The destination takes the migration.
@@ -179,6 +235,24 @@ pub enum ControlMessage {
     },
     /// Destination: what the source sent ahead is loaded, the guest may be paused.
     SwitchoverAck,
+    /// Destination: how much of a device's state may be on its way or waiting for it. The first says how much at once; each further one
+    /// permits more.
+    DeviceCredit {
+        /// The device's number.
+        device: u16,
+        /// All that may have been sent of it so far, in bytes as [`device_cost`](crate::device::cost) counts them.
+        up_to: u64,
+    },
+    /// Destination: the device has taken what was saved ahead of the guest's stop.
+    DeviceTaken {
+        /// The device's number.
+        device: u16,
+    },
+    /// Destination: the device has loaded all of its state.
+    DeviceLoaded {
+        /// The device's number.
+        device: u16,
+    },
     /// Source: the guest will go on before all of its RAM is there. Every page sent so far is placed.
     PostCopy,
     /// Destination: missing pages are watched, discards and the post-copy channel may come; after a lost connection: so may

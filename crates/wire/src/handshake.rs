@@ -3,10 +3,12 @@
 //! A refusal says which capability is missing on which side, so that the person who reads it knows which program to
 //! update.
 
-use crate::control::{Capabilities, Hello, Welcome};
+use std::collections::BTreeSet;
+
+use crate::control::{Capabilities, DeviceChannels, Hello, Machine, Welcome};
 use crate::header::ChannelHeader;
 use crate::identity::MigrationKey;
-use crate::limits::{MAX_CONTENT, MAX_RAM_CHANNELS, MIN_PACKET_SIZE};
+use crate::limits::{MAX_CONTENT, MAX_DEVICE_CHANNELS, MAX_DEVICES, MAX_NAME, MAX_RAM_CHANNELS, MIN_PACKET_SIZE};
 use crate::text::cleaned;
 
 /// Most bytes of packets that all channels together may make a destination buffer, whatever packet size is asked for.
@@ -25,6 +27,18 @@ pub enum Refusal {
     /// Too many or no channels.
     #[error("{0} RAM channels were asked for; between 1 and {MAX_RAM_CHANNELS} are possible")]
     Channels(u16),
+    /// No or too many channels for device state.
+    #[error("{0} channels for device state were asked for; between 1 and {MAX_DEVICE_CHANNELS} are possible")]
+    DeviceChannels(u16),
+    /// Too many devices.
+    #[error("there are {0} devices with a state of their own; up to {MAX_DEVICES} are possible")]
+    Devices(usize),
+    /// A device's name is empty or too long.
+    #[error("a device's name has {0} bytes; between 1 and {MAX_NAME} are possible")]
+    DeviceName(usize),
+    /// Two devices are the same.
+    #[error("the device {0} is there twice")]
+    DeviceTwice(String),
     /// A packet size out of range.
     #[error("a packet size of {0} bytes is not between {MIN_PACKET_SIZE} and {MAX_CONTENT}")]
     PacketSize(u32),
@@ -64,6 +78,7 @@ pub fn choose(
     if hello.channels == 0 || hello.channels > MAX_RAM_CHANNELS {
         return Err(Refusal::Channels(hello.channels));
     }
+    check_devices(&hello.machine)?;
     let offered = &hello.capabilities;
     require(offered, local, "source", "destination")?;
     require(local, offered, "destination", "source")?;
@@ -95,6 +110,29 @@ pub fn conclude(offered: &Capabilities, welcome: &Welcome) -> Result<Capabilitie
         features: common(&offered.features, &chosen.features),
         ..chosen.clone()
     })
+}
+
+/// What speaks against the devices of `machine` and their channels, whatever the other side has.
+pub fn check_devices(machine: &Machine) -> Result<(), Refusal> {
+    if let DeviceChannels::Own(channels) = machine.device_channels
+        && !(1..=MAX_DEVICE_CHANNELS).contains(&channels)
+    {
+        return Err(Refusal::DeviceChannels(channels));
+    }
+    let devices = &machine.devices;
+    if devices.len() > MAX_DEVICES {
+        return Err(Refusal::Devices(devices.len()));
+    }
+    let mut known = BTreeSet::new();
+    for device in devices {
+        if !(1..=MAX_NAME).contains(&device.name.len()) {
+            return Err(Refusal::DeviceName(device.name.len()));
+        }
+        if !known.insert(device) {
+            return Err(Refusal::DeviceTwice(cleaned(&device.to_string())));
+        }
+    }
+    Ok(())
 }
 
 fn check(chosen: &Capabilities) -> Result<(), Refusal> {

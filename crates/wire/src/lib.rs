@@ -8,12 +8,13 @@
 //! * [`handshake`]: capabilities offered and chosen.
 //! * [`control`]: the small messages; [`switchover`]: who may run the guest, and who decides.
 //! * [`packet`]: pages, device state and everything else that is large, [`delta`]: pages by what has changed in them;
-//!   [`sequence`]: that none is missing.
+//!   [`device`]: the state of one device, in any order; [`sequence`]: that none is missing.
 //! * [`limits`]: every bound a peer is held to.
 
 pub mod checksum;
 pub mod control;
 pub mod delta;
+pub mod device;
 pub mod handshake;
 pub mod header;
 pub mod identity;

@@ -7,6 +7,10 @@ use std::time::Duration;
 
 /// Most RAM channels in one migration.
 pub const MAX_RAM_CHANNELS: u16 = 64;
+/// Most channels of device state alone in one migration, besides the stream channel.
+pub const MAX_DEVICE_CHANNELS: u16 = MAX_RAM_CHANNELS - 1;
+/// Most devices whose state travels apart from the monitor's.
+pub const MAX_DEVICES: usize = 256;
 /// Most opaque channels of one migration. Each opaque connection (NBD, libvirt's control socket) takes two, and their
 /// numbers are not used again.
 pub const MAX_OPAQUE_CHANNELS: u16 = 256;

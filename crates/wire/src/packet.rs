@@ -48,10 +48,18 @@ pub enum PacketKind {
     /// Pages of the RAM block named by `subject`, by what has changed in them. The table is that of normal pages; see
     /// [`PageDeltas`](crate::delta::PageDeltas) for the content.
     Deltas = 8,
+    /// Bytes of the state of device `subject`, as the hello numbers it. `detail` counts what is said of the device by this and the next
+    /// two kinds, on whichever channels, from 0: its place among them. There is no table.
+    DeviceBuffer = 9,
+    /// In its place, `detail`, among the buffers of device `subject`: what was saved while the guest runs, and is to be loaded before it
+    /// is stopped, ends here. There is no content.
+    DeviceAhead = 10,
+    /// In its place, `detail`, behind the last buffer of device `subject`: its state ends here. There is no content.
+    DeviceEnd = 11,
 }
 
 impl PacketKind {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 11] = [
         Self::Pages,
         Self::GenerationEnd,
         Self::Stream,
@@ -60,6 +68,9 @@ impl PacketKind {
         Self::OpaqueEnd,
         Self::Discard,
         Self::Deltas,
+        Self::DeviceBuffer,
+        Self::DeviceAhead,
+        Self::DeviceEnd,
     ];
 }
 
@@ -70,7 +81,7 @@ pub struct PacketHeader {
     pub kind: PacketKind,
     /// The number of the compression method of the payload (`sterna-codec` has the table); 0 is none.
     pub method: u8,
-    /// The RAM block's index, or the stream record's kind.
+    /// The RAM block's index, the stream record's kind, or the device's number.
     pub subject: u16,
     /// Counted per channel from 1.
     pub sequence: u64,
@@ -82,7 +93,8 @@ pub struct PacketHeader {
     pub content_length: u32,
     /// CRC-32C of the decoded content.
     pub content_checksum: u32,
-    /// More about the packet, by kind: the generation of a [`PacketKind::GenerationEnd`].
+    /// More about the packet, by kind: the generation of a [`PacketKind::GenerationEnd`], the place of a
+    /// [`PacketKind::DeviceBuffer`].
     pub detail: u64,
 }
 

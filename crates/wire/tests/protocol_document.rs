@@ -8,6 +8,7 @@ use serde_json::Value;
 use sterna_wire::checksum::crc32c;
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::delta::PageDelta;
+use sterna_wire::device::{LEAST_CREDIT, PIECE_OVERHEAD};
 use sterna_wire::header::{ChannelHeader, ChannelKind, ChannelReply, MAGIC, PROTOCOL_VERSION};
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 use sterna_wire::limits as limit;
@@ -141,10 +142,14 @@ fn packets_and_acknowledgements_are_those_of_the_document() {
 #[test]
 fn numbers_in_the_tables_are_those_of_the_code() {
     let document = document();
+    assert_eq!((PIECE_OVERHEAD, LEAST_CREDIT), (4096, 65_536));
     let kinds = [
         ("pages", PacketKind::Pages),
         ("end of a generation", PacketKind::GenerationEnd),
         ("deltas", PacketKind::Deltas),
+        ("device buffer", PacketKind::DeviceBuffer),
+        ("device ahead", PacketKind::DeviceAhead),
+        ("device end", PacketKind::DeviceEnd),
         ("stream", PacketKind::Stream),
         ("device state", PacketKind::DeviceState),
         ("opaque", PacketKind::Opaque),
@@ -170,6 +175,8 @@ fn the_limits_are_those_of_the_code() {
     let seconds = |time: std::time::Duration| format!("{} s", time.as_secs());
     let expected: BTreeMap<&str, String> = [
         ("MAX_RAM_CHANNELS", limit::MAX_RAM_CHANNELS.to_string()),
+        ("MAX_DEVICE_CHANNELS", limit::MAX_DEVICE_CHANNELS.to_string()),
+        ("MAX_DEVICES", limit::MAX_DEVICES.to_string()),
         ("MAX_OPAQUE_CHANNELS", limit::MAX_OPAQUE_CHANNELS.to_string()),
         ("MAX_CONTROL_MESSAGE", limit::MAX_CONTROL_MESSAGE.to_string()),
         ("MAX_RUNS", limit::MAX_RUNS.to_string()),

@@ -15,14 +15,18 @@ use sterna_wire::text::cleaned;
 
 use super::Listening;
 use super::channels::PostCopyChannels;
+use super::devices::Devices;
 use super::post_copy::{self, PostCopy, PostCopyNews};
 use super::target::{RamSink, Target};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, say};
+use crate::device_state::load::{DeviceSink, LoadNews, LoadingDevices};
+use crate::device_state::{self, DeviceChannels, DeviceId};
 use crate::ledger::Ledger;
 use crate::migration::{
-    DELTA, GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference, machine,
+    DELTA, DEVICE_STATE, GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference,
+    machine,
 };
 use crate::occupied::Occupied;
 use crate::process;
@@ -42,9 +46,10 @@ const CANCELLED: &str = "cancelled";
 
 /// What wakes the driver.
 #[derive(Debug)]
-enum Event {
+pub(super) enum Event {
     Peer(PeerNews),
     State(Part),
+    Device(LoadNews),
     Fenced,
     PostCopy(PostCopyNews),
     /// The guest's start need not wait any more.
@@ -60,10 +65,11 @@ pub(super) fn run(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let Listening { target, state_dir, linger, address, incoming, fence } = listening;
+    let Listening { target, devices, device_share, state_dir, linger, address, incoming, fence } = listening;
     let ram = target.ram();
     observer.note(&format!("listening on {address}"));
     let ours = machine(vmm.name(), ram, 0).blocks;
+    let ids: Vec<DeviceId> = devices.iter().map(|(id, _)| id.clone()).collect();
     let no_post_copy = vmm.post_copy_refusal().or_else(|| post_copy::refusal(ram));
     let refusal = |hello: &Hello| {
         let post_copy = || {
@@ -71,9 +77,10 @@ pub(super) fn run(
             let required = hello.capabilities.required.iter().any(|name| name == POST_COPY);
             required.then(|| format!("post-copy is not possible at the destination: {reason}"))
         };
-        difference(&hello.machine.blocks, &ours).or_else(post_copy)
+        let devices = || device_state::difference(&hello.machine, &ids);
+        difference(&hello.machine.blocks, &ours).or_else(devices).or_else(post_copy)
     };
-    let mut offered = vec![GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA];
+    let mut offered = vec![GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE];
     offered.extend(no_post_copy.is_none().then_some(POST_COPY));
     let features = Features { offered: &offered, required: &[GUEST_STATE] };
     let greeting = Greeting { mode: Mode::Embedded, features, refusal: &refusal };
@@ -82,7 +89,7 @@ pub(super) fn run(
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
         return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_taken(reason) });
     };
-    let Greeted { session, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    let Greeted { session, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
     observer.note(&format!("migration {} from {peer}", session.id));
 
     let refused = |writer: &mut _, reason: String| {
@@ -118,11 +125,17 @@ pub(super) fn run(
     fence.0.on_cancel(move || drop(fenced.send(Event::Fenced)));
 
     let begun = events_in.clone();
-    let (state_sink, ahead, last) = state_sink(move |part| drop(begun.send(Event::State(part))));
+    let devices = Devices::new(devices, &machine, device_share);
+    let ending = devices.known();
+    abort.on_end(move || ending.end());
+    let serial = devices.on(DeviceChannels::Serial);
+    let (state_sink, ahead, last) = state_sink(move |part| drop(begun.send(Event::State(part))), serial);
     let sinks = TargetSinks {
         target: Arc::clone(&target),
         may_refuse: session.has(SEND_AGAIN),
         state: Mutex::new(Some(state_sink)),
+        mixed: devices.on(DeviceChannels::Mixed),
+        apart: devices.on(DeviceChannels::Own(0)),
     };
     let rules = session.rules();
     let channels = PostCopyChannels::default();
@@ -146,6 +159,8 @@ pub(super) fn run(
         faults: None,
         lacks_memory: None,
         start_waits: false,
+        devices,
+        loaded: None,
         target,
         switchover,
         ledger,
@@ -171,6 +186,8 @@ pub(super) fn run(
         cancelled: false,
     };
     driver.run(&events, first);
+    // The word of it may still lie in the queue.
+    driver.cancelled |= cancel.is_cancelled();
     let report = driver.finish(peer);
     // The accepting thread ends by itself; a handshake that is under way is not waited for.
     stop_listening.stop();
@@ -182,23 +199,30 @@ struct TargetSinks<F> {
     target: Arc<Target>,
     may_refuse: bool,
     state: Mutex<Option<StateSink<F>>>,
+    /// Where the state of devices comes on RAM channels, and where on channels of its own.
+    mixed: Option<Arc<LoadingDevices>>,
+    apart: Option<Arc<LoadingDevices>>,
 }
 
 impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
     fn ram(&self, index: u16) -> Box<dyn Sink> {
-        Box::new(RamSink::new(&self.target, index, self.may_refuse))
+        Box::new(RamSink::new(&self.target, index, self.may_refuse).with_devices(self.mixed.clone()))
     }
 
     fn stream(&self) -> Box<dyn Sink> {
         let sink = self.state.lock().expect("nobody panics with it").take();
         Box::new(sink.expect("the doorman lets one stream channel in"))
     }
+
+    fn devices(&self) -> Option<Box<dyn Sink>> {
+        Some(Box::new(DeviceSink(self.apart.clone()?)))
+    }
 }
 
-struct Driver<'a> {
+pub(super) struct Driver<'a> {
     vmm: &'a mut dyn DestinationVmm,
     observer: &'a dyn Observer,
-    events_in: Sender<Event>,
+    pub(super) events_in: Sender<Event>,
     channels: PostCopyChannels,
     /// The thread that hears of faults, in post-copy.
     faults: Option<JoinHandle<()>>,
@@ -206,15 +230,18 @@ struct Driver<'a> {
     lacks_memory: Option<Lacks>,
     /// The guest is to be started when the channels for what it lacks are there again.
     start_waits: bool,
+    pub(super) devices: Devices,
+    /// Since when the monitor's own state was being loaded, once it is.
+    loaded: Option<Instant>,
     target: Arc<Target>,
     switchover: DestinationSwitchover,
     ledger: Ledger,
-    peer: Peer,
-    occupied: Occupied,
+    pub(super) peer: Peer,
+    pub(super) occupied: Occupied,
     data_incarnation: u32,
     welcome: Option<Welcome>,
     doorman: Arc<Doorman>,
-    abort: Arc<Abort>,
+    pub(super) abort: Arc<Abort>,
     /// The state's readers, until they have been read.
     ahead: Option<StateReader>,
     last: Option<StateReader>,
@@ -328,7 +355,10 @@ impl Driver<'_> {
                     self.peer.say(&ControlMessage::Welcome(welcome));
                     self.peer.say(&ControlMessage::Ready { placement: self.target.placement(), deltas: Vec::new() });
                 }
-                None
+                match self.start_devices() {
+                    Ok(()) => None,
+                    Err(reason) => self.failed_to_load(&reason),
+                }
             }
             DestinationAction::Send(message) => {
                 if message == SwitchoverMessage::Running {
@@ -444,6 +474,7 @@ impl Driver<'_> {
                 }
                 Heard::Unreachable(_) => None,
             },
+            Event::Device(news) => self.device_says(news),
             Event::State(Part::Ahead) if self.state_begun => {
                 self.failed_to_load("the source sends state ahead of what it has sent already")
             }
@@ -640,6 +671,7 @@ impl Driver<'_> {
                 self.peer.say(&ControlMessage::SwitchoverAck);
                 None
             }
+            Err(_) if reader.broke_off() => self.state_broke_off(),
             Err(error) => self.failed_to_load(&format!("loading state ahead failed: {error}")),
         }
     }
@@ -660,17 +692,30 @@ impl Driver<'_> {
                 self.failed_to_load("loading the guest's state failed: pages that it needs did not come")
             }
             Ok(_) => {
-                self.figures.load_ms = since.elapsed().as_secs_f64() * 1e3;
-                Some(DestinationEvent::AllPlacedAndLoaded)
+                self.loaded = Some(since);
+                self.all_loaded()
             }
+            Err(_) if reader.broke_off() => self.state_broke_off(),
             Err(error) => self.failed_to_load(&format!("loading the guest's state failed: {error}")),
         }
     }
 
-    fn failed_to_load(&mut self, reason: &str) -> Option<DestinationEvent> {
+    /// Once the monitor and all devices have loaded.
+    pub(super) fn all_loaded(&mut self) -> Option<DestinationEvent> {
+        let since = self.loaded.filter(|_| self.devices.all_loaded())?;
+        self.figures.load_ms = since.elapsed().as_secs_f64() * 1e3;
+        Some(DestinationEvent::AllPlacedAndLoaded)
+    }
+
+    /// The source has closed the channel: why, it says on another connection, or its being lost is noticed there.
+    fn state_broke_off(&self) -> Option<DestinationEvent> {
+        self.abort.lost("the source closed the stream channel before the end of the guest's state");
+        None
+    }
+
+    pub(super) fn failed_to_load(&mut self, reason: &str) -> Option<DestinationEvent> {
         // Where the migration is being taken down already, that reason says more.
         let reason = self.abort.reason().unwrap_or_else(|| reason.to_owned());
-        self.cancelled |= reason == CANCELLED;
         self.tell_failure(&reason);
         Some(DestinationEvent::Failed { reason })
     }
@@ -718,6 +763,7 @@ impl Driver<'_> {
         self.abort.finish();
         // A channel may be waiting for its readers.
         (self.ahead, self.last) = (None, None);
+        self.devices.join();
         self.doorman.join();
         self.channels.join();
         if let Some(faults) = self.faults.take() {

@@ -13,6 +13,7 @@
 //! `driver` does what the switchover's state machine says on the caller's thread; `target` puts pages into RAM.
 
 mod channels;
+mod devices;
 mod driver;
 mod post_copy;
 mod target;
@@ -23,9 +24,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_memory::ram::GuestRam;
+use sterna_wire::control::Machine;
+use sterna_wire::handshake::check_devices;
 
 use self::target::Target;
 use crate::cancel::Cancel;
+use crate::device_state::load::share;
+use crate::device_state::{DeviceId, LoadDevice};
 use crate::migration::MigrationError;
 use crate::report::{Observer, ReceiveReport};
 use crate::transport::{Address, Incoming, Limits, Listener, Security};
@@ -44,21 +49,27 @@ pub enum Before {
 }
 
 /// A migration to be taken. Settings have defaults; [`Destination::listen`] opens the door.
-#[derive(Debug)]
 pub struct Destination {
     ram: GuestRam,
+    devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
+    device_queue: u64,
     before: Before,
     prefault: bool,
     state_dir: Option<PathBuf>,
     linger: Duration,
 }
 
+/// Memory for device state that waits to be loaded, unless said otherwise.
+const DEVICE_QUEUE: u64 = 256 << 20;
 /// How long a destination whose migration has ended lets a source come back that may not have heard of it.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// A destination that sources can connect to.
 pub struct Listening {
     target: Arc<Target>,
+    devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
+    /// What each of them may have on its way or waiting, in bytes.
+    device_share: u64,
     state_dir: Option<PathBuf>,
     linger: Duration,
     address: Address,
@@ -82,13 +93,38 @@ impl Destination {
     /// A destination that fills `ram`. Nobody else writes it before the guest was started, and nobody reads it before
     /// [`DestinationVmm::load`].
     pub fn new(ram: GuestRam) -> Self {
-        Self { ram, before: Before::default(), prefault: false, state_dir: None, linger: LINGER }
+        Self {
+            ram,
+            devices: Vec::new(),
+            device_queue: DEVICE_QUEUE,
+            before: Before::default(),
+            prefault: false,
+            state_dir: None,
+            linger: LINGER,
+        }
     }
 
     /// What the memory holds before; zeros unless said otherwise.
     #[must_use]
     pub fn memory_before(mut self, before: Before) -> Self {
         self.before = before;
+        self
+    }
+
+    /// A device whose state comes apart from the monitor's. The source must have the same
+    /// ([`Source::device`](crate::source::Source::device)), in whatever order, else it is refused before anything is begun.
+    #[must_use]
+    pub fn device(mut self, id: DeviceId, device: Box<dyn LoadDevice>) -> Self {
+        self.devices.push((id, device));
+        self
+    }
+
+    /// Most bytes of memory for the state of such devices, all together, that has come and waits to be loaded or to be put in order; 256 MiB unless said
+    /// otherwise, and at least 64 KiB for each. Each device may use its part of it: one that loads slowly holds up its own
+    /// saving, and nothing else.
+    #[must_use]
+    pub fn device_queue(mut self, bytes: u64) -> Self {
+        self.device_queue = bytes;
         self
     }
 
@@ -121,16 +157,27 @@ impl Destination {
     /// source.
     ///
     /// # Errors
-    /// There is not that much memory, or the address cannot be listened on.
+    /// There is not that much memory, [`Destination::device_queue`] is too small, two devices are the same, or the address cannot be
+    /// listened on.
     pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
-        let Self { ram, before, prefault, state_dir, linger } = self;
+        let Self { ram, devices, device_queue, before, prefault, state_dir, linger } = self;
+        let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_taken)?;
+        let ids = devices.iter().map(|(id, _)| id.clone()).collect();
+        check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_taken)?;
         // Before anybody can come: a source waits for its welcome, and no longer than for a handshake.
         let target = Arc::new(Target::new(ram, prefault));
         target.prepare(before, prefault).map_err(MigrationError::not_taken)?;
         let listener = Listener::bind(address).map_err(MigrationError::not_taken)?;
         let address = listener.local_address();
         let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_taken)?;
-        Ok(Listening { target, state_dir, linger, address, incoming, fence: Fence::default() })
+        Ok(Listening { target, devices, device_share, state_dir, linger, address, incoming, fence: Fence::default() })
+    }
+}
+
+impl fmt::Debug for Destination {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let devices: Vec<_> = self.devices.iter().map(|(id, _)| id).collect();
+        f.debug_struct("Destination").field("ram", &self.ram).field("devices", &devices).finish_non_exhaustive()
     }
 }
 

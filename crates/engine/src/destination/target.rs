@@ -18,11 +18,13 @@ use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
 use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::{PageDelta, PageDeltas};
+use sterna_wire::device::Piece;
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
 use super::Before;
 use super::post_copy::{HugePage, PostCopy};
 use crate::batch::Room;
+use crate::device_state::load::{LoadingDevices, arrived};
 use crate::entry::REGION;
 use crate::migration::shapes;
 use crate::receive::{Places, Sink, SinkError};
@@ -270,11 +272,20 @@ pub(super) struct RamSink {
     huge: HugePage,
     /// Where deltas are applied; made with the first.
     page: Option<Room>,
+    /// Where the state of devices comes on this channel too.
+    devices: Option<Arc<LoadingDevices>>,
 }
 
 impl RamSink {
     pub(super) fn new(target: &Arc<Target>, channel: u16, may_refuse: bool) -> Self {
-        Self { target: Arc::clone(target), may_refuse, channel, straight: false, huge: HugePage::default(), page: None }
+        let huge = HugePage::default();
+        Self { target: Arc::clone(target), may_refuse, channel, straight: false, huge, page: None, devices: None }
+    }
+
+    /// Pieces of the state of `devices` may come too.
+    pub(super) fn with_devices(mut self, devices: Option<Arc<LoadingDevices>>) -> Self {
+        self.devices = devices;
+        self
     }
 
     /// Before post-copy: whether these pages may come now and here.
@@ -293,6 +304,10 @@ impl Drop for RamSink {
 }
 
 impl Sink for RamSink {
+    fn device(&mut self, device: u16, place: u64, piece: Piece<&[u8]>) -> Result<(), SinkError> {
+        arrived(self.devices.as_deref(), device, place, piece)
+    }
+
     fn blocks(&self) -> Result<Arc<[BlockShape]>, SinkError> {
         Ok(Arc::clone(&self.target.shapes))
     }

@@ -17,13 +17,14 @@ mod thread;
 use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use sterna_memory::ram::GuestRam;
 use sterna_offload::Maker;
+use sterna_wire::device::Piece;
 use sterna_wire::packet::{ACK_LENGTH, Answer, PAGE_REQUEST_LENGTH, PageRequest, Refusal};
 use sterna_wire::sequence::SendSequence;
 
@@ -34,6 +35,7 @@ use self::thread::Sending;
 use crate::abort::Abort;
 use crate::accelerator::Accelerator;
 use crate::batch::PooledBatch;
+use crate::device_state::{DeviceBytes, SavingDevices};
 use crate::entry::Overtaken;
 use crate::pacer::Pacer;
 use crate::receive::PacketRules;
@@ -63,7 +65,18 @@ pub enum Item {
         /// Its bytes.
         content: Vec<u8>,
     },
-    /// A buffer of device state.
+    /// A piece of a device's state.
+    Device {
+        /// The device's number.
+        device: u16,
+        /// The piece's place among those of the device.
+        place: u64,
+        /// The piece.
+        piece: Piece<DeviceBytes>,
+        /// Bytes that it takes of the window.
+        in_window: u64,
+    },
+    /// A buffer of device state, as a QEMU sends it.
     DeviceState {
         /// The device's name.
         name: Vec<u8>,
@@ -210,6 +223,8 @@ struct InFlight {
     normal_pages: u64,
     /// Who is to be told of it should it be refused.
     suspect: Option<Suspect>,
+    /// Of a piece of a device's state: the device, and how many bytes.
+    device: Option<(u16, u32)>,
 }
 
 /// A device whose work a packet is.
@@ -235,7 +250,7 @@ impl Suspect {
 #[derive(Debug, Default)]
 struct Progress {
     sequence: SendSequence,
-    /// Items of the queue all of whose packets are written.
+    /// Items of the queue, but for pieces of device state, all of whose packets are written.
     sent_items: u64,
     /// Each packet not yet acknowledged, oldest first.
     in_flight: VecDeque<InFlight>,
@@ -278,6 +293,8 @@ pub struct SendContext {
     pub delta_cache: usize,
     /// Where the peer takes deltas of some blocks only, and pages cannot be read again: of which.
     pub delta_blocks: Option<Arc<DeltaBlocks>>,
+    /// Where the state of devices travels too: who is told of what has arrived of it.
+    pub devices: Option<Arc<SavingDevices>>,
 }
 
 /// One channel of the source. Dropping it ends its queue; [`SendChannel::join`] waits for its threads.
@@ -335,27 +352,33 @@ impl SendChannel {
 
     /// Hands `item` over; waits while the queue is full. Fails when the migration is being taken down.
     pub fn send(&self, item: Item) -> Result<(), WindowClosed> {
-        self.handed_over.fetch_add(1, Ordering::Relaxed);
+        if !matches!(item, Item::Device { .. }) {
+            self.handed_over.fetch_add(1, Ordering::Relaxed);
+        }
         self.queue.send(item).map_err(|_| WindowClosed)
     }
 
+    /// As [`SendChannel::send`] of a piece of device state, but gives it back where the queue is full.
+    pub(crate) fn try_send(&self, piece: Item) -> Result<Option<Item>, WindowClosed> {
+        debug_assert!(matches!(piece, Item::Device { .. }));
+        match self.queue.try_send(piece) {
+            Ok(()) => Ok(None),
+            Err(TrySendError::Full(piece)) => Ok(Some(piece)),
+            Err(TrySendError::Disconnected(_)) => Err(WindowClosed),
+        }
+    }
+
     /// Waits until everything that was handed over is acknowledged, and gives the last sequence number. Nobody hands
-    /// anything over meanwhile.
+    /// anything over meanwhile but pieces of device state, which are not waited for.
     pub fn drained(&self) -> Result<u64, WindowClosed> {
         loop {
             let expected = self.handed_over.load(Ordering::Relaxed);
-            let is_done = |progress: &Progress| progress.sent_items == expected && progress.sequence.outstanding() == 0;
-            let mut progress = self.shared.progress.lock().expect("no thread of the channel panics");
-            while !progress.ended && !is_done(&progress) {
-                progress.waiting += 1;
-                progress = self.shared.changed.wait(progress).expect("no thread of the channel panics");
-                progress.waiting -= 1;
-            }
-            if !is_done(&progress) {
-                return Err(WindowClosed);
-            }
+            let progress = self.shared.progress.lock().expect("no thread of the channel panics");
+            let progress = self.shared.wait(progress, |progress| progress.sent_items == expected)?;
+            let last = progress.sequence.last();
+            let progress = self.shared.wait(progress, |progress| progress.sequence.acknowledged() >= last)?;
             if progress.refused.is_empty() {
-                return Ok(progress.sequence.last());
+                return Ok(last);
             }
             drop(progress);
             self.send(Item::Again)?;
@@ -381,6 +404,20 @@ impl Shared {
     fn end(&self) {
         self.progress.lock().expect("no thread of the channel panics").ended = true;
         self.changed.notify_all();
+    }
+
+    /// Waits until `is_done`.
+    fn wait<'a>(
+        &self,
+        mut progress: MutexGuard<'a, Progress>,
+        is_done: impl Fn(&Progress) -> bool,
+    ) -> Result<MutexGuard<'a, Progress>, WindowClosed> {
+        while !progress.ended && !is_done(&progress) {
+            progress.waiting += 1;
+            progress = self.changed.wait(progress).expect("no thread of the channel panics");
+            progress.waiting -= 1;
+        }
+        if is_done(&progress) { Ok(progress) } else { Err(WindowClosed) }
     }
 
     /// All packets of `items` more items are written; none are left to be counted then.
@@ -478,6 +515,9 @@ impl Shared {
                 carried.zero_pages += packet.carried.zero_pages;
                 carried.bytes += packet.carried.bytes;
                 with_pages += u64::from(packet.carried.pages() > 0);
+                if let (Some((device, bytes)), Some(devices)) = (packet.device, &context.devices) {
+                    devices.arrived(device, bytes);
+                }
             }
             self.wake(progress);
             if released > 0 || with_pages > 0 {

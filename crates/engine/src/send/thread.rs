@@ -11,6 +11,7 @@ use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_offload::Maker;
 use sterna_wire::checksum::crc32c;
+use sterna_wire::device::Piece;
 use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, PageRequest, RUN_LENGTH, Run, RunKind};
 
@@ -24,7 +25,7 @@ use crate::in_place;
 use crate::off_cpu::OffCpu;
 use crate::reading::Reading;
 use crate::transport::Writer;
-use crate::window::Carried;
+use crate::window::{Carried, WindowClosed};
 
 /// Zero pages that were read from guest RAM wait for others before they make a packet, up to this many: a packet of nothing
 /// but its table costs a wake-up of the destination, and reading this much takes a few milliseconds.
@@ -41,6 +42,8 @@ struct Content<'a> {
     pages: (u64, u64),
     /// The device that has copied it.
     maker: Option<Maker>,
+    /// The guest's device whose state it is.
+    device: Option<u16>,
 }
 
 /// Where the content of a batch's normal pages lies.
@@ -66,7 +69,7 @@ impl Lies<'_> {
 
 impl<'a> Content<'a> {
     fn of(bytes: &'a [u8]) -> Self {
-        Self { bytes, checksum: None, in_window: 0, pages: (0, 0), maker: None }
+        Self { bytes, checksum: None, in_window: 0, pages: (0, 0), maker: None, device: None }
     }
 }
 
@@ -182,8 +185,8 @@ impl Sending {
                     item
                 }
             };
+            unsent += u64::from(!matches!(item, Item::Device { .. }));
             self.item(item)?;
-            unsent += 1;
             if !self.holds() {
                 shared.sent(&mut unsent);
             }
@@ -214,6 +217,18 @@ impl Sending {
             }
             Item::GenerationEnd(generation) => self.packet(PacketKind::GenerationEnd, 0, generation, &Content::of(&[])),
             Item::Stream { record, content } => self.packet(PacketKind::Stream, record, 0, &Content::of(&content)),
+            Item::Device { device, place, piece, in_window } => {
+                // Here and not before: in the queue it would hold what the item before it waits for.
+                if in_window > 0 {
+                    self.wait_for_window(in_window)?;
+                }
+                let (kind, bytes) = match &piece {
+                    Piece::Bytes(bytes) => (PacketKind::DeviceBuffer, &**bytes),
+                    Piece::Ahead => (PacketKind::DeviceAhead, &[][..]),
+                    Piece::End => (PacketKind::DeviceEnd, &[][..]),
+                };
+                self.packet(kind, device, place, &Content { in_window, device: Some(device), ..Content::of(bytes) })
+            }
             Item::DeviceState { name, instance, content } => {
                 self.table.extend_from_slice(&DeviceLabel { name: &name, instance }.encode());
                 self.packet(PacketKind::DeviceState, 0, 0, &Content::of(&content))
@@ -319,11 +334,16 @@ impl Sending {
     fn enter_window(&mut self, reading: &mut Reading, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
         if !self.context.window.try_enter(bytes)? {
             self.pages_read(reading)?;
-            let begun = OffCpu::begin();
-            self.context.window.enter(bytes)?;
-            if let Some(waits) = &mut self.waits {
-                waits.end(begun);
-            }
+            self.wait_for_window(bytes)?;
+        }
+        Ok(())
+    }
+
+    fn wait_for_window(&mut self, bytes: u64) -> Result<(), WindowClosed> {
+        let begun = OffCpu::begin();
+        self.context.window.enter(bytes)?;
+        if let Some(waits) = &mut self.waits {
+            waits.end(begun);
         }
         Ok(())
     }
@@ -451,7 +471,12 @@ impl Sending {
             return sent;
         }
         let checksum = lies.checksum(batch);
-        self.packet(PacketKind::Pages, batch.block, 0, &Content { bytes, checksum, in_window, pages, maker })
+        self.packet(
+            PacketKind::Pages,
+            batch.block,
+            0,
+            &Content { checksum, in_window, pages, maker, ..Content::of(bytes) },
+        )
     }
 
     /// Where deltas of pages of `block` are made, if there may be any.
@@ -541,7 +566,7 @@ impl Sending {
                 }
             }
             let (in_window, pages, checksum) = (batch.in_window(), pages_of(batch.runs()), lies.checksum(batch));
-            let content = Content { bytes: content, checksum, in_window, pages, maker };
+            let content = Content { checksum, in_window, pages, maker, ..Content::of(content) };
             return self.packet(PacketKind::Pages, block, 0, &content);
         }
         let (acknowledged, last) = self.send_refused(Some(deltas))?;
@@ -580,7 +605,7 @@ impl Sending {
         let checksum = deltas.rest_checksum().or_else(of_all);
         let in_window = window(split.whole);
         let before = self.shared.counters.packet_bytes.load(Ordering::Relaxed);
-        self.packet(PacketKind::Pages, block, 0, &Content { bytes: rest, checksum, in_window, pages, maker })?;
+        self.packet(PacketKind::Pages, block, 0, &Content { checksum, in_window, pages, maker, ..Content::of(rest) })?;
         let bytes = self.shared.counters.packet_bytes.load(Ordering::Relaxed) - before;
         deltas.went_whole(split.whole, bytes as usize);
         Ok(())
@@ -611,7 +636,13 @@ impl Sending {
             kind: PacketKind::Pages,
             method: 0,
             subject: batch.block,
-            sequence: self.next_sequence(InFlight { in_window: bytes, carried, normal_pages, suspect: None }),
+            sequence: self.next_sequence(InFlight {
+                in_window: bytes,
+                carried,
+                normal_pages,
+                suspect: None,
+                device: None,
+            }),
             table_length: self.table.len() as u32,
             payload_length: bytes as u32,
             content_length: bytes as u32,
@@ -632,7 +663,8 @@ impl Sending {
         detail: u64,
         content: &Content<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
-        let &Content { bytes: content, checksum, in_window, pages: (normal_pages, zero_pages), maker } = content;
+        let &Content { bytes: content, checksum, in_window, pages: (normal_pages, zero_pages), maker, device } =
+            content;
         if content.len() > self.context.rules.packet_size {
             let (length, limit) = (content.len(), self.context.rules.packet_size);
             return Err(format!(
@@ -673,7 +705,13 @@ impl Sending {
             kind,
             method,
             subject,
-            sequence: self.next_sequence(InFlight { in_window, carried, normal_pages: refusable, suspect }),
+            sequence: self.next_sequence(InFlight {
+                in_window,
+                carried,
+                normal_pages: refusable,
+                suspect,
+                device: device.map(|device| (device, content.len() as u32)),
+            }),
             table_length: self.table.len() as u32,
             payload_length: payload.len() as u32,
             content_length: content.len() as u32,

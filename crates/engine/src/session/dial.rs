@@ -93,6 +93,7 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
         key,
         incarnation: 1,
         channels: offer.channels,
+        device_channels: offer.machine.device_channels.own(),
         packet_size: chosen.packet_size as usize,
         features: chosen.features,
         round_trip,
@@ -216,7 +217,8 @@ impl Session {
         context.abort.on_end(move || closer.close());
         let name = match kind {
             ChannelKind::Ram => format!("ram-{index}"),
-            ChannelKind::DeviceState => "stream".to_owned(),
+            ChannelKind::DeviceState if index == 0 => "stream".to_owned(),
+            ChannelKind::DeviceState => format!("device-{index}"),
             _ => format!("opaque-{index}"),
         };
         SendChannel::start(&name, writer, reader, context.clone()).map_err(SessionError::new)

@@ -24,6 +24,11 @@ pub trait Sinks: Send + Sync {
 
     /// Of the stream channel.
     fn stream(&self) -> Box<dyn Sink>;
+
+    /// Of a channel of device state alone, where such may come.
+    fn devices(&self) -> Option<Box<dyn Sink>> {
+        None
+    }
 }
 
 /// A connection that may not come in, and why.
@@ -53,6 +58,8 @@ struct State {
     abort: Arc<Abort>,
     ram: Vec<Option<Arc<ReceiveCounters>>>,
     stream: bool,
+    /// By index, less one: whether it has come.
+    devices: Vec<bool>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -73,6 +80,7 @@ impl Doorman {
             abort: Arc::clone(abort),
             ram,
             stream: false,
+            devices: vec![false; session.device_channels.into()],
             threads: Vec::new(),
         };
         Self { session, sinks, other, tell, allowance: Allowance::default(), state: Mutex::new(state) }
@@ -162,6 +170,14 @@ impl Doorman {
             ChannelKind::DeviceState if header.index == 0 && !state.stream => {
                 state.stream = true;
                 self.serve(&mut state, connection, "stream".into(), self.sinks.stream());
+                Ok(())
+            }
+            ChannelKind::DeviceState
+                if let Some(come @ false) = state.devices.get_mut(usize::from(header.index).wrapping_sub(1))
+                    && let Some(sink) = self.sinks.devices() =>
+            {
+                *come = true;
+                self.serve(&mut state, connection, format!("device-{}", header.index), sink);
                 Ok(())
             }
             ChannelKind::Opaque | ChannelKind::PostCopy if let Some(door) = &self.other => {

@@ -9,7 +9,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use sterna_wire::control::{ControlMessage, ControlReader, Hello, Mode, Welcome};
+use sterna_wire::control::{ControlMessage, ControlReader, Hello, Machine, Mode, Welcome};
 use sterna_wire::handshake::choose;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_CONTENT};
@@ -18,6 +18,7 @@ use super::doorman::UNDER_WAY;
 use super::{Features, Session, program};
 use crate::cancel::Cancel;
 use crate::control_link::{hear, say};
+use crate::migration::DEVICE_STATE;
 use crate::transport::{Closer, Connection, Incoming, Reader, Writer, accept_channel, refuse_channel};
 
 /// Connections whose hello is waited for at once.
@@ -83,6 +84,8 @@ impl Drop for Greeter {
 pub struct Greeted {
     /// What was agreed on.
     pub session: Session,
+    /// What it says of the virtual machine.
+    pub machine: Machine,
     /// The source's address and certificate.
     pub peer: String,
     /// The control channel's halves, and what ends it.
@@ -210,17 +213,19 @@ impl Greeting<'_> {
                 return Err(format!("{peer}: {reason}"));
             }
         };
+        let knows_devices = chosen.features.iter().any(|name| name == DEVICE_STATE);
         let session = Session {
             id: header.id,
             key,
             incarnation: 1,
             channels: hello.channels,
+            device_channels: if knows_devices { hello.machine.device_channels.own() } else { 0 },
             packet_size: chosen.packet_size as usize,
             features: chosen.features.clone(),
             round_trip: Duration::ZERO,
         };
         let welcome = Welcome { program: program(), chosen };
-        Ok(Greeted { session, peer, writer, reader, closer, messages, welcome })
+        Ok(Greeted { session, machine: hello.machine, peer, writer, reader, closer, messages, welcome })
     }
 }
 
@@ -250,7 +255,6 @@ mod tests {
     use std::io::{Read, Write};
     use std::net::TcpStream;
 
-    use sterna_wire::control::Machine;
     use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
 
     use super::*;

@@ -59,6 +59,8 @@ pub struct Session {
     pub incarnation: u32,
     /// RAM channels.
     pub channels: u16,
+    /// Channels of device state alone, besides the stream channel.
+    pub device_channels: u16,
     /// Most bytes of content in a packet.
     pub packet_size: usize,
     /// Names of the features that both sides have.

@@ -35,6 +35,7 @@ use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
 
 pub use self::convergence::{NotConverging, Throttle};
 use crate::cancel::Cancel;
+use crate::device_state::{DeviceChannels, DeviceId, SaveDevice};
 use crate::migration::MigrationError;
 use crate::report::{Observer, Report};
 use crate::session::DIAL_PAUSE;
@@ -45,6 +46,7 @@ use crate::vmm::SourceVmm;
 pub struct Source {
     ram: GuestRam,
     log: Box<dyn DirtyLog>,
+    devices: Vec<(DeviceId, Box<dyn SaveDevice>)>,
     settings: Settings,
 }
 
@@ -115,11 +117,15 @@ struct Settings {
     iaa_verify: IaaVerify,
     delta_cache: u64,
     accelerator_weight: u32,
+    device_channels: DeviceChannels,
 }
 
 impl std::fmt::Debug for Source {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Source").field("ram", &self.ram).field("settings", &self.settings).finish_non_exhaustive()
+        let devices: Vec<_> = self.devices.iter().map(|(id, _)| id).collect();
+        let mut source = f.debug_struct("Source");
+        source.field("ram", &self.ram).field("devices", &devices).field("settings", &self.settings);
+        source.finish_non_exhaustive()
     }
 }
 
@@ -144,8 +150,9 @@ impl Source {
             iaa_verify: IaaVerify::default(),
             delta_cache: 0,
             accelerator_weight: 1,
+            device_channels: DeviceChannels::default(),
         };
-        Self { ram, log, settings }
+        Self { ram, log, devices: Vec::new(), settings }
     }
 
     /// RAM channels, 1 … 64; 2 unless said otherwise.
@@ -268,6 +275,22 @@ impl Source {
     #[must_use]
     pub fn accelerator_weight(mut self, weight: u32) -> Self {
         self.settings.accelerator_weight = weight;
+        self
+    }
+
+    /// A device whose state travels apart from the monitor's: all such devices are saved, sent and loaded at the same time. The destination
+    /// must have the same ([`Destination::device`](crate::destination::Destination::device)), else nothing is begun. A guest with such devices
+    /// stays stopped once it was stopped for the switchover, however much it dirtied until then: their state cannot be taken back.
+    #[must_use]
+    pub fn device(mut self, id: DeviceId, device: Box<dyn SaveDevice>) -> Self {
+        self.devices.push((id, device));
+        self
+    }
+
+    /// Which channels the state of such devices takes: those of RAM unless said otherwise.
+    #[must_use]
+    pub fn device_channels(mut self, channels: DeviceChannels) -> Self {
+        self.settings.device_channels = channels;
         self
     }
 

@@ -20,6 +20,7 @@ use super::unsent::Unsent;
 use crate::abort::Abort;
 use crate::accelerator::{Accelerator, Doubt};
 use crate::control_link::ControlSender;
+use crate::device_state::SavingDevices;
 use crate::entry::{PageSearch, Pipeline};
 use crate::report::Progress;
 use crate::send::{SendAgain, SendChannel, Sent, Way};
@@ -116,6 +117,7 @@ pub(super) struct Rounds<N> {
     pub(super) search: PageSearch,
     pub(super) convergence: Convergence,
     pub(super) state_size: u64,
+    pub(super) devices: Arc<SavingDevices>,
     pub(super) started: Instant,
     pub(super) orders: Receiver<Order>,
     pub(super) news: N,
@@ -157,6 +159,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             round += u64::from(has_pages);
             self.told.lock().expect("nobody panics with it").round = round;
             self.send(&mut pending)?;
+            self.devices.look();
             let found = self.collect(&mut pending)?;
             has_pages = found > 0;
             let (decision, pause) = self.decide(&pending, found);
@@ -172,7 +175,9 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                     (self.news)(RoundNews::SwitchOver);
                     while self.order()? != Order::LastRound {}
                     let found = self.collect(&mut pending)?;
-                    if self.tried == MOST_TRIES || self.convergence.still_fits(&self.measure(found)) {
+                    // What devices have saved ahead is of no use once they were stopped and go on.
+                    let stays = self.tried == MOST_TRIES || !self.devices.is_empty();
+                    if stays || self.convergence.still_fits(&self.measure(found)) {
                         break;
                     }
                     self.tried += 1;
@@ -352,7 +357,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             first: arrived(&first),
             arrived: arrived(&delivered),
             remaining: pages(found + on_the_way),
-            state: self.state_size,
+            state: self.state_size + self.devices.remaining(),
             full: window.full(),
             round_trip: window.round_trip(),
         }

@@ -121,7 +121,7 @@ fn run_session(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let Greeted { session, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    let Greeted { session, peer, mut writer, reader, closer, messages, welcome, .. } = greeted;
     let refused = |writer: &mut _, error: String| {
         // The peer may be gone; then nobody misses the answer.
         let _ = say(writer, &ControlMessage::Refused { reason: error.clone() });

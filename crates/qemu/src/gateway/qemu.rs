@@ -80,7 +80,7 @@ pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
         machine_type,
         ram: memory.and_then(|summary| summary["base-memory"].as_u64()).unwrap_or(0),
         downtime_ms: downtime.as_millis() as u64,
-        blocks: Vec::new(),
+        ..Machine::default()
     }
 }
 

@@ -307,6 +307,7 @@ impl Common<'_> {
             key: record.key.clone(),
             incarnation: self.peer.begin_anew(),
             channels: 0,
+            device_channels: 0,
             packet_size: 0,
             features: Vec::new(),
             round_trip: Duration::ZERO,

@@ -487,6 +487,7 @@ impl Driver<'_> {
             // A channel learns of it when the blocks are known.
             delta_cache: 0,
             delta_blocks: self.deltas.clone(),
+            devices: None,
         };
         let channels = self.options.channels;
         let readers = 1 + usize::from(channels);

@@ -41,6 +41,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         key: MigrationKey::from_bytes([2; 32]),
         incarnation: 1,
         channels,
+        device_channels: 0,
         packet_size: DEFAULT_PACKET_SIZE,
         features: Vec::new(),
         round_trip: Duration::ZERO,
@@ -55,6 +56,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         again: None,
         delta_cache: 0,
         delta_blocks: None,
+        devices: None,
     };
     let to = Address::from(to);
     let open = |index| session.open(&Security::Insecure, &to, ChannelKind::Ram, index, &context);

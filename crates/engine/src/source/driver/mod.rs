@@ -1,5 +1,6 @@
 //! The source's driver: events come in, the switchover's state machine says what to do, the monitor and the channels do it.
 
+mod devices;
 mod post_copy;
 mod report;
 
@@ -10,10 +11,12 @@ use std::time::{Duration, Instant};
 
 use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
-use sterna_wire::control::{ControlMessage, DestinationFigures, Mode};
+use sterna_wire::control::{ControlMessage, DestinationFigures, DeviceChannels, Machine, Mode};
+use sterna_wire::handshake::check_devices;
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState};
 
+use self::devices::Devices;
 use self::post_copy::PostCopy;
 use super::convergence::{Convergence, NotConverging};
 use super::rounds::{Order, RoundNews, Rounds, Told, no_pages};
@@ -24,9 +27,13 @@ use crate::accelerator::Accelerator;
 use crate::batch::BatchPool;
 use crate::cancel::Cancel;
 use crate::control_link::ControlEvent;
+use crate::device_state::SavingDevices;
+use crate::device_state::save::SaveNews;
 use crate::entry::{PageSearch, Pipeline};
 use crate::ledger::Ledger;
-use crate::migration::{DELTA, GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes};
+use crate::migration::{
+    DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes,
+};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
@@ -52,6 +59,7 @@ const CANCELLED: &str = "cancelled";
 enum Event {
     Peer(PeerNews),
     Rounds(RoundNews),
+    Device(SaveNews),
     /// The data channels of this incarnation have failed.
     Broken(u32),
     Cancelled,
@@ -65,9 +73,17 @@ pub(super) fn run(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Report, MigrationError> {
-    let Source { ram, log, settings } = source;
+    let Source { ram, log, devices, settings } = source;
     let (events_in, events) = channel();
-    let machine = machine(vmm.name(), &ram, settings.downtime.as_millis() as u64);
+    let (ids, devices): (Vec<_>, Vec<_>) = devices.into_iter().unzip();
+    let serial = settings.device_channels == DeviceChannels::Serial;
+    let known = Arc::new(SavingDevices::new(ids.clone(), serial));
+    let machine = Machine {
+        devices: ids,
+        device_channels: if known.is_empty() { DeviceChannels::default() } else { settings.device_channels },
+        ..machine(vmm.name(), &ram, settings.downtime.as_millis() as u64)
+    };
+    check_devices(&machine).map_err(MigrationError::untouched)?;
     let post_copy = matches!(settings.not_converging, NotConverging::PostCopy | NotConverging::PostCopyAfter(_));
     if let Some(reason) = vmm.post_copy_refusal().filter(|_| post_copy) {
         return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
@@ -80,6 +96,7 @@ pub(super) fn run(
     wanted.extend(post_copy.then_some(POST_COPY));
     wanted.extend((!settings.checksums).then_some(UNCHECKED));
     wanted.extend((settings.delta_cache > 0).then_some(DELTA));
+    wanted.extend((!known.is_empty()).then_some(DEVICE_STATE));
     let mut offered = wanted.clone();
     offered.push(SEND_AGAIN);
     let offer = Offer {
@@ -95,7 +112,14 @@ pub(super) fn run(
     let told = events_in.clone();
     let occupied = Occupied::default();
     let meanwhile = occupied.clone();
+    let credited = Arc::clone(&known);
     let tell_peer: TellPeer = Arc::new(move |news| {
+        // Without the driver, which may be busy with the monitor's state for long.
+        if let PeerNews::Control(_, ControlEvent::Message(ControlMessage::DeviceCredit { device, up_to }, _)) = &news
+            && credited.credit(*device, *up_to).is_ok()
+        {
+            return;
+        }
         if let PeerNews::Control(_, ControlEvent::Lost(reason)) = &news {
             meanwhile.lost(format_args!("the destination was lost: {reason}"));
         }
@@ -149,6 +173,7 @@ pub(super) fn run(
         tell_peer,
         occupied,
         moving: None,
+        devices: Devices::new(known, devices),
         told: Arc::default(),
         started: Instant::now(),
         phase: Phase::SettingUp,
@@ -179,7 +204,9 @@ fn new_window(session: &Session, settings: &Settings) -> Arc<Window> {
 struct Moving {
     pipeline: Arc<Pipeline>,
     /// The monitor's state goes over it, once.
-    stream: Option<SendChannel>,
+    stream: Option<Arc<SendChannel>>,
+    /// The state of devices goes over them, where they were asked for.
+    device_channels: Arc<Vec<SendChannel>>,
     /// The thread of the rounds, until it was ended.
     rounds: Option<(Sender<Order>, JoinHandle<()>)>,
 }
@@ -229,6 +256,7 @@ struct Driver<'a> {
     tell_peer: TellPeer,
     occupied: Occupied,
     moving: Option<Moving>,
+    devices: Devices,
     told: Arc<Mutex<Told>>,
     started: Instant,
     phase: Phase,
@@ -274,6 +302,7 @@ impl SourceDriver for Driver<'_> {
                 if let Some(moving) = &mut self.moving {
                     moving.end_rounds();
                 }
+                self.devices.join();
                 let stands = self.lead.moments.pausing.is_some();
                 Some(SourceEvent::Guest(if stands { SourceGuest::Completed } else { SourceGuest::Running }))
             }
@@ -332,6 +361,7 @@ impl SourceDriver for Driver<'_> {
                 }
             },
             Event::Rounds(news) => self.rounds_say(news),
+            Event::Device(news) => self.device_says(news),
             Event::Broken(incarnation) if incarnation != self.data_incarnation => None,
             Event::Broken(_) if follows => {
                 // All channels are made anew, the control channel too.
@@ -410,10 +440,13 @@ impl Driver<'_> {
     fn heard(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
             ControlMessage::Ready { placement, .. } => self.placement = placement,
-            ControlMessage::SwitchoverAck => {
-                if let Some(moving) = &self.moving {
-                    moving.order(Order::MayStop);
-                }
+            ControlMessage::SwitchoverAck => self.monitor_taken(),
+            ControlMessage::DeviceTaken { device } => self.device_taken(device),
+            ControlMessage::DeviceLoaded { device } => self.devices.known.loaded(device),
+            ControlMessage::DeviceCredit { device, up_to } => {
+                // What was wrong with it when it came still is.
+                let reason = self.devices.known.credit(device, up_to).err()?;
+                return Some(SourceEvent::Failed { reason });
             }
             ControlMessage::PostCopyReady => return self.destination_watches(),
             ControlMessage::PostCopyDone(figures) => return self.destination_has_all(figures),
@@ -453,8 +486,7 @@ impl Driver<'_> {
             RoundNews::Failed(reason) => Err(reason),
             RoundNews::Drained(when) => {
                 self.lead.moments.drained = Some(when);
-                self.lead.due = Some((after(self.step_time()), "loading at the destination"));
-                return Some(SourceEvent::FinalStateSent);
+                return self.final_state_sent();
             }
         };
         outcome.err().map(|reason| SourceEvent::Failed { reason })
@@ -479,13 +511,18 @@ impl Driver<'_> {
         let context = self.send_context();
         let pipeline = self.open_ram_channels(&context, Some(self.cancel))?;
         let stream = self.session.open(self.security, self.to, ChannelKind::DeviceState, 0, &context);
-        let stream = stream.map_err(|error| error.to_string())?;
+        let stream = Arc::new(stream.map_err(|error| error.to_string())?);
+        let device_channels = self.open_device_channels(&context)?;
+        self.start_devices(&pipeline, &device_channels, &stream)?;
         let mut ahead = StateWriter::new(&stream, Part::Ahead, self.session.packet_size);
         let inside = self.occupied.enter(&self.lead.abort, None);
         let saved = self.vmm.save_ahead(&mut ahead).map_err(|error| format!("saving state ahead failed: {error}"));
         let finished = saved.and_then(|()| ahead.finish().map_err(|error| error.to_string()));
         drop(inside);
         let ahead = finished.map_err(|error| self.lead.abort.reason().unwrap_or(error))?;
+        if ahead == 0 {
+            self.monitor_taken();
+        }
 
         let (orders, orders_out) = channel();
         let events = self.events_in.clone();
@@ -497,6 +534,7 @@ impl Driver<'_> {
             ram,
             convergence,
             state_size: self.vmm.state_size(),
+            devices: Arc::clone(&self.devices.known),
             started: self.started,
             orders: orders_out,
             news: move |news| drop(events.send(Event::Rounds(news))),
@@ -506,14 +544,14 @@ impl Driver<'_> {
             again: Arc::clone(&self.again),
             accelerator: self.accelerator.clone(),
             written: self.accelerator.iter().flat_map(|_| no_pages(&self.ram)).collect(),
-            may_stop: ahead == 0,
+            may_stop: self.may_stop(),
             tried: 0,
             abort: Arc::clone(&self.lead.abort),
         };
         let thread = std::thread::Builder::new().name("rounds".into());
         let rounds =
             thread.spawn(move || rounds.run()).map_err(|error| format!("no thread for the rounds: {error}"))?;
-        self.moving = Some(Moving { pipeline, stream: Some(stream), rounds: Some((orders, rounds)) });
+        self.moving = Some(Moving { pipeline, stream: Some(stream), device_channels, rounds: Some((orders, rounds)) });
         self.lead.due = self.rounds_due();
         Ok(())
     }
@@ -544,6 +582,7 @@ impl Driver<'_> {
             delta_cache: self.settings.delta_cache.min(self.ram.bytes().saturating_add(self.ram.bytes() / 8)) as usize
                 / usize::from(self.session.channels),
             delta_blocks: None,
+            devices: Some(Arc::clone(&self.devices.known)),
         }
     }
 
@@ -575,9 +614,11 @@ impl Driver<'_> {
         if let Some(mut moving) = self.moving.take() {
             moving.end_rounds();
             self.post_copy.join_server();
-            if let Some(stream) = moving.stream {
-                stream.join();
-            }
+            self.devices.join();
+            // Nobody else has them any more.
+            let stream = moving.stream.and_then(Arc::into_inner);
+            let apart = Arc::into_inner(moving.device_channels).unwrap_or_default();
+            stream.into_iter().chain(apart).for_each(SendChannel::join);
             if let Ok(pipeline) = Arc::try_unwrap(moving.pipeline) {
                 pipeline.channels.into_iter().for_each(SendChannel::join);
             }
@@ -630,6 +671,7 @@ impl Driver<'_> {
         if self.lead.abort.is_over() {
             return Ok(());
         }
+        self.devices.known.save();
         let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
         let mut state = StateWriter::new(stream, Part::Final, self.session.packet_size);
         // A destination that does not read keeps the monitor waiting, and this thread with it.
@@ -637,8 +679,12 @@ impl Driver<'_> {
         let saved = self.vmm.save(&mut state).map_err(|error| format!("saving the guest's state failed: {error}"));
         let finished = saved.and_then(|()| state.finish().map_err(|error| error.to_string()));
         drop(inside);
-        // The reason that came first says more than a state that could not be sent.
-        let bytes = finished.map_err(|error| self.lead.abort.reason().unwrap_or(error))?;
+        let bytes = match finished {
+            Ok(bytes) => bytes,
+            // Why it could not be sent says the event that is in the queue already, or the destination yet.
+            Err(_) if self.lead.abort.is_over() => return Ok(()),
+            Err(error) => return Err(error),
+        };
         self.lead.moments.saved = Some(Instant::now());
         tracing::debug!(bytes, "the guest's state is handed over");
         Ok(())

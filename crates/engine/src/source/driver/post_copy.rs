@@ -122,7 +122,12 @@ impl Driver<'_> {
         self.window = new_window(&self.session, &self.settings);
         self.pacer = Arc::new(Pacer::new(self.settings.bandwidth));
         let pipeline = self.open_ram_channels(&self.send_context(), None)?;
-        self.moving = Some(Moving { pipeline: Arc::clone(&pipeline), stream: None, rounds: None });
+        self.moving = Some(Moving {
+            pipeline: Arc::clone(&pipeline),
+            stream: None,
+            device_channels: Arc::default(),
+            rounds: None,
+        });
         let (unsent, ram, packet_size) = (Arc::clone(&self.unsent), self.ram.clone(), self.session.packet_size);
         let server = self.serve_pages(move |mut server| {
             server.hear_list()?;

@@ -5,7 +5,7 @@ use std::time::Instant;
 use sterna_wire::control::ControlMessage;
 use sterna_wire::switchover::SourceEnd;
 
-use super::Driver;
+use super::{CANCELLED, Driver};
 use crate::accelerator::Accelerator;
 use crate::migration::{GuestState, MigrationError, Side};
 use crate::process::own_cpu_seconds;
@@ -18,7 +18,8 @@ impl Driver<'_> {
     /// What went over the data channels, those that are closed included.
     pub(super) fn sent(&self) -> Sent {
         let Some(moving) = &self.moving else { return self.sent_before };
-        self.sent_before + Sent::over(moving.pipeline.channels.iter().chain(&moving.stream))
+        let apart = moving.device_channels.iter().chain(moving.stream.as_deref());
+        self.sent_before + Sent::over(moving.pipeline.channels.iter().chain(apart))
     }
 
     pub(super) fn tell_progress(&mut self) {
@@ -35,6 +36,7 @@ impl Driver<'_> {
         self.progress.zero_pages = sent.zero_pages;
         self.progress.wire_bytes = sent.wire_bytes;
         self.progress.ratio = sent.ratio();
+        self.progress.devices = self.devices.known.progress();
         self.content_told = sent.content_bytes;
         self.told.lock().expect("nobody panics with it").fill(&mut self.progress);
         self.observer.progress(&self.progress);
@@ -66,7 +68,9 @@ impl Driver<'_> {
 
     /// What has come of it, where the guest is, and why where that is not good.
     fn verdict(&mut self, outcome: SourceOutcome) -> (Outcome, GuestState, Option<String>) {
-        let not_moved = if self.lead.cancelled { Outcome::Cancelled } else { Outcome::Failed };
+        // The word of it may still lie in the queue.
+        let cancelled = self.cancel.is_cancelled() && self.lead.switchover.reason() == CANCELLED;
+        let not_moved = if self.lead.cancelled || cancelled { Outcome::Cancelled } else { Outcome::Failed };
         let (outcome, guest, reason) = match outcome {
             SourceOutcome::Machine(SourceEnd::Finished) => {
                 return (Outcome::Completed, GuestState::BelongsToDestination, None);
@@ -165,6 +169,7 @@ impl Driver<'_> {
             delta_cache: self.settings.delta_cache.min(self.ram.bytes()),
             no_deltas: None,
             refused_packets: self.again.packets(),
+            devices: self.devices.known.report(),
         }
     }
 }

@@ -281,6 +281,7 @@ impl OpaqueConnections {
             again: None,
             delta_cache: 0,
             delta_blocks: None,
+            devices: None,
         };
         let name = format!("opaque-{channel}");
         let channel = SendChannel::start(&name, writer, reader, context).map_err(failed)?;

@@ -306,6 +306,7 @@ impl Proxy<'_> {
             again: None,
             delta_cache: 0,
             delta_blocks: None,
+            devices: None,
         })
     }
 

@@ -50,6 +50,7 @@ impl Driver<'_> {
             ratio: sent.ratio(),
             dirty_rate: (ram.dirty_pages_rate * ram.page_size.max(1)) as f64,
             predicted_downtime_ms: drain + COMMIT_ESTIMATE.as_secs_f64() * 1e3,
+            devices: Vec::new(),
         };
         self.observer.progress(&self.progress);
     }
@@ -126,6 +127,7 @@ impl Driver<'_> {
             device_deltas: sent.device_deltas,
             delta_cache: self.delta_cache,
             no_deltas: self.no_deltas.map(str::to_owned),
+            devices: Vec::new(),
             refused_packets: self.deltas.as_ref().map_or(0, |deltas| deltas.packets()),
         }
     }

@@ -1,0 +1,310 @@
+//! Devices at the destination: pieces from the channels, put in order, to a thread for each device.
+
+use std::fmt;
+use std::io::{self, Read};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+
+use sterna_wire::control::ControlMessage;
+use sterna_wire::device::{DeviceReceiver, LEAST_CREDIT, Piece};
+
+use super::buffer::{Buffers, DeviceBytes};
+use super::{DeviceId, LoadDevice};
+use crate::receive::{Sink, SinkError};
+use crate::vmm::VmmError;
+
+/// What a device's thread tells the driver.
+#[derive(Debug)]
+pub(crate) enum LoadNews {
+    /// The device has loaded all of its state.
+    Loaded(u16),
+    /// This has failed.
+    Failed(String),
+}
+
+/// What has come for one device.
+struct Queue {
+    id: DeviceId,
+    buffers: Buffers,
+    state: Mutex<QueueState>,
+    changed: Condvar,
+}
+
+struct QueueState {
+    receiver: DeviceReceiver<DeviceBytes>,
+    over: bool,
+}
+
+impl Queue {
+    fn state(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().expect("nobody panics with it")
+    }
+
+    /// The next piece in order; none if the migration is being taken down.
+    fn next_piece(&self) -> Option<Piece<DeviceBytes>> {
+        let mut state = self.state();
+        loop {
+            if state.over {
+                return None;
+            }
+            if let Some(piece) = state.receiver.next_piece() {
+                return Some(piece);
+            }
+            state = self.changed.wait(state).expect("nobody panics with it");
+        }
+    }
+}
+
+/// Whose turn it is, where one device loads after the other.
+#[derive(Default)]
+struct Turn {
+    state: Mutex<(usize, bool)>,
+    changed: Condvar,
+}
+
+impl Turn {
+    /// Waits for the turn of `device`; false if the migration is being taken down.
+    fn wait(&self, device: usize) -> bool {
+        let state = self.state.lock().expect("nobody panics with it");
+        let waits = |(turn, over): &mut (usize, bool)| *turn != device && !*over;
+        !self.changed.wait_while(state, waits).expect("nobody panics with it").1
+    }
+
+    fn change(&self, change: impl FnOnce(&mut (usize, bool))) {
+        change(&mut self.state.lock().expect("nobody panics with it"));
+        self.changed.notify_all();
+    }
+}
+
+/// The devices of one migration at the destination, numbered as the source numbers them.
+pub(crate) struct LoadingDevices {
+    queues: Vec<Queue>,
+    turn: Option<Turn>,
+}
+
+/// What each of so many devices may have on its way or waiting, in bytes, where all together have `queue`.
+///
+/// # Errors
+/// That is too little.
+pub(crate) fn share(queue: u64, devices: usize) -> Result<u64, String> {
+    let share = queue / devices.max(1) as u64;
+    if share >= LEAST_CREDIT {
+        return Ok(share);
+    }
+    let least = LEAST_CREDIT * devices as u64;
+    Err(format!("a queue of {queue} bytes for the state of {devices} devices; at least {least} are needed"))
+}
+
+impl fmt::Debug for LoadingDevices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.queues.iter().map(|queue| &queue.id)).finish()
+    }
+}
+
+impl LoadingDevices {
+    /// Devices of which each may have `share` bytes on its way or waiting.
+    pub(crate) fn new(ids: Vec<DeviceId>, share: u64, serial: bool) -> Self {
+        let queue = |id| Queue {
+            id,
+            buffers: Buffers::default(),
+            state: Mutex::new(QueueState { receiver: DeviceReceiver::new(share), over: false }),
+            changed: Condvar::new(),
+        };
+        Self { queues: ids.into_iter().map(queue).collect(), turn: serial.then(Turn::default) }
+    }
+
+    /// What the source is told before anything comes.
+    pub(crate) fn credits(&self) -> impl Iterator<Item = ControlMessage> {
+        self.queues.iter().zip(0..).map(|(queue, device)| {
+            let up_to = queue.state().receiver.permitted();
+            ControlMessage::DeviceCredit { device, up_to }
+        })
+    }
+
+    /// A piece has come for `device`. Never waits.
+    pub(crate) fn arrived(&self, device: u16, place: u64, piece: Piece<&[u8]>) -> Result<(), SinkError> {
+        let queue = self.queues.get(usize::from(device)).ok_or_else(|| format!("there is no device {device}"))?;
+        let named = |error| format!("{}: {error}", queue.id);
+        let length = if let Piece::Bytes(bytes) = &piece { bytes.len() } else { 0 };
+        let mut state = queue.state();
+        // Before anything is reserved for it.
+        state.receiver.check(place, length).map_err(named)?;
+        let piece = match piece {
+            Piece::Bytes(content) => {
+                let mut bytes = queue.buffers.take(length);
+                bytes.fill(content, length);
+                Piece::Bytes(bytes)
+            }
+            Piece::Ahead => Piece::Ahead,
+            Piece::End => Piece::End,
+        };
+        state.receiver.arrived(place, length, piece).map_err(named)?;
+        drop(state);
+        queue.changed.notify_all();
+        Ok(())
+    }
+
+    /// The migration has ended or is being taken down: nobody is to wait here.
+    pub(crate) fn end(&self) {
+        for queue in &self.queues {
+            queue.state().over = true;
+            queue.changed.notify_all();
+        }
+        if let Some(turn) = &self.turn {
+            turn.change(|(_, over)| *over = true);
+        }
+    }
+
+    /// Starts a thread for each device. `say` says something to the source; `news` goes to the driver.
+    ///
+    /// # Errors
+    /// The system has no thread. Those that were started end with [`LoadingDevices::end`].
+    pub(crate) fn start(
+        self: &Arc<Self>,
+        devices: Vec<Box<dyn LoadDevice>>,
+        say: impl Fn(ControlMessage) + Clone + Send + 'static,
+        news: impl Fn(LoadNews) + Clone + Send + 'static,
+    ) -> (Vec<JoinHandle<()>>, io::Result<()>) {
+        let mut threads = Vec::new();
+        for (number, mut device) in devices.into_iter().enumerate() {
+            let (devices, say, news) = (Arc::clone(self), say.clone(), news.clone());
+            let thread = std::thread::Builder::new().name(format!("load-device-{number}"));
+            let thread = thread.spawn(move || {
+                let mut reader =
+                    PieceReader { queue: &devices.queues[number], number: number as u16, say, next: Next::Nothing };
+                match devices.load(number, &mut *device, &mut reader) {
+                    Ok(()) => news(LoadNews::Loaded(number as u16)),
+                    Err(error) => {
+                        let id = &devices.queues[number].id;
+                        news(LoadNews::Failed(format!("loading the state of device {id} failed: {error}")));
+                    }
+                }
+            });
+            match thread {
+                Ok(thread) => threads.push(thread),
+                Err(error) => return (threads, Err(error)),
+            }
+        }
+        (threads, Ok(()))
+    }
+
+    fn load<S: Fn(ControlMessage)>(
+        &self,
+        number: usize,
+        device: &mut dyn LoadDevice,
+        reader: &mut PieceReader<'_, S>,
+    ) -> Result<(), VmmError> {
+        // A device is not touched before anything has come for it.
+        reader.await_first()?;
+        if let Some(turn) = &self.turn
+            && !turn.wait(number)
+        {
+            return Err(breaks_off().into());
+        }
+        device.load(reader)?;
+        // It may know of less than a newer source sends; and that all has come is known at the end only.
+        io::copy(reader, &mut io::sink())?;
+        if let Some(turn) = &self.turn {
+            turn.change(|(turn, _)| *turn += 1);
+        }
+        Ok(())
+    }
+}
+
+/// A piece of device state has come on a channel that takes those of `devices`, if of any.
+pub(crate) fn arrived(
+    devices: Option<&LoadingDevices>,
+    device: u16,
+    place: u64,
+    piece: Piece<&[u8]>,
+) -> Result<(), SinkError> {
+    devices.ok_or("device state on a channel that is not for it")?.arrived(device, place, piece)
+}
+
+/// The sink of a channel of device state alone.
+pub(crate) struct DeviceSink(pub(crate) Arc<LoadingDevices>);
+
+impl Sink for DeviceSink {
+    fn device(&mut self, device: u16, place: u64, piece: Piece<&[u8]>) -> Result<(), SinkError> {
+        self.0.arrived(device, place, piece)
+    }
+}
+
+fn breaks_off() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "the state breaks off: the migration is being taken down")
+}
+
+/// What is read next.
+enum Next {
+    /// The piece that follows.
+    Nothing,
+    /// These bytes, from there on.
+    Bytes(DeviceBytes, usize),
+    /// Nothing: the state has ended.
+    End,
+}
+
+/// A device's state as it reads it.
+struct PieceReader<'a, S> {
+    queue: &'a Queue,
+    number: u16,
+    say: S,
+    next: Next,
+}
+
+impl<S: Fn(ControlMessage)> PieceReader<'_, S> {
+    /// Waits until there is something to be read.
+    fn await_first(&mut self) -> io::Result<()> {
+        self.take_piece()
+    }
+
+    /// Takes the next piece, which says that those before it are not needed any more.
+    fn take_piece(&mut self) -> io::Result<()> {
+        let piece = self.queue.next_piece().ok_or_else(breaks_off)?;
+        self.next = match piece {
+            Piece::Bytes(bytes) => Next::Bytes(bytes, 0),
+            Piece::Ahead => {
+                self.done_with(0);
+                (self.say)(ControlMessage::DeviceTaken { device: self.number });
+                Next::Nothing
+            }
+            Piece::End => {
+                self.done_with(0);
+                Next::End
+            }
+        };
+        Ok(())
+    }
+
+    fn done_with(&self, content: usize) {
+        let more = self.queue.state().receiver.done_with(content);
+        if let Some(up_to) = more {
+            (self.say)(ControlMessage::DeviceCredit { device: self.number, up_to });
+        }
+    }
+}
+
+impl<S: Fn(ControlMessage)> Read for PieceReader<'_, S> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if buffer.is_empty() {
+            return Ok(0);
+        }
+        loop {
+            match &mut self.next {
+                Next::Nothing => self.take_piece()?,
+                Next::End => return Ok(0),
+                Next::Bytes(bytes, at) if *at == bytes.len() => {
+                    let length = bytes.len();
+                    self.next = Next::Nothing;
+                    self.done_with(length);
+                }
+                Next::Bytes(bytes, at) => {
+                    let count = buffer.len().min(bytes.len() - *at);
+                    buffer[..count].copy_from_slice(&bytes[*at..*at + count]);
+                    *at += count;
+                    return Ok(count);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,465 @@
+//! Devices at the source: a thread for each, and what it, the channels, the rounds and the driver know of it together.
+
+use std::io::{self, Write};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use sterna_wire::device::{DeviceError, DeviceSender, Piece};
+
+use super::buffer::{Buffers, DeviceBytes};
+use super::{Ahead, DeviceId, SaveDevice};
+use crate::entry::Pipeline;
+use crate::report::{DeviceProgress, DeviceReport, between};
+use crate::send::{Item, SendChannel};
+use crate::window::WindowClosed;
+
+/// What a device's thread is to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    /// Look whether there is more to be saved ahead.
+    Look,
+    /// Save: the guest is paused.
+    Save,
+}
+
+/// What a device's thread tells the driver.
+#[derive(Debug)]
+pub(crate) enum SaveNews {
+    /// Nothing of this device was saved ahead: nobody need wait for its being loaded.
+    NothingAhead(u16),
+    /// All of the device's state is handed over.
+    Saved,
+    /// This has failed.
+    Failed(String),
+}
+
+/// What is known of one device.
+#[derive(Debug, Default)]
+struct Known {
+    sender: DeviceSender,
+    order: Option<Order>,
+    /// It may have more ahead.
+    more_ahead: bool,
+    remaining: u64,
+    ahead_bytes: u64,
+    bytes: u64,
+    pieces: u64,
+    arrived_bytes: u64,
+    arrived_pieces: u64,
+    /// The destination has taken what was saved ahead.
+    taken: bool,
+    begun: Option<Instant>,
+    saved: Option<Instant>,
+    arrived: Option<Instant>,
+    loaded: Option<Instant>,
+}
+
+impl Known {
+    fn look_whether_arrived(&mut self) {
+        if self.saved.is_some() && self.arrived_pieces == self.pieces {
+            self.arrived.get_or_insert_with(Instant::now);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    devices: Vec<Known>,
+    /// Which device saves now, where one does after the other.
+    turn: Option<usize>,
+    over: bool,
+}
+
+/// The devices of one migration at the source.
+#[derive(Debug)]
+pub struct SavingDevices {
+    ids: Vec<DeviceId>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl SavingDevices {
+    pub(crate) fn new(ids: Vec<DeviceId>, serial: bool) -> Self {
+        let devices = ids.iter().map(|_| Known::default()).collect();
+        let state = State { devices, turn: serial.then_some(0), over: false };
+        Self { ids, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nobody panics with it")
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait(state).expect("nobody panics with it")
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// The destination permits so much of a device's state in all.
+    ///
+    /// # Errors
+    /// There is no such device, or nothing can be sent with so little.
+    pub(crate) fn credit(&self, device: u16, up_to: u64) -> Result<(), String> {
+        let mut state = self.state();
+        let known = state.devices.get_mut(usize::from(device));
+        let known =
+            known.ok_or_else(|| format!("the destination speaks of a device {device}, which does not exist"))?;
+        known.sender.credit(up_to).map_err(|error: DeviceError| error.to_string())?;
+        drop(state);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// A piece with so many bytes has arrived at the destination.
+    pub(crate) fn arrived(&self, device: u16, bytes: u32) {
+        let mut state = self.state();
+        let known = &mut state.devices[usize::from(device)];
+        known.arrived_bytes += u64::from(bytes);
+        known.arrived_pieces += 1;
+        known.look_whether_arrived();
+    }
+
+    /// The destination's device has taken what was saved ahead, or nothing was.
+    pub(crate) fn taken(&self, device: u16) {
+        if let Some(known) = self.state().devices.get_mut(usize::from(device)) {
+            known.taken = true;
+        }
+    }
+
+    pub(crate) fn all_taken(&self) -> bool {
+        self.state().devices.iter().all(|known| known.taken)
+    }
+
+    /// The destination's device has loaded all of its state.
+    pub(crate) fn loaded(&self, device: u16) {
+        if let Some(known) = self.state().devices.get_mut(usize::from(device)) {
+            known.loaded.get_or_insert_with(Instant::now);
+        }
+    }
+
+    /// Bytes of state that would have to be saved if the guest were stopped now.
+    pub(crate) fn remaining(&self) -> u64 {
+        self.state().devices.iter().map(|known| known.remaining).sum()
+    }
+
+    /// Has those devices looked at that may have more to be saved ahead.
+    pub(crate) fn look(&self) {
+        self.order(|known| (known.more_ahead && known.order.is_none()).then_some(Order::Look));
+    }
+
+    /// Has all devices saved: the guest is paused.
+    pub(crate) fn save(&self) {
+        self.order(|_| Some(Order::Save));
+    }
+
+    fn order(&self, order: impl Fn(&Known) -> Option<Order>) {
+        let mut state = self.state();
+        for known in &mut state.devices {
+            known.order = order(known).or(known.order);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Whether all devices have been saved, and when the last one was.
+    pub(crate) fn all_saved(&self) -> Option<Option<Instant>> {
+        let state = self.state();
+        let saved: Option<Vec<Instant>> = state.devices.iter().map(|known| known.saved).collect();
+        saved.map(|saved| saved.into_iter().max())
+    }
+
+    /// The migration has ended or is being taken down: nobody is to wait here.
+    pub(crate) fn end(&self) {
+        self.state().over = true;
+        self.changed.notify_all();
+    }
+
+    /// The next order; none at the end.
+    fn next_order(&self, device: usize) -> Option<Order> {
+        let mut state = self.state();
+        loop {
+            if state.over {
+                return None;
+            }
+            if let Some(order) = state.devices[device].order.take() {
+                return Some(order);
+            }
+            state = self.wait(state);
+        }
+    }
+
+    /// Waits for the device's turn, where one saves after the other.
+    fn await_turn(&self, device: usize) -> Result<(), WindowClosed> {
+        let mut state = self.state();
+        while !state.over && state.turn.is_some_and(|turn| turn != device) {
+            state = self.wait(state);
+        }
+        if state.over { Err(WindowClosed) } else { Ok(()) }
+    }
+
+    /// Bytes that a piece may have; waits until the destination has said.
+    fn largest_piece(&self, device: usize, packet: usize) -> Result<usize, WindowClosed> {
+        let mut state = self.state();
+        loop {
+            if state.over {
+                return Err(WindowClosed);
+            }
+            if let Some(most) = state.devices[device].sender.largest_piece(packet) {
+                return Ok(most);
+            }
+            state = self.wait(state);
+        }
+    }
+
+    /// The place of the next piece; waits until the destination has room for it.
+    fn place(&self, device: usize, content: usize) -> Result<u64, WindowClosed> {
+        let mut state = self.state();
+        loop {
+            if state.over {
+                return Err(WindowClosed);
+            }
+            let known = &mut state.devices[device];
+            if let Some(place) = known.sender.send(content) {
+                known.bytes += content as u64;
+                known.pieces += 1;
+                if known.begun.is_none() {
+                    known.ahead_bytes = known.bytes;
+                }
+                return Ok(place);
+            }
+            state = self.wait(state);
+        }
+    }
+
+    pub(crate) fn progress(&self) -> Vec<DeviceProgress> {
+        let told = |(id, known): (&DeviceId, &Known)| DeviceProgress {
+            device: id.to_string(),
+            bytes: known.bytes,
+            arrived_bytes: known.arrived_bytes,
+            remaining_bytes: known.remaining,
+            loaded: known.loaded.is_some(),
+        };
+        self.ids.iter().zip(&self.state().devices).map(told).collect()
+    }
+
+    pub(crate) fn report(&self) -> Vec<DeviceReport> {
+        let told = |(id, known): (&DeviceId, &Known)| DeviceReport {
+            device: id.to_string(),
+            bytes: known.bytes,
+            ahead_bytes: known.ahead_bytes,
+            save_ms: between(known.begun, known.saved),
+            transfer_ms: between(known.saved, known.arrived),
+            load_ms: between(known.arrived, known.loaded),
+            downtime_ms: between(known.begun, known.loaded),
+        };
+        self.ids.iter().zip(&self.state().devices).map(told).collect()
+    }
+}
+
+/// Which channels pieces take.
+#[derive(Clone)]
+pub(crate) enum Route {
+    /// Those of RAM.
+    Mixed(Arc<Pipeline>),
+    /// Channels of their own.
+    Own(Arc<Vec<SendChannel>>),
+    /// The stream channel.
+    Serial(Arc<SendChannel>),
+}
+
+impl Route {
+    /// Whether what is on its way counts with pages. Not on the stream channel: the destination reads none of it between the first of the
+    /// monitor's state and the last page.
+    fn enters_window(&self) -> bool {
+        !matches!(self, Self::Serial(_))
+    }
+
+    fn channels(&self) -> &[SendChannel] {
+        match self {
+            Self::Mixed(pipeline) => &pipeline.channels,
+            Self::Own(channels) => channels,
+            Self::Serial(stream) => std::slice::from_ref(stream),
+        }
+    }
+}
+
+/// Where a device's pieces go.
+pub(crate) struct Way {
+    pub(crate) devices: Arc<SavingDevices>,
+    pub(crate) route: Route,
+    /// Bytes of content in a packet.
+    pub(crate) packet_size: usize,
+}
+
+/// Starts a thread for each device; `news` is called by them.
+///
+/// # Errors
+/// The system has no thread. Those that were started end with [`SavingDevices::end`].
+pub(crate) fn start(
+    devices: Vec<Box<dyn SaveDevice>>,
+    way: impl Fn() -> Way,
+    news: impl Fn(SaveNews) + Clone + Send + 'static,
+) -> (Vec<JoinHandle<()>>, io::Result<()>) {
+    let mut threads = Vec::new();
+    for (number, device) in devices.into_iter().enumerate() {
+        let saving = Saving {
+            id: way().devices.ids[number].clone(),
+            number,
+            writer: PieceWriter {
+                way: way(),
+                number,
+                largest: 0,
+                buffers: Buffers::default(),
+                piece: None,
+                next: number,
+            },
+            device,
+        };
+        let news = news.clone();
+        let thread = std::thread::Builder::new().name(format!("save-device-{number}"));
+        match thread.spawn(move || saving.run(&news)) {
+            Ok(thread) => threads.push(thread),
+            Err(error) => return (threads, Err(error)),
+        }
+    }
+    (threads, Ok(()))
+}
+
+/// A device's thread.
+struct Saving {
+    id: DeviceId,
+    number: usize,
+    writer: PieceWriter,
+    device: Box<dyn SaveDevice>,
+}
+
+impl Saving {
+    fn run(mut self, news: &impl Fn(SaveNews)) {
+        if let Err(error) = self.serve(news) {
+            news(SaveNews::Failed(format!("saving the state of device {} failed: {error}", self.id)));
+        }
+    }
+
+    fn serve(&mut self, news: &impl Fn(SaveNews)) -> Result<(), crate::vmm::VmmError> {
+        let number = self.number;
+        self.writer.begin()?;
+        let serial = self.devices().state().turn.is_some();
+        let mut ahead = if serial { Ahead::Nothing } else { self.device.save_ahead(&mut self.writer)? };
+        self.writer.send_piece()?;
+        self.look_at_remaining(ahead);
+        if self.devices().state().devices[number].pieces == 0 {
+            news(SaveNews::NothingAhead(number as u16));
+        } else {
+            self.writer.mark(Piece::Ahead)?;
+        }
+        loop {
+            match self.devices().next_order(number) {
+                None => return Ok(()),
+                Some(Order::Look) if ahead == Ahead::Later => {
+                    ahead = self.device.save_ahead(&mut self.writer)?;
+                    self.writer.send_piece()?;
+                    self.look_at_remaining(ahead);
+                }
+                Some(Order::Look) => {}
+                Some(Order::Save) => break,
+            }
+        }
+        self.devices().await_turn(number)?;
+        self.devices().state().devices[number].begun = Some(Instant::now());
+        self.device.save(&mut self.writer)?;
+        self.writer.send_piece()?;
+        self.writer.mark(Piece::End)?;
+        let mut state = self.devices().state();
+        let known = &mut state.devices[number];
+        (known.saved, known.remaining) = (Some(Instant::now()), 0);
+        known.look_whether_arrived();
+        if let Some(turn) = &mut state.turn {
+            *turn += 1;
+        }
+        drop(state);
+        self.devices().changed.notify_all();
+        news(SaveNews::Saved);
+        Ok(())
+    }
+
+    fn devices(&self) -> &Arc<SavingDevices> {
+        &self.writer.way.devices
+    }
+
+    fn look_at_remaining(&mut self, ahead: Ahead) {
+        let remaining = self.device.remaining();
+        let mut state = self.devices().state();
+        let known = &mut state.devices[self.number];
+        (known.remaining, known.more_ahead) = (remaining, ahead == Ahead::Later);
+    }
+}
+
+/// Cuts what a device writes into pieces and hands them to channels.
+struct PieceWriter {
+    way: Way,
+    number: usize,
+    /// Bytes in a piece, at most.
+    largest: usize,
+    buffers: Buffers,
+    piece: Option<DeviceBytes>,
+    /// The channel that is tried first.
+    next: usize,
+}
+
+impl PieceWriter {
+    fn begin(&mut self) -> Result<(), WindowClosed> {
+        self.largest = self.way.devices.largest_piece(self.number, self.way.packet_size)?;
+        Ok(())
+    }
+
+    /// Sends what was written and not sent.
+    fn send_piece(&mut self) -> Result<(), WindowClosed> {
+        match self.piece.take().filter(|piece| !piece.is_empty()) {
+            None => Ok(()),
+            Some(piece) => self.hand_over(piece.len(), Piece::Bytes(piece)),
+        }
+    }
+
+    fn mark(&mut self, mark: Piece<DeviceBytes>) -> Result<(), WindowClosed> {
+        self.hand_over(0, mark)
+    }
+
+    fn hand_over(&mut self, content: usize, piece: Piece<DeviceBytes>) -> Result<(), WindowClosed> {
+        let place = self.way.devices.place(self.number, content)?;
+        let in_window = if self.way.route.enters_window() { content as u64 } else { 0 };
+        let channels = self.way.route.channels();
+        let mut item = Item::Device { device: self.number as u16, place, piece, in_window };
+        // To one that has room for it; where none has, it is waited for at the next.
+        for offset in 0..channels.len() {
+            let channel = (self.next + offset) % channels.len();
+            match channels[channel].try_send(item)? {
+                None => {
+                    self.next = channel + 1;
+                    return Ok(());
+                }
+                Some(back) => item = back,
+            }
+        }
+        let channel = self.next % channels.len();
+        self.next = channel + 1;
+        channels[channel].send(item)
+    }
+}
+
+impl Write for PieceWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let piece = self.piece.get_or_insert_with(|| self.buffers.take(self.largest));
+        let taken = piece.fill(bytes, self.largest);
+        if piece.len() == self.largest {
+            self.send_piece().map_err(io::Error::other)?;
+        }
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,135 @@
+//! The driver and the devices whose state travels apart from the monitor's: started with the channels, saved when the guest is paused,
+//! and waited for.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use sterna_wire::control::DeviceChannels;
+use sterna_wire::header::ChannelKind;
+use sterna_wire::switchover::SourceEvent;
+
+use super::{Driver, Event, Order};
+use crate::device_state::save::{self, Route, SaveNews, Way};
+use crate::device_state::{SaveDevice, SavingDevices};
+use crate::entry::Pipeline;
+use crate::send::{SendChannel, SendContext};
+use crate::session::after;
+
+/// The devices, and how far they are.
+pub(super) struct Devices {
+    pub(super) known: Arc<SavingDevices>,
+    /// Until their threads are started.
+    waiting: Vec<Box<dyn SaveDevice>>,
+    threads: Vec<JoinHandle<()>>,
+    /// The destination has loaded what the monitor has saved ahead.
+    monitor_taken: bool,
+    /// The machine was told that all of the guest's state is sent.
+    final_state_said: bool,
+}
+
+impl Devices {
+    pub(super) fn new(known: Arc<SavingDevices>, devices: Vec<Box<dyn SaveDevice>>) -> Self {
+        Self { known, waiting: devices, threads: Vec::new(), monitor_taken: false, final_state_said: false }
+    }
+
+    /// Waits for the devices' threads. The alarm has been raised, or all of them have saved.
+    pub(super) fn join(&mut self) {
+        self.known.end();
+        for thread in self.threads.drain(..) {
+            // A panic there has been printed.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Driver<'_> {
+    /// Opens the channels of device state alone, where there are any.
+    pub(super) fn open_device_channels(&self, context: &SendContext) -> Result<Arc<Vec<SendChannel>>, String> {
+        let open = |index| self.session.open(self.security, self.to, ChannelKind::DeviceState, index, context);
+        let channels = (1..=self.session.device_channels).map(open).collect::<Result<_, _>>();
+        Ok(Arc::new(channels.map_err(|error| error.to_string())?))
+    }
+
+    /// Starts the devices' threads, which save ahead.
+    pub(super) fn start_devices(
+        &mut self,
+        pipeline: &Arc<Pipeline>,
+        own: &Arc<Vec<SendChannel>>,
+        stream: &Arc<SendChannel>,
+    ) -> Result<(), String> {
+        let known = Arc::clone(&self.devices.known);
+        self.lead.abort.on_end(move || known.end());
+        let way = || Way {
+            devices: Arc::clone(&self.devices.known),
+            route: match self.settings.device_channels {
+                DeviceChannels::Mixed => Route::Mixed(Arc::clone(pipeline)),
+                DeviceChannels::Own(_) => Route::Own(Arc::clone(own)),
+                DeviceChannels::Serial => Route::Serial(Arc::clone(stream)),
+            },
+            packet_size: self.session.packet_size,
+        };
+        let (events, occupied, abort) = (self.events_in.clone(), self.occupied.clone(), Arc::clone(&self.lead.abort));
+        let news = move |news| {
+            if abort.is_over() {
+                // Whatever it says is an echo of why.
+                return;
+            }
+            let failed = if let SaveNews::Failed(reason) = &news { Some(reason.clone()) } else { None };
+            drop(events.send(Event::Device(news)));
+            if let Some(reason) = failed {
+                // The driver may be saving the monitor's state.
+                occupied.raise(reason);
+            }
+        };
+        let devices = std::mem::take(&mut self.devices.waiting);
+        let (threads, started) = save::start(devices, way, news);
+        self.devices.threads = threads;
+        started.map_err(|error| format!("no thread for a device: {error}"))
+    }
+
+    /// What the monitor has saved ahead is loaded, or it has saved nothing.
+    pub(super) fn monitor_taken(&mut self) {
+        self.devices.monitor_taken = true;
+        self.permit_stop();
+    }
+
+    /// As [`Driver::monitor_taken`], of a device.
+    pub(super) fn device_taken(&mut self, device: u16) {
+        self.devices.known.taken(device);
+        self.permit_stop();
+    }
+
+    /// Whether everything that was saved ahead has been loaded, so that the guest may be stopped.
+    pub(super) fn may_stop(&self) -> bool {
+        self.devices.monitor_taken && self.devices.known.all_taken()
+    }
+
+    fn permit_stop(&self) {
+        if let Some(moving) = self.moving.as_ref().filter(|_| self.may_stop()) {
+            moving.order(Order::MayStop);
+        }
+    }
+
+    pub(super) fn device_says(&mut self, news: SaveNews) -> Option<SourceEvent> {
+        match news {
+            SaveNews::NothingAhead(device) => {
+                self.device_taken(device);
+                None
+            }
+            SaveNews::Saved => self.final_state_sent(),
+            SaveNews::Failed(reason) => Some(SourceEvent::Failed { reason }),
+        }
+    }
+
+    /// Once RAM is acknowledged and all state is handed over: the destination may prepare.
+    pub(super) fn final_state_sent(&mut self) -> Option<SourceEvent> {
+        self.lead.moments.drained?;
+        let saved = self.devices.known.all_saved()?;
+        if self.lead.abort.is_over() || std::mem::replace(&mut self.devices.final_state_said, true) {
+            return None;
+        }
+        self.lead.moments.saved = self.lead.moments.saved.max(saved);
+        self.lead.due = Some((after(self.step_time()), "loading at the destination"));
+        Some(SourceEvent::FinalStateSent)
+    }
+}

@@ -1,0 +1,319 @@
+//! The state of one device on its way: in pieces that take any channel, put in order again where it is loaded, within a bound.
+//!
+//! The destination says how much of a device's state may be on its way or waiting there ([`DeviceCredit`]); the source sends no more.
+//! So a device that takes nothing for a while holds its own source up and nobody else: no channel ever waits for it, and the piece
+//! that it needs next is never behind one that there is no room for.
+//!
+//! [`DeviceCredit`]: crate::control::ControlMessage::DeviceCredit
+
+use std::collections::BTreeMap;
+
+/// What a piece counts beyond its content, in bytes: many small ones take more memory than what is in them.
+pub const PIECE_OVERHEAD: u64 = 4096;
+/// The least that a device may be granted at once, in bytes.
+pub const LEAST_CREDIT: u64 = 64 << 10;
+
+/// What a piece with so many bytes of content counts.
+pub const fn cost(content: usize) -> u64 {
+    (content as u64).saturating_add(PIECE_OVERHEAD)
+}
+
+/// A piece of a device's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Piece<B> {
+    /// Some of its bytes.
+    Bytes(B),
+    /// What is to be loaded before the guest is stopped ends here.
+    Ahead,
+    /// The state ends here.
+    End,
+}
+
+/// What the other side says of a device cannot be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// More came than was permitted.
+    #[error("more of the device's state has come than was permitted: {received} bytes, of {permitted}")]
+    BeyondCredit {
+        /// Bytes so far, as they are counted.
+        received: u64,
+        /// Bytes permitted.
+        permitted: u64,
+    },
+    /// Two pieces have the same place.
+    #[error("piece {0} of the device's state has come twice")]
+    Twice(u64),
+    /// A piece that lies behind the end.
+    #[error("piece {0} of the device's state lies behind its end")]
+    BehindEnd(u64),
+    /// The first credit is too small to send anything.
+    #[error("a credit of {0} bytes for a device is less than {LEAST_CREDIT}")]
+    Credit(u64),
+}
+
+/// The sending end: counts places and credit.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceSender {
+    next: u64,
+    spent: u64,
+    up_to: u64,
+    /// The first credit.
+    at_once: u64,
+}
+
+impl DeviceSender {
+    /// The destination permits so many bytes in all.
+    ///
+    /// # Errors
+    /// The first credit is below [`LEAST_CREDIT`].
+    pub fn credit(&mut self, up_to: u64) -> Result<(), DeviceError> {
+        if self.at_once == 0 {
+            if up_to < LEAST_CREDIT {
+                return Err(DeviceError::Credit(up_to));
+            }
+            self.at_once = up_to;
+        }
+        self.up_to = self.up_to.max(up_to);
+        Ok(())
+    }
+
+    /// How many bytes of content a piece has at most, where a packet has `packet`; none before the first credit. Several fit into
+    /// the credit, so that one can be sent while others are loaded.
+    pub fn largest_piece(&self, packet: usize) -> Option<usize> {
+        let most = (self.at_once / 4).checked_sub(PIECE_OVERHEAD)?;
+        Some(packet.min(usize::try_from(most).unwrap_or(usize::MAX)))
+    }
+
+    /// The place of a piece with so many bytes of content, if it may be sent now.
+    pub fn send(&mut self, content: usize) -> Option<u64> {
+        let spent = self.spent.checked_add(cost(content))?;
+        if spent > self.up_to {
+            return None;
+        }
+        self.spent = spent;
+        self.next += 1;
+        Some(self.next - 1)
+    }
+}
+
+/// The receiving end: puts pieces in order, and says when more may come. `B` is what holds the bytes.
+#[derive(Clone, Debug)]
+pub struct DeviceReceiver<B> {
+    next: u64,
+    waiting: BTreeMap<u64, Piece<B>>,
+    received: u64,
+    /// What was taken, as it is counted.
+    taken: u64,
+    permitted: u64,
+    at_once: u64,
+    /// The place of the end, once that has come.
+    end: Option<u64>,
+}
+
+impl<B> DeviceReceiver<B> {
+    /// Nothing has come yet, and `at_once` bytes may: at least [`LEAST_CREDIT`].
+    pub fn new(at_once: u64) -> Self {
+        debug_assert!(at_once >= LEAST_CREDIT);
+        Self { next: 0, waiting: BTreeMap::new(), received: 0, taken: 0, permitted: at_once, at_once, end: None }
+    }
+
+    /// How many bytes may come in all, as they are counted.
+    pub fn permitted(&self) -> u64 {
+        self.permitted
+    }
+
+    /// Whether a piece with so many bytes of content may come at `place`. To be asked before memory is reserved for it.
+    ///
+    /// # Errors
+    /// It may not, and why.
+    pub fn check(&self, place: u64, content: usize) -> Result<(), DeviceError> {
+        let received = self.received.saturating_add(cost(content));
+        if received > self.permitted {
+            return Err(DeviceError::BeyondCredit { received, permitted: self.permitted });
+        }
+        if place < self.next || self.waiting.contains_key(&place) {
+            return Err(DeviceError::Twice(place));
+        }
+        if self.end.is_some_and(|end| place > end) {
+            return Err(DeviceError::BehindEnd(place));
+        }
+        Ok(())
+    }
+
+    /// Takes a piece with so many bytes of content.
+    ///
+    /// # Errors
+    /// As [`DeviceReceiver::check`].
+    pub fn arrived(&mut self, place: u64, content: usize, piece: Piece<B>) -> Result<(), DeviceError> {
+        self.check(place, content)?;
+        if matches!(piece, Piece::End) {
+            if let Some((last, _)) = self.waiting.last_key_value().filter(|(last, _)| **last > place) {
+                return Err(DeviceError::BehindEnd(*last));
+            }
+            self.end = Some(place);
+        }
+        self.received += cost(content);
+        self.waiting.insert(place, piece);
+        Ok(())
+    }
+
+    /// The next piece in order, if it is here.
+    pub fn next_piece(&mut self) -> Option<Piece<B>> {
+        let piece = self.waiting.remove(&self.next)?;
+        self.next += 1;
+        Some(piece)
+    }
+
+    /// A piece with so many bytes of content is not needed any more. What may come in all now, where that is to be said: not for
+    /// every piece, since it costs a message.
+    pub fn done_with(&mut self, content: usize) -> Option<u64> {
+        self.taken += cost(content);
+        let up_to = self.taken + self.at_once;
+        if up_to - self.permitted < self.at_once / 8 {
+            return None;
+        }
+        self.permitted = up_to;
+        Some(up_to)
+    }
+
+    /// Bytes that are on their way or wait here at most, as they are counted.
+    pub fn at_once(&self) -> u64 {
+        self.at_once
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn receiver() -> DeviceReceiver<Vec<u8>> {
+        DeviceReceiver::new(LEAST_CREDIT)
+    }
+
+    fn bytes(content: &[u8]) -> Piece<Vec<u8>> {
+        Piece::Bytes(content.to_vec())
+    }
+
+    #[test]
+    fn pieces_are_taken_in_order_whatever_the_order_they_come_in() {
+        let mut receiver = receiver();
+        receiver.arrived(2, 0, Piece::End).unwrap();
+        receiver.arrived(1, 1, bytes(b"b")).unwrap();
+        assert_eq!(receiver.next_piece(), None);
+        receiver.arrived(0, 1, bytes(b"a")).unwrap();
+        let taken: Vec<_> = std::iter::from_fn(|| receiver.next_piece()).collect();
+        assert_eq!(taken, [bytes(b"a"), bytes(b"b"), Piece::End]);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let mut receiver = receiver();
+        receiver.arrived(0, 1, bytes(b"a")).unwrap();
+        receiver.arrived(3, 1, bytes(b"d")).unwrap();
+        assert_eq!(receiver.arrived(0, 1, bytes(b"a")), Err(DeviceError::Twice(0)));
+        receiver.next_piece();
+        assert_eq!(receiver.arrived(0, 1, bytes(b"a")), Err(DeviceError::Twice(0)));
+        assert_eq!(receiver.arrived(2, 0, Piece::End), Err(DeviceError::BehindEnd(3)));
+        receiver.arrived(4, 0, Piece::End).unwrap();
+        assert_eq!(receiver.arrived(5, 1, bytes(b"f")), Err(DeviceError::BehindEnd(5)));
+        let too_much = LEAST_CREDIT as usize;
+        assert!(matches!(receiver.check(1, too_much), Err(DeviceError::BeyondCredit { .. })));
+        assert!(receiver.check(1, usize::MAX).is_err(), "and does not overflow");
+    }
+
+    #[test]
+    fn empty_pieces_without_end_are_beyond_the_credit_too() {
+        let mut receiver = receiver();
+        let took = (0..).take_while(|place| receiver.arrived(place + 1, 0, bytes(b"")).is_ok()).count();
+        assert_eq!(took as u64, LEAST_CREDIT / PIECE_OVERHEAD);
+    }
+
+    #[test]
+    fn a_first_credit_that_nothing_fits_into_is_refused() {
+        let mut sender = DeviceSender::default();
+        assert_eq!((sender.largest_piece(1 << 19), sender.send(0)), (None, None));
+        assert_eq!(sender.credit(LEAST_CREDIT - 1), Err(DeviceError::Credit(LEAST_CREDIT - 1)));
+        sender.credit(LEAST_CREDIT).unwrap();
+        assert_eq!(sender.largest_piece(1 << 19), Some(12 << 10));
+        assert_eq!(sender.largest_piece(4096), Some(4096));
+        // An older one that comes late takes nothing back.
+        sender.credit(2 * LEAST_CREDIT).unwrap();
+        sender.credit(1).unwrap();
+        assert!(sender.send(LEAST_CREDIT as usize).is_some());
+    }
+
+    proptest! {
+        /// Both ends: pieces arrive in any order, credits late; the state is the same, the bound is kept, and it always ends.
+        #[test]
+        fn a_state_arrives_whole_within_its_bound(
+            lengths in prop::collection::vec(0usize..=100, 0..200),
+            at_once in LEAST_CREDIT..1 << 20,
+            seed: u64,
+        ) {
+            let (mut sender, mut receiver) = (DeviceSender::default(), DeviceReceiver::new(at_once));
+            sender.credit(receiver.permitted()).unwrap();
+            let largest = sender.largest_piece(1 << 19).unwrap();
+            let mut pieces = lengths.iter().map(|percent| percent * largest / 100).enumerate();
+            let mut next = pieces.next();
+            let (mut on_the_way, mut credits, mut taken, mut held) = (Vec::new(), Vec::new(), Vec::new(), 0);
+            let (mut ended, mut said_end) = (false, false);
+            let mut state = seed;
+            let mut choices = std::iter::repeat_with(|| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (state >> 33) as usize
+            });
+            while !ended {
+                let (mut moved, choice) = (false, choices.next().unwrap());
+                match next {
+                    Some((number, length)) if choice % 3 > 0 => if let Some(place) = sender.send(length) {
+                        on_the_way.push((place, length, Piece::Bytes(number)));
+                        held += cost(length);
+                        next = pieces.next();
+                        moved = true;
+                    },
+                    None if !said_end => if let Some(place) = sender.send(0) {
+                        on_the_way.push((place, 0, Piece::End));
+                        (said_end, moved) = (true, true);
+                        held += cost(0);
+                    },
+                    _ => {}
+                }
+                prop_assert!(held <= at_once, "{held} of {at_once}");
+                if choice % 2 == 0 && !on_the_way.is_empty() {
+                    let (place, length, piece) = on_the_way.swap_remove(choice % on_the_way.len());
+                    receiver.arrived(place, length, piece).unwrap();
+                    moved = true;
+                }
+                if choice % 5 > 0 && let Some(piece) = receiver.next_piece() {
+                    moved = true;
+                    let length = match piece {
+                        Piece::Bytes(number) => {
+                            taken.push(number);
+                            lengths[number] * largest / 100
+                        }
+                        Piece::Ahead => 0,
+                        Piece::End => {
+                            ended = true;
+                            0
+                        }
+                    };
+                    held -= cost(length);
+                    credits.extend(receiver.done_with(length));
+                }
+                if choice % 7 > 2 || !moved {
+                    for up_to in credits.drain(..) {
+                        sender.credit(up_to).unwrap();
+                    }
+                }
+                // Where no message is on its way, the sender is never held up.
+                if credits.is_empty() && on_the_way.is_empty() && receiver.waiting.is_empty() {
+                    prop_assert!(ended || sender.clone().send(largest).is_some());
+                }
+            }
+            prop_assert_eq!(taken, (0..lengths.len()).collect::<Vec<_>>());
+        }
+    }
+}
