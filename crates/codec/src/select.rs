@@ -157,7 +157,7 @@ pub struct HeldUp {
 }
 
 /// The choice of one channel.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Selection {
     knowledge: Arc<Knowledge>,
     chosen: u32,
@@ -207,8 +207,9 @@ impl Selection {
         if self.plain >= PLAIN && !self.asked.is_multiple_of(PLAIN) {
             return false;
         }
+        let byte = self.byte();
         let least = |way: &Way| way.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
-        self.knowledge.ways().iter().skip(1).any(|way| least(way) < self.byte())
+        self.knowledge.ways().iter().skip(1).any(|way| least(way) < byte)
     }
 
     /// The way for a batch of this class and of so many bytes, where the network has something to do for so many nanoseconds still, if that

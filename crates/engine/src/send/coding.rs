@@ -287,10 +287,10 @@ impl Auto {
             Encoded::Shrunk(length) => length,
             Encoded::Incompressible => content.len(),
         };
-        let nanos = nanos(way.clock(at).saturating_sub(begun));
+        let taken = nanos(way.clock(at).saturating_sub(begun));
         let format = way.format;
-        self.selection.encoded(self.way, class, content.len(), length, nanos);
-        self.encoding += (nanos as f64 / content.len().max(1) as f64 - self.encoding) * SMOOTH;
+        self.selection.encoded(self.way, class, content.len(), length, taken);
+        self.encoding += (taken as f64 / content.len().max(1) as f64 - self.encoding) * SMOOTH;
         Ok(matches!(encoded, Encoded::Shrunk(_)).then_some((format, length)))
     }
 }
