@@ -100,7 +100,7 @@ pub(super) struct Seen {
 pub(super) struct Auto {
     shared: Arc<compression::Auto>,
     /// Its number for the network that all share.
-    channel: usize,
+    channel: u64,
     selection: Selection,
     ways: Vec<Way>,
     sampler: Sampler,
@@ -269,6 +269,12 @@ impl Coding {
 
 fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl Drop for Auto {
+    fn drop(&mut self) {
+        self.shared.network().ended(self.channel, Instant::now());
+    }
 }
 
 impl Auto {

@@ -1,5 +1,6 @@
 //! How the content of a migration is compressed: always one way, or by what drains it fastest now.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -93,7 +94,9 @@ impl Compression {
 #[derive(Debug, Default)]
 pub(super) struct Network {
     /// By channel, as it has said last: where the network has become faster, what it said before is not true any more.
-    until: Vec<Option<Instant>>,
+    until: HashMap<u64, Instant>,
+    /// How many channels there have been: after a loss they are made anew.
+    channels: u64,
     /// What was idle before this is counted.
     counted: Option<Instant>,
     idle: Duration,
@@ -101,14 +104,14 @@ pub(super) struct Network {
 
 impl Network {
     /// One more channel, whose number this is.
-    pub(super) fn channel(&mut self) -> usize {
-        self.until.push(None);
-        self.until.len() - 1
+    pub(super) fn channel(&mut self) -> u64 {
+        self.channels += 1;
+        self.channels
     }
 
     /// Something is given to it.
     pub(super) fn is_given(&mut self, now: Instant) {
-        let until = self.until.iter().copied().max().flatten();
+        let until = self.until.values().copied().max();
         if let Some(until) = until.max(self.counted).filter(|until| *until < now) {
             self.idle += now - until;
             self.counted = Some(now);
@@ -116,8 +119,16 @@ impl Network {
     }
 
     /// A channel's part of it will take so long.
-    pub(super) fn has(&mut self, channel: usize, now: Instant, left: Duration) {
-        self.until[channel] = Some(now + left);
+    pub(super) fn has(&mut self, channel: u64, now: Instant, left: Duration) {
+        self.until.insert(channel, now + left);
+    }
+
+    /// A channel has ended, and what lay before the network of it with it.
+    pub(super) fn ended(&mut self, channel: u64, now: Instant) {
+        if let Some(until) = self.until.remove(&channel) {
+            // So far it had something to do.
+            self.counted = self.counted.max(Some(until.min(now)));
+        }
     }
 
     /// How long it has had nothing to do so far.
@@ -144,6 +155,7 @@ impl Auto {
 
 #[cfg(test)]
 mod tests {
+    use super::super::coding::Coding;
     use super::*;
 
     const MS: Duration = Duration::from_millis(1);
@@ -170,5 +182,37 @@ mod tests {
         network.has(channel, begun + MS, MS);
         network.is_given(begun + 12 * MS);
         assert_eq!(network.idle(), 10 * MS);
+    }
+
+    #[test]
+    fn what_a_channel_had_to_send_still_ends_with_it() {
+        let (mut network, begun) = (Network::default(), Instant::now());
+        let (lost, other) = (network.channel(), network.channel());
+        network.has(lost, begun, 60_000 * MS);
+        network.has(other, begun, 10 * MS);
+        network.ended(lost, begun + 20 * MS);
+        network.is_given(begun + 25 * MS);
+        assert_eq!(network.idle(), 5 * MS, "it was busy with the lost one's until that was lost");
+        let anew = network.channel();
+        assert!(anew != other);
+        network.has(anew, begun + 25 * MS, MS);
+        network.ended(anew, begun + 30 * MS);
+        network.ended(anew, begun + 31 * MS);
+        network.is_given(begun + 36 * MS);
+        assert_eq!(network.idle(), 15 * MS, "of one that was through before it ended nothing is kept");
+    }
+
+    #[test]
+    fn channels_that_come_and_go_leave_nothing_behind() {
+        let compression = Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None);
+        let auto = compression.auto().unwrap();
+        for _ in 0..3 {
+            let coding = Coding::new(&compression).unwrap();
+            let channel = auto.network().channels;
+            auto.network().has(channel, Instant::now(), 60_000 * MS);
+            assert_eq!(auto.network().until.len(), 1);
+            drop(coding);
+        }
+        assert!(auto.network().until.is_empty());
     }
 }
