@@ -36,6 +36,8 @@ pub(super) struct Times {
     pub(super) starved: Duration,
     /// It was running, and writing.
     pub(super) writing: Duration,
+    /// Bytes that it wrote, of all packets.
+    pub(super) written: usize,
     /// The receiver was busy, as far as it has said so.
     pub(super) placing: Duration,
     /// What the kernel says, where it does.
@@ -198,8 +200,8 @@ impl Coding {
         }
     }
 
-    /// A packet of `written` bytes with `content` in it was written, which had entered the window.
-    pub(super) fn sent(&mut self, times: Times, seen: Seen, content: usize, written: usize) {
+    /// A packet was written whose `content` went the way that was chosen last.
+    pub(super) fn sent(&mut self, times: Times, seen: Seen, content: usize) {
         if let Self::Auto(auto) = self {
             let elapsed = auto.since.elapsed();
             auto.since += elapsed;
@@ -235,7 +237,7 @@ impl Coding {
                 idle: nanos(idle.saturating_sub(times.starved)),
                 arrived: nanos(arrived),
                 placing: nanos(times.placing),
-                written,
+                written: times.written,
                 beyond,
             });
             auto.shared.sent(auto.way, content as u64, elapsed, held_up);
@@ -330,5 +332,23 @@ mod tests {
         let encoded = (0..8).find_map(|_| coding.encode(&text, &mut output, || None).unwrap());
         let (_, length) = encoded.expect("it shrinks");
         assert!(length < BATCH / 10, "{length}");
+    }
+
+    #[test]
+    fn what_it_takes_to_write_a_byte_is_of_all_bytes_that_were_written() {
+        let compression = Compression::new(MethodChoice::parse("auto", None).unwrap(), Engines::default(), 1, None);
+        let mut coding = Coding::new(&compression).unwrap();
+        // A packet of 100 bytes after others of 900 bytes.
+        let times = Times { writing: Duration::from_nanos(1600), written: 1000, ..Times::default() };
+        for _ in 0..2 {
+            let begun = Instant::now();
+            // No more of a packet's time is writing than has passed.
+            while begun.elapsed() <= times.writing {}
+            coding.sent(times, Seen::default(), 100);
+        }
+        let Coding::Auto(auto) = &coding else { unreachable!("it was asked for") };
+        let writing = auto.selection.byte() - auto.selection.price();
+        // The first says nothing, and an average follows.
+        assert!((writing - 1.6 * SMOOTH).abs() < 1e-9, "{writing}");
     }
 }

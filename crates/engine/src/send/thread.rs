@@ -676,8 +676,10 @@ impl Sending {
             self.table.clear();
         }
         let mut suspect = maker.map(Suspect::Copied);
-        let (method, payload) = match kind {
-            PacketKind::Pages if !content.is_empty() && !self.coding.is_none() && self.way != Way::Plain => {
+        let coded =
+            kind == PacketKind::Pages && !content.is_empty() && !self.coding.is_none() && self.way != Way::Plain;
+        let (method, payload) = match coded {
+            true => {
                 let encoded = self.coding.encode(content, &mut self.encoded, || self.writer.send_times()?.left)?;
                 if let Some(way) = self.coding.way() {
                     self.shared.counters.by_way[way].fetch_add(content.len() as u64, Ordering::Relaxed);
@@ -693,7 +695,7 @@ impl Sending {
                     }
                 }
             }
-            _ => (0, content),
+            false => (0, content),
         };
         let carried = Carried { normal_pages, zero_pages, bytes: (self.table.len() + payload.len()) as u64 };
         let refusable = match kind {
@@ -739,17 +741,17 @@ impl Sending {
         }
         if let (Some(waits), Some(begun)) = (&mut self.waits, begun) {
             self.times.writing += waits.end(begun);
-            // A packet of zero pages says nothing of what a byte costs.
-            if kind == PacketKind::Pages && !content.is_empty() {
+            self.times.written += header.len() + self.table.len() + payload.len();
+            // Of any other packet no way was chosen. Its time and its bytes count with those of the next one of which one was.
+            if coded {
                 let mut times = std::mem::take(&mut self.times);
                 times.waited = waits.take();
                 times.placing = self.shared.placing();
                 times.running = waits.running();
                 times.kernel = self.kernel.since(&self.writer);
                 let window = &self.context.window;
-                let written = header.len() + self.table.len() + payload.len();
                 let seen = Seen { idle: window.idle(), full: window.full() };
-                self.coding.sent(times, seen, content.len(), written);
+                self.coding.sent(times, seen, content.len());
             }
         }
         self.count(content.len() as u64, (header.len() + self.table.len() + payload.len()) as u64);
@@ -772,3 +774,6 @@ impl Sending {
         counters.wire_bytes.store(self.writer.bytes_written(), Ordering::Relaxed);
     }
 }
+
+#[cfg(test)]
+mod tests;
