@@ -67,8 +67,16 @@ impl Source {
     /// Sends a packet of one zero page, without content. The peer takes it off the wire, so that its closing is clean,
     /// and answers nothing.
     fn send_zero_page(&mut self) {
+        self.send_pages(0);
+    }
+
+    /// As [`Source::send_zero_page`], with so many pages that are not zero from the second on.
+    fn send_pages(&mut self, normal: u32) {
         let mut batch = self.pool.take(0).unwrap();
         batch.push_zero(0, 1);
+        if normal > 0 {
+            batch.push_normal(1, normal, normal as usize * PAGE).fill(7);
+        }
         self.window.enter(IN_WINDOW).unwrap();
         batch.set_in_window(IN_WINDOW);
         self.channel.send(Item::Pages(batch)).unwrap();
@@ -108,19 +116,22 @@ fn a_peer_refuses_only_what_is_in_flight_and_was_agreed_on_and_asks_for_pages_th
     within_a_minute(|| {
         let memory = vec![BlockShape { pages: 100, page_size: PAGE as u32 }];
         let page = PageRequest { block: 0, first: 98, count: 2 };
-        let cases: [(&str, Vec<u8>, bool); 6] = [
+        let cases: [(&str, Vec<u8>, bool); 9] = [
             ("not agreed on", refusal(2, &[page]), false),
             ("that is not in flight", refusal(1, &[page]), true),
             ("that is not in flight", refusal(3, &[page]), true),
             ("does not begin like one", refusal(2, &[]), true),
             ("outside", refusal(2, &[PageRequest { count: 3, ..page }]), true),
             ("outside", refusal(2, &[page, PageRequest { block: 1, ..page }]), true),
+            ("more pages than were in the packet", refusal(2, &[PageRequest { first: 0, count: 3, ..page }]), true),
+            ("more pages than were in the packet", refusal(2, &[page, PageRequest { count: 1, ..page }]), true),
+            ("more pages than were in the packet", refusal(2, &[PageRequest { first: 0, count: 100, ..page }]), true),
         ];
         for (words, bytes, agreed) in cases {
             let again = Arc::new(SendAgain::none_of(memory.clone()));
             let mut source = Source::hearing_refusals("none", agreed.then(|| Arc::clone(&again)));
             source.send_zero_page();
-            source.send_zero_page();
+            source.send_pages(2);
             source.acknowledge(1);
             source.peer.write_all(&bytes).unwrap();
             let reason = source.reason();
@@ -134,7 +145,7 @@ fn what_was_refused_is_known_when_everything_is_acknowledged_and_nobody_refuses_
     within_a_minute(|| {
         let again = Arc::new(SendAgain::none_of(vec![BlockShape { pages: 100, page_size: PAGE as u32 }]));
         let mut source = Source::hearing_refusals("none", Some(Arc::clone(&again)));
-        source.send_zero_page();
+        source.send_pages(3);
         let pages = [PageRequest { block: 0, first: 3, count: 2 }, PageRequest { block: 0, first: 5, count: 1 }];
         source.peer.write_all(&refusal(1, &pages)).unwrap();
         source.acknowledge(1);
@@ -144,13 +155,13 @@ fn what_was_refused_is_known_when_everything_is_acknowledged_and_nobody_refuses_
         assert_eq!(runs, [(0, 3..6)]);
         assert_eq!((again.take(|_, _| panic!("they were taken")), again.packets()), (0, 1));
 
-        source.send_zero_page();
+        source.send_pages(2);
         for _ in 1..MOST_REFUSED {
             source.peer.write_all(&refusal(2, &pages[..1])).unwrap();
         }
         source.acknowledge(2);
         assert_eq!(source.channel.drained(), Ok(2));
-        source.send_zero_page();
+        source.send_pages(2);
         source.peer.write_all(&refusal(3, &pages[..1])).unwrap();
         assert!(source.reason().contains("has refused more than 64 packets"));
     });

@@ -227,6 +227,29 @@ struct InFlight {
     device: Option<(u16, u32)>,
 }
 
+impl InFlight {
+    /// Takes from `reader` which pages of this packet are asked for again: no more than it had. Each is marked or looked for, and one
+    /// request could name a whole guest.
+    fn read_requests(
+        &self,
+        reader: &mut Reader,
+        refusal: &Refusal,
+        shapes: &[sterna_wire::packet::BlockShape],
+        mut take: impl FnMut(PageRequest),
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        let mut bytes = [0; PAGE_REQUEST_LENGTH];
+        let mut left = self.normal_pages;
+        for _ in 0..refusal.requests {
+            reader.read_exact(&mut bytes)?;
+            let request = PageRequest::decode(&bytes, shapes)?;
+            let after = left.checked_sub(request.count.into());
+            left = after.ok_or("it asks again for more pages than were in the packet that it refuses")?;
+            take(request);
+        }
+        Ok(())
+    }
+}
+
 /// A device whose work a packet is.
 #[derive(Clone, Copy, Debug)]
 enum Suspect {
@@ -458,16 +481,7 @@ impl Shared {
     ) -> Result<(), Box<dyn std::error::Error>> {
         blocks.packet()?;
         let mut pages = Vec::with_capacity(refusal.requests as usize);
-        let mut request = [0; PAGE_REQUEST_LENGTH];
-        // Each page asked for is looked for, and a packet may have a whole guest's zero pages.
-        let mut left = packet.normal_pages;
-        for _ in 0..refusal.requests {
-            reader.read_exact(&mut request)?;
-            let request = PageRequest::decode(&request, blocks.shapes())?;
-            let after = left.checked_sub(request.count.into());
-            left = after.ok_or("it asks again for more pages than were in the packet that it refuses")?;
-            pages.push((refusal.sequence, request));
-        }
+        packet.read_requests(reader, refusal, blocks.shapes(), |request| pages.push((refusal.sequence, request)))?;
         // Before the acknowledgement that covers the packet: who sees that one sees these.
         self.progress.lock().expect("no thread of the channel panics").refused.append(&mut pages);
         Ok(())
@@ -495,11 +509,7 @@ impl Shared {
                         let (maker, what) = suspect.charge();
                         accelerator.offload().distrust(maker, what);
                     }
-                    let mut request = [0; PAGE_REQUEST_LENGTH];
-                    for _ in 0..refusal.requests {
-                        reader.read_exact(&mut request)?;
-                        again.add(&PageRequest::decode(&request, again.shapes())?);
-                    }
+                    packet.read_requests(&mut reader, &refusal, again.shapes(), |request| again.add(&request))?;
                     continue;
                 }
             };
