@@ -189,7 +189,8 @@ pub struct Report {
     /// Of both, those pages of which an accelerator has found out what had changed.
     #[serde(default)]
     pub device_deltas: u64,
-    /// Most bytes of memory for what had been sent, to make deltas against, all channels together; 0: none were made.
+    /// Most bytes of memory for what had been sent, to make deltas against, all channels together, as far as it could be had; 0: none
+    /// were made.
     #[serde(default)]
     pub delta_cache: u64,
     /// Why no deltas were made although memory for them was given.

@@ -126,6 +126,11 @@ impl Deltas {
         }
     }
 
+    /// Whether nothing is kept because there was no memory for it.
+    pub(super) fn lacks_memory(&self) -> bool {
+        self.cache.lacks_memory()
+    }
+
     /// As pages that cannot be read again need it: until it is acknowledged each of them can be sent again.
     pub(super) fn holding(mut self) -> Self {
         self.underway = Some(Underway::default());

@@ -31,6 +31,7 @@ use sterna_wire::sequence::SendSequence;
 pub use self::again::{MOST_REFUSED, SendAgain, TooManyRefused};
 pub use self::blocks::DeltaBlocks;
 pub use self::compression::Compression;
+use self::delta::Deltas;
 use self::thread::Sending;
 use crate::abort::Abort;
 use crate::accelerator::Accelerator;
@@ -136,12 +137,21 @@ pub struct SendCounters {
     pub same_pages: AtomicU64,
     /// Of both kinds, those of which an accelerator has found out what had changed.
     pub device_deltas: AtomicU64,
+    /// Whether there was no memory for deltas: 1 or 0.
+    pub lacks_delta_cache: AtomicU64,
     /// Where the way is chosen batch by batch, bytes of content by way.
     pub by_way: [AtomicU64; MOST_WAYS],
     /// Packets whose content did not shrink and went raw.
     pub raw_packets: AtomicU64,
     /// Packets.
     pub packets: AtomicU64,
+}
+
+impl SendCounters {
+    /// The channel makes deltas, if it has the memory.
+    fn has_deltas(&self, deltas: &Deltas) {
+        self.lacks_delta_cache.store(deltas.lacks_memory().into(), Ordering::Relaxed);
+    }
 }
 
 /// What went over several channels.
@@ -163,6 +173,8 @@ pub struct Sent {
     pub packet_bytes: u64,
     /// Bytes on the wire.
     pub wire_bytes: u64,
+    /// Channels that had no memory for deltas.
+    pub lack_delta_cache: u64,
     /// Where the way is chosen batch by batch, bytes of content by way.
     pub by_way: [u64; MOST_WAYS],
 }
@@ -180,6 +192,7 @@ impl std::ops::Add for Sent {
             content_bytes: self.content_bytes + other.content_bytes,
             packet_bytes: self.packet_bytes + other.packet_bytes,
             wire_bytes: self.wire_bytes + other.wire_bytes,
+            lack_delta_cache: self.lack_delta_cache + other.lack_delta_cache,
             by_way: std::array::from_fn(|way| self.by_way[way] + other.by_way[way]),
         }
     }
@@ -199,11 +212,23 @@ impl Sent {
             sent.content_bytes += counters.content_bytes.load(Ordering::Relaxed);
             sent.packet_bytes += counters.packet_bytes.load(Ordering::Relaxed);
             sent.wire_bytes += counters.wire_bytes.load(Ordering::Relaxed);
+            sent.lack_delta_cache += counters.lacks_delta_cache.load(Ordering::Relaxed);
             for (sum, bytes) in sent.by_way.iter_mut().zip(&counters.by_way) {
                 *sum += bytes.load(Ordering::Relaxed);
             }
         }
         sent
+    }
+
+    /// Of `wished` bytes of memory for deltas, how many `channels` channels could have, and why there were no deltas where that is why.
+    pub fn delta_cache(&self, wished: u64, channels: u16) -> (u64, Option<&'static str>) {
+        if self.lack_delta_cache == 0 {
+            return (wished, None);
+        }
+        let channels = u64::from(channels.max(1));
+        let had = wished / channels * channels.saturating_sub(self.lack_delta_cache);
+        let none = had == 0 && self.delta_pages + self.same_pages == 0;
+        (had, none.then_some("the source has no memory for what was sent"))
     }
 
     /// Content bytes / packet bytes; 1 before anything was sent.

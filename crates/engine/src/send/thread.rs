@@ -148,7 +148,11 @@ impl Sending {
         let coding = Coding::new(&context.compression)?;
         let encoded = vec![0; context.rules.packet_size];
         // Where the peer takes them of some blocks only, they are made with the first page of such a block.
-        let deltas = (context.delta_cache > 0).then(|| Deltas::new(context.delta_cache, context.rules.packet_size));
+        let deltas = (context.delta_cache > 0).then(|| {
+            let deltas = Deltas::new(context.delta_cache, context.rules.packet_size);
+            shared.counters.has_deltas(&deltas);
+            deltas
+        });
         Ok(Self {
             writer,
             shared,
@@ -486,7 +490,12 @@ impl Sending {
                 return None;
             }
             let rules = self.context.rules;
-            self.deltas.get_or_insert_with(|| Deltas::new(blocks.cache(), rules.packet_size).holding());
+            let counters = &self.shared.counters;
+            self.deltas.get_or_insert_with(|| {
+                let deltas = Deltas::new(blocks.cache(), rules.packet_size).holding();
+                counters.has_deltas(&deltas);
+                deltas
+            });
         }
         self.deltas.take()
     }

@@ -69,6 +69,8 @@ pub(super) struct Cache {
     kept: usize,
     /// Newcomers that found no free place.
     turned_away: u32,
+    /// There was no memory for it.
+    lacks_memory: bool,
 }
 
 impl Cache {
@@ -80,7 +82,9 @@ impl Cache {
         // The largest power of two in it.
         let together = 1 << together.ilog2();
         let sets = sets / together * together;
-        let (sets, content) = match Shown::new(sets * WAYS * PAGE_SIZE) {
+        let content = Shown::new(sets * WAYS * PAGE_SIZE);
+        let lacks_memory = content.is_none();
+        let (sets, content) = match content {
             Some(content) => (sets, content),
             None => {
                 tracing::warn!(bytes, "there is no memory for deltas: pages go whole");
@@ -89,7 +93,12 @@ impl Cache {
         };
         let free = Place { sequence: 0, paid: false };
         let (keys, places) = (vec![Keys([Key::NONE; WAYS]); sets], vec![[free; WAYS]; sets]);
-        Self { keys, places, content, together, kept: 0, turned_away: 0 }
+        Self { keys, places, content, together, kept: 0, turned_away: 0, lacks_memory }
+    }
+
+    /// Whether it holds nothing because there was no memory.
+    pub(super) fn lacks_memory(&self) -> bool {
+        self.lacks_memory
     }
 
     /// The set of a page, and the one that it goes to where that is full.
@@ -239,6 +248,7 @@ mod tests {
     #[test]
     fn a_cache_for_which_there_is_no_memory_keeps_nothing() {
         let mut cache = Cache::new(1 << 60);
+        assert!(cache.lacks_memory() && !Cache::new(0).lacks_memory() && !Cache::new(1 << 20).lacks_memory());
         let key = Key::new(0, 1);
         assert!(cache.make_room(key, 0).is_none() && cache.find(key).is_none() && cache.is_empty());
         cache.forget(key);

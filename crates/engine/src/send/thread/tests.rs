@@ -4,9 +4,9 @@ use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
 use sterna_codec::{Engines, MethodChoice};
-use sterna_wire::packet::PACKET_HEADER_LENGTH;
+use sterna_wire::packet::{BlockShape, PACKET_HEADER_LENGTH};
 
-use super::super::{Compression, SendCounters};
+use super::super::{Compression, DeltaBlocks, SendCounters, Sent};
 use super::*;
 use crate::abort::Abort;
 use crate::pacer::Pacer;
@@ -17,7 +17,7 @@ use crate::window::Window;
 const PACKET: usize = 16 * PAGE_SIZE;
 
 /// The sending thread of a channel, and the other end, which holds more than is sent here.
-fn sending() -> (Sending, TcpStream) {
+fn sending(delta_cache: usize, delta_blocks: Option<Arc<DeltaBlocks>>) -> (Sending, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let far = listener.accept().unwrap().0;
@@ -29,8 +29,8 @@ fn sending() -> (Sending, TcpStream) {
         rules: PacketRules { packet_size: PACKET, checksums: true },
         accelerator: None,
         again: None,
-        delta_cache: 0,
-        delta_blocks: None,
+        delta_cache,
+        delta_blocks,
     };
     let shared = Arc::new(Shared {
         progress: std::sync::Mutex::default(),
@@ -46,7 +46,7 @@ fn sending() -> (Sending, TcpStream) {
 
 #[test]
 fn what_no_way_was_chosen_for_counts_with_the_next_packet_of_which_one_was() {
-    let (mut sending, _far) = sending();
+    let (mut sending, _far) = sending(0, None);
     let content = [7; PACKET];
     let pages = Content::of(&content);
     let deltas = Content::of(&content[..100]);
@@ -68,4 +68,28 @@ fn what_no_way_was_chosen_for_counts_with_the_next_packet_of_which_one_was() {
 
     sending.packet(PacketKind::Pages, 0, 0, &pages).unwrap();
     assert_eq!((sending.times.written, sending.times.writing), (0, Duration::ZERO), "and was told of all of them");
+}
+
+#[test]
+fn what_there_is_no_memory_for_is_not_said_to_be_kept() {
+    // More than any address space has.
+    const TOO_MUCH: usize = 1 << 60;
+    let lacks = |sending: &Sending| sending.shared.counters.lacks_delta_cache.load(Ordering::Relaxed);
+    assert_eq!([1 << 20, TOO_MUCH].map(|bytes| lacks(&sending(bytes, None).0)), [0, 1]);
+
+    let blocks = Arc::new(DeltaBlocks::default());
+    let shape = BlockShape { pages: 1 << 48, page_size: PAGE_SIZE as u32 };
+    assert_eq!(blocks.set(vec![shape], &[0], TOO_MUCH as u64, 1), TOO_MUCH as u64);
+    let mut gateway = sending(0, Some(blocks)).0;
+    assert_eq!(lacks(&gateway), 0, "it is not known yet whether there will be any");
+    drop(gateway.deltas_of(0));
+    assert_eq!(lacks(&gateway), 1);
+
+    let sent = |lack| Sent { lack_delta_cache: lack, ..Sent::default() };
+    assert_eq!(sent(0).delta_cache(1000, 4), (1000, None));
+    assert_eq!(sent(1).delta_cache(1000, 4), (750, None));
+    let (bytes, why) = sent(4).delta_cache(1000, 4);
+    assert!(bytes == 0 && why.unwrap().contains("no memory"));
+    // Connected once more, without memory then.
+    assert_eq!(Sent { delta_pages: 1, ..sent(8) }.delta_cache(1000, 4), (0, None));
 }

@@ -118,6 +118,8 @@ impl Driver<'_> {
         let told = self.told.lock().expect("nobody panics with it").clone();
         let all_there = self.post_copy.done().map(|(when, _)| when);
         let end = all_there.or(self.lead.moments.running).unwrap_or_else(Instant::now);
+        let wished = self.settings.delta_cache.min(self.ram.bytes());
+        let (delta_cache, no_deltas) = sent.delta_cache(wished, self.settings.channels);
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         Report {
             id: self.session.id.to_string(),
@@ -166,8 +168,8 @@ impl Driver<'_> {
             delta_pages: sent.delta_pages,
             same_pages: sent.same_pages,
             device_deltas: sent.device_deltas,
-            delta_cache: self.settings.delta_cache.min(self.ram.bytes()),
-            no_deltas: None,
+            delta_cache,
+            no_deltas: no_deltas.map(str::to_owned),
             refused_packets: self.again.packets(),
             devices: self.devices.known.report(),
         }

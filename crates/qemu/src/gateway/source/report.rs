@@ -94,6 +94,8 @@ impl Driver<'_> {
             moving.plane.join();
         }
         let end = self.lead.moments.running.unwrap_or_else(Instant::now);
+        let (delta_cache, no_memory) = sent.delta_cache(self.delta_cache, self.options.channels);
+        (self.delta_cache, self.no_deltas) = (delta_cache, self.no_deltas.or(no_memory));
         let total_ms = end.saturating_duration_since(self.started).as_secs_f64() * 1e3;
         Report {
             id: self.session.id.to_string(),
