@@ -26,7 +26,6 @@
 //! Nothing here decides to whom the guest belongs. A source's device that is in STOP can run again (`abort`) until the
 //! migration is committed; a destination's device runs only when `run` is called, after that.
 
-pub mod abi;
 mod control;
 mod destination;
 mod device;

@@ -3,7 +3,11 @@
 use std::fmt;
 use std::io;
 
-use super::abi;
+use vfio_bindings::bindings::vfio as abi;
+
+const STOP_COPY: u64 = abi::VFIO_MIGRATION_STOP_COPY as u64;
+const P2P: u64 = abi::VFIO_MIGRATION_P2P as u64;
+const PRE_COPY: u64 = abi::VFIO_MIGRATION_PRE_COPY as u64;
 
 /// What a device can do, as `VFIO_DEVICE_FEATURE_MIGRATION` tells it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -11,33 +15,33 @@ pub struct Flags(pub u64);
 
 impl Flags {
     /// STOP, STOP_COPY and RESUMING: what every device that migrates has.
-    pub const STOP_COPY: Self = Self(abi::MIGRATION_STOP_COPY);
+    pub const STOP_COPY: Self = Self(STOP_COPY);
 
     /// With RUNNING_P2P (and PRE_COPY_P2P, where there is PRE_COPY).
     #[must_use]
     pub const fn with_p2p(self) -> Self {
-        Self(self.0 | abi::MIGRATION_P2P)
+        Self(self.0 | P2P)
     }
 
     /// With PRE_COPY.
     #[must_use]
     pub const fn with_pre_copy(self) -> Self {
-        Self(self.0 | abi::MIGRATION_PRE_COPY)
+        Self(self.0 | PRE_COPY)
     }
 
     /// Whether the device migrates at all.
     pub const fn stop_copy(self) -> bool {
-        self.0 & abi::MIGRATION_STOP_COPY != 0
+        self.0 & STOP_COPY != 0
     }
 
     /// Whether the device can be kept from writing to other devices before it is stopped.
     pub const fn p2p(self) -> bool {
-        self.0 & abi::MIGRATION_P2P != 0
+        self.0 & P2P != 0
     }
 
     /// Whether state can be read while the device runs.
     pub const fn pre_copy(self) -> bool {
-        self.0 & abi::MIGRATION_PRE_COPY != 0
+        self.0 & PRE_COPY != 0
     }
 }
 
@@ -234,5 +238,28 @@ impl<D: Device + ?Sized> Device for std::sync::Arc<D> {
 
     fn dma_logging_stop(&self) -> io::Result<()> {
         (**self).dma_logging_stop()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_have_the_numbers_of_the_kernels_header() {
+        let theirs = [
+            abi::vfio_device_mig_state_VFIO_DEVICE_STATE_ERROR,
+            abi::vfio_device_mig_state_VFIO_DEVICE_STATE_STOP,
+            abi::vfio_device_mig_state_VFIO_DEVICE_STATE_RUNNING,
+            abi::vfio_device_mig_state_VFIO_DEVICE_STATE_STOP_COPY,
+            abi::vfio_device_mig_state_VFIO_DEVICE_STATE_RESUMING,
+            abi::vfio_device_mig_state_VFIO_DEVICE_STATE_RUNNING_P2P,
+            abi::vfio_device_mig_state_VFIO_DEVICE_STATE_PRE_COPY,
+            abi::vfio_device_mig_state_VFIO_DEVICE_STATE_PRE_COPY_P2P,
+        ];
+        assert_eq!(State::ALL.map(State::number), theirs);
+        assert_eq!(theirs.map(State::from_number), State::ALL);
+        let newer = abi::vfio_device_mig_state_VFIO_DEVICE_STATE_NR;
+        assert_eq!((State::from_number(newer), State::Other(newer).number()), (State::Other(newer), newer));
     }
 }

@@ -6,8 +6,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+use vfio_bindings::bindings::vfio as abi;
+
 use super::device::{Data, Device, DmaRange, Flags, PrecopyInfo, State};
-use super::{abi, ioctl};
+use super::ioctl;
 
 /// A VFIO device of the kernel.
 #[derive(Debug)]
@@ -57,13 +59,14 @@ impl Device for KernelDevice {
     type Data = KernelData;
 
     fn migration(&self) -> io::Result<Flags> {
-        let flags = abi::FEATURE_GET | abi::FEATURE_MIGRATION;
-        ioctl::feature(self.as_fd(), flags, abi::Migration::default()).map(|answer| Flags(answer.flags))
+        let flags = abi::VFIO_DEVICE_FEATURE_GET | abi::VFIO_DEVICE_FEATURE_MIGRATION;
+        ioctl::feature(self.as_fd(), flags, abi::vfio_device_feature_migration::default())
+            .map(|answer| Flags(answer.flags))
     }
 
     fn state(&self) -> io::Result<State> {
-        let flags = abi::FEATURE_GET | abi::FEATURE_MIG_DEVICE_STATE;
-        let answer = ioctl::feature(self.as_fd(), flags, abi::MigState::default())?;
+        let flags = abi::VFIO_DEVICE_FEATURE_GET | abi::VFIO_DEVICE_FEATURE_MIG_DEVICE_STATE;
+        let answer = ioctl::feature(self.as_fd(), flags, abi::vfio_device_feature_mig_state::default())?;
         Ok(State::from_number(answer.device_state))
     }
 
@@ -72,8 +75,9 @@ impl Device for KernelDevice {
     }
 
     fn data_size(&self) -> io::Result<u64> {
-        let flags = abi::FEATURE_GET | abi::FEATURE_MIG_DATA_SIZE;
-        ioctl::feature(self.as_fd(), flags, abi::MigDataSize::default()).map(|answer| answer.stop_copy_length)
+        let flags = abi::VFIO_DEVICE_FEATURE_GET | abi::VFIO_DEVICE_FEATURE_MIG_DATA_SIZE;
+        ioctl::feature(self.as_fd(), flags, abi::vfio_device_feature_mig_data_size::default())
+            .map(|answer| answer.stop_copy_length)
     }
 
     fn reset(&self) -> io::Result<()> {
@@ -89,7 +93,7 @@ impl Device for KernelDevice {
     }
 
     fn dma_logging_stop(&self) -> io::Result<()> {
-        ioctl::feature(self.as_fd(), abi::FEATURE_SET | abi::FEATURE_DMA_LOGGING_STOP, ())
+        ioctl::feature(self.as_fd(), abi::VFIO_DEVICE_FEATURE_SET | abi::VFIO_DEVICE_FEATURE_DMA_LOGGING_STOP, ())
     }
 }
 
