@@ -273,7 +273,7 @@ impl Time for Waiting {
     fn now(&self) -> Nanos {
         self.0.load(Ordering::SeqCst)
     }
-    fn sleep(&self, _: &Bell, _: u64, until: Nanos) {
+    fn wait(&self, _: &Bell, _: u64, until: Nanos) {
         self.0.fetch_max(until, Ordering::SeqCst);
     }
 }

@@ -38,7 +38,7 @@ fn run(core: &Core) {
         if core.closing.load(Ordering::Acquire) && core.idle() {
             return;
         }
-        core.settings.time.sleep(&core.bell, heard, next);
+        core.settings.time.wait(&core.bell, heard, next);
     }
 }
 
@@ -103,7 +103,7 @@ mod tests {
             self.now.fetch_add(1, Ordering::Relaxed)
         }
 
-        fn sleep(&self, _: &Bell, _: u64, until: Nanos) {
+        fn wait(&self, _: &Bell, _: u64, until: Nanos) {
             self.now.fetch_max(until.saturating_add(2 * LATER), Ordering::Relaxed);
             let (heard, next) = look(self.core.get().unwrap());
             assert_eq!(next, NEVER, "somebody attends to the only channel");

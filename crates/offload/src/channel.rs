@@ -253,7 +253,7 @@ impl Channel {
             let until = if due > now { due } else { now + pause };
             pause = if due > now { pause } else { (2 * pause).min(LONGEST_PAUSE) };
             shared.attended.store(true, Ordering::SeqCst);
-            time.sleep(&shared.table.bell, heard, until.min(deadline));
+            time.wait(&shared.table.bell, heard, until.min(deadline));
             shared.attended.store(false, Ordering::SeqCst);
             if time.now() >= deadline {
                 self.unattended();

@@ -426,7 +426,7 @@ impl Core {
                     break;
                 }
                 drop(slots);
-                self.settings.time.sleep(&self.bell, heard, channel.due.load(Ordering::SeqCst));
+                self.settings.time.wait(&self.bell, heard, channel.due.load(Ordering::SeqCst));
             }
         }
     }

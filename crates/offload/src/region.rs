@@ -174,7 +174,7 @@ impl Region {
         loop {
             let heard = self.left.heard();
             match self.retire() {
-                Err(_) if time.now() < deadline => time.sleep(&self.left, heard, deadline),
+                Err(_) if time.now() < deadline => time.wait(&self.left, heard, deadline),
                 said => return said,
             }
         }

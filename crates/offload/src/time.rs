@@ -1,4 +1,4 @@
-//! Time and sleep, passed in: tests run in virtual time and never sleep.
+//! Time and waiting, passed in: tests run in virtual time and never sleep.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -18,8 +18,8 @@ pub trait Time: Debug + Send + Sync {
     /// Now.
     fn now(&self) -> Nanos;
 
-    /// Sleeps until `bell` has been rung since `heard` was taken from it, or it is `until`. May return earlier.
-    fn sleep(&self, bell: &Bell, heard: u64, until: Nanos);
+    /// Waits until `bell` has been rung since `heard` was taken from it, or it is `until`. May return earlier.
+    fn wait(&self, bell: &Bell, heard: u64, until: Nanos);
 }
 
 /// The machine's monotonic clock (`CLOCK_MONOTONIC`): the same in all processes of a host, which a ledger needs.
@@ -35,7 +35,7 @@ impl Time for SystemTime {
         seconds.saturating_mul(1_000_000_000).saturating_add(nanos).max(1)
     }
 
-    fn sleep(&self, bell: &Bell, heard: u64, until: Nanos) {
+    fn wait(&self, bell: &Bell, heard: u64, until: Nanos) {
         if until == NEVER {
             bell.wait(heard, None);
         } else {

@@ -341,7 +341,7 @@ impl Time for Still {
         self.0.load(Ordering::Relaxed)
     }
 
-    fn sleep(&self, _bell: &Bell, _heard: u64, until: Nanos) {
+    fn wait(&self, _bell: &Bell, _heard: u64, until: Nanos) {
         self.0.fetch_max(until, Ordering::Relaxed);
     }
 }

@@ -468,9 +468,9 @@ fn waiting_sleeps_until_a_completion_is_predicted_and_looks_a_few_times_at_most(
         fn now(&self) -> Nanos {
             self.0.now()
         }
-        fn sleep(&self, bell: &sterna_offload::Bell, heard: u64, until: Nanos) {
+        fn wait(&self, bell: &sterna_offload::Bell, heard: u64, until: Nanos) {
             self.1.fetch_add(1, Ordering::Relaxed);
-            self.0.sleep(bell, heard, until);
+            self.0.wait(bell, heard, until);
         }
     }
     let mut bench = Bench::new(32);
@@ -483,8 +483,8 @@ fn waiting_sleeps_until_a_completion_is_predicted_and_looks_a_few_times_at_most(
         channel.submit(batch).unwrap().into_id();
         assert!(channel.wait(NEVER).is_some());
     }
-    let sleeps = counting.1.load(Ordering::Relaxed);
-    assert!(sleeps <= 80, "{sleeps} sleeps for 20 batches");
+    let waits = counting.1.load(Ordering::Relaxed);
+    assert!(waits <= 80, "{waits} waits for 20 batches");
     // A deadline is kept.
     channel.submit(bench.zero_map(&channel)).unwrap().into_id();
     bench.device.halt();

@@ -545,7 +545,7 @@ mod tests {
         fn now(&self) -> Nanos {
             self.0.load(std::sync::atomic::Ordering::SeqCst)
         }
-        fn sleep(&self, _: &sterna_offload::Bell, _: u64, until: Nanos) {
+        fn wait(&self, _: &sterna_offload::Bell, _: u64, until: Nanos) {
             self.0.fetch_max(until, std::sync::atomic::Ordering::SeqCst);
         }
     }

@@ -377,11 +377,11 @@ impl Device {
             let mut pause = 1_000;
             // SAFETY: the record lives until the queue is closed, below; a drain names nothing else.
             while unsafe { queue.submit(&drain) }.is_err() && time.now() < end {
-                time.sleep(&asleep, 0, time.now() + pause);
+                time.wait(&asleep, 0, time.now() + pause);
                 pause = (pause * 2).min(1_000_000);
             }
             while record.poll().is_none() && time.now() < end {
-                time.sleep(&asleep, 0, time.now() + pause);
+                time.wait(&asleep, 0, time.now() + pause);
                 pause = (pause * 2).min(1_000_000);
             }
         }

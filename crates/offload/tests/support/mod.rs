@@ -137,7 +137,7 @@ impl Time for Clock {
         self.now.fetch_add(30, Ordering::SeqCst) + 30
     }
 
-    fn sleep(&self, bell: &Bell, heard: u64, until: Nanos) {
+    fn wait(&self, bell: &Bell, heard: u64, until: Nanos) {
         if bell.heard() == heard {
             let now = self.now.load(Ordering::SeqCst);
             self.pass_until(if until == NEVER { now + 1_000_000 } else { until });
