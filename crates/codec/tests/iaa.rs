@@ -2,8 +2,8 @@
 //! called encoded decodes to what went in, or names the device that wrote it.
 
 use std::io::Read;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sterna_codec::{
@@ -119,30 +119,15 @@ fn iaa_encodes_in_pieces_what_fits_a_batch_and_the_cpu_what_does_not() {
     assert_eq!(encoder.encode(&vec![0; MAX_CONTENT + 1], &mut []), Err(CodecError::TooLong { len: MAX_CONTENT + 1 }));
 }
 
-/// What is written down, for somebody else to read meanwhile.
-#[derive(Clone, Default)]
-struct Kept(Arc<Mutex<Vec<u8>>>);
-
-impl std::io::Write for Kept {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 #[test]
 fn all_pieces_of_a_batch_are_with_the_device_before_the_first_is_looked_at() {
-    let trace = Kept::default();
+    let trace = tempfile::NamedTempFile::new().unwrap();
     let mut settings = settings();
-    settings.trace = Some(Arc::new(Trace::new(Box::new(trace.clone()))));
+    settings.trace = Some(Arc::new(Trace::new(Box::new(trace.reopen().unwrap()))));
     let offload = with_model(ONE, "[]", &settings);
     let mut encoder = iaa(&offload, false).encoder(0).unwrap();
     comes_back(&mut *encoder, &content(BATCH, 0));
-    let trace = String::from_utf8(trace.0.lock().unwrap().clone()).unwrap();
+    let trace = std::fs::read_to_string(trace.path()).unwrap();
     let first: Vec<_> = trace.lines().filter_map(|line| line.split(' ').next()).collect();
     let of = |what| first.iter().filter(|kind| **kind == what).count();
     assert_eq!((of("s"), of("c")), (8, 8), "{trace}");

@@ -20,6 +20,7 @@ use sterna_codec::MethodChoice;
 use sterna_offload::share::{Ask, Fifo, Grant, Share, Verdict};
 use sterna_offload::trace::Trace;
 use sterna_offload::{Kind, Nanos, Offload, OffloadReport, Operation, Recheck, Settings, Shares};
+use tempfile::NamedTempFile;
 
 /// What goes wrong, and whether the device is expected to be taken out of service for it.
 const TROUBLES: &[(&str, &str, Option<bool>)] = &[
@@ -184,40 +185,21 @@ fn a_weight_that_no_guest_can_have_is_refused_before_anything_is_touched() {
     }
 }
 
-/// What is written down, for somebody else to read meanwhile.
-#[derive(Clone, Default)]
-struct Kept(Arc<Mutex<Vec<u8>>>);
-
-impl Kept {
-    /// Submissions to the queue so far.
-    fn submitted(&self, queue: &str) -> usize {
-        let kept = self.0.lock().unwrap();
-        let lines = std::str::from_utf8(&kept).unwrap().lines();
-        lines.filter(|line| line.starts_with("s ") && line.split(' ').nth(3) == Some(queue)).count()
-    }
-}
-
-impl std::io::Write for Kept {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 /// Looks at what was submitted to the two queues when the guest is about to be stopped.
-#[derive(Default)]
 struct AtTheStop {
-    trace: Kept,
+    /// Of all that goes to devices.
+    trace: NamedTempFile,
     submitted: Mutex<Vec<[usize; 2]>>,
 }
 
 impl AtTheStop {
     fn submitted(&self) -> [usize; 2] {
-        ["dsa0/wq0.0", "dsa0/wq0.1"].map(|queue| self.trace.submitted(queue))
+        let trace = std::fs::read_to_string(self.trace.path()).unwrap();
+        let submissions = |queue| {
+            let to_it = |line: &&str| line.starts_with("s ") && line.split(' ').nth(3) == Some(queue);
+            trace.lines().filter(to_it).count()
+        };
+        ["dsa0/wq0.0", "dsa0/wq0.1"].map(submissions)
     }
 }
 
@@ -234,9 +216,9 @@ impl Observer for AtTheStop {
 #[test]
 fn a_guests_last_pages_take_the_switchovers_queue_and_those_before_it_do_not() {
     within_a_minute(|| {
-        let observer = AtTheStop::default();
+        let observer = AtTheStop { trace: NamedTempFile::new().unwrap(), submitted: Mutex::default() };
         let mut settings = Settings::default();
-        settings.trace = Some(Arc::new(Trace::new(Box::new(observer.trace.clone()))));
+        settings.trace = Some(Arc::new(Trace::new(Box::new(observer.trace.reopen().unwrap()))));
         let queues = r#"{"name":"wq0.0","size":24,"max_batch_size":128,"priority":5,"label":"sterna-bulk"},
             {"name":"wq0.1","size":8,"max_batch_size":128,"priority":15,"label":"sterna-switchover"}"#;
         let offload = offload_with(queues, TROUBLES[0].1, 1, settings);
