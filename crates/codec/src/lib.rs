@@ -5,6 +5,7 @@
 //! negotiation, contexts) follows from the two tables. What goes in is a snapshot, never racing guest memory. Every packet decodes
 //! alone.
 
+mod account;
 mod adaptive;
 mod choice;
 mod deflate;

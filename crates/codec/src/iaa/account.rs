@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::account;
+
 /// Why a batch was not encoded by a device, or not used.
 #[derive(Clone, Copy, Debug, Error)]
 pub(super) enum Trouble {
@@ -43,23 +45,9 @@ impl Account {
     /// None before anything was encoded.
     pub(super) fn words(&self) -> Option<String> {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let (device, verified, cpu) = (of(&self.device), of(&self.verified), of(&self.cpu));
-        let all = device + cpu;
-        if all == 0 {
-            return None;
-        }
-        // Little is not nothing, and nearly all is not all.
-        let percent = |bytes: u64| match (bytes * 100 + all / 2) / all {
-            0 => 1,
-            100 if bytes < all => 99,
-            percent => percent,
-        };
-        let by_device = if verified > 0 { "IAA, verified" } else { "IAA" };
-        let some = [(by_device, device), ("CPU", cpu)].into_iter().filter(|(_, bytes)| *bytes > 0);
-        let shares: Vec<_> = some.map(|(who, bytes)| format!("{who} {} %", percent(bytes))).collect();
+        let by_device = if of(&self.verified) > 0 { "IAA, verified" } else { "IAA" };
         let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let trouble = last.map(|trouble| format!(" (last: {trouble})")).unwrap_or_default();
-        Some(format!("{}{trouble}", shares.join(", ")))
+        account::words([(by_device, of(&self.device)), ("CPU", of(&self.cpu))], last)
     }
 }
 

@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use sterna_qatzip::By;
 
 use super::Trouble;
+use crate::account;
 
 #[derive(Debug, Default)]
 pub(super) struct Account {
@@ -47,21 +48,8 @@ impl Account {
             ("CPU", of(&self.cpu)),
             ("not encoded", of(&self.raw)),
         ];
-        let all: u64 = parts.iter().map(|(_, bytes)| bytes).sum();
-        let some = parts.iter().filter(|(_, bytes)| *bytes > 0);
-        // Little is not nothing, and nearly all is not all.
-        let percent = |bytes: u64| match (bytes * 100 + all / 2) / all {
-            0 => 1,
-            100 if bytes < all => 99,
-            percent => percent,
-        };
-        let shares: Vec<_> = some.map(|(who, bytes)| format!("{who} {} %", percent(*bytes))).collect();
-        if shares.is_empty() {
-            return None;
-        }
         let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        let trouble = last.map(|trouble| format!(" (last: {trouble})")).unwrap_or_default();
-        Some(format!("{}{trouble}", shares.join(", ")))
+        account::words(parts, last)
     }
 }
 
