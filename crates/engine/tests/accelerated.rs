@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use common::within_a_minute;
 use guest::{Memory, Monitor, Running, Workload, both_sides};
-use moving::{done_by, migrate_seen, migrate_with, offload_of};
+use moving::{DEDICATED, SHARED, SMALL, done_by, dsa, migrate_seen, migrate_with, offload_of};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
 use sterna::report::{Observer, Progress};
@@ -39,10 +39,6 @@ const TROUBLES: &[(&str, &str, Option<bool>)] = &[
     ("slow", r#"[{"what":{"slow":{"factor":50}}}]"#, Some(false)),
 ];
 
-const SHARED: &str = r#"{"name":"wq0.0","size":32,"max_batch_size":128}"#;
-const DEDICATED: &str = r#"{"name":"wq0.0","mode":"dedicated","size":16,"max_batch_size":128}"#;
-const SMALL: &str = r#"{"name":"wq0.0","size":2,"max_batch_size":8}"#;
-
 const WRITES: Workload = Workload { writers: 2, span: 500, seed: 7, burst: 40 };
 
 fn offload(queue: &str, faults: &str, seed: u64) -> Arc<Offload> {
@@ -53,7 +49,7 @@ fn offload(queue: &str, faults: &str, seed: u64) -> Arc<Offload> {
 }
 
 fn offload_with(queue: &str, faults: &str, seed: u64, settings: Settings) -> Arc<Offload> {
-    offload_of(&format!(r#"[{{"name":"dsa0","queues":[{queue}]}}]"#), faults, seed, settings)
+    offload_of(&dsa(queue), faults, seed, settings)
 }
 
 fn done_by_device(report: &OffloadReport, operation: Operation) -> u64 {

@@ -3,6 +3,7 @@
 
 mod common;
 mod guest;
+mod moving;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,21 +11,18 @@ use std::time::Duration;
 
 use common::within_a_minute;
 use guest::{Memory, Monitor, Running, Workload, both_sides};
+use moving::{DEDICATED, SHARED, SMALL, done_by, dsa, start};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
 use sterna::report::Report;
 use sterna::source::Source;
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
-use sterna_offload::{Accelerators, Kind, Offload, OffloadReport, Operation, Settings};
+use sterna_offload::{Kind, Offload, OffloadReport, Operation, Settings};
 
 const PAGES: [usize; 2] = [700, 300];
 /// So few pages that they fit the downtime in any case.
 const WRITES: Workload = Workload { writers: 2, span: 60, seed: 3, burst: 40 };
-
-const SHARED: &str = r#"{"name":"wq0.0","size":32,"max_batch_size":128}"#;
-const DEDICATED: &str = r#"{"name":"wq0.0","mode":"dedicated","size":16,"max_batch_size":128}"#;
-const SMALL: &str = r#"{"name":"wq0.0","size":2,"max_batch_size":8}"#;
 
 /// Nobody is in a hurry: the model is a hundred times slower than a device, on a busy machine more.
 fn patient() -> Settings {
@@ -35,11 +33,7 @@ fn patient() -> Settings {
 }
 
 fn offload(queue: &str, faults: &str, seed: u64, settings: &Settings) -> Arc<Offload> {
-    let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("model.json");
-    let devices = format!(r#"[{{"name":"dsa0","queues":[{queue}]}}]"#);
-    std::fs::write(&file, format!(r#"{{"seed":{seed},"devices":{devices},"faults":{faults}}}"#)).unwrap();
-    Offload::start(&Accelerators::model(file), settings).unwrap()
+    start(&dsa(queue), faults, seed, settings)
 }
 
 /// Moves a guest that writes a word here and there. Its monitor compares memory before it is started at the destination.
@@ -76,9 +70,7 @@ fn migrate(what: &str, offload: &Arc<Offload>, settings: impl FnOnce(Source) -> 
 
 /// Deltas that were asked of devices.
 fn asked(report: &OffloadReport) -> u64 {
-    let of =
-        report.operations.iter().filter(|one| one.operation == Operation::CreateDelta).flat_map(|one| &one.engines);
-    of.filter(|engine| engine.engine == Kind::Dsa).map(|engine| engine.items).sum()
+    done_by(report, Kind::Dsa, Operation::CreateDelta)
 }
 
 #[test]

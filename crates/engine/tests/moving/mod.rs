@@ -17,16 +17,31 @@ use sterna_offload::{Accelerators, Kind, Offload, OffloadReport, Operation, Sett
 
 use crate::guest::{Memory, Monitor, Running, Workload};
 
+/// Queues of a DSA.
+pub(crate) const SHARED: &str = r#"{"name":"wq0.0","size":32,"max_batch_size":128}"#;
+pub(crate) const DEDICATED: &str = r#"{"name":"wq0.0","mode":"dedicated","size":16,"max_batch_size":128}"#;
+pub(crate) const SMALL: &str = r#"{"name":"wq0.0","size":2,"max_batch_size":8}"#;
+
+/// One DSA with these queues.
+pub(crate) fn dsa(queues: &str) -> String {
+    format!(r#"[{{"name":"dsa0","queues":[{queues}]}}]"#)
+}
+
 /// Offload with these devices in software, and what goes wrong with them.
-pub(crate) fn offload_of(devices: &str, faults: &str, seed: u64, mut settings: Settings) -> Arc<Offload> {
+pub(crate) fn start(devices: &str, faults: &str, seed: u64, settings: &Settings) -> Arc<Offload> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("model.json");
     let devices = format!(r#"{{"seed":{seed},"devices":{devices},"faults":{faults}}}"#);
     std::fs::write(&file, devices).unwrap();
+    Offload::start(&Accelerators::model(file), settings).unwrap()
+}
+
+/// As [`start`], by somebody who waits for answers, but not long for a device that hangs.
+pub(crate) fn offload_of(devices: &str, faults: &str, seed: u64, mut settings: Settings) -> Arc<Offload> {
     settings.patience = Duration::from_millis(300);
     // The model is a hundred times slower than a device, on a busy machine more.
     settings.lateness = Duration::from_secs(1);
-    Offload::start(&Accelerators::model(file), &settings).unwrap()
+    start(devices, faults, seed, &settings)
 }
 
 /// Moves a guest that writes, and says what the accelerators did.
