@@ -3,11 +3,12 @@
 //! It is entered by the instruction itself, never in the middle of something, so it may take locks and memory like the
 //! function call that it stands for.
 
+use std::arch::asm;
 use std::cell::UnsafeCell;
 use std::fs;
 use std::io;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::decode::{Instruction, LONGEST, Undecoded, decode};
 use super::{TrapError, Trapped};
@@ -40,12 +41,35 @@ fn present() -> Option<&'static str> {
 }
 
 pub(super) fn install() -> Result<(), TrapError> {
-    static DONE: OnceLock<Result<(), i32>> = OnceLock::new();
+    /// Whether `MOVDIR64B` traps.
+    static DONE: OnceLock<Result<bool, i32>> = OnceLock::new();
     if let Some(name) = present() {
         return Err(TrapError::Present(name));
     }
-    let done = DONE.get_or_init(|| set().map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL)));
-    done.map_err(|error| TrapError::Signal(io::Error::from_raw_os_error(error)))
+    let done = DONE.get_or_init(|| {
+        let set = set().map(|()| movdir64b_traps());
+        set.map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL))
+    });
+    match done.map_err(|error| TrapError::Signal(io::Error::from_raw_os_error(error)))? {
+        true => Ok(()),
+        false => Err(TrapError::Present("MOVDIR64B, although it does not say so")),
+    }
+}
+
+/// Where a `MOVDIR64B` goes that is only to be seen, and whether it was.
+static PROBE: AtomicU64 = AtomicU64::new(0);
+static PROBE_TRAPPED: AtomicBool = AtomicBool::new(false);
+
+/// Once the handler is set. A hypervisor can hide the instruction, but not keep anybody from using it.
+fn movdir64b_traps() -> bool {
+    #[repr(align(64))]
+    struct Slot([u8; 64]);
+    let (mut to, from) = (Slot([0; 64]), Slot([0; 64]));
+    PROBE.store(to.0.as_mut_ptr().expose_provenance() as u64, Ordering::Relaxed);
+    // SAFETY: either the instruction moves 64 bytes from one slot to the other, or the handler steps over it.
+    unsafe { asm!("movdir64b {to}, [{from}]", to = in(reg) to.0.as_mut_ptr(), from = in(reg) from.0.as_ptr()) };
+    PROBE.store(0, Ordering::Relaxed);
+    PROBE_TRAPPED.load(Ordering::Relaxed)
 }
 
 fn set() -> io::Result<()> {
@@ -133,6 +157,11 @@ unsafe fn execute(context: &mut [i64; 23]) -> bool {
     if decoded.destination % 64 != 0 {
         // A general protection fault of the real instruction.
         return false;
+    }
+    if decoded.destination == PROBE.load(Ordering::Relaxed) {
+        PROBE_TRAPPED.store(true, Ordering::Relaxed);
+        context[libc::REG_RIP as usize] += decoded.length as i64;
+        return true;
     }
     let Some(queue) = queue_at(decoded.destination) else { return false };
     let mut bytes = [0; 64];

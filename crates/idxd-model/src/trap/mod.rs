@@ -5,7 +5,8 @@
 //! and sets the flags as the instruction does, then goes on behind it. So the production code that submits is what is
 //! tested: which operand is which, alignment, the meaning of ZF, which slot of the portal.
 //!
-//! On a processor that has the instructions nothing traps, and [`install`] says so.
+//! On a processor that has the instructions nothing traps, and [`install`] says so; also on one that has `MOVDIR64B` while a hypervisor
+//! hides it.
 
 #[cfg(target_arch = "x86_64")]
 mod decode;
