@@ -6,12 +6,13 @@ TEST_THREADS ?= 2
 
 .PHONY: demo test check bench soak mutants setup clean
 
-## Everything that builds, tests and the demo need: QEMU 7.2 and 10.0, a guest kernel, accel-config, QATzip and virtiofsd, under target/tools.
+## Everything that tests and benchmarks need: QEMU 7.2 and 10.0, a guest kernel, accel-config, QATzip and virtiofsd, under target/tools.
 setup:
 	scripts/setup
 
 ## Moves a real Linux guest between two QEMUs and proves that its memory is right; report in target/demo/report.json.
-demo: setup
+demo:
+	scripts/setup --demo
 	@echo "Building sterna (a few minutes the first time), then moving a guest ..."
 	$(CARGO) run --release -p sterna-cli --bin sterna -- demo
 

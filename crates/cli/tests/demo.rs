@@ -8,7 +8,7 @@ use sterna_lab::{QemuVersion, Tools, or_skip};
 #[test]
 fn the_demo_moves_a_guest_and_its_report_says_so() {
     let Some(tools) = or_skip(Tools::locate()) else { return };
-    let (Some(_), Some(_)) = (or_skip(tools.kernel()), or_skip(tools.qemu(QemuVersion::V7_2))) else { return };
+    let (Some(_), Some(_)) = (or_skip(tools.kernel()), or_skip(tools.qemu(QemuVersion::V10_0))) else { return };
     let scratch = tempfile::tempdir().unwrap();
     let mut demo = Command::new(env!("CARGO_BIN_EXE_sterna"));
 
