@@ -7,4 +7,5 @@
 pub mod content;
 pub mod memory;
 pub mod page;
+pub mod record;
 pub mod share;

@@ -11,16 +11,26 @@
 //! sterna-guest error TEXT
 //! ```
 //!
-//! and that it reads: `verify`, `stop`, `go`, `rate BYTES`, `quit`. Times are the guest's own; a generation counts writings.
+//! and where it works with files, how many steps were done with which:
+//!
+//! ```text
+//! sterna-guest files given=N journal=N slots=N deleted=N made=N bad=N          with every tick
+//! sterna-guest closed given=N journal=N slots=N deleted=N made=N bad=N         the answer to 'close'
+//! sterna-guest BAD file NAME STEP: WHAT
+//! ```
+//!
+//! What it reads: `verify`, `stop`, `go`, `rate BYTES`, `close`, `quit`. Times are the guest's own; a generation counts writings.
 //!
 //! On a host, `sterna-guest dump FILL PAGES` writes such memory to its output, for measuring codecs.
 
+mod files;
 mod settings;
 mod system;
 
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use files::Files;
 use settings::{Settings, size};
 use sterna_guest::content::PAGE_BYTES;
 use sterna_guest::memory::{Bad, Memory, Plan, Progress};
@@ -95,6 +105,12 @@ fn live(console: &mut Console) -> Result<(), String> {
     let mut memory = Memory::new(pages, table, plan, Progress { random: SEED, ..Progress::default() });
     let start = Instant::now();
     memory.fill();
+    let files = match &settings.share {
+        Some(tag) => {
+            Some(Files::begin(tag, settings.deleted).map_err(|error| format!("shared directory {tag}: {error}"))?)
+        }
+        None => None,
+    };
     let fill = page::Fill::ALL.iter().find(|(_, fill)| *fill == settings.fill).map_or("", |(name, _)| name);
     console.line(format_args!(
         "ready pages={} memory={} fill={fill} seconds={:.3}",
@@ -108,6 +124,7 @@ fn live(console: &mut Console) -> Result<(), String> {
         dirty: Pace::new(settings.dirty_rate),
         verify: Pace::new(settings.verify_rate),
         bad: 0,
+        files,
     }
     .work(console);
     Ok(())
@@ -146,6 +163,7 @@ struct Worker {
     dirty: Pace,
     verify: Pace,
     bad: u64,
+    files: Option<Files>,
 }
 
 impl Worker {
@@ -192,6 +210,7 @@ impl Worker {
                     self.verify.done,
                     self.bad
                 ));
+                self.say_files("files", console);
             }
             let rest = SLICE.saturating_sub(self.dirty.last.elapsed());
             let Some(command) = console.command(rest) else { continue };
@@ -199,13 +218,17 @@ impl Worker {
                 ("verify", "") => self.verify_all(console),
                 ("stop", "") => dirtying = false,
                 ("go", "") => dirtying = true,
+                ("close", "") => {
+                    self.files.iter_mut().for_each(Files::close);
+                    self.say_files("closed", console);
+                }
                 ("rate", value) => match size(value) {
                     Some(rate) => self.dirty.bytes_per_second = rate,
                     None => console.line(format_args!("error rate {value}: expected bytes a second, as 50M")),
                 },
                 ("quit", "") => return,
                 ("", "") => {}
-                _ => console.line(format_args!("error {command}: expected verify, stop, go, rate BYTES or quit")),
+                _ => console.line(format_args!("error {command}: expected verify, stop, go, rate BYTES, close, quit")),
             }
         }
     }
@@ -216,6 +239,14 @@ impl Worker {
             console
                 .line(format_args!("BAD page {} expected generation {} found {}", bad.index, bad.expected, bad.fault));
         }
+    }
+
+    fn say_files(&self, word: &str, console: &mut Console) {
+        let Some(files) = &self.files else { return };
+        for wrong in files.wrong() {
+            console.line(format_args!("BAD file {wrong}"));
+        }
+        console.line(format_args!("{word} {files}"));
     }
 
     fn verify_all(&mut self, console: &mut Console) {

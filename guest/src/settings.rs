@@ -20,6 +20,10 @@ pub struct Settings {
     pub pattern: Pattern,
     /// `sterna.verify`: bytes a second that are verified all the while; 0 is off. 8 MiB if not given.
     pub verify_rate: u64,
+    /// `sterna.share`: the tag of a directory that the host shares, in which the guest works with files.
+    pub share: Option<String>,
+    /// `sterna.deleted=on|off`: there also with a file that was deleted while it is open. Off if not given.
+    pub deleted: bool,
 }
 
 impl Default for Settings {
@@ -32,6 +36,8 @@ impl Default for Settings {
             dirty_span: None,
             pattern: Pattern::Random,
             verify_rate: 8 << 20,
+            share: None,
+            deleted: false,
         }
     }
 }
@@ -57,6 +63,8 @@ impl Settings {
                 "dirty-span" => settings.dirty_span = Some(size(value).ok_or_else(|| not_a_size(word))?),
                 "dirty" => settings.dirty_whole = choice(word, value, &[("page", true), ("stamp", false)])?,
                 "verify" => settings.verify_rate = size(value).ok_or_else(|| not_a_size(word))?,
+                "share" => settings.share = Some(value.to_owned()),
+                "deleted" => settings.deleted = choice(word, value, &[("on", true), ("off", false)])?,
                 _ => return Err(format!("{word}: no such setting")),
             }
         }
@@ -94,7 +102,7 @@ mod tests {
     #[test]
     fn a_command_line_is_read_and_the_kernels_own_words_are_left_alone() {
         let line = "console=ttyS0 quiet sterna.fill=mixed sterna.memory=512M sterna.dirty-rate=20M sterna.pattern=hot \
-                    sterna.verify=0 sterna.dirty=stamp sterna.dirty-span=64K panic=-1";
+                    sterna.verify=0 sterna.dirty=stamp sterna.dirty-span=64K sterna.share=data panic=-1";
         let expected = Settings {
             fill: Fill::Mixed,
             memory: Some(512 << 20),
@@ -103,6 +111,8 @@ mod tests {
             dirty_span: Some(64 << 10),
             pattern: Pattern::Hot,
             verify_rate: 0,
+            share: Some("data".into()),
+            deleted: false,
         };
         assert_eq!(Settings::parse(line), Ok(expected));
         assert_eq!(Settings::parse("console=ttyS0"), Ok(Settings::default()));

@@ -1,8 +1,11 @@
 //! What an init needs of Linux: mounts, the console, memory, and the way out. All of the guest's `unsafe` is here.
 
 use std::ffi::CStr;
+use std::ffi::CString;
 use std::fmt::Arguments;
+use std::fs::File;
 use std::io::{Error, Result, Write};
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use sterna_guest::content::{PAGE_BYTES, Page};
@@ -27,6 +30,22 @@ fn mount(kind: &CStr, path: &CStr) -> Result<()> {
         error if error.raw_os_error() == Some(libc::EBUSY) => Ok(()),
         error => Err(error),
     }
+}
+
+/// Mounts the directory that the host shares under `tag` by virtiofs.
+pub fn mount_shared(tag: &str, path: &str) -> Result<()> {
+    std::fs::create_dir(path)?;
+    let (tag, path) = (CString::new(tag)?, CString::new(path)?);
+    // SAFETY: the three strings are terminated and live; no data is passed.
+    let done = unsafe { libc::mount(tag.as_ptr(), path.as_ptr(), c"virtiofs".as_ptr(), 0, std::ptr::null()) };
+    if done == 0 { Ok(()) } else { Err(Error::last_os_error()) }
+}
+
+/// Gives the kernel a module.
+pub fn load_module(file: &File) -> Result<()> {
+    // SAFETY: the descriptor is open, and the empty string of parameters is terminated and live.
+    let done = unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), c"".as_ptr(), 0) };
+    if done == 0 { Ok(()) } else { Err(Error::last_os_error()) }
 }
 
 /// Bytes that /proc/meminfo calls free.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::Error;
+use crate::{Error, FilesDone};
 
 /// Lines that are kept; older ones are forgotten.
 const KEPT_LINES: usize = 100_000;
@@ -333,6 +333,32 @@ impl<'a> GuestConsole<'a> {
         self.console.send(&format!("rate {bytes_per_second}"))
     }
 
+    /// How much the guest has done with its files, by its latest line about them.
+    #[must_use]
+    pub fn last_files(&self) -> Option<FilesDone> {
+        self.console.shared.log().lines.iter().rev().find_map(|line| files(said(line, "files")?))
+    }
+
+    /// Waits until the guest has done `steps` more than in `before` with each of its files, or has found something wrong.
+    ///
+    /// # Errors
+    /// As [`Console::wait_for`].
+    pub fn wait_files(&self, before: &FilesDone, steps: u64, limit: Duration) -> Result<FilesDone, Error> {
+        self.console.wait_for(&format!("{steps} steps with files after {before:?}"), 0, limit, |line| {
+            files(said(line, "files")?).filter(|done| done.bad > before.bad || done.is_beyond(before, steps))
+        })
+    }
+
+    /// Has the guest stop working with its files, read all of them again, and close them.
+    ///
+    /// # Errors
+    /// As [`Console::wait_for`].
+    pub fn close_files(&self, limit: Duration) -> Result<FilesDone, Error> {
+        let from = self.console.line_count();
+        self.console.send("close")?;
+        self.console.wait_for("answer to 'close'", from, limit, |line| files(said(line, "closed")?))
+    }
+
     /// Has the guest power its machine off.
     ///
     /// # Errors
@@ -350,6 +376,17 @@ fn said<'a>(line: &'a str, word: &str) -> Option<&'a str> {
 
 fn field<T: std::str::FromStr>(text: &str, name: &str) -> Option<T> {
     text.split_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('=')?.parse().ok())
+}
+
+fn files(text: &str) -> Option<FilesDone> {
+    Some(FilesDone {
+        given: field(text, "given")?,
+        journal: field(text, "journal")?,
+        slots: field(text, "slots")?,
+        deleted: field(text, "deleted")?,
+        made: field(text, "made")?,
+        bad: field(text, "bad")?,
+    })
 }
 
 fn tick(line: &str) -> Option<Tick> {
@@ -396,6 +433,20 @@ mod tests {
         let expected = Tick { number: 3, milliseconds: 203, dirty_rate: 4096, dirtied: 3, verified: 7, bad: 0 };
         assert_eq!(guest.wait_tick_after(2, LONG).expect("a tick"), expected);
         assert_eq!(guest.last_tick(), Some(expected));
+    }
+
+    #[test]
+    fn steps_with_files_are_waited_for_or_what_went_wrong_with_them() {
+        let (console, mut far) = console();
+        let guest = GuestConsole::new(&console);
+        let before = FilesDone { given: 90, journal: 5, slots: 5, deleted: 0, made: 2, bad: 0 };
+        far.write_all(b"sterna-guest files given=99 journal=14 slots=15 deleted=0 made=12 bad=0\n").expect("written");
+        far.write_all(b"sterna-guest files given=100 journal=15 slots=15 deleted=0 made=12 bad=0\n").expect("written");
+        let expected = FilesDone { given: 100, journal: 15, slots: 15, deleted: 0, made: 12, bad: 0 };
+        assert_eq!(guest.wait_files(&before, 10, LONG).expect("steps"), expected);
+        assert_eq!(guest.last_files(), Some(expected));
+        far.write_all(b"sterna-guest files given=100 journal=15 slots=15 deleted=0 made=12 bad=1\n").expect("written");
+        assert_eq!(guest.wait_files(&before, 1000, LONG).expect("wrong").bad, 1);
     }
 
     #[test]

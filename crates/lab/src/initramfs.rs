@@ -2,19 +2,21 @@
 //! unpacks (`newc`, Documentation/driver-api/early-userspace/buffer-format.rst in the kernel's sources), not compressed,
 //! for unpacking costs an emulated guest more than reading does.
 
-/// An archive with `program` as `/init`, the `/dev/console` that the kernel opens for it, and `files` by their numbers.
-pub(crate) fn with_init(program: &[u8], files: &[Vec<u8>]) -> Vec<u8> {
+/// An archive with `program` as `/init`, the `/dev/console` that the kernel opens for it, a directory for the kernel's modules, and
+/// `files` by their names.
+pub(crate) fn with_init(program: &[u8], files: &[(String, Vec<u8>)]) -> Vec<u8> {
     const DIRECTORY: u32 = 0o040_755;
     const CHARACTER_DEVICE: u32 = 0o020_600;
     const PROGRAM: u32 = 0o100_755;
-    let content = files.iter().map(|file| file.len() + 128).sum::<usize>();
+    let content = files.iter().map(|(_, file)| file.len() + 256).sum::<usize>();
     let mut archive = Vec::with_capacity(program.len() + content + 1024);
     entry(&mut archive, 1, "dev", DIRECTORY, (0, 0), &[]);
     // The numbers of /dev/console: Documentation/admin-guide/devices.txt in the kernel's sources.
     entry(&mut archive, 2, "dev/console", CHARACTER_DEVICE, (5, 1), &[]);
     entry(&mut archive, 3, "init", PROGRAM, (0, 0), program);
-    for (number, file) in files.iter().enumerate() {
-        entry(&mut archive, 4 + number as u32, &format!("file-{number}"), PROGRAM, (0, 0), file);
+    entry(&mut archive, 4, "modules", DIRECTORY, (0, 0), &[]);
+    for (inode, (name, file)) in (5..).zip(files) {
+        entry(&mut archive, inode, name, PROGRAM, (0, 0), file);
     }
     entry(&mut archive, 0, "TRAILER!!!", 0, (0, 0), &[]);
     archive
@@ -47,7 +49,8 @@ mod tests {
 
     #[test]
     fn every_entry_begins_at_a_multiple_of_four_and_names_its_sizes() {
-        let archive = with_init(b"program", &[b"content".to_vec(), Vec::new()]);
+        let archive =
+            with_init(b"program", &[("file-0".into(), b"content".to_vec()), ("modules/1".into(), Vec::new())]);
         let mut at = 0;
         let mut names = Vec::new();
         loop {
@@ -65,7 +68,8 @@ mod tests {
             }
             at = ((at + 110 + name_size).next_multiple_of(4) + size).next_multiple_of(4);
         }
-        let expected = [("dev", 0), ("dev/console", 0), ("init", 7), ("file-0", 7), ("file-1", 0), ("TRAILER!!!", 0)];
+        let expected = [("dev", 0), ("dev/console", 0), ("init", 7), ("modules", 0), ("file-0", 7), ("modules/1", 0)];
+        assert_eq!(names.pop().expect("an end").0, "TRAILER!!!");
         assert_eq!(names, expected.map(|(name, size)| (name.to_owned(), size)));
     }
 }

@@ -82,6 +82,15 @@ pub enum Dirty {
     Stamp,
 }
 
+/// A directory in which a Linux guest works with files, as [`crate::SharedDirectory`] has them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// The tag of its virtiofs device ([`crate::Virtiofsd::qemu_words`]).
+    pub tag: String,
+    /// Whether it works also with a file that was deleted while it is open.
+    pub deleted: bool,
+}
+
 /// The test guest's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinuxGuest {
@@ -101,8 +110,10 @@ pub struct LinuxGuest {
     pub verify_rate: u64,
     /// More words for the kernel's command line.
     pub kernel_words: String,
-    /// Files of this machine that lie in the guest's root file system, which is all in its memory.
+    /// Files of this machine that lie in the guest's root file system, which is all in its memory, as `file-0`, `file-1` and so on.
     pub files: Vec<PathBuf>,
+    /// A directory in which it works with files all the while.
+    pub share: Option<Share>,
 }
 
 impl Default for LinuxGuest {
@@ -117,6 +128,7 @@ impl Default for LinuxGuest {
             verify_rate: 8 << 20,
             kernel_words: String::new(),
             files: Vec::new(),
+            share: None,
         }
     }
 }
@@ -145,6 +157,8 @@ impl LinuxGuest {
             ("dirty-span", self.dirty_span.map(|bytes| bytes.to_string())),
             ("pattern", Some(pattern.to_owned())),
             ("verify", Some(self.verify_rate.to_string())),
+            ("share", self.share.as_ref().map(|share| share.tag.clone())),
+            ("deleted", self.share.as_ref().filter(|share| share.deleted).map(|_| "on".to_owned())),
         ];
         for (name, value) in settings {
             if let Some(value) = value {

@@ -244,8 +244,13 @@ fn guest_words(guest: &Guest, tools: &Tools, directory: &Path) -> Result<Vec<Str
         Guest::Linux(settings) => {
             let program = guest_program()?;
             let init = std::fs::read(&program).map_err(Error::path("reading", &program))?;
-            let files = settings.files.iter().map(|path| std::fs::read(path).map_err(Error::path("reading", path)));
-            let files = files.collect::<Result<Vec<_>, _>>()?;
+            let modules = if settings.share.is_some() { tools.modules()? } else { Vec::new() };
+            let named = |path: &PathBuf| format!("modules/{}", path.file_name().unwrap_or_default().display());
+            let files = settings.files.iter().enumerate().map(|(number, path)| (format!("file-{number}"), path));
+            let files = files.chain(modules.iter().map(|path| (named(path), path)));
+            let files =
+                files.map(|(name, path)| Ok((name, std::fs::read(path).map_err(Error::path("reading", path))?)));
+            let files = files.collect::<Result<Vec<_>, Error>>()?;
             let archive = directory.join("initramfs");
             std::fs::write(&archive, initramfs::with_init(&init, &files)).map_err(Error::path("writing", &archive))?;
             Ok(vec![

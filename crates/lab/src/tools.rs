@@ -1,4 +1,4 @@
-//! Finds what `scripts/setup` unpacked (two QEMU releases, a kernel, accel-config) and builds the guests' init.
+//! Finds what `scripts/setup` left (two QEMU releases, a kernel, accel-config, virtiofsd) and builds the guests' init.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -84,6 +84,26 @@ impl Tools {
     /// [`Error::ToolsMissing`] where it was not unpacked.
     pub fn kernel(&self) -> Result<PathBuf, Error> {
         existing("the guests' kernel", self.directory.join("kernel/vmlinuz"))
+    }
+
+    /// The kernel's modules that a guest needs to mount virtiofs, in the order in which they can be loaded.
+    ///
+    /// # Errors
+    /// [`Error::ToolsMissing`] where they were not unpacked.
+    pub fn modules(&self) -> Result<Vec<PathBuf>, Error> {
+        let directory = existing("the modules of the guests' kernel", self.directory.join("kernel/modules"))?;
+        let entries = std::fs::read_dir(&directory).map_err(Error::path("reading", &directory))?;
+        let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+        paths.sort();
+        Ok(paths)
+    }
+
+    /// The back-end of shared directories.
+    ///
+    /// # Errors
+    /// [`Error::ToolsMissing`] where it was not built.
+    pub fn virtiofsd(&self) -> Result<PathBuf, Error> {
+        existing("virtiofsd", self.directory.join("virtiofsd/bin/virtiofsd"))
     }
 
     /// The program of a release with what it needs to run from where it was unpacked: libraries and modules in the
