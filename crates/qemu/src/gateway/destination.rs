@@ -456,9 +456,9 @@ impl Driver<'_> {
                 self.loaded = true;
                 self.if_complete()
             }
-            ReturnMessage::Shut(status) => {
-                let reason = format!("QEMU could not load the guest (status {status})");
-                Some(DestinationEvent::Failed { reason })
+            // It says 1 whatever the reason is.
+            ReturnMessage::Shut(_) => {
+                Some(DestinationEvent::Failed { reason: "QEMU could not load the guest: see its output".into() })
             }
             _ => None,
         }

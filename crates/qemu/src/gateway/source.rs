@@ -362,8 +362,9 @@ impl Driver<'_> {
                 match message {
                     // A good end is told by `Prepared`, and relayed when the switchover says so.
                     ReturnPath::Shut(0) => return None,
-                    ReturnPath::Shut(status) => {
-                        let reason = format!("the destination QEMU could not load the guest (status {status})");
+                    // QEMU says 1 whatever the reason is.
+                    ReturnPath::Shut(_) => {
+                        let reason = "the destination QEMU could not load the guest: see its output".into();
                         return Some(SourceEvent::Failed { reason });
                     }
                     ReturnPath::Pong(_) | ReturnPath::SwitchoverAck => {}
