@@ -2,12 +2,14 @@
 
 mod daemon;
 mod fuse;
+mod handles;
 mod machine;
 
 use std::time::{Duration, Instant};
 
 pub(crate) use daemon::{Daemon, program};
 pub(crate) use fuse::{Fuse, ROOT};
+pub(crate) use handles::may_open_by_handle;
 pub(crate) use machine::{Device, Machine};
 
 /// Far enough away to be none, and near enough that a hang ends the test.
