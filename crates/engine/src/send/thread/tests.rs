@@ -31,6 +31,7 @@ fn sending(delta_cache: usize, delta_blocks: Option<Arc<DeltaBlocks>>) -> (Sendi
         again: None,
         delta_cache,
         delta_blocks,
+        devices: None,
     };
     let shared = Arc::new(Shared {
         progress: std::sync::Mutex::default(),
