@@ -638,7 +638,7 @@ mod tests {
 
     #[test]
     fn the_benchmarks_have_names_and_their_sides_are_hidden() {
-        for name in ["qemu", "ram", "received-bitmap", "dirty-rate", "bandwidth", "device-faults"] {
+        for name in ["qemu", "ram", "received-bitmap", "dirty-rate", "bandwidth", "device-faults", "device-state"] {
             let parsed = parse(&format!("sterna bench {name} --quick --json f --rounds 2 --cpus 2"));
             assert!(matches!(parsed.unwrap().command, Command::Bench(_)), "{name}");
         }

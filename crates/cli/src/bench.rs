@@ -6,6 +6,7 @@ mod bandwidth;
 mod compression;
 mod delta;
 mod device_faults;
+mod device_state;
 mod dirty_rate;
 mod harness;
 mod machine;
@@ -87,6 +88,8 @@ enum Benchmark {
     ManyVms,
     /// Page faults and translation flushes of a device that writes the pages of a migration into fresh memory
     DeviceFaults,
+    /// Downtime with four devices of 100 MiB of state, one after the other and all at once; what that costs; a device that stalls
+    DeviceState,
 }
 
 fn release(text: &str) -> Result<QemuVersion, String> {
@@ -131,6 +134,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::ZeroPage => zero_page::cells(),
         Benchmark::ManyVms => many_vms::cells(),
         Benchmark::DeviceFaults => device_faults::cells(),
+        Benchmark::DeviceState => device_state::cells(),
     })?;
     if args.long && !matches!(args.benchmark, Benchmark::Compression | Benchmark::Selection) {
         let text =
@@ -154,6 +158,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         Benchmark::ZeroPage => zero_page::measure(args, &cancel, &tell),
         Benchmark::ManyVms => many_vms::measure(args, &cancel, &tell),
         Benchmark::DeviceFaults => device_faults::measure(args, &cancel, &tell),
+        Benchmark::DeviceState => device_state::measure(args, &cancel, &tell),
     };
     let findings = findings.map_err(|error| failed(format!("the benchmark ended: {error}")))?;
     if findings.rows.is_empty() {

@@ -33,6 +33,11 @@ impl MemoryWatch {
         Self { stop, peaks, thread: Some(thread) }
     }
 
+    /// What a process holds now, in bytes; 0 where it is gone.
+    pub(crate) fn of(process: u32) -> u64 {
+        anonymous(process).unwrap_or(0)
+    }
+
     /// The peaks in bytes, in the order of the processes.
     pub(crate) fn peaks(mut self) -> Vec<u64> {
         self.end();

@@ -313,7 +313,7 @@ fn receive(guest: &Guest, by: &Mover, channels: u16, at: IpAddr) -> Result<Took,
     }
 }
 
-fn security(
+pub(crate) fn security(
     tls: Option<&Path>,
     read: impl FnOnce(&Path) -> Result<TlsSettings, sterna::tls::TlsError>,
 ) -> Result<Security, String> {
