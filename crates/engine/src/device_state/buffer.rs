@@ -4,23 +4,42 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 
-/// Buffers that wait to be used again, at most.
-const MOST_SPARE: usize = 4;
-
 /// Buffers of one device. Clones are the same.
-#[derive(Clone, Default)]
-pub(super) struct Buffers(Arc<Mutex<Vec<Vec<u8>>>>);
+#[derive(Clone)]
+pub(super) struct Buffers(Arc<Mutex<Pool>>);
+
+struct Pool {
+    spare: Vec<Vec<u8>>,
+    /// Bytes of all buffers, spare or in use.
+    held: usize,
+    /// More of them are not kept only to be used again.
+    most: usize,
+}
 
 impl Buffers {
+    /// Of which so many bytes are held at most, unless more are in use.
+    pub(super) fn new(most: usize) -> Self {
+        Self(Arc::new(Mutex::new(Pool { spare: Vec::new(), held: 0, most })))
+    }
+
     /// An empty buffer, with room for `capacity` bytes.
     pub(super) fn take(&self, capacity: usize) -> DeviceBytes {
-        let mut spare = self.0.lock().expect("nobody panics with it");
+        let mut pool = self.0.lock().expect("nobody panics with it");
         // One that is much larger would take more memory than is counted.
         let fits = |buffer: &Vec<u8>| (capacity..=capacity.saturating_mul(2)).contains(&buffer.capacity());
-        let found = spare.iter().position(fits).map(|at| spare.swap_remove(at));
-        drop(spare);
-        let mut bytes = found.unwrap_or_else(|| Vec::with_capacity(capacity));
-        bytes.clear();
+        if let Some(at) = pool.spare.iter().rposition(fits) {
+            let mut bytes = pool.spare.swap_remove(at);
+            bytes.clear();
+            return DeviceBytes { bytes, home: self.clone() };
+        }
+        while pool.held.saturating_add(capacity) > pool.most
+            && let Some(spare) = pool.spare.pop()
+        {
+            pool.held -= spare.capacity();
+        }
+        let bytes = Vec::with_capacity(capacity);
+        pool.held += bytes.capacity();
+        drop(pool);
         DeviceBytes { bytes, home: self.clone() }
     }
 }
@@ -56,9 +75,12 @@ impl fmt::Debug for DeviceBytes {
 
 impl Drop for DeviceBytes {
     fn drop(&mut self) {
-        let mut spare = self.home.0.lock().expect("nobody panics with it");
-        if spare.len() < MOST_SPARE {
-            spare.push(std::mem::take(&mut self.bytes));
+        let bytes = std::mem::take(&mut self.bytes);
+        let mut pool = self.home.0.lock().expect("nobody panics with it");
+        if pool.held > pool.most {
+            pool.held -= bytes.capacity();
+        } else {
+            pool.spare.push(bytes);
         }
     }
 }
@@ -69,7 +91,7 @@ mod tests {
 
     #[test]
     fn memory_is_used_again_but_not_for_much_less() {
-        let buffers = Buffers::default();
+        let buffers = Buffers::new(1 << 20);
         let mut first = buffers.take(1000);
         assert_eq!((first.fill(&[1; 600], 1000), first.fill(&[2; 600], 1000)), (600, 400));
         let at = first.bytes.as_ptr();
@@ -77,8 +99,21 @@ mod tests {
         assert_ne!(buffers.take(100).bytes.as_ptr(), at);
         let again = buffers.take(900);
         assert_eq!((again.bytes.as_ptr(), again.len()), (at, 0));
-        let many: Vec<_> = (0..2 * MOST_SPARE).map(|_| buffers.take(10)).collect();
-        drop(many);
-        assert_eq!(buffers.0.lock().unwrap().len(), MOST_SPARE);
+    }
+
+    #[test]
+    fn what_is_held_stays_within_the_bound_whatever_the_sizes() {
+        let buffers = Buffers::new(10_000);
+        let held = || buffers.0.lock().unwrap().held;
+        for size in [10, 100, 500, 1000, 2000, 5000, 300, 9000, 50] {
+            let many: Vec<_> = (0..10_000 / size).map(|_| buffers.take(size)).collect();
+            assert!(held() <= 10_000, "{} with buffers of {size}", held());
+            drop(many);
+            assert!(held() <= 10_000);
+        }
+        // More may be in use, but is not kept.
+        let large = buffers.take(20_000);
+        drop(large);
+        assert_eq!(held(), 0);
     }
 }

@@ -106,7 +106,7 @@ impl LoadingDevices {
     pub(crate) fn new(ids: Vec<DeviceId>, share: u64, serial: bool) -> Self {
         let queue = |id| Queue {
             id,
-            buffers: Buffers::default(),
+            buffers: Buffers::new(usize::try_from(share).unwrap_or(usize::MAX)),
             state: Mutex::new(QueueState { receiver: DeviceReceiver::new(share), over: false }),
             changed: Condvar::new(),
         };

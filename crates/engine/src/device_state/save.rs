@@ -312,7 +312,8 @@ pub(crate) fn start(
                 way: way(),
                 number,
                 largest: 0,
-                buffers: Buffers::default(),
+                // All are of one size, and no more of them in use than the destination permits.
+                buffers: Buffers::new(usize::MAX),
                 piece: None,
                 next: number,
             },
