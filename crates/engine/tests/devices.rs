@@ -39,6 +39,7 @@ struct Guest {
     limits: TimeLimits,
     queue: u64,
     downtime: Duration,
+    bandwidth: Option<u64>,
 }
 
 impl Guest {
@@ -61,6 +62,7 @@ impl Guest {
             limits: TimeLimits::default(),
             queue: 64 << 20,
             downtime,
+            bandwidth: None,
         }
     }
 
@@ -88,7 +90,7 @@ impl Guest {
         let address = through(listening.address().to_string().parse().unwrap());
         let source = here.at_source(Source::new(self.source.ram(), Box::new(log)));
         let source = source.channels(3).device_channels(ways).method(MethodChoice::default());
-        let source = source.downtime(self.downtime).time_limits(self.limits);
+        let source = source.downtime(self.downtime).time_limits(self.limits).bandwidth(self.bandwidth);
         std::thread::scope(|scope| {
             let (to, cancel) = (&mut self.to, &self.cancel.1);
             let receiving = scope.spawn(move || listening.run(to, cancel, &()));
@@ -180,6 +182,21 @@ fn what_was_saved_ahead_is_loaded_before_the_guest_is_paused() {
 }
 
 #[test]
+fn a_guest_is_not_stopped_while_its_devices_would_keep_it_too_long() {
+    within_a_minute(|| {
+        // Saved in three goes, of which the last is worth its downtime at this bandwidth, and the first two are not.
+        let devices = Devices(vec![Device::new("large", 0, 24 << 20, 1 << 20)]);
+        let mut guest = Guest::new();
+        guest.downtime = Duration::from_millis(500);
+        guest.bandwidth = Some(40 << 20);
+        let (sent, _) = guest.migrate(DeviceChannels::Mixed, &devices);
+        let report = sent.unwrap();
+        guest.has_moved(&devices);
+        assert!(report.devices[0].ahead_bytes >= 16 << 20, "{report:?}");
+    });
+}
+
+#[test]
 fn serially_nothing_is_sent_ahead() {
     within_a_minute(|| {
         let devices = Devices((0..3).map(|instance| Device::new("device", instance, 700_000, 10_000)).collect());
@@ -202,6 +219,9 @@ fn a_device_that_loads_nothing_for_a_while_holds_up_nobody_else() {
             let (sent, _) = guest.migrate(ways, &devices);
             sent.unwrap();
             guest.has_moved(&devices);
+            // What was saved and not loaded: its part of the memory, and a piece that is being filled or emptied at each side.
+            let waited = devices.0[0].seen.most_waiting.load(Ordering::SeqCst);
+            assert!(waited <= (128 + 2 * 32) << 10, "{waited}");
         }
     });
 }

@@ -14,6 +14,11 @@ use crate::report::{DeviceProgress, DeviceReport, between};
 use crate::send::{Item, SendChannel};
 use crate::window::WindowClosed;
 
+/// How fast state travels is not said by less than this, in bytes: it fits into buffers.
+const FEWEST_BYTES: u64 = 4 << 20;
+/// And is measured anew after this much.
+const MOST_BYTES: u64 = 64 << 20;
+
 /// What a device's thread is to do next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Order {
@@ -68,7 +73,33 @@ struct State {
     devices: Vec<Known>,
     /// Which device saves now, where one does after the other.
     turn: Option<usize>,
+    /// Of all devices, pieces that have been sent and have not arrived.
+    on_the_way: u64,
+    /// Since when there are any, and bytes of those that have arrived since.
+    busy: Option<(Instant, u64)>,
+    /// Bytes per second that were last seen to arrive; 0 before.
+    rate: f64,
     over: bool,
+}
+
+impl State {
+    fn piece_sent(&mut self) {
+        self.on_the_way += 1;
+        self.busy.get_or_insert_with(|| (Instant::now(), 0));
+    }
+
+    fn piece_arrived(&mut self, bytes: u64) {
+        self.on_the_way -= 1;
+        let Some((since, arrived)) = &mut self.busy else { return };
+        *arrived += bytes;
+        if *arrived >= FEWEST_BYTES && (self.on_the_way == 0 || *arrived >= MOST_BYTES) {
+            self.rate = *arrived as f64 / since.elapsed().as_secs_f64().max(1e-6);
+            (*since, *arrived) = (Instant::now(), 0);
+        }
+        if self.on_the_way == 0 {
+            self.busy = None;
+        }
+    }
 }
 
 /// The devices of one migration at the source.
@@ -82,7 +113,8 @@ pub struct SavingDevices {
 impl SavingDevices {
     pub(crate) fn new(ids: Vec<DeviceId>, serial: bool) -> Self {
         let devices = ids.iter().map(|_| Known::default()).collect();
-        let state = State { devices, turn: serial.then_some(0), over: false };
+        let turn = serial.then_some(0);
+        let state = State { devices, turn, on_the_way: 0, busy: None, rate: 0.0, over: false };
         Self { ids, state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -116,6 +148,7 @@ impl SavingDevices {
     /// A piece with so many bytes has arrived at the destination.
     pub(crate) fn arrived(&self, device: u16, bytes: u32) {
         let mut state = self.state();
+        state.piece_arrived(bytes.into());
         let known = &mut state.devices[usize::from(device)];
         known.arrived_bytes += u64::from(bytes);
         known.arrived_pieces += 1;
@@ -143,6 +176,11 @@ impl SavingDevices {
     /// Bytes of state that would have to be saved if the guest were stopped now.
     pub(crate) fn remaining(&self) -> u64 {
         self.state().devices.iter().map(|known| known.remaining).sum()
+    }
+
+    /// How fast state has travelled so far, in bytes per second; 0 before enough of it has.
+    pub(crate) fn rate(&self) -> f64 {
+        self.state().rate
     }
 
     /// Has those devices looked at that may have more to be saved ahead.
@@ -228,6 +266,7 @@ impl SavingDevices {
                 if known.begun.is_none() {
                     known.ahead_bytes = known.bytes;
                 }
+                state.piece_sent();
                 return Ok(place);
             }
             state = self.wait(state);

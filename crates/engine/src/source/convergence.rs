@@ -106,6 +106,8 @@ pub(super) struct Measure {
     pub(super) remaining: u64,
     /// Bytes of state to be saved.
     pub(super) state: u64,
+    /// Bytes of it per second, where that is known besides by the pages; 0 where it is not.
+    pub(super) state_rate: f64,
     /// How long, all together, as much was on its way as may be.
     pub(super) full: Duration,
     /// The path's, the shortest that was measured.
@@ -265,8 +267,8 @@ impl Convergence {
 
     /// How long the state takes, which goes as it is. While little was sent, or next to nothing of each page, that says nothing of it.
     fn state(&self, at: &Measure) -> Duration {
-        let wire = self.rates.wire.max(self.rates.drain * MOST_SHRUNK);
-        let most = if self.wire_is_known { LONGEST } else { SMALL_STATE };
+        let wire = self.rates.wire.max(self.rates.drain * MOST_SHRUNK).max(at.state_rate);
+        let most = if self.wire_is_known || at.state_rate > 0.0 { LONGEST } else { SMALL_STATE };
         if wire > 0.0 { seconds(at.state as f64 / wire).min(most) } else { Duration::ZERO }
     }
 

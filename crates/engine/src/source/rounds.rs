@@ -358,6 +358,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             arrived: arrived(&delivered),
             remaining: pages(found + on_the_way),
             state: self.state_size + self.devices.remaining(),
+            state_rate: self.devices.rate(),
             full: window.full(),
             round_trip: window.round_trip(),
         }

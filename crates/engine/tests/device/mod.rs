@@ -39,6 +39,8 @@ pub(crate) struct Device {
 pub(crate) struct Seen {
     pub(crate) saved: AtomicU64,
     pub(crate) taken: AtomicU64,
+    /// The most that was saved and not taken yet.
+    pub(crate) most_waiting: AtomicU64,
     /// All of it was loaded, and was what was saved.
     pub(crate) whole: AtomicBool,
 }
@@ -130,7 +132,9 @@ impl Giver {
             fill(self.device.instance, self.at, &mut buffer[..length]);
             state.write_all(&buffer[..length])?;
             self.at += length as u64;
-            self.device.seen.saved.store(self.at, Ordering::SeqCst);
+            let seen = &self.device.seen;
+            seen.saved.store(self.at, Ordering::SeqCst);
+            seen.most_waiting.fetch_max(self.at - seen.taken.load(Ordering::SeqCst).min(self.at), Ordering::SeqCst);
         }
         Ok(())
     }
