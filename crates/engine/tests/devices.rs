@@ -59,7 +59,7 @@ impl Guest {
             from,
             to,
             cancel,
-            limits: TimeLimits::default(),
+            limits: TimeLimits { telling: Duration::from_millis(100), ..TimeLimits::default() },
             queue: 64 << 20,
             downtime,
             bandwidth: None,
