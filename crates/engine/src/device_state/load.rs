@@ -308,3 +308,133 @@ impl<S: Fn(ControlMessage)> Read for PieceReader<'_, S> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, channel};
+
+    use sterna_wire::device::DeviceSender;
+
+    use super::*;
+
+    /// Reads all, and gives it to whoever wants to compare it.
+    struct Taker(std::sync::mpsc::Sender<Vec<u8>>);
+
+    impl LoadDevice for Taker {
+        fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+            let mut taken = Vec::new();
+            state.read_to_end(&mut taken)?;
+            Ok(self.0.send(taken)?)
+        }
+    }
+
+    /// Devices, what their threads say to the source and to the driver, and what they took.
+    struct Side {
+        devices: Arc<LoadingDevices>,
+        threads: Vec<JoinHandle<()>>,
+        said: Receiver<ControlMessage>,
+        news: Receiver<LoadNews>,
+        taken: Vec<Receiver<Vec<u8>>>,
+    }
+
+    fn side(count: u32, share: u64, serial: bool) -> Side {
+        let ids = (0..count).map(|instance| DeviceId::new("device", instance)).collect();
+        let devices = Arc::new(LoadingDevices::new(ids, share, serial));
+        let ((say, said), (tell, news)) = (channel(), channel());
+        let (takers, taken): (Vec<Box<dyn LoadDevice>>, Vec<_>) = (0..count)
+            .map(|_| {
+                let (sender, receiver) = channel();
+                (Box::new(Taker(sender)) as Box<dyn LoadDevice>, receiver)
+            })
+            .unzip();
+        let (threads, started) =
+            devices.start(takers, move |message| drop(say.send(message)), move |news| drop(tell.send(news)));
+        started.unwrap();
+        Side { devices, threads, said, news, taken }
+    }
+
+    /// A number below `limit`.
+    fn random(state: &mut u64, limit: usize) -> usize {
+        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (*state >> 33) as usize % limit
+    }
+
+    /// Pieces of all devices arrive in any order that their credit permits.
+    fn arrive_in_any_order(seed: u64) {
+        let mut state = seed;
+        let count = 1 + random(&mut state, 5);
+        let side = side(count as u32, LEAST_CREDIT, random(&mut state, 3) == 0);
+        let mut senders = vec![DeviceSender::default(); count];
+        let mut left: Vec<Vec<u8>> = (0..count)
+            .map(|device| (0..random(&mut state, 400_000)).map(|at| (at * 31 + device) as u8).collect())
+            .collect();
+        let expected = left.clone();
+        let mut ended = vec![false; count];
+        let mut on_the_way: Vec<(u16, u64, Option<Vec<u8>>)> = Vec::new();
+        for credit in side.devices.credits().collect::<Vec<_>>() {
+            let ControlMessage::DeviceCredit { device, up_to } = credit else { unreachable!() };
+            senders[usize::from(device)].credit(up_to).unwrap();
+        }
+        while !on_the_way.is_empty() || ended.iter().any(|ended| !ended) {
+            let device = random(&mut state, count);
+            let length = left[device].len().min(1 + random(&mut state, 12 << 10));
+            let at_end = left[device].is_empty();
+            if !ended[device]
+                && let Some(place) = senders[device].send(length)
+            {
+                let piece: Vec<u8> = left[device].drain(..length).collect();
+                on_the_way.push((device as u16, place, (!at_end).then_some(piece)));
+                ended[device] = at_end;
+            } else if !on_the_way.is_empty() {
+                let (device, place, piece) = on_the_way.swap_remove(random(&mut state, on_the_way.len()));
+                let piece = piece.as_deref().map_or(Piece::End, Piece::Bytes);
+                side.devices.arrived(device, place, piece).unwrap();
+            }
+            // Where no device can send anything, one has to take something first.
+            let waits = on_the_way.is_empty()
+                && ended.iter().zip(&senders).all(|(ended, sender)| *ended || sender.clone().send(12 << 10).is_none());
+            let first = if waits && ended.contains(&false) { side.said.recv().ok() } else { None };
+            for message in first.into_iter().chain(side.said.try_iter()) {
+                if let ControlMessage::DeviceCredit { device, up_to } = message {
+                    senders[usize::from(device)].credit(up_to).unwrap();
+                }
+            }
+        }
+        for (device, expected) in expected.iter().enumerate() {
+            assert!(side.taken[device].recv().unwrap() == *expected, "device {device}");
+        }
+        let loaded = side.news.iter().take(count).filter(|news| matches!(news, LoadNews::Loaded(_))).count();
+        assert_eq!(loaded, count);
+        side.threads.into_iter().for_each(|thread| thread.join().unwrap());
+    }
+
+    #[test]
+    fn a_state_is_the_same_in_whatever_order_it_arrives() {
+        let chosen = std::env::var("STERNA_SEED").ok().map(|text| text.parse().expect("a number"));
+        for seed in chosen.map_or(0..200, |seed: u64| seed..seed + 1) {
+            println!("STERNA_SEED={seed}");
+            arrive_in_any_order(seed);
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_migration_ends_every_wait() {
+        for serial in [false, true] {
+            let side = side(3, LEAST_CREDIT, serial);
+            // One waits for its first piece, one amid its state, one for its turn where there are turns.
+            side.devices.arrived(1, 0, Piece::Bytes(b"begun")).unwrap();
+            side.devices.arrived(2, 0, Piece::Bytes(b"begun")).unwrap();
+            side.devices.end();
+            side.threads.into_iter().for_each(|thread| thread.join().unwrap());
+            let failed = side.news.iter().filter(|news| matches!(news, LoadNews::Failed(_))).count();
+            assert_eq!(failed, 3);
+        }
+    }
+
+    #[test]
+    fn a_queue_that_is_too_small_for_its_devices_is_refused() {
+        assert_eq!(share(4 * LEAST_CREDIT, 4), Ok(LEAST_CREDIT));
+        assert!(share(4 * LEAST_CREDIT - 1, 4).unwrap_err().contains("at least 262144 are needed"));
+        assert_eq!(share(LEAST_CREDIT, 0), Ok(LEAST_CREDIT), "without devices it is of no consequence");
+    }
+}
