@@ -41,6 +41,7 @@ pub use destination::Loader;
 pub use device::{Data, Device, DmaRange, Flags, PrecopyInfo, State};
 pub use dma_log::{DmaLog, DmaMapping};
 pub use error::VfioError;
+pub(crate) use group::check_peers;
 pub use group::{Peers, abort_together, run_together, stop_together};
 pub use kernel::{KernelData, KernelDevice};
 pub use source::{Chunk, Remaining, Saver};

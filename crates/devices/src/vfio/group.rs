@@ -26,14 +26,20 @@ pub enum Peers {
 /// A device that cannot hold back its DMA is found before anything happens. After any other error some devices are stopped
 /// and some are not: [`abort_together`].
 pub fn stop_together<D: Device>(savers: &mut [&mut Saver<D>], peers: Peers) -> Result<(), VfioError> {
+    check_peers(savers, peers)?;
+    each(savers, |saver| saver.quiesce())?;
+    each(savers, |saver| saver.stop())
+}
+
+/// Whether these devices can be stopped together.
+pub(crate) fn check_peers<D: Device>(savers: &[&mut Saver<D>], peers: Peers) -> Result<(), VfioError> {
     if peers == Peers::MayWrite
         && savers.len() > 1
         && let Some(saver) = savers.iter().find(|saver| !saver.flags().p2p())
     {
         return Err(VfioError::Peers { device: saver.name().to_owned() });
     }
-    each(savers, |saver| saver.quiesce())?;
-    each(savers, |saver| saver.stop())
+    Ok(())
 }
 
 /// Has all devices run again, with the state that they have. The guest's CPUs must stand still until this has succeeded.

@@ -261,10 +261,16 @@ impl ModelDevice {
 
     /// The device writes to memory. False: it is stopped, and does not.
     pub fn dma_write(&self, range: DmaRange) -> bool {
+        self.dma(range, || {})
+    }
+
+    /// As [`dma_write`](Self::dma_write), where there is memory: `write` writes it, and the device is not stopped amid that.
+    pub fn dma(&self, range: DmaRange, write: impl FnOnce()) -> bool {
         let mut inner = self.inner();
         if !inner.state.runs() {
             return false;
         }
+        write();
         if let Some(log) = &mut inner.log {
             log.note(range);
         }

@@ -85,6 +85,11 @@ impl<D: Device> Saver<D> {
         Ok(true)
     }
 
+    /// Whether it is being read ahead, and more may be.
+    pub(crate) fn may_read_ahead(&self) -> bool {
+        self.data.is_some() && self.ahead > 0 && !self.failed && self.control.state.is_some_and(State::runs)
+    }
+
     /// What is left to read, as the device estimates it.
     pub fn remaining(&self) -> Result<Remaining, VfioError> {
         let failed = |source| VfioError::Size { device: self.control.name.clone(), source };

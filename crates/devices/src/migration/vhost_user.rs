@@ -1,0 +1,92 @@
+//! A vhost-user back-end, given to the engine.
+
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use sterna::device_state::{LoadDevice, SaveDevice};
+use sterna::vmm::VmmError;
+
+use super::CHUNK;
+use crate::vhost_user::BackEnd;
+
+/// A back-end at the source, for [`Source::device`](sterna::source::Source::device).
+///
+/// The monitor suspends the device (`GET_VRING_BASE` for each vring) in [`SourceVmm::pause`](sterna::vmm::SourceVmm::pause), and starts
+/// its vrings again in [`SourceVmm::resume`](sterna::vmm::SourceVmm::resume): whatever was read of its state, it goes on as before.
+/// The protocol has nothing ahead of the stop, and does not say how long a state is.
+pub struct VhostUserSource {
+    back_end: BackEnd,
+    patience: Duration,
+}
+
+impl VhostUserSource {
+    /// For one migration. `patience` is how long the back-end may take for its state, all in all; what the network takes besides is not
+    /// counted.
+    pub fn new(back_end: BackEnd, patience: Duration) -> Self {
+        Self { back_end, patience }
+    }
+}
+
+impl SaveDevice for VhostUserSource {
+    fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        let mut patience = Patience(self.patience);
+        let mut saver = patience.during(|deadline| self.back_end.save(deadline))?;
+        let mut buffer = vec![0; CHUNK];
+        loop {
+            match patience.during(|deadline| saver.read(&mut buffer, deadline))? {
+                0 => break,
+                count => state.write_all(&buffer[..count])?,
+            }
+        }
+        patience.during(|deadline| saver.finish(deadline))?;
+        Ok(())
+    }
+}
+
+/// A back-end at the destination, for [`Destination::device`](sterna::destination::Destination::device): connected, with its memory table,
+/// its vrings not started.
+///
+/// The monitor starts the vrings in [`DestinationVmm::resume`](sterna::vmm::DestinationVmm::resume). After a migration that failed it must
+/// not: the back-end has a part of a state, or all of it; load again or end it.
+pub struct VhostUserDestination {
+    back_end: BackEnd,
+    patience: Duration,
+}
+
+impl VhostUserDestination {
+    /// For one migration. `patience` as at the [source](VhostUserSource::new).
+    pub fn new(back_end: BackEnd, patience: Duration) -> Self {
+        Self { back_end, patience }
+    }
+}
+
+impl LoadDevice for VhostUserDestination {
+    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        let mut patience = Patience(self.patience);
+        let mut loader = patience.during(|deadline| self.back_end.load(deadline))?;
+        let mut buffer = vec![0; CHUNK];
+        loop {
+            let count = state.read(&mut buffer)?;
+            if count == 0 {
+                break;
+            }
+            patience.during(|deadline| loader.write(&buffer[..count], deadline))?;
+        }
+        patience.during(|deadline| loader.finish(deadline))?;
+        Ok(())
+    }
+}
+
+/// How long a back-end may still be waited for.
+struct Patience(Duration);
+
+impl Patience {
+    fn during<T>(&mut self, call: impl FnOnce(Instant) -> T) -> T {
+        /// A clock may have no time that is much later.
+        const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+        let begun = Instant::now();
+        let result = call(begun + self.0.min(YEAR));
+        self.0 = self.0.saturating_sub(begun.elapsed());
+        result
+    }
+}

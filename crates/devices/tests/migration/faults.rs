@@ -1,0 +1,236 @@
+//! What goes wrong: the guest runs at the source with all its devices, or it belongs to the destination. Never both.
+
+use sterna::device_state::DeviceChannels;
+use sterna::migration::GuestState;
+use sterna_devices::vfio::model::{Call, Config, Fault, Leaves};
+use sterna_devices::vfio::{Flags, Peers, State, VfioError};
+
+use crate::machine::{Guest, some_state};
+
+const SIZE: usize = 30_000;
+const COUNT: usize = 3;
+
+/// Which side's device has a fault.
+#[derive(Clone, Copy, Debug)]
+enum At {
+    Source,
+    Destination,
+}
+
+/// Three devices, read and written in pieces, so that a fault meets them in the middle.
+fn guest(flags: Flags) -> Guest {
+    let here = |number| Config { most: 1000, ..Config::with_state(some_state(number, SIZE)).flags(flags) };
+    let there = |_| Config { most: 1000, ..Config::empty(SIZE).flags(flags) };
+    Guest::new((0..COUNT).map(here).collect(), (0..COUNT).map(there).collect(), Peers::MayWrite)
+}
+
+fn fault(call: Call, after: u32, leaves: Leaves) -> Fault {
+    Fault { after, leaves, ..Fault::of(call) }
+}
+
+/// The guest stays, its devices run, and when nothing is wrong any more it moves.
+fn ends_at_the_source(flags: Flags, at: At, fault: Fault) {
+    let what = format!("{flags:?} {at:?} {fault:?}");
+    for ways in [DeviceChannels::Mixed, DeviceChannels::Serial] {
+        if ways == DeviceChannels::Serial && fault.call == Call::SetStateTo(State::PreCopy) {
+            // Nothing is read ahead.
+            continue;
+        }
+        let mut guest = guest(flags);
+        let models = match at {
+            At::Source => &guest.from.models,
+            At::Destination => &guest.to.models,
+        };
+        models[1].fail(fault);
+        let (sent, received) = guest.migrate(ways);
+        let (sent, received) = (sent.expect_err(&what), received.expect_err(&what));
+        assert_eq!((sent.guest, received.guest), (GuestState::RunsAtSource, GuestState::NotHere), "{what}: {sent}");
+        assert!(sent.reason.contains("nic/1"), "{what}: {sent}");
+        guest.stays();
+        let lost = matches!(at, At::Source) && fault.leaves == Leaves::InError;
+        assert_eq!(guest.from.reset.len(), usize::from(lost), "{what}");
+        guest.clear_destination();
+        let (sent, received) = guest.migrate(ways);
+        received.expect(&what);
+        sent.expect(&what);
+        assert_eq!((guest.from.fabric.running(), guest.running.now()), (0, 1), "{what}");
+        for (from, to) in guest.from.models.iter().zip(&guest.to.models) {
+            assert_eq!(from.contents(), to.contents(), "{what}");
+        }
+    }
+}
+
+const ALL: Flags = Flags::STOP_COPY.with_p2p().with_pre_copy();
+const NOTHING_AHEAD: Flags = Flags::STOP_COPY.with_p2p();
+
+#[test]
+fn a_device_that_fails_while_it_is_read_ahead_ends_the_migration_at_the_source() {
+    ends_at_the_source(ALL, At::Source, fault(Call::SetStateTo(State::PreCopy), 0, Leaves::Unchanged));
+    for after in [0, 1, 20] {
+        ends_at_the_source(ALL, At::Source, fault(Call::Read, after, Leaves::Unchanged));
+    }
+}
+
+#[test]
+fn a_device_that_does_not_stop_ends_the_migration_at_the_source() {
+    for leaves in [Leaves::Unchanged, Leaves::Midway(1), Leaves::InError] {
+        ends_at_the_source(ALL, At::Source, fault(Call::SetStateTo(State::StopCopy), 0, leaves));
+        ends_at_the_source(NOTHING_AHEAD, At::Source, fault(Call::SetStateTo(State::RunningP2p), 0, leaves));
+    }
+}
+
+#[test]
+fn a_device_that_fails_when_it_is_saved_ends_the_migration_at_the_source() {
+    for after in [0, 15] {
+        ends_at_the_source(NOTHING_AHEAD, At::Source, fault(Call::Read, after, Leaves::Unchanged));
+    }
+    for leaves in [Leaves::Unchanged, Leaves::InError] {
+        ends_at_the_source(ALL, At::Source, fault(Call::SetStateTo(State::Stop), 0, leaves));
+    }
+}
+
+#[test]
+fn a_device_that_does_not_load_ends_the_migration_at_the_source() {
+    for leaves in [Leaves::Unchanged, Leaves::InError] {
+        ends_at_the_source(ALL, At::Destination, fault(Call::SetStateTo(State::Resuming), 0, leaves));
+        ends_at_the_source(ALL, At::Destination, fault(Call::SetStateTo(State::Stop), 0, leaves));
+    }
+    for (flags, after) in [(ALL, 0), (ALL, 25), (NOTHING_AHEAD, 0), (NOTHING_AHEAD, 25)] {
+        ends_at_the_source(flags, At::Destination, fault(Call::Write, after, Leaves::Unchanged));
+    }
+}
+
+#[test]
+fn a_log_of_dma_that_fails_ends_the_migration_at_the_source() {
+    for call in [Call::DmaLoggingStart, Call::DmaLoggingReport] {
+        // The second report is the first of a round: the first one tries whether there are any.
+        for after in 0..2 {
+            if call == Call::DmaLoggingReport || after == 0 {
+                ends_at_the_source(ALL, At::Source, fault(call, after, Leaves::Unchanged));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_device_that_does_not_say_how_much_is_left_moves_nevertheless() {
+    for call in [Call::DataSize, Call::PrecopyInfo] {
+        let mut guest = guest(ALL);
+        (0..4).for_each(|_| guest.from.models[1].fail(Fault::of(call)));
+        let (sent, received) = guest.migrate(DeviceChannels::Mixed);
+        received.unwrap();
+        sent.unwrap();
+        guest.has_moved();
+    }
+}
+
+#[test]
+fn a_device_that_does_not_run_at_the_destination_is_told_again_and_the_source_stays_stopped() {
+    let mut guest = guest(ALL);
+    // Once more than it is tried by itself.
+    (0..3).for_each(|_| guest.to.models[2].fail(Fault::of(Call::SetStateTo(State::RunningP2p))));
+    let (_, received) = guest.migrate(DeviceChannels::Mixed);
+    let received = received.unwrap_err();
+    assert_eq!(received.guest, GuestState::StandsAtDestination, "{received}");
+    assert!(received.reason.contains("nic/2"), "{received}");
+    assert_eq!((guest.from.fabric.running(), guest.running.now()), (0, 0));
+    sterna::vmm::DestinationVmm::resume(&mut guest.to).unwrap();
+    guest.has_moved();
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[(self.next() % choices.len() as u64) as usize]
+    }
+
+    fn fault(&mut self) -> Fault {
+        let to = self.of(&State::ALL);
+        let calls = [
+            Call::SetState,
+            Call::SetStateTo(to),
+            Call::Read,
+            Call::Write,
+            Call::State,
+            Call::DataSize,
+            Call::DmaLoggingReport,
+        ];
+        let leaves = [Leaves::Unchanged, Leaves::Midway(1), Leaves::Midway(2), Leaves::InError];
+        let errno = self.of(&[libc::EIO, libc::ENOSPC, libc::EINTR, libc::EAGAIN, libc::ENOMSG]);
+        Fault { call: self.of(&calls), after: self.of(&[0, 0, 1, 2, 20]), errno, leaves: self.of(&leaves) }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    Moved,
+    Stayed,
+    StandsAtDestination,
+}
+
+fn case(seed: u64) -> Outcome {
+    let random = &mut Random(seed);
+    let mut guest = guest(random.of(&[ALL, NOTHING_AHEAD]));
+    let ways = random.of(&[DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial]);
+    let faults = random.of(&[0, 1, 1, 2, 3]);
+    for _ in 0..faults {
+        let device = random.of(&[0, 1, 2]);
+        let fault = random.fault();
+        let models = if random.of(&[true, false]) { &guest.from.models } else { &guest.to.models };
+        models[device].fail(fault);
+    }
+    let (sent, received) = guest.migrate(ways);
+    assert!(!guest.running.ever_twice());
+    match (sent, received) {
+        (Ok(_), Ok(_)) => {
+            guest.has_moved();
+            Outcome::Moved
+        }
+        (Err(sent), Err(received)) if sent.guest == GuestState::RunsAtSource => {
+            assert!(faults > 0 && received.guest == GuestState::NotHere, "{sent}; {received}");
+            guest.stays();
+            Outcome::Stayed
+        }
+        (sent, Err(received)) if received.guest == GuestState::StandsAtDestination => {
+            assert!(sent.is_err_and(|sent| sent.guest != GuestState::RunsAtSource));
+            assert_eq!((guest.from.fabric.running(), guest.running.now()), (0, 0));
+            // It is tried again, and that helps unless the device has failed.
+            let again = || guest.to.devices.run();
+            let again = (0..5).map(|_| again()).find(Result::is_ok).unwrap_or_else(again);
+            assert!(matches!(again, Ok(()) | Err(VfioError::NeedsReset { .. })), "{again:?}");
+            guest.no_violations();
+            Outcome::StandsAtDestination
+        }
+        (sent, received) => panic!("{sent:?}; {received:?}"),
+    }
+}
+
+/// `STERNA_TEST_SEED` repeats a run.
+#[test]
+fn random_faults_never_leave_two_guests_nor_a_device_of_the_source_stopped() {
+    const CASES: u64 = 60;
+    let one = std::env::var("STERNA_TEST_SEED").ok().map(|text| text.parse().expect("STERNA_TEST_SEED is a number"));
+    let first: u64 = one.unwrap_or_else(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        now.as_nanos() as u64 >> 8
+    });
+    let mut outcomes = Vec::new();
+    for seed in first..first + if one.is_some() { 1 } else { CASES } {
+        match std::panic::catch_unwind(|| case(seed)) {
+            Ok(outcome) => outcomes.push(outcome),
+            Err(_) => panic!("repeat with STERNA_TEST_SEED={seed}"),
+        }
+    }
+    let count = |wanted| outcomes.iter().filter(|outcome| **outcome == wanted).count();
+    let all = [Outcome::Moved, Outcome::Stayed, Outcome::StandsAtDestination];
+    println!("seeds from {first}: {:?}", all.map(|outcome| (outcome, count(outcome))));
+}

@@ -1,0 +1,305 @@
+//! A monitor with VFIO devices, as one is to be written, around the guest of the engine's tests; and threads that do what such devices do:
+//! their state changes, and they write to the guest's memory.
+
+use std::io::{Read, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use sterna::cancel::Cancel;
+use sterna::destination::{Before, Destination};
+use sterna::device_state::{DeviceChannels, DeviceId, LoadDevice, SaveDevice};
+use sterna::migration::MigrationError;
+use sterna::report::{ReceiveReport, Report};
+use sterna::source::Source;
+use sterna::transport::Security;
+use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
+use sterna_codec::MethodChoice;
+use sterna_devices::migration::{VfioDestination, VfioSource};
+use sterna_devices::vfio::model::{Config, Fabric, ModelDevice};
+use sterna_devices::vfio::{DmaLog, DmaMapping, DmaRange, Peers, State, VfioError};
+use sterna_memory::dirty::DirtyLog;
+use sterna_memory::dirty::union::UnionLog;
+
+use crate::guest::{Memory, Monitor, PAGE, Running, Workload};
+
+/// The CPUs write these pages of each block, the devices those behind them: who has written a page has to be known by that one's log.
+const CPUS: u64 = 40;
+const BLOCKS: [usize; 2] = [160, 80];
+const WORKLOAD: Workload = Workload { writers: 1, span: CPUS, seed: 7, burst: 8 };
+
+pub(crate) fn id(at: usize) -> DeviceId {
+    DeviceId::new("nic", at as u32)
+}
+
+/// State of `size` bytes, of a device of this number.
+pub(crate) fn some_state(number: usize, size: usize) -> Vec<u8> {
+    (0..size).map(|at| (at ^ (at >> 8).wrapping_mul(31) ^ number.wrapping_mul(77)) as u8).collect()
+}
+
+/// Where the devices see the guest's memory: each block at an address of its own.
+fn mappings(pages: &[u64]) -> Vec<DmaMapping> {
+    let mapping =
+        |(block, pages): (usize, &u64)| DmaMapping { iova: (block as u64) << 32, pages: *pages, block, first_page: 0 };
+    pages.iter().enumerate().map(mapping).collect()
+}
+
+/// What the devices do of themselves.
+struct Work {
+    over: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl Work {
+    fn begin(devices: &[ModelDevice], memory: &Arc<Memory>) -> Self {
+        let over = Arc::new(AtomicBool::new(false));
+        let (ended, devices, memory) = (Arc::clone(&over), devices.to_vec(), Arc::clone(memory));
+        let thread = std::thread::spawn(move || {
+            let mut turn = 0u64;
+            while !ended.load(Ordering::Relaxed) {
+                for (number, device) in devices.iter().enumerate() {
+                    turn = turn.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    let random = (turn >> 33) as usize;
+                    device.run(random % 50_000);
+                    let block = random % BLOCKS.len();
+                    let page = CPUS as usize + (random >> 4) % (BLOCKS[block] - CPUS as usize);
+                    let word = page * (PAGE / 8) + number;
+                    let range = DmaRange { iova: ((block as u64) << 32) + word as u64 * 8, length: 8 };
+                    device.dma(range, || memory.words(block)[word].store(turn, Ordering::Relaxed));
+                }
+                std::thread::yield_now();
+            }
+        });
+        Self { over, thread }
+    }
+
+    fn end(self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap();
+    }
+}
+
+/// The monitor at the source.
+pub(crate) struct From {
+    pub(crate) monitor: Monitor,
+    pub(crate) devices: VfioSource<ModelDevice>,
+    pub(crate) models: Vec<ModelDevice>,
+    pub(crate) fabric: Fabric,
+    /// What is at the other side must not run when this does.
+    there: Fabric,
+    /// Devices that had failed and were reset when the guest ran on.
+    pub(crate) reset: Vec<DeviceId>,
+    work: Option<Work>,
+}
+
+impl From {
+    fn work(&mut self) {
+        if self.work.is_none() {
+            self.work = Some(Work::begin(&self.models, &self.monitor.memory));
+        }
+    }
+
+    fn rest(&mut self) {
+        self.work.take().into_iter().for_each(Work::end);
+    }
+
+    pub(crate) fn start(&mut self) {
+        self.monitor.start();
+        self.work();
+    }
+
+    pub(crate) fn stop(&mut self) {
+        self.monitor.stop();
+        self.rest();
+    }
+}
+
+impl SourceVmm for From {
+    fn name(&self) -> String {
+        "with devices 1".into()
+    }
+
+    fn pause(&mut self) -> Result<(), VmmError> {
+        SourceVmm::pause(&mut self.monitor)?;
+        self.devices.stop()?;
+        assert_eq!(self.fabric.running(), 0);
+        self.rest();
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        assert_eq!(self.there.running(), 0);
+        while let Err(error) = self.devices.run_on() {
+            if matches!(error, VfioError::NeedsReset { .. }) {
+                self.reset.extend(self.devices.reset_failed().unwrap_or_default());
+            }
+        }
+        SourceVmm::resume(&mut self.monitor)?;
+        self.work();
+        Ok(())
+    }
+
+    fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        self.monitor.save(state)
+    }
+}
+
+/// The monitor at the destination.
+pub(crate) struct To {
+    pub(crate) monitor: Monitor,
+    pub(crate) devices: VfioDestination<ModelDevice>,
+    pub(crate) models: Vec<ModelDevice>,
+    pub(crate) fabric: Fabric,
+    there: Fabric,
+}
+
+impl DestinationVmm for To {
+    fn name(&self) -> String {
+        "with devices 1".into()
+    }
+
+    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        self.monitor.load(state)
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        assert_eq!(self.there.running(), 0);
+        self.devices.run()?;
+        DestinationVmm::resume(&mut self.monitor)
+    }
+}
+
+/// A guest with devices, on both hosts.
+pub(crate) struct Guest {
+    pub(crate) running: Running,
+    pub(crate) from: From,
+    pub(crate) to: To,
+    pub(crate) cancel: Cancel,
+}
+
+pub(crate) type Ends = (Result<Report, MigrationError>, Result<ReceiveReport, MigrationError>);
+
+/// What a test puts around the engine's devices.
+pub(crate) type Around<T> = dyn Fn(usize, Box<T>) -> Box<T>;
+
+impl Guest {
+    /// With these devices at the source, and those at the destination.
+    pub(crate) fn new(here: Vec<Config>, there: Vec<Config>, peers: Peers) -> Self {
+        let fabrics = [Fabric::default(), Fabric::default()];
+        let models = |configs: Vec<Config>, fabric| -> Vec<ModelDevice> {
+            configs.into_iter().map(|config| ModelDevice::new(config.on(fabric))).collect()
+        };
+        let (here, there) = (models(here, &fabrics[0]), models(there, &fabrics[1]));
+        let named = |models: &[ModelDevice]| {
+            models.iter().cloned().enumerate().map(|(at, model)| (id(at), model)).collect::<Vec<_>>()
+        };
+        let running = Running::default();
+        let monitor = || Monitor::new(&Memory::new(BLOCKS[0], BLOCKS[1]), &running, WORKLOAD).0;
+        let from = From {
+            monitor: monitor(),
+            devices: VfioSource::new(named(&here), peers).unwrap(),
+            models: here,
+            fabric: fabrics[0].clone(),
+            there: fabrics[1].clone(),
+            reset: Vec::new(),
+            work: None,
+        };
+        let to = To {
+            monitor: monitor(),
+            devices: VfioDestination::new(named(&there)).unwrap(),
+            models: there,
+            fabric: fabrics[1].clone(),
+            there: fabrics[0].clone(),
+        };
+        Self { running, from, to, cancel: Cancel::new() }
+    }
+
+    /// So many devices that have everything optional, each with a state of `size` bytes.
+    pub(crate) fn with(count: usize, size: usize) -> Self {
+        let here = (0..count).map(|number| Config::with_state(some_state(number, size)));
+        Self::new(here.collect(), (0..count).map(|_| Config::empty(size)).collect(), Peers::MayWrite)
+    }
+
+    pub(crate) fn migrate(&mut self, ways: DeviceChannels) -> Ends {
+        self.migrate_with(ways, &|_, device| device, &|_, device| device)
+    }
+
+    /// Moves the guest, with something around each device at the source and at the destination.
+    pub(crate) fn migrate_with(
+        &mut self,
+        ways: DeviceChannels,
+        saving: &Around<dyn SaveDevice>,
+        loading: &Around<dyn LoadDevice>,
+    ) -> Ends {
+        // The log of the CPUs belongs to a monitor; the guest's memory goes on.
+        let (monitor, cpus) = Monitor::new(&self.from.monitor.memory, &self.running, WORKLOAD);
+        self.from.stop();
+        self.from.monitor = monitor;
+        let pages = self.from.monitor.memory.pages();
+        let dma_log = |(at, model): (usize, &ModelDevice)| -> Box<dyn DirtyLog> {
+            Box::new(DmaLog::new(model.clone(), id(at).to_string(), &pages, mappings(&pages)).unwrap())
+        };
+        let mut logs: Vec<Box<dyn DirtyLog>> = vec![Box::new(cpus)];
+        logs.extend(self.from.models.iter().enumerate().map(dma_log));
+        self.from.start();
+
+        let mut destination = Destination::new(self.to.monitor.memory.ram()).memory_before(Before::Anything);
+        destination = destination.linger(Duration::from_millis(200));
+        for (number, (id, device)) in self.to.devices.load_devices().into_iter().enumerate().rev() {
+            destination = destination.device(id, loading(number, device));
+        }
+        let listening = destination.listen("127.0.0.1:0", &Security::Insecure).unwrap();
+        let address = listening.address().clone();
+
+        let mut source = Source::new(self.from.monitor.memory.ram(), Box::new(UnionLog::new(logs)));
+        // Whatever the machine is busy with, the guest is to be stopped.
+        source = source.method(MethodChoice::default()).downtime(Duration::from_secs(20)).device_channels(ways);
+        for (number, (id, device)) in self.from.devices.save_devices().into_iter().enumerate() {
+            source = source.device(id, saving(number, device));
+        }
+        std::thread::scope(|scope| {
+            let to = &mut self.to;
+            let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
+            let sent = source.run(address, &Security::Insecure, &mut self.from, &self.cancel, &());
+            (sent, receiving.join().unwrap())
+        })
+    }
+
+    pub(crate) fn has_moved(&self) {
+        assert!(!self.from.monitor.runs() && self.to.monitor.runs());
+        assert_eq!((self.running.now(), self.running.ever_twice()), (1, false));
+        assert!(self.from.models.iter().all(|model| model.is_in() == State::Stop));
+        assert_eq!((self.from.fabric.running(), self.to.fabric.running()), (0, self.to.models.len()));
+        for (from, to) in self.from.models.iter().zip(&self.to.models) {
+            assert_eq!(from.contents(), to.contents());
+        }
+        self.no_violations();
+    }
+
+    pub(crate) fn stays(&self) {
+        assert!(self.from.monitor.runs() && !self.to.monitor.runs());
+        assert_eq!((self.running.now(), self.running.ever_twice()), (1, false));
+        let states: Vec<_> = self.from.models.iter().map(ModelDevice::is_in).collect();
+        assert!(states.iter().all(|state| *state == State::Running), "{states:?}");
+        assert_eq!(self.to.fabric.running(), 0);
+        self.no_violations();
+    }
+
+    pub(crate) fn no_violations(&self) {
+        assert_eq!(self.from.fabric.violations(), [""; 0]);
+        assert_eq!(self.to.fabric.violations(), [""; 0]);
+    }
+
+    /// The destination as it was before.
+    pub(crate) fn clear_destination(&mut self) {
+        self.to.devices.abort().unwrap();
+        assert!(self.to.models.iter().all(|model| model.is_in() == State::Running && !model.runs_guest()));
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.from.stop();
+    }
+}

@@ -1,0 +1,8 @@
+//! A guest with VFIO devices moves by the library, over loopback, both sides in this process: the devices are the model's, and everything
+//! else is what a monitor has.
+
+mod faults;
+#[path = "../../../engine/tests/guest/mod.rs"]
+mod guest;
+mod machine;
+mod moves;

@@ -1,0 +1,267 @@
+//! What is to go well.
+
+use std::io::{self, Read, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use sterna::device_state::{Ahead, DeviceChannels, LoadDevice, SaveDevice};
+use sterna::migration::GuestState;
+use sterna::vmm::VmmError;
+use sterna_devices::migration::VfioSource;
+use sterna_devices::vfio::model::{Config, ModelDevice};
+use sterna_devices::vfio::{Flags, Peers, State, VfioError};
+
+use crate::machine::{Guest, id, some_state};
+
+const WAYS: [DeviceChannels; 3] = [DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial];
+
+#[test]
+fn one_four_and_sixteen_devices_move_by_every_way() {
+    for ways in WAYS {
+        for count in [1, 4, 16] {
+            let mut guest = Guest::with(count, 50_000);
+            let (sent, received) = guest.migrate(ways);
+            received.unwrap();
+            let report = sent.unwrap();
+            guest.has_moved();
+            assert_eq!(report.devices.len(), count);
+            for device in &report.devices {
+                assert!(device.bytes > 50_000, "{device:?}");
+                assert_eq!(device.ahead_bytes > 50_000, ways != DeviceChannels::Serial, "{device:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn devices_of_every_kind_move_together() {
+    for p2p in [true, false] {
+        let flags = [Flags::STOP_COPY, Flags::STOP_COPY.with_pre_copy(), Flags::STOP_COPY.with_p2p().with_pre_copy()];
+        let flags = flags.map(|flags| if p2p { flags.with_p2p() } else { flags });
+        let here = |(number, flags): (usize, &Flags)| Config {
+            most: 777,
+            seed: Some(number as u64),
+            tells_size: number % 2 == 0,
+            zero_for_nothing: number == 1,
+            ..Config::with_state(some_state(number, 9_000 * number + 300)).flags(*flags)
+        };
+        let there = |(number, flags): (usize, &Flags)| Config::empty(9_000 * number + 300).flags(*flags);
+        let peers = if p2p { Peers::MayWrite } else { Peers::Separate };
+        let mut guest = Guest::new(
+            flags.iter().enumerate().map(here).collect(),
+            flags.iter().enumerate().map(there).collect(),
+            peers,
+        );
+        let (sent, received) = guest.migrate(DeviceChannels::Mixed);
+        received.unwrap();
+        let report = sent.unwrap();
+        assert_eq!(report.devices.iter().map(|device| device.ahead_bytes > 0).collect::<Vec<_>>(), [false, true, true]);
+        for (from, to) in guest.from.models.iter().zip(&guest.to.models) {
+            assert_eq!(from.contents(), to.contents());
+        }
+        assert_eq!((guest.from.fabric.running(), guest.to.fabric.running()), (0, 3));
+        if p2p {
+            guest.no_violations();
+        }
+    }
+}
+
+/// Counts the calls of a device and what it writes in them.
+#[derive(Default)]
+struct Counts {
+    goes: AtomicU64,
+    bytes: AtomicU64,
+    remaining: AtomicU64,
+}
+
+struct Counted {
+    device: Box<dyn SaveDevice>,
+    counts: Arc<Counts>,
+}
+
+struct CountedWrite<'a>(&'a mut dyn Write, &'a AtomicU64);
+
+impl Write for CountedWrite<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.0.write(bytes)?;
+        self.1.fetch_add(written as u64, Ordering::SeqCst);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+impl SaveDevice for Counted {
+    fn save_ahead(&mut self, state: &mut dyn Write) -> Result<Ahead, VmmError> {
+        let ahead = self.device.save_ahead(&mut CountedWrite(state, &self.counts.bytes))?;
+        self.counts.goes.fetch_add(1, Ordering::SeqCst);
+        Ok(ahead)
+    }
+
+    fn remaining(&mut self) -> u64 {
+        let remaining = self.device.remaining();
+        self.counts.remaining.store(remaining, Ordering::SeqCst);
+        remaining
+    }
+
+    fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        self.device.save(state)
+    }
+}
+
+/// Takes nothing until a condition holds: so long the guest is not stopped.
+struct Held<F> {
+    device: Box<dyn LoadDevice>,
+    until: F,
+}
+
+impl<F: Fn() -> bool + Send> LoadDevice for Held<F> {
+    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        while !(self.until)() {
+            std::thread::yield_now();
+        }
+        self.device.load(state)
+    }
+}
+
+#[test]
+fn a_device_that_goes_on_changing_is_read_ahead_again_and_again() {
+    const SIZE: usize = 40_000;
+    let mut guest = Guest::with(2, SIZE);
+    let counts: [Arc<Counts>; 2] = Default::default();
+    let (mine, seen) = (counts.clone(), counts.clone());
+    let saving = move |number: usize, device| -> Box<dyn SaveDevice> {
+        Box::new(Counted { device, counts: Arc::clone(&mine[number]) })
+    };
+    // Far more than the first pass over the state, which the changes of a running device alone can be.
+    let often = move |counts: &Arc<Counts>| {
+        counts.goes.load(Ordering::SeqCst) >= 4 && counts.bytes.load(Ordering::SeqCst) > 3 * SIZE as u64
+    };
+    let loading = move |_, device| -> Box<dyn LoadDevice> {
+        let seen = seen.clone();
+        Box::new(Held { device, until: move || seen.iter().all(often) })
+    };
+    let (sent, received) = guest.migrate_with(DeviceChannels::Mixed, &saving, &loading);
+    received.unwrap();
+    let report = sent.unwrap();
+    guest.has_moved();
+    for (device, counts) in report.devices.iter().zip(&counts) {
+        assert!(device.ahead_bytes > 3 * SIZE as u64, "{device:?}");
+        // Not all of the state any more, and never nothing: the end of a state is read when its device stands.
+        let remaining = counts.remaining.load(Ordering::SeqCst);
+        assert!((1..2 * SIZE as u64).contains(&remaining), "{remaining}");
+    }
+}
+
+#[test]
+fn no_more_goes_ahead_than_was_allowed() {
+    let mut guest = Guest::with(3, 30_000);
+    guest.from.devices = guest.from.devices.clone().ahead_at_most(5_000);
+    let (sent, _) = guest.migrate(DeviceChannels::Mixed);
+    guest.has_moved();
+    assert!(sent.unwrap().devices.iter().all(|device| device.ahead_bytes == 5_000 && device.bytes > 30_000));
+}
+
+#[test]
+fn devices_that_cannot_be_stopped_together_are_refused_before_anything_is_begun() {
+    let device = || ModelDevice::new(Config::with_state(vec![1; 100]).flags(Flags::STOP_COPY));
+    let both = || [(id(0), device()), (id(1), device())];
+    let error = VfioSource::new(both(), Peers::MayWrite).unwrap_err();
+    assert!(matches!(&error, VfioError::Peers { device } if device == "nic/0"), "{error}");
+    VfioSource::new(both(), Peers::Separate).unwrap();
+    VfioSource::new([(id(0), device())], Peers::MayWrite).unwrap();
+}
+
+#[test]
+fn a_migration_that_is_cancelled_while_the_guest_runs_leaves_devices_that_can_be_moved_again() {
+    for ways in [DeviceChannels::Mixed, DeviceChannels::Own(2)] {
+        let mut guest = Guest::with(4, 20_000);
+        let cancel = guest.cancel.clone();
+        let counts = Arc::new(Counts::default());
+        let (mine, seen) = (Arc::clone(&counts), Arc::clone(&counts));
+        let saving =
+            move |_, device| -> Box<dyn SaveDevice> { Box::new(Counted { device, counts: Arc::clone(&mine) }) };
+        let loading = move |_, device| -> Box<dyn LoadDevice> {
+            let (seen, cancel) = (Arc::clone(&seen), cancel.clone());
+            let until = move || {
+                // Each device has been begun.
+                let begun = seen.goes.load(Ordering::SeqCst) >= 4;
+                if begun {
+                    cancel.cancel();
+                }
+                cancel.is_cancelled()
+            };
+            Box::new(Held { device, until })
+        };
+        let (sent, _) = guest.migrate_with(ways, &saving, &loading);
+        let sent = sent.unwrap_err();
+        assert!(sent.cancelled && sent.guest == GuestState::RunsAtSource, "{sent}");
+        guest.stays();
+        guest.clear_destination();
+        guest.cancel = Default::default();
+        let (sent, received) = guest.migrate(ways);
+        received.unwrap();
+        sent.unwrap();
+        guest.has_moved();
+    }
+}
+
+#[test]
+fn a_monitor_that_forgets_to_stop_its_devices_is_told() {
+    let model = ModelDevice::new(Config::with_state(vec![1; 100]));
+    let devices = VfioSource::new([(id(0), model.clone())], Peers::MayWrite).unwrap();
+    let (_, mut device) = devices.save_devices().pop().unwrap();
+    let mut state = Vec::new();
+    assert_eq!(device.save_ahead(&mut state).unwrap(), Ahead::Later);
+    let ahead = state.len();
+    let error = device.save(&mut state).unwrap_err();
+    assert!(error.to_string().contains("VfioSource::stop"), "{error}");
+    assert_eq!(state.len(), ahead);
+    // Once it was stopped, nothing is ahead any more.
+    devices.stop().unwrap();
+    assert_eq!(device.save_ahead(&mut state).unwrap(), Ahead::Nothing);
+    assert_eq!(state.len(), ahead);
+    device.save(&mut state).unwrap();
+    assert!(state.len() > ahead);
+    // To whom the guest belongs is not decided by who has read it.
+    drop(device);
+    assert_eq!(model.is_in(), State::Stop);
+    devices.run_on().unwrap();
+    assert_eq!(model.is_in(), State::Running);
+}
+
+/// While the engine waits for the network in a device's thread, the monitor stops all devices.
+#[test]
+fn devices_can_be_stopped_while_what_was_read_of_one_waits_for_the_network() {
+    struct Stops<'a>(&'a VfioSource<ModelDevice>, &'a mut bool);
+
+    impl Write for Stops<'_> {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if !std::mem::replace(self.1, true) {
+                self.0.stop().unwrap();
+            }
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    let models: Vec<_> = (0..2)
+        .map(|number| ModelDevice::new(Config { most: 100, ..Config::with_state(some_state(number, 5_000)) }))
+        .collect();
+    let devices =
+        VfioSource::new(models.iter().cloned().enumerate().map(|(at, model)| (id(at), model)), Peers::MayWrite);
+    let devices = devices.unwrap();
+    let (_, mut device) = devices.save_devices().pop().unwrap();
+    let mut stopped = false;
+    // On this very thread: a lock that is held would be waited for for ever.
+    assert_eq!(device.save_ahead(&mut Stops(&devices, &mut stopped)).unwrap(), Ahead::Nothing);
+    assert!(stopped && models.iter().all(|model| model.is_in() == State::StopCopy));
+    let mut rest = Vec::new();
+    device.save(&mut rest).unwrap();
+    assert!(rest.len() > 4_000, "{}", rest.len());
+}
