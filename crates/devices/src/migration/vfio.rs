@@ -20,9 +20,10 @@ use crate::vfio::{
 /// | before [`Source::run`](sterna::source::Source::run) | [`save_devices`](Self::save_devices), and gives each to the source |
 /// | [`SourceVmm::pause`](sterna::vmm::SourceVmm::pause), the guest's CPUs stand | [`stop`](Self::stop) |
 /// | [`SourceVmm::resume`](sterna::vmm::SourceVmm::resume), before the CPUs run | [`run_on`](Self::run_on) |
+/// | [`Source::run`](sterna::source::Source::run) has returned an error, and the guest runs | [`reset_failed`](Self::reset_failed) |
 ///
-/// A migration that fails before the guest was paused leaves the devices running by itself: nothing is to be called then. After any
-/// failure the same devices can be moved again.
+/// A migration that fails before the guest was paused resumes nothing: the devices have run all the while, and cease to be read by
+/// themselves. After any failure the same devices can be moved again.
 pub struct VfioSource<D: Device> {
     devices: Arc<[Outgoing<D>]>,
     peers: Peers,
@@ -117,8 +118,8 @@ impl<D: Device> VfioSource<D> {
         Ok(())
     }
 
-    /// Resets the devices that have failed, which loses their state, and names them: the guest has to be told, as by unplugging and
-    /// plugging them. [`run_on`](Self::run_on) comes after it.
+    /// Resets the devices that are in ERROR, which loses their state, and names them: the guest has to be told, as by unplugging and
+    /// plugging them. Where the guest stands, [`run_on`](Self::run_on) comes after it.
     ///
     /// # Errors
     /// A device cannot be reset.

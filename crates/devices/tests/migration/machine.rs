@@ -10,7 +10,7 @@ use std::time::Duration;
 use sterna::cancel::Cancel;
 use sterna::destination::{Before, Destination};
 use sterna::device_state::{DeviceChannels, DeviceId, LoadDevice, SaveDevice};
-use sterna::migration::MigrationError;
+use sterna::migration::{GuestState, MigrationError};
 use sterna::report::{ReceiveReport, Report};
 use sterna::source::Source;
 use sterna::transport::Security;
@@ -262,7 +262,12 @@ impl Guest {
             let to = &mut self.to;
             let receiving = scope.spawn(move || listening.run(to, &Cancel::new(), &()));
             let sent = source.run(address, &Security::Insecure, &mut self.from, &self.cancel, &());
-            (sent, receiving.join().unwrap())
+            let received = receiving.join().unwrap();
+            if sent.as_ref().is_err_and(|error| error.guest == GuestState::RunsAtSource) {
+                // A device may have failed while the guest ran.
+                self.from.reset.extend(self.from.devices.reset_failed().unwrap());
+            }
+            (sent, received)
         })
     }
 

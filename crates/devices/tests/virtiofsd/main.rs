@@ -1,6 +1,7 @@
 //! A device's state moved between two processes of a back-end that other people wrote: virtiofsd. The test is the monitor and the
 //! guest: it drives the file system over a virtqueue, and what it has open goes on to be open.
 
+mod engine;
 mod support;
 
 use std::path::{Path, PathBuf};
@@ -51,6 +52,14 @@ impl Shared {
     fn destination(&self, source: &Side, options: &[&str]) -> Side {
         let daemon = Daemon::start(&self.program, self.host(), options);
         let guest = source.guest.moved();
+        let device = guest.machine.attach(&daemon);
+        Side { daemon, device, guest }
+    }
+
+    /// Another daemon, and a guest of which nothing is there yet.
+    fn empty_destination(&self) -> Side {
+        let daemon = Daemon::start(&self.program, self.host(), &[]);
+        let guest = Fuse::new(Machine::new());
         let device = guest.machine.attach(&daemon);
         Side { daemon, device, guest }
     }
@@ -418,7 +427,7 @@ fn a_daemon_that_hangs_is_given_up_at_the_deadline() {
     source.suspend();
     let state = source.state();
 
-    let destination = shared.destination(&source, &[]);
+    let mut destination = shared.destination(&source, &[]);
     let mut loader = destination.back_end("fs-destination").load(ample()).expect("it begins");
     destination.daemon.hang();
     let loading = error(loader.write(&state, Instant::now()));

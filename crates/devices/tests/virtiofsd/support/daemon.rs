@@ -63,8 +63,13 @@ impl Daemon {
         self.child.wait().expect("it ends");
     }
 
+    /// Whether it has ended.
+    pub(crate) fn is_dead(&mut self) -> bool {
+        self.child.try_wait().expect("its status").is_some()
+    }
+
     /// Stopped as a process that hangs, and standing still when this returns.
-    pub(crate) fn hang(&self) {
+    pub(crate) fn hang(&mut self) {
         let pid = Pid::from_child(&self.child);
         kill_process(pid, Signal::STOP).expect("it can be stopped");
         let (_, status) = waitpid(Some(pid), WaitOptions::UNTRACED).expect("it is ours").expect("its status");

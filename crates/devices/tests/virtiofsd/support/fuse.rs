@@ -39,6 +39,16 @@ impl Fuse {
         Fuse { machine: self.machine.moved(), unique: self.unique }
     }
 
+    /// All of it that is not in memory, as a monitor's state has it.
+    pub(crate) fn state(&self) -> [u8; 14] {
+        [&self.unique.to_le_bytes()[..], &self.machine.rings()].concat().try_into().expect("fourteen bytes")
+    }
+
+    pub(crate) fn set_state(&mut self, state: [u8; 14]) {
+        self.unique = u64::from_le_bytes(state[..8].try_into().expect("eight bytes"));
+        self.machine.set_rings(state[8..].try_into().expect("six bytes"));
+    }
+
     pub(crate) fn init(&mut self, device: &Device) {
         // fuse_init_in: major, minor, max_readahead, flags.
         let answer = self.call(device, INIT, 0, &words(&[7, 31, 0, 0]), ROOM).expect("INIT");

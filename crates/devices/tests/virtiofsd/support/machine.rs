@@ -4,11 +4,16 @@
 //! The memory is never mapped here: `pread` and `pwrite` see the same pages as the back-end's mapping.
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
+use std::ptr::NonNull;
+use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
 use sterna_devices::vhost_user::BackEnd;
+use sterna_memory::ram::{Backing, GuestRam, RamBlock};
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
@@ -20,6 +25,7 @@ use super::{Daemon, ample};
 const GUEST: u64 = 0x10_0000;
 const USER: u64 = 0x7000_0000_0000;
 const MEMORY: u64 = 2 << 20;
+const PAGE: u64 = 4096;
 
 /// virtio-fs has one queue for urgent requests and, here, one for all others (VIRTIO 1.2, 5.11.2).
 const QUEUES: usize = 2;
@@ -65,6 +71,38 @@ impl Machine {
         self.memory.read_exact_at(&mut content, 0).expect("memory");
         copy.write_all_at(&content, 0).expect("memory");
         Machine { memory: copy, ..*self }
+    }
+
+    /// Its memory as the engine has it. Mapped until the process ends: nobody has to say when the last one ceases to use it.
+    pub(crate) fn ram(&self) -> GuestRam {
+        let file = self.memory.try_clone().expect("a descriptor");
+        let (access, length) = (ProtFlags::READ | ProtFlags::WRITE, MEMORY as usize);
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let start = unsafe { mmap(std::ptr::null_mut(), length, access, MapFlags::SHARED, &file, 0) }.expect("mapped");
+        let start = NonNull::new(start.cast()).expect("not at 0");
+        // SAFETY: the mapping is there for ever. Only the engine accesses it, by raw pointers; everybody else the file.
+        let block = unsafe { RamBlock::new("guest", start, length, Backing::Shared(Arc::new(file), 0)) };
+        GuestRam::new(vec![block]).expect("one block")
+    }
+
+    /// The pages that device and driver write: queues, questions and answers.
+    pub(crate) fn written() -> Range<u64> {
+        QUEUE / PAGE..MEMORY / PAGE
+    }
+
+    /// Pages of all its memory.
+    pub(crate) fn pages() -> u64 {
+        MEMORY / PAGE
+    }
+
+    /// Where the rings are: what is the monitor's own of the device's state.
+    pub(crate) fn rings(&self) -> Vec<u8> {
+        [self.requests, self.bases[0], self.bases[1]].into_iter().flat_map(u16::to_le_bytes).collect()
+    }
+
+    pub(crate) fn set_rings(&mut self, rings: [u8; 6]) {
+        let number = |at: usize| u16::from_le_bytes([rings[at], rings[at + 1]]);
+        (self.requests, self.bases) = (number(0), [number(2), number(4)]);
     }
 
     /// The handshake, up to the point where the rings would start.
