@@ -90,3 +90,21 @@ impl Patience {
         result
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_back_end_has_taken_is_taken_from_its_patience_and_the_time_between_is_not() {
+        let mut patience = Patience(Duration::from_secs(1000));
+        let (first, ended) = patience.during(|deadline| {
+            let begun = Instant::now();
+            while begun.elapsed() < Duration::from_millis(1) {}
+            (deadline, Instant::now())
+        });
+        let (second, begun) = patience.during(|deadline| (deadline, Instant::now()));
+        assert!(second - first <= begun - ended, "{first:?} {ended:?} {begun:?} {second:?}");
+        Patience(Duration::MAX).during(|deadline| assert!(deadline > Instant::now()));
+    }
+}

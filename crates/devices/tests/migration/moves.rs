@@ -3,12 +3,13 @@
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use sterna::device_state::{Ahead, DeviceChannels, LoadDevice, SaveDevice};
 use sterna::migration::GuestState;
 use sterna::vmm::VmmError;
 use sterna_devices::migration::VfioSource;
-use sterna_devices::vfio::model::{Config, ModelDevice};
+use sterna_devices::vfio::model::{Call, Config, Fault, ModelDevice};
 use sterna_devices::vfio::{Flags, Peers, State, VfioError};
 
 use crate::machine::{Guest, id, some_state};
@@ -119,7 +120,11 @@ struct Held<F> {
 
 impl<F: Fn() -> bool + Send> LoadDevice for Held<F> {
     fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        let deadline = Instant::now() + Duration::from_secs(60);
         while !(self.until)() {
+            if Instant::now() > deadline {
+                return Err("what was waited for has not come".into());
+            }
             std::thread::yield_now();
         }
         self.device.load(state)
@@ -264,4 +269,56 @@ fn devices_can_be_stopped_while_what_was_read_of_one_waits_for_the_network() {
     let mut rest = Vec::new();
     device.save(&mut rest).unwrap();
     assert!(rest.len() > 4_000, "{}", rest.len());
+}
+
+#[test]
+fn what_would_be_saved_is_told_as_the_device_estimates_it() {
+    const SIZE: usize = 6_000;
+    let told = |config: Config| {
+        let model = ModelDevice::new(config);
+        let devices = VfioSource::new([(id(0), model.clone())], Peers::MayWrite).unwrap();
+        (model, devices.save_devices().pop().unwrap().1)
+    };
+    let (_, mut device) = told(Config::with_state(some_state(0, SIZE)).flags(Flags::STOP_COPY));
+    assert_eq!(device.save_ahead(&mut io::sink()).unwrap(), Ahead::Nothing);
+    assert!(device.remaining() > SIZE as u64, "all of it is read when it stands");
+    for tells_size in [true, false] {
+        let (model, mut device) = told(Config { tells_size, ..Config::with_state(some_state(0, SIZE)) });
+        assert_eq!(device.save_ahead(&mut io::sink()).unwrap(), Ahead::Later);
+        let end = device.remaining();
+        assert_eq!(end > 0, tells_size, "what is read at the end");
+        model.run(0);
+        let changed = device.remaining();
+        assert!(changed > end + 100 && changed < SIZE as u64, "{changed}");
+        model.fail(Fault::of(if tells_size { Call::DataSize } else { Call::PrecopyInfo }));
+        assert_eq!(device.remaining(), changed, "the last that is known");
+    }
+}
+
+/// Changes a device with each piece that was read of it, and takes only so much.
+struct Changes<'a>(&'a ModelDevice, usize);
+
+impl Write for Changes<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.run(self.1 % 5_000);
+        self.1 += bytes.len();
+        if self.1 > 64 << 20 {
+            return Err(io::Error::other("it does not come to an end"));
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_device_that_changes_as_fast_as_it_is_read_does_not_keep_the_guest_from_being_stopped() {
+    let model = ModelDevice::new(Config::with_state(some_state(0, 5_000)));
+    let devices = VfioSource::new([(id(0), model.clone())], Peers::MayWrite).unwrap();
+    let (_, mut device) = devices.save_devices().pop().unwrap();
+    for _ in 0..3 {
+        assert_eq!(device.save_ahead(&mut Changes(&model, 0)).unwrap(), Ahead::Later);
+    }
 }

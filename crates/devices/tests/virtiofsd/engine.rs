@@ -90,6 +90,7 @@ impl SourceVmm for Monitor {
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        state.write_all(&self.guest.machine.digest().to_le_bytes())?;
         Ok(state.write_all(&self.guest.state())?)
     }
 }
@@ -100,6 +101,11 @@ impl DestinationVmm for Monitor {
     }
 
     fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        let mut digest = [0; 8];
+        state.read_exact(&mut digest)?;
+        if u64::from_le_bytes(digest) != self.guest.machine.digest() {
+            return Err("the memory is not what the source had".into());
+        }
         let mut bytes = [0; 14];
         state.read_exact(&mut bytes)?;
         self.guest.set_state(bytes);
@@ -279,4 +285,20 @@ fn a_destinations_daemon_that_hangs_is_given_up_and_the_guest_goes_on_at_the_sou
     assert!(sent.reason.contains("fs-destination") && sent.reason.contains("deadline passed"), "{sent}");
     assert!(from.runs && !to.runs);
     assert_eq!(from.read(opened), b"content");
+}
+
+#[test]
+fn where_the_destinations_daemon_refuses_its_state_the_guest_goes_on_at_the_source() {
+    let Some(shared) = Shared::new() else { return };
+    let (source, open) = super::with_a_deleted_file(&shared, "--migration-mode=find-paths");
+    let (mut from, log) = Monitor::new(source, true);
+    let (to, sent, received) =
+        migrate(&shared, &mut from, log, DeviceChannels::Mixed, |device| device, |device, _| device);
+    let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+    assert_eq!((sent.guest, received.guest), (GuestState::RunsAtSource, GuestState::NotHere), "{sent}; {received}");
+    assert!(sent.reason.contains("fs-destination") && sent.reason.contains("in its log"), "{sent}");
+    assert!(from.runs && !to.runs);
+    for (opened, content) in open.into_iter().zip(["stays", "deleted"]) {
+        assert_eq!(from.read(opened), content.as_bytes());
+    }
 }

@@ -95,6 +95,14 @@ impl Machine {
         MEMORY / PAGE
     }
 
+    /// A number over all of its memory.
+    pub(crate) fn digest(&self) -> u64 {
+        let mut content = vec![0; MEMORY as usize];
+        self.memory.read_exact_at(&mut content, 0).expect("memory");
+        let step = |digest: u64, byte: &u8| (digest ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+        content.iter().fold(0xcbf2_9ce4_8422_2325, step)
+    }
+
     /// Where the rings are: what is the monitor's own of the device's state.
     pub(crate) fn rings(&self) -> Vec<u8> {
         [self.requests, self.bases[0], self.bases[1]].into_iter().flat_map(u16::to_le_bytes).collect()
