@@ -1,11 +1,13 @@
 //! The monitor as a program: boots a guest or takes one, lets it work, moves it if asked to, and says what it found.
 
+mod devices;
 mod moving;
 mod options;
 mod outcome;
 mod signals;
 
 use clap::Parser;
+use devices::Devices;
 use moving::NotBegun;
 use options::Options;
 use outcome::{Mark, Moved, Outcome};
@@ -33,6 +35,9 @@ fn main() -> ExitCode {
     };
     if let Some(guest) = &outcome.guest {
         say(format_args!("{guest}"));
+    }
+    if let Some(devices) = outcome.devices.text() {
+        say(format_args!("{devices}"));
     }
     if let Some(path) = &options.json
         && let Err(error) = std::fs::write(path, format!("{:#}\n", outcome.json()))
@@ -76,6 +81,7 @@ fn begin(options: &Options, machine: &Arc<Machine>, told: &Told) -> Result<Outco
         during: None,
         after: None,
         guest: None,
+        devices: Devices::default(),
     };
     let (Some(to), Some(security)) = (&options.migrate_to, security) else {
         return stay(options, machine, &filled, told, outcome);
@@ -102,8 +108,7 @@ fn begin(options: &Options, machine: &Arc<Machine>, told: &Told) -> Result<Outco
             }
         }
     }
-    outcome.guest = Some(ended.report);
-    Ok(outcome)
+    Ok(Outcome { guest: Some(ended.report), devices: Devices::verified(machine), ..outcome })
 }
 
 /// A guest of another.
@@ -118,6 +123,7 @@ fn take(options: &Options, machine: &Arc<Machine>, at: &str, told: &Told) -> Res
         during: None,
         after: None,
         guest: None,
+        devices: Devices::default(),
     };
     match moved {
         Ok(report) => {
@@ -129,6 +135,7 @@ fn take(options: &Options, machine: &Arc<Machine>, at: &str, told: &Told) -> Res
             say(format_args!("{error}"));
             let lacks_memory = error.guest == GuestState::LacksMemory;
             outcome.moved = Moved::Badly(Box::new(error));
+            outcome.devices = Devices::of(machine);
             if lacks_memory {
                 // Whoever touches what is missing waits for ever, and the vCPUs' threads may: nobody may wait for them.
                 std::mem::forget(Arc::clone(machine));
@@ -163,7 +170,7 @@ fn stay(
     let end = machine.clock() + Duration::from_secs(options.seconds);
     machine.wait_until(FOR_EVER, |report| {
         let done = match options.passes {
-            Some(passes) => report.passes_since(&since.report) >= passes,
+            Some(passes) => report.passes_since(&since.report) >= passes && since.devices.all_wrote(machine),
             None => machine.clock() >= end,
         };
         done || told.end()
@@ -172,7 +179,7 @@ fn stay(
     let ended = Mark::of(machine);
     let after = ended.since(since);
     say(format_args!("{}", after.text()));
-    Ok(Outcome { after: Some(after), guest: Some(ended.report), ..outcome })
+    Ok(Outcome { after: Some(after), guest: Some(ended.report), devices: Devices::verified(machine), ..outcome })
 }
 
 /// A line to whoever still reads.

@@ -4,14 +4,14 @@ use crate::note;
 use crate::options::Options;
 use crate::signals::Told;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use sterna::destination::Destination;
 use sterna::migration::MigrationError;
-use sterna::report::{Observer, Progress, ReceiveReport, Report, bytes, rate};
+use sterna::report::{DeviceProgress, Observer, Progress, ReceiveReport, Report, bytes, rate};
 use sterna::source::Source;
 use sterna::transport::Security;
 use sterna_microvm::Machine;
-use sterna_microvm::migration::{Movable, guest_ram};
+use sterna_microvm::migration::{Movable, devices_to_load, devices_to_save, guest_ram};
 use sterna_offload::Offload;
 
 /// Why there was no migration at all.
@@ -39,7 +39,11 @@ pub(crate) fn send(
         .delta_cache(settings.delta_cache << 20)
         .downtime(settings.downtime())
         .give_up_after(settings.give_up_after())
-        .when_not_converging(settings.not_converging());
+        .when_not_converging(settings.not_converging())
+        .device_channels(settings.device_channels());
+    for (id, device) in devices_to_save(machine) {
+        source = source.device(id, device);
+    }
     if let Some(dir) = &options.state_dir {
         source = source.state_dir(dir);
     }
@@ -54,7 +58,10 @@ pub(crate) fn receive(
     security: &Security,
     told: &Told,
 ) -> Result<Result<ReceiveReport, MigrationError>, NotBegun> {
-    let mut destination = Destination::new(guest_ram(machine)?);
+    let mut destination = Destination::new(guest_ram(machine)?).device_queue(options.destination.device_queue << 20);
+    for (id, device) in devices_to_load(machine) {
+        destination = destination.device(id, device);
+    }
     if let Some(dir) = &options.state_dir {
         destination = destination.state_dir(dir);
     }
@@ -62,21 +69,29 @@ pub(crate) fn receive(
     Ok(listening.run(&mut Movable::new(machine), told.cancel(), &Teller::default()))
 }
 
-/// Says what the library tells: its notes, and a line for each round that takes long enough to be seen.
+/// Says what the library tells: its notes, and a line for each round and each device that take long enough to be seen.
 #[derive(Default)]
 struct Teller {
     round: AtomicU64,
+    /// Devices that the destination has loaded.
+    loaded: AtomicUsize,
 }
 
 impl Observer for Teller {
     fn progress(&self, progress: &Progress) {
+        let devices = &progress.devices;
+        let loaded = devices.iter().filter(|device| device.loaded).count();
+        if self.loaded.swap(loaded, Ordering::Relaxed) != loaded {
+            note(format_args!("{loaded} of {} devices are loaded", devices.len()));
+        }
         if self.round.swap(progress.round, Ordering::Relaxed) == progress.round {
             return;
         }
         note(format_args!(
-            "round {}: {} left, {} dirtied, {} sent, downtime would be {:.0} ms",
+            "round {}: {} left{}, {} dirtied, {} sent, downtime would be {:.0} ms",
             progress.round,
             bytes(progress.remaining_bytes as f64),
+            left_of(devices),
             rate(progress.dirty_rate),
             rate(progress.wire_rate),
             progress.predicted_downtime_ms
@@ -86,4 +101,16 @@ impl Observer for Teller {
     fn note(&self, text: &str) {
         note(format_args!("{text}"));
     }
+}
+
+fn left_of(devices: &[DeviceProgress]) -> String {
+    if devices.is_empty() {
+        return String::new();
+    }
+    let (mut left, mut arrived) = (0, 0);
+    for device in devices {
+        left += device.remaining_bytes;
+        arrived += device.arrived_bytes;
+    }
+    format!(", and {} of {} devices ({} arrived)", bytes(left as f64), devices.len(), bytes(arrived as f64))
 }

@@ -3,6 +3,7 @@
 use clap::{Args, Parser};
 use std::path::PathBuf;
 use std::time::Duration;
+use sterna::device_state::DeviceChannels;
 use sterna::source::{IaaVerify, NotConverging, Throttle};
 use sterna::tls::TlsSettings;
 use sterna::transport::Security;
@@ -12,10 +13,10 @@ use sterna_offload::Accelerators;
 
 const HELP: &str = "\
 Exit codes:
-  0  the guest found nothing wrong; it was moved, where that was asked for
-  1  the guest found something wrong
+  0  nothing was found wrong in the guest and its devices; it was moved, where that was asked for
+  1  something was found wrong
   2  options or machine cannot be as asked for
-  3  the guest was not moved: it runs on at the source, and found nothing wrong there
+  3  the guest was not moved: it runs on at the source, and nothing was found wrong there
   4  the migration ended after the guest was given to the destination: look there
 Signals: SIGUSR1 begins what --on-signal waits for; SIGINT and SIGTERM cancel the migration, and end the program where there
 is none or it is being cancelled already.";
@@ -39,6 +40,8 @@ pub(crate) struct Options {
     #[command(flatten)]
     pub(crate) source: SourceOptions,
     #[command(flatten)]
+    pub(crate) destination: DestinationOptions,
+    #[command(flatten)]
     pub(crate) security: SecurityOptions,
     /// Keep the migration's record in this directory
     #[arg(long, value_name = "DIR")]
@@ -46,7 +49,7 @@ pub(crate) struct Options {
     /// How long the guest runs once its memory is filled, it has arrived, or was not moved
     #[arg(long, default_value_t = 5, conflicts_with = "passes")]
     pub(crate) seconds: u64,
-    /// Not for a time, but until it has verified all of its memory so often since then
+    /// Not for a time, but until it has verified all of its memory so often since then, and each device has written something
     #[arg(long, value_name = "N")]
     pub(crate) passes: Option<u64>,
     /// Write what happened as JSON
@@ -72,6 +75,12 @@ pub(crate) struct MachineOptions {
     /// How written pages are noted: log, ring or write-protect
     #[arg(long, default_value = "write-protect", value_parser = |name: &str| choice(&TRACKINGS, name))]
     tracking: Tracking,
+    /// Devices with a large state of their own, beside guest RAM, up to 16
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=16))]
+    devices: u32,
+    /// Memory of each such device, in MiB
+    #[arg(long, value_name = "MIB", default_value_t = 16, requires = "devices", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    device_state: u64,
 }
 
 /// What the guest does. One that comes from elsewhere brings it along.
@@ -165,6 +174,20 @@ pub(crate) struct SourceOptions {
     /// Go on in post-copy after so many rounds at the latest
     #[arg(long, value_name = "ROUNDS", conflicts_with = "not_converging", value_parser = clap::value_parser!(u32).range(1..))]
     post_copy_after: Option<u32>,
+    /// Connections for the state of devices alone, 1 to 63; without, it takes those that carry pages
+    #[arg(long, value_name = "N", requires = "migrate_to", requires = "devices", conflicts_with = "incoming", value_parser = clap::value_parser!(u16).range(1..=63))]
+    device_channels: Option<u16>,
+    /// Send the state of devices while the guest stands, one after the other, over the connection of the machine's own state
+    #[arg(long, requires = "migrate_to", requires = "devices", conflicts_with_all = ["incoming", "device_channels"])]
+    serial_device_state: bool,
+}
+
+/// How the destination takes a guest.
+#[derive(Args)]
+pub(crate) struct DestinationOptions {
+    /// Memory, in MiB, for the state of devices that has come and waits to be loaded
+    #[arg(long, value_name = "MIB", default_value_t = 256, requires = "incoming", requires = "devices", conflicts_with = "migrate_to", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
+    pub(crate) device_queue: u64,
 }
 
 /// Who may listen.
@@ -222,7 +245,7 @@ fn rate(text: &str) -> Result<Rate, String> {
 impl Options {
     /// The machine.
     pub(crate) fn config(&self) -> Config {
-        let MachineOptions { memory, backing, vcpus, execution, tracking } = self.machine;
+        let MachineOptions { memory, backing, vcpus, execution, tracking, devices, device_state } = self.machine;
         let work = &self.work;
         let defaults = Workload::default();
         let workload = Workload {
@@ -235,7 +258,8 @@ impl Options {
             say_every: if work.silent { 0 } else { defaults.say_every },
         };
         let blocks = vec![BlockConfig { name: "ram".to_owned(), bytes: memory.saturating_mul(1 << 20), backing }];
-        Config { blocks, vcpus, execution, tracking, workload }
+        let devices = vec![device_state << 20; devices as usize];
+        Config { blocks, vcpus, execution, tracking, devices, workload }
     }
 
     /// Whether and how the connections are protected.
@@ -273,6 +297,14 @@ impl SourceOptions {
     pub(crate) fn not_converging(&self) -> NotConverging {
         self.post_copy_after.map_or(self.not_converging, NotConverging::PostCopyAfter)
     }
+
+    pub(crate) fn device_channels(&self) -> DeviceChannels {
+        match self.device_channels {
+            Some(channels) => DeviceChannels::Own(channels),
+            None if self.serial_device_state => DeviceChannels::Serial,
+            None => DeviceChannels::Mixed,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -294,6 +326,36 @@ mod tests {
         ] {
             let refused = parse(words).expect_err("refused").to_string();
             assert!(refused.contains("--accel") && refused.contains(named), "{refused}");
+        }
+    }
+
+    #[test]
+    fn ways_of_device_state_are_chosen_where_they_are_used() {
+        let parse = |words: &[&str]| {
+            let options = Options::try_parse_from(["microvm", "--insecure"].iter().chain(words));
+            options.map(|options| options.source.device_channels()).map_err(|error| error.to_string())
+        };
+        let (from, to) = (["--migrate-to", "host:1", "--devices", "4"], ["--incoming", "host:1", "--devices", "4"]);
+        let with = |ends: [&'static str; 4], more: &[&'static str]| [&ends[..], more].concat();
+        assert_eq!(parse(&with(from, &["--device-state", "1"])), Ok(DeviceChannels::Mixed));
+        assert_eq!(parse(&with(from, &["--device-channels", "63"])), Ok(DeviceChannels::Own(63)));
+        assert_eq!(parse(&with(from, &["--serial-device-state"])), Ok(DeviceChannels::Serial));
+        assert!(parse(&with(to, &["--device-queue", "1"])).is_ok());
+        for (words, named) in [
+            (with(to, &["--device-channels", "2"]), "--incoming"),
+            (with(to, &["--serial-device-state"]), "--incoming"),
+            (with(from, &["--device-queue", "1"]), "--migrate-to"),
+            (with(from, &["--device-channels", "2", "--serial-device-state"]), "--serial-device-state"),
+            (with(from, &["--device-channels", "64"]), "1..=63"),
+            (vec!["--devices", "17"], "0..=16"),
+            (vec!["--devices", "4", "--device-channels", "2"], "--migrate-to"),
+            (vec!["--migrate-to", "host:1", "--device-channels", "2"], "--devices"),
+            (vec!["--migrate-to", "host:1", "--serial-device-state"], "--devices"),
+            (vec!["--incoming", "host:1", "--device-queue", "2"], "--devices"),
+            (vec!["--device-state", "2"], "--devices"),
+        ] {
+            let refused = parse(&words).expect_err("refused");
+            assert!(refused.contains(named), "{words:?}: {refused}");
         }
     }
 }

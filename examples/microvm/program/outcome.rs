@@ -1,5 +1,6 @@
 //! What happened, for people, scripts and exit codes.
 
+use crate::devices::Devices;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::process::ExitCode;
@@ -18,18 +19,21 @@ pub(crate) struct Work {
     checked: u64,
     /// How often all of its memory was verified.
     passes: u64,
+    /// Blocks that its devices wrote again.
+    device_blocks: u64,
 }
 
 /// How far the guest is at a moment.
 pub(crate) struct Mark {
     pub(crate) report: Report,
     clock: Duration,
+    pub(crate) devices: Devices,
 }
 
 impl Mark {
     /// Now.
     pub(crate) fn of(machine: &Machine) -> Self {
-        Self { report: machine.report(), clock: machine.clock() }
+        Self { report: machine.report(), clock: machine.clock(), devices: Devices::of(machine) }
     }
 
     /// What the guest has done since `earlier`.
@@ -39,6 +43,7 @@ impl Mark {
             written: self.report.written() - earlier.report.written(),
             checked: self.report.checked() - earlier.report.checked(),
             passes: self.report.passes_since(&earlier.report),
+            device_blocks: self.devices.written_since(&earlier.devices),
         }
     }
 }
@@ -72,19 +77,25 @@ pub(crate) struct Outcome {
     pub(crate) after: Option<Work>,
     /// What the guest said at the end, unless nothing of it is here.
     pub(crate) guest: Option<Report>,
+    /// What was found of its devices, as far as they are here.
+    pub(crate) devices: Devices,
 }
 
 impl Outcome {
     /// See the help text of `options.rs`.
     pub(crate) fn exit(&self) -> ExitCode {
-        if self.guest.as_ref().is_some_and(|guest| guest.faults() > 0) {
-            return ExitCode::from(1);
+        ExitCode::from(self.code())
+    }
+
+    fn code(&self) -> u8 {
+        if self.guest.as_ref().is_some_and(|guest| guest.faults() > 0) || self.devices.wrong() > 0 {
+            return 1;
         }
         match &self.moved {
-            Moved::No | Moved::Well(_) => ExitCode::SUCCESS,
+            Moved::No | Moved::Well(_) => 0,
             Moved::Badly(error) => match error.guest {
-                GuestState::Untouched | GuestState::RunsAtSource | GuestState::NotHere => ExitCode::from(3),
-                _ => ExitCode::from(4),
+                GuestState::Untouched | GuestState::RunsAtSource | GuestState::NotHere => 3,
+                _ => 4,
             },
         }
     }
@@ -106,6 +117,7 @@ impl Outcome {
             "pages": self.guest.as_ref().map(Report::pages),
             "faults": self.guest.as_ref().map(Report::faults),
             "guest": self.guest.as_ref().map(Report::to_string),
+            "devices": self.devices.json(),
         })
     }
 }
@@ -118,4 +130,34 @@ fn told(error: &MigrationError) -> Value {
         "cancelled": error.cancelled,
         "reason": error.reason,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sterna_microvm::Fault;
+    use sterna_microvm::scratch::{Verified, WrongBlock};
+
+    #[test]
+    fn a_wrong_block_of_a_device_is_an_error_wherever_the_guest_is() {
+        let error = || MigrationError {
+            side: sterna::migration::Side::Destination,
+            phase: sterna::migration::Phase::Rounds,
+            guest: GuestState::NotHere,
+            cancelled: false,
+            reason: "for a reason".to_owned(),
+            report: None,
+        };
+        let first = Some(WrongBlock { block: 7, fault: Fault::Lost });
+        let cases =
+            [(Verified { blocks: 9, wrong: 0, first: None }, 0, 3), (Verified { blocks: 9, wrong: 2, first }, 1, 1)];
+        for (verified, well, badly) in cases {
+            let devices = Devices::with(verified);
+            for (moved, code) in [(Moved::Well(Value::Null), well), (Moved::Badly(Box::new(error())), badly)] {
+                let (machine, devices) = (String::new(), devices.clone());
+                let outcome = Outcome { machine, moved, before: None, during: None, after: None, guest: None, devices };
+                assert_eq!(outcome.code(), code, "{}", outcome.json());
+            }
+        }
+    }
 }

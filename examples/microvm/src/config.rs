@@ -15,6 +15,9 @@ pub struct Config {
     pub execution: Execution,
     /// How written pages are noted.
     pub tracking: Tracking,
+    /// Devices with a state of their own ([`crate::scratch`]): the bytes of each, whole blocks of 4 KiB. They are no part of
+    /// [`Machine::save`](crate::Machine::save).
+    pub devices: Vec<u64>,
     /// What the guest does. A machine that a state is loaded into takes it from there.
     pub workload: Workload,
 }

@@ -12,6 +12,7 @@
 //! | a dirty log | [`Machine::take_dirty_log`] |
 //! | pause, resume, throttle | `gate.rs` |
 //! | state of vCPUs and devices, written and read again | `state.rs`, `kvm/state.rs` |
+//! | devices with a large state of their own, saved ahead and loaded beside all else | [`scratch`] |
 //! | all of it handed to the library | [`migration`] |
 //!
 //! [`Machine`] puts them together; everything else is the guest's work and who tells it what to do.
@@ -27,6 +28,7 @@ mod machine;
 pub mod migration;
 mod pace;
 pub mod ram;
+pub mod scratch;
 mod serial;
 mod state;
 mod threads;

@@ -1,10 +1,11 @@
-//! The machine: RAM, vCPUs and serial ports put together, and what a migration asks of them.
+//! The machine: RAM, vCPUs, serial ports and devices put together, and what a migration asks of them.
 
 use crate::config::{Config, Execution, Rate, Tracking, Workload};
 use crate::error::Error;
 use crate::gate::Gate;
 use crate::layout::{GuestLayout, PAGE};
 use crate::ram::{Block, GuestRam};
+use crate::scratch::Scratch;
 use crate::serial::SerialPort;
 use crate::state::Saved;
 use crate::threads::ThreadVcpu;
@@ -29,6 +30,7 @@ use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 pub struct Machine {
     common: Arc<Common>,
     vcpus: Vec<SharedVcpu>,
+    devices: Vec<Arc<Scratch>>,
     on_kvm: bool,
     description: String,
     tracking: Tracking,
@@ -52,6 +54,8 @@ impl Machine {
     pub fn new(config: &Config, output: Box<dyn Write + Send>) -> Result<Self, Error> {
         let ram = Arc::new(GuestRam::new(&config.blocks)?);
         let layout = GuestLayout::new(ram.bytes(), config.vcpus, &config.workload)?;
+        let device = |(number, bytes)| Scratch::new(number, bytes).map(Arc::new);
+        let devices = (0..).zip(config.devices.iter().copied()).map(device).collect::<Result<_, _>>()?;
         let gate = Gate::new(config.vcpus)?;
         let pages: Vec<u64> = ram.blocks().iter().map(|block| block.bytes() / PAGE).collect();
         let handed_in = HandedInLog::new(&pages);
@@ -73,6 +77,7 @@ impl Machine {
         let machine = Self {
             common,
             vcpus,
+            devices,
             on_kvm,
             description,
             tracking,
@@ -96,6 +101,11 @@ impl Machine {
     /// How written pages are noted.
     pub fn tracking(&self) -> Tracking {
         self.tracking
+    }
+
+    /// Devices with a state of their own, by number.
+    pub fn devices(&self) -> &[Arc<Scratch>] {
+        &self.devices
     }
 
     /// RAM, for whoever moves it.
@@ -134,6 +144,7 @@ impl Machine {
                 .boot(&layout, share)
                 .map_err(|why| Error::Vcpu { vcpu: share.share.vcpu as usize, why })?;
         }
+        self.devices.iter().for_each(|device| device.fill());
         *guest = Some(self.begin(layout, workload)?);
         Ok(())
     }
@@ -141,24 +152,31 @@ impl Machine {
     /// Lets the guest run.
     ///
     /// # Errors
-    /// [`Error::Order`] where there is none, [`Error::Vcpu`] where it has ended by itself.
+    /// [`Error::Order`] where there is none or a device lacks its state, [`Error::Vcpu`] where it has ended by itself.
     pub fn resume(&self) -> Result<(), Error> {
-        match *lock(&self.guest) {
-            Some(_) => self.common.gate.resume(),
-            None => Err(Error::Order("there is no guest to resume: boot or load one")),
+        if lock(&self.guest).is_none() {
+            return Err(Error::Order("there is no guest to resume: boot or load one"));
         }
+        if !self.devices.iter().all(|device| device.is_whole()) {
+            return Err(Error::Order("there is nothing in one of the devices: load it before the guest is resumed"));
+        }
+        self.common.gate.resume()?;
+        self.devices.iter().for_each(|device| device.resume());
+        Ok(())
     }
 
-    /// Stops the guest. When this returns no vCPU runs, all that they did is in RAM and in what [`save`](Self::save)
+    /// Stops the guest. When this returns no vCPU and no device runs, all that they did is in RAM and in what [`save`](Self::save)
     /// writes, and nothing changes until [`resume`](Self::resume).
     ///
     /// # Errors
     /// [`Error::Vcpu`] where it has ended by itself. It stands then, too.
     pub fn pause(&self) -> Result<(), Error> {
-        self.common.gate.pause()
+        let paused = self.common.gate.pause();
+        self.devices.iter().for_each(|device| device.pause());
+        paused
     }
 
-    /// Writes the state of a paused guest, all but its RAM.
+    /// Writes the state of a paused guest, all but its RAM and its [`devices`](Self::devices).
     ///
     /// # Errors
     /// [`Error::Order`] where there is no guest or it runs; what `to` or KVM say.
@@ -303,17 +321,27 @@ impl Machine {
             let work = Box::new(move || vcpu::run(&common, &vcpu, &share, vcpus));
             spawned = spawned.and_then(|()| spawn(format!("vcpu-{}", share.share.vcpu), work));
         }
+        for device in &self.devices {
+            let (number, device) = (device.number(), Arc::clone(device));
+            spawned = spawned.and_then(|()| spawn(format!("scratch-{number}"), Box::new(move || device.run())));
+        }
         if let Err(error) = spawned {
-            self.common.gate.quit();
+            self.quit();
             return Err(error);
         }
         Ok(Guest { layout, workload, threads })
+    }
+
+    /// Has all threads end.
+    fn quit(&self) {
+        self.common.gate.quit();
+        self.devices.iter().for_each(|device| device.quit());
     }
 }
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        self.common.gate.quit();
+        self.quit();
         for thread in lock(&self.guest).take().into_iter().flat_map(|guest| guest.threads) {
             // One that panicked has said so.
             let _ = thread.join();

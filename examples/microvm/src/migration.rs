@@ -1,13 +1,16 @@
 //! What joins this monitor to Sterna: all that a monitor writes to have its guests moved.
 //!
 //! The library asks for three things: where RAM is ([`guest_ram`]), a dirty log ([`Machine::take_dirty_log`] has a ready-made
-//! one), and someone who pauses, resumes, saves and loads ([`Movable`]). With them `sterna::source::Source` and
+//! one), and someone who pauses, resumes, saves and loads ([`Movable`]); and takes devices with a large state of their own
+//! ([`devices_to_save`], [`devices_to_load`]). With them `sterna::source::Source` and
 //! `sterna::destination::Destination` do the rest; `program/moving.rs` shows both calls.
 
 use crate::machine::Machine;
 use crate::ram::Block;
+use crate::scratch::{LoadScratch, SaveScratch, Scratch};
 use std::io::{Read, Write};
 use std::sync::Arc;
+use sterna::device_state::{DeviceId, LoadDevice, SaveDevice};
 use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
 
@@ -72,6 +75,20 @@ impl DestinationVmm for Movable {
 
 fn name() -> String {
     concat!("microvm ", env!("CARGO_PKG_VERSION")).to_owned()
+}
+
+/// The machine's devices, for a source: what [`SourceVmm::save`] leaves out.
+pub fn devices_to_save(machine: &Machine) -> impl Iterator<Item = (DeviceId, Box<dyn SaveDevice>)> {
+    let device =
+        |device: &Arc<Scratch>| -> (_, Box<dyn SaveDevice>) { (device.id(), Box::new(SaveScratch::new(device))) };
+    machine.devices().iter().map(device)
+}
+
+/// The machine's devices, for a destination.
+pub fn devices_to_load(machine: &Machine) -> impl Iterator<Item = (DeviceId, Box<dyn LoadDevice>)> {
+    let device =
+        |device: &Arc<Scratch>| -> (_, Box<dyn LoadDevice>) { (device.id(), Box::new(LoadScratch::new(device))) };
+    machine.devices().iter().map(device)
 }
 
 /// The machine's RAM as the library takes it: the same blocks in the same order, which are the blocks of its dirty log. They keep

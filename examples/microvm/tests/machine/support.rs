@@ -35,6 +35,7 @@ pub(crate) fn config(kind: (Execution, Tracking), vcpus: usize, workload: Worklo
     Config {
         blocks: vec![block("low", 6, Backing::Memfd), block("high", 4, Backing::Anonymous)],
         vcpus,
+        devices: Vec::new(),
         execution: kind.0,
         tracking: kind.1,
         workload,
