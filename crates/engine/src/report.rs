@@ -223,6 +223,23 @@ pub struct DeviceReport {
     pub downtime_ms: f64,
 }
 
+impl DeviceReport {
+    fn text(&self) -> String {
+        let rest = bytes(self.bytes.saturating_sub(self.ahead_bytes) as f64);
+        let ahead = match self.ahead_bytes {
+            0 => String::new(),
+            ahead => format!("{} while the guest ran, ", bytes(ahead as f64)),
+        };
+        let sent = format!("{}: {ahead}{rest} while it stood", self.device);
+        // One that was not loaded has no times worth adding up.
+        if self.downtime_ms == 0.0 {
+            return sent;
+        }
+        let Self { downtime_ms, save_ms, transfer_ms, load_ms, .. } = self;
+        format!("{sent}, in {downtime_ms:.0} ms = save {save_ms:.0} + transfer {transfer_ms:.0} + load {load_ms:.0}")
+    }
+}
+
 impl Report {
     /// Text for a terminal: what a person wants to know first, first.
     ///
@@ -291,19 +308,7 @@ impl Report {
             );
         }
         for device in &self.devices {
-            line(
-                "device",
-                format!(
-                    "{}: {} bytes of state, {} of them ahead; stopped {:.0} ms = save {:.0} + transfer {:.0} + load {:.0}",
-                    device.device,
-                    device.bytes,
-                    device.ahead_bytes,
-                    device.downtime_ms,
-                    device.save_ms,
-                    device.transfer_ms,
-                    device.load_ms
-                ),
-            );
+            line("device", device.text());
         }
         if let Some(convergence) = &self.convergence {
             line("convergence", convergence.clone());
@@ -568,6 +573,31 @@ mod tests {
             assert!(!text.lines().any(|line| line.starts_with("migration completed")), "{text}");
         }
         assert_eq!(forged.text().lines().count(), plain + 3, "one line for each placement and choice");
+    }
+
+    #[test]
+    fn a_device_is_told_in_sizes_for_people_and_with_times_once_it_was_loaded() {
+        let loaded = DeviceReport {
+            device: "gpu/0".into(),
+            bytes: 3 << 20,
+            ahead_bytes: 2 << 20,
+            save_ms: 4.0,
+            transfer_ms: 3.0,
+            load_ms: 5.0,
+            downtime_ms: 12.0,
+        };
+        let serial = DeviceReport { ahead_bytes: 0, ..loaded.clone() };
+        let failed = DeviceReport { downtime_ms: 0.0, bytes: 2 << 20, ..loaded.clone() };
+        let text = Report { devices: vec![loaded, serial, failed], ..report(Outcome::Completed) }.text();
+        let told: Vec<_> = text.lines().filter_map(|line| line.strip_prefix("  device       gpu/0: ")).collect();
+        assert_eq!(
+            told,
+            [
+                "2.00 MiB while the guest ran, 1.00 MiB while it stood, in 12 ms = save 4 + transfer 3 + load 5",
+                "3.00 MiB while it stood, in 12 ms = save 4 + transfer 3 + load 5",
+                "2.00 MiB while the guest ran, 0 B while it stood"
+            ]
+        );
     }
 
     #[test]
