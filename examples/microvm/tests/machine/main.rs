@@ -2,6 +2,7 @@
 //!
 //! Nothing here waits for a time to pass: guests are waited for by what they have done.
 
+mod devices;
 mod dirty;
 mod faults;
 mod moves;

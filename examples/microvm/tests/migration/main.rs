@@ -2,6 +2,7 @@
 //!
 //! Nothing here waits for a time to pass: processes are waited for by what they say, and guests by what they have done.
 
+mod devices;
 mod failures;
 mod moves;
 mod post_copy;
