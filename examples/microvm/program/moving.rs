@@ -82,19 +82,19 @@ impl Observer for Teller {
         let devices = &progress.devices;
         let loaded = devices.iter().filter(|device| device.loaded).count();
         if self.loaded.swap(loaded, Ordering::Relaxed) != loaded {
-            note(format_args!("{loaded} of {} devices are loaded", devices.len()));
+            note(format_args!("{loaded} of {} devices loaded", devices.len()));
         }
         if self.round.swap(progress.round, Ordering::Relaxed) == progress.round {
             return;
         }
         note(format_args!(
-            "round {}: {} left{}, {} dirtied, {} sent, downtime would be {:.0} ms",
+            "round {}: {} left, {} dirtied, {} sent, downtime would be {:.0} ms{}",
             progress.round,
             bytes(progress.remaining_bytes as f64),
-            left_of(devices),
             rate(progress.dirty_rate),
             rate(progress.wire_rate),
-            progress.predicted_downtime_ms
+            progress.predicted_downtime_ms,
+            told_of(devices)
         ));
     }
 
@@ -103,14 +103,12 @@ impl Observer for Teller {
     }
 }
 
-fn left_of(devices: &[DeviceProgress]) -> String {
+/// Nothing where there are none.
+fn told_of(devices: &[DeviceProgress]) -> String {
     if devices.is_empty() {
         return String::new();
     }
-    let (mut left, mut arrived) = (0, 0);
-    for device in devices {
-        left += device.remaining_bytes;
-        arrived += device.arrived_bytes;
-    }
-    format!(", and {} of {} devices ({} arrived)", bytes(left as f64), devices.len(), bytes(arrived as f64))
+    let sum = |of: fn(&DeviceProgress) -> u64| bytes(devices.iter().map(of).sum::<u64>() as f64);
+    let (arrived, left) = (sum(|device| device.arrived_bytes), sum(|device| device.remaining_bytes));
+    format!("; of {} devices {arrived} arrived, {left} left", devices.len())
 }
