@@ -385,6 +385,8 @@ impl Saving {
 
     fn serve(&mut self, news: &impl Fn(SaveNews)) -> Result<(), crate::vmm::VmmError> {
         let number = self.number;
+        // Until something has been saved ahead.
+        self.look_at_remaining(Ahead::Nothing);
         self.writer.begin()?;
         let serial = self.devices().state().turn.is_some();
         let mut ahead = if serial { Ahead::Nothing } else { self.device.save_ahead(&mut self.writer)? };
