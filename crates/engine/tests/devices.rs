@@ -268,6 +268,23 @@ fn a_device_that_fails_ends_the_migration_and_the_guest_runs_on() {
 }
 
 #[test]
+fn a_device_that_panics_fails_like_one_that_says_why() {
+    within_a_minute(|| {
+        for at_source in [true, false] {
+            let mut panicking = Device { panics: true, ..Device::new("panicking", 3, 1000, 1_500_000) };
+            let fails = if at_source { &mut panicking.save_fails } else { &mut panicking.load_fails };
+            *fails = Some(500_000);
+            let mut guest = Guest::new();
+            let (sent, received) = guest.migrate(DeviceChannels::Mixed, &Devices(vec![panicking]));
+            guest.stays_at_source();
+            let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+            let expected = "the state of device panicking/3 failed: it panicked";
+            assert!(sent.reason.contains(expected) && received.reason.contains(expected), "{sent}; {received}");
+        }
+    });
+}
+
+#[test]
 fn devices_that_one_side_lacks_are_found_before_anything_is_begun() {
     within_a_minute(|| {
         let devices = |list: &[(&'static str, u32)]| {

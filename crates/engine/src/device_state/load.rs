@@ -9,7 +9,7 @@ use sterna_wire::control::ControlMessage;
 use sterna_wire::device::{DeviceReceiver, LEAST_CREDIT, Piece};
 
 use super::buffer::{Buffers, DeviceBytes};
-use super::{DeviceId, LoadDevice};
+use super::{DeviceId, LoadDevice, unless_it_panics};
 use crate::receive::{Sink, SinkError};
 use crate::vmm::VmmError;
 
@@ -172,7 +172,7 @@ impl LoadingDevices {
             let thread = thread.spawn(move || {
                 let mut reader =
                     PieceReader { queue: &devices.queues[number], number: number as u16, say, next: Next::Nothing };
-                match devices.load(number, &mut *device, &mut reader) {
+                match unless_it_panics(|| devices.load(number, &mut *device, &mut reader)) {
                     Ok(()) => news(LoadNews::Loaded(number as u16)),
                     Err(error) => {
                         let id = &devices.queues[number].id;

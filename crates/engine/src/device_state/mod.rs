@@ -19,6 +19,7 @@ pub(crate) mod load;
 pub(crate) mod save;
 
 use std::io::{Read, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use sterna_wire::control::Machine;
 pub use sterna_wire::control::{Device as DeviceId, DeviceChannels};
@@ -77,6 +78,12 @@ pub trait LoadDevice: Send {
     /// # Errors
     /// The migration fails; the guest runs on at the source. An error of `state` is to be passed on.
     fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError>;
+}
+
+/// Calls a device. One that panics fails like one that says why: else the migration would wait for it.
+fn unless_it_panics(call: impl FnOnce() -> Result<(), VmmError>) -> Result<(), VmmError> {
+    // The device is not used again.
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err("it panicked".into()))
 }
 
 /// What of the source's devices differs from the destination's, in words; none where they are the same.

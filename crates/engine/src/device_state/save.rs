@@ -8,10 +8,11 @@ use std::time::Instant;
 use sterna_wire::device::{DeviceError, DeviceSender, Piece};
 
 use super::buffer::{Buffers, DeviceBytes};
-use super::{Ahead, DeviceId, SaveDevice};
+use super::{Ahead, DeviceId, SaveDevice, unless_it_panics};
 use crate::entry::Pipeline;
 use crate::report::{DeviceProgress, DeviceReport, between};
 use crate::send::{Item, SendChannel};
+use crate::vmm::VmmError;
 use crate::window::WindowClosed;
 
 /// How fast state travels is not said by less than this, in bytes: it fits into buffers.
@@ -378,12 +379,12 @@ struct Saving {
 
 impl Saving {
     fn run(mut self, news: &impl Fn(SaveNews)) {
-        if let Err(error) = self.serve(news) {
+        if let Err(error) = unless_it_panics(|| self.serve(news)) {
             news(SaveNews::Failed(format!("saving the state of device {} failed: {error}", self.id)));
         }
     }
 
-    fn serve(&mut self, news: &impl Fn(SaveNews)) -> Result<(), crate::vmm::VmmError> {
+    fn serve(&mut self, news: &impl Fn(SaveNews)) -> Result<(), VmmError> {
         let number = self.number;
         // Until something has been saved ahead.
         self.look_at_remaining(Ahead::Nothing);

@@ -27,6 +27,8 @@ pub(crate) struct Device {
     /// Saving or loading fails after so many bytes.
     pub(crate) save_fails: Option<u64>,
     pub(crate) load_fails: Option<u64>,
+    /// And do so by a panic.
+    pub(crate) panics: bool,
     /// Loading goes on after the first byte when this is given.
     pub(crate) loads_on: Option<Signal>,
     /// Is given when it has been loaded.
@@ -126,6 +128,7 @@ impl Giver {
         let mut buffer = vec![0; 200 << 10];
         while self.at < up_to {
             if self.device.save_fails.is_some_and(|at| self.at >= at) {
+                assert!(!self.device.panics, "saving was made to panic");
                 return Err("saving was made to fail".into());
             }
             let length = length(self.at).min((up_to - self.at) as usize);
@@ -169,6 +172,7 @@ impl LoadDevice for Taker {
         let mut at = 0;
         loop {
             if self.0.load_fails.is_some_and(|fails| at >= fails) {
+                assert!(!self.0.panics, "loading was made to panic");
                 return Err("loading was made to fail".into());
             }
             let most = if at == 0 && self.0.loads_on.is_some() { 1 } else { length(at) };
