@@ -6,7 +6,7 @@ mod guest;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::relay::Relay;
@@ -17,7 +17,7 @@ use sterna::cancel::Cancel;
 use sterna::destination::{Before, Destination};
 use sterna::device_state::DeviceChannels;
 use sterna::migration::{GuestState, MigrationError, Phase};
-use sterna::report::{ReceiveReport, Report};
+use sterna::report::{Observer, Progress, ReceiveReport, Report};
 use sterna::source::{Source, TimeLimits};
 use sterna::transport::{Address, Security};
 use sterna_codec::MethodChoice;
@@ -40,6 +40,8 @@ struct Guest {
     queue: u64,
     downtime: Duration,
     bandwidth: Option<u64>,
+    workload: Workload,
+    observer: Box<dyn Observer>,
 }
 
 impl Guest {
@@ -63,6 +65,8 @@ impl Guest {
             queue: 64 << 20,
             downtime,
             bandwidth: None,
+            workload: CALM,
+            observer: Box::new(()),
         }
     }
 
@@ -78,7 +82,7 @@ impl Guest {
         there: &Devices,
         through: impl FnOnce(SocketAddr) -> SocketAddr,
     ) -> Ends {
-        let (from, log) = Monitor::new(&self.source, &self.running, CALM);
+        let (from, log) = Monitor::new(&self.source, &self.running, self.workload);
         let from = std::mem::replace(&mut self.from, from);
         self.from.state_bytes = from.state_bytes;
         self.from.on_call = { from }.on_call.take();
@@ -95,7 +99,7 @@ impl Guest {
             let (to, cancel) = (&mut self.to, &self.cancel.1);
             let receiving = scope.spawn(move || listening.run(to, cancel, &()));
             let to = Address::from(address);
-            let sent = source.run(to, &Security::Insecure, &mut self.from, &self.cancel.0, &());
+            let sent = source.run(to, &Security::Insecure, &mut self.from, &self.cancel.0, &*self.observer);
             if sent.as_ref().is_err_and(|error| error.phase == Phase::SettingUp) {
                 // The destination waits for a better source.
                 self.cancel.1.cancel();
@@ -181,18 +185,61 @@ fn what_was_saved_ahead_is_loaded_before_the_guest_is_paused() {
     });
 }
 
+/// Gives a signal when progress has been told twice: so long after the rounds have come to nothing new.
+struct SomeTimeLater(AtomicU64, Signal);
+
+impl Observer for SomeTimeLater {
+    fn progress(&self, _: &Progress) {
+        if self.0.fetch_add(1, Ordering::SeqCst) == 2 {
+            self.1.give();
+        }
+    }
+
+    fn note(&self, _: &str) {}
+}
+
+#[test]
+fn a_guest_is_not_stopped_while_a_device_has_not_taken_what_was_saved_ahead() {
+    within_a_minute(|| {
+        let taken = Signal::default();
+        let slow = Device { loads_on: Some(taken.clone()), ..Device::new("slow", 0, 100_000, 1000) };
+        let devices = Devices(vec![slow, Device::new("other", 0, 100_000, 1000)]);
+        let mut guest = Guest::new();
+        let seen = Arc::clone(&devices.0[0].seen);
+        guest.from.on_call = Some(Box::new(move |what| {
+            if what == "pause" {
+                assert!(seen.taken.load(Ordering::SeqCst) >= 100_000 / 3, "not taken yet");
+            }
+        }));
+        guest.observer = Box::new(SomeTimeLater(AtomicU64::new(0), taken));
+        let (sent, _) = guest.migrate(DeviceChannels::Mixed, &devices);
+        sent.unwrap();
+        guest.has_moved(&devices);
+    });
+}
+
 #[test]
 fn a_guest_is_not_stopped_while_its_devices_would_keep_it_too_long() {
     within_a_minute(|| {
         // Saved in three goes, of which the last is worth its downtime at this bandwidth, and the first two are not.
         let devices = Devices(vec![Device::new("large", 0, 24 << 20, 1 << 20)]);
         let mut guest = Guest::new();
-        guest.downtime = Duration::from_millis(500);
+        guest.downtime = Duration::from_millis(300);
         guest.bandwidth = Some(40 << 20);
+        // What it dirties is next to nothing: the devices alone are what there is to wait for.
+        guest.workload = Workload { span: 2, ..CALM };
+        let (seen, at_pause) = (Arc::clone(&devices.0[0].seen), Arc::new(AtomicU64::new(0)));
+        let saved = Arc::clone(&at_pause);
+        guest.from.on_call = Some(Box::new(move |what| {
+            if what == "pause" {
+                saved.store(seen.saved.load(Ordering::SeqCst), Ordering::SeqCst);
+            }
+        }));
         let (sent, _) = guest.migrate(DeviceChannels::Mixed, &devices);
-        let report = sent.unwrap();
+        sent.unwrap();
         guest.has_moved(&devices);
-        assert!(report.devices[0].ahead_bytes >= 16 << 20, "{report:?}");
+        let at_pause = at_pause.load(Ordering::SeqCst);
+        assert!(at_pause >= 16 << 20, "{at_pause}");
     });
 }
 

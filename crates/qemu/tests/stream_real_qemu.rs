@@ -320,8 +320,16 @@ fn peek(socket: &mut UnixStream) -> [u8; 4] {
 }
 
 /// One migration of a running guest; `channels` are the source's and the destination's multifd channels.
+/// Moves guests that write the same pages over and over until pages of one have come again. Whether a guest has written any between two
+/// rounds is up to who had the CPU meanwhile.
 fn migrate(from: QemuVersion, to: QemuVersion, machine: &str, channels: (usize, usize)) {
-    let Some(tools) = or_skip(Tools::locate()) else { return };
+    let moved = || migrate_once(from, to, machine, channels).is_none_or(|seen| seen.pages_again > 0);
+    assert!((0..10).any(|_| moved()), "of ten guests, no page came again");
+}
+
+/// What was seen; none where there is no QEMU.
+fn migrate_once(from: QemuVersion, to: QemuVersion, machine: &str, channels: (usize, usize)) -> Option<Seen> {
+    let Some(tools) = or_skip(Tools::locate()) else { return None };
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();
     let path = |name: &str| directory.join(name);
@@ -335,10 +343,12 @@ fn migrate(from: QemuVersion, to: QemuVersion, machine: &str, channels: (usize, 
     let Some(mut source) =
         Qemu::start(&tools, from, machine, &path("source.img"), &["-serial", &serial, "-device", &loader])
     else {
-        return;
+        return None;
     };
     let incoming = ["-serial", "null", "-S", "-incoming", "defer"];
-    let Some(mut destination) = Qemu::start(&tools, to, machine, &path("destination.img"), &incoming) else { return };
+    let Some(mut destination) = Qemu::start(&tools, to, machine, &path("destination.img"), &incoming) else {
+        return None;
+    };
     let (mut serial_line, _) = serial_line.accept().unwrap();
     let mut said = [0];
     while said != *b"R" {
@@ -394,14 +404,13 @@ fn migrate(from: QemuVersion, to: QemuVersion, machine: &str, channels: (usize, 
         .collect();
     assert!(differing.is_empty(), "pages {differing:x?} differ");
     assert!(seen.pages >= (RANDOM.len() / PAGE) as u64 && seen.opaque_bytes > 1000);
-    // How many of the 128 that the guest writes over and over is a matter of how often it ran meanwhile.
-    assert!(seen.pages_again > 0, "no page came again: {seen:?}");
     if channels.0 > 0 {
         assert_eq!(seen.flush_in_setup, !variant.syncs_per_section());
         assert_eq!(WireVariant::from_setup(seen.flush_in_setup).syncs_per_section(), variant.syncs_per_section());
         assert_eq!(seen.packet_zero_pages > 0, variant.zero_pages_in_packets());
         assert!(seen.sync_points >= 3);
     }
+    Some(seen)
 }
 
 #[test]
