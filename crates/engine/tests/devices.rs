@@ -244,6 +244,14 @@ fn a_guest_is_not_stopped_while_its_devices_would_keep_it_too_long() {
 }
 
 #[test]
+fn devices_may_say_that_they_have_endlessly_much() {
+    within_a_minute(|| {
+        let device = |instance| Device { overstates: true, ..Device::new("device", instance, 100_000, 10) };
+        moves(DeviceChannels::Mixed, &Devices(vec![device(0), device(1)]));
+    });
+}
+
+#[test]
 fn serially_nothing_is_sent_ahead() {
     within_a_minute(|| {
         let devices = Devices((0..3).map(|instance| Device::new("device", instance, 700_000, 10_000)).collect());

@@ -176,7 +176,8 @@ impl SavingDevices {
 
     /// Bytes of state that would have to be saved if the guest were stopped now.
     pub(crate) fn remaining(&self) -> u64 {
-        self.state().devices.iter().map(|known| known.remaining).sum()
+        // A device that cannot say how much it has may say that it is any number.
+        self.state().devices.iter().fold(0, |sum, known| sum.saturating_add(known.remaining))
     }
 
     /// How fast state has travelled so far, in bytes per second; 0 before enough of it has.

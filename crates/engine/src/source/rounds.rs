@@ -357,7 +357,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             first: arrived(&first),
             arrived: arrived(&delivered),
             remaining: pages(found + on_the_way),
-            state: self.state_size + self.devices.remaining(),
+            state: self.state_size.saturating_add(self.devices.remaining()),
             state_rate: self.devices.rate(),
             full: window.full(),
             round_trip: window.round_trip(),

@@ -24,6 +24,8 @@ pub(crate) struct Device {
     pub(crate) goes: u64,
     /// Bytes that are saved when it is paused.
     pub(crate) rest: u64,
+    /// It says that it has endlessly much until all that goes ahead has gone.
+    pub(crate) overstates: bool,
     /// Saving or loading fails after so many bytes.
     pub(crate) save_fails: Option<u64>,
     pub(crate) load_fails: Option<u64>,
@@ -151,7 +153,8 @@ impl SaveDevice for Giver {
     }
 
     fn remaining(&mut self) -> u64 {
-        self.device.bytes() - self.at
+        let all_ahead = self.goes >= self.device.goes;
+        if self.device.overstates && !all_ahead { u64::MAX } else { self.device.bytes() - self.at }
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
