@@ -461,6 +461,29 @@ fn a_migration_that_is_cancelled_while_devices_are_saved_ends_and_the_guest_runs
 }
 
 #[test]
+fn a_migration_is_cancelled_while_pausing_waits_for_a_device() {
+    within_a_minute(|| {
+        for at_source in [true, false] {
+            let let_go = Signal::default();
+            let device = Device { let_go: Some(let_go.clone()), ..Device::new("device", 0, 100_000, 100_000) };
+            let mut guest = Guest::new();
+            let cancel = if at_source { guest.cancel.0.clone() } else { guest.cancel.1.clone() };
+            guest.from.on_call = Some(Box::new(move |what| {
+                if what == "pause" {
+                    cancel.cancel();
+                    let_go.wait();
+                }
+            }));
+            let (sent, received) = guest.migrate(DeviceChannels::Mixed, &Devices(vec![device]));
+            guest.stays_at_source();
+            let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+            assert_eq!(sent.guest, GuestState::RunsAtSource, "{sent}; {received}");
+            assert_eq!((sent.cancelled, received.cancelled), (at_source, !at_source), "{sent}; {received}");
+        }
+    });
+}
+
+#[test]
 fn a_device_that_does_not_come_to_an_end_is_not_waited_for_for_longer_than_is_allowed() {
     within_a_minute(|| {
         let on = Signal::default();

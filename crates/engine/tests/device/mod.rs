@@ -26,6 +26,8 @@ pub(crate) struct Device {
     pub(crate) rest: u64,
     /// It says that it has endlessly much until all that goes ahead has gone.
     pub(crate) overstates: bool,
+    /// Is given when the source's device has been let go of.
+    pub(crate) let_go: Option<Signal>,
     /// Saving or loading fails after so many bytes.
     pub(crate) save_fails: Option<u64>,
     pub(crate) load_fails: Option<u64>,
@@ -163,6 +165,12 @@ impl SaveDevice for Giver {
             Some(_) => Err("saving was made to fail".into()),
             None => Ok(()),
         }
+    }
+}
+
+impl Drop for Giver {
+    fn drop(&mut self) {
+        self.device.let_go.iter().for_each(Signal::give);
     }
 }
 

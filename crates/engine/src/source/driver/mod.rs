@@ -635,7 +635,11 @@ impl Driver<'_> {
         self.observer.note("stopping the guest");
         // Also where it fails: it may have stopped after all.
         self.lead.moments.pausing = Some(Instant::now());
-        self.vmm.pause().map_err(|error| format!("the monitor does not pause the guest: {error}"))?;
+        // A monitor may wait there for a device that is saved ahead, and that for the destination.
+        let inside = self.occupied.enter(&self.lead.abort, None);
+        let paused = self.vmm.pause();
+        drop(inside);
+        paused.map_err(|error| format!("the monitor does not pause the guest: {error}"))?;
         self.lead.moments.paused = Some(Instant::now());
         self.set_urgent(true);
         self.lead.due = Some((after(self.step_time()), "sending the last pages and the state"));
