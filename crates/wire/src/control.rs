@@ -240,7 +240,7 @@ pub enum ControlMessage {
     DeviceCredit {
         /// The device's number.
         device: u16,
-        /// All that may have been sent of it so far, in bytes as [`device_cost`](crate::device::cost) counts them.
+        /// All that may have been sent of it so far, in bytes as [`cost`](crate::device::cost) counts them.
         up_to: u64,
     },
     /// Destination: the device has taken what was saved ahead of the guest's stop.

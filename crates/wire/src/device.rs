@@ -169,7 +169,7 @@ impl<B> DeviceReceiver<B> {
     /// every piece, since it costs a message.
     pub fn done_with(&mut self, content: usize) -> Option<u64> {
         self.taken += cost(content);
-        let up_to = self.taken + self.at_once;
+        let up_to = self.taken.saturating_add(self.at_once);
         if up_to - self.permitted < self.at_once / 8 {
             return None;
         }
@@ -229,6 +229,14 @@ mod tests {
         let mut receiver = receiver();
         let took = (0..).take_while(|place| receiver.arrived(place + 1, 0, bytes(b"")).is_ok()).count();
         assert_eq!(took as u64, LEAST_CREDIT / PIECE_OVERHEAD);
+    }
+
+    #[test]
+    fn a_receiver_without_a_bound_need_not_say_that_more_may_come() {
+        let mut receiver = DeviceReceiver::new(u64::MAX);
+        receiver.arrived(0, 1000, bytes(b"a")).unwrap();
+        receiver.next_piece().unwrap();
+        assert_eq!((receiver.done_with(1000), receiver.permitted()), (None, u64::MAX));
     }
 
     #[test]

@@ -11,8 +11,8 @@
 //! pieces that take any channel; the destination puts them in order, within a bound of memory
 //! ([`Destination::device_queue`](crate::destination::Destination::device_queue)): who loads slowly holds up whoever saves, and no channel.
 //!
-//! The guest is not stopped before every device has taken what was saved ahead, and not started before every device has loaded. Where one
-//! fails, the migration fails and the guest runs on at the source.
+//! The guest is not stopped before every device has taken what was first saved ahead, and not started before every device has loaded. Where
+//! one fails, the migration fails and the guest runs on at the source.
 
 mod buffer;
 pub(crate) mod load;
