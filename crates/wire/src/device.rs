@@ -78,6 +78,16 @@ impl DeviceSender {
         Ok(())
     }
 
+    /// What was sent and is not known to have been taken, as it is counted.
+    pub fn untaken(&self) -> u64 {
+        self.spent.saturating_sub(self.taken())
+    }
+
+    /// What is known to have been taken, as it is counted.
+    pub fn taken(&self) -> u64 {
+        self.up_to - self.at_once
+    }
+
     /// How many bytes of content a piece has at most, where a packet has `packet`; none before the first credit. Several fit into
     /// the credit, so that one can be sent while others are loaded.
     pub fn largest_piece(&self, packet: usize) -> Option<usize> {
@@ -158,6 +168,11 @@ impl<B> DeviceReceiver<B> {
         Ok(())
     }
 
+    /// Whether the next piece in order is here.
+    pub fn has_next(&self) -> bool {
+        self.waiting.contains_key(&self.next)
+    }
+
     /// The next piece in order, if it is here.
     pub fn next_piece(&mut self) -> Option<Piece<B>> {
         let piece = self.waiting.remove(&self.next)?;
@@ -175,6 +190,16 @@ impl<B> DeviceReceiver<B> {
         }
         self.permitted = up_to;
         Some(up_to)
+    }
+
+    /// What may come in all now, where not all of that was said: for when there is nothing more to be taken, so that the source knows
+    /// that all has been.
+    pub fn unsaid(&mut self) -> Option<u64> {
+        let up_to = self.taken.saturating_add(self.at_once);
+        (up_to > self.permitted).then(|| {
+            self.permitted = up_to;
+            up_to
+        })
     }
 
     /// Bytes that are on their way or wait here at most, as they are counted.
@@ -237,6 +262,18 @@ mod tests {
         receiver.arrived(0, 1000, bytes(b"a")).unwrap();
         receiver.next_piece().unwrap();
         assert_eq!((receiver.done_with(1000), receiver.permitted()), (None, u64::MAX));
+    }
+
+    #[test]
+    fn what_was_taken_is_known_when_the_rest_is_said() {
+        let (mut sender, mut receiver) = (DeviceSender::default(), receiver());
+        sender.credit(receiver.permitted()).unwrap();
+        let place = sender.send(100).unwrap();
+        receiver.arrived(place, 100, bytes(&[1; 100])).unwrap();
+        receiver.next_piece().unwrap();
+        assert_eq!((receiver.done_with(100), sender.untaken()), (None, cost(100)));
+        sender.credit(receiver.unsaid().unwrap()).unwrap();
+        assert_eq!((receiver.unsaid(), sender.untaken(), sender.taken()), (None, 0, cost(100)));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::fmt;
 use std::io::{self, Read};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use sterna_wire::control::ControlMessage;
 use sterna_wire::device::{DeviceReceiver, LEAST_CREDIT, Piece};
@@ -12,6 +13,9 @@ use super::buffer::{Buffers, DeviceBytes};
 use super::{DeviceId, LoadDevice, unless_it_panics};
 use crate::receive::{Sink, SinkError};
 use crate::vmm::VmmError;
+
+/// A device that has had nothing to take for so long has taken all for the time being.
+const MOMENT: Duration = Duration::from_millis(10);
 
 /// What a device's thread tells the driver.
 #[derive(Debug)]
@@ -40,8 +44,10 @@ impl Queue {
         self.state.lock().expect("nobody panics with it")
     }
 
-    /// The next piece in order; none if the migration is being taken down.
-    fn next_piece(&self) -> Option<Piece<DeviceBytes>> {
+    /// The next piece in order; none if the migration is being taken down. `idle` is called with what may come in all, where nothing has
+    /// come for a moment and that was not said.
+    fn next_piece(&self, idle: impl Fn(u64)) -> Option<Piece<DeviceBytes>> {
+        let nothing = |state: &mut QueueState| !state.over && !state.receiver.has_next();
         let mut state = self.state();
         loop {
             if state.over {
@@ -50,7 +56,16 @@ impl Queue {
             if let Some(piece) = state.receiver.next_piece() {
                 return Some(piece);
             }
-            state = self.changed.wait(state).expect("nobody panics with it");
+            let timeout;
+            (state, timeout) = self.changed.wait_timeout_while(state, MOMENT, nothing).expect("nobody panics with it");
+            if timeout.timed_out() {
+                if let Some(up_to) = state.receiver.unsaid() {
+                    drop(state);
+                    idle(up_to);
+                    state = self.state();
+                }
+                state = self.changed.wait_while(state, nothing).expect("nobody panics with it");
+            }
         }
     }
 }
@@ -260,7 +275,7 @@ impl<S: Fn(ControlMessage)> PieceReader<'_, S> {
 
     /// Takes the next piece, which says that those before it are not needed any more.
     fn take_piece(&mut self) -> io::Result<()> {
-        let piece = self.queue.next_piece().ok_or_else(breaks_off)?;
+        let piece = self.queue.next_piece(|up_to| self.say_credit(up_to)).ok_or_else(breaks_off)?;
         self.next = match piece {
             Piece::Bytes(bytes) => Next::Bytes(bytes, 0),
             Piece::Ahead => {
@@ -279,8 +294,12 @@ impl<S: Fn(ControlMessage)> PieceReader<'_, S> {
     fn done_with(&self, content: usize) {
         let more = self.queue.state().receiver.done_with(content);
         if let Some(up_to) = more {
-            (self.say)(ControlMessage::DeviceCredit { device: self.number, up_to });
+            self.say_credit(up_to);
         }
+    }
+
+    fn say_credit(&self, up_to: u64) {
+        (self.say)(ControlMessage::DeviceCredit { device: self.number, up_to });
     }
 }
 

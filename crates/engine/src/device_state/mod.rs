@@ -71,8 +71,8 @@ pub trait SaveDevice: Send {
 /// A device at the destination.
 pub trait LoadDevice: Send {
     /// Reads what [`SaveDevice::save_ahead`] wrote and then what [`SaveDevice::save`] wrote, as one stream, to its end. Called when its
-    /// first bytes have come, on a thread of its own, while other devices load and RAM is incomplete; the monitor's own state may be being loaded at the
-    /// same time. Whoever reads on says that it has taken what it read before: a reader that reads ahead of itself takes the meaning from
+    /// first bytes have come, on a thread of its own, while other devices load and RAM is incomplete; the monitor's own state may be being
+    /// loaded at the same time. Whoever reads on says that it has taken what it read before: a reader that reads ahead of itself takes the meaning from
     /// "loaded before the guest is stopped". The state comes from another host: it is not to be trusted.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sterna_wire::device::{DeviceError, DeviceSender, Piece};
 
@@ -15,8 +15,8 @@ use crate::send::{Item, SendChannel};
 use crate::vmm::VmmError;
 use crate::window::WindowClosed;
 
-/// How fast state travels is not said by less than this, in bytes: it fits into buffers.
-const FEWEST_BYTES: u64 = 4 << 20;
+/// How fast state travels, or is taken, is not said by less than this, in bytes.
+const FEWEST_BYTES: u64 = 1 << 20;
 /// And is measured anew after this much.
 const MOST_BYTES: u64 = 64 << 20;
 
@@ -55,6 +55,10 @@ struct Known {
     arrived_pieces: u64,
     /// The destination has taken what was saved ahead.
     taken: bool,
+    /// Since when there is anything that it has not taken, and what it had taken by then.
+    taking: Option<(Instant, u64)>,
+    /// Bytes per second that it was last seen to take; 0 before.
+    take_rate: f64,
     begun: Option<Instant>,
     saved: Option<Instant>,
     arrived: Option<Instant>,
@@ -62,6 +66,21 @@ struct Known {
 }
 
 impl Known {
+    /// How long what was sent will take to be taken, as far as that is known.
+    fn loading(&self) -> Duration {
+        let time = self.sender.untaken() as f64 / self.take_rate;
+        if self.take_rate > 0.0 { Duration::from_secs_f64(time.min(1e9)) } else { Duration::ZERO }
+    }
+
+    fn look_what_was_taken(&mut self) {
+        let Some((since, before)) = self.taking else { return };
+        let taken = self.sender.taken() - before;
+        if taken >= FEWEST_BYTES || self.sender.untaken() == 0 {
+            self.take_rate = taken as f64 / since.elapsed().as_secs_f64().max(1e-6);
+            self.taking = (self.sender.untaken() > 0).then(|| (Instant::now(), self.sender.taken()));
+        }
+    }
+
     fn look_whether_arrived(&mut self) {
         if self.saved.is_some() && self.arrived_pieces == self.pieces {
             self.arrived.get_or_insert_with(Instant::now);
@@ -141,6 +160,7 @@ impl SavingDevices {
         let known =
             known.ok_or_else(|| format!("the destination speaks of a device {device}, which does not exist"))?;
         known.sender.credit(up_to).map_err(|error: DeviceError| error.to_string())?;
+        known.look_what_was_taken();
         drop(state);
         self.changed.notify_all();
         Ok(())
@@ -178,6 +198,11 @@ impl SavingDevices {
     pub(crate) fn remaining(&self) -> u64 {
         // A device that cannot say how much it has may say that it is any number.
         self.state().devices.iter().fold(0, |sum, known| sum.saturating_add(known.remaining))
+    }
+
+    /// How long the destination's devices will take for what was sent to them already.
+    pub(crate) fn loading(&self) -> Duration {
+        self.state().devices.iter().map(Known::loading).max().unwrap_or_default()
     }
 
     /// How fast state has travelled so far, in bytes per second; 0 before enough of it has.
@@ -263,6 +288,7 @@ impl SavingDevices {
             }
             let known = &mut state.devices[device];
             if let Some(place) = known.sender.send(content) {
+                known.taking.get_or_insert((Instant::now(), known.sender.taken()));
                 known.bytes += content as u64;
                 known.pieces += 1;
                 if known.begun.is_none() {

@@ -108,6 +108,8 @@ pub(super) struct Measure {
     pub(super) state: u64,
     /// Bytes of it per second, where that is known besides by the pages; 0 where it is not.
     pub(super) state_rate: f64,
+    /// How long the destination will take to load what of it was sent already.
+    pub(super) loading: Duration,
     /// How long, all together, as much was on its way as may be.
     pub(super) full: Duration,
     /// The path's, the shortest that was measured.
@@ -262,7 +264,7 @@ impl Convergence {
     /// What every switchover takes, besides the pages: the last one's way there and its acknowledgement, prepare and prepared,
     /// commit, and the state.
     fn least(&self, at: &Measure) -> Duration {
-        at.round_trip * 5 / 2 + COMMIT_ESTIMATE + self.state(at)
+        at.round_trip * 5 / 2 + COMMIT_ESTIMATE + self.state(at) + at.loading
     }
 
     /// How long the state takes, which goes as it is. While little was sent, or next to nothing of each page, that says nothing of it.
@@ -280,7 +282,9 @@ impl Convergence {
     /// The part of the downtime that sending what is left may take. What no round can change is not waited for: at least part of the
     /// downtime is left for what they can. But that a state is too large is known before anybody stops: then there is none.
     fn budget(&self, at: &Measure) -> Option<Duration> {
-        let left = self.downtime.saturating_sub(self.least(at)).max(self.downtime / 4);
+        // What is still being loaded becomes less by itself: that is waited for.
+        let most = self.downtime.checked_sub(at.loading)?;
+        let left = self.downtime.saturating_sub(self.least(at)).max(self.downtime / 4).min(most);
         match self.state(at) {
             small if small <= SMALL_STATE => Some(left),
             state => self.downtime.checked_sub(state).map(|most| left.min(most)),

@@ -359,6 +359,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             remaining: pages(found + on_the_way),
             state: self.state_size.saturating_add(self.devices.remaining()),
             state_rate: self.devices.rate(),
+            loading: self.devices.loading(),
             full: window.full(),
             round_trip: window.round_trip(),
         }

@@ -6,6 +6,7 @@ use std::process::{Child, ChildStdin, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
+use rustix::thread::{CpuSet, sched_getaffinity};
 use sterna::cancel::Cancel;
 
 use super::super::measured::Measured;
@@ -35,26 +36,32 @@ pub(crate) struct Shape {
     pub(crate) content: Content,
 }
 
+/// The CPUs that this thread may run on, at least one.
+fn allowed_cpus() -> Vec<usize> {
+    let allowed = |set: CpuSet| (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect::<Vec<_>>();
+    sched_getaffinity(None).map(allowed).ok().filter(|cpus| !cpus.is_empty()).unwrap_or_else(|| vec![0])
+}
+
 impl Rig<'_> {
     /// The CPUs of a side: neighbours are often two threads of one core, so the destination's are of the machine's second
     /// half.
     pub(crate) fn cpus(&self, side: Side) -> Vec<usize> {
         let own = usize::from(self.cpus);
-        let all = std::thread::available_parallelism().map_or(1, usize::from);
+        let all = allowed_cpus();
         let first = match side {
             Side::A => 0,
-            Side::B => (all / 2).max(own),
+            Side::B => (all.len() / 2).max(own),
         };
         // On a machine with too few CPUs, both sides share what there is.
-        (first..first + own).map(|cpu| cpu % all).collect()
+        (first..first + own).map(|cpu| all[cpu % all.len()]).collect()
     }
 
     /// The CPUs of what writes the guest's memory: those that neither side has, as a guest's own would be; all where there are no others.
     pub(crate) fn guest_cpus(&self) -> Vec<usize> {
         let taken = [self.cpus(Side::A), self.cpus(Side::B)].concat();
-        let all = 0..std::thread::available_parallelism().map_or(1, usize::from);
-        let free: Vec<usize> = all.clone().filter(|cpu| !taken.contains(cpu)).collect();
-        if free.is_empty() { all.collect() } else { free }
+        let all = allowed_cpus();
+        let free: Vec<usize> = all.iter().copied().filter(|cpu| !taken.contains(cpu)).collect();
+        if free.is_empty() { all } else { free }
     }
 
     /// A process with guest RAM.

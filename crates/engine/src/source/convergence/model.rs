@@ -186,6 +186,7 @@ impl Model {
             remaining: (found + self.handed_over) * PAGE - self.arrived.pages,
             state,
             state_rate: 0.0,
+            loading: Duration::ZERO,
             // In the model those that wait are known before they do.
             full: Duration::from_secs_f64(self.full.min(now)),
             round_trip: Duration::from_secs_f64(self.round_trip),

@@ -115,10 +115,12 @@ pub(super) fn run(
     let credited = Arc::clone(&known);
     let tell_peer: TellPeer = Arc::new(move |news| {
         // Without the driver, which may be busy with the monitor's state for long.
-        if let PeerNews::Control(_, ControlEvent::Message(ControlMessage::DeviceCredit { device, up_to }, _)) = &news
-            && credited.credit(*device, *up_to).is_ok()
-        {
-            return;
+        if let PeerNews::Control(_, ControlEvent::Message(message, _)) = &news {
+            match message {
+                ControlMessage::DeviceCredit { device, up_to } if credited.credit(*device, *up_to).is_ok() => return,
+                ControlMessage::DeviceLoaded { device } => return credited.loaded(*device),
+                _ => {}
+            }
         }
         if let PeerNews::Control(_, ControlEvent::Lost(reason)) = &news {
             meanwhile.lost(format_args!("the destination was lost: {reason}"));
@@ -442,7 +444,6 @@ impl Driver<'_> {
             ControlMessage::Ready { placement, .. } => self.placement = placement,
             ControlMessage::SwitchoverAck => self.monitor_taken(),
             ControlMessage::DeviceTaken { device } => self.device_taken(device),
-            ControlMessage::DeviceLoaded { device } => self.devices.known.loaded(device),
             ControlMessage::DeviceCredit { device, up_to } => {
                 // What was wrong with it when it came still is.
                 let reason = self.devices.known.credit(device, up_to).err()?;
