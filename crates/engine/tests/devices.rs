@@ -243,8 +243,8 @@ fn saved_and_taken_at_pause(device: Device) -> (u64, u64) {
 #[test]
 fn a_guest_is_not_stopped_while_its_device_has_much_to_save() {
     within_a_minute(|| {
-        // A little at each look.
-        let device = Device { goes: 20, ..Device::new("large", 0, 48 << 20, 1 << 20) };
+        // Enough to know how fast it travels, and then a little at each look.
+        let device = Device { goes: 200, first: 4 << 20, ..Device::new("large", 0, 48 << 20, 1 << 20) };
         let (saved, _) = saved_and_taken_at_pause(device);
         assert!(saved >= 30 << 20, "{saved}");
     });

@@ -17,8 +17,8 @@ use crate::window::WindowClosed;
 
 /// How fast state travels, or is taken, is not said by less than this, in bytes.
 const FEWEST_BYTES: u64 = 1 << 20;
-/// And is measured anew after this much.
-const MOST_BYTES: u64 = 64 << 20;
+/// And by no shorter time: so much may come out of buffers at once.
+const SHORTEST_MEASURE: Duration = Duration::from_millis(20);
 
 /// What a device's thread is to do next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,10 +74,12 @@ impl Known {
 
     fn look_what_was_taken(&mut self) {
         let Some((since, before)) = self.taking else { return };
-        let taken = self.sender.taken() - before;
-        if taken >= FEWEST_BYTES || self.sender.untaken() == 0 {
-            self.take_rate = taken as f64 / since.elapsed().as_secs_f64().max(1e-6);
-            self.taking = (self.sender.untaken() > 0).then(|| (Instant::now(), self.sender.taken()));
+        let (taken, elapsed) = (self.sender.taken() - before, since.elapsed());
+        if taken >= FEWEST_BYTES && elapsed >= SHORTEST_MEASURE {
+            self.take_rate = taken as f64 / elapsed.as_secs_f64();
+        }
+        if self.sender.untaken() == 0 {
+            self.taking = None;
         }
     }
 
@@ -112,9 +114,10 @@ impl State {
         self.on_the_way -= 1;
         let Some((since, arrived)) = &mut self.busy else { return };
         *arrived += bytes;
-        if *arrived >= FEWEST_BYTES && (self.on_the_way == 0 || *arrived >= MOST_BYTES) {
-            self.rate = *arrived as f64 / since.elapsed().as_secs_f64().max(1e-6);
-            (*since, *arrived) = (Instant::now(), 0);
+        let elapsed = since.elapsed();
+        // From the beginning on: what comes at once after a delay says nothing without it.
+        if *arrived >= FEWEST_BYTES && elapsed >= SHORTEST_MEASURE {
+            self.rate = *arrived as f64 / elapsed.as_secs_f64();
         }
         if self.on_the_way == 0 {
             self.busy = None;

@@ -269,9 +269,13 @@ impl Convergence {
 
     /// How long the state takes, which goes as it is. While little was sent, or next to nothing of each page, that says nothing of it.
     fn state(&self, at: &Measure) -> Duration {
-        let wire = self.rates.wire.max(self.rates.drain * MOST_SHRUNK).max(at.state_rate);
-        let most = if self.wire_is_known || at.state_rate > 0.0 { LONGEST } else { SMALL_STATE };
-        if wire > 0.0 { seconds(at.state as f64 / wire).min(most) } else { Duration::ZERO }
+        let wire = self.rates.wire.max(self.rates.drain * MOST_SHRUNK);
+        let (rate, most) = match (self.wire_is_known, at.state_rate > 0.0) {
+            (true, _) => (wire.max(at.state_rate), LONGEST),
+            (false, true) => (at.state_rate, LONGEST),
+            (false, false) => (wire, SMALL_STATE),
+        };
+        if rate > 0.0 { seconds(at.state as f64 / rate).min(most) } else { Duration::ZERO }
     }
 
     /// Whether the guest may be stopped.

@@ -22,6 +22,8 @@ pub(crate) struct Device {
     /// Bytes that are saved while the guest runs, in so many goes.
     pub(crate) ahead: u64,
     pub(crate) goes: u64,
+    /// Of them, so many in the first go; 0: as many as in each.
+    pub(crate) first: u64,
     /// Bytes that are saved when it is paused.
     pub(crate) rest: u64,
     /// It says that it has endlessly much until all that goes ahead has gone.
@@ -150,7 +152,12 @@ impl Giver {
 impl SaveDevice for Giver {
     fn save_ahead(&mut self, state: &mut dyn Write) -> Result<Ahead, VmmError> {
         self.goes += 1;
-        self.write(self.device.ahead * self.goes.min(self.device.goes) / self.device.goes, state)?;
+        let Device { ahead, goes, first, .. } = self.device;
+        let up_to = match first {
+            0 => ahead * self.goes.min(goes) / goes,
+            first => first + (ahead - first) * (self.goes.min(goes) - 1) / (goes - 1),
+        };
+        self.write(up_to, state)?;
         Ok(if self.goes < self.device.goes { Ahead::Later } else { Ahead::Nothing })
     }
 

@@ -335,3 +335,14 @@ fn buffers_that_take_all_of_a_small_guest_at_once_are_not_taken_for_a_fast_netwo
         }
     }
 }
+
+#[test]
+fn what_devices_have_yet_to_load_is_waited_for() {
+    let decide = |loading| {
+        let mut convergence = Convergence::new(Duration::from_millis(300), NotConverging::GoOn, None);
+        let at = Measure { now: Duration::from_secs(1), loading: Duration::from_millis(loading), ..Measure::default() };
+        convergence.after_round(&at, true)
+    };
+    assert_eq!([0, 100, 299].map(decide), [(); 3].map(|()| Decision::SwitchOver));
+    assert_eq!([301, 5000].map(decide), [(); 2].map(|()| Decision::Next));
+}
