@@ -119,9 +119,9 @@ impl Destination {
         self
     }
 
-    /// Most bytes of memory for the state of such devices, all together, that has come and waits to be loaded or to be put in order; 256 MiB unless said
-    /// otherwise, and at least 64 KiB for each. Each device may use its part of it: one that loads slowly holds up its own
-    /// saving, and nothing else.
+    /// Most bytes of memory for the state of such devices, all together, that has come and waits to be loaded or to be put in order;
+    /// 256 MiB unless said otherwise, and at least 64 KiB for each. Each device may use its part of it: one that loads slowly holds up
+    /// its own saving, and nothing else.
     #[must_use]
     pub fn device_queue(mut self, bytes: u64) -> Self {
         self.device_queue = bytes;

@@ -25,7 +25,7 @@ use std::time::Duration;
 use sterna_memory::ram::GuestRam;
 use sterna_offload::Maker;
 use sterna_wire::device::Piece;
-use sterna_wire::packet::{ACK_LENGTH, Answer, PAGE_REQUEST_LENGTH, PageRequest, Refusal};
+use sterna_wire::packet::{ACK_LENGTH, Answer, BlockShape, PAGE_REQUEST_LENGTH, PageRequest, Refusal};
 use sterna_wire::sequence::SendSequence;
 
 pub use self::again::{MOST_REFUSED, SendAgain, TooManyRefused};
@@ -259,7 +259,7 @@ impl InFlight {
         &self,
         reader: &mut Reader,
         refusal: &Refusal,
-        shapes: &[sterna_wire::packet::BlockShape],
+        shapes: &[BlockShape],
         mut take: impl FnMut(PageRequest),
     ) -> Result<(), Box<dyn std::error::Error>> {
         let mut bytes = [0; PAGE_REQUEST_LENGTH];
