@@ -18,8 +18,6 @@ mod said;
 mod shown;
 mod underway;
 
-use std::time::Instant;
-
 use std::ops::Range;
 
 use sterna_memory::PAGE_SIZE;
@@ -39,6 +37,7 @@ use self::underway::Underway;
 use super::again::SendAgain;
 use super::coding::Costs;
 use crate::entry::REGION;
+use crate::off_cpu::thread_time;
 
 /// Pages of a region, which have a history together.
 const REGION_PAGES: u64 = REGION / PAGE_SIZE as u64;
@@ -183,7 +182,7 @@ impl Deltas {
         again: Option<&SendAgain>,
         whole: Whole,
     ) -> Split {
-        let begun = Instant::now();
+        let begun = thread_time();
         let Normal { bytes: content, mut said } = content;
         let mut split = Split::default();
         for list in [&mut self.runs, &mut self.rest_runs] {
@@ -290,7 +289,7 @@ impl Deltas {
             }
         }
         self.end(part);
-        self.history.took(begun.elapsed().as_nanos() as f64, passes);
+        self.history.took(thread_time().saturating_sub(begun).as_nanos() as f64, passes, number);
         split
     }
 

@@ -21,8 +21,12 @@ const SMOOTH: f64 = 1.0 / 16.0;
 const REGIONS: (usize, usize) = (1 << 12, 1 << 17);
 /// What a pass over a page may take before it was measured, in nanoseconds.
 const FIRST_PASS: f64 = 400.0;
-/// No batch is taken to be so many times slower than those before: its thread has not run.
-const NOT_RUNNING: f64 = 8.0;
+/// How much the time of a pass follows less, and more: what a batch takes besides, memory that is touched for the first time above all,
+/// is not what the next one will take.
+const PASS_FALLS: f64 = 1.0 / 4.0;
+const PASS_RISES: f64 = 1.0 / 64.0;
+/// No batch counts as more times as slow as those before.
+const SLOWEST: f64 = 4.0;
 /// The shortest record: one word.
 const LEAST_RECORD: f64 = 10.0;
 
@@ -161,11 +165,15 @@ impl History {
         }
     }
 
-    /// So many passes over pages took so long.
-    pub(super) fn took(&mut self, nanos: f64, passes: usize) {
-        if passes > 0 {
-            let pass = (nanos / passes as f64).min(NOT_RUNNING * self.pass);
-            self.pass += (pass - self.pass) * SMOOTH;
+    /// A batch of so many pages took so long, with so many passes over them.
+    pub(super) fn took(&mut self, nanos: f64, passes: usize, pages: usize) {
+        if passes > 0 && 2 * passes >= pages {
+            let pass = (nanos / passes as f64).min(SLOWEST * self.pass);
+            self.pass += (pass - self.pass) * if pass < self.pass { PASS_FALLS } else { PASS_RISES };
+        } else {
+            // It says how long the rest of it takes. What is not measured is forgotten: a pass that was once too slow to be tried again would
+            // be so for ever.
+            self.pass += (FIRST_PASS - self.pass) * PASS_RISES;
         }
     }
 
@@ -247,7 +255,7 @@ mod tests {
                 }
             }
             self.history.tried(0, tried);
-            self.history.took(PASS * passes as f64, passes);
+            self.history.took(PASS * passes as f64, passes, PAGES as usize);
             (cost + PASS * passes as f64, deltas)
         }
 
@@ -296,6 +304,28 @@ mod tests {
             let (cost, deltas) = world.rounds(10, FREE, words);
             assert_eq!((cost.round(), deltas), (never(10, FREE).round(), 0));
         }
+    }
+
+    #[test]
+    fn passes_that_were_slow_for_a_while_do_not_end_deltas_for_ever() {
+        let mut world = World::new();
+        world.rounds(4, NONE, words);
+        // Memory touched for the first time, on CPUs that others have too: now and then in every batch, and then all the time.
+        (0..1000).for_each(|batch| world.history.took(if batch % 4 == 0 { 1e6 } else { 40e3 }, 128, 128));
+        assert!(world.history.plan(0, SMALL).keeps);
+        (0..1000).for_each(|_| world.history.took(1e7, 128, 128));
+        let stalled = world.history.plan(0, SMALL);
+        assert!(!stalled.keeps && !stalled.tries);
+        world.rounds(400, SMALL, words);
+        assert!(world.rounds(20, SMALL, words).1 > 14 * PAGES);
+    }
+
+    #[test]
+    fn few_passes_say_nothing_of_how_long_one_takes() {
+        let mut history = History::new(4096);
+        // What is looked up and copied of the pages that go whole is no pass.
+        (0..1000).for_each(|_| history.took(20e3, 4, 128));
+        assert!(history.plan(0, SMALL).tries);
     }
 
     #[test]
