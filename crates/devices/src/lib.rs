@@ -8,10 +8,12 @@
 //! | module | devices behind |
 //! |---|---|
 //! | [`vfio`] | the kernel's VFIO migration interface, version 2 |
+//! | [`vfio_user`] | processes of their own, by the vfio-user protocol: the same interface in messages |
 //! | [`vhost_user`] | processes of their own, by the vhost-user protocol |
 
 pub mod migration;
 pub mod vfio;
+pub mod vfio_user;
 pub mod vhost_user;
 
 /// The examples of `docs/devices.md`, so that they compile.

@@ -3,7 +3,7 @@
 //!
 //! | devices behind | at the source | at the destination |
 //! |---|---|---|
-//! | VFIO | [`VfioSource`] | [`VfioDestination`] |
+//! | VFIO, vfio-user | [`VfioSource`] | [`VfioDestination`] |
 //! | vhost-user | [`VhostUserSource`] | [`VhostUserDestination`] |
 //!
 //! The engine has a thread for each device, and the monitor stops all devices at once from another. So a VFIO device is behind a lock

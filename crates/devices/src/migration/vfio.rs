@@ -10,7 +10,8 @@ use sterna::vmm::VmmError;
 
 use super::CHUNK;
 use crate::vfio::{
-    Chunk, Device, Loader, Peers, Saver, State, VfioError, abort_together, check_peers, run_together, stop_together,
+    Chunk, Device, Loader, Peers, PrecopyInfo, Saver, State, VfioError, abort_together, check_peers, run_together,
+    stop_together,
 };
 
 /// A guest's VFIO devices at the source. Clones are the same devices.
@@ -145,6 +146,9 @@ fn savers<'a, D: Device>(all: &'a mut [MutexGuard<'_, Saved<D>>]) -> Vec<&'a mut
     all.iter_mut().map(|device| &mut device.saver).collect()
 }
 
+/// The most that is read ahead at once of a device that does not say how much it has, in bytes.
+const UNTOLD: u64 = 64 << 20;
+
 /// One device, for one migration.
 struct Saving<D: Device> {
     devices: Arc<[Outgoing<D>]>,
@@ -175,14 +179,19 @@ impl<D: Device> SaveDevice for Saving<D> {
             saved.saver.begin(self.ahead)?;
         }
         // No more than there is now: a device that changes as fast as it is read would keep the guest from ever being stopped.
-        let now = saved.saver.remaining().unwrap_or_default();
+        let told = saved.saver.remaining().unwrap_or_default().ahead;
         drop(saved);
-        let mut left = now.initial.saturating_add(now.dirty).max(CHUNK as u64);
-        while left > 0
+        let most = told.map_or(UNTOLD, sum).max(CHUNK as u64);
+        let mut read = 0;
+        while read < most
             && let Chunk::Bytes(count) = self.read(false)?
         {
             state.write_all(&self.buffer[..count])?;
-            left = left.saturating_sub(count as u64);
+            read += count as u64;
+        }
+        if told.is_none() {
+            // What has changed since the last time: by the next one it may be as much.
+            self.estimate = read;
         }
         let saved = self.lock();
         Ok(if !saved.stopped && saved.saver.may_read_ahead() { Ahead::Later } else { Ahead::Nothing })
@@ -191,8 +200,10 @@ impl<D: Device> SaveDevice for Saving<D> {
     /// An estimate that cannot be had ends nothing: the last one counts.
     fn remaining(&mut self) -> u64 {
         let now = self.lock().saver.remaining();
-        if let Ok(now) = now {
-            self.estimate = now.initial.saturating_add(now.dirty).max(now.stopped.unwrap_or(0));
+        if let Ok(now) = now
+            && let Some(told) = now.ahead.map(sum).max(now.stopped)
+        {
+            self.estimate = told;
         }
         self.estimate
     }
@@ -211,6 +222,11 @@ impl<D: Device> SaveDevice for Saving<D> {
         }
         Ok(self.lock().saver.finish()?)
     }
+}
+
+/// Of what is to be read ahead, all.
+fn sum(ahead: PrecopyInfo) -> u64 {
+    ahead.initial_bytes.saturating_add(ahead.dirty_bytes)
 }
 
 impl<D: Device> Drop for Saving<D> {

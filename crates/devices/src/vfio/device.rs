@@ -191,6 +191,11 @@ pub trait Device: Send + Sync {
 
     /// `VFIO_DEVICE_FEATURE_DMA_LOGGING_STOP`.
     fn dma_logging_stop(&self) -> io::Result<()>;
+
+    /// Whether each report has to be about the whole of what was mapped at once. Not so with the kernel.
+    fn reports_whole_mappings(&self) -> bool {
+        false
+    }
 }
 
 /// A stream of state. Its bytes are the driver's: their order counts, how they are divided does not.
@@ -238,6 +243,10 @@ impl<D: Device + ?Sized> Device for std::sync::Arc<D> {
 
     fn dma_logging_stop(&self) -> io::Result<()> {
         (**self).dma_logging_stop()
+    }
+
+    fn reports_whole_mappings(&self) -> bool {
+        (**self).reports_whole_mappings()
     }
 }
 

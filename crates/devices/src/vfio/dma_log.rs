@@ -10,7 +10,7 @@ use super::device::{Device, DmaRange};
 
 /// Ranges that the kernel promises to take: as many as fit one page of 4 KiB, of 16 bytes each.
 const MOST_RANGES: usize = 256;
-/// Pages asked for at once: 64 KiB of bitmap, 2 GiB of guest memory.
+/// Pages asked for at once, unless it has to be all of a mapping: 64 KiB of bitmap, 2 GiB of guest memory.
 const PIECE: u64 = 8 * 65536;
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -46,6 +46,8 @@ pub struct DmaLog<D> {
     /// What the device is asked to watch.
     ranges: Vec<DmaRange>,
     words: Vec<u64>,
+    /// Pages asked for at once.
+    piece: u64,
     started: bool,
     lost: bool,
 }
@@ -72,15 +74,16 @@ impl<D: Device> DmaLog<D> {
         }
         let ranges = to_watch(&mappings, MOST_RANGES)
             .ok_or_else(|| refused(&name, "watch", io::Error::new(io::ErrorKind::InvalidInput, "mappings overlap")))?;
-        let most = mappings.iter().map(|mapping| mapping.pages.min(PIECE)).max().unwrap_or(0);
+        let piece = if device.reports_whole_mappings() { u64::MAX } else { PIECE };
+        let most = mappings.iter().map(|mapping| mapping.pages.min(piece)).max().unwrap_or(0);
         let words = vec![0; most.div_ceil(64) as usize];
-        Ok(Self { device, name, blocks: blocks.to_vec(), mappings, ranges, words, started: false, lost: false })
+        Ok(Self { device, name, blocks: blocks.to_vec(), mappings, ranges, words, piece, started: false, lost: false })
     }
 
     fn report(&mut self, mapping: DmaMapping, dirty: &mut PageBitmap) -> io::Result<()> {
         let mut done = 0;
         while done < mapping.pages {
-            let pages = (mapping.pages - done).min(PIECE);
+            let pages = (mapping.pages - done).min(self.piece);
             let words = &mut self.words[..pages.div_ceil(64) as usize];
             words.fill(0);
             let range = DmaRange { iova: mapping.iova + done * PAGE, length: pages * PAGE };
@@ -108,12 +111,12 @@ impl<D: Device> DirtyLog for DmaLog<D> {
         if self.started {
             return Err(DirtyLogError::AlreadyStarted);
         }
-        if let Some(first) = self.ranges.first() {
+        if let Some(first) = self.mappings.first() {
             self.device.dma_logging_start(PAGE, &self.ranges).map_err(|error| refused(&self.name, "watch", error))?;
-            // A kernel may start a log that it cannot report: Linux without `CONFIG_IOMMUFD_DRIVER` (`EOPNOTSUPP`). What this
-            // page has is forgotten, as is all that was written before `start` has returned.
-            let page = DmaRange { iova: first.iova, length: PAGE };
-            if let Err(error) = self.device.dma_logging_report(page, PAGE, &mut [0]) {
+            // A kernel may start a log that it cannot report: Linux without `CONFIG_IOMMUFD_DRIVER` (`EOPNOTSUPP`). What these
+            // pages have is forgotten, as is all that was written before `start` has returned.
+            let pages = DmaRange { iova: first.iova, length: first.pages.min(self.piece) * PAGE };
+            if let Err(error) = self.device.dma_logging_report(pages, PAGE, &mut self.words) {
                 // The first error is the one to report.
                 let _ = self.device.dma_logging_stop();
                 return Err(refused(&self.name, "report", error));

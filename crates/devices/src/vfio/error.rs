@@ -11,7 +11,7 @@ pub enum VfioError {
     /// The device, or its driver, does not migrate.
     #[error(
         "device {device} cannot be migrated: {source} (the kernel needs a VFIO driver for this very device, such as \
-         mlx5_vfio_pci; plain vfio-pci has no migration)"
+         mlx5_vfio_pci, for plain vfio-pci has no migration; a vfio-user server needs VFIO_DEVICE_FEATURE_MIGRATION)"
     )]
     NoMigration {
         /// The device.

@@ -1,7 +1,9 @@
 //! The source of one device's state.
 
+use std::io;
+
 use super::control::{Control, uninterrupted};
-use super::device::{Data, Device, Flags, State};
+use super::device::{Data, Device, Flags, PrecopyInfo, State};
 use super::error::VfioError;
 
 /// What [`Saver::read`] gave.
@@ -18,11 +20,9 @@ pub enum Chunk {
 /// What is left to read. Estimates, all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remaining {
-    /// Bytes of the first pass, which should be read before the device is stopped; 0 where nothing can be read ahead.
-    pub initial: u64,
-    /// Bytes that changed since they were read.
-    pub dirty: u64,
-    /// Bytes to read once the device is stopped. `None`: the kernel does not say (before Linux 6.2).
+    /// What there is to read before the device is stopped; 0 where nothing can be read ahead. `None`: the device does not say (vfio-user).
+    pub ahead: Option<PrecopyInfo>,
+    /// Bytes to read once the device is stopped. `None`: the device does not say (the kernel before Linux 6.2, vfio-user).
     pub stopped: Option<u64>,
 }
 
@@ -93,16 +93,12 @@ impl<D: Device> Saver<D> {
     /// What is left to read, as the device estimates it.
     pub fn remaining(&self) -> Result<Remaining, VfioError> {
         let failed = |source| VfioError::Size { device: self.control.name.clone(), source };
-        let stopped = match self.control.device.data_size() {
-            Ok(bytes) => Some(bytes),
-            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => None,
-            Err(error) => return Err(failed(error)),
-        };
         let ahead = match (&self.data, self.control.state) {
-            (Some(data), Some(State::PreCopy | State::PreCopyP2p)) => data.precopy_info().map_err(failed)?,
-            _ => super::PrecopyInfo::default(),
+            (Some(data), Some(State::PreCopy | State::PreCopyP2p)) => told(data.precopy_info()),
+            _ => Ok(Some(PrecopyInfo::default())),
         };
-        Ok(Remaining { initial: ahead.initial_bytes, dirty: ahead.dirty_bytes, stopped })
+        let stopped = told(self.control.device.data_size());
+        Ok(Remaining { ahead: ahead.map_err(failed)?, stopped: stopped.map_err(failed)? })
     }
 
     /// Reads what comes next of the state to the beginning of `buffer`. An empty one gets nothing.
@@ -226,5 +222,13 @@ impl<D: Device> Saver<D> {
     pub fn reset(&mut self) -> Result<(), VfioError> {
         self.control.reset()?;
         self.abort()
+    }
+}
+
+/// None where this is nothing that a device can be asked.
+fn told<T>(answer: io::Result<T>) -> io::Result<Option<T>> {
+    match answer {
+        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => Ok(None),
+        answer => answer.map(Some),
     }
 }

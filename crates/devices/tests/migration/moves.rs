@@ -13,6 +13,7 @@ use sterna_devices::vfio::model::{Call, Config, Fault, ModelDevice};
 use sterna_devices::vfio::{Flags, Peers, State, VfioError};
 
 use crate::machine::{Guest, id, some_state};
+use crate::reached::{By, Reached};
 
 const WAYS: [DeviceChannels; 3] = [DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial];
 
@@ -61,9 +62,52 @@ fn devices_of_every_kind_move_together() {
             assert_eq!(from.contents(), to.contents());
         }
         assert_eq!((guest.from.fabric.running(), guest.to.fabric.running()), (0, 3));
-        if p2p {
-            guest.no_violations();
+        guest.no_violations();
+    }
+}
+
+#[test]
+fn devices_of_vfio_user_servers_move_with_what_they_write_meanwhile() {
+    let flags = [Flags::STOP_COPY, Flags::STOP_COPY.with_pre_copy()];
+    for ways in WAYS {
+        for count in [1, 4] {
+            // Larger than a message.
+            let size = |number| 700_000 * number + 2_000;
+            let flagged = |config: Config, number: usize| config.flags(flags[number % 2]);
+            let here = (0..count).map(|at| flagged(Config::with_state(some_state(at, size(at))), at)).collect();
+            let there = (0..count).map(|at| flagged(Config::empty(size(at)), at)).collect();
+            let mut guest = Guest::reached(here, there, Peers::Separate, By::VfioUser);
+            let (sent, received) = guest.migrate(ways);
+            received.unwrap();
+            let report = sent.unwrap();
+            guest.has_moved();
+            for (number, device) in report.devices.iter().enumerate() {
+                assert!(device.bytes > size(number) as u64, "{device:?}");
+                let ahead = ways != DeviceChannels::Serial && number % 2 == 1;
+                assert_eq!(device.ahead_bytes > size(number) as u64, ahead, "{device:?}");
+            }
         }
+    }
+}
+
+#[test]
+fn a_vfio_user_device_that_fails_leaves_the_guest_at_the_source() {
+    for (at_source, call) in [(true, Call::Read), (true, Call::SetStateTo(State::StopCopy)), (false, Call::Write)] {
+        let with = |config: Config| config.flags(Flags::STOP_COPY);
+        let here = (0..3).map(|number| with(Config::with_state(some_state(number, 50_000)))).collect();
+        let there = (0..3).map(|_| with(Config::empty(50_000))).collect();
+        let mut guest = Guest::reached(here, there, Peers::Separate, By::VfioUser);
+        let model = if at_source { &guest.from.models[1] } else { &guest.to.models[1] };
+        model.fail(Fault::of(call));
+        let (sent, _) = guest.migrate(DeviceChannels::Mixed);
+        let error = sent.unwrap_err();
+        assert!(error.guest == GuestState::RunsAtSource && error.to_string().contains("nic/1"), "{error}");
+        guest.stays();
+        guest.clear_destination();
+        let (sent, received) = guest.migrate(DeviceChannels::Mixed);
+        received.unwrap();
+        sent.unwrap();
+        guest.has_moved();
     }
 }
 
@@ -295,6 +339,25 @@ fn what_would_be_saved_is_told_as_the_device_estimates_it() {
         model.fail(Fault::of(if tells_size { Call::DataSize } else { Call::PrecopyInfo }));
         assert_eq!(device.remaining(), changed, "the last that is known");
     }
+}
+
+#[test]
+fn of_a_device_that_does_not_say_what_it_has_as_much_is_expected_as_it_had_the_last_time() {
+    const SIZE: usize = 3_000_000;
+    let model = ModelDevice::new(Config::with_state(some_state(0, SIZE)).flags(Flags::STOP_COPY.with_pre_copy()));
+    let devices = VfioSource::new([(id(0), Reached::new(model.clone(), By::VfioUser))], Peers::MayWrite).unwrap();
+    let (_, mut device) = devices.save_devices().pop().unwrap();
+    assert_eq!(device.remaining(), 0);
+    let mut state = Vec::new();
+    assert_eq!(device.save_ahead(&mut state).unwrap(), Ahead::Later);
+    let first = state.len();
+    assert!(first > SIZE, "all of it, at once");
+    assert_eq!(device.remaining(), first as u64);
+    model.run(7);
+    assert_eq!(device.save_ahead(&mut state).unwrap(), Ahead::Later);
+    let second = state.len() - first;
+    assert!((1..10_000).contains(&second), "{second}");
+    assert_eq!(device.remaining(), second as u64);
 }
 
 /// Changes a device with each piece that was read of it, and takes only so much.

@@ -6,7 +6,8 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{FLAGS, some_state};
+use super::user::server::{Manner, Server, connect};
+use super::{FLAGS, some_state, user};
 use sterna_devices::vfio::model::{Config, Fabric, ModelDevice};
 use sterna_devices::vfio::{
     Chunk, Device, DmaLog, DmaMapping, DmaRange, KernelDevice, Loader, Peers, Saver, State, abort_together,
@@ -29,10 +30,10 @@ fn refused<T>(answer: io::Result<T>) {
 }
 
 /// The tests, for whatever device.
-struct Conformance<D>(Arc<D>);
+pub(crate) struct Conformance<D>(pub(crate) Arc<D>);
 
 impl<D: Device> Conformance<D> {
-    fn refuses_what_is_no_state(&self) {
+    pub(crate) fn refuses_what_is_no_state(&self) {
         let flags = self.0.migration().unwrap();
         let none = [State::Error, State::Other(8), State::Other(u32::MAX)];
         for state in none.into_iter().chain(State::ALL.into_iter().filter(|state| !state.offered(flags))) {
@@ -43,7 +44,7 @@ impl<D: Device> Conformance<D> {
 
     /// Not asked of the kernel: Linux 6.12 does not refuse these but looks for the way for ever (`vfio_mig_get_next_state`
     /// takes ERROR for a state that is not offered, and steps from ERROR to ERROR), and its CPU is lost. Tried with `mtty`.
-    fn does_not_go_back_from_stop_copy(&self) {
+    pub(crate) fn does_not_go_back_from_stop_copy(&self) {
         let stream = self.0.set_state(State::StopCopy).unwrap();
         for state in [State::PreCopy, State::PreCopyP2p] {
             refused(self.0.set_state(state));
@@ -112,7 +113,7 @@ impl<D: Device> Conformance<D> {
         assert_eq!(self.0.state().unwrap(), State::Running);
     }
 
-    fn runs_again_when_given_up(&self) {
+    pub(crate) fn runs_again_when_given_up(&self) {
         let mut saver = Saver::new(self.0.clone(), "device under test").unwrap();
         for read in [0, 1, 2] {
             saver.begin(u64::MAX).unwrap();
@@ -224,6 +225,17 @@ fn the_model_keeps_what_the_header_promises() {
         let model = Conformance(Arc::new(ModelDevice::new(Config::with_state(some_state(4000)).flags(flags))));
         model.does_not_go_back_from_stop_copy();
         model.all();
+    }
+}
+
+#[test]
+fn the_model_behind_a_vfio_user_server_keeps_what_the_header_promises() {
+    for flags in user::FLAGS {
+        let model = ModelDevice::new(Config::with_state(some_state(4000)).flags(flags));
+        let (_server, stream) = Server::start(model, Manner::default());
+        let remote = Conformance(Arc::new(connect(stream).unwrap()));
+        remote.does_not_go_back_from_stop_copy();
+        remote.all();
     }
 }
 

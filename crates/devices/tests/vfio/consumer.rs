@@ -2,7 +2,9 @@
 
 use super::{ALL, FLAGS, loading, read_all, some_state};
 use sterna_devices::vfio::model::{Call, Config, Fault, Leaves, ModelDevice};
-use sterna_devices::vfio::{Chunk, Device, Flags, KernelDevice, Loader, Remaining, Saver, State, VfioError};
+use sterna_devices::vfio::{
+    Chunk, Device, Flags, KernelDevice, Loader, PrecopyInfo, Remaining, Saver, State, VfioError,
+};
 
 fn source(flags: Flags) -> (ModelDevice, Saver<ModelDevice>) {
     let device = ModelDevice::new(Config::with_state(some_state(5000)).flags(flags));
@@ -55,20 +57,22 @@ fn state_arrives_with_and_without_each_optional_state_while_the_guest_changes_it
 fn what_is_left_is_told_and_counts_down() {
     let (device, mut saver) = source(ALL);
     let before = saver.remaining().unwrap();
-    assert_eq!((before.initial, before.dirty), (0, 0), "nothing can be read yet");
+    assert_eq!(before.ahead, Some(PrecopyInfo::default()), "nothing can be read yet");
     assert!(before.stopped.unwrap() > 5000);
     saver.begin(u64::MAX).unwrap();
-    let begun = saver.remaining().unwrap();
-    assert!(begun.initial > 5000 && begun.dirty == 0);
-    let mut half = vec![0; begun.initial as usize / 2];
+    let ahead = |saver: &Saver<ModelDevice>| saver.remaining().unwrap().ahead.unwrap();
+    let begun = ahead(&saver);
+    assert!(begun.initial_bytes > 5000 && begun.dirty_bytes == 0);
+    let mut half = vec![0; begun.initial_bytes as usize / 2];
     assert_eq!(saver.read(&mut half).unwrap(), Chunk::Bytes(half.len()));
-    assert_eq!(saver.remaining().unwrap().initial, begun.initial - half.len() as u64);
+    assert_eq!(ahead(&saver).initial_bytes, begun.initial_bytes - half.len() as u64);
     read_all(&mut saver).unwrap();
     device.run(17);
-    let later = saver.remaining().unwrap();
-    assert!(later.initial == 0 && later.dirty > 0 && later.stopped.unwrap() > later.dirty, "{later:?}");
+    let (later, changed) = (saver.remaining().unwrap(), ahead(&saver));
+    assert!(changed.initial_bytes == 0 && changed.dirty_bytes > 0, "{changed:?}");
+    assert!(later.stopped.unwrap() > changed.dirty_bytes, "{later:?}");
     saver.stop().unwrap();
-    assert_eq!(saver.remaining().unwrap(), Remaining { initial: 0, dirty: 0, stopped: later.stopped });
+    assert_eq!(saver.remaining().unwrap(), Remaining { ahead: Some(PrecopyInfo::default()), stopped: later.stopped });
     read_all(&mut saver).unwrap();
     assert_eq!(saver.remaining().unwrap().stopped, Some(0));
 }

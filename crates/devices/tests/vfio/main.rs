@@ -1,4 +1,4 @@
-//! VFIO: the model against the kernel header's state machine, and the consumer against the model.
+//! VFIO: the model against the kernel header's state machine, and the consumer against the model, by calls and by vfio-user.
 
 mod conformance;
 mod consumer;
@@ -6,6 +6,7 @@ mod dma;
 mod random;
 mod states;
 mod together;
+mod user;
 
 use std::io;
 

@@ -128,7 +128,7 @@ fn migrate(
     }
     for _ in 0..random.below(4) {
         for (saver, loader) in savers.iter_mut().zip(loaders.iter_mut()) {
-            if saver.remaining()?.initial > 0 || random.one_in(2) {
+            if saver.remaining()?.ahead.unwrap_or_default().initial_bytes > 0 || random.one_in(2) {
                 carry(saver, loader, &mut buffer)?;
             }
             never_both();

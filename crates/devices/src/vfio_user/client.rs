@@ -1,0 +1,355 @@
+//! A client's end of a connection: one command at a time, each with a deadline.
+
+use std::fmt;
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
+
+use super::connection::{Command, Connection};
+
+/// The version of the protocol, major and minor, that libvfio-user and QEMU have.
+const VERSION: (u16, u16) = (0, 1);
+/// What is taken and given in one message: the specification's own default.
+const MAX_DATA: usize = 1 << 20;
+/// The most that is read of a server's capabilities.
+const MOST_TEXT: usize = 64 << 10;
+
+/// Bytes of a message's header: identifier, command, size of the message, flags, error.
+const HEADER: usize = 16;
+const REPLY: u32 = 0x1;
+const TYPE: u32 = 0xf;
+const NO_REPLY: u32 = 0x10;
+const ERROR: u32 = 0x20;
+
+/// A connection to a server whose client has none of its own: it negotiates the version, and carries one command after the other.
+///
+/// For servers that map the guest's memory. Their own commands (`VFIO_USER_DMA_READ`, `VFIO_USER_DMA_WRITE`), by which others reach it,
+/// are answered with `ENOTSUP`.
+///
+/// Where a server does not answer in time, or not by the protocol, the connection is shut down: what it says later would be taken for the
+/// reply to something else.
+pub struct Client {
+    end: Mutex<End>,
+    max_data: usize,
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client").field("max_data", &self.max_data).finish_non_exhaustive()
+    }
+}
+
+struct End {
+    stream: UnixStream,
+    /// For each command.
+    patience: Duration,
+    next_id: u16,
+    /// Why the connection is of no more use.
+    lost: Option<String>,
+}
+
+/// How a command failed.
+enum Failure {
+    /// The server says so.
+    Refused(i32),
+    /// The connection, or the protocol.
+    Lost(io::Error),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Lost(error)
+    }
+}
+
+impl From<Errno> for Failure {
+    fn from(error: Errno) -> Self {
+        Self::Lost(error.into())
+    }
+}
+
+fn against_the_protocol(what: String) -> Failure {
+    Failure::Lost(io::Error::new(io::ErrorKind::InvalidData, what))
+}
+
+impl Client {
+    /// Connects to a server's socket. `patience` is how long each command may take, this one too.
+    ///
+    /// # Errors
+    /// Nobody listens there, or see [`new`](Self::new).
+    pub fn connect(socket: &Path, patience: Duration) -> io::Result<Self> {
+        Self::new(UnixStream::connect(socket)?, patience)
+    }
+
+    /// On a stream on which nothing was said yet.
+    ///
+    /// # Errors
+    /// The server refuses, does not answer in time or not by the protocol, or has another major version.
+    pub fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        let client = Self {
+            end: Mutex::new(End { stream, patience, next_id: 0, lost: None }),
+            // Until the server has said its own.
+            max_data: MAX_DATA,
+        };
+        let max_data = client.negotiate()?;
+        Ok(Self { max_data, ..client })
+    }
+
+    /// Gives the bytes of data that a message may carry.
+    fn negotiate(&self) -> io::Result<usize> {
+        let capabilities = format!("{{\"capabilities\":{{\"max_data_xfer_size\":{MAX_DATA}}}}}\0");
+        let [major, minor] = [VERSION.0, VERSION.1].map(u16::to_ne_bytes);
+        let version = [major, minor].concat();
+        let (mut theirs, mut said) = ([0; 4], vec![0; MOST_TEXT]);
+        let request = [&version[..], capabilities.as_bytes()];
+        let length = self.call_with(Command::VERSION, request, &[], [&mut theirs, &mut said])?;
+        let problem = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+        let [major, minor] = [&theirs[..2], &theirs[2..]].map(|bytes| u16::from_ne_bytes([bytes[0], bytes[1]]));
+        if length < 4 || major != VERSION.0 || minor > VERSION.1 {
+            let (ours, ours_minor) = VERSION;
+            return Err(problem(format!(
+                "the vfio-user server answers version {ours}.{ours_minor} with {major}.{minor} in {length} bytes"
+            )));
+        }
+        let text = match said[..length - 4].split_last() {
+            None => return Ok(MAX_DATA),
+            Some((0, text)) => text,
+            Some(_) => return Err(problem("the vfio-user server's capabilities do not end in 0".into())),
+        };
+        let text: serde_json::Value = serde_json::from_slice(text)
+            .map_err(|error| problem(format!("the vfio-user server's capabilities cannot be read: {error}")))?;
+        match &text["capabilities"]["max_data_xfer_size"] {
+            serde_json::Value::Null => Ok(MAX_DATA),
+            size => match size.as_u64() {
+                Some(size @ 1..) => Ok(usize::try_from(size).unwrap_or(MAX_DATA).min(MAX_DATA)),
+                _ => Err(problem(format!("the vfio-user server takes {size} bytes of data in a message"))),
+            },
+        }
+    }
+
+    /// As [`Connection::call`], with file descriptors that go with the command.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn call_with(
+        &self,
+        command: Command,
+        request: [&[u8]; 2],
+        descriptors: &[BorrowedFd<'_>],
+        reply: [&mut [u8]; 2],
+    ) -> io::Result<usize> {
+        let mut end = self.end();
+        if let Some(why) = &end.lost {
+            let told = format!("the connection to the vfio-user server was given up: {why}");
+            return Err(io::Error::new(io::ErrorKind::NotConnected, told));
+        }
+        match end.exchange(command, request, descriptors, reply) {
+            Ok(length) => Ok(length),
+            Err(Failure::Refused(errno)) => Err(io::Error::from_raw_os_error(errno)),
+            Err(Failure::Lost(error)) => {
+                end.lost = Some(error.to_string());
+                // It may be lost already.
+                let _ = end.stream.shutdown(std::net::Shutdown::Both);
+                // No errno: that would be the server's.
+                Err(io::Error::new(error.kind(), format!("the vfio-user server is lost: {error}")))
+            }
+        }
+    }
+
+    fn end(&self) -> MutexGuard<'_, End> {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Connection for Client {
+    fn max_data(&self) -> usize {
+        self.max_data
+    }
+
+    fn call(&self, command: Command, request: [&[u8]; 2], reply: [&mut [u8]; 2]) -> io::Result<usize> {
+        self.call_with(command, request, &[], reply)
+    }
+}
+
+/// A message's header.
+#[derive(Clone, Copy)]
+struct Header {
+    id: u16,
+    command: u16,
+    /// Of the whole message, in bytes.
+    size: u32,
+    flags: u32,
+    error: u32,
+}
+
+impl Header {
+    fn to_bytes(self) -> [u8; HEADER] {
+        let mut bytes = [0; HEADER];
+        bytes[..2].copy_from_slice(&self.id.to_ne_bytes());
+        bytes[2..4].copy_from_slice(&self.command.to_ne_bytes());
+        for (place, number) in bytes[4..].chunks_exact_mut(4).zip([self.size, self.flags, self.error]) {
+            place.copy_from_slice(&number.to_ne_bytes());
+        }
+        bytes
+    }
+
+    fn of(bytes: [u8; HEADER]) -> Self {
+        let half = |at: usize| u16::from_ne_bytes([bytes[at], bytes[at + 1]]);
+        let number = |at: usize| u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        Self { id: half(0), command: half(2), size: number(4), flags: number(8), error: number(12) }
+    }
+}
+
+impl End {
+    fn exchange(
+        &mut self,
+        command: Command,
+        request: [&[u8]; 2],
+        descriptors: &[BorrowedFd<'_>],
+        reply: [&mut [u8]; 2],
+    ) -> Result<usize, Failure> {
+        // A time that the clock cannot tell is never reached.
+        let deadline = Instant::now().checked_add(self.patience);
+        self.next_id = self.next_id.wrapping_add(1);
+        let id = self.next_id;
+        let size = HEADER + request[0].len() + request[1].len();
+        let size = u32::try_from(size).map_err(|_| Failure::Refused(libc::E2BIG))?;
+        let header = Header { id, command: command.0, size, flags: 0, error: 0 };
+        self.send([&header.to_bytes(), request[0], request[1]], descriptors, deadline)?;
+        loop {
+            let mut bytes = [0; HEADER];
+            self.receive(&mut bytes, deadline)?;
+            let header = Header::of(bytes);
+            let payload = (header.size as usize).checked_sub(HEADER).ok_or_else(|| {
+                against_the_protocol(format!("a message of {} bytes is less than its header", header.size))
+            })?;
+            if header.flags & TYPE != REPLY {
+                self.refuse(&header, payload, deadline)?;
+                continue;
+            }
+            if (header.id, header.command) != (id, command.0) {
+                return Err(against_the_protocol(format!(
+                    "command {} number {id} is answered as command {} number {}",
+                    command.0, header.command, header.id
+                )));
+            }
+            if header.flags & ERROR != 0 {
+                // There should be none; libvfio-user sends back what it was about to answer.
+                self.skip(&header, payload, deadline)?;
+                // The number is optional.
+                let known = (1..4096).contains(&header.error);
+                return Err(Failure::Refused(if known { header.error as i32 } else { libc::EIO }));
+            }
+            let [first, second] = reply;
+            let room = first.len() + second.len();
+            if payload > room {
+                return Err(against_the_protocol(format!(
+                    "the reply to command {} has {payload} bytes where {room} were asked for",
+                    command.0
+                )));
+            }
+            let of_first = payload.min(first.len());
+            self.receive(&mut first[..of_first], deadline)?;
+            self.receive(&mut second[..payload - of_first], deadline)?;
+            return Ok(payload);
+        }
+    }
+
+    /// Answers a command of the server's that it is not known here.
+    fn refuse(&mut self, header: &Header, payload: usize, deadline: Option<Instant>) -> Result<(), Failure> {
+        self.skip(header, payload, deadline)?;
+        if header.flags & NO_REPLY != 0 {
+            return Ok(());
+        }
+        let answer = Header { size: HEADER as u32, flags: REPLY | ERROR, error: libc::ENOTSUP as u32, ..*header };
+        self.send([&answer.to_bytes(), &[], &[]], &[], deadline)
+    }
+
+    /// Reads a payload that is of no use.
+    fn skip(&self, header: &Header, payload: usize, deadline: Option<Instant>) -> Result<(), Failure> {
+        if payload > MAX_DATA + MOST_TEXT {
+            let told = format!("command {} with flags {:#x} has {payload} bytes", header.command, header.flags);
+            return Err(against_the_protocol(told));
+        }
+        let mut left = payload;
+        let mut unread = [0; 4096];
+        while left > 0 {
+            let piece = left.min(unread.len());
+            self.receive(&mut unread[..piece], deadline)?;
+            left -= piece;
+        }
+        Ok(())
+    }
+
+    fn send(
+        &self,
+        parts: [&[u8]; 3],
+        descriptors: &[BorrowedFd<'_>],
+        deadline: Option<Instant>,
+    ) -> Result<(), Failure> {
+        let mut parts = parts.map(IoSlice::new);
+        let mut left = &mut parts[..];
+        let mut with = descriptors;
+        // The length of the empty parts is 0 as well.
+        IoSlice::advance_slices(&mut left, 0);
+        while !left.is_empty() {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            if !with.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(with)) {
+                return Err(Failure::Refused(libc::E2BIG));
+            }
+            match sendmsg(&self.stream, left, &mut ancillary, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+                Ok(sent) => {
+                    // They went with the first bytes.
+                    with = &[];
+                    IoSlice::advance_slices(&mut left, sent);
+                }
+                Err(Errno::AGAIN) => self.wait(PollFlags::OUT, deadline)?,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn receive(&self, bytes: &mut [u8], deadline: Option<Instant>) -> Result<(), Failure> {
+        let mut left = bytes;
+        while !left.is_empty() {
+            // Descriptors that come along are none that were asked for: without room for them the kernel closes them.
+            match recv(&self.stream, &mut *left, RecvFlags::DONTWAIT) {
+                Ok((0, _)) => {
+                    let told = "it has closed the connection, in the middle of a command";
+                    return Err(Failure::Lost(io::Error::new(io::ErrorKind::UnexpectedEof, told)));
+                }
+                Ok((read, _)) => left = &mut left[read..],
+                Err(Errno::AGAIN) => self.wait(PollFlags::IN, deadline)?,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn wait(&self, ready: PollFlags, deadline: Option<Instant>) -> Result<(), Failure> {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        // What the kernel cannot count is no deadline either.
+        let timeout = left.and_then(|left| Timespec::try_from(left).ok());
+        match poll(&mut [PollFd::from_borrowed_fd(self.stream.as_fd(), ready)], timeout.as_ref()) {
+            Ok(0) => {
+                let told = format!("it did not answer within {:?}", self.patience);
+                Err(Failure::Lost(io::Error::new(io::ErrorKind::TimedOut, told)))
+            }
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}

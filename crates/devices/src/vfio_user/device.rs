@@ -1,0 +1,234 @@
+//! A server's device, as VFIO has devices: the specification's `DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE` and `DEVICE_RESET`.
+
+use std::io;
+use std::sync::Arc;
+
+use vfio_bindings::bindings::vfio as abi;
+
+use super::connection::{Command, Connection};
+use crate::vfio::{Data, Device, DmaRange, Flags, PrecopyInfo, State};
+
+const GET: u32 = abi::VFIO_DEVICE_FEATURE_GET;
+const SET: u32 = abi::VFIO_DEVICE_FEATURE_SET;
+
+/// Bytes of `argsz` and `flags`, which every feature begins with, and of `argsz` and `size`, which every piece of state begins with.
+const HEAD: usize = 8;
+/// Bytes of `iova`, `length` and `page_size`, which a report of DMA begins with.
+const REPORT: usize = 24;
+/// The most of a state that is written in one message, in bytes. libvfio-user takes what one call of `recv` gives for all of a message
+/// (`tran_sock_recv_body`), and a unix socket gives no more in one piece than it was handed in one: some 48 KiB.
+const MOST_WRITTEN: usize = 32 << 10;
+
+/// The device behind a connection.
+#[derive(Debug)]
+pub struct VfioUserDevice<C> {
+    connection: Arc<C>,
+}
+
+impl<C> Clone for VfioUserDevice<C> {
+    /// The same device.
+    fn clone(&self) -> Self {
+        Self { connection: Arc::clone(&self.connection) }
+    }
+}
+
+impl<C: Connection> VfioUserDevice<C> {
+    /// The device of the server at the other end.
+    pub fn new(connection: Arc<C>) -> Self {
+        Self { connection }
+    }
+
+    /// Gets a feature whose data has `N` bytes.
+    fn get<const N: usize>(&self, feature: u32) -> io::Result<[u8; N]> {
+        let (mut head, mut data) = ([0; HEAD], [0; N]);
+        let request = two(HEAD + N, GET | feature)?;
+        let length = call(&*self.connection, Command::DEVICE_FEATURE, [&request, &[]], [&mut head, &mut data])?;
+        if length < HEAD + N {
+            return Err(too_short(length, HEAD + N));
+        }
+        Ok(data)
+    }
+
+    /// Sets a feature; the server's reply is in the place of `data`, as far as it has one.
+    fn set(&self, feature: u32, data: &mut [u8]) -> io::Result<()> {
+        let request = two(HEAD + data.len(), SET | feature)?;
+        let (mut head, sent) = ([0; HEAD], data.to_vec());
+        call(&*self.connection, Command::DEVICE_FEATURE, [&request, &sent], [&mut head, data]).map(|_| ())
+    }
+}
+
+/// `Connection::call`, whose errors are final: VFIO's callers repeat what a signal has interrupted, and a server must not be able to
+/// have them do that for ever.
+fn call(
+    connection: &impl Connection,
+    command: Command,
+    request: [&[u8]; 2],
+    reply: [&mut [u8]; 2],
+) -> io::Result<usize> {
+    connection.call(command, request, reply).map_err(|error| match error.kind() {
+        io::ErrorKind::Interrupted => io::Error::from_raw_os_error(libc::EIO),
+        _ => error,
+    })
+}
+
+fn too_short(length: usize, expected: usize) -> io::Error {
+    let problem = format!("the vfio-user server's reply has {length} bytes where {expected} are due");
+    io::Error::new(io::ErrorKind::InvalidData, problem)
+}
+
+/// Two numbers of 32 bits, in the order of this machine, as all of the protocol is.
+fn two(first: usize, second: u32) -> io::Result<[u8; 8]> {
+    let first = u32::try_from(first).map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
+    let mut bytes = [0; 8];
+    bytes[..4].copy_from_slice(&first.to_ne_bytes());
+    bytes[4..].copy_from_slice(&second.to_ne_bytes());
+    Ok(bytes)
+}
+
+fn number32(bytes: &[u8]) -> u32 {
+    u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+}
+
+/// Whether in this state the server has a session in which it gives its state.
+fn saves(state: State) -> bool {
+    matches!(state, State::PreCopy | State::PreCopyP2p | State::StopCopy)
+}
+
+impl<C: Connection> Device for VfioUserDevice<C> {
+    type Data = VfioUserData<C>;
+
+    fn migration(&self) -> io::Result<Flags> {
+        Ok(Flags(u64::from_ne_bytes(self.get(abi::VFIO_DEVICE_FEATURE_MIGRATION)?)))
+    }
+
+    fn state(&self) -> io::Result<State> {
+        // `device_state`, and a `data_fd` that vfio-user does not use.
+        let data: [u8; 8] = self.get(abi::VFIO_DEVICE_FEATURE_MIG_DEVICE_STATE)?;
+        Ok(State::from_number(number32(&data)))
+    }
+
+    /// As the trait has it; the server is asked for the state it is in where that says whether a stream begins.
+    fn set_state(&self, state: State) -> io::Result<Option<VfioUserData<C>>> {
+        let begins = if saves(state) || state == State::Resuming {
+            let from = self.state()?;
+            from != state && !(saves(from) && saves(state))
+        } else {
+            false
+        };
+        let mut data = [0; 8];
+        data[..4].copy_from_slice(&state.number().to_ne_bytes());
+        self.set(abi::VFIO_DEVICE_FEATURE_MIG_DEVICE_STATE, &mut data)?;
+        Ok(begins.then(|| VfioUserData { connection: Arc::clone(&self.connection) }))
+    }
+
+    /// Always `ENOTTY`: it is none of the features that the specification has.
+    fn data_size(&self) -> io::Result<u64> {
+        Err(io::Error::from_raw_os_error(libc::ENOTTY))
+    }
+
+    /// # Errors
+    /// Also where the server has taken the command, but is not in RUNNING after it.
+    fn reset(&self) -> io::Result<()> {
+        call(&*self.connection, Command::DEVICE_RESET, [&[], &[]], [&mut [], &mut []])?;
+        match self.state()? {
+            State::Running => Ok(()),
+            // libvfio-user resets the device, and leaves the state of its migration as it is.
+            state => Err(io::Error::other(format!(
+                "the vfio-user server is in {state} after its reset; end its process and start it again"
+            ))),
+        }
+    }
+
+    fn dma_logging_start(&self, page_size: u64, ranges: &[DmaRange]) -> io::Result<u64> {
+        let count = u32::try_from(ranges.len()).map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
+        let mut data = Vec::with_capacity(16 + 16 * ranges.len());
+        data.extend(page_size.to_ne_bytes());
+        data.extend(count.to_ne_bytes());
+        data.extend([0; 4]);
+        for range in ranges {
+            data.extend(range.iova.to_ne_bytes());
+            data.extend(range.length.to_ne_bytes());
+        }
+        self.set(abi::VFIO_DEVICE_FEATURE_DMA_LOGGING_START, &mut data)?;
+        let (chosen, _) = data.split_first_chunk().expect("it begins with eight bytes");
+        Ok(u64::from_ne_bytes(*chosen))
+    }
+
+    fn dma_logging_report(&self, range: DmaRange, page_size: u64, bitmap: &mut [u64]) -> io::Result<()> {
+        let words = match page_size {
+            0 => usize::MAX,
+            size => usize::try_from(range.length.div_ceil(size).div_ceil(64)).unwrap_or(usize::MAX),
+        };
+        let Some(bitmap) = bitmap.get_mut(..words) else {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        };
+        let mut request = [0; HEAD + REPORT];
+        let due = request.len() + 8 * words;
+        request[..HEAD].copy_from_slice(&two(due, GET | abi::VFIO_DEVICE_FEATURE_DMA_LOGGING_REPORT)?);
+        for (place, number) in request[HEAD..].chunks_exact_mut(8).zip([range.iova, range.length, page_size]) {
+            place.copy_from_slice(&number.to_ne_bytes());
+        }
+        let (mut head, mut bits) = ([0; HEAD + REPORT], vec![0; 8 * words]);
+        let length = call(&*self.connection, Command::DEVICE_FEATURE, [&request, &[]], [&mut head, &mut bits])?;
+        if length < due {
+            return Err(too_short(length, due));
+        }
+        for (word, bits) in bitmap.iter_mut().zip(bits.as_chunks().0) {
+            *word |= u64::from_ne_bytes(*bits);
+        }
+        Ok(())
+    }
+
+    fn dma_logging_stop(&self) -> io::Result<()> {
+        self.set(abi::VFIO_DEVICE_FEATURE_DMA_LOGGING_STOP, &mut [])
+    }
+
+    /// libvfio-user answers no other (`ENOTSUP`).
+    fn reports_whole_mappings(&self) -> bool {
+        true
+    }
+}
+
+/// The session in which a server gives or takes its state. It has no name of its own: it is over when the state is left that it belongs to.
+#[derive(Debug)]
+pub struct VfioUserData<C> {
+    connection: Arc<C>,
+}
+
+impl<C: Connection> VfioUserData<C> {
+    /// As much of `length` bytes as fits one message.
+    fn piece(&self, length: usize) -> usize {
+        length.min(self.connection.max_data()).min(1 << 30)
+    }
+}
+
+impl<C: Connection> Data for VfioUserData<C> {
+    /// 0 at the end, and where there is nothing now. The specification takes less than was asked for to be the end, too; libvfio-user's
+    /// devices may give less and have more, and all of them say 0 when asked once more.
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let most = self.piece(buffer.len());
+        let mut head = [0; HEAD];
+        let request = two(HEAD + most, most as u32)?;
+        let reply: [&mut [u8]; 2] = [&mut head, &mut buffer[..most]];
+        let length = call(&*self.connection, Command::MIG_DATA_READ, [&request, &[]], reply)?;
+        // It may be longer than what it holds: libvfio-user's are always as long as was asked for.
+        let given = number32(&head[4..]) as usize;
+        if length < HEAD || given > most || length < HEAD + given {
+            return Err(too_short(length, HEAD + given));
+        }
+        Ok(given)
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let piece = &bytes[..self.piece(bytes.len().min(MOST_WRITTEN))];
+        // `argsz` counts what is sent, although the reply has no payload: libvfio-user refuses less.
+        let head = two(HEAD + piece.len(), piece.len() as u32)?;
+        call(&*self.connection, Command::MIG_DATA_WRITE, [&head, piece], [&mut [], &mut []])?;
+        Ok(piece.len())
+    }
+
+    /// Always `ENOTTY`: the specification has nothing for it.
+    fn precopy_info(&self) -> io::Result<PrecopyInfo> {
+        Err(io::Error::from_raw_os_error(libc::ENOTTY))
+    }
+}

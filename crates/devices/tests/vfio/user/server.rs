@@ -1,0 +1,362 @@
+//! A vfio-user server around any device: strict about what the specification asks of a client, and, where a test wants it, wrong itself.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use sterna_devices::vfio::{Data, Device, DmaRange, State};
+use sterna_devices::vfio_user::{Client, Command, VfioUserDevice};
+
+const GET: u32 = 1 << 16;
+const SET: u32 = 1 << 17;
+pub(crate) const REPLY: u32 = 1;
+const NO_REPLY: u32 = 0x10;
+const ERROR: u32 = 0x20;
+/// `VFIO_USER_DMA_READ`: a command of the server's.
+const DMA_READ: u16 = 11;
+
+/// How the server speaks.
+#[derive(Clone, Debug)]
+pub(crate) struct Manner {
+    /// What its reply to the client's version is: major, minor, and the text with the 0 behind it.
+    pub(crate) version: (u16, u16),
+    pub(crate) capabilities: Vec<u8>,
+    /// Bytes of data that a message may carry.
+    pub(crate) max_data: usize,
+    /// There is nothing to read now: `ENOMSG`, as the kernel has it, and not 0 bytes.
+    pub(crate) enomsg: bool,
+    /// Replies to reads are as long as was asked for, whatever is in them, as libvfio-user's are.
+    pub(crate) padded: bool,
+    /// What goes wrong with which command, after so many of them.
+    pub(crate) trouble: Option<(Command, u32, Trouble)>,
+}
+
+impl Default for Manner {
+    fn default() -> Self {
+        Self::with_max_data(1 << 20)
+    }
+}
+
+impl Manner {
+    pub(crate) fn with_max_data(max_data: usize) -> Self {
+        let capabilities = format!("{{\"capabilities\":{{\"max_msg_fds\":8,\"max_data_xfer_size\":{max_data}}}}}\0");
+        let capabilities = capabilities.into_bytes();
+        Self { version: (0, 1), capabilities, max_data, enomsg: false, padded: false, trouble: None }
+    }
+
+    pub(crate) fn trouble(command: Command, after: u32, trouble: Trouble) -> Self {
+        Self { trouble: Some((command, after, trouble)), ..Self::default() }
+    }
+}
+
+/// What a server does wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Trouble {
+    /// The reply to another message.
+    OtherNumber,
+    /// The reply to another command.
+    OtherCommand,
+    /// A header that says less than its own length.
+    NoSize,
+    /// So many bytes behind the reply.
+    Longer(usize),
+    /// The reply without its last byte.
+    Shorter,
+    /// The reply says that it holds more than was asked for.
+    SaysMore,
+    /// An error with a payload, as libvfio-user's may have.
+    LoudError(i32),
+    /// This error, or 0.
+    Errno(i32),
+    /// No reply.
+    Silence,
+    /// The connection ends before the reply.
+    Ends,
+    /// It ends within the reply.
+    EndsMidway,
+    /// Commands of its own before the reply: with payload, without, and one that wants no reply. Not wrong.
+    Asks,
+    /// A command of its own that is too long to be one.
+    AsksTooMuch,
+}
+
+/// A server whose device's one client is connected.
+pub(crate) struct Server {
+    thread: Option<JoinHandle<()>>,
+    stream: UnixStream,
+}
+
+impl Server {
+    /// Serves `device`, and gives the client's end.
+    pub(crate) fn start<D: Device + 'static>(device: D, manner: Manner) -> (Self, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (stream, ending) = (ours.try_clone().unwrap(), ours.try_clone().unwrap());
+        let serving = Serving { device, data: None, watched: Vec::new(), stream: ours, manner };
+        let thread = std::thread::spawn(move || {
+            // That a client goes is no error, and where it is not understood it is left.
+            let _ = serving.run();
+            let _ = ending.shutdown(std::net::Shutdown::Both);
+        });
+        (Self { thread: Some(thread), stream }, theirs)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        let panicked = self.thread.take().is_some_and(|thread| thread.join().is_err());
+        assert!(!panicked || std::thread::panicking(), "the server has panicked");
+    }
+}
+
+/// The device by a connection, as patient as a test is.
+pub(crate) fn connect(stream: UnixStream) -> io::Result<VfioUserDevice<Client>> {
+    Ok(VfioUserDevice::new(Arc::new(Client::new(stream, Duration::from_secs(60))?)))
+}
+
+struct Serving<D: Device> {
+    device: D,
+    data: Option<D::Data>,
+    /// What DMA is logged of.
+    watched: Vec<DmaRange>,
+    stream: UnixStream,
+    manner: Manner,
+}
+
+struct Message {
+    id: u16,
+    command: u16,
+    payload: Vec<u8>,
+}
+
+fn errno(number: i32) -> io::Error {
+    io::Error::from_raw_os_error(number)
+}
+
+fn number32(bytes: &[u8], at: usize) -> io::Result<u32> {
+    let bytes = bytes.get(at..at + 4).ok_or_else(|| errno(libc::EINVAL))?;
+    Ok(u32::from_ne_bytes(bytes.try_into().unwrap()))
+}
+
+fn number64(bytes: &[u8], at: usize) -> io::Result<u64> {
+    let bytes = bytes.get(at..at + 8).ok_or_else(|| errno(libc::EINVAL))?;
+    Ok(u64::from_ne_bytes(bytes.try_into().unwrap()))
+}
+
+fn header(id: u16, command: u16, payload: usize, flags: u32, error: u32) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[..2].copy_from_slice(&id.to_ne_bytes());
+    bytes[2..4].copy_from_slice(&command.to_ne_bytes());
+    bytes[4..8].copy_from_slice(&(16 + payload as u32).to_ne_bytes());
+    bytes[8..12].copy_from_slice(&flags.to_ne_bytes());
+    bytes[12..].copy_from_slice(&error.to_ne_bytes());
+    bytes
+}
+
+impl<D: Device> Serving<D> {
+    fn run(mut self) -> io::Result<()> {
+        let version = self.receive()?;
+        assert_eq!((version.command, &version.payload[..4]), (1, &[0, 0, 1, 0][..]), "it begins with the version");
+        let text = version.payload[4..].strip_suffix(&[0]).expect("it ends in 0");
+        let text: serde_json::Value = serde_json::from_slice(text).unwrap();
+        assert_eq!(text["capabilities"]["max_data_xfer_size"], 1 << 20);
+        let (major, minor) = self.manner.version;
+        let mut payload = [major.to_ne_bytes(), minor.to_ne_bytes()].concat();
+        payload.extend(&self.manner.capabilities);
+        self.answer(&version, Ok(payload))?;
+        loop {
+            let message = self.receive()?;
+            let answer = self.obey(&message);
+            self.answer(&message, answer)?;
+        }
+    }
+
+    fn receive(&mut self) -> io::Result<Message> {
+        let mut bytes = [0; 16];
+        self.stream.read_exact(&mut bytes)?;
+        let half = |at: usize| u16::from_ne_bytes(bytes[at..at + 2].try_into().unwrap());
+        let (size, flags) = (number32(&bytes, 4)? as usize, number32(&bytes, 8)?);
+        assert_eq!((flags & 0xf, number32(&bytes, 12)?), (0, 0), "commands have no error");
+        // As large as libvfio-user takes them.
+        assert!((16..=(1 << 20) + 32).contains(&size), "{size} bytes");
+        let mut payload = vec![0; size - 16];
+        self.stream.read_exact(&mut payload)?;
+        Ok(Message { id: half(0), command: half(2), payload })
+    }
+
+    fn obey(&mut self, message: &Message) -> io::Result<Vec<u8>> {
+        let payload = &message.payload;
+        match Command(message.command) {
+            Command::DEVICE_RESET if payload.is_empty() => {
+                self.device.reset()?;
+                self.data = None;
+                Ok(Vec::new())
+            }
+            Command::DEVICE_FEATURE => self.feature(payload),
+            Command::MIG_DATA_READ => {
+                let (room, size) = (number32(payload, 0)? as usize, number32(payload, 4)? as usize);
+                if payload.len() != 8 || size > self.manner.max_data || room < 8 + size {
+                    return Err(errno(libc::EINVAL));
+                }
+                let bytes = self.read(size)?;
+                let mut reply = (8 + bytes.len() as u32).to_ne_bytes().to_vec();
+                reply.extend((bytes.len() as u32).to_ne_bytes());
+                reply.extend(&bytes);
+                if self.manner.padded {
+                    reply.resize(8 + size, 0xee);
+                }
+                Ok(reply)
+            }
+            Command::MIG_DATA_WRITE => {
+                let (room, size) = (number32(payload, 0)? as usize, number32(payload, 4)? as usize);
+                assert!(payload.len() < 40_000, "libvfio-user would have read a part of it");
+                if payload.len() != 8 + size || size > self.manner.max_data || room < payload.len() {
+                    return Err(errno(libc::EINVAL));
+                }
+                let data = self.data.as_mut().ok_or_else(|| errno(libc::EINVAL))?;
+                let mut bytes = &payload[8..];
+                while !bytes.is_empty() {
+                    let taken = data.write(bytes)?;
+                    bytes = &bytes[taken..];
+                }
+                Ok(Vec::new())
+            }
+            _ => Err(errno(libc::EINVAL)),
+        }
+    }
+
+    fn read(&mut self, size: usize) -> io::Result<Vec<u8>> {
+        let data = self.data.as_mut().ok_or_else(|| errno(libc::EINVAL))?;
+        let mut bytes = vec![0; size];
+        match data.read(&mut bytes) {
+            Ok(count) => bytes.truncate(count),
+            Err(error) if error.raw_os_error() == Some(libc::ENOMSG) && !self.manner.enomsg => bytes.clear(),
+            Err(error) => return Err(error),
+        }
+        Ok(bytes)
+    }
+
+    fn feature(&mut self, payload: &[u8]) -> io::Result<Vec<u8>> {
+        let (room, flags) = (number32(payload, 0)? as usize, number32(payload, 4)?);
+        let data = &payload[8..];
+        let mut reply = payload.to_vec();
+        match (flags & 0xffff, flags & !0xffff) {
+            (1, GET) => {
+                let flags = self.device.migration().map_err(|_| errno(libc::EINVAL))?;
+                reply.extend(flags.0.to_ne_bytes());
+            }
+            (2, GET) => {
+                reply.extend(self.device.state()?.number().to_ne_bytes());
+                reply.extend([0; 4]);
+            }
+            (2, SET) if data.len() == 8 => {
+                let to = State::from_number(number32(data, 0)?);
+                let saves = |state| matches!(state, State::PreCopy | State::StopCopy);
+                let goes_on = saves(self.device.state()?) && saves(to);
+                let began = self.device.set_state(to)?;
+                if began.is_some() || !goes_on {
+                    self.data = began;
+                }
+            }
+            (6, SET) => {
+                let count = number32(data, 8)? as usize;
+                if data.len() != 16 + 16 * count || number32(data, 12)? != 0 {
+                    return Err(errno(libc::EINVAL));
+                }
+                let range = |at: usize| Ok(DmaRange { iova: number64(data, at)?, length: number64(data, at + 8)? });
+                let ranges: Vec<_> = (0..count).map(|at| range(16 + 16 * at)).collect::<io::Result<_>>()?;
+                let chosen = self.device.dma_logging_start(number64(data, 0)?, &ranges)?;
+                self.watched = ranges;
+                reply[8..16].copy_from_slice(&chosen.to_ne_bytes());
+            }
+            (7, SET) if data.is_empty() => self.device.dma_logging_stop()?,
+            (8, GET) if data.len() == 24 => {
+                let range = DmaRange { iova: number64(data, 0)?, length: number64(data, 8)? };
+                let page_size = number64(data, 16)?;
+                if page_size == 0 {
+                    return Err(errno(libc::EINVAL));
+                }
+                if !self.watched.contains(&range) {
+                    // libvfio-user reports all of what was mapped at once, and nothing else.
+                    return Err(errno(libc::ENOTSUP));
+                }
+                let mut bitmap = vec![0; range.length.div_ceil(page_size).div_ceil(64) as usize];
+                self.device.dma_logging_report(range, page_size, &mut bitmap)?;
+                reply.extend(bitmap.iter().flat_map(|word| word.to_ne_bytes()));
+            }
+            _ => return Err(errno(libc::EINVAL)),
+        }
+        if room < reply.len() {
+            return Err(errno(libc::EINVAL));
+        }
+        let length = reply.len() as u32;
+        reply[..4].copy_from_slice(&length.to_ne_bytes());
+        Ok(reply)
+    }
+
+    /// The trouble that this message meets, if any.
+    fn trouble(&mut self, message: &Message) -> Option<Trouble> {
+        let (command, after, trouble) = self.manner.trouble.as_mut()?;
+        if command.0 != message.command {
+            return None;
+        }
+        match after.checked_sub(1) {
+            Some(less) => {
+                *after = less;
+                None
+            }
+            None => Some(*trouble),
+        }
+    }
+
+    fn answer(&mut self, message: &Message, answer: io::Result<Vec<u8>>) -> io::Result<()> {
+        let (mut id, mut command) = (message.id, message.command);
+        let trouble = self.trouble(message);
+        let (mut payload, mut flags, mut error) = match answer {
+            Ok(payload) => (payload, REPLY, 0),
+            Err(error) => (Vec::new(), REPLY | ERROR, error.raw_os_error().unwrap_or(0) as u32),
+        };
+        let mut shortened = 0;
+        match trouble {
+            None => {}
+            Some(Trouble::OtherNumber) => id = id.wrapping_add(1),
+            Some(Trouble::OtherCommand) => command += 1,
+            Some(Trouble::NoSize) => shortened = payload.len() + 1,
+            Some(Trouble::Longer(bytes)) => payload.resize(payload.len() + bytes, 0),
+            Some(Trouble::Shorter) => _ = payload.pop(),
+            Some(Trouble::SaysMore) => payload[4..8].copy_from_slice(&u32::MAX.to_ne_bytes()),
+            Some(Trouble::LoudError(number)) => {
+                (payload, flags, error) = (vec![0; 70_000], REPLY | ERROR, number as u32);
+            }
+            Some(Trouble::Errno(number)) => (payload, flags, error) = (Vec::new(), REPLY | ERROR, number as u32),
+            Some(Trouble::Silence) => return Ok(()),
+            Some(Trouble::Ends) => return Err(io::ErrorKind::ConnectionAborted.into()),
+            Some(Trouble::EndsMidway) => {
+                let bytes = [&header(id, command, payload.len(), flags, error), &payload[..]].concat();
+                self.stream.write_all(&bytes[..bytes.len() - 1])?;
+                return Err(io::ErrorKind::ConnectionAborted.into());
+            }
+            Some(Trouble::Asks) => {
+                for (payload, flags) in [(5000, 0), (0, 0), (16, NO_REPLY)] {
+                    self.stream.write_all(&header(77, DMA_READ, payload, flags, 0))?;
+                    self.stream.write_all(&vec![1; payload])?;
+                    if flags == 0 {
+                        let mut refused = [0; 16];
+                        self.stream.read_exact(&mut refused)?;
+                        assert_eq!(refused, header(77, DMA_READ, 0, REPLY | ERROR, libc::ENOTSUP as u32));
+                    }
+                }
+            }
+            Some(Trouble::AsksTooMuch) => {
+                return self.stream.write_all(&header(77, DMA_READ, 1 << 30, 0, 0));
+            }
+        }
+        let mut bytes = header(id, command, payload.len(), flags, error).to_vec();
+        let size = 16 + payload.len() - shortened;
+        bytes[4..8].copy_from_slice(&(size as u32).to_ne_bytes());
+        bytes.extend(payload);
+        self.stream.write_all(&bytes)
+    }
+}
