@@ -170,10 +170,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         std::fs::write(path, format!("{:#}\n", findings.json(&machine)))
             .map_err(|error| failed(format!("cannot write {}: {error}", path.display())))?;
     }
-    let missed = findings.targets.iter().filter(|target| !target.met()).map(|target: &Target| target.name.as_str());
-    let missed: Vec<&str> = missed.collect();
-    if !missed.is_empty() {
-        tell(&format!("targets missed or not measured: {}", missed.join("; ")));
+    for (met, what) in [(Some(false), "targets missed"), (None, "targets not measured")] {
+        let names = findings.targets.iter().filter(|target| target.met() == met).map(|target: &Target| &*target.name);
+        let names: Vec<&str> = names.collect();
+        if !names.is_empty() {
+            tell(&format!("{what}: {}", names.join("; ")));
+        }
     }
     Ok(Exit::Completed)
 }

@@ -411,6 +411,6 @@ mod tests {
         let target = &findings.targets[0];
         assert!(target.name.contains("(zstd × 2)"), "{}", target.name);
         assert!((target.value.unwrap().median - 61_035.0 / 50_000.0).abs() < 1e-3, "{target:?}");
-        assert!(!target.met());
+        assert_eq!(target.met(), Some(false));
     }
 }

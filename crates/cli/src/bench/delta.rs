@@ -253,6 +253,6 @@ mod tests {
         assert_eq!(findings.targets.len(), KINDS.len() + 1);
         assert!(findings.targets.iter().all(|target| target.value.is_some()));
         // All the same, and nothing moved: only what allows for noise is met.
-        assert_eq!(findings.targets.iter().filter(|target| target.met()).count(), 4);
+        assert_eq!(findings.targets.iter().filter(|target| target.met() == Some(true)).count(), 4);
     }
 }

@@ -75,9 +75,9 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// Whether it is reached; what was not measured is not.
-    pub(crate) fn met(&self) -> bool {
-        self.value.is_some_and(|value| value.median <= self.limit)
+    /// Whether it is reached; none where that was not measured.
+    pub(crate) fn met(&self) -> Option<bool> {
+        self.value.map(|value| value.median <= self.limit)
     }
 }
 
@@ -186,11 +186,9 @@ impl Findings {
                 lines.push(vec![
                     target.name.clone(),
                     format!("≤ {}", number(target.limit)),
-                    target
-                        .value
-                        .map_or("not measured".into(), |value| shown(value, if target.limit < 10.0 { 2 } else { 0 })),
+                    target.value.map_or("-".into(), |value| shown(value, if target.limit < 10.0 { 2 } else { 0 })),
                     target.unit.to_owned(),
-                    if target.met() { "met" } else { "MISSED" }.to_owned(),
+                    target.met().map_or("not measured", |met| if met { "met" } else { "MISSED" }).to_owned(),
                 ]);
             }
             text.push('\n');
@@ -296,15 +294,15 @@ mod tests {
     }
 
     #[test]
-    fn a_target_is_met_at_its_limit_and_missed_above_it_or_unmeasured() {
+    fn a_target_is_met_at_its_limit_and_missed_above_it_and_neither_where_it_was_not_measured() {
         let mut findings =
             findings(&[("ours", &[160.0, 150.0, 170.0]), ("theirs", &[100.0, 100.0, 100.0]), ("none", &[])]);
         findings.at_most("at", 1.6, "ours", "theirs", "total_ms");
         findings.at_most("above", 1.59, "ours", "theirs", "total_ms");
         findings.at_most("unmeasured", 9.0, "ours", "none", "total_ms");
         findings.at_most("unknown", 9.0, "ours", "other", "total_ms");
-        let met: Vec<bool> = findings.targets.iter().map(Target::met).collect();
-        assert_eq!(met, [true, false, false, false]);
+        let met: Vec<_> = findings.targets.iter().map(Target::met).collect();
+        assert_eq!(met, [Some(true), Some(false), None, None]);
         assert_eq!(findings.targets[0].value, Some(Spread { median: 1.6, min: 1.5, max: 1.7 }));
     }
 
@@ -334,16 +332,21 @@ mod tests {
     fn the_table_and_the_json_say_the_same() {
         let mut findings = findings(&[("ours", &[1500.0, 1400.0, 1600.0]), ("theirs", &[1000.0])]);
         findings.at_most("fast", 1.6, "ours", "theirs", "total_ms");
+        findings.at_most("slow", 1.4, "ours", "theirs", "total_ms");
+        findings.at_most("left out", 1.6, "ours", "nobody", "total_ms");
         let machine = Machine::look();
         let text = findings.text(&machine);
         assert!(text.contains("| ours   | 3    | 1500 (1400–1600) |"), "{text}");
-        assert!(
-            text.lines().any(|line| line.contains("fast") && line.contains("≤ 1.6") && line.contains("met")),
-            "{text}"
-        );
+        for words in
+            [["fast", "≤ 1.6", "| met "], ["slow", "≤ 1.4", "| MISSED "], ["left out", "≤ 1.6", "| not measured |"]]
+        {
+            let told = |line: &str| words.iter().all(|word| line.contains(word));
+            assert!(text.lines().any(told), "{words:?}: {text}");
+        }
         let json = findings.json(&machine);
         assert_eq!(json["rows"][0]["total_ms"]["median"], 1500.0);
-        assert_eq!(json["targets"][0]["met"], true);
+        let met: Vec<_> = (0..3).map(|target| json["targets"][target]["met"].as_bool()).collect();
+        assert_eq!(met, [Some(true), Some(false), None]);
         assert!(json["machine"]["cpus"].as_u64() > Some(0));
     }
 }
