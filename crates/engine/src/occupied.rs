@@ -10,6 +10,9 @@ use std::time::Instant;
 
 use crate::abort::Abort;
 
+/// Until when a call may take, and what is said where it takes longer.
+pub(crate) type Deadline = (Instant, Box<dyn FnOnce() -> String + Send>);
+
 /// Whether a driver is inside such a call. Clones are of the same driver.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Occupied(Arc<Mutex<State>>);
@@ -23,9 +26,8 @@ struct State {
 }
 
 impl Occupied {
-    /// The driver is inside until the value that is given here is dropped. With a `deadline` no longer than until then;
-    /// its words say what takes so long.
-    pub(crate) fn enter(&self, abort: &Arc<Abort>, deadline: Option<(Instant, &'static str)>) -> Inside<'_> {
+    /// The driver is inside until the value that is given here is dropped. With a `deadline` no longer than until then.
+    pub(crate) fn enter(&self, abort: &Arc<Abort>, deadline: Option<Deadline>) -> Inside<'_> {
         let mut state = self.state();
         // The driver has not heard of it yet.
         if let Some((reason, lost)) = &state.reason {
@@ -33,13 +35,13 @@ impl Occupied {
         }
         state.inside = Some(Arc::clone(abort));
         drop(state);
-        let watch = deadline.map(|(deadline, what)| {
+        let watch = deadline.map(|(deadline, reason)| {
             let (left, leaving) = channel::<()>();
             let abort = Arc::clone(abort);
             let watching = std::thread::spawn(move || {
                 let time = deadline.saturating_duration_since(Instant::now());
                 if leaving.recv_timeout(time) == Err(RecvTimeoutError::Timeout) {
-                    abort.raise(format_args!("{what} took too long"));
+                    abort.raise(reason());
                 }
             });
             (left, watching)
@@ -102,10 +104,14 @@ mod tests {
 
     use super::*;
 
+    fn within(time: Duration) -> Option<Deadline> {
+        Some((Instant::now() + time, Box::new(|| "it took too long".to_owned())))
+    }
+
     #[test]
     fn a_call_that_is_under_way_is_ended_and_so_are_those_after_it() {
         let (occupied, abort) = (Occupied::default(), Arc::new(Abort::default()));
-        let inside = occupied.enter(&abort, Some((Instant::now() + Duration::from_secs(3600), "waiting")));
+        let inside = occupied.enter(&abort, within(Duration::from_secs(3600)));
         assert!(!abort.is_over());
         occupied.clone().lost("amid");
         drop(inside);
@@ -123,9 +129,9 @@ mod tests {
         abort.on_end(move || {
             let _ = ended.send(());
         });
-        let inside = occupied.enter(&abort, Some((Instant::now(), "waiting")));
+        let inside = occupied.enter(&abort, within(Duration::ZERO));
         end.recv().unwrap();
         drop(inside);
-        assert_eq!(abort.reason().as_deref(), Some("waiting took too long"));
+        assert_eq!(abort.reason().as_deref(), Some("it took too long"));
     }
 }

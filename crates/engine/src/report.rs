@@ -8,6 +8,8 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 use sterna_wire::text::cleaned;
 
+use crate::device_state::{self, DevicePhase};
+
 /// Placements that are shown on a terminal: a destination may have thousands of RAM blocks, or claim so.
 const MOST_PLACEMENTS: usize = 64;
 
@@ -209,6 +211,9 @@ pub struct Report {
 pub struct DeviceReport {
     /// Name and instance.
     pub device: String,
+    /// How far it had come at the end.
+    #[serde(default)]
+    pub phase: DevicePhase,
     /// Bytes of state, all together.
     pub bytes: u64,
     /// Those of them that were sent while the guest ran.
@@ -233,7 +238,7 @@ impl DeviceReport {
         let sent = format!("{}: {ahead}{rest} while it stood", self.device);
         // One that was not loaded has no times worth adding up.
         if self.downtime_ms == 0.0 {
-            return sent;
+            return format!("{sent}; {} at the end", self.phase);
         }
         let Self { downtime_ms, save_ms, transfer_ms, load_ms, .. } = self;
         format!("{sent}, in {downtime_ms:.0} ms = save {save_ms:.0} + transfer {transfer_ms:.0} + load {load_ms:.0}")
@@ -479,14 +484,22 @@ pub struct Progress {
 pub struct DeviceProgress {
     /// Name and instance.
     pub device: String,
+    /// Where its state is: what the migration waits for of this device.
+    pub phase: DevicePhase,
     /// Bytes sent.
     pub bytes: u64,
     /// Those of them that have arrived.
     pub arrived_bytes: u64,
     /// Bytes that would have to be saved if the guest were stopped now.
     pub remaining_bytes: u64,
-    /// Whether the destination's device has loaded all of its state.
-    pub loaded: bool,
+}
+
+impl Progress {
+    /// The devices that are waited for, in words for a line: the first few with where their state is, and how many more. None where there
+    /// are none.
+    pub fn waiting_for(&self) -> Option<String> {
+        device_state::waiting_for(self.devices.iter().map(|device| (&device.device, device.phase)))
+    }
 }
 
 /// What a migration tells while it runs. Called on the driver's thread.
@@ -579,6 +592,7 @@ mod tests {
     fn a_device_is_told_in_sizes_for_people_and_with_times_once_it_was_loaded() {
         let loaded = DeviceReport {
             device: "gpu/0".into(),
+            phase: DevicePhase::Loaded,
             bytes: 3 << 20,
             ahead_bytes: 2 << 20,
             save_ms: 4.0,
@@ -587,7 +601,7 @@ mod tests {
             downtime_ms: 12.0,
         };
         let serial = DeviceReport { ahead_bytes: 0, ..loaded.clone() };
-        let failed = DeviceReport { downtime_ms: 0.0, bytes: 2 << 20, ..loaded.clone() };
+        let failed = DeviceReport { phase: DevicePhase::Loading, downtime_ms: 0.0, bytes: 2 << 20, ..loaded.clone() };
         let text = Report { devices: vec![loaded, serial, failed], ..report(Outcome::Completed) }.text();
         let told: Vec<_> = text.lines().filter_map(|line| line.strip_prefix("  device       gpu/0: ")).collect();
         assert_eq!(
@@ -595,7 +609,7 @@ mod tests {
             [
                 "2.00 MiB while the guest ran, 1.00 MiB while it stood, in 12 ms = save 4 + transfer 3 + load 5",
                 "3.00 MiB while it stood, in 12 ms = save 4 + transfer 3 + load 5",
-                "2.00 MiB while the guest ran, 0 B while it stood"
+                "2.00 MiB while the guest ran, 0 B while it stood; loading at the destination at the end"
             ]
         );
     }

@@ -16,7 +16,7 @@ use device::{Device, Devices};
 use guest::{Memory, Monitor, Running, Signal, Workload};
 use sterna::cancel::Cancel;
 use sterna::destination::{Before, Destination};
-use sterna::device_state::DeviceChannels;
+use sterna::device_state::{DeviceChannels, DevicePhase};
 use sterna::migration::{GuestState, MigrationError, Phase};
 use sterna::report::{Observer, Progress, ReceiveReport, Report};
 use sterna::source::{Source, TimeLimits};
@@ -42,6 +42,7 @@ struct Guest {
     downtime: Duration,
     bandwidth: Option<u64>,
     workload: Workload,
+    give_up_after: Option<Duration>,
     observer: Box<dyn Observer>,
 }
 
@@ -67,6 +68,7 @@ impl Guest {
             downtime,
             bandwidth: None,
             workload: CALM,
+            give_up_after: None,
             observer: Box::new(()),
         }
     }
@@ -96,6 +98,7 @@ impl Guest {
         let source = here.at_source(Source::new(self.source.ram(), Box::new(log)));
         let source = source.channels(3).device_channels(ways).method(MethodChoice::default());
         let source = source.downtime(self.downtime).time_limits(self.limits).bandwidth(self.bandwidth);
+        let source = source.give_up_after(self.give_up_after);
         std::thread::scope(|scope| {
             let (to, cancel) = (&mut self.to, &self.cancel.1);
             let receiving = scope.spawn(move || listening.run(to, cancel, &()));
@@ -491,6 +494,190 @@ fn a_migration_is_cancelled_while_pausing_waits_for_a_device() {
             assert_eq!(sent.guest, GuestState::RunsAtSource, "{sent}; {received}");
             assert_eq!((sent.cancelled, received.cancelled), (at_source, !at_source), "{sent}; {received}");
         }
+    });
+}
+
+/// What is done with progress, and with notes.
+struct Hears<P, N>(P, N);
+
+impl<P: Fn(&Progress) + Send + Sync, N: Fn(&str) + Send + Sync> Observer for Hears<P, N> {
+    fn progress(&self, progress: &Progress) {
+        (self.0)(progress);
+    }
+
+    fn note(&self, text: &str) {
+        (self.1)(text);
+    }
+}
+
+/// Gives a signal at a note with these words.
+fn at_note(words: &'static str, signal: &Signal) -> Box<dyn Observer> {
+    let signal = signal.clone();
+    Box::new(Hears(
+        |_: &Progress| (),
+        move |text: &str| {
+            if text.contains(words) {
+                signal.give();
+            }
+        },
+    ))
+}
+
+#[test]
+fn progress_shows_of_each_device_what_is_waited_for() {
+    within_a_minute(|| {
+        type Stuck = fn(&mut Device, Signal);
+        let cases: [(DevicePhase, u64, Stuck); 4] = [
+            (DevicePhase::SavingAhead, 1000, |device, signal| device.ahead_on = Some(signal)),
+            (DevicePhase::LoadingAhead, 1000, |device, signal| device.loads_on = Some(signal)),
+            (DevicePhase::Saving, 1000, |device, signal| device.saves_on = Some(signal)),
+            (DevicePhase::Loading, 0, |device, signal| device.loads_on = Some(signal)),
+        ];
+        for (phase, ahead, stuck) in cases {
+            let (seen, others_come_first) = (Signal::default(), Device::new("other", 0, 1000, 1000));
+            let mut slow = Device::new("slow", 0, ahead, 1000);
+            stuck(&mut slow, seen.clone());
+            let devices = Devices(vec![others_come_first, slow]);
+            let mut guest = Guest::new();
+            // It goes on when this was seen, and not before.
+            let waits = format!("slow/0 ({phase})");
+            guest.observer = Box::new(Hears(
+                move |progress: &Progress| {
+                    if progress.devices[1].phase == phase && !progress.devices[0].phase.is_waited_for() {
+                        assert_eq!(progress.waiting_for().as_ref(), Some(&waits));
+                        seen.give();
+                    }
+                },
+                |_: &str| (),
+            ));
+            let (sent, _) = guest.migrate(DeviceChannels::Mixed, &devices);
+            guest.has_moved(&devices);
+            assert!(sent.unwrap().devices.iter().all(|device| device.phase == DevicePhase::Loaded));
+        }
+    });
+}
+
+#[test]
+fn what_alone_keeps_a_guest_from_being_stopped_is_told() {
+    within_a_minute(|| {
+        let told = Signal::default();
+        let slow = Device { loads_on: Some(told.clone()), ..Device::new("slow", 3, 1000, 1000) };
+        let devices = Devices(vec![Device::new("other", 0, 1000, 1000), slow]);
+        let mut guest = Guest::new();
+        let words = "the guest could be stopped; waiting for slow/3 (loading ahead at the destination)";
+        guest.observer = at_note(words, &told);
+        let (sent, _) = guest.migrate(DeviceChannels::Mixed, &devices);
+        assert_eq!(sent.unwrap().convergence, None);
+        guest.has_moved(&devices);
+    });
+}
+
+#[test]
+fn a_migration_that_is_given_up_says_which_device_it_has_waited_for() {
+    within_a_minute(|| {
+        for phase in [DevicePhase::SavingAhead, DevicePhase::LoadingAhead] {
+            // The end of its source is what lets the destination's go on.
+            let over = Signal::default();
+            let mut slow = Device { let_go: Some(over.clone()), ..Device::new("slow", 0, 1000, 1000) };
+            let at_source = phase == DevicePhase::SavingAhead;
+            *(if at_source { &mut slow.ahead_on } else { &mut slow.loads_on }) = Some(over.clone());
+            let devices = Devices(vec![Device::new("other", 0, 1000, 1000), slow]);
+            let mut guest = Guest::new();
+            guest.give_up_after = Some(Duration::from_secs(3));
+            guest.observer = at_note("before it ends, devices must return from saving: slow/0", &over);
+            let (sent, received) = guest.migrate(DeviceChannels::Mixed, &devices);
+            guest.stays_at_source();
+            let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+            let expected = format!("; waiting for slow/0 ({phase})");
+            assert!(sent.reason.ends_with(&expected) && received.reason.ends_with(&expected), "{sent}; {received}");
+            let report = sent.report.unwrap();
+            assert_eq!(report.devices[1].phase, phase);
+            assert!(report.convergence.is_none_or(|convergence| convergence.ends_with(&expected)));
+        }
+    });
+}
+
+#[test]
+fn what_the_guest_has_stood_for_too_long_for_is_named() {
+    within_a_minute(|| {
+        let three_and_two_more = "slow/0 (loading at the destination), slow/1 (loading at the destination), slow/2 (loading at the \
+                                  destination) and 2 more";
+        let cases: [(&str, u32, u64, bool, String); 3] = [
+            (
+                "saves for ever",
+                1,
+                1000,
+                true,
+                "the state took too long; waiting for slow/0 (saving at the source)".into(),
+            ),
+            (
+                "loads for ever",
+                5,
+                1000,
+                false,
+                format!("loading at the destination took too long; waiting for {three_and_two_more}"),
+            ),
+            // More than the destination permits: its source cannot go on, and is not to blame.
+            (
+                "is held up",
+                1,
+                1 << 20,
+                false,
+                "the state took too long; waiting for slow/0 (loading at the destination)".into(),
+            ),
+        ];
+        for (what, count, rest, at_source, words) in cases {
+            let over = Signal::default();
+            let slow = |instance| {
+                let mut slow = Device::new("slow", instance, 0, rest);
+                *(if at_source { &mut slow.saves_on } else { &mut slow.loads_on }) = Some(over.clone());
+                slow
+            };
+            let devices = Devices((0..count).map(slow).collect());
+            let mut guest = Guest::new();
+            guest.queue = u64::from(count) * (64 << 10);
+            guest.limits.step = Duration::from_secs(3);
+            guest.downtime = Duration::from_millis(300);
+            // A source's device is waited for before the guest is resumed, a destination's is not.
+            guest.observer = at_note("before it ends, devices must return from saving: slow/0", &over);
+            let resumed = over.clone();
+            guest.from.on_call = Some(Box::new(move |call| {
+                if call == "resume" {
+                    resumed.give();
+                }
+            }));
+            let (sent, received) = guest.migrate(DeviceChannels::Mixed, &devices);
+            guest.stays_at_source();
+            let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+            assert!(sent.reason.contains(&words) && received.reason.contains(&words), "{what}: {sent}; {received}");
+        }
+    });
+}
+
+#[test]
+fn a_monitor_that_saves_for_too_long_is_named_with_the_devices() {
+    within_a_minute(|| {
+        let (loads, let_go) = (Signal::default(), Signal::default());
+        // It is held up until the migration is taken down.
+        let slow = Device {
+            loads_on: Some(loads.clone()),
+            let_go: Some(let_go.clone()),
+            ..Device::new("slow", 0, 0, 1 << 20)
+        };
+        let mut guest = Guest::new();
+        guest.queue = 64 << 10;
+        guest.limits.step = Duration::from_secs(3);
+        guest.downtime = Duration::from_millis(300);
+        guest.from.on_call = Some(Box::new(move |what| match what {
+            "save" => let_go.wait(),
+            "resume" => loads.give(),
+            _ => {}
+        }));
+        let (sent, _) = guest.migrate(DeviceChannels::Mixed, &Devices(vec![slow]));
+        guest.stays_at_source();
+        let sent = sent.unwrap_err();
+        let words = "the state took too long; waiting for the monitor's state, slow/0 (loading at the destination)";
+        assert!(sent.reason.contains(words), "{sent}");
     });
 }
 

@@ -3,9 +3,10 @@
 use crate::note;
 use crate::options::Options;
 use crate::signals::Told;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use sterna::destination::Destination;
+use sterna::device_state::DevicePhase;
 use sterna::migration::MigrationError;
 use sterna::report::{DeviceProgress, Observer, Progress, ReceiveReport, Report, bytes, rate};
 use sterna::source::Source;
@@ -75,14 +76,24 @@ struct Teller {
     round: AtomicU64,
     /// Devices that the destination has loaded.
     loaded: AtomicUsize,
+    /// The devices that are waited for, in words.
+    waiting_for: Mutex<Option<String>>,
 }
 
 impl Observer for Teller {
     fn progress(&self, progress: &Progress) {
         let devices = &progress.devices;
-        let loaded = devices.iter().filter(|device| device.loaded).count();
+        let loaded = devices.iter().filter(|device| device.phase == DevicePhase::Loaded).count();
         if self.loaded.swap(loaded, Ordering::Relaxed) != loaded {
             note(format_args!("{loaded} of {} devices loaded", devices.len()));
+        }
+        let waiting_for = progress.waiting_for();
+        let mut told = self.waiting_for.lock().expect("nobody panics with it");
+        if *told != waiting_for {
+            if let Some(devices) = &waiting_for {
+                note(format_args!("waiting for {devices}"));
+            }
+            *told = waiting_for;
         }
         if self.round.swap(progress.round, Ordering::Relaxed) == progress.round {
             return;

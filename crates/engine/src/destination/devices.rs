@@ -2,14 +2,14 @@
 //! pages, and the guest is prepared when all have.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use sterna_wire::control::{ControlMessage, DeviceChannels, Machine};
 use sterna_wire::switchover::DestinationEvent;
 
 use super::driver::{Driver, Event};
 use crate::device_state::load::{LoadNews, LoadingDevices};
-use crate::device_state::{DeviceId, LoadDevice};
+use crate::device_state::{DeviceId, LoadDevice, Threads};
+use crate::report::Observer;
 
 /// The devices, and how far they are.
 pub(super) struct Devices {
@@ -17,7 +17,7 @@ pub(super) struct Devices {
     channels: DeviceChannels,
     /// By the source's numbers, until their threads are started.
     waiting: Vec<Box<dyn LoadDevice>>,
-    threads: Vec<JoinHandle<()>>,
+    threads: Threads,
     /// How many have not loaded yet.
     missing: usize,
 }
@@ -31,7 +31,7 @@ impl Devices {
         devices.sort_by_key(|(id, _)| place(id));
         let waiting: Vec<_> = devices.into_iter().map(|(_, device)| device).collect();
         let missing = waiting.len();
-        Self { known, channels: source.device_channels, waiting, threads: Vec::new(), missing }
+        Self { known, channels: source.device_channels, waiting, threads: Threads::default(), missing }
     }
 
     /// Where pieces may come on channels of `channels`, and on no others.
@@ -49,12 +49,10 @@ impl Devices {
     }
 
     /// Waits for the devices' threads. None of them waits for a piece any more.
-    pub(super) fn join(&mut self) {
+    pub(super) fn join(&mut self, observer: &dyn Observer) {
         self.known.end();
-        for thread in self.threads.drain(..) {
-            // A panic there has been printed.
-            let _ = thread.join();
-        }
+        self.threads
+            .join(|devices| observer.note(&format!("before it ends, devices must return from loading: {devices}")));
     }
 }
 
@@ -85,8 +83,7 @@ impl Driver<'_> {
             self.peer.say(&credit);
         }
         let devices = std::mem::take(&mut self.devices.waiting);
-        let (threads, started) = self.devices.known.start(devices, say, news);
-        self.devices.threads = threads;
+        let started = self.devices.known.start(devices, &mut self.devices.threads, say, news);
         started.map_err(|error| format!("no thread for a device: {error}"))
     }
 

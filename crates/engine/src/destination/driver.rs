@@ -763,7 +763,7 @@ impl Driver<'_> {
         self.abort.finish();
         // A channel may be waiting for its readers.
         (self.ahead, self.last) = (None, None);
-        self.devices.join();
+        self.devices.join(self.observer);
         self.doorman.join();
         self.channels.join();
         if let Some(faults) = self.faults.take() {

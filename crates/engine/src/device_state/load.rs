@@ -3,14 +3,13 @@
 use std::fmt;
 use std::io::{self, Read};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use sterna_wire::control::ControlMessage;
 use sterna_wire::device::{DeviceReceiver, LEAST_CREDIT, Piece};
 
 use super::buffer::{Buffers, DeviceBytes};
-use super::{DeviceId, LoadDevice, unless_it_panics};
+use super::{DeviceId, LoadDevice, Threads, unless_it_panics};
 use crate::receive::{Sink, SinkError};
 use crate::vmm::VmmError;
 
@@ -170,21 +169,21 @@ impl LoadingDevices {
         }
     }
 
-    /// Starts a thread for each device. `say` says something to the source; `news` goes to the driver.
+    /// Starts a thread for each device, among `threads`. `say` says something to the source; `news` goes to the driver.
     ///
     /// # Errors
     /// The system has no thread. Those that were started end with [`LoadingDevices::end`].
     pub(crate) fn start(
         self: &Arc<Self>,
         devices: Vec<Box<dyn LoadDevice>>,
+        threads: &mut Threads,
         say: impl Fn(ControlMessage) + Clone + Send + 'static,
         news: impl Fn(LoadNews) + Clone + Send + 'static,
-    ) -> (Vec<JoinHandle<()>>, io::Result<()>) {
-        let mut threads = Vec::new();
+    ) -> io::Result<()> {
         for (number, mut device) in devices.into_iter().enumerate() {
             let (devices, say, news) = (Arc::clone(self), say.clone(), news.clone());
-            let thread = std::thread::Builder::new().name(format!("load-device-{number}"));
-            let thread = thread.spawn(move || {
+            let id = self.queues[number].id.clone();
+            threads.start(format!("load-device-{number}"), id, move || {
                 let mut reader =
                     PieceReader { queue: &devices.queues[number], number: number as u16, say, next: Next::Nothing };
                 match unless_it_panics(|| devices.load(number, &mut *device, &mut reader)) {
@@ -194,13 +193,9 @@ impl LoadingDevices {
                         news(LoadNews::Failed(format!("loading the state of device {id} failed: {error}")));
                     }
                 }
-            });
-            match thread {
-                Ok(thread) => threads.push(thread),
-                Err(error) => return (threads, Err(error)),
-            }
+            })?;
         }
-        (threads, Ok(()))
+        Ok(())
     }
 
     fn load<S: Fn(ControlMessage)>(
@@ -350,7 +345,7 @@ mod tests {
     /// Devices, what their threads say to the source and to the driver, and what they took.
     struct Side {
         devices: Arc<LoadingDevices>,
-        threads: Vec<JoinHandle<()>>,
+        threads: Threads,
         said: Receiver<ControlMessage>,
         news: Receiver<LoadNews>,
         taken: Vec<Receiver<Vec<u8>>>,
@@ -366,9 +361,9 @@ mod tests {
                 (Box::new(Taker(sender)) as Box<dyn LoadDevice>, receiver)
             })
             .unzip();
-        let (threads, started) =
-            devices.start(takers, move |message| drop(say.send(message)), move |news| drop(tell.send(news)));
-        started.unwrap();
+        let mut threads = Threads::default();
+        let (say, tell) = (move |message| drop(say.send(message)), move |news| drop(tell.send(news)));
+        devices.start(takers, &mut threads, say, tell).unwrap();
         Side { devices, threads, said, news, taken }
     }
 
@@ -382,7 +377,7 @@ mod tests {
     fn arrive_in_any_order(seed: u64) {
         let mut state = seed;
         let count = 1 + random(&mut state, 5);
-        let side = side(count as u32, LEAST_CREDIT, random(&mut state, 3) == 0);
+        let mut side = side(count as u32, LEAST_CREDIT, random(&mut state, 3) == 0);
         let mut senders = vec![DeviceSender::default(); count];
         let mut left: Vec<Vec<u8>> = (0..count)
             .map(|device| (0..random(&mut state, 400_000)).map(|at| (at * 31 + device) as u8).collect())
@@ -424,7 +419,7 @@ mod tests {
         }
         let loaded = side.news.iter().take(count).filter(|news| matches!(news, LoadNews::Loaded(_))).count();
         assert_eq!(loaded, count);
-        side.threads.into_iter().for_each(|thread| thread.join().unwrap());
+        side.threads.join(|_| ());
     }
 
     #[test]
@@ -439,12 +434,12 @@ mod tests {
     #[test]
     fn the_end_of_a_migration_ends_every_wait() {
         for serial in [false, true] {
-            let side = side(3, LEAST_CREDIT, serial);
+            let mut side = side(3, LEAST_CREDIT, serial);
             // One waits for its first piece, one amid its state, one for its turn where there are turns.
             side.devices.arrived(1, 0, Piece::Bytes(b"begun")).unwrap();
             side.devices.arrived(2, 0, Piece::Bytes(b"begun")).unwrap();
             side.devices.end();
-            side.threads.into_iter().for_each(|thread| thread.join().unwrap());
+            side.threads.join(|_| ());
             let failed = side.news.iter().filter(|news| matches!(news, LoadNews::Failed(_))).count();
             assert_eq!(failed, 3);
         }

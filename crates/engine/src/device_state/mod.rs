@@ -17,17 +17,86 @@
 mod buffer;
 pub(crate) mod load;
 pub(crate) mod save;
+mod threads;
 
+use std::fmt::{self, Display};
 use std::io::{Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use serde::{Deserialize, Serialize};
 use sterna_wire::control::Machine;
 pub use sterna_wire::control::{Device as DeviceId, DeviceChannels};
 use sterna_wire::text::cleaned;
 
 pub use self::buffer::DeviceBytes;
 pub use self::save::SavingDevices;
+pub(crate) use self::threads::Threads;
 use crate::vmm::VmmError;
+
+/// How many devices that are waited for are called by name.
+const MOST_NAMED: usize = 3;
+
+/// Where a device's state is, as the source sees it: what the migration waits for of this device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum DevicePhase {
+    /// The guest runs. The source's device saves what must be loaded before the guest is stopped.
+    #[default]
+    SavingAhead,
+    /// The guest runs. The destination's device has not loaded what it must before the guest is stopped: what was saved first, and of what
+    /// followed all but what it loads within the downtime that is wanted.
+    LoadingAhead,
+    /// Nothing is waited for of this device: it is others that keep the guest from being stopped or, where one device goes after the other
+    /// ([`DeviceChannels::Serial`]), that come first.
+    Ready,
+    /// The guest stands. The source's device saves the rest.
+    Saving,
+    /// What the device has saved waits for a channel, or was sent and has not arrived.
+    OnTheWay,
+    /// The guest stands. The destination's device has not loaded what has come for it.
+    Loading,
+    /// The destination's device has loaded all of its state.
+    Loaded,
+}
+
+impl DevicePhase {
+    /// Whether the migration waits for a device in this phase.
+    pub fn is_waited_for(self) -> bool {
+        !matches!(self, Self::Ready | Self::Loaded)
+    }
+}
+
+impl Display for DevicePhase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::SavingAhead => "saving ahead at the source",
+            Self::LoadingAhead => "loading ahead at the destination",
+            Self::Ready => "ready",
+            Self::Saving => "saving at the source",
+            Self::OnTheWay => "on the way",
+            Self::Loading => "loading at the destination",
+            Self::Loaded => "loaded",
+        })
+    }
+}
+
+/// The first few of these names, the others counted; none where there are none.
+fn named(names: impl IntoIterator<Item = String>) -> Option<String> {
+    let mut names = names.into_iter();
+    let first: Vec<_> = names.by_ref().take(MOST_NAMED).collect();
+    let first = (!first.is_empty()).then(|| first.join(", "))?;
+    Some(match names.count() {
+        0 => first,
+        more => format!("{first} and {more} more"),
+    })
+}
+
+/// The devices among these that are waited for, in words; none where there are none.
+pub(crate) fn waiting_for(devices: impl IntoIterator<Item = (impl Display, DevicePhase)>) -> Option<String> {
+    let waited_for = devices.into_iter().filter(|(_, phase)| phase.is_waited_for());
+    named(waited_for.map(|(device, phase)| format!("{device} ({phase})")))
+}
 
 /// What becomes of a device while the guest runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +173,27 @@ pub(crate) fn difference(source: &Machine, destination: &[DeviceId]) -> Option<S
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_the_devices_that_are_waited_for_three_are_named_and_the_others_counted() {
+        use DevicePhase::{Loaded, Loading, LoadingAhead, OnTheWay, Ready, Saving, SavingAhead};
+        let said = |phases: &[DevicePhase]| {
+            waiting_for(
+                phases.iter().enumerate().map(|(instance, phase)| (DeviceId::new("d", instance as u32), *phase)),
+            )
+        };
+        assert_eq!(said(&[]), None);
+        assert_eq!(said(&[Ready, Loaded]), None);
+        assert_eq!(said(&[Loaded, Loading, Ready]).unwrap(), "d/1 (loading at the destination)");
+        assert_eq!(
+            said(&[SavingAhead, LoadingAhead, OnTheWay]).unwrap(),
+            "d/0 (saving ahead at the source), d/1 (loading ahead at the destination), d/2 (on the way)"
+        );
+        assert_eq!(
+            said(&[Saving, Ready, Saving, Loading, Loaded, Loading, OnTheWay]).unwrap(),
+            "d/0 (saving at the source), d/2 (saving at the source), d/3 (loading at the destination) and 2 more"
+        );
+    }
 
     #[test]
     fn devices_that_one_side_lacks_are_named_and_their_order_does_not_count() {

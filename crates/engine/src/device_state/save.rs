@@ -1,14 +1,14 @@
 //! Devices at the source: a thread for each, and what it, the channels, the rounds and the driver know of it together.
 
+use std::fmt::Display;
 use std::io::{self, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use sterna_wire::device::{DeviceError, DeviceSender, Piece};
 
 use super::buffer::{Buffers, DeviceBytes};
-use super::{Ahead, DeviceId, SaveDevice, unless_it_panics};
+use super::{Ahead, DeviceId, DevicePhase, SaveDevice, Threads, unless_it_panics};
 use crate::entry::Pipeline;
 use crate::report::{DeviceProgress, DeviceReport, between};
 use crate::send::{Item, SendChannel};
@@ -53,6 +53,10 @@ struct Known {
     pieces: u64,
     arrived_bytes: u64,
     arrived_pieces: u64,
+    /// Its thread waits with a piece for the destination's permission or for a channel, or is handing one over.
+    handing_over: bool,
+    /// All that was saved ahead at first is handed over.
+    first_sent: bool,
     /// The destination has taken what was saved ahead.
     taken: bool,
     /// Since when there is anything that it has not taken, and what it had taken by then.
@@ -83,6 +87,25 @@ impl Known {
         }
     }
 
+    /// Where its state is; `stands`: the guest does, and the device is to save.
+    fn phase(&self, stands: bool, downtime: Duration) -> DevicePhase {
+        // What has arrived is the destination's, and what has not is nobody's.
+        let sent = |there| if self.arrived_pieces == self.pieces { there } else { DevicePhase::OnTheWay };
+        if self.loaded.is_some() {
+            DevicePhase::Loaded
+        } else if stands && (self.saved.is_some() || self.handing_over) {
+            sent(DevicePhase::Loading)
+        } else if stands {
+            DevicePhase::Saving
+        } else if self.taken && self.loading() <= downtime {
+            DevicePhase::Ready
+        } else if self.first_sent || self.taken || self.handing_over {
+            sent(DevicePhase::LoadingAhead)
+        } else {
+            DevicePhase::SavingAhead
+        }
+    }
+
     fn look_whether_arrived(&mut self) {
         if self.saved.is_some() && self.arrived_pieces == self.pieces {
             self.arrived.get_or_insert_with(Instant::now);
@@ -95,6 +118,10 @@ struct State {
     devices: Vec<Known>,
     /// Which device saves now, where one does after the other.
     turn: Option<usize>,
+    /// The destination has loaded what the monitor has saved ahead, or that has saved nothing.
+    monitor_taken: bool,
+    /// The guest is paused, and all devices are to save.
+    stands: bool,
     /// Of all devices, pieces that have been sent and have not arrived.
     on_the_way: u64,
     /// Since when there are any, and bytes of those that have arrived since.
@@ -105,6 +132,27 @@ struct State {
 }
 
 impl State {
+    /// Where each device's state is.
+    fn phases(&self, downtime: Duration) -> impl Iterator<Item = DevicePhase> {
+        // Where one device goes after the other: those before this one are loaded.
+        let mut comes_next = true;
+        self.devices.iter().enumerate().map(move |(number, known)| {
+            let phase = known.phase(self.stands, downtime);
+            let waits = self.turn.is_some_and(|turn| match phase {
+                DevicePhase::Saving => number > turn,
+                DevicePhase::Loading => !comes_next,
+                _ => false,
+            });
+            comes_next &= phase == DevicePhase::Loaded;
+            if waits { DevicePhase::Ready } else { phase }
+        })
+    }
+
+    /// The device, if there is such a one and the destination says something of it before the end: what it says later is an echo of that.
+    fn in_time(&mut self, device: u16) -> Option<&mut Known> {
+        self.devices.get_mut(usize::from(device)).filter(|_| !self.over)
+    }
+
     fn piece_sent(&mut self) {
         self.on_the_way += 1;
         self.busy.get_or_insert_with(|| (Instant::now(), 0));
@@ -129,16 +177,27 @@ impl State {
 #[derive(Debug)]
 pub struct SavingDevices {
     ids: Vec<DeviceId>,
+    /// That is wanted.
+    downtime: Duration,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 impl SavingDevices {
-    pub(crate) fn new(ids: Vec<DeviceId>, serial: bool) -> Self {
+    pub(crate) fn new(ids: Vec<DeviceId>, serial: bool, downtime: Duration) -> Self {
         let devices = ids.iter().map(|_| Known::default()).collect();
         let turn = serial.then_some(0);
-        let state = State { devices, turn, on_the_way: 0, busy: None, rate: 0.0, over: false };
-        Self { ids, state: Mutex::new(state), changed: Condvar::new() }
+        let state = State {
+            devices,
+            turn,
+            monitor_taken: false,
+            stands: false,
+            on_the_way: 0,
+            busy: None,
+            rate: 0.0,
+            over: false,
+        };
+        Self { ids, downtime, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -181,18 +240,33 @@ impl SavingDevices {
 
     /// The destination's device has taken what was saved ahead, or nothing was.
     pub(crate) fn taken(&self, device: u16) {
-        if let Some(known) = self.state().devices.get_mut(usize::from(device)) {
+        if let Some(known) = self.state().in_time(device) {
             known.taken = true;
         }
     }
 
+    /// As [`SavingDevices::taken`], of what the monitor has saved ahead.
+    pub(crate) fn monitor_taken(&self) {
+        self.state().monitor_taken = true;
+    }
+
+    /// Whether everything that was saved ahead at first has been loaded.
     pub(crate) fn all_taken(&self) -> bool {
-        self.state().devices.iter().all(|known| known.taken)
+        let state = self.state();
+        state.monitor_taken && state.devices.iter().all(|known| known.taken)
+    }
+
+    /// What is waited for of devices, and of the monitor before the guest is stopped, in words; none where it is something else.
+    pub(crate) fn waiting_for(&self) -> Option<String> {
+        let state = self.state();
+        let monitor = (!state.monitor_taken).then_some((&"the monitor" as &dyn Display, DevicePhase::LoadingAhead));
+        let devices = self.ids.iter().map(|id| id as &dyn Display).zip(state.phases(self.downtime));
+        super::waiting_for(monitor.into_iter().chain(devices))
     }
 
     /// The destination's device has loaded all of its state.
     pub(crate) fn loaded(&self, device: u16) {
-        if let Some(known) = self.state().devices.get_mut(usize::from(device)) {
+        if let Some(known) = self.state().in_time(device) {
             known.loaded.get_or_insert_with(Instant::now);
         }
     }
@@ -220,6 +294,7 @@ impl SavingDevices {
 
     /// Has all devices saved: the guest is paused.
     pub(crate) fn save(&self) {
+        self.state().stands = true;
         self.order(|_| Some(Order::Save));
     }
 
@@ -275,7 +350,10 @@ impl SavingDevices {
             if state.over {
                 return Err(WindowClosed);
             }
-            if let Some(most) = state.devices[device].sender.largest_piece(packet) {
+            let known = &mut state.devices[device];
+            let most = known.sender.largest_piece(packet);
+            known.handing_over = most.is_none();
+            if let Some(most) = most {
                 return Ok(most);
             }
             state = self.wait(state);
@@ -290,6 +368,7 @@ impl SavingDevices {
                 return Err(WindowClosed);
             }
             let known = &mut state.devices[device];
+            known.handing_over = true;
             if let Some(place) = known.sender.send(content) {
                 known.taking.get_or_insert((Instant::now(), known.sender.taken()));
                 known.bytes += content as u64;
@@ -304,28 +383,39 @@ impl SavingDevices {
         }
     }
 
+    /// A channel has taken the piece that was given its place last.
+    fn handed_over(&self, device: usize) {
+        self.state().devices[device].handing_over = false;
+    }
+
+    /// Each device with what is known of it.
+    fn told<T>(&self, tell: impl Fn(&DeviceId, DevicePhase, &Known) -> T) -> Vec<T> {
+        let state = self.state();
+        let known = state.phases(self.downtime).zip(&state.devices);
+        self.ids.iter().zip(known).map(|(id, (phase, known))| tell(id, phase, known)).collect()
+    }
+
     pub(crate) fn progress(&self) -> Vec<DeviceProgress> {
-        let told = |(id, known): (&DeviceId, &Known)| DeviceProgress {
+        self.told(|id, phase, known| DeviceProgress {
             device: id.to_string(),
+            phase,
             bytes: known.bytes,
             arrived_bytes: known.arrived_bytes,
             remaining_bytes: known.remaining,
-            loaded: known.loaded.is_some(),
-        };
-        self.ids.iter().zip(&self.state().devices).map(told).collect()
+        })
     }
 
     pub(crate) fn report(&self) -> Vec<DeviceReport> {
-        let told = |(id, known): (&DeviceId, &Known)| DeviceReport {
+        self.told(|id, phase, known| DeviceReport {
             device: id.to_string(),
+            phase,
             bytes: known.bytes,
             ahead_bytes: known.ahead_bytes,
             save_ms: between(known.begun, known.saved),
             transfer_ms: between(known.saved, known.arrived),
             load_ms: between(known.arrived, known.loaded),
             downtime_ms: between(known.begun, known.loaded),
-        };
-        self.ids.iter().zip(&self.state().devices).map(told).collect()
+        })
     }
 }
 
@@ -364,19 +454,20 @@ pub(crate) struct Way {
     pub(crate) packet_size: usize,
 }
 
-/// Starts a thread for each device; `news` is called by them.
+/// Starts a thread for each device, among `threads`; `news` is called by them.
 ///
 /// # Errors
 /// The system has no thread. Those that were started end with [`SavingDevices::end`].
 pub(crate) fn start(
     devices: Vec<Box<dyn SaveDevice>>,
+    threads: &mut Threads,
     way: impl Fn() -> Way,
     news: impl Fn(SaveNews) + Clone + Send + 'static,
-) -> (Vec<JoinHandle<()>>, io::Result<()>) {
-    let mut threads = Vec::new();
+) -> io::Result<()> {
     for (number, device) in devices.into_iter().enumerate() {
+        let id = way().devices.ids[number].clone();
         let saving = Saving {
-            id: way().devices.ids[number].clone(),
+            id: id.clone(),
             number,
             writer: PieceWriter {
                 way: way(),
@@ -390,13 +481,9 @@ pub(crate) fn start(
             device,
         };
         let news = news.clone();
-        let thread = std::thread::Builder::new().name(format!("save-device-{number}"));
-        match thread.spawn(move || saving.run(&news)) {
-            Ok(thread) => threads.push(thread),
-            Err(error) => return (threads, Err(error)),
-        }
+        threads.start(format!("save-device-{number}"), id, move || saving.run(&news))?;
     }
-    (threads, Ok(()))
+    Ok(())
 }
 
 /// A device's thread.
@@ -427,6 +514,7 @@ impl Saving {
             news(SaveNews::NothingAhead(number as u16));
         } else {
             self.writer.mark(Piece::Ahead)?;
+            self.devices().state().devices[number].first_sent = true;
         }
         loop {
             match self.devices().next_order(number) {
@@ -502,6 +590,12 @@ impl PieceWriter {
 
     fn hand_over(&mut self, content: usize, piece: Piece<DeviceBytes>) -> Result<(), WindowClosed> {
         let place = self.way.devices.place(self.number, content)?;
+        self.give_to_channel(place, content, piece)?;
+        self.way.devices.handed_over(self.number);
+        Ok(())
+    }
+
+    fn give_to_channel(&mut self, place: u64, content: usize, piece: Piece<DeviceBytes>) -> Result<(), WindowClosed> {
         let in_window = if self.way.route.enters_window() { content as u64 } else { 0 };
         let channels = self.way.route.channels();
         let mut item = Item::Device { device: self.number as u16, place, piece, in_window };
@@ -534,5 +628,105 @@ impl Write for PieceWriter {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::DevicePhase::{Loaded, Loading, LoadingAhead, OnTheWay, Ready, Saving, SavingAhead};
+    use super::*;
+
+    fn devices(count: u32, serial: bool) -> SavingDevices {
+        let ids = (0..count).map(|instance| DeviceId::new("device", instance)).collect();
+        SavingDevices::new(ids, serial, Duration::from_millis(300))
+    }
+
+    fn phases(devices: &SavingDevices) -> Vec<DevicePhase> {
+        devices.progress().iter().map(|device| device.phase).collect()
+    }
+
+    #[test]
+    fn who_is_waited_for_is_the_one_who_has_to_do_the_next_thing() {
+        let devices = devices(1, false);
+        let phase = || phases(&devices)[0];
+        let sends = || devices.place(0, 100).unwrap();
+        assert_eq!(phase(), SavingAhead);
+        devices.state().devices[0].handing_over = true;
+        assert_eq!(phase(), LoadingAhead, "the destination has permitted nothing yet");
+        devices.credit(0, 64 << 10).unwrap();
+        devices.largest_piece(0, 4096).unwrap();
+        assert_eq!(phase(), SavingAhead);
+        sends();
+        assert_eq!(phase(), OnTheWay, "no channel has taken it");
+        devices.handed_over(0);
+        assert_eq!(phase(), SavingAhead, "there is more to come");
+        devices.state().devices[0].first_sent = true;
+        assert_eq!(phase(), OnTheWay);
+        devices.arrived(0, 100);
+        assert_eq!(phase(), LoadingAhead);
+        devices.taken(0);
+        assert_eq!(phase(), Ready);
+        // What followed will take longer to be loaded than the guest may stand.
+        devices.state().devices[0].take_rate = 100.0;
+        assert_eq!(phase(), LoadingAhead);
+        devices.state().devices[0].first_sent = false;
+        assert_eq!(phase(), LoadingAhead, "also where nothing came at first");
+        devices.save();
+        assert_eq!(phase(), Saving);
+        sends();
+        assert_eq!(phase(), OnTheWay);
+        devices.arrived(0, 100);
+        assert_eq!(phase(), Loading, "its thread waits for permission to send more");
+        devices.handed_over(0);
+        assert_eq!(phase(), Saving);
+        sends();
+        devices.handed_over(0);
+        devices.state().devices[0].saved = Some(Instant::now());
+        assert_eq!(phase(), OnTheWay);
+        devices.arrived(0, 100);
+        assert_eq!(phase(), Loading);
+        devices.loaded(0);
+        assert_eq!(phase(), Loaded);
+    }
+
+    #[test]
+    fn what_is_said_of_a_device_after_the_end_does_not_hide_what_was_waited_for() {
+        let devices = devices(1, false);
+        devices.state().devices[0].first_sent = true;
+        devices.end();
+        devices.taken(0);
+        devices.loaded(0);
+        assert_eq!(phases(&devices), [LoadingAhead]);
+    }
+
+    #[test]
+    fn of_devices_that_go_one_after_the_other_those_that_come_later_are_not_waited_for() {
+        let devices = devices(3, true);
+        (0..3).for_each(|device| devices.taken(device));
+        devices.save();
+        let saves = |device: usize| {
+            let mut state = devices.state();
+            state.devices[device].saved = Some(Instant::now());
+            state.turn = Some(device + 1);
+        };
+        assert_eq!(phases(&devices), [Saving, Ready, Ready]);
+        saves(0);
+        assert_eq!(phases(&devices), [Loading, Saving, Ready]);
+        saves(1);
+        saves(2);
+        assert_eq!(phases(&devices), [Loading, Ready, Ready]);
+        devices.loaded(0);
+        assert_eq!(phases(&devices), [Loaded, Loading, Ready]);
+    }
+
+    #[test]
+    fn what_the_monitor_has_saved_ahead_is_waited_for_like_a_device() {
+        let devices = devices(1, false);
+        devices.taken(0);
+        assert!(!devices.all_taken());
+        assert_eq!(devices.waiting_for().unwrap(), "the monitor (loading ahead at the destination)");
+        devices.monitor_taken();
+        assert!(devices.all_taken());
+        assert_eq!(devices.waiting_for(), None);
     }
 }

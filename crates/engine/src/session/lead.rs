@@ -84,6 +84,11 @@ pub trait SourceDriver {
 
     /// Tells progress.
     fn tick(&mut self);
+
+    /// What the step at hand waits for, where more is known than its name.
+    fn waiting_for(&self) -> Option<String> {
+        None
+    }
 }
 
 impl SourceLead {
@@ -141,16 +146,6 @@ impl SourceLead {
         None
     }
 
-    /// A step that took too long, or a broken channel about which no word has come.
-    fn overdue(&mut self) -> Option<SourceEvent> {
-        let passed = |deadline: Instant| Instant::now() >= deadline;
-        if let Some((_, what)) = self.due.take_if(|(deadline, _)| passed(*deadline)) {
-            return Some(SourceEvent::Failed { reason: format!("{what} took too long") });
-        }
-        self.broken.take_if(|deadline| passed(*deadline))?;
-        Some(SourceEvent::Failed { reason: self.abort.reason().unwrap_or_default() })
-    }
-
     /// Whether nobody needs to wait any more for what is to be delivered.
     fn gives_up(&mut self) -> bool {
         if self.switchover.may_stop() && !self.switchover.decided() {
@@ -158,6 +153,27 @@ impl SourceLead {
         }
         self.give_up.is_some_and(|deadline| Instant::now() >= deadline)
     }
+}
+
+/// Why a step has failed that was not done in time.
+pub(crate) fn too_long(step: &str, waiting_for: Option<String>) -> String {
+    match waiting_for {
+        Some(what) => format!("{step} took too long; waiting for {what}"),
+        None => format!("{step} took too long"),
+    }
+}
+
+/// A step that took too long, or a broken channel about which no word has come.
+fn overdue<D: SourceDriver>(driver: &mut D) -> Option<SourceEvent> {
+    let passed = |deadline: Instant| Instant::now() >= deadline;
+    let late = driver.lead().due.take_if(|(deadline, _)| passed(*deadline));
+    if late.is_none() {
+        driver.lead().broken.take_if(|deadline| passed(*deadline))?;
+    }
+    // What has ended it already says more than that it took long.
+    let reason = driver.lead().abort.reason();
+    let step = |(_, step)| too_long(step, driver.waiting_for());
+    Some(SourceEvent::Failed { reason: reason.or_else(|| late.map(step)).unwrap_or_default() })
 }
 
 /// Leads the source from its first actions to its end.
@@ -190,7 +206,7 @@ pub fn lead_source<D: SourceDriver>(
         if driver.lead().gives_up() {
             return SourceOutcome::Undelivered;
         }
-        if let Some(event) = driver.lead().overdue() {
+        if let Some(event) = overdue(driver) {
             actions = driver.lead().switchover.on(event);
             continue;
         }

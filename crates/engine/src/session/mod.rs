@@ -27,6 +27,7 @@ use crate::receive::PacketRules;
 pub use self::dial::{DIAL_PAUSE, Offer, dial, dial_again};
 pub use self::doorman::{Doorman, OtherDoor, Refused, Sinks, receive_thread};
 pub use self::greet::{Greeted, Greeting};
+pub(crate) use self::lead::too_long;
 pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, after, lead_source};
 pub use self::peer::{Heard, Peer, PeerNews, TellPeer, link_events};
 

@@ -279,7 +279,7 @@ impl Convergence {
     }
 
     /// Whether the guest may be stopped.
-    fn fits(&self, at: &Measure) -> bool {
+    pub(super) fn fits(&self, at: &Measure) -> bool {
         self.sending(at).is_some_and(|sending| self.budget(at).is_some_and(|budget| sending <= budget))
     }
 
@@ -414,7 +414,14 @@ impl Convergence {
     fn does_not_converge(&mut self, at: &Measure, predicted: Duration) -> Decision {
         let Rates { dirty, drain, .. } = self.rates;
         let mib = |bytes: f64| bytes / f64::from(1 << 20);
-        self.verdict = Some(if self.budget(at).is_none() {
+        self.verdict = Some(if at.loading > self.downtime {
+            format!(
+                "what was sent of devices' state takes {} ms to be loaded at the destination where a downtime of {} ms is wanted; devices \
+                 that load faster or a longer downtime would end it",
+                at.loading.as_millis(),
+                self.downtime.as_millis()
+            )
+        } else if self.budget(at).is_none() {
             format!(
                 "the guest's state of {:.0} MiB alone makes a downtime of {} ms where {} ms are wanted, which no round changes; more \
                  bandwidth or a longer downtime would end it",
@@ -601,6 +608,15 @@ mod tests {
             simulation.convergence.after_round(&simulation.at, false);
         }
         assert_eq!(simulation.convergence.rates().drain, fast);
+    }
+
+    #[test]
+    fn devices_that_load_for_longer_than_the_downtime_are_what_does_not_converge() {
+        let mut simulation = Simulation::new(4096 * MIB, 0.0, 0, 118e6, NotConverging::GiveUp);
+        simulation.at.loading = Duration::from_millis(301);
+        assert_eq!(simulation.until_it_ends().0, Decision::GiveUp);
+        let verdict = simulation.convergence.verdict().unwrap();
+        assert!(verdict.contains("takes 301 ms to be loaded at the destination"), "{verdict}");
     }
 
     #[test]

@@ -29,6 +29,8 @@ use crate::window::{Delivered, WindowClosed};
 /// How often the guest is let run on because it dirtied more, until it stood, than was to be expected. After that it stays
 /// stopped: being stopped again and again is worse than once for longer.
 const MOST_TRIES: u32 = 3;
+/// After this long it is told what alone keeps the guest from being stopped.
+const HELD_LONG: Duration = Duration::from_secs(1);
 
 /// What the driver tells this thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,6 +112,22 @@ pub(super) fn no_pages(ram: &GuestRam) -> Vec<PageBitmap> {
     ram.blocks().iter().map(|block| PageBitmap::new(block.pages())).collect()
 }
 
+/// That the guest could be stopped, but must not yet.
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    since: Option<Duration>,
+    told: bool,
+}
+
+impl Held {
+    /// Whether that has gone on for so long that it is to be told. Once is enough.
+    fn is_to_be_told(&mut self, now: Duration, held: bool) -> bool {
+        self.since = held.then(|| self.since.unwrap_or(now));
+        let long = self.since.is_some_and(|since| now.saturating_sub(since) >= HELD_LONG);
+        long && !std::mem::replace(&mut self.told, true)
+    }
+}
+
 /// The rounds of one migration.
 pub(super) struct Rounds<N> {
     pub(super) ram: GuestRam,
@@ -131,6 +149,8 @@ pub(super) struct Rounds<N> {
     /// Where there is an accelerator, by block: all pages that the log has ever named.
     pub(super) written: Vec<PageBitmap>,
     pub(super) may_stop: bool,
+    /// How long that has been all that kept the guest from being stopped.
+    pub(super) held: Held,
     /// How often the guest was stopped and let run on.
     pub(super) tried: u32,
     pub(super) abort: Arc<Abort>,
@@ -168,7 +188,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                 Decision::Throttle(percent) => (self.news)(RoundNews::Throttle(percent)),
                 Decision::PostCopy => return self.post_copy(pending),
                 Decision::GiveUp => {
-                    let verdict = self.convergence.verdict().unwrap_or_default();
+                    let verdict = self.verdict().unwrap_or_default();
                     return Err(Ended::Failed(format!("given up after {round} rounds: {verdict}")));
                 }
                 Decision::SwitchOver => {
@@ -377,16 +397,31 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         told.remaining_bytes = measure.remaining;
         told.dirty_rate = self.convergence.rates().dirty;
         told.predicted = self.convergence.predicted(&measure);
-        told.verdict = self.convergence.verdict().map(str::to_owned);
+        told.verdict = self.verdict();
         told.throttled = self.convergence.throttled();
         drop(told);
-        if let (false, Some(verdict)) = (verdict_before, self.convergence.verdict()) {
+        if let (false, Some(verdict)) = (verdict_before, self.verdict()) {
             (self.news)(RoundNews::Note(format!("the migration does not converge: {verdict}")));
+        }
+        let held = !may_stop && self.convergence.fits(&measure);
+        if self.held.is_to_be_told(measure.now, held)
+            && let Some(devices) = self.devices.waiting_for()
+        {
+            (self.news)(RoundNews::Note(format!("the guest could be stopped; waiting for {devices}")));
         }
         if decision == Decision::SwitchOver {
             self.told.lock().expect("nobody panics with it").out_of_reach = self.convergence.out_of_reach(&measure);
         }
         (decision, self.convergence.pause(&measure))
+    }
+
+    /// Why the rounds do not converge, and which devices are waited for, in words.
+    fn verdict(&self) -> Option<String> {
+        let verdict = self.convergence.verdict()?;
+        Some(match self.devices.waiting_for() {
+            Some(devices) => format!("{verdict}; waiting for {devices}"),
+            None => verdict.to_owned(),
+        })
     }
 
     /// The next order; the driver is gone when there is none.

@@ -35,6 +35,9 @@ pub(crate) struct Device {
     pub(crate) load_fails: Option<u64>,
     /// And do so by a panic.
     pub(crate) panics: bool,
+    /// What goes ahead, and what goes when the guest is paused, is saved when this is given.
+    pub(crate) ahead_on: Option<Signal>,
+    pub(crate) saves_on: Option<Signal>,
     /// Loading goes on after the first byte when this is given.
     pub(crate) loads_on: Option<Signal>,
     /// Is given when it has been loaded.
@@ -151,6 +154,7 @@ impl Giver {
 
 impl SaveDevice for Giver {
     fn save_ahead(&mut self, state: &mut dyn Write) -> Result<Ahead, VmmError> {
+        self.device.ahead_on.iter().for_each(Signal::wait);
         self.goes += 1;
         let Device { ahead, goes, first, .. } = self.device;
         let up_to = match first {
@@ -167,6 +171,7 @@ impl SaveDevice for Giver {
     }
 
     fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        self.device.saves_on.iter().for_each(Signal::wait);
         self.write(self.device.bytes(), state)?;
         match self.device.save_fails {
             Some(_) => Err("saving was made to fail".into()),

@@ -2,7 +2,6 @@
 //! and waited for.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use sterna_wire::control::DeviceChannels;
 use sterna_wire::header::ChannelKind;
@@ -10,7 +9,7 @@ use sterna_wire::switchover::SourceEvent;
 
 use super::{Driver, Event, Order};
 use crate::device_state::save::{self, Route, SaveNews, Way};
-use crate::device_state::{SaveDevice, SavingDevices};
+use crate::device_state::{SaveDevice, SavingDevices, Threads};
 use crate::entry::Pipeline;
 use crate::send::{SendChannel, SendContext};
 use crate::session::after;
@@ -20,29 +19,27 @@ pub(super) struct Devices {
     pub(super) known: Arc<SavingDevices>,
     /// Until their threads are started.
     waiting: Vec<Box<dyn SaveDevice>>,
-    threads: Vec<JoinHandle<()>>,
-    /// The destination has loaded what the monitor has saved ahead.
-    monitor_taken: bool,
+    threads: Threads,
     /// The machine was told that all of the guest's state is sent.
     final_state_said: bool,
 }
 
 impl Devices {
     pub(super) fn new(known: Arc<SavingDevices>, devices: Vec<Box<dyn SaveDevice>>) -> Self {
-        Self { known, waiting: devices, threads: Vec::new(), monitor_taken: false, final_state_said: false }
-    }
-
-    /// Waits for the devices' threads. The alarm has been raised, or all of them have saved.
-    pub(super) fn join(&mut self) {
-        self.known.end();
-        for thread in self.threads.drain(..) {
-            // A panic there has been printed.
-            let _ = thread.join();
-        }
+        Self { known, waiting: devices, threads: Threads::default(), final_state_said: false }
     }
 }
 
 impl Driver<'_> {
+    /// Waits for the devices' threads. The alarm has been raised, or all of them have saved.
+    pub(super) fn end_devices(&mut self) {
+        self.devices.known.end();
+        let (observer, reason) = (self.observer, self.lead.switchover.reason());
+        self.devices.threads.join(|devices| {
+            observer.note(&format!("{reason}; before it ends, devices must return from saving: {devices}"));
+        });
+    }
+
     /// Opens the channels of device state alone, where there are any.
     pub(super) fn open_device_channels(&self, context: &SendContext) -> Result<Arc<Vec<SendChannel>>, String> {
         let open = |index| self.session.open(self.security, self.to, ChannelKind::DeviceState, index, context);
@@ -82,14 +79,13 @@ impl Driver<'_> {
             }
         };
         let devices = std::mem::take(&mut self.devices.waiting);
-        let (threads, started) = save::start(devices, way, news);
-        self.devices.threads = threads;
+        let started = save::start(devices, &mut self.devices.threads, way, news);
         started.map_err(|error| format!("no thread for a device: {error}"))
     }
 
     /// What the monitor has saved ahead is loaded, or it has saved nothing.
     pub(super) fn monitor_taken(&mut self) {
-        self.devices.monitor_taken = true;
+        self.devices.known.monitor_taken();
         self.permit_stop();
     }
 
@@ -101,7 +97,7 @@ impl Driver<'_> {
 
     /// Whether everything that was saved ahead has been loaded, so that the guest may be stopped.
     pub(super) fn may_stop(&self) -> bool {
-        self.devices.monitor_taken && self.devices.known.all_taken()
+        self.devices.known.all_taken()
     }
 
     fn permit_stop(&self) {

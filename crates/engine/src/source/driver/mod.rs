@@ -19,7 +19,7 @@ use sterna_wire::switchover::{RecordState, SourceAction, SourceEnd, SourceEvent,
 use self::devices::Devices;
 use self::post_copy::PostCopy;
 use super::convergence::{Convergence, NotConverging};
-use super::rounds::{Order, RoundNews, Rounds, Told, no_pages};
+use super::rounds::{Held, Order, RoundNews, Rounds, Told, no_pages};
 use super::unsent::Unsent;
 use super::{Settings, Source};
 use crate::abort::Abort;
@@ -40,7 +40,7 @@ use crate::report::{Observer, Progress, Report};
 use crate::send::{Compression, SendAgain, SendChannel, SendContext, Sent};
 use crate::session::{
     self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, after,
-    lead_source,
+    lead_source, too_long,
 };
 use crate::state::{Part, StateWriter};
 use crate::transport::{Address, Security};
@@ -53,6 +53,8 @@ const BATCHES_PER_CHANNEL: usize = 4;
 const ROUND_GRACE: Duration = Duration::from_secs(1);
 /// The reason where it was cancelled on this side.
 const CANCELLED: &str = "cancelled";
+/// One of the things that are waited for while the guest stands.
+const MONITORS_STATE: &str = "the monitor's state";
 
 /// What wakes the driver.
 #[derive(Debug)]
@@ -77,7 +79,7 @@ pub(super) fn run(
     let (events_in, events) = channel();
     let (ids, devices): (Vec<_>, Vec<_>) = devices.into_iter().unzip();
     let serial = settings.device_channels == DeviceChannels::Serial;
-    let known = Arc::new(SavingDevices::new(ids.clone(), serial));
+    let known = Arc::new(SavingDevices::new(ids.clone(), serial, settings.downtime));
     let machine = Machine {
         devices: ids,
         device_channels: if known.is_empty() { DeviceChannels::default() } else { settings.device_channels },
@@ -304,7 +306,7 @@ impl SourceDriver for Driver<'_> {
                 if let Some(moving) = &mut self.moving {
                     moving.end_rounds();
                 }
-                self.devices.join();
+                self.end_devices();
                 let stands = self.lead.moments.pausing.is_some();
                 Some(SourceEvent::Guest(if stands { SourceGuest::Completed } else { SourceGuest::Running }))
             }
@@ -386,6 +388,15 @@ impl SourceDriver for Driver<'_> {
 
     fn tick(&mut self) {
         self.tell_progress();
+    }
+
+    fn waiting_for(&self) -> Option<String> {
+        let moments = &self.lead.moments;
+        let lacks = |moment: Option<Instant>| moments.paused.is_some() && moment.is_none();
+        let pages = lacks(moments.drained).then(|| "the last pages".to_owned());
+        let state = lacks(moments.saved).then(|| MONITORS_STATE.to_owned());
+        let all: Vec<_> = pages.into_iter().chain(state).chain(self.devices.known.waiting_for()).collect();
+        (!all.is_empty()).then(|| all.join(", "))
     }
 }
 
@@ -546,6 +557,7 @@ impl Driver<'_> {
             accelerator: self.accelerator.clone(),
             written: self.accelerator.iter().flat_map(|_| no_pages(&self.ram)).collect(),
             may_stop: self.may_stop(),
+            held: Held::default(),
             tried: 0,
             abort: Arc::clone(&self.lead.abort),
         };
@@ -615,7 +627,7 @@ impl Driver<'_> {
         if let Some(mut moving) = self.moving.take() {
             moving.end_rounds();
             self.post_copy.join_server();
-            self.devices.join();
+            self.end_devices();
             // Nobody else has them any more.
             let stream = moving.stream.and_then(Arc::into_inner);
             let apart = Arc::into_inner(moving.device_channels).unwrap_or_default();
@@ -680,7 +692,13 @@ impl Driver<'_> {
         let stream = moving.stream.as_ref().ok_or("there is no stream channel")?;
         let mut state = StateWriter::new(stream, Part::Final, self.session.packet_size);
         // A destination that does not read keeps the monitor waiting, and this thread with it.
-        let inside = self.occupied.enter(&self.lead.abort, self.lead.due);
+        let deadline = self.lead.due.map(|(deadline, step)| {
+            let devices = Arc::clone(&self.devices.known);
+            let lacks = move || [Some(MONITORS_STATE.to_owned()), devices.waiting_for()];
+            let reason = move || too_long(step, Some(lacks().into_iter().flatten().collect::<Vec<_>>().join(", ")));
+            (deadline, Box::new(reason) as _)
+        });
+        let inside = self.occupied.enter(&self.lead.abort, deadline);
         let saved = self.vmm.save(&mut state).map_err(|error| format!("saving the guest's state failed: {error}"));
         let finished = saved.and_then(|()| state.finish().map_err(|error| error.to_string()));
         drop(inside);
