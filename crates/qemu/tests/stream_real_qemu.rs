@@ -329,7 +329,7 @@ fn migrate(from: QemuVersion, to: QemuVersion, machine: &str, channels: (usize, 
 
 /// What was seen; none where there is no QEMU.
 fn migrate_once(from: QemuVersion, to: QemuVersion, machine: &str, channels: (usize, usize)) -> Option<Seen> {
-    let Some(tools) = or_skip(Tools::locate()) else { return None };
+    let tools = or_skip(Tools::locate())?;
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();
     let path = |name: &str| directory.join(name);
@@ -340,15 +340,10 @@ fn migrate_once(from: QemuVersion, to: QemuVersion, machine: &str, channels: (us
     let serial = format!("unix:{}", path("serial.sock").display());
     let serial_line = UnixListener::bind(path("serial.sock")).unwrap();
     let loader = format!("loader,file={},addr={:#x},force-raw=on", path("random.bin").display(), RANDOM.start);
-    let Some(mut source) =
-        Qemu::start(&tools, from, machine, &path("source.img"), &["-serial", &serial, "-device", &loader])
-    else {
-        return None;
-    };
+    let mut source =
+        Qemu::start(&tools, from, machine, &path("source.img"), &["-serial", &serial, "-device", &loader])?;
     let incoming = ["-serial", "null", "-S", "-incoming", "defer"];
-    let Some(mut destination) = Qemu::start(&tools, to, machine, &path("destination.img"), &incoming) else {
-        return None;
-    };
+    let mut destination = Qemu::start(&tools, to, machine, &path("destination.img"), &incoming)?;
     let (mut serial_line, _) = serial_line.accept().unwrap();
     let mut said = [0];
     while said != *b"R" {
