@@ -182,7 +182,7 @@ impl Deltas {
         again: Option<&SendAgain>,
         whole: Whole,
     ) -> Split {
-        let begun = thread_time();
+        let (begun, touched) = (thread_time(), self.cache.touched());
         let Normal { bytes: content, mut said } = content;
         let mut split = Split::default();
         for list in [&mut self.runs, &mut self.rest_runs] {
@@ -289,7 +289,10 @@ impl Deltas {
             }
         }
         self.end(part);
-        self.history.took(thread_time().saturating_sub(begun).as_nanos() as f64, passes, number);
+        // Memory that is touched for the first time takes many times a pass, and will not again.
+        if self.cache.touched() == touched {
+            self.history.took(thread_time().saturating_sub(begun).as_nanos() as f64, passes, number);
+        }
         split
     }
 

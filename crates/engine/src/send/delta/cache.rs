@@ -20,6 +20,8 @@ const ADMITTED: u32 = 8;
 const MOST_TOGETHER: usize = 64;
 /// The number of a packet that has none yet.
 const THIS_BATCH: u64 = u64::MAX;
+/// The number of no packet: of a place that was never used.
+const NEVER: u64 = 0;
 /// No fewer groups of neighbours than this, where there are enough sets: what is left over holds nothing.
 const LEAST_GROUPS: usize = 16;
 
@@ -67,6 +69,8 @@ pub(super) struct Cache {
     /// Sets of neighbouring pages that lie together.
     together: usize,
     kept: usize,
+    /// How many of its places were ever used: the others cost memory that is touched for the first time.
+    touched: usize,
     /// Newcomers that found no free place.
     turned_away: u32,
     /// There was no memory for it.
@@ -91,9 +95,9 @@ impl Cache {
                 (0, Shown::new(0).expect("a page can be had"))
             }
         };
-        let free = Place { sequence: 0, paid: false };
+        let free = Place { sequence: NEVER, paid: false };
         let (keys, places) = (vec![Keys([Key::NONE; WAYS]); sets], vec![[free; WAYS]; sets]);
-        Self { keys, places, content, together, kept: 0, turned_away: 0, lacks_memory }
+        Self { keys, places, content, together, kept: 0, touched: 0, turned_away: 0, lacks_memory }
     }
 
     /// Whether it holds nothing because there was no memory.
@@ -116,6 +120,11 @@ impl Cache {
     /// Whether it keeps nothing.
     pub(super) fn is_empty(&self) -> bool {
         self.kept == 0
+    }
+
+    /// How many of its places were ever used.
+    pub(super) fn touched(&self) -> usize {
+        self.touched
     }
 
     /// How many pages it keeps.
@@ -162,7 +171,9 @@ impl Cache {
             }
         };
         self.keys[set].0[way] = key;
-        self.places[set][way] = Place { sequence: THIS_BATCH, paid: false };
+        let place = &mut self.places[set][way];
+        self.touched += usize::from(place.sequence == NEVER);
+        *place = Place { sequence: THIS_BATCH, paid: false };
         Some(way * sets + set)
     }
 

@@ -21,12 +21,11 @@ const SMOOTH: f64 = 1.0 / 16.0;
 const REGIONS: (usize, usize) = (1 << 12, 1 << 17);
 /// What a pass over a page may take before it was measured, in nanoseconds.
 const FIRST_PASS: f64 = 400.0;
-/// How much the time of a pass follows less, and more: what a batch takes besides, memory that is touched for the first time above all,
-/// is not what the next one will take.
-const PASS_FALLS: f64 = 1.0 / 4.0;
-const PASS_RISES: f64 = 1.0 / 64.0;
 /// No batch counts as more times as slow as those before.
 const SLOWEST: f64 = 4.0;
+/// How much of what is too slow is forgotten with each batch that does not measure it: at first, and at last where it proves true each
+/// time that it was forgotten.
+const FORGETS: (f64, f64) = (1.0 / 64.0, 1.0 / 4096.0);
 /// The shortest record: one word.
 const LEAST_RECORD: f64 = 10.0;
 
@@ -103,6 +102,10 @@ pub(super) struct History {
     all: Outcomes,
     /// Nanoseconds of a pass over a page.
     pass: f64,
+    /// The last batch has measured it.
+    measured: bool,
+    /// How fast that is forgotten.
+    forgets: f64,
     /// Until the next sample.
     skip: u32,
     random: u64,
@@ -115,7 +118,15 @@ impl History {
         let all = Outcomes { same: 0.0, delta: 0.5, bytes: 3.0 * LEAST_RECORD };
         let regions = (cached_pages / 128).next_power_of_two().clamp(REGIONS.0, REGIONS.1);
         let unknown = Region { key: u64::MAX, outcomes: all, whole: 1.0 };
-        Self { regions: vec![unknown; regions], all, pass: FIRST_PASS, skip: SAMPLED, random: 1 }
+        Self {
+            regions: vec![unknown; regions],
+            all,
+            pass: FIRST_PASS,
+            measured: true,
+            forgets: FORGETS.0,
+            skip: SAMPLED,
+            random: 1,
+        }
     }
 
     fn region(&mut self, key: u64) -> &mut Region {
@@ -167,13 +178,23 @@ impl History {
 
     /// A batch of so many pages took so long, with so many passes over them.
     pub(super) fn took(&mut self, nanos: f64, passes: usize, pages: usize) {
-        if passes > 0 && 2 * passes >= pages {
+        if pages == 0 {
+            return;
+        }
+        // With few of them it is the time of the rest that was measured.
+        if 2 * passes >= pages {
             let pass = (nanos / passes as f64).min(SLOWEST * self.pass);
-            self.pass += (pass - self.pass) * if pass < self.pass { PASS_FALLS } else { PASS_RISES };
+            if !std::mem::replace(&mut self.measured, true) {
+                let (first, last) = FORGETS;
+                self.forgets = if pass > self.pass { (self.forgets / 2.0).max(last) } else { first };
+            }
+            self.pass += (pass - self.pass) * SMOOTH;
         } else {
-            // It says how long the rest of it takes. What is not measured is forgotten: a pass that was once too slow to be tried again would
-            // be so for ever.
-            self.pass += (FIRST_PASS - self.pass) * PASS_RISES;
+            self.measured = false;
+            if self.pass > FIRST_PASS {
+                // Else a pass that was once too slow to be tried again would be so for ever.
+                self.pass += (FIRST_PASS - self.pass) * self.forgets;
+            }
         }
     }
 
@@ -202,6 +223,8 @@ mod tests {
         kept: HashSet<u64>,
         /// Of them, those whose deltas have paid.
         paid: HashSet<u64>,
+        /// Nanoseconds of a pass.
+        pass: f64,
     }
 
     /// How a guest changes a page.
@@ -222,7 +245,7 @@ mod tests {
 
     impl World {
         fn new() -> Self {
-            Self { history: History::new(4096), kept: HashSet::new(), paid: HashSet::new() }
+            Self { history: History::new(4096), kept: HashSet::new(), paid: HashSet::new(), pass: PASS }
         }
 
         /// Sends all pages once; says what that cost, and how many went as deltas.
@@ -255,8 +278,8 @@ mod tests {
                 }
             }
             self.history.tried(0, tried);
-            self.history.took(PASS * passes as f64, passes, PAGES as usize);
-            (cost + PASS * passes as f64, deltas)
+            self.history.took(self.pass * passes as f64, passes, PAGES as usize);
+            (cost + self.pass * passes as f64, deltas)
         }
 
         fn rounds(&mut self, rounds: usize, whole: Whole, change: impl Fn(u64) -> Change) -> (f64, u64) {
@@ -310,14 +333,31 @@ mod tests {
     fn passes_that_were_slow_for_a_while_do_not_end_deltas_for_ever() {
         let mut world = World::new();
         world.rounds(4, NONE, words);
-        // Memory touched for the first time: in every second batch, and then in each.
-        (0..1000).for_each(|batch| world.history.took(if batch % 2 == 0 { 1e6 } else { 40e3 }, 128, 128));
-        assert!(world.history.plan(0, SMALL).keeps);
         (0..1000).for_each(|_| world.history.took(1e7, 128, 128));
         let stalled = world.history.plan(0, SMALL);
         assert!(!stalled.keeps && !stalled.tries);
         world.rounds(400, SMALL, words);
         assert!(world.rounds(20, SMALL, words).1 > 14 * PAGES);
+    }
+
+    #[test]
+    fn passes_that_are_slow_are_tried_ever_more_rarely() {
+        // A page goes in 1380 ns, and a pass takes longer than that.
+        let mut world = World { pass: 2000.0, ..World::new() };
+        let (cost, _) = world.rounds(4000, SMALL, |page| if page % 2 == 0 { words(page) } else { all(page) });
+        assert!(cost < 1.25 * never(4000, SMALL), "{}", cost / never(4000, SMALL));
+    }
+
+    #[test]
+    fn a_pass_that_is_fast_is_so_after_a_rest() {
+        // What is nearly free on its way, and yet dearer than a pass.
+        let fast = Whole { nanos: 0.0, bytes: 4096.0, price: 0.085 };
+        let mut world = World { pass: 100.0, ..World::new() };
+        world.rounds(50, NONE, words);
+        assert_eq!(world.rounds(50, fast, words).1, 50 * PAGES);
+        world.rounds(200, NONE, all);
+        world.rounds(2000, fast, words);
+        assert_eq!(world.rounds(50, fast, words).1, 50 * PAGES);
     }
 
     #[test]
