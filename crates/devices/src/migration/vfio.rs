@@ -90,7 +90,8 @@ impl<D: Device> VfioSource<D> {
     {
         let save_device = |at: usize| -> (DeviceId, Box<dyn SaveDevice>) {
             let devices = Arc::clone(&self.devices);
-            let saving = Saving { devices, at, ahead: self.ahead, begun: false, estimate: 0, buffer: Vec::new() };
+            let saving =
+                Saving { devices, at, ahead: self.ahead, begun: false, estimate: 0, since_dry: 0, buffer: Vec::new() };
             (self.devices[at].id.clone(), Box::new(saving))
         };
         (0..self.devices.len()).map(save_device).collect()
@@ -156,6 +157,8 @@ struct Saving<D: Device> {
     ahead: u64,
     begun: bool,
     estimate: u64,
+    /// Of a device that does not say how much it has, bytes read since it last had nothing.
+    since_dry: u64,
     buffer: Vec<u8>,
 }
 
@@ -183,18 +186,28 @@ impl<D: Device> SaveDevice for Saving<D> {
         drop(saved);
         let most = told.map_or(UNTOLD, sum).max(CHUNK as u64);
         let mut read = 0;
-        while read < most
-            && let Chunk::Bytes(count) = self.read(false)?
-        {
-            state.write_all(&self.buffer[..count])?;
-            read += count as u64;
+        let mut dry = false;
+        while read < most && !dry {
+            match self.read(false)? {
+                Chunk::Bytes(count) => {
+                    state.write_all(&self.buffer[..count])?;
+                    read += count as u64;
+                }
+                Chunk::NothingNow | Chunk::End => dry = true,
+            }
         }
+        let saved = self.devices[self.at].lock();
+        let more = !saved.stopped && saved.saver.may_read_ahead();
+        drop(saved);
         if told.is_none() {
-            // What has changed since the last time: by the next one it may be as much.
-            self.estimate = read;
+            // What it had since it last had nothing, by the next time it may have again. Until it has nothing there is more to come.
+            self.since_dry += read;
+            self.estimate = self.since_dry;
+            if dry && more {
+                self.since_dry = 0;
+            }
         }
-        let saved = self.lock();
-        Ok(if !saved.stopped && saved.saver.may_read_ahead() { Ahead::Later } else { Ahead::Nothing })
+        Ok(if more { Ahead::Later } else { Ahead::Nothing })
     }
 
     /// An estimate that cannot be had ends nothing: the last one counts.

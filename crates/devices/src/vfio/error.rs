@@ -9,10 +9,7 @@ use super::device::{Flags, State};
 #[non_exhaustive]
 pub enum VfioError {
     /// The device, or its driver, does not migrate.
-    #[error(
-        "device {device} cannot be migrated: {source} (the kernel needs a VFIO driver for this very device, such as \
-         mlx5_vfio_pci, for plain vfio-pci has no migration; a vfio-user server needs VFIO_DEVICE_FEATURE_MIGRATION)"
-    )]
+    #[error("device {device} cannot be migrated: {source}{}", advice(source))]
     NoMigration {
         /// The device.
         device: String,
@@ -124,6 +121,17 @@ pub enum VfioError {
     },
 }
 
+/// Where the device was asked, and says no.
+fn advice(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(_) => {
+            " (the kernel needs a VFIO driver for this very device, such as mlx5_vfio_pci, for plain vfio-pci has no migration; a \
+             vfio-user server needs VFIO_DEVICE_FEATURE_MIGRATION)"
+        }
+        None => "",
+    }
+}
+
 fn from_state(state: &Option<State>) -> String {
     state.map_or_else(|| "to".to_owned(), |state| format!("from {state} to"))
 }
@@ -132,6 +140,6 @@ fn whereabouts(state: &Option<State>) -> String {
     match state {
         Some(State::Error) => "it has failed and must be reset".to_owned(),
         Some(state) => format!("it is in {state} now"),
-        None => "where it is now, the kernel does not say".to_owned(),
+        None => "where it is now, nobody says".to_owned(),
     }
 }

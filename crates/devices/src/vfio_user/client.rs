@@ -11,7 +11,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+    SocketType, connect, recv, sendmsg, socket_with,
+};
 
 use super::connection::{Command, Connection};
 
@@ -24,6 +27,7 @@ const MOST_TEXT: usize = 64 << 10;
 
 /// Bytes of a message's header: identifier, command, size of the message, flags, error.
 const HEADER: usize = 16;
+const COMMAND: u32 = 0x0;
 const REPLY: u32 = 0x1;
 const TYPE: u32 = 0xf;
 const NO_REPLY: u32 = 0x10;
@@ -32,10 +36,10 @@ const ERROR: u32 = 0x20;
 /// A connection to a server whose client has none of its own: it negotiates the version, and carries one command after the other.
 ///
 /// For servers that map the guest's memory. Their own commands (`VFIO_USER_DMA_READ`, `VFIO_USER_DMA_WRITE`), by which others reach it,
-/// are answered with `ENOTSUP`.
+/// are answered with `ENOTSUP`, while a command of the client's is under way. File descriptors that come with a reply are closed.
 ///
 /// Where a server does not answer in time, or not by the protocol, the connection is shut down: what it says later would be taken for the
-/// reply to something else.
+/// reply to something else. The guest's device is gone with it, so it should have as much time as the slowest thing that it does.
 pub struct Client {
     end: Mutex<End>,
     max_data: usize,
@@ -81,12 +85,23 @@ fn against_the_protocol(what: String) -> Failure {
 }
 
 impl Client {
-    /// Connects to a server's socket. `patience` is how long each command may take, this one too.
+    /// Connects to a server's socket. `patience` is how long each command may take from its turn on.
     ///
     /// # Errors
-    /// Nobody listens there, or see [`new`](Self::new).
+    /// Nobody listens there, or nobody is let in now (`WouldBlock`): a server has one client. Or see [`new`](Self::new).
     pub fn connect(socket: &Path, patience: Duration) -> io::Result<Self> {
-        Self::new(UnixStream::connect(socket)?, patience)
+        let address = SocketAddrUnix::new(socket)?;
+        // A full queue of those who want to be let in would be waited for, for ever.
+        let stream =
+            socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
+        match connect(&stream, &address) {
+            Ok(()) => Self::new(stream.into(), patience),
+            Err(Errno::AGAIN) => {
+                let told = format!("the vfio-user server at {} lets nobody in now: has it a client?", socket.display());
+                Err(io::Error::new(io::ErrorKind::WouldBlock, told))
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// On a stream on which nothing was said yet.
@@ -94,7 +109,6 @@ impl Client {
     /// # Errors
     /// The server refuses, does not answer in time or not by the protocol, or has another major version.
     pub fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
-        stream.set_nonblocking(true)?;
         let client = Self {
             end: Mutex::new(End { stream, patience, next_id: 0, lost: None }),
             // Until the server has said its own.
@@ -136,7 +150,8 @@ impl Client {
         }
     }
 
-    /// As [`Connection::call`], with file descriptors that go with the command.
+    /// As [`Connection::call`], with file descriptors that go with the command. A command that the socket does not hold at once, some 200
+    /// KiB, must not meet a server that is sending as much itself: neither reads then, until the patience is over.
     ///
     /// # Errors
     /// As there.
@@ -160,13 +175,18 @@ impl Client {
                 // It may be lost already.
                 let _ = end.stream.shutdown(std::net::Shutdown::Both);
                 // No errno: that would be the server's.
-                Err(io::Error::new(error.kind(), format!("the vfio-user server is lost: {error}")))
+                let told = format!("the vfio-user server is lost, with its device, by command {}: {error}", command.0);
+                Err(io::Error::new(error.kind(), told))
             }
         }
     }
 
     fn end(&self) -> MutexGuard<'_, End> {
-        self.end.lock().unwrap_or_else(PoisonError::into_inner)
+        self.end.lock().unwrap_or_else(|poisoned| {
+            let mut end = PoisonError::into_inner(poisoned);
+            end.lost.get_or_insert_with(|| "a thread panicked amid a command".into());
+            end
+        })
     }
 }
 
@@ -226,15 +246,23 @@ impl End {
         let header = Header { id, command: command.0, size, flags: 0, error: 0 };
         self.send([&header.to_bytes(), request[0], request[1]], descriptors, deadline)?;
         loop {
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                // However much it says of its own.
+                return Err(self.too_late());
+            }
             let mut bytes = [0; HEADER];
             self.receive(&mut bytes, deadline)?;
             let header = Header::of(bytes);
             let payload = (header.size as usize).checked_sub(HEADER).ok_or_else(|| {
                 against_the_protocol(format!("a message of {} bytes is less than its header", header.size))
             })?;
-            if header.flags & TYPE != REPLY {
-                self.refuse(&header, payload, deadline)?;
-                continue;
+            match header.flags & TYPE {
+                REPLY => {}
+                COMMAND => {
+                    self.refuse(&header, payload, deadline)?;
+                    continue;
+                }
+                other => return Err(against_the_protocol(format!("a message is of the unknown type {other}"))),
             }
             if (header.id, header.command) != (id, command.0) {
                 return Err(against_the_protocol(format!(
@@ -339,15 +367,17 @@ impl End {
         Ok(())
     }
 
+    fn too_late(&self) -> Failure {
+        let told = format!("it did not answer within {:?}", self.patience);
+        Failure::Lost(io::Error::new(io::ErrorKind::TimedOut, told))
+    }
+
     fn wait(&self, ready: PollFlags, deadline: Option<Instant>) -> Result<(), Failure> {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         // What the kernel cannot count is no deadline either.
         let timeout = left.and_then(|left| Timespec::try_from(left).ok());
         match poll(&mut [PollFd::from_borrowed_fd(self.stream.as_fd(), ready)], timeout.as_ref()) {
-            Ok(0) => {
-                let told = format!("it did not answer within {:?}", self.patience);
-                Err(Failure::Lost(io::Error::new(io::ErrorKind::TimedOut, told)))
-            }
+            Ok(0) => Err(self.too_late()),
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }

@@ -49,11 +49,13 @@ impl<C: Connection> VfioUserDevice<C> {
         Ok(data)
     }
 
-    /// Sets a feature; the server's reply is in the place of `data`, as far as it has one.
+    /// Sets a feature; the server's reply is in the place of `data`.
     fn set(&self, feature: u32, data: &mut [u8]) -> io::Result<()> {
-        let request = two(HEAD + data.len(), SET | feature)?;
+        let due = HEAD + data.len();
+        let request = two(due, SET | feature)?;
         let (mut head, sent) = ([0; HEAD], data.to_vec());
-        call(&*self.connection, Command::DEVICE_FEATURE, [&request, &sent], [&mut head, data]).map(|_| ())
+        let length = call(&*self.connection, Command::DEVICE_FEATURE, [&request, &sent], [&mut head, data])?;
+        if length < due { Err(too_short(length, due)) } else { Ok(()) }
     }
 }
 
@@ -118,6 +120,11 @@ impl<C: Connection> Device for VfioUserDevice<C> {
         let mut data = [0; 8];
         data[..4].copy_from_slice(&state.number().to_ne_bytes());
         self.set(abi::VFIO_DEVICE_FEATURE_MIG_DEVICE_STATE, &mut data)?;
+        if number32(&data) != state.number() {
+            let other = State::from_number(number32(&data));
+            let problem = format!("the vfio-user server was to go to {state} and says that it went to {other}");
+            return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+        }
         Ok(begins.then(|| VfioUserData { connection: Arc::clone(&self.connection) }))
     }
 

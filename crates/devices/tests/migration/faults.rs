@@ -4,8 +4,10 @@ use sterna::device_state::DeviceChannels;
 use sterna::migration::GuestState;
 use sterna_devices::vfio::model::{Call, Config, Fault, Leaves};
 use sterna_devices::vfio::{Flags, Peers, State, VfioError};
+use sterna_devices::vfio_user::Command;
 
 use crate::machine::{Guest, some_state};
+use crate::server::{Manner, Trouble};
 
 const SIZE: usize = 30_000;
 const COUNT: usize = 3;
@@ -239,4 +241,50 @@ fn random_faults_never_leave_two_guests_nor_a_device_of_the_source_stopped() {
     let all = [Outcome::Moved, Outcome::Stayed, Outcome::StandsAtDestination];
     println!("seeds from {first}: {:?}", all.map(|outcome| (outcome, count(outcome))));
     assert!(one.is_some() || all[..2].iter().all(|outcome| count(*outcome) > 0), "a case that these seeds never met");
+}
+
+/// What became of the guest where one side's server, or rather its connection, ends within its `after`th reply to `command`.
+fn a_server_dies(at_source: bool, pre_copy: bool, command: Command, after: u32) -> Option<GuestState> {
+    let flags = if pre_copy { Flags::STOP_COPY.with_pre_copy() } else { Flags::STOP_COPY };
+    let dies = Manner::trouble(command, after, Trouble::EndsMidway);
+    let manners = if at_source { [dies, Manner::default()] } else { [Manner::default(), dies] };
+    let here = vec![Config::with_state(some_state(0, 300_000)).flags(flags)];
+    let mut guest = Guest::by_servers(here, vec![Config::empty(300_000).flags(flags)], manners);
+    let (sent, _) = guest.migrate(DeviceChannels::Mixed);
+    assert!(!guest.running.ever_twice());
+    let at = (guest.from.monitor.runs(), guest.to.monitor.runs());
+    let Err(error) = sent else {
+        guest.has_moved();
+        return None;
+    };
+    let expected = match error.guest {
+        GuestState::RunsAtSource => (true, false),
+        GuestState::StandsAtSource | GuestState::BelongsToDestination => (false, false),
+        other => panic!("{other:?}: {error}"),
+    };
+    assert_eq!(at, expected, "{error}");
+    assert!(error.to_string().contains("vfio-user server"), "{error}");
+    Some(error.guest)
+}
+
+#[test]
+fn wherever_a_vfio_user_server_dies_there_is_one_guest_and_its_device_is_named() {
+    // The first two replies are to what is asked before anything is begun.
+    let features = (Command::DEVICE_FEATURE, 2);
+    let (reads, writes) = ((Command::MIG_DATA_READ, 0), (Command::MIG_DATA_WRITE, 0));
+    for pre_copy in [true, false] {
+        for (at_source, commands, stands) in [
+            (true, [features, reads], GuestState::StandsAtSource),
+            (false, [features, writes], GuestState::BelongsToDestination),
+        ] {
+            let mut seen = Vec::new();
+            for (command, first) in commands {
+                // How many replies there are depends on the rounds: beyond the last one the guest moves.
+                let dies = |after| a_server_dies(at_source, pre_copy, command, after);
+                seen.extend((first..first + 30).filter_map(dies));
+            }
+            assert!(seen.contains(&GuestState::RunsAtSource), "{at_source} {pre_copy} {seen:?}");
+            assert!(seen.contains(&stands), "{at_source} {pre_copy} {seen:?}");
+        }
+    }
 }

@@ -24,6 +24,7 @@ use sterna_memory::dirty::union::UnionLog;
 
 use crate::guest::{Memory, Monitor, PAGE, Running, Workload};
 use crate::reached::{By, Reached};
+use crate::server::Manner;
 
 /// The CPUs write these pages of each block, the devices those behind them: who has written a page has to be known by that one's log.
 const CPUS: u64 = 40;
@@ -132,9 +133,14 @@ impl SourceVmm for From {
 
     fn resume(&mut self) -> Result<(), VmmError> {
         assert_eq!(self.there.running(), 0);
+        let mut tries = 0;
         while let Err(error) = self.devices.run_on() {
-            if matches!(error, VfioError::NeedsReset { .. }) {
-                self.reset.extend(self.devices.reset_failed().unwrap_or_default());
+            tries += 1;
+            match error {
+                VfioError::NeedsReset { .. } => self.reset.extend(self.devices.reset_failed().unwrap_or_default()),
+                // Again may help, but not against a server that is gone.
+                _ if tries < 20 => {}
+                error => return Err(error.into()),
             }
         }
         SourceVmm::resume(&mut self.monitor)?;
@@ -189,22 +195,27 @@ pub(crate) type Around<T> = dyn Fn(usize, Box<T>) -> Box<T>;
 impl Guest {
     /// With these devices at the source, and those at the destination.
     pub(crate) fn new(here: Vec<Config>, there: Vec<Config>, peers: Peers) -> Self {
-        Self::reached(here, there, peers, By::Calls)
+        Self::reached(here, there, peers, &[By::Calls, By::Calls])
     }
 
-    /// The same, where the monitor has them in this way.
-    pub(crate) fn reached(here: Vec<Config>, there: Vec<Config>, peers: Peers, by: By) -> Self {
+    /// The same behind vfio-user servers, each of which speaks in such a manner.
+    pub(crate) fn by_servers(here: Vec<Config>, there: Vec<Config>, manners: [Manner; 2]) -> Self {
+        Self::reached(here, there, Peers::Separate, &manners.map(By::VfioUser))
+    }
+
+    fn reached(here: Vec<Config>, there: Vec<Config>, peers: Peers, by: &[By; 2]) -> Self {
         let fabrics = [Fabric::default(), Fabric::default()];
         let models = |configs: Vec<Config>, fabric| -> Vec<ModelDevice> {
             configs.into_iter().map(|config| ModelDevice::new(config.on(fabric))).collect()
         };
         let (here, there) = (models(here, &fabrics[0]), models(there, &fabrics[1]));
-        let reached =
-            |models: &[ModelDevice]| -> Vec<_> { models.iter().map(|model| Reached::new(model.clone(), by)).collect() };
+        let reached = |models: &[ModelDevice], by: &By| -> Vec<_> {
+            models.iter().map(|model| Reached::new(model.clone(), by.clone())).collect()
+        };
         let named = |devices: &[Reached]| -> Vec<_> {
             devices.iter().cloned().enumerate().map(|(at, device)| (id(at), device)).collect()
         };
-        let (source, destination) = (reached(&here), reached(&there));
+        let (source, destination) = (reached(&here, &by[0]), reached(&there, &by[1]));
         let running = Running::default();
         let monitor = || Monitor::new(&Memory::new(BLOCKS[0], BLOCKS[1]), &running, WORKLOAD).0;
         let from = From {

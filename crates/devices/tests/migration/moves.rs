@@ -14,6 +14,7 @@ use sterna_devices::vfio::{Flags, Peers, State, VfioError};
 
 use crate::machine::{Guest, id, some_state};
 use crate::reached::{By, Reached};
+use crate::server::Manner;
 
 const WAYS: [DeviceChannels; 3] = [DeviceChannels::Mixed, DeviceChannels::Own(2), DeviceChannels::Serial];
 
@@ -76,7 +77,7 @@ fn devices_of_vfio_user_servers_move_with_what_they_write_meanwhile() {
             let flagged = |config: Config, number: usize| config.flags(flags[number % 2]);
             let here = (0..count).map(|at| flagged(Config::with_state(some_state(at, size(at))), at)).collect();
             let there = (0..count).map(|at| flagged(Config::empty(size(at)), at)).collect();
-            let mut guest = Guest::reached(here, there, Peers::Separate, By::VfioUser);
+            let mut guest = Guest::by_servers(here, there, [Manner::default(), Manner::default()]);
             let (sent, received) = guest.migrate(ways);
             received.unwrap();
             let report = sent.unwrap();
@@ -96,7 +97,7 @@ fn a_vfio_user_device_that_fails_leaves_the_guest_at_the_source() {
         let with = |config: Config| config.flags(Flags::STOP_COPY);
         let here = (0..3).map(|number| with(Config::with_state(some_state(number, 50_000)))).collect();
         let there = (0..3).map(|_| with(Config::empty(50_000))).collect();
-        let mut guest = Guest::reached(here, there, Peers::Separate, By::VfioUser);
+        let mut guest = Guest::by_servers(here, there, [Manner::default(), Manner::default()]);
         let model = if at_source { &guest.from.models[1] } else { &guest.to.models[1] };
         model.fail(Fault::of(call));
         let (sent, _) = guest.migrate(DeviceChannels::Mixed);
@@ -343,16 +344,21 @@ fn what_would_be_saved_is_told_as_the_device_estimates_it() {
 
 #[test]
 fn of_a_device_that_does_not_say_what_it_has_as_much_is_expected_as_it_had_the_last_time() {
-    const SIZE: usize = 3_000_000;
+    // More than is read at once of such a device.
+    const SIZE: usize = 80 << 20;
     let model = ModelDevice::new(Config::with_state(some_state(0, SIZE)).flags(Flags::STOP_COPY.with_pre_copy()));
-    let devices = VfioSource::new([(id(0), Reached::new(model.clone(), By::VfioUser))], Peers::MayWrite).unwrap();
+    let devices =
+        VfioSource::new([(id(0), Reached::new(model.clone(), By::VfioUser(Manner::default())))], Peers::MayWrite)
+            .unwrap();
     let (_, mut device) = devices.save_devices().pop().unwrap();
     assert_eq!(device.remaining(), 0);
     let mut state = Vec::new();
-    assert_eq!(device.save_ahead(&mut state).unwrap(), Ahead::Later);
+    for expected in [64 << 20, SIZE] {
+        assert_eq!(device.save_ahead(&mut state).unwrap(), Ahead::Later);
+        assert!(state.len() >= expected, "{} of {expected}", state.len());
+        assert_eq!(device.remaining(), state.len() as u64, "until it has nothing, more is to come");
+    }
     let first = state.len();
-    assert!(first > SIZE, "all of it, at once");
-    assert_eq!(device.remaining(), first as u64);
     model.run(7);
     assert_eq!(device.save_ahead(&mut state).unwrap(), Ahead::Later);
     let second = state.len() - first;

@@ -7,13 +7,14 @@ use sterna_devices::vfio::model::{ModelData, ModelDevice};
 use sterna_devices::vfio::{Data, Device, DmaRange, Flags, PrecopyInfo, State};
 use sterna_devices::vfio_user::{Client, VfioUserData, VfioUserDevice};
 
-use crate::server::{Manner, Server, connect};
+use crate::server::{Manner, Server, reach};
 
 /// How a monitor has its devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(crate) enum By {
     Calls,
-    VfioUser,
+    /// Of a server that speaks in this manner.
+    VfioUser(Manner),
 }
 
 /// A monitor's device.
@@ -30,9 +31,9 @@ impl Reached {
     pub(crate) fn new(model: ModelDevice, by: By) -> Self {
         match by {
             By::Calls => Self::Here(model),
-            By::VfioUser => {
-                let (server, stream) = Server::start(model, Manner::default());
-                Self::There(connect(stream).unwrap(), Arc::new(server))
+            By::VfioUser(manner) => {
+                let (server, stream) = Server::start(model, manner);
+                Self::There(reach(stream).unwrap(), Arc::new(server))
             }
         }
     }

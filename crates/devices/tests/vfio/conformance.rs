@@ -6,7 +6,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::user::server::{Manner, Server, connect};
+use super::user::server::{Manner, Server, reach};
 use super::{FLAGS, some_state, user};
 use sterna_devices::vfio::model::{Config, Fabric, ModelDevice};
 use sterna_devices::vfio::{
@@ -233,7 +233,7 @@ fn the_model_behind_a_vfio_user_server_keeps_what_the_header_promises() {
     for flags in user::FLAGS {
         let model = ModelDevice::new(Config::with_state(some_state(4000)).flags(flags));
         let (_server, stream) = Server::start(model, Manner::default());
-        let remote = Conformance(Arc::new(connect(stream).unwrap()));
+        let remote = Conformance(Arc::new(reach(stream).unwrap()));
         remote.does_not_go_back_from_stop_copy();
         remote.all();
     }

@@ -7,12 +7,13 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect};
 use sterna_devices::vfio::model::{Call, Config, Fault, Leaves, ModelDevice};
 use sterna_devices::vfio::{Chunk, Device, DmaRange, Flags, Loader, Saver, State, VfioError};
 use sterna_devices::vfio_user::{Client, Command, Connection, VfioUserDevice};
 
 use super::some_state;
-use server::{Manner, Server, Trouble, connect};
+use server::{Manner, Server, Trouble, reach};
 
 /// What vfio-user has: no P2P.
 pub(crate) const FLAGS: [Flags; 2] = [Flags::STOP_COPY, Flags::STOP_COPY.with_pre_copy()];
@@ -23,7 +24,7 @@ type Remote = VfioUserDevice<Client>;
 fn remote(config: Config, manner: Manner) -> (ModelDevice, Server, Remote) {
     let model = ModelDevice::new(config);
     let (server, stream) = Server::start(model.clone(), manner);
-    (model, server, connect(stream).unwrap())
+    (model, server, reach(stream).unwrap())
 }
 
 fn source(size: usize) -> Config {
@@ -113,7 +114,7 @@ fn what_the_server_takes_in_one_message_is_negotiated() {
 }
 
 /// What the server does wrong, and the words for it.
-const TROUBLES: [(Trouble, &str); 9] = [
+const TROUBLES: [(Trouble, &str); 11] = [
     (Trouble::OtherNumber, "is answered as command"),
     (Trouble::OtherCommand, "is answered as command"),
     (Trouble::NoSize, "is less than its header"),
@@ -123,12 +124,15 @@ const TROUBLES: [(Trouble, &str); 9] = [
     (Trouble::Ends, "closed the connection"),
     (Trouble::EndsMidway, "closed the connection"),
     (Trouble::AsksTooMuch, "command 11 with flags 0x0 has"),
+    (Trouble::Floods, "did not answer within"),
+    (Trouble::OtherType, "unknown type 2"),
 ];
 
 #[test]
 fn a_server_that_does_not_keep_to_the_protocol_is_lost_and_nobody_waits_for_it() {
     for (trouble, words) in TROUBLES {
-        let patience = Duration::from_millis(if trouble == Trouble::Silence { 50 } else { 60_000 });
+        let nothing_comes = matches!(trouble, Trouble::Silence | Trouble::Floods);
+        let patience = Duration::from_millis(if nothing_comes { 100 } else { 60_000 });
         for command in [Command::DEVICE_FEATURE, Command::MIG_DATA_READ] {
             let model = ModelDevice::new(source(5000));
             let (_server, stream) = Server::start(model.clone(), Manner::trouble(command, 0, trouble));
@@ -156,6 +160,12 @@ fn a_reply_that_holds_less_or_more_than_it_may_is_an_error() {
         let mut stream = device.set_state(State::StopCopy).unwrap().unwrap();
         let error = sterna_devices::vfio::Data::read(&mut stream, &mut [0; 100]).unwrap_err();
         assert!(error.to_string().contains("bytes where"), "{error}");
+    }
+    // What changes a state is to say so.
+    for (trouble, words) in [(Trouble::Shorter, "bytes where"), (Trouble::OtherState, "went to RUNNING_P2P")] {
+        let (_model, _server, device) = remote(source(5000), Manner::trouble(Command::DEVICE_FEATURE, 1, trouble));
+        let error = device.set_state(State::Resuming).unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
     }
     for after in 0..2 {
         let (_model, _server, device) =
@@ -260,7 +270,7 @@ fn a_reset_that_does_not_reset_is_no_success() {
     // The server answers without having done anything.
     let lazy = Lazy(model);
     let (_server, stream) = Server::start(lazy, Manner::default());
-    let error = connect(stream).unwrap().reset().unwrap_err();
+    let error = reach(stream).unwrap().reset().unwrap_err();
     assert!(error.to_string().contains("in ERROR after its reset"), "{error}");
 }
 
@@ -317,6 +327,22 @@ fn a_server_that_is_gone_fails_the_saver_and_the_loader_and_says_so() {
     assert_eq!((saver.state(), model.is_in()), (None, State::PreCopy));
 
     assert!(Client::connect("/nowhere/at/all".as_ref(), Duration::from_secs(1)).is_err());
+    // Nobody lets anybody in, and the queue is full.
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("socket");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let mut queue = Vec::new();
+    let error = loop {
+        assert!(queue.len() < 100_000);
+        match rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::NONBLOCK, None)
+            .and_then(|stream| connect(&stream, &SocketAddrUnix::new(&socket)?).map(|()| stream))
+        {
+            Ok(stream) => queue.push(stream),
+            Err(_) => break Client::connect(&socket, Duration::from_secs(60)).unwrap_err(),
+        }
+    };
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+    assert!(error.to_string().contains("lets nobody in now"), "{error}");
     let (alone, silent) = UnixStream::pair().unwrap();
     let error = Client::new(alone, Duration::from_millis(20)).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);

@@ -80,6 +80,12 @@ pub(crate) enum Trouble {
     Asks,
     /// A command of its own that is too long to be one.
     AsksTooMuch,
+    /// Commands of its own, and no end of them.
+    Floods,
+    /// Neither a command nor a reply.
+    OtherType,
+    /// The reply to a change of state says that it went to another.
+    OtherState,
 }
 
 /// A server whose device's one client is connected.
@@ -112,7 +118,7 @@ impl Drop for Server {
 }
 
 /// The device by a connection, as patient as a test is.
-pub(crate) fn connect(stream: UnixStream) -> io::Result<VfioUserDevice<Client>> {
+pub(crate) fn reach(stream: UnixStream) -> io::Result<VfioUserDevice<Client>> {
     Ok(VfioUserDevice::new(Arc::new(Client::new(stream, Duration::from_secs(60))?)))
 }
 
@@ -352,6 +358,11 @@ impl<D: Device> Serving<D> {
             Some(Trouble::AsksTooMuch) => {
                 return self.stream.write_all(&header(77, DMA_READ, 1 << 30, 0, 0));
             }
+            Some(Trouble::Floods) => loop {
+                self.stream.write_all(&header(77, DMA_READ, 0, NO_REPLY, 0))?;
+            },
+            Some(Trouble::OtherType) => flags = 2,
+            Some(Trouble::OtherState) => payload[8] ^= 1,
         }
         let mut bytes = header(id, command, payload.len(), flags, error).to_vec();
         let size = 16 + payload.len() - shortened;
