@@ -6,6 +6,7 @@
 //! was compared. Nothing is reserved for a length that was not bounded.
 
 use std::io::{Read, Write};
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -30,6 +31,23 @@ pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
 /// Most pieces of guest RAM that the content of one packet is written straight to. With more, each of them small, one read
 /// into a buffer is faster than many into memory.
 pub const MOST_PLACES: usize = 16;
+
+/// The content of a packet, in the buffer of the thread that has received it.
+#[derive(Debug)]
+pub struct Content<'a> {
+    /// Where it is, at the beginning. Whoever takes the buffer leaves another one of the same length.
+    pub buffer: &'a mut Vec<u8>,
+    /// Its bytes.
+    pub length: usize,
+}
+
+impl Deref for Content<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.buffer[..self.length]
+    }
+}
 
 /// Pieces of guest RAM.
 pub type Places<'a> = ArrayVec<&'a mut [u8], MOST_PLACES>;
@@ -88,7 +106,7 @@ pub trait Sink: Send {
     }
 
     /// A piece of the state of device `device`, in its place among them.
-    fn device(&mut self, _device: u16, _place: u64, _piece: Piece<&[u8]>) -> Result<(), SinkError> {
+    fn device(&mut self, _device: u16, _place: u64, _piece: Piece<Content<'_>>) -> Result<(), SinkError> {
         misplaced("device state")
     }
 
@@ -305,7 +323,8 @@ impl Receiving<'_> {
     /// Straight to where it belongs if that is a few pieces of memory, else by way of a buffer.
     fn pages(&mut self, header: &PacketHeader, runs: &[Run], sink: &mut dyn Sink) -> Result<(), ReceiveError> {
         if header.kind == PacketKind::Deltas {
-            let deltas = PageDeltas::new(self.read_content(header)?, runs.iter().map(|run| u64::from(run.count)).sum());
+            let content = self.read_content(header)?;
+            let deltas = PageDeltas::new(&content, runs.iter().map(|run| u64::from(run.count)).sum());
             let right = sink.deltas(header.subject, runs, deltas).map_err(|error| refused(header, error))?;
             return if right { Ok(()) } else { Err(ReceiveError::Content(header.sequence)) };
         }
@@ -317,7 +336,7 @@ impl Receiving<'_> {
             return Ok(());
         }
         let content = self.read_content(header)?;
-        sink.pages(header.subject, runs, content).map_err(|error| refused(header, error))
+        sink.pages(header.subject, runs, &content).map_err(|error| refused(header, error))
     }
 
     /// Writes the content where the sink says; false if it does not say.
@@ -368,8 +387,8 @@ impl Receiving<'_> {
             PacketKind::Discard if content.is_empty() => sink.discard(header.subject, runs),
             PacketKind::Discard => return Err(PacketError::Table("discards with content").into()),
             PacketKind::GenerationEnd => sink.generation_end(header.detail),
-            PacketKind::Stream => sink.stream(header.subject, content),
-            PacketKind::DeviceState => sink.device_state(DeviceLabel::decode(table)?, content),
+            PacketKind::Stream => sink.stream(header.subject, &content),
+            PacketKind::DeviceState => sink.device_state(DeviceLabel::decode(table)?, &content),
             PacketKind::DeviceBuffer => sink.device(header.subject, header.detail, Piece::Bytes(content)),
             PacketKind::DeviceAhead if content.is_empty() => sink.device(header.subject, header.detail, Piece::Ahead),
             PacketKind::DeviceEnd if content.is_empty() => sink.device(header.subject, header.detail, Piece::End),
@@ -379,14 +398,14 @@ impl Receiving<'_> {
             PacketKind::Opaque if content.is_empty() => {
                 return Err(PacketError::Table("an opaque packet without content").into());
             }
-            PacketKind::Opaque => sink.opaque(content),
+            PacketKind::Opaque => sink.opaque(&content),
             PacketKind::OpaqueEnd => sink.opaque(&[]),
         };
         taken.map_err(|error| refused(header, error))
     }
 
     /// The content of a packet, decoded and checked.
-    fn read_content(&mut self, header: &PacketHeader) -> Result<&[u8], ReceiveError> {
+    fn read_content(&mut self, header: &PacketHeader) -> Result<Content<'_>, ReceiveError> {
         let length = header.payload_length as usize;
         let begun = OffCpu::begin();
         self.reader.read_exact(&mut self.payload[..length])?;
@@ -396,12 +415,12 @@ impl Receiving<'_> {
             let decoded = self.decode(header, &mut content[..header.content_length as usize]);
             self.content = content;
             decoded?;
-            return Ok(&self.content[..header.content_length as usize]);
+            return Ok(Content { buffer: &mut self.content, length: header.content_length as usize });
         }
         if self.rules.checksums && crc32c(&self.payload[..length]) != header.content_checksum {
             return Err(ReceiveError::Content(header.sequence));
         }
-        Ok(&self.payload[..length])
+        Ok(Content { buffer: &mut self.payload, length })
     }
 
     /// Decodes the payload, and decodes once more if the content is not what the source read: right then means that this

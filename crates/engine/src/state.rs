@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use sterna_wire::device;
 
 use crate::device_state::load::{LoadingDevices, arrived};
-use crate::receive::{Sink, SinkError};
+use crate::receive::{Content, Sink, SinkError};
 use crate::send::{Item, SendChannel};
 
 /// Which of the two streams.
@@ -148,7 +148,7 @@ impl<F: FnMut(Part) + Send> Sink for StateSink<F> {
         Ok(())
     }
 
-    fn device(&mut self, device: u16, place: u64, piece: device::Piece<&[u8]>) -> Result<(), SinkError> {
+    fn device(&mut self, device: u16, place: u64, piece: device::Piece<Content<'_>>) -> Result<(), SinkError> {
         arrived(self.devices.as_deref(), device, place, piece)
     }
 }

@@ -2,7 +2,7 @@
 //! for each, which save and load.
 
 use std::fmt;
-use std::io::{Read, Write};
+use std::io::{BufRead, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use sterna::device_state::{Ahead, DeviceId, LoadDevice, SaveDevice};
@@ -334,16 +334,17 @@ struct Loading<D: Device> {
 }
 
 impl<D: Device> LoadDevice for Loading<D> {
-    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+    fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
         let device = &self.devices[self.at];
         device.lock().begin()?;
-        let mut buffer = vec![0; CHUNK];
         loop {
-            let count = state.read(&mut buffer)?;
+            let bytes = state.fill_buf()?;
+            let count = bytes.len();
             if count == 0 {
                 break;
             }
-            device.lock().write(&buffer[..count])?;
+            device.lock().write(bytes)?;
+            state.consume(count);
         }
         Ok(device.lock().finish()?)
     }

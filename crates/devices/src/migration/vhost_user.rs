@@ -1,6 +1,6 @@
 //! A vhost-user back-end, given to the engine.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
 
 use sterna::device_state::{LoadDevice, SaveDevice};
@@ -61,16 +61,17 @@ impl VhostUserDestination {
 }
 
 impl LoadDevice for VhostUserDestination {
-    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+    fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
         let mut patience = Patience(self.patience);
         let mut loader = patience.during(|deadline| self.back_end.load(deadline))?;
-        let mut buffer = vec![0; CHUNK];
         loop {
-            let count = state.read(&mut buffer)?;
+            let bytes = state.fill_buf()?;
+            let count = bytes.len();
             if count == 0 {
                 break;
             }
-            patience.during(|deadline| loader.write(&buffer[..count], deadline))?;
+            patience.during(|deadline| loader.write(bytes, deadline))?;
+            state.consume(count);
         }
         patience.during(|deadline| loader.finish(deadline))?;
         Ok(())

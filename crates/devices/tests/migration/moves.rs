@@ -1,6 +1,6 @@
 //! What is to go well.
 
-use std::io::{self, Read, Write};
+use std::io::{self, BufRead, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -164,7 +164,7 @@ struct Held<F> {
 }
 
 impl<F: Fn() -> bool + Send> LoadDevice for Held<F> {
-    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+    fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !(self.until)() {
             if Instant::now() > deadline {

@@ -1,7 +1,7 @@
 //! The same moves by the library: the guest's memory in rounds, the state of virtiofsd as a device's, and what is the monitor's own (where
 //! the rings are) in the monitor's state.
 
-use std::io::{self, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -202,14 +202,14 @@ impl SaveDevice for KillsSource {
 struct Loses(Box<dyn LoadDevice>, Process, fn(&mut Daemon));
 
 impl LoadDevice for Loses {
-    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+    fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
         let Self(device, daemon, lose) = self;
-        device.load(&mut LosesOnSecondRead { state, daemon, lose: *lose, reads: 0 })
+        device.load(&mut BufReader::new(LosesOnSecondRead { state, daemon, lose: *lose, reads: 0 }))
     }
 }
 
 struct LosesOnSecondRead<'a> {
-    state: &'a mut dyn Read,
+    state: &'a mut dyn BufRead,
     daemon: &'a Process,
     lose: fn(&mut Daemon),
     reads: u32,

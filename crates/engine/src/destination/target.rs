@@ -27,7 +27,7 @@ use crate::batch::Room;
 use crate::device_state::load::{LoadingDevices, arrived};
 use crate::entry::REGION;
 use crate::migration::shapes;
-use crate::receive::{Places, Sink, SinkError};
+use crate::receive::{Content, Places, Sink, SinkError};
 
 /// Pages populated or cleared by one step of preparing, so that several threads share a block: 64 MiB.
 const STEP: u64 = (64 << 20) / PAGE_SIZE as u64;
@@ -304,7 +304,7 @@ impl Drop for RamSink {
 }
 
 impl Sink for RamSink {
-    fn device(&mut self, device: u16, place: u64, piece: Piece<&[u8]>) -> Result<(), SinkError> {
+    fn device(&mut self, device: u16, place: u64, piece: Piece<Content<'_>>) -> Result<(), SinkError> {
         arrived(self.devices.as_deref(), device, place, piece)
     }
 

@@ -9,11 +9,30 @@ use std::sync::{Arc, Mutex};
 pub(super) struct Buffers(Arc<Mutex<Pool>>);
 
 struct Pool {
+    /// Of as many bytes as they have room for, so that whoever fills them needs no more than their length.
     spare: Vec<Vec<u8>>,
     /// Bytes of all buffers, spare or in use.
     held: usize,
     /// More of them are not kept only to be used again.
     most: usize,
+}
+
+impl Pool {
+    /// A buffer with room for `capacity` bytes.
+    fn take(&mut self, capacity: usize) -> Vec<u8> {
+        // One that is much larger would take more memory than is counted.
+        let fits = |buffer: &Vec<u8>| (capacity..=capacity.saturating_mul(2)).contains(&buffer.len());
+        if let Some(at) = self.spare.iter().rposition(fits) {
+            return self.spare.swap_remove(at);
+        }
+        while self.held.saturating_add(capacity) > self.most
+            && let Some(spare) = self.spare.pop()
+        {
+            self.held -= spare.len();
+        }
+        self.held += capacity;
+        vec![0; capacity]
+    }
 }
 
 impl Buffers {
@@ -24,37 +43,47 @@ impl Buffers {
 
     /// An empty buffer, with room for `capacity` bytes.
     pub(super) fn take(&self, capacity: usize) -> DeviceBytes {
+        let bytes = self.0.lock().expect("nobody panics with it").take(capacity);
+        DeviceBytes { bytes, length: 0, home: self.clone() }
+    }
+
+    /// What is in the first `length` bytes of `buffer`: with the buffer itself, in the place of which there is another of its length then,
+    /// unless it is so large that little of it is used.
+    pub(super) fn receive(&self, buffer: &mut Vec<u8>, length: usize) -> DeviceBytes {
+        if buffer.len() / 2 > length {
+            let mut bytes = self.take(length);
+            bytes.fill(&buffer[..length], length);
+            return bytes;
+        }
         let mut pool = self.0.lock().expect("nobody panics with it");
-        // One that is much larger would take more memory than is counted.
-        let fits = |buffer: &Vec<u8>| (capacity..=capacity.saturating_mul(2)).contains(&buffer.capacity());
-        if let Some(at) = pool.spare.iter().rposition(fits) {
-            let mut bytes = pool.spare.swap_remove(at);
-            bytes.clear();
-            return DeviceBytes { bytes, home: self.clone() };
-        }
-        while pool.held.saturating_add(capacity) > pool.most
-            && let Some(spare) = pool.spare.pop()
-        {
-            pool.held -= spare.capacity();
-        }
-        let bytes = Vec::with_capacity(capacity);
-        pool.held += bytes.capacity();
+        let same = |spare: &Vec<u8>| spare.len() == buffer.len();
+        let other = match pool.spare.iter().rposition(same) {
+            Some(at) => pool.spare.swap_remove(at),
+            None => {
+                // What leaves the pool for the channel is as much as comes into it.
+                pool.held += buffer.len();
+                vec![0; buffer.len()]
+            }
+        };
         drop(pool);
-        DeviceBytes { bytes, home: self.clone() }
+        DeviceBytes { bytes: std::mem::replace(buffer, other), length, home: self.clone() }
     }
 }
 
 /// Bytes of a device's state.
 pub struct DeviceBytes {
     bytes: Vec<u8>,
+    /// How many of them are state.
+    length: usize,
     home: Buffers,
 }
 
 impl DeviceBytes {
     /// Takes the beginning of `bytes`, until there are `most`; says how much of it.
     pub(super) fn fill(&mut self, bytes: &[u8], most: usize) -> usize {
-        let taken = bytes.len().min(most.saturating_sub(self.bytes.len()));
-        self.bytes.extend_from_slice(&bytes[..taken]);
+        let taken = bytes.len().min(most.saturating_sub(self.length));
+        self.bytes[self.length..self.length + taken].copy_from_slice(&bytes[..taken]);
+        self.length += taken;
         taken
     }
 }
@@ -63,13 +92,13 @@ impl Deref for DeviceBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.bytes
+        &self.bytes[..self.length]
     }
 }
 
 impl fmt::Debug for DeviceBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes of device state", self.bytes.len())
+        write!(f, "{} bytes of device state", self.length)
     }
 }
 
@@ -78,7 +107,7 @@ impl Drop for DeviceBytes {
         let bytes = std::mem::take(&mut self.bytes);
         let mut pool = self.home.0.lock().expect("nobody panics with it");
         if pool.held > pool.most {
-            pool.held -= bytes.capacity();
+            pool.held -= bytes.len();
         } else {
             pool.spare.push(bytes);
         }
@@ -94,11 +123,32 @@ mod tests {
         let buffers = Buffers::new(1 << 20);
         let mut first = buffers.take(1000);
         assert_eq!((first.fill(&[1; 600], 1000), first.fill(&[2; 600], 1000)), (600, 400));
+        assert_eq!((first.len(), first[599], first[600]), (1000, 1, 2));
         let at = first.bytes.as_ptr();
         drop(first);
         assert_ne!(buffers.take(100).bytes.as_ptr(), at);
         let again = buffers.take(900);
         assert_eq!((again.bytes.as_ptr(), again.len()), (at, 0));
+    }
+
+    #[test]
+    fn what_has_come_is_taken_with_its_buffer_and_copied_where_that_would_be_a_waste() {
+        let buffers = Buffers::new(1 << 20);
+        let mut channel = vec![7; 1000];
+        for (length, with_it) in [(1000, true), (500, true), (499, false), (0, false)] {
+            let at = channel.as_ptr();
+            let taken = buffers.receive(&mut channel, length);
+            assert_eq!((taken.len(), channel.len()), (length, 1000));
+            assert!(taken.iter().all(|byte| *byte == 7));
+            assert_eq!((taken.bytes.as_ptr() == at, channel.as_ptr() != at), (with_it, with_it), "{length}");
+            channel.fill(7);
+        }
+        // What was given back is what a channel gets for the next.
+        let first = buffers.receive(&mut channel, 900);
+        let at = first.bytes.as_ptr();
+        drop(first);
+        drop(buffers.receive(&mut channel, 900));
+        assert_eq!(channel.as_ptr(), at);
     }
 
     #[test]
@@ -115,5 +165,12 @@ mod tests {
         let large = buffers.take(20_000);
         drop(large);
         assert_eq!(held(), 0);
+        let mut channel = vec![0; 3000];
+        for _ in 0..3 {
+            let come: Vec<_> = (0..3).map(|_| buffers.receive(&mut channel, 3000)).collect();
+            assert_eq!(held(), 9000);
+            drop(come);
+            assert_eq!(held(), 9000);
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Devices at the destination: pieces from the channels, put in order, to a thread for each device.
 
 use std::fmt;
-use std::io::{self, Read};
+use std::io::{self, BufRead, Read};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use sterna_wire::device::{DeviceReceiver, LEAST_CREDIT, Piece};
 
 use super::buffer::{Buffers, DeviceBytes};
 use super::{DeviceId, LoadDevice, Threads, unless_it_panics};
-use crate::receive::{Sink, SinkError};
+use crate::receive::{Content, Sink, SinkError};
 use crate::vmm::VmmError;
 
 /// A device that has had nothing to take for so long has taken all for the time being.
@@ -136,19 +136,15 @@ impl LoadingDevices {
     }
 
     /// A piece has come for `device`. Never waits.
-    pub(crate) fn arrived(&self, device: u16, place: u64, piece: Piece<&[u8]>) -> Result<(), SinkError> {
+    pub(crate) fn arrived(&self, device: u16, place: u64, piece: Piece<Content<'_>>) -> Result<(), SinkError> {
         let queue = self.queues.get(usize::from(device)).ok_or_else(|| format!("there is no device {device}"))?;
         let named = |error| format!("{}: {error}", queue.id);
-        let length = if let Piece::Bytes(bytes) = &piece { bytes.len() } else { 0 };
+        let length = if let Piece::Bytes(content) = &piece { content.length } else { 0 };
         let mut state = queue.state();
         // Before anything is reserved for it.
         state.receiver.check(place, length).map_err(named)?;
         let piece = match piece {
-            Piece::Bytes(content) => {
-                let mut bytes = queue.buffers.take(length);
-                bytes.fill(content, length);
-                Piece::Bytes(bytes)
-            }
+            Piece::Bytes(content) => Piece::Bytes(queue.buffers.receive(content.buffer, length)),
             Piece::Ahead => Piece::Ahead,
             Piece::End => Piece::End,
         };
@@ -226,7 +222,7 @@ pub(crate) fn arrived(
     devices: Option<&LoadingDevices>,
     device: u16,
     place: u64,
-    piece: Piece<&[u8]>,
+    piece: Piece<Content<'_>>,
 ) -> Result<(), SinkError> {
     devices.ok_or("device state on a channel that is not for it")?.arrived(device, place, piece)
 }
@@ -235,7 +231,7 @@ pub(crate) fn arrived(
 pub(crate) struct DeviceSink(pub(crate) Arc<LoadingDevices>);
 
 impl Sink for DeviceSink {
-    fn device(&mut self, device: u16, place: u64, piece: Piece<&[u8]>) -> Result<(), SinkError> {
+    fn device(&mut self, device: u16, place: u64, piece: Piece<Content<'_>>) -> Result<(), SinkError> {
         self.0.arrived(device, place, piece)
     }
 }
@@ -303,22 +299,37 @@ impl<S: Fn(ControlMessage)> Read for PieceReader<'_, S> {
         if buffer.is_empty() {
             return Ok(0);
         }
+        let bytes = self.fill_buf()?;
+        let count = buffer.len().min(bytes.len());
+        buffer[..count].copy_from_slice(&bytes[..count]);
+        self.consume(count);
+        Ok(count)
+    }
+}
+
+impl<S: Fn(ControlMessage)> BufRead for PieceReader<'_, S> {
+    /// What is left of the piece at hand, or else the next one.
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
         loop {
-            match &mut self.next {
+            match &self.next {
                 Next::Nothing => self.take_piece()?,
-                Next::End => return Ok(0),
                 Next::Bytes(bytes, at) if *at == bytes.len() => {
                     let length = bytes.len();
                     self.next = Next::Nothing;
                     self.done_with(length);
                 }
-                Next::Bytes(bytes, at) => {
-                    let count = buffer.len().min(bytes.len() - *at);
-                    buffer[..count].copy_from_slice(&bytes[*at..*at + count]);
-                    *at += count;
-                    return Ok(count);
-                }
+                Next::End | Next::Bytes(..) => break,
             }
+        }
+        Ok(match &self.next {
+            Next::Bytes(bytes, at) => &bytes[*at..],
+            Next::End | Next::Nothing => &[],
+        })
+    }
+
+    fn consume(&mut self, count: usize) {
+        if let Next::Bytes(bytes, at) = &mut self.next {
+            *at = bytes.len().min(*at + count);
         }
     }
 }
@@ -335,7 +346,7 @@ mod tests {
     struct Taker(std::sync::mpsc::Sender<Vec<u8>>);
 
     impl LoadDevice for Taker {
-        fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
             let mut taken = Vec::new();
             state.read_to_end(&mut taken)?;
             Ok(self.0.send(taken)?)
@@ -365,6 +376,18 @@ mod tests {
         let (say, tell) = (move |message| drop(say.send(message)), move |news| drop(tell.send(news)));
         devices.start(takers, &mut threads, say, tell).unwrap();
         Side { devices, threads, said, news, taken }
+    }
+
+    /// A piece arrives, or the end.
+    fn arrives(devices: &LoadingDevices, device: u16, place: u64, piece: Option<&[u8]>) {
+        // A channel's buffer is larger than most of what comes.
+        let mut buffer = vec![0xee; 10 << 10];
+        let piece = piece.map_or(Piece::End, |piece| {
+            buffer.resize(buffer.len().max(piece.len()), 0xee);
+            buffer[..piece.len()].copy_from_slice(piece);
+            Piece::Bytes(Content { buffer: &mut buffer, length: piece.len() })
+        });
+        devices.arrived(device, place, piece).unwrap();
     }
 
     /// A number below `limit`.
@@ -401,8 +424,7 @@ mod tests {
                 ended[device] = at_end;
             } else if !on_the_way.is_empty() {
                 let (device, place, piece) = on_the_way.swap_remove(random(&mut state, on_the_way.len()));
-                let piece = piece.as_deref().map_or(Piece::End, Piece::Bytes);
-                side.devices.arrived(device, place, piece).unwrap();
+                arrives(&side.devices, device, place, piece.as_deref());
             }
             // Where no device can send anything, one has to take something first.
             let waits = on_the_way.is_empty()
@@ -436,8 +458,8 @@ mod tests {
         for serial in [false, true] {
             let mut side = side(3, LEAST_CREDIT, serial);
             // One waits for its first piece, one amid its state, one for its turn where there are turns.
-            side.devices.arrived(1, 0, Piece::Bytes(b"begun")).unwrap();
-            side.devices.arrived(2, 0, Piece::Bytes(b"begun")).unwrap();
+            arrives(&side.devices, 1, 0, Some(b"begun"));
+            arrives(&side.devices, 2, 0, Some(b"begun"));
             side.devices.end();
             side.threads.join(|_| ());
             let failed = side.news.iter().filter(|news| matches!(news, LoadNews::Failed(_))).count();

@@ -20,7 +20,7 @@ pub(crate) mod save;
 mod threads;
 
 use std::fmt::{self, Display};
-use std::io::{Read, Write};
+use std::io::{BufRead, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use serde::{Deserialize, Serialize};
@@ -141,12 +141,13 @@ pub trait SaveDevice: Send {
 pub trait LoadDevice: Send {
     /// Reads what [`SaveDevice::save_ahead`] wrote and then what [`SaveDevice::save`] wrote, as one stream, to its end. Called when its
     /// first bytes have come, on a thread of its own, while other devices load and RAM is incomplete; the monitor's own state may be being
-    /// loaded at the same time. Whoever reads on says that it has taken what it read before: a reader that reads ahead of itself takes the meaning from
+    /// loaded at the same time. `state` has what has come in its buffer ([`BufRead::fill_buf`]): a device that takes it from there saves a
+    /// copy. Whoever reads on says that it has taken what it read before: a reader that reads ahead of itself takes the meaning from
     /// "loaded before the guest is stopped". The state comes from another host: it is not to be trusted.
     ///
     /// # Errors
     /// The migration fails; the guest runs on at the source. An error of `state` is to be passed on.
-    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError>;
+    fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError>;
 }
 
 /// Calls a device. One that panics fails like one that says why: else the migration would wait for it.

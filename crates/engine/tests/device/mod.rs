@@ -3,7 +3,7 @@
 // Each test program uses a part of it.
 #![allow(dead_code)]
 
-use std::io::{Read, Write};
+use std::io::{BufRead, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -189,7 +189,7 @@ impl Drop for Giver {
 struct Taker(Device);
 
 impl LoadDevice for Taker {
-    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+    fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
         let Device { instance, seen, .. } = &self.0;
         let (mut buffer, mut expected) = (vec![0; 200 << 10], vec![0; 200 << 10]);
         let mut at = 0;

@@ -7,7 +7,7 @@
 //! ```
 //! Numbers are little-endian.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, Read, Write};
 use std::sync::Arc;
 
 use sterna::device_state::{Ahead, DeviceId, LoadDevice, SaveDevice};
@@ -116,7 +116,7 @@ impl LoadScratch {
 }
 
 impl LoadDevice for LoadScratch {
-    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+    fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
         if self.0.is_whole() {
             return Err("there is something in it already".into());
         }

@@ -1,6 +1,6 @@
 //! Devices that give and take state at a rate, or as fast as memory can be copied; and a monitor whose guest does nothing.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, Read, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -91,7 +91,7 @@ struct Taker {
 }
 
 impl LoadDevice for Taker {
-    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+    fn load(&mut self, state: &mut dyn BufRead) -> Result<(), VmmError> {
         std::thread::sleep(self.stall);
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         let begun = Instant::now();
