@@ -184,22 +184,23 @@ impl<B> DeviceReceiver<B> {
     /// every piece, since it costs a message.
     pub fn done_with(&mut self, content: usize) -> Option<u64> {
         self.taken += cost(content);
-        let up_to = self.taken.saturating_add(self.at_once);
-        if up_to - self.permitted < self.at_once / 8 {
-            return None;
-        }
-        self.permitted = up_to;
-        Some(up_to)
+        self.permit(self.at_once / 8)
     }
 
     /// What may come in all now, where not all of that was said: for when there is nothing more to be taken, so that the source knows
     /// that all has been.
     pub fn unsaid(&mut self) -> Option<u64> {
+        self.permit(1)
+    }
+
+    /// Permits what may come in all now, where that is at least so much more than was permitted.
+    fn permit(&mut self, least: u64) -> Option<u64> {
         let up_to = self.taken.saturating_add(self.at_once);
-        (up_to > self.permitted).then(|| {
-            self.permitted = up_to;
-            up_to
-        })
+        if up_to - self.permitted < least {
+            return None;
+        }
+        self.permitted = up_to;
+        Some(up_to)
     }
 
     /// Bytes that are on their way or wait here at most, as they are counted.
