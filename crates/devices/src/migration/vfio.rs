@@ -233,7 +233,7 @@ impl<D: Device> SaveDevice for Saving<D> {
                 }
             }
         }
-        Ok(self.lock().saver.finish()?)
+        Ok(())
     }
 }
 
@@ -243,11 +243,15 @@ fn sum(ahead: PrecopyInfo) -> u64 {
 }
 
 impl<D: Device> Drop for Saving<D> {
-    /// Where a migration ends before the guest was paused nobody calls [`VfioSource::run_on`], and the device is still in PRE_COPY.
     fn drop(&mut self) {
         let mut saved = self.lock();
-        if self.begun && !saved.stopped {
-            // It runs in any case; what keeps it from being moved again is said when that is tried.
+        if saved.stopped {
+            // From STOP_COPY to STOP, now that nobody waits for it any more. All of its state was read, or it runs on after an error: either way
+            // nothing depends on it.
+            let _ = saved.saver.finish();
+        } else if self.begun {
+            // Where a migration ends before the guest was paused nobody calls `run_on`, and the device is still in PRE_COPY. It runs in any
+            // case; what keeps it from being moved again is said when that is tried.
             let _ = saved.saver.abort();
         }
     }

@@ -89,8 +89,20 @@ fn a_device_that_fails_when_it_is_saved_ends_the_migration_at_the_source() {
     for after in [0, 15] {
         ends_at_the_source(NOTHING_AHEAD, At::Source, fault(Call::Read, after, Leaves::Unchanged));
     }
-    for leaves in [Leaves::Unchanged, Leaves::InError] {
-        ends_at_the_source(ALL, At::Source, fault(Call::SetStateTo(State::Stop), 0, leaves));
+}
+
+#[test]
+fn a_device_that_fails_when_all_of_its_state_was_read_moves() {
+    for (leaves, state) in [(Leaves::Unchanged, State::StopCopy), (Leaves::InError, State::Error)] {
+        for ways in [DeviceChannels::Mixed, DeviceChannels::Serial] {
+            let mut guest = guest(ALL);
+            guest.from.models[1].fail(fault(Call::SetStateTo(State::Stop), 0, leaves));
+            let (sent, received) = guest.migrate(ways);
+            received.unwrap();
+            sent.unwrap();
+            guest.has_moved();
+            assert_eq!(guest.from.models[1].is_in(), state);
+        }
     }
 }
 

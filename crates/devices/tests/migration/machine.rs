@@ -297,7 +297,7 @@ impl Guest {
     pub(crate) fn has_moved(&self) {
         assert!(!self.from.monitor.runs() && self.to.monitor.runs());
         assert_eq!((self.running.now(), self.running.ever_twice()), (1, false));
-        assert!(self.from.models.iter().all(|model| model.is_in() == State::Stop));
+        assert!(self.from.models.iter().all(|model| !model.is_in().runs()));
         assert_eq!((self.from.fabric.running(), self.to.fabric.running()), (0, self.to.models.len()));
         for (from, to) in self.from.models.iter().zip(&self.to.models) {
             assert_eq!(from.contents(), to.contents());

@@ -27,6 +27,7 @@ fn one_four_and_sixteen_devices_move_by_every_way() {
             received.unwrap();
             let report = sent.unwrap();
             guest.has_moved();
+            assert!(guest.from.models.iter().all(|model| model.is_in() == State::Stop));
             assert_eq!(report.devices.len(), count);
             for device in &report.devices {
                 assert!(device.bytes > 50_000, "{device:?}");
