@@ -359,7 +359,8 @@ impl<D: Device> Serving<D> {
                 return self.stream.write_all(&header(77, DMA_READ, 1 << 30, 0, 0));
             }
             Some(Trouble::Floods) => loop {
-                self.stream.write_all(&header(77, DMA_READ, 0, NO_REPLY, 0))?;
+                // So many that there is always another one.
+                self.stream.write_all(&header(77, DMA_READ, 0, NO_REPLY, 0).repeat(4096))?;
             },
             Some(Trouble::OtherType) => flags = 2,
             Some(Trouble::OtherState) => payload[8] ^= 1,
