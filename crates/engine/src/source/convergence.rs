@@ -38,6 +38,8 @@ const SHORTEST_TRIP: f64 = 0.000_2;
 const SMALL_STATE: Duration = Duration::from_millis(50);
 /// A round is progress when it brings the predicted downtime to this part of the best so far, or less.
 const PROGRESS: f64 = 0.9;
+/// Whether what the destination's devices have to load becomes less shows after this long: they say so every few MiB.
+const LOADING_SHOWS: Duration = Duration::from_secs(1);
 /// Rounds without progress after which the migration counts as not converging.
 const ROUNDS_WITHOUT_PROGRESS: u32 = 2;
 
@@ -176,6 +178,8 @@ pub(super) struct Convergence {
     best: Duration,
     /// When that was judged last, and what had been handed over by then.
     judged: (Duration, u64),
+    /// How long the destination's devices were to load, by then.
+    loading: Duration,
     rounds: u32,
     without_progress: u32,
     throttle: u8,
@@ -220,6 +224,7 @@ impl Convergence {
             wire_is_known: false,
             best: LONGEST,
             judged: (Duration::ZERO, 0),
+            loading: Duration::ZERO,
             rounds: 0,
             without_progress: 0,
             throttle: 0,
@@ -395,11 +400,18 @@ impl Convergence {
         }
         // A round has shown what it does when all that it handed over has left.
         let (judged, handed_over) = self.judged;
-        if self.fits(at) || at.now.saturating_sub(judged) < SHORTEST_MEASURE || at.arrived.pages < handed_over {
+        let loads_too_long = at.loading > self.downtime;
+        let shows_after = if loads_too_long { LOADING_SHOWS } else { SHORTEST_MEASURE };
+        if self.fits(at) || at.now.saturating_sub(judged) < shows_after || at.arrived.pages < handed_over {
             return Decision::Next;
         }
         let Some(expected) = self.predicted(at) else { return Decision::Next };
         self.judged = (at.now, at.handed_over());
+        let loading_before = std::mem::replace(&mut self.loading, at.loading);
+        if loads_too_long && at.loading < loading_before {
+            // That becomes less by itself.
+            return Decision::Next;
+        }
         if expected <= self.best.mul_f64(PROGRESS) {
             (self.best, self.without_progress) = (expected, 0);
             return Decision::Next;
@@ -414,14 +426,16 @@ impl Convergence {
     fn does_not_converge(&mut self, at: &Measure, predicted: Duration) -> Decision {
         let Rates { dirty, drain, .. } = self.rates;
         let mib = |bytes: f64| bytes / f64::from(1 << 20);
-        self.verdict = Some(if at.loading > self.downtime {
+        let loads_too_long = at.loading > self.downtime;
+        let is_of_pages = !loads_too_long && self.budget(at).is_some();
+        self.verdict = Some(if loads_too_long {
             format!(
                 "what was sent of devices' state takes {} ms to be loaded at the destination where a downtime of {} ms is wanted; devices \
                  that load faster or a longer downtime would end it",
                 at.loading.as_millis(),
                 self.downtime.as_millis()
             )
-        } else if self.budget(at).is_none() {
+        } else if !is_of_pages {
             format!(
                 "the guest's state of {:.0} MiB alone makes a downtime of {} ms where {} ms are wanted, which no round changes; more \
                  bandwidth or a longer downtime would end it",
@@ -444,6 +458,8 @@ impl Convergence {
             NotConverging::GoOn => Decision::Next,
             NotConverging::GiveUp => Decision::GiveUp,
             NotConverging::PostCopy | NotConverging::PostCopyAfter(_) => Decision::PostCopy,
+            // What it writes is not what keeps it here.
+            NotConverging::Throttle(_) if !is_of_pages => Decision::Next,
             NotConverging::Throttle(throttle) => {
                 let most = throttle.most.min(99);
                 let wanted =
@@ -617,6 +633,42 @@ mod tests {
         assert_eq!(simulation.until_it_ends().0, Decision::GiveUp);
         let verdict = simulation.convergence.verdict().unwrap();
         assert!(verdict.contains("takes 301 ms to be loaded at the destination"), "{verdict}");
+    }
+
+    #[test]
+    fn devices_that_load_what_they_have_are_waited_for() {
+        let mut simulation = Simulation::new(4096 * MIB, 0.0, 0, 118e6, NotConverging::GiveUp);
+        simulation.at.loading = Duration::from_secs(60);
+        let end = loop {
+            match simulation.round(true) {
+                Decision::Next => {}
+                end => break end,
+            }
+            // Told every 300 ms.
+            let left = 60_000u64.saturating_sub(simulation.at.now.as_millis() as u64 / 300 * 300);
+            simulation.at.loading = Duration::from_millis(left);
+        };
+        assert_eq!(end, Decision::SwitchOver);
+        assert!(simulation.convergence.verdict().is_none());
+    }
+
+    #[test]
+    fn a_guest_is_not_slowed_down_for_what_it_does_not_write() {
+        let throttle = NotConverging::Throttle(Throttle::default());
+        let (mut loads, mut large) = (
+            Simulation::new(64 * MIB, 1e6, 64 * MIB, 118e6, throttle),
+            Simulation::new(64 * MIB, 1e6, 64 * MIB, 118e6, throttle),
+        );
+        loads.at.loading = Duration::from_secs(5);
+        large.at.state = 200 * MIB;
+        for (mut simulation, words) in [(loads, "to be loaded"), (large, "state of 200 MiB alone")] {
+            for _ in 0..10_000 {
+                assert_eq!(simulation.round(true), Decision::Next);
+            }
+            assert_eq!(simulation.convergence.throttled(), 0);
+            let verdict = simulation.convergence.verdict().unwrap();
+            assert!(verdict.contains(words), "{verdict}");
+        }
     }
 
     #[test]
