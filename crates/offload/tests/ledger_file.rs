@@ -246,6 +246,8 @@ fn a_file_that_is_cut_short_or_scribbled_over_stops_nobody() {
 #[test]
 fn four_at_the_same_time_never_have_much_more_in_flight_than_one_may() {
     const THREADS: usize = 4;
+    /// Batches that one holds at most.
+    const HELD: usize = 4;
     let directory = in_memory();
     let (in_use, most) = (AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -267,7 +269,7 @@ fn four_at_the_same_time_never_have_much_more_in_flight_than_one_may() {
                         held.push(grant);
                         batches += 1;
                     }
-                    while !held.is_empty() && (waits || held.len() > batches % 4) {
+                    while !held.is_empty() && (waits || held.len() > batches % HELD) {
                         in_use.fetch_sub(BATCH, Ordering::SeqCst);
                         ledger.done(held.pop().expect("more than none"), BATCH, now);
                     }
@@ -281,5 +283,8 @@ fn four_at_the_same_time_never_have_much_more_in_flight_than_one_may() {
     });
     let most = most.into_inner();
     assert_eq!(in_use.into_inner(), 0);
-    assert!(most <= IN_FLIGHT + (THREADS as u64 - 1) * BATCH, "{most}");
+    // Those that look at the same moment may all go; and what one took before the others came counts up to its part and one batch.
+    let others = (THREADS as u64 - 1) * BATCH;
+    let not_believed = (HELD as u64 * BATCH).saturating_sub(IN_FLIGHT / THREADS as u64 + BATCH);
+    assert!(most <= IN_FLIGHT + others + not_believed, "{most}");
 }
