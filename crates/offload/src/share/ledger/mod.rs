@@ -7,8 +7,8 @@
 //! weight's part, or one batch where the part is smaller than a batch.
 //!
 //! There is no lock around a decision: each looks, decides, and publishes what it took or that it waits. Those that look at the
-//! same moment can all go, so more than the bound can be in flight, by one batch for each other process at most. That is
-//! waiting time, never a wrong result, and the tags make up for it in the next turns. A batch costs one look and one
+//! same moment can all go, so more than the bound can be in flight: by one batch for each other process at most, and by what
+//! one of them took beyond its part and one batch before the others came. That is waiting time, never a wrong result, and the tags make up for it in the next turns. A batch costs one look and one
 //! publication; that it has left the device is not published but follows from when it was expected to.
 //!
 //! Nothing that others wrote is believed beyond what they might rightly say:
