@@ -31,6 +31,8 @@ pub(crate) struct Manner {
     pub(crate) padded: bool,
     /// What goes wrong with which command, after so many of them.
     pub(crate) trouble: Option<(Command, u32, Trouble)>,
+    /// In which state of the device after the command these count; none: in any.
+    pub(crate) only_in: Option<State>,
 }
 
 impl Default for Manner {
@@ -43,7 +45,7 @@ impl Manner {
     pub(crate) fn with_max_data(max_data: usize) -> Self {
         let capabilities = format!("{{\"capabilities\":{{\"max_msg_fds\":8,\"max_data_xfer_size\":{max_data}}}}}\0");
         let capabilities = capabilities.into_bytes();
-        Self { version: (0, 1), capabilities, max_data, enomsg: false, padded: false, trouble: None }
+        Self { version: (0, 1), capabilities, max_data, enomsg: false, padded: false, trouble: None, only_in: None }
     }
 
     pub(crate) fn trouble(command: Command, after: u32, trouble: Trouble) -> Self {
@@ -305,7 +307,8 @@ impl<D: Device> Serving<D> {
     /// The trouble that this message meets, if any.
     fn trouble(&mut self, message: &Message) -> Option<Trouble> {
         let (command, after, trouble) = self.manner.trouble.as_mut()?;
-        if command.0 != message.command {
+        let other = |state| self.device.state().is_ok_and(|is| is != state);
+        if command.0 != message.command || self.manner.only_in.is_some_and(other) {
             return None;
         }
         match after.checked_sub(1) {
