@@ -72,18 +72,23 @@ fn a_stale_page_is_noticed_in_every_kind_of_content() {
             let workload = Workload { fill, whole: false, ..busy() };
             let Some(machine) = filled(&config(kind, 1, workload), &Said::default()) else { continue };
             machine.wait_until(LONG, |now| now.written() > 3000).unwrap();
-            machine.pause().unwrap();
+            // Not amid a page, which would be none of any generation.
+            let pause_after_writing = || {
+                machine.set_write_rate(Rate::PagesPerSecond(0));
+                // Orders given before the rate changed are done.
+                let steps = machine.report().steps();
+                machine.wait_until(LONG, |now| now.steps() > steps + 2).unwrap();
+                machine.pause().unwrap();
+            };
+            pause_after_writing();
             let numbers = 0..machine.report().pages();
             let place = |number| page(&machine, machine.place_of(number).unwrap());
             let old: Vec<_> = numbers.clone().map(|number| read(place(number))).collect();
             machine.resume().unwrap();
             let written = machine.report().written();
+            machine.set_write_rate(workload.write);
             machine.wait_until(LONG, |now| now.written() > written + 1000).unwrap();
-            machine.set_write_rate(Rate::PagesPerSecond(0));
-            // Orders given before the rate changed are done.
-            let steps = machine.report().steps();
-            machine.wait_until(LONG, |now| now.steps() > steps + 2).unwrap();
-            machine.pause().unwrap();
+            pause_after_writing();
             assert_eq!(machine.report().faults(), 0);
             // In zero pages, and pages of equal bytes, some generations look alike: those are no other pages.
             let stale = numbers.into_iter().find(|number| {
