@@ -1,8 +1,8 @@
 //! Memory for pieces of device state, used again and again.
 
 use std::fmt;
-use std::ops::Deref;
-use std::sync::{Arc, Mutex};
+use std::ops::{Deref, RangeInclusive};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Buffers of one device. Clones are the same.
 #[derive(Clone)]
@@ -18,11 +18,9 @@ struct Pool {
 }
 
 impl Pool {
-    /// A buffer with room for `capacity` bytes.
-    fn take(&mut self, capacity: usize) -> Vec<u8> {
-        // One that is much larger would take more memory than is counted.
-        let fits = |buffer: &Vec<u8>| (capacity..=capacity.saturating_mul(2)).contains(&buffer.len());
-        if let Some(at) = self.spare.iter().rposition(fits) {
+    /// A buffer of as many bytes as `fits` says, or else a new one of `capacity`.
+    fn take(&mut self, capacity: usize, fits: RangeInclusive<usize>) -> Vec<u8> {
+        if let Some(at) = self.spare.iter().rposition(|spare| fits.contains(&spare.len())) {
             return self.spare.swap_remove(at);
         }
         while self.held.saturating_add(capacity) > self.most
@@ -43,29 +41,25 @@ impl Buffers {
 
     /// An empty buffer, with room for `capacity` bytes.
     pub(super) fn take(&self, capacity: usize) -> DeviceBytes {
-        let bytes = self.0.lock().expect("nobody panics with it").take(capacity);
+        // One that is much larger would take more memory than is counted.
+        let bytes = self.pool().take(capacity, capacity..=capacity.saturating_mul(2));
         DeviceBytes { bytes, length: 0, home: self.clone() }
     }
 
-    /// What is in the first `length` bytes of `buffer`: with the buffer itself, in the place of which there is another of its length then,
-    /// unless it is so large that little of it is used.
+    fn pool(&self) -> MutexGuard<'_, Pool> {
+        self.0.lock().expect("nobody panics with it")
+    }
+
+    /// What is in the first `length` bytes of `buffer`: with the buffer itself, in the place of which there is another of its length then.
+    /// Where that would be more memory than is counted for so many bytes, a copy.
     pub(super) fn receive(&self, buffer: &mut Vec<u8>, length: usize) -> DeviceBytes {
-        if buffer.len() / 2 > length {
+        if length < buffer.len() - buffer.len() / 8 {
             let mut bytes = self.take(length);
             bytes.fill(&buffer[..length], length);
             return bytes;
         }
-        let mut pool = self.0.lock().expect("nobody panics with it");
-        let same = |spare: &Vec<u8>| spare.len() == buffer.len();
-        let other = match pool.spare.iter().rposition(same) {
-            Some(at) => pool.spare.swap_remove(at),
-            None => {
-                // What leaves the pool for the channel is as much as comes into it.
-                pool.held += buffer.len();
-                vec![0; buffer.len()]
-            }
-        };
-        drop(pool);
+        // What leaves the pool for the channel is as much as comes into it.
+        let other = self.pool().take(buffer.len(), buffer.len()..=buffer.len());
         DeviceBytes { bytes: std::mem::replace(buffer, other), length, home: self.clone() }
     }
 }
@@ -105,7 +99,7 @@ impl fmt::Debug for DeviceBytes {
 impl Drop for DeviceBytes {
     fn drop(&mut self) {
         let bytes = std::mem::take(&mut self.bytes);
-        let mut pool = self.home.0.lock().expect("nobody panics with it");
+        let mut pool = self.home.pool();
         if pool.held > pool.most {
             pool.held -= bytes.len();
         } else {
@@ -135,7 +129,7 @@ mod tests {
     fn what_has_come_is_taken_with_its_buffer_and_copied_where_that_would_be_a_waste() {
         let buffers = Buffers::new(1 << 20);
         let mut channel = vec![7; 1000];
-        for (length, with_it) in [(1000, true), (500, true), (499, false), (0, false)] {
+        for (length, with_it) in [(1000, true), (875, true), (874, false), (0, false)] {
             let at = channel.as_ptr();
             let taken = buffers.receive(&mut channel, length);
             assert_eq!((taken.len(), channel.len()), (length, 1000));
@@ -172,5 +166,11 @@ mod tests {
             drop(come);
             assert_eq!(held(), 9000);
         }
+        // Spare ones of another size make room for them.
+        let buffers = Buffers::new(10_000);
+        drop((0..10).map(|_| buffers.take(1000)).collect::<Vec<_>>());
+        let come: Vec<_> = (0..3).map(|_| buffers.receive(&mut channel, 3000)).collect();
+        let held = buffers.0.lock().unwrap().held;
+        assert!(held <= 10_000, "{held} with {come:?}");
     }
 }
