@@ -196,9 +196,10 @@ impl<D: Device> SaveDevice for Saving<D> {
                 Chunk::NothingNow | Chunk::End => dry = true,
             }
         }
-        let saved = self.devices[self.at].lock();
-        let more = !saved.stopped && saved.saver.may_read_ahead();
-        drop(saved);
+        let more = {
+            let saved = self.lock();
+            !saved.stopped && saved.saver.may_read_ahead()
+        };
         if told.is_none() {
             // What it had since it last had nothing, by the next time it may have again. Until it has nothing there is more to come.
             self.since_dry += read;

@@ -1,7 +1,6 @@
 //! One command and its reply: what the device needs of whoever holds the socket.
 
 use std::io;
-use std::sync::Arc;
 
 /// A command of the specification, section "Commands", by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,7 +24,7 @@ impl Command {
 ///
 /// All take `&self`: who watches a device's DMA is not who saves its state.
 pub trait Connection: Send + Sync {
-    /// Bytes of data that one message may carry: the least of what both sides have said (`max_data_xfer_size`, 1 MiB where nothing was).
+    /// Bytes of data that one message may carry: the least of what both sides have said (`max_data_xfer_size`, 1 MiB where nothing was); at least 1.
     fn max_data(&self) -> usize;
 
     /// Sends a command, waits for its reply, and gives the length of the reply's payload. The payload sent is the parts of `request` one
@@ -35,14 +34,4 @@ pub trait Connection: Send + Sync {
     /// The server's errno (`raw_os_error`), where the reply is an error. Anything else means that the connection is of no more use; a
     /// payload that is longer than `reply` is such a case, and a server that takes too long should be.
     fn call(&self, command: Command, request: [&[u8]; 2], reply: [&mut [u8]; 2]) -> io::Result<usize>;
-}
-
-impl<C: Connection + ?Sized> Connection for Arc<C> {
-    fn max_data(&self) -> usize {
-        (**self).max_data()
-    }
-
-    fn call(&self, command: Command, request: [&[u8]; 2], reply: [&mut [u8]; 2]) -> io::Result<usize> {
-        (**self).call(command, request, reply)
-    }
 }

@@ -205,7 +205,8 @@ pub struct VfioUserData<C> {
 impl<C: Connection> VfioUserData<C> {
     /// As much of `length` bytes as fits one message.
     fn piece(&self, length: usize) -> usize {
-        length.min(self.connection.max_data()).min(1 << 30)
+        // Nothing asked for would be nothing given, and that is the end of a state.
+        length.min(self.connection.max_data().clamp(1, 1 << 30))
     }
 }
 
