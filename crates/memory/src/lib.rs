@@ -11,6 +11,7 @@ pub mod discard;
 mod fold;
 pub mod holes;
 pub mod huge;
+mod mappings;
 pub mod missing;
 pub mod node;
 mod pagemap_scan;

@@ -21,15 +21,18 @@ use thiserror::Error;
 use crate::PAGE_SIZE;
 use crate::discard::{DiscardError, Discardable};
 use crate::holes::{HoleError, PageMap, file_data};
+use crate::mappings::{Mapping, Mappings};
 use crate::scan::is_zero_raw;
 use crate::snapshot::Snapshot;
 
-/// What is behind a block's mapping.
+/// What is behind a block's mapping. [`GuestRam::new`] compares it with what is mapped.
 #[derive(Clone, Debug)]
 pub enum Backing {
     /// Private anonymous memory, with ordinary, transparent huge or hugetlb pages.
     Anonymous,
-    /// A shared mapping of a file in memory (memfd, tmpfs, hugetlbfs) from this offset on, in bytes.
+    /// A shared mapping (`MAP_SHARED`) of a file in memory (memfd, tmpfs, hugetlbfs) from this offset on, in bytes. A private
+    /// mapping of a file, such as that of a guest that was restored from a snapshot, is [`Backing::Other`]: what the guest
+    /// has written is not in the file.
     Shared(Arc<File>, u64),
     /// Something else: all of it is read and sent, and none of it can be given back.
     Other,
@@ -56,6 +59,28 @@ pub enum RamError {
     /// Two blocks with one name.
     #[error("there are two RAM blocks named {0}: each needs a name of its own, the same on both sides")]
     Name(String),
+    /// What is mapped is not what the block was said to be.
+    #[error("RAM block {name} was given as {given}, but {found}: {instead}")]
+    Backing {
+        /// The block.
+        name: String,
+        /// What it was given as.
+        given: &'static str,
+        /// What is there.
+        found: String,
+        /// What to do about it.
+        instead: &'static str,
+    },
+    /// What is mapped could not be looked at.
+    #[error("cannot look at what RAM block {name} is a mapping of ({what}): {source}")]
+    NotSeen {
+        /// The block.
+        name: String,
+        /// What was looked at.
+        what: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// Which parts are populated cannot be found out.
     #[error("RAM block {name}: {source}")]
     Holes {
@@ -166,6 +191,40 @@ impl RamBlock {
     /// What is behind it.
     pub fn backing(&self) -> &Backing {
         &self.backing
+    }
+
+    /// Compares the backing with what is mapped. A wrong one would lose pages without a word: those of a private file mapping that
+    /// were written are not in the file, and those of shared memory that others wrote are not in this process's page tables.
+    fn check_backing(&self, mappings: &Mappings) -> Result<(), RamError> {
+        let (given, instead, result) = match &self.backing {
+            Backing::Anonymous => (
+                "private anonymous memory",
+                "give a shared mapping of a file in memory as Backing::Shared with that file, and anything else as \
+                 Backing::Other",
+                mappings.check(self.addresses(), |mapping| mapping.is_anonymous()),
+            ),
+            Backing::Shared(file, offset) => {
+                let status = rustix::fs::fstat(file).map_err(|errno| RamError::NotSeen {
+                    name: self.name.clone(),
+                    what: "fstat of its file",
+                    source: errno.into(),
+                })?;
+                let device = (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev));
+                let start = self.addresses().start;
+                let is_shared = |mapping: &Mapping<'_>| {
+                    !mapping.private && mapping.is_of_file(start, (device, status.st_ino), *offset)
+                };
+                (
+                    "a shared mapping of its file from its offset on",
+                    "give a private mapping of a file as Backing::Other, since pages that were written are not in the file",
+                    mappings.check(self.addresses(), is_shared),
+                )
+            }
+            Backing::Other => {
+                ("memory of another kind", "map all of it first", mappings.check(self.addresses(), |_| true))
+            }
+        };
+        result.map_err(|found| RamError::Backing { name: self.name.clone(), given, found, instead })
     }
 
     /// Checks that the block is whole pages of its backing, and that transparent or hugetlb pages are a power of two.
@@ -369,10 +428,11 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// Guest RAM made of `blocks`.
+    /// Guest RAM made of `blocks`, which are mapped already: what each is said to be backed by is compared with
+    /// `/proc/self/maps`.
     ///
     /// # Errors
-    /// A block is not whole pages of its page size, or two have the same name.
+    /// A block is not whole pages of its page size, two have the same name, or a block's backing is not what is mapped.
     pub fn new(blocks: Vec<RamBlock>) -> Result<Self, RamError> {
         let mut names = std::collections::HashSet::new();
         for block in &blocks {
@@ -380,6 +440,12 @@ impl GuestRam {
             if !names.insert(block.name()) {
                 return Err(RamError::Name(block.name().to_owned()));
             }
+        }
+        if let Some(first) = blocks.first() {
+            let not_seen =
+                |source| RamError::NotSeen { name: first.name.clone(), what: "reading /proc/self/maps", source };
+            let mappings = Mappings::own().map_err(not_seen)?;
+            blocks.iter().try_for_each(|block| block.check_backing(&mappings))?;
         }
         Ok(Self { blocks: blocks.into() })
     }
@@ -397,6 +463,10 @@ impl GuestRam {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use rustix::mm::{MapFlags, ProtFlags};
+
     use super::*;
     use crate::test_util::Area;
 
@@ -436,6 +506,73 @@ mod tests {
         assert!(matches!(good.clone().with_page_size(2 << 20).check(), Err(RamError::Shape { .. })));
         assert!(matches!(GuestRam::new(vec![good.clone(), good.clone()]), Err(RamError::Name(_))));
         assert_eq!(GuestRam::new(vec![good]).unwrap().bytes(), 4 * PAGE_SIZE as u64);
+    }
+
+    /// A file in memory with pages of 1, mapped as `flags` say from its second page on.
+    fn mapping_of_file(pages: usize, flags: MapFlags) -> (Arc<File>, NonNull<u8>) {
+        let file = File::from(rustix::fs::memfd_create("snapshot", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.write_all_at(&vec![1; (pages + 1) * PAGE_SIZE], 0).unwrap();
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address that the kernel chooses. It is never unmapped.
+        let at = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), pages * PAGE_SIZE, access, flags, &file, PAGE_SIZE as u64).unwrap()
+        };
+        (Arc::new(file), NonNull::new(at.cast()).unwrap())
+    }
+
+    fn given_as(at: NonNull<u8>, pages: usize, backing: Backing) -> Result<GuestRam, RamError> {
+        // SAFETY: the mappings of these tests stay, and are accessed through raw pointers only.
+        GuestRam::new(vec![unsafe { RamBlock::new("ram", at, pages * PAGE_SIZE, backing) }])
+    }
+
+    #[test]
+    fn a_private_file_mapping_is_not_taken_as_shared_or_anonymous() {
+        let (file, at) = mapping_of_file(4, MapFlags::PRIVATE);
+        for backing in [Backing::Shared(Arc::clone(&file), PAGE_SIZE as u64), Backing::Anonymous] {
+            let error = given_as(at, 4, backing).unwrap_err().to_string();
+            assert!(error.contains("mapped is") && error.contains("as Backing::Other"), "{error}");
+        }
+        // As what it is, nothing of it is left out.
+        let ram = given_as(at, 4, Backing::Other).unwrap();
+        ram.blocks()[0].write(2, &[7; PAGE_SIZE]);
+        let mut found = Vec::new();
+        ram.blocks()[0].populated(&mut PageMap::own().unwrap(), |run| found.push(run)).unwrap();
+        assert_eq!(found, [0..4]);
+        let mut in_file = [0];
+        file.read_exact_at(&mut in_file, 3 * PAGE_SIZE as u64).unwrap();
+        assert_eq!(in_file, [1]);
+    }
+
+    #[test]
+    fn a_shared_mapping_is_taken_only_with_its_own_file_and_offset() {
+        let (file, at) = mapping_of_file(4, MapFlags::SHARED);
+        let (other, _) = mapping_of_file(4, MapFlags::SHARED);
+        let offset = PAGE_SIZE as u64;
+        given_as(at, 4, Backing::Shared(Arc::clone(&file), offset)).unwrap();
+        // A part of the mapping begins further into the file.
+        let part = NonNull::new(at.as_ptr().wrapping_add(PAGE_SIZE)).unwrap();
+        given_as(part, 3, Backing::Shared(Arc::clone(&file), 2 * offset)).unwrap();
+        let wrong = [Backing::Shared(Arc::clone(&file), 0), Backing::Shared(other, offset), Backing::Anonymous];
+        for backing in wrong {
+            assert!(matches!(given_as(at, 4, backing), Err(RamError::Backing { .. })));
+        }
+    }
+
+    #[test]
+    fn memory_that_is_not_mapped_to_its_end_is_refused_whatever_it_is_called() {
+        let area = Area::small_pages(4 * PAGE_SIZE);
+        let end = NonNull::new(area.ptr().wrapping_add(3 * PAGE_SIZE)).unwrap();
+        // SAFETY: the last page of the area, which nothing uses any more; a mapping of nothing takes its place, so that no
+        // other test's memory comes there.
+        unsafe {
+            let flags = MapFlags::SHARED | MapFlags::FIXED;
+            rustix::mm::mmap_anonymous(end.as_ptr().cast(), PAGE_SIZE, ProtFlags::empty(), flags).unwrap();
+        }
+        let error = given_as(NonNull::new(area.ptr()).unwrap(), 4, Backing::Anonymous).unwrap_err().to_string();
+        assert!(error.contains("private anonymous memory, but mapped is"), "{error}");
+        let nowhere = NonNull::new(std::ptr::without_provenance_mut(PAGE_SIZE)).unwrap();
+        let error = given_as(nowhere, 1, Backing::Other).unwrap_err().to_string();
+        assert!(error.contains("nothing is mapped at 0x1000"), "{error}");
     }
 
     #[test]
