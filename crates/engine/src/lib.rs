@@ -143,4 +143,5 @@ mod state;
 pub mod tls;
 pub mod transport;
 pub mod vmm;
+pub mod wakers;
 pub mod window;

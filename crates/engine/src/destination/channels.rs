@@ -37,9 +37,10 @@ impl PostCopyChannels {
             channels.latest = header.incarnation;
             let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
             let (abort, closer) = (Arc::clone(abort), connection.closer());
-            abort.on_end(move || closer.close());
+            let closing = abort.on_end_while_held(move || closer.close());
             let mut sink = RamSink::new(&target, 0, false);
             let thread = std::thread::spawn(move || {
+                let _closing = closing;
                 let lost = |reason: &dyn Display| {
                     abort.lost(format_args!("the post-copy channel: {reason}"));
                 };

@@ -117,12 +117,12 @@ pub(super) fn run(
     let broken = events_in.clone();
     abort.on_end(move || drop(broken.send(Event::Broken(1))));
     let (cancelled, meanwhile) = (events_in.clone(), occupied.clone());
-    cancel.on_cancel(move || {
+    let _cancelling = cancel.on_cancel(move || {
         meanwhile.raise(CANCELLED);
         drop(cancelled.send(Event::Cancelled));
     });
     let fenced = events_in.clone();
-    fence.0.on_cancel(move || drop(fenced.send(Event::Fenced)));
+    let _fencing = fence.0.on_cancel(move || drop(fenced.send(Event::Fenced)));
 
     let begun = events_in.clone();
     let devices = Devices::new(devices, &machine, device_share);

@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::io::Read;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use sterna_codec::Method;
@@ -54,14 +53,8 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
     let connection = Connection::connect(offer.to, offer.security).map_err(SessionError::new)?;
     let closer = connection.closer();
     let interrupted = closer.clone();
-    let dialled = Arc::new(AtomicBool::new(false));
-    let finished = Arc::clone(&dialled);
     // Only while dialling: later a cancelled migration still has something to say on this connection.
-    cancel.on_cancel(move || {
-        if !finished.load(Ordering::Acquire) {
-            interrupted.close();
-        }
-    });
+    let interrupting = cancel.on_cancel(move || interrupted.close());
     let opened = open_channel(connection, &key, id, ChannelKind::Control, 0, 1);
     let (mut writer, mut reader, round_trip) = opened.map_err(SessionError::new)?;
     let offered = offer.features.capabilities(offer.packet_size);
@@ -86,7 +79,7 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
     };
     let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
     decodable(offer.method, &chosen.methods).map_err(|why| SessionError(format!("{} {why}", offer.to)))?;
-    dialled.store(true, Ordering::Release);
+    drop(interrupting);
     let link = ControlLink::start(writer, reader, closer, messages, link_events(tell, 1)).map_err(SessionError::new)?;
     let session = Session {
         id,

@@ -59,7 +59,7 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     let _claim = qmp.as_ref().map(qemu::claim).transpose()?;
     let (events_in, events) = channel();
     let cancelled = events_in.clone();
-    cancel.on_cancel(move || {
+    let _cancelling = cancel.on_cancel(move || {
         let _ = cancelled.send(Event::Cancelled);
     });
     let tell: TellPeer = Arc::new(move |news| drop(events_in.send(Event::Peer(news))));

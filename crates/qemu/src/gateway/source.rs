@@ -133,7 +133,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
 
     let abort = Arc::new(Abort::default());
     let cancelled = events_in.clone();
-    cancel.on_cancel(move || {
+    let _cancelling = cancel.on_cancel(move || {
         let _ = cancelled.send(Event::Cancelled);
     });
     let broken = events_in.clone();

@@ -143,7 +143,7 @@ pub(super) fn run(
 
     let tell_cancelled = events_in.clone();
     let meanwhile = occupied.clone();
-    cancel.on_cancel(move || {
+    let _cancelling = cancel.on_cancel(move || {
         meanwhile.raise(CANCELLED);
         drop(tell_cancelled.send(Event::Cancelled));
     });

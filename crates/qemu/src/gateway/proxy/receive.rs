@@ -64,7 +64,7 @@ pub fn proxy_receive(
     let broken = events_in.clone();
     abort.on_end(move || drop(broken.send(Event::Broken)));
     let cancelled = events_in.clone();
-    cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
+    let _cancelling = cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
 
     let nowhere = Box::new(|| Err("a proxy does not look into QEMU".to_owned()));
     let feeder = Feeder::new(&options.unix, Placement::InStream, nowhere, Agreed::default(), &abort);

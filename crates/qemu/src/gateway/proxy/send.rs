@@ -67,7 +67,7 @@ pub fn proxy_send(options: &ProxySendOptions, cancel: &Cancel, observer: &dyn Ob
         socket.take_all(name.clone(), events_in.clone());
     }
     let cancelled = events_in.clone();
-    cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
+    let _cancelling = cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
 
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
