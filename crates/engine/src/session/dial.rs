@@ -2,8 +2,7 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sterna_codec::Method;
 use sterna_wire::control::{ControlMessage, ControlReader, Hello, Machine, Mode, Welcome};
@@ -13,15 +12,12 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 use sterna_wire::limits::HANDSHAKE_TIME;
 
 use super::peer::link_events;
-use super::{Features, PeerNews, Session, SessionError, TellPeer, program};
+use super::{Features, Session, SessionError, TellPeer, program};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
-use crate::control_link::{ControlLink, Gate, hear, held_back, say};
+use crate::control_link::{ControlLink, hear, say};
 use crate::send::{SendChannel, SendContext};
 use crate::transport::{Address, Connection, Reader, Security, Writer, open_channel};
-
-/// Pause between attempts to reach a destination that was lost.
-pub const DIAL_PAUSE: Duration = Duration::from_millis(500);
 
 /// What the source asks for.
 #[derive(Debug)]
@@ -105,37 +101,6 @@ fn decodable(method: Method, known: &[String]) -> Result<(), String> {
         true => format!("cannot decode {format}; both sides know {known}"),
         false => format!("cannot decode {format}, which the method {method} writes; both sides know {known}"),
     })
-}
-
-/// Tries to come back to the destination after the connection was lost, on a thread of its own: with a control channel of the
-/// incarnation that `session` says, on which the destination speaks first. Waits for `pause` before. `tell` hears of the
-/// outcome before it hears what the destination says.
-pub fn dial_again(to: Address, security: Security, session: Session, pause: Duration, tell: TellPeer) {
-    std::thread::spawn(move || {
-        std::thread::sleep(pause);
-        match reconnect(&to, &security, &session, &tell) {
-            Ok((link, gate)) => {
-                tell(PeerNews::Connected(session.incarnation, link));
-                drop(gate);
-            }
-            Err(error) => tell(PeerNews::Unreachable(error.to_string())),
-        }
-    });
-}
-
-fn reconnect(
-    to: &Address,
-    security: &Security,
-    session: &Session,
-    tell: &TellPeer,
-) -> Result<(ControlLink, Gate), SessionError> {
-    let connection = Connection::connect(to, security).map_err(SessionError::new)?;
-    let closer = connection.closer();
-    let opened = open_channel(connection, &session.key, session.id, ChannelKind::Control, 0, session.incarnation);
-    let (writer, reader, _) = opened.map_err(SessionError::new)?;
-    let (events, gate) = held_back(link_events(tell, session.incarnation));
-    let link = ControlLink::start(writer, reader, closer, ControlReader::default(), events);
-    Ok((link.map_err(SessionError::new)?, gate))
 }
 
 impl Session {

@@ -39,8 +39,8 @@ use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
 use crate::send::{Compression, SendAgain, SendChannel, SendContext, Sent};
 use crate::session::{
-    self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, after,
-    lead_source, too_long,
+    self, Features, Heard, Offer, Peer, PeerNews, Redial, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED,
+    after, lead_source, too_long,
 };
 use crate::state::{Part, StateWriter};
 use crate::transport::{Address, Security};
@@ -171,6 +171,7 @@ pub(super) fn run(
         ledger,
         window: new_window(&session, &settings),
         pacer: Arc::new(Pacer::new(settings.bandwidth)),
+        redial: Redial::new(settings.limits.dial_pause),
         settings,
         session,
         events_in,
@@ -244,6 +245,8 @@ struct Driver<'a> {
     observer: &'a dyn Observer,
     cancel: &'a Cancel,
     settings: Settings,
+    /// The way back to the destination.
+    redial: Redial,
     ram: GuestRam,
     /// Until the rounds begin.
     log: Option<Box<dyn DirtyLog>>,
@@ -329,7 +332,7 @@ impl SourceDriver for Driver<'_> {
                 } else {
                     self.lead.give_up.get_or_insert(after(self.settings.limits.telling));
                 }
-                self.reconnect(Duration::ZERO);
+                self.reconnect();
                 None
             }
             SourceAction::Done(_) => unreachable!("it is not asked for the end"),
@@ -346,21 +349,22 @@ impl SourceDriver for Driver<'_> {
                     self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
                     if follows {
                         self.lead.give_up = self.delivery_deadline();
-                        // Where channels break as soon as they are made, they are not made again and again without a pause.
-                        let again = self.data_incarnation > 1;
-                        self.reconnect(if again { self.settings.limits.dial_pause } else { Duration::ZERO });
+                        self.reconnect();
                         return None;
                     }
                     Some(SourceEvent::ConnectionLost)
                 }
-                Heard::Connected if follows => {
-                    self.lead.give_up = None;
-                    None
+                Heard::Connected => {
+                    self.redial.connected();
+                    if follows {
+                        self.lead.give_up = None;
+                        return None;
+                    }
+                    Some(SourceEvent::Connected)
                 }
-                Heard::Connected => Some(SourceEvent::Connected),
                 Heard::Unreachable(reason) => {
                     tracing::info!(reason, "the destination cannot be reached yet");
-                    self.reconnect(self.settings.limits.dial_pause);
+                    self.reconnect();
                     None
                 }
             },
@@ -724,9 +728,9 @@ impl Driver<'_> {
         self.settings.limits.step.max(self.settings.downtime.saturating_mul(10))
     }
 
-    fn reconnect(&mut self, pause: Duration) {
+    fn reconnect(&mut self) {
         self.session.incarnation = self.lead.peer.begin_anew();
         let (to, security, session) = (self.to.clone(), self.security.clone(), self.session.clone());
-        session::dial_again(to, security, session, pause, Arc::clone(&self.tell_peer));
+        self.redial.dial(to, security, session, Arc::clone(&self.tell_peer));
     }
 }
