@@ -122,6 +122,7 @@ pub mod batch;
 pub mod cancel;
 pub mod control_link;
 mod cpu_allowance;
+mod cpu_time;
 pub mod destination;
 pub mod device_state;
 pub mod entry;

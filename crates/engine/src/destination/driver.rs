@@ -2,7 +2,7 @@
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, PostCopyFigures, Totals, Welcome};
@@ -21,6 +21,7 @@ use super::target::{RamSink, Target};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, say};
+use crate::cpu_time::{self, CpuTime};
 use crate::device_state::load::{DeviceSink, LoadNews, LoadingDevices};
 use crate::device_state::{self, DeviceChannels, DeviceId};
 use crate::ledger::Ledger;
@@ -66,6 +67,8 @@ pub(super) fn run(
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
     let Listening { target, devices, device_share, state_dir, linger, address, incoming, fence } = listening;
+    let cpu = CpuTime::default();
+    let _counted = cpu.count();
     let ram = target.ram();
     observer.note(&format!("listening on {address}"));
     let ours = machine(vmm.name(), ram, 0).blocks;
@@ -143,16 +146,19 @@ pub(super) fn run(
     let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(other), tell));
     let stop_listening = incoming.stop_handle();
     let admitting = Arc::clone(&doorman);
-    std::thread::spawn(move || {
+    let admit = move || {
         while let Some((connection, header)) = incoming.next() {
             admitting.admit(connection, &header);
         }
-    });
+    };
+    // It ends by itself once nothing listens.
+    cpu_time::spawn(Builder::new().name("admit".into()), admit).map_err(MigrationError::not_taken)?;
 
     let (switchover, first) = DestinationSwitchover::begin();
     let faults_before = process::faults(std::process::id());
     let mut driver = Driver {
         vmm,
+        cpu,
         observer,
         events_in,
         channels,
@@ -221,6 +227,8 @@ impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
 
 pub(super) struct Driver<'a> {
     vmm: &'a mut dyn DestinationVmm,
+    /// What the migration's threads take here.
+    cpu: CpuTime,
     observer: &'a dyn Observer,
     pub(super) events_in: Sender<Event>,
     channels: PostCopyChannels,
@@ -362,7 +370,7 @@ impl Driver<'_> {
             }
             DestinationAction::Send(message) => {
                 if message == SwitchoverMessage::Running {
-                    self.figures.cpu_seconds = process::own_cpu_seconds();
+                    self.figures.cpu_seconds = self.cpu.seconds();
                     self.figures.faults = process::faults(std::process::id()).saturating_sub(self.faults_before);
                     self.peer.say(&ControlMessage::Figures(self.figures.clone()));
                 }

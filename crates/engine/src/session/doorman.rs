@@ -11,6 +11,7 @@ use super::peer::link_events;
 use super::{PeerNews, Session, TellPeer};
 use crate::abort::Abort;
 use crate::control_link::{Allowance, ControlLink, held_back};
+use crate::cpu_time;
 use crate::receive::{PacketRules, ReceiveCounters, ReceiveError, Sink, receive_packets};
 use crate::transport::{Connection, accept_channel, refuse_channel};
 
@@ -234,7 +235,7 @@ pub fn receive_thread(
     let closer = connection.closer();
     let closing = abort.on_end_while_held(move || closer.close());
     let abort = Arc::clone(abort);
-    Builder::new().name(name.clone()).spawn(move || {
+    cpu_time::spawn(Builder::new().name(name.clone()), move || {
         let _closing = closing;
         match accept_channel(connection) {
             Ok((mut writer, mut reader)) => {

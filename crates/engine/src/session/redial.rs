@@ -16,6 +16,7 @@ use sterna_wire::header::ChannelKind;
 use super::peer::link_events;
 use super::{PeerNews, Session, SessionError, TellPeer};
 use crate::control_link::{ControlLink, Gate, held_back};
+use crate::cpu_time;
 use crate::transport::{Address, Connection, Security, open_channel};
 
 /// The pause before the second attempt in a row to reach a destination that was lost; the first is made at once.
@@ -98,7 +99,7 @@ impl Redial {
         let attempt = Attempt { to, security, session, tell, given_up };
         let tell = Arc::clone(&attempt.tell);
         let thread = Builder::new().name("redial".into());
-        if let Err(error) = thread.spawn(move || attempt.make(pause)) {
+        if let Err(error) = cpu_time::spawn(thread, move || attempt.make(pause)) {
             tell(PeerNews::Unreachable(format!("no thread to dial on: {error}")));
         }
     }

@@ -27,6 +27,7 @@ use crate::accelerator::Accelerator;
 use crate::batch::BatchPool;
 use crate::cancel::Cancel;
 use crate::control_link::ControlEvent;
+use crate::cpu_time::{self, CpuTime};
 use crate::device_state::SavingDevices;
 use crate::device_state::save::SaveNews;
 use crate::entry::{PageSearch, Pipeline};
@@ -76,6 +77,8 @@ pub(super) fn run(
     observer: &dyn Observer,
 ) -> Result<Report, MigrationError> {
     let Source { ram, log, devices, settings } = source;
+    let cpu = CpuTime::default();
+    let _counted = cpu.count();
     let (events_in, events) = channel();
     let (ids, devices): (Vec<_>, Vec<_>) = devices.into_iter().unzip();
     let serial = settings.device_channels == DeviceChannels::Serial;
@@ -159,6 +162,7 @@ pub(super) fn run(
         accelerator,
         compression: Compression::new(settings.method, engines, settings.channels, settings.cpu),
         vmm,
+        cpu,
         to,
         security,
         observer,
@@ -240,6 +244,8 @@ struct Driver<'a> {
     /// What there is to compress with besides the CPU.
     compression: Compression,
     vmm: &'a mut dyn SourceVmm,
+    /// What the migration's threads take here.
+    cpu: CpuTime,
     to: &'a Address,
     security: &'a Security,
     observer: &'a dyn Observer,
@@ -567,7 +573,7 @@ impl Driver<'_> {
         };
         let thread = std::thread::Builder::new().name("rounds".into());
         let rounds =
-            thread.spawn(move || rounds.run()).map_err(|error| format!("no thread for the rounds: {error}"))?;
+            cpu_time::spawn(thread, move || rounds.run()).map_err(|error| format!("no thread for the rounds: {error}"))?;
         self.moving = Some(Moving { pipeline, stream: Some(stream), device_channels, rounds: Some((orders, rounds)) });
         self.lead.due = self.rounds_due();
         Ok(())
