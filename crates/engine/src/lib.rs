@@ -129,6 +129,7 @@ pub mod entry;
 mod in_place;
 mod ledger;
 pub mod migration;
+mod monitor;
 mod occupied;
 mod off_cpu;
 pub mod pacer;

@@ -29,6 +29,7 @@ use crate::migration::{
     DELTA, DEVICE_STATE, GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference,
     machine,
 };
+use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
 use crate::process;
 use crate::receive::Sink;
@@ -38,7 +39,8 @@ use crate::session::{
     link_events,
 };
 use crate::state::{Part, StateReader, StateSink, state_sink};
-use crate::vmm::DestinationVmm;
+use crate::transport::Stop;
+use crate::vmm::{DestinationVmm, VmmError};
 
 /// How often the loop wakes when nothing happens.
 const IDLE: Duration = Duration::from_secs(1);
@@ -69,11 +71,16 @@ pub(super) fn run(
     let Listening { target, devices, device_share, state_dir, linger, address, incoming, fence } = listening;
     let cpu = CpuTime::default();
     let _counted = cpu.count();
+    // However this ends, nothing listens or shakes hands here any more.
+    let stopping = StopAtEnd(incoming.stop_handle());
+    let observer = &CaughtObserver(observer);
+    let not_taken = |error: VmmError| MigrationError::not_taken(error);
+    let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(not_taken)?;
     let ram = target.ram();
     observer.note(&format!("listening on {address}"));
     let ours = machine(vmm.name(), ram, 0).blocks;
     let ids: Vec<DeviceId> = devices.iter().map(|(id, _)| id.clone()).collect();
-    let no_post_copy = vmm.post_copy_refusal().or_else(|| post_copy::refusal(ram));
+    let no_post_copy = vmm.post_copy_refusal().map_err(not_taken)?.or_else(|| post_copy::refusal(ram));
     let refusal = |hello: &Hello| {
         let post_copy = || {
             let reason = no_post_copy.as_ref()?;
@@ -144,7 +151,6 @@ pub(super) fn run(
     let channels = PostCopyChannels::default();
     let other = channels.door(&target, rules);
     let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(other), tell));
-    let stop_listening = incoming.stop_handle();
     let admitting = Arc::clone(&doorman);
     let admit = move || {
         while let Some((connection, header)) = incoming.next() {
@@ -195,9 +201,17 @@ pub(super) fn run(
     // The word of it may still lie in the queue.
     driver.cancelled |= cancel.is_cancelled();
     let report = driver.finish(peer);
-    // The accepting thread ends by itself; a handshake that is under way is not waited for.
-    stop_listening.stop();
+    drop(stopping);
     report
+}
+
+/// Ends the listening when it is dropped.
+struct StopAtEnd(Stop);
+
+impl Drop for StopAtEnd {
+    fn drop(&mut self) {
+        self.0.end();
+    }
 }
 
 /// The sinks of this migration's channels.
@@ -226,7 +240,7 @@ impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
 }
 
 pub(super) struct Driver<'a> {
-    vmm: &'a mut dyn DestinationVmm,
+    vmm: DestinationMonitor<'a>,
     /// What the migration's threads take here.
     cpu: CpuTime,
     observer: &'a dyn Observer,

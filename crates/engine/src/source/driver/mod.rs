@@ -4,12 +4,12 @@ mod devices;
 mod post_copy;
 mod report;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, DeviceChannels, Machine, Mode};
 use sterna_wire::handshake::check_devices;
@@ -35,6 +35,7 @@ use crate::ledger::Ledger;
 use crate::migration::{
     DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes,
 };
+use crate::monitor::{self, CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
@@ -45,7 +46,7 @@ use crate::session::{
 };
 use crate::state::{Part, StateWriter};
 use crate::transport::{Address, Security};
-use crate::vmm::SourceVmm;
+use crate::vmm::{SourceVmm, VmmError};
 use crate::window::Window;
 
 /// Batches that wait for each channel or are being filled for it. They say which pages, nothing has been read yet.
@@ -79,6 +80,9 @@ pub(super) fn run(
     let Source { ram, log, devices, settings } = source;
     let cpu = CpuTime::default();
     let _counted = cpu.count();
+    let observer = &CaughtObserver(observer);
+    let untouched = |error: VmmError| MigrationError::untouched(error);
+    let mut vmm = SourceMonitor::new(vmm, &cpu).map_err(untouched)?;
     let (events_in, events) = channel();
     let (ids, devices): (Vec<_>, Vec<_>) = devices.into_iter().unzip();
     let serial = settings.device_channels == DeviceChannels::Serial;
@@ -90,7 +94,7 @@ pub(super) fn run(
     };
     check_devices(&machine).map_err(MigrationError::untouched)?;
     let post_copy = matches!(settings.not_converging, NotConverging::PostCopy | NotConverging::PostCopyAfter(_));
-    if let Some(reason) = vmm.post_copy_refusal().filter(|_| post_copy) {
+    if post_copy && let Some(reason) = vmm.post_copy_refusal().map_err(untouched)? {
         return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
     }
     let (engines, line) =
@@ -170,7 +174,7 @@ pub(super) fn run(
         unsent: Arc::new(Unsent::none_of(&ram)),
         again: Arc::new(SendAgain::none_of(shapes(&ram))),
         ram: ram.clone(),
-        log: Some(log),
+        log: Some(CaughtLog::new(log)),
         post_copy: PostCopy::No,
         ledger,
         window: new_window(&session, &settings),
@@ -243,7 +247,7 @@ struct Driver<'a> {
     accelerator: Option<Accelerator>,
     /// What there is to compress with besides the CPU.
     compression: Compression,
-    vmm: &'a mut dyn SourceVmm,
+    vmm: SourceMonitor<'a>,
     /// What the migration's threads take here.
     cpu: CpuTime,
     to: &'a Address,
@@ -255,7 +259,7 @@ struct Driver<'a> {
     redial: Redial,
     ram: GuestRam,
     /// Until the rounds begin.
-    log: Option<Box<dyn DirtyLog>>,
+    log: Option<CaughtLog>,
     /// In post-copy: what the destination lacks.
     unsent: Arc<Unsent>,
     /// What did not arrive as it was read.
@@ -548,14 +552,15 @@ impl Driver<'_> {
 
         let (orders, orders_out) = channel();
         let events = self.events_in.clone();
+        let state_size = self.vmm.state_size().map_err(|error| error.to_string())?;
         let convergence =
             Convergence::new(self.settings.downtime, self.settings.not_converging, self.settings.give_up_after);
         let rounds = Rounds {
-            log,
+            log: Box::new(log),
             search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.session.packet_size),
             ram,
             convergence,
-            state_size: self.vmm.state_size(),
+            state_size,
             devices: Arc::clone(&self.devices.known),
             started: self.started,
             orders: orders_out,
@@ -571,9 +576,16 @@ impl Driver<'_> {
             tried: 0,
             abort: Arc::clone(&self.lead.abort),
         };
+        let panicked = self.events_in.clone();
+        let run = move || {
+            // The driver waits for its news.
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
+                let reason = format!("the thread of the rounds panicked: {}", monitor::said(panic));
+                drop(panicked.send(Event::Rounds(RoundNews::Failed(reason))));
+            }
+        };
         let thread = std::thread::Builder::new().name("rounds".into());
-        let rounds =
-            cpu_time::spawn(thread, move || rounds.run()).map_err(|error| format!("no thread for the rounds: {error}"))?;
+        let rounds = cpu_time::spawn(thread, run).map_err(|error| format!("no thread for the rounds: {error}"))?;
         self.moving = Some(Moving { pipeline, stream: Some(stream), device_channels, rounds: Some((orders, rounds)) });
         self.lead.due = self.rounds_due();
         Ok(())
