@@ -140,7 +140,8 @@ impl Discardable {
         let expected = "private anonymous memory of this page size";
         backing.check(expected, |mapping| {
             let huge = mapping.is_anonymous_hugetlb();
-            mapping.is_anonymous() && if page_size == kernel_page_size() { !huge } else { huge && page_size > PAGE_SIZE }
+            mapping.is_anonymous()
+                && if page_size == kernel_page_size() { !huge } else { huge && page_size > PAGE_SIZE }
         })?;
         Ok(backing)
     }

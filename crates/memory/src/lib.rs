@@ -17,6 +17,7 @@ pub mod node;
 mod pagemap_scan;
 pub mod place;
 pub mod ram;
+pub mod raw;
 pub mod received;
 pub mod scan;
 pub mod snapshot;

@@ -73,7 +73,11 @@ impl Mappings {
     ///
     /// # Errors
     /// What is there instead, in words.
-    pub(crate) fn check(&self, addresses: Range<usize>, mut is: impl FnMut(&Mapping<'_>) -> bool) -> Result<(), String> {
+    pub(crate) fn check(
+        &self,
+        addresses: Range<usize>,
+        mut is: impl FnMut(&Mapping<'_>) -> bool,
+    ) -> Result<(), String> {
         let mut at = addresses.start;
         // Sorted by address.
         for mapping in self.0.lines().filter_map(Mapping::parse).skip_while(|mapping| mapping.end <= addresses.start) {
@@ -109,7 +113,8 @@ mod tests {
 
     #[test]
     fn a_range_is_checked_mapping_by_mapping_and_for_gaps() {
-        let lines = "1000-3000 rw-p 00000000 00:00 0 \n3000-4000 rw-p 00005000 00:01 7 /file\n6000-7000 rw-p 0 00:00 0 \n";
+        let lines =
+            "1000-3000 rw-p 00000000 00:00 0 \n3000-4000 rw-p 00005000 00:01 7 /file\n6000-7000 rw-p 0 00:00 0 \n";
         let mappings = Mappings(lines.to_owned());
         let check = |range, is: fn(&Mapping<'_>) -> bool| mappings.check(range, is);
         assert_eq!(check(0x1000..0x3000, |mapping| mapping.is_anonymous()), Ok(()));

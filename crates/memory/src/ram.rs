@@ -9,7 +9,7 @@
 use std::any::Any;
 use std::fmt::{Debug, Formatter};
 use std::fs::File;
-use std::io::{self, IoSlice};
+use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
@@ -19,9 +19,11 @@ use rustix::mm::Advice;
 use thiserror::Error;
 
 use crate::PAGE_SIZE;
+use crate::copy::{store_raw, zero_raw};
 use crate::discard::{DiscardError, Discardable};
 use crate::holes::{HoleError, PageMap, file_data};
 use crate::mappings::{Mapping, Mappings};
+use crate::raw::{KernelPart, RawPiece};
 use crate::scan::is_zero_raw;
 use crate::snapshot::Snapshot;
 
@@ -129,8 +131,8 @@ impl Debug for RamBlock {
 // SAFETY: the pointer is only used for raw reads and writes inside the range that the creator vouched for, from any
 // thread; nothing is ever borrowed from it.
 unsafe impl Send for RamBlock {}
-// SAFETY: as above. Reads race with the guest by design and are volatile; writers of disjoint ranges do not interfere, and
-// overlapping ones are excluded by the contract of `new`.
+// SAFETY: as above. Reads race with the guest, and may race with each other and with writes: the compiler takes nothing for granted of
+// what they access (`copy.rs`), and none leaves a reference behind.
 unsafe impl Sync for RamBlock {}
 
 impl RamBlock {
@@ -282,36 +284,28 @@ impl RamBlock {
 
     /// The pages of `run` as a part of what is sent: for the kernel (sendmsg(2)), since the guest may be writing them.
     ///
-    /// # Safety
-    /// Nobody in this process reads it.
-    ///
     /// # Panics
     /// When they are not in the block.
-    pub unsafe fn io_slice(&self, run: Range<u64>) -> IoSlice<'_> {
-        let pages = run.end - run.start;
-        let part = libc::iovec { iov_base: self.at(run.start, pages).cast(), iov_len: pages as usize * PAGE_SIZE };
-        // SAFETY: an `IoSlice` is laid out as an `iovec` (its documentation says so), and the range is mapped by the contract of
-        // `new` as long as the block lives. No slice is made of it: for that the caller vouches.
-        unsafe { std::mem::transmute::<libc::iovec, IoSlice<'_>>(part) }
+    pub fn kernel_part(&self, run: Range<u64>) -> KernelPart<'_> {
+        let (start, bytes) = self.place(run);
+        // SAFETY: the pages were checked to lie inside the block, which is mapped by the contract of `new` as long as it lives.
+        unsafe { KernelPart::new(start, bytes) }
     }
 
     /// The pages of `run`, to be filled.
     ///
-    /// # Safety
-    /// Nobody else reads or writes these pages while the slice lives: no guest, no thread, no device.
-    ///
     /// # Panics
     /// When they are not in the block.
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "the memory is not the block's; the caller answers for who has access to it"
-    )]
-    pub unsafe fn bytes_mut(&self, run: Range<u64>) -> &mut [u8] {
+    pub fn piece(&self, run: Range<u64>) -> RawPiece<'_> {
+        let (start, bytes) = self.place(run);
+        // SAFETY: as in `kernel_part`; and no reference to the block exists by the contract of `new`.
+        unsafe { RawPiece::new(start, bytes) }
+    }
+
+    fn place(&self, run: Range<u64>) -> (NonNull<u8>, usize) {
         let pages = run.end - run.start;
-        let at = self.at(run.start, pages);
-        // SAFETY: the pages were checked to lie inside the block, which is mapped by the contract of `new` as long as it
-        // lives; the caller vouches for nobody else having access.
-        unsafe { std::slice::from_raw_parts_mut(at, pages as usize * PAGE_SIZE) }
+        let start = NonNull::new(self.at(run.start, pages)).expect("a block is not at address 0");
+        (start, pages as usize * PAGE_SIZE)
     }
 
     /// Copies the page `page`, which others may be writing.
@@ -335,7 +329,7 @@ impl RamBlock {
         let at = self.at(first, content.len().div_ceil(PAGE_SIZE) as u64);
         // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`; the source is
         // a live slice, and no reference to guest RAM exists, so the two do not overlap.
-        unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), at, content.len()) };
+        unsafe { store_raw(content, at) };
     }
 
     /// Makes `run` read as zeros, by writing them.
@@ -345,7 +339,7 @@ impl RamBlock {
     pub fn zero(&self, run: Range<u64>) {
         let at = self.at(run.start, run.end - run.start);
         // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`.
-        unsafe { std::ptr::write_bytes(at, 0, (run.end - run.start) as usize * PAGE_SIZE) };
+        unsafe { zero_raw(at, (run.end - run.start) as usize * PAGE_SIZE) };
     }
 
     /// Whether page `page` is zero. Faults it in if it was never populated.
@@ -536,8 +530,8 @@ mod tests {
         let ram = given_as(at, 4, Backing::Other).unwrap();
         ram.blocks()[0].write(2, &[7; PAGE_SIZE]);
         let mut found = Vec::new();
-        ram.blocks()[0].populated(&mut PageMap::own().unwrap(), |run| found.push(run)).unwrap();
-        assert_eq!(found, [0..4]);
+        ram.blocks()[0].populated(&mut PageMap::own().unwrap(), |run| found.extend(run)).unwrap();
+        assert_eq!(found, [0, 1, 2, 3]);
         let mut in_file = [0];
         file.read_exact_at(&mut in_file, 3 * PAGE_SIZE as u64).unwrap();
         assert_eq!(in_file, [1]);
