@@ -41,7 +41,8 @@ fn main() -> ExitCode {
     let exit = match catch_unwind(AssertUnwindSafe(|| commands::run(&cli))) {
         Ok(Ok(exit)) => exit,
         Ok(Err(failure)) => {
-            complain(&failure.text);
+            // It may quote QEMU or the peer.
+            complain(&sterna_wire::text::printable(&failure.text));
             failure.exit
         }
         Err(_) => Exit::Unconfirmed,
