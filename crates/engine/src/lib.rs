@@ -124,6 +124,7 @@ pub mod control_link;
 mod cpu_allowance;
 pub mod destination;
 pub mod device_state;
+pub mod directory;
 pub mod entry;
 mod in_place;
 mod ledger;
