@@ -213,6 +213,8 @@ pub struct QemuOptions {
     pub extra: Vec<String>,
     /// The network namespace to run in ([`crate::net::Network`]).
     pub namespace: Option<String>,
+    /// A directory that is another, empty one in a mount namespace of QEMU's own, as `/tmp` is in a container. Needs root.
+    pub own_directory: Option<PathBuf>,
     /// The host CPUs to run on, as `taskset -c` reads them: `0`, `0,2`, `1-3`.
     pub host_cpus: Option<String>,
 }
@@ -235,6 +237,7 @@ impl QemuOptions {
             qmp_path: None,
             extra: Vec::new(),
             namespace: None,
+            own_directory: None,
             host_cpus: None,
         }
     }

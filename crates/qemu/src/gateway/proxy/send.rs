@@ -1,9 +1,7 @@
 //! The source's proxy.
 
 use std::collections::HashMap;
-use std::io;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
@@ -16,6 +14,7 @@ use sterna::pacer::Pacer;
 use sterna::report::Observer;
 use sterna::send::{Compression, SendContext};
 use sterna::session::{self, Offer, PeerNews, Session, TellPeer};
+use sterna::transport::unix::{self, SocketFile};
 use sterna::transport::{Address, Connection, open_channel};
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, Machine, Mode};
@@ -114,23 +113,16 @@ pub fn proxy_send(options: &ProxySendOptions, cancel: &Cancel, observer: &dyn Ob
 /// A unix socket that this proxy listens on; removed at the end.
 struct Socket {
     listener: UnixListener,
-    path: std::path::PathBuf,
+    /// Dropped after the listener.
+    _file: SocketFile,
 }
 
 impl Socket {
     fn listen(path: &Path) -> Result<Self, GatewayError> {
         let failed =
             |error: &dyn std::fmt::Display| GatewayError(format!("cannot listen on {}: {error}", path.display()));
-        let bound = match UnixListener::bind(path) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                remove_left(path).map_err(|reason| failed(&reason))?;
-                UnixListener::bind(path)
-            }
-            bound => bound,
-        };
-        let listener = bound.map_err(|error| failed(&error))?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(|error| failed(&error))?;
-        Ok(Self { listener, path: path.to_owned() })
+        let (listener, file) = unix::listen(path).map_err(|error| failed(&error))?;
+        Ok(Self { listener, _file: file })
     }
 
     /// Hands out every connection as opaque.
@@ -163,31 +155,6 @@ impl Socket {
                 }
             }
         });
-    }
-}
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path);
-    }
-}
-
-/// Removes a socket that a process which was killed has left at `path`; says why not where it is anything else.
-fn remove_left(path: &Path) -> Result<(), String> {
-    let found = std::fs::symlink_metadata(path).map_err(|error| error.to_string())?;
-    if !found.file_type().is_socket() {
-        return Err("something else than a socket is there; remove it or give another path".into());
-    }
-    // Asked as a datagram socket: whoever listens there notices nothing, because the kernel refuses the type, with
-    // another error than for a socket that no process has any more (unix(7): EPROTOTYPE, ECONNREFUSED).
-    match UnixDatagram::unbound().and_then(|probe| probe.connect(path)) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path).map_err(|error| format!("the socket left there cannot be removed: {error}"))
-        }
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            Err("a socket of someone else is there; remove it or give another path".into())
-        }
-        _ => Err("another process listens there; end it or give another path".into()),
     }
 }
 
@@ -412,6 +379,8 @@ impl Proxy<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+
     use super::*;
 
     #[test]
