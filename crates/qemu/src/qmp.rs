@@ -24,6 +24,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use sterna_wire::text::cleaned;
 
 pub use answers::{MigrationInfo, RamInfo, Version};
 
@@ -439,7 +440,7 @@ impl State {
             let answer = if message["error"].is_object() {
                 let text = |key: &str| {
                     let text = message["error"][key].as_str();
-                    text.unwrap_or("(no words)").to_owned()
+                    cleaned(text.unwrap_or("(no words)"))
                 };
                 Answer::Error { class: text("class"), description: text("desc") }
             } else {

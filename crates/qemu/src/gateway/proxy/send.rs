@@ -113,8 +113,14 @@ pub fn proxy_send(options: &ProxySendOptions, cancel: &Cancel, observer: &dyn Ob
 /// A unix socket that this proxy listens on; removed at the end.
 struct Socket {
     listener: UnixListener,
-    /// Dropped after the listener.
-    _file: SocketFile,
+    file: SocketFile,
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        // Now: the threads that accept have the listener as well, and end later.
+        self.file.remove();
+    }
 }
 
 impl Socket {
@@ -122,7 +128,7 @@ impl Socket {
         let failed =
             |error: &dyn std::fmt::Display| GatewayError(format!("cannot listen on {}: {error}", path.display()));
         let (listener, file) = unix::listen(path).map_err(|error| failed(&error))?;
-        Ok(Self { listener, _file: file })
+        Ok(Self { listener, file })
     }
 
     /// Hands out every connection as opaque.
