@@ -3,12 +3,13 @@
 mod support;
 
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use sterna_lab::{Guest, QemuOptions, QemuVersion};
+use sterna_lab::{Guest, Qemu, QemuOptions, QemuVersion, Tools, or_skip};
+use sterna_qemu::qmp::Qmp;
 use support::pair::{Pair, Watched};
 use support::settle::outcome;
 use support::{Hold, Sterna, certificates, receive, send, sterna};
@@ -161,6 +162,54 @@ fn moves(pair: &Pair, temporary: &Path, words: &[String]) {
     assert_eq!(outcome(&pair.report()).as_deref(), Some("completed"));
     assert!(pair.destination.runs());
     pair.never_both().unwrap();
+}
+
+/// Whether a user of the host may run the unpacked QEMU.
+fn may_run_qemu(user: u32) -> bool {
+    let Some(tools) = or_skip(Tools::locate()) else { return false };
+    let program = tools.directory().join("qemu-10.0/usr/bin/qemu-system-x86_64");
+    let user = user.to_string();
+    let words = ["--reuid", &user, "--regid", &user, "--clear-groups", "test", "-x"];
+    let may = Command::new("setpriv").args(words).arg(&program).status().is_ok_and(|status| status.success());
+    if !may {
+        eprintln!("skipped: user {user} may not run {}", program.display());
+    }
+    may
+}
+
+#[test]
+fn root_moves_the_guest_of_a_qemu_that_runs_as_another_user() {
+    let nobody = 65534;
+    if !is_root() || !may_run_qemu(nobody) {
+        return;
+    }
+    let (mut source, mut destination) = idle(None, &[]);
+    (source.user, destination.user) = (Some(nobody), Some(nobody));
+    let [from, to] = [source, destination].map(|options| Qemu::start(&options).unwrap());
+    let scratch = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(scratch.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let temporary = directory(scratch.path().join("t"));
+    std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o1777)).unwrap();
+    let [from_state, to_state, json] = ["a", "b", "report.json"].map(|name| scratch.path().join(name));
+    let mut command = receive(to.qmp_path(), &to_state);
+    let hold = Hold::at("destination.before-cont", scratch.path(), &mut command);
+    let receiver = Sterna::start("receive", command.arg("--insecure").env("TMPDIR", &temporary));
+    let mut command = send(from.qmp_path(), &receiver.address(), &from_state, &json);
+    let sender = Sterna::start("send", command.arg("--insecure").env("TMPDIR", &temporary));
+
+    let held = hold.reached(&receiver);
+    let owner_and_mode = |path: &Path| {
+        let found = std::fs::symlink_metadata(path).unwrap();
+        (found.uid(), found.permissions().mode() & 0o7777)
+    };
+    let mut found: Vec<_> = names(&temporary).iter().map(|name| owner_and_mode(&temporary.join(name))).collect();
+    found.sort_unstable();
+    assert_eq!(found, [(0, 0o711), (nobody, 0o700)], "the source's is root's, the destination's is QEMU's");
+    drop(held);
+    let (sent, received) = (sender.finish().0, receiver.finish().0);
+    assert!(sent.success() && received.success(), "send: {sent}, receive: {received}");
+    assert_eq!(Qmp::connect(to.qmp_path()).unwrap().status().unwrap(), "running");
+    assert!(names(&temporary).is_empty());
 }
 
 /// A directory, and another one with the same path in the mount namespace of each QEMU.

@@ -61,6 +61,10 @@ impl Qemu {
         if let Some(cpus) = &options.host_cpus {
             words.extend(["taskset", "-c", cpus].map(str::to_owned));
         }
+        if let Some(user) = options.user {
+            let user = user.to_string();
+            words.extend(["setpriv", "--reuid", &user, "--regid", &user, "--clear-groups"].map(str::to_owned));
+        }
         let qemu = tools.qemu_words(options.version)?;
         words.extend(qemu.words);
         words.extend(machine_words(options, accel, &inherited));

@@ -147,8 +147,14 @@ impl SocketPlace {
         let mut id = [0xff; 16];
         id[..4].copy_from_slice(&std::process::id().to_le_bytes());
         let id = MigrationId::from_bytes(id);
-        let failed =
-            |error: io::Error| format!("cannot make private sockets in {}: {error}", self.directory.path().display());
+        let failed = |error: io::Error| match self.other_user {
+            Some(User { user, .. }) if error.kind() == io::ErrorKind::PermissionDenied => {
+                format!(
+                    "QEMU runs as user {user}, who must be given a socket: run this as root or as that user ({error})"
+                )
+            }
+            _ => format!("cannot make private sockets in {}: {error}", self.directory.path().display()),
+        };
         let (made, _listener) = match listens {
             Listens::Sterna => SocketDir::listening(self, id).map(|(made, listener)| (made, Some(listener))),
             Listens::Qemu => SocketDir::for_qemu(self, id).map(|made| (made, None)),
