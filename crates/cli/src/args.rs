@@ -3,7 +3,7 @@
 //! The option's own help text is the documentation; values that cannot work are refused here, before any socket is
 //! opened, by an error that names the option. What the options amount to is made in `commands`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use sterna_codec::{METHODS, Qatzip, QatzipSoftware};
-use sterna_qemu::gateway::Placement;
+use sterna_qemu::gateway::{Placement, SocketDirectory};
 use sterna_wire::identity::MigrationId;
 use sterna_wire::limits::{MAX_NAME, MAX_RAM_CHANNELS};
 use tracing_subscriber::EnvFilter;
@@ -102,6 +102,8 @@ pub(crate) struct SendArgs {
     #[command(flatten)]
     pub(crate) state: StateArgs,
     #[command(flatten)]
+    pub(crate) sockets: SocketArgs,
+    #[command(flatten)]
     pub(crate) report: ReportArgs,
     #[command(flatten)]
     pub(crate) screen: ScreenArgs,
@@ -124,6 +126,8 @@ pub(crate) struct ReceiveArgs {
     pub(crate) tls: TlsAllowArgs,
     #[command(flatten)]
     pub(crate) state: StateArgs,
+    #[command(flatten)]
+    pub(crate) sockets: SocketArgs,
     #[command(flatten)]
     pub(crate) report: ReportArgs,
     #[command(flatten)]
@@ -307,6 +311,32 @@ pub(crate) struct StateArgs {
     /// $XDG_STATE_HOME/sterna or ~/.local/state/sterna]
     #[arg(long, value_name = "DIR")]
     pub(crate) state_dir: Option<PathBuf>,
+}
+
+/// Where the sockets for QEMU are made.
+#[derive(Debug, Args)]
+pub(crate) struct SocketArgs {
+    /// Directory for the private sockets between this program and QEMU, by its path for QEMU; where it has another path here
+    /// and cannot be found through /proc/PID/root, HERE=THERE gives both [default: that for temporary files, TMPDIR]
+    #[arg(long, value_name = "DIR", value_parser = socket_directory)]
+    socket_dir: Option<SocketDirectory>,
+}
+
+impl SocketArgs {
+    pub(crate) fn directory(&self) -> SocketDirectory {
+        self.socket_dir.clone().unwrap_or_default()
+    }
+}
+
+fn socket_directory(text: &str) -> Result<SocketDirectory, String> {
+    let absolute = |path: &str| match Path::new(path).is_absolute() {
+        true => Ok(PathBuf::from(path)),
+        false => Err(format!("'{path}' is not an absolute path")),
+    };
+    match text.split_once('=') {
+        Some((here, there)) => Ok(SocketDirectory::Two { here: absolute(here)?, for_qemu: absolute(there)? }),
+        None => absolute(text).map(SocketDirectory::One),
+    }
 }
 
 /// Reports for machines.

@@ -5,15 +5,15 @@
 //! that receives, and one for the host that sends. Nothing that exists is overwritten unasked, and the authority never:
 //! every certificate it has signed would be worth nothing.
 
-use std::fs::{self, OpenOptions};
+use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
 };
+use sterna::directory::Directory;
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 /// The authority outlives what it signs several times over.
@@ -66,7 +66,7 @@ pub(crate) enum CertError {
     #[error("the authority in {dir} cannot sign: {reason}", dir = dir.display())]
     Authority { dir: PathBuf, reason: String },
     /// A name that a certificate cannot carry.
-    #[error("{name:?} cannot be put into a certificate: {reason}")]
+    #[error("\"{name}\" cannot be put into a certificate: {reason}")]
     Name { name: String, reason: String },
     /// Making a key or a signature failed.
     #[error("cannot make a certificate: {0}")]
@@ -99,8 +99,9 @@ fn make(args: &CertArgs) -> Result<bool, CertError> {
             }
         }
     }
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(|source| CertError::File {
-        action: "make",
+    // Keys are made here: nobody else may exchange them.
+    let dir = &Directory::private(dir).map_err(|source| CertError::File {
+        action: "use the directory",
         path: dir.clone(),
         source,
     })?;
@@ -115,7 +116,8 @@ fn make(args: &CertArgs) -> Result<bool, CertError> {
 }
 
 /// The directory's authority, made if it has none; and whether it was made.
-fn authority(dir: &Path) -> Result<(Issuer<'static, KeyPair>, bool), CertError> {
+fn authority(open: &Directory) -> Result<(Issuer<'static, KeyPair>, bool), CertError> {
+    let dir = open.path();
     match (dir.join(CA_CERT).exists(), dir.join(CA_KEY).exists()) {
         (true, true) => {
             let unusable =
@@ -134,8 +136,8 @@ fn authority(dir: &Path) -> Result<(Issuer<'static, KeyPair>, bool), CertError> 
             params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
             let key = KeyPair::generate()?;
             let certificate = params.self_signed(&key)?;
-            put(dir, CA_KEY, &key.serialize_pem(), 0o600)?;
-            put(dir, CA_CERT, &certificate.pem(), 0o644)?;
+            put(open, CA_KEY, &key.serialize_pem(), 0o600)?;
+            put(open, CA_CERT, &certificate.pem(), 0o644)?;
             Ok((Issuer::new(params, key), true))
         }
     }
@@ -181,21 +183,20 @@ fn get(dir: &Path, name: &str) -> Result<String, CertError> {
 }
 
 /// Writes a file beside its place and moves it there, so that neither half a key nor a key with the wrong mode is seen.
-fn put(dir: &Path, name: &str, text: &str, mode: u32) -> Result<(), CertError> {
-    let path = dir.join(name);
-    let beside = dir.join(format!(".{name}.new"));
+fn put(dir: &Directory, name: &str, text: &str, mode: u32) -> Result<(), CertError> {
+    let beside = format!(".{name}.new");
     let write = || {
         // Left over from a program that was killed; opening below insists on a new file, with the mode it is given.
-        match fs::remove_file(&beside) {
+        match dir.remove(&beside) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&beside)?;
+        let mut file = dir.create_new(&beside, mode)?;
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
-        fs::rename(&beside, &path)
+        dir.rename(&beside, name)
     };
-    write().map_err(|source| CertError::File { action: "write", path: path.clone(), source })
+    write().map_err(|source| CertError::File { action: "write", path: dir.path().join(name), source })
 }
 
 fn describe(args: &CertArgs, made_authority: bool) -> String {

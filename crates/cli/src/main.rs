@@ -41,7 +41,9 @@ fn main() -> ExitCode {
     let exit = match catch_unwind(AssertUnwindSafe(|| commands::run(&cli))) {
         Ok(Ok(exit)) => exit,
         Ok(Err(failure)) => {
-            complain(&failure.text);
+            // It may quote QEMU or the peer, whose words are on one line already.
+            let lines: Vec<_> = failure.text.lines().map(sterna_wire::text::printable).collect();
+            complain(&lines.join("\n"));
             failure.exit
         }
         Err(_) => Exit::Unconfirmed,

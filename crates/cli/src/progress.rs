@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use sterna::cancel::Cancel;
 use sterna::report::{self, Observer, Progress};
+// Notes may repeat what QEMU or the peer said.
+use sterna_wire::text::printable;
 
 /// Plain lines come no more often than this.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);
@@ -148,11 +150,6 @@ fn percent(progress: &Progress) -> f64 {
         0 => 0.0,
         total => 100.0 * total.saturating_sub(progress.remaining_bytes) as f64 / total as f64,
     }
-}
-
-/// On one line and without escape sequences: notes may repeat what QEMU or the peer said.
-fn printable(text: &str) -> String {
-    text.replace(char::is_control, " ")
 }
 
 #[cfg(test)]

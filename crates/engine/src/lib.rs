@@ -125,6 +125,7 @@ mod cpu_allowance;
 mod cpu_time;
 pub mod destination;
 pub mod device_state;
+pub mod directory;
 pub mod entry;
 mod in_place;
 mod ledger;

@@ -3,16 +3,21 @@
 //! `DIR/ID.source.json` and `DIR/ID.destination.json` (mode 0600: they hold the migration's key), each with a `.lock`
 //! file beside it. The lock is held from before the record is read or created until the process ends, so that
 //! `sterna recover` and a living `sterna send` never act for the same side at once.
+//!
+//! Who can change a record decides which of two guests runs, and what `recover` connects to. So a directory is used only where it
+//! belongs to this process's user and nobody else may write to it, and no file in it is opened through a symbolic link.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{FlockOperation, flock};
 use sterna_wire::identity::MigrationId;
 use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordError, RecordState};
+
+use crate::directory::{Directory, open_without_link};
 
 /// Records longer than this are none of ours.
 const LONGEST: u64 = 64 << 10;
@@ -59,6 +64,14 @@ pub enum RecordFileError {
         path: PathBuf,
         /// What the system said.
         source: io::Error,
+    },
+    /// Others could read or change the records.
+    #[error("the state directory {dir} cannot be trusted: {why}", dir = dir.display())]
+    Untrusted {
+        /// The directory.
+        dir: PathBuf,
+        /// What is wrong with it, and what to do.
+        why: io::Error,
     },
     /// Another process acts for this side of the migration.
     #[error("{path} is locked: another sterna process is at work on this side of the migration; let it end first")]
@@ -109,6 +122,7 @@ impl RecordFile {
         if !path.exists() {
             return Err(RecordFileError::Missing { id, dir: dir.to_owned() });
         }
+        trust(dir)?;
         let lock = lock(&path)?;
         let record = read(&path)?;
         Ok(Self { path, record, written: true, _lock: lock })
@@ -143,19 +157,31 @@ impl RecordFile {
 /// Makes the state directory if it is missing, and finds out whether a record can be written there.
 ///
 /// # Errors
-/// It cannot be made, or not be written to.
+/// It cannot be made, or not be written to, or others could change what is in it.
 pub fn prepare(dir: &Path) -> Result<(), RecordFileError> {
-    make(dir)?;
-    let probe = dir.join(format!(".probe-{}", std::process::id()));
-    let written = File::create(&probe).and_then(|mut file| file.write_all(b"probe").and_then(|()| file.sync_all()));
+    let open = make(dir)?;
+    let probe = format!(".probe-{}", std::process::id());
+    // Left by a process with the same number that was killed.
+    let _ = open.remove(&probe);
+    let written =
+        open.create_new(&probe, 0o600).and_then(|mut file| file.write_all(b"probe").and_then(|()| file.sync_all()));
     // Nothing is left of it where it could not be made.
-    let _ = fs::remove_file(&probe);
+    let _ = open.remove(&probe);
     written.map_err(|source| failed("write to the state directory", dir, source))
 }
 
-fn make(dir: &Path) -> Result<(), RecordFileError> {
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    made.map_err(|source| failed("create the state directory", dir, source))
+/// Makes the state directory if it is missing, and opens it.
+fn make(dir: &Path) -> Result<Directory, RecordFileError> {
+    Directory::private(dir).map_err(|source| match dir.is_dir() {
+        true => RecordFileError::Untrusted { dir: dir.to_owned(), why: source },
+        false => failed("create the state directory", dir, source),
+    })
+}
+
+/// Checks a state directory that exists.
+fn trust(dir: &Path) -> Result<(), RecordFileError> {
+    let checked = Directory::open(dir).and_then(|open| open.check_private());
+    checked.map_err(|why| RecordFileError::Untrusted { dir: dir.to_owned(), why })
 }
 
 /// Removes records that were settled long ago, and what crashes have left. Until then the other side may still ask for
@@ -202,11 +228,15 @@ fn is_leftover(path: &Path, now_ms: u64) -> bool {
 }
 
 /// The records of `dir` that are not settled yet. What cannot be read is left out: `recover` says what is wrong with it.
-pub fn unsettled(dir: &Path) -> Vec<Record> {
-    let Ok(entries) = fs::read_dir(dir) else { return Vec::new() };
+///
+/// # Errors
+/// There is such a directory, and others could change what is in it.
+pub fn unsettled(dir: &Path) -> Result<Vec<Record>, RecordFileError> {
+    let Ok(entries) = fs::read_dir(dir) else { return Ok(Vec::new()) };
+    trust(dir)?;
     let records =
         entries.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"));
-    records.filter_map(|path| read(&path).ok()).filter(|record| !record.state.settled()).collect()
+    Ok(records.filter_map(|path| read(&path).ok()).filter(|record| !record.state.settled()).collect())
 }
 
 /// Milliseconds since 1970, for the record's time stamps.
@@ -225,6 +255,7 @@ fn lock(record: &Path) -> Result<File, RecordFileError> {
         .truncate(false)
         .write(true)
         .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW)
         .open(&path)
         .map_err(|source| failed("open the lock file", &path, source))?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -236,7 +267,7 @@ fn lock(record: &Path) -> Result<File, RecordFileError> {
 
 fn read(path: &Path) -> Result<Record, RecordFileError> {
     let mut content = Vec::new();
-    File::open(path)
+    open_without_link(path)
         .and_then(|file| file.take(LONGEST + 1).read_to_end(&mut content))
         .map_err(|source| failed("read the record", path, source))?;
     Record::from_json(&content).map_err(|source| RecordFileError::Content { path: path.to_owned(), source })
@@ -246,7 +277,7 @@ fn read(path: &Path) -> Result<Record, RecordFileError> {
 fn replace(path: &Path, content: &[u8]) -> Result<(), RecordFileError> {
     let temporary = path.with_extension("new");
     let mut options = OpenOptions::new();
-    options.create(true).truncate(true).write(true).mode(0o600);
+    options.create(true).truncate(true).write(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
     options
         .open(&temporary)
         .and_then(|mut file| {
@@ -398,13 +429,79 @@ mod tests {
     }
 
     #[test]
+    fn a_state_directory_that_others_can_change_is_refused_whatever_it_is_used_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
+        file.write(RecordState::Source(SourceState::Committed)).unwrap();
+        drop(file);
+        let id = MigrationId::from_bytes([1; 16]);
+        let uses: [(&str, &dyn Fn() -> Option<RecordFileError>); 4] = [
+            ("prepare", &|| prepare(dir.path()).err()),
+            ("create", &|| RecordFile::create(dir.path(), record(SourceState::Started)).err()),
+            ("open", &|| RecordFile::open(dir.path(), id, Side::Source).err()),
+            ("unsettled", &|| unsettled(dir.path()).err()),
+        ];
+        for mode in [0o777, 0o1777, 0o770, 0o702] {
+            fs::set_permissions(dir.path(), fs::Permissions::from_mode(mode)).unwrap();
+            for (name, refused) in uses {
+                let refused = refused().unwrap_or_else(|| panic!("{name} took a directory of mode {mode:o}"));
+                assert!(matches!(refused, RecordFileError::Untrusted { .. }), "{name}: {refused}");
+                assert!(refused.to_string().contains("others may write"), "{name}: {refused}");
+            }
+        }
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        for (name, refused) in uses {
+            assert!(refused().is_none(), "{name}");
+        }
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: a directory of another user, which only root can make");
+            return;
+        }
+        std::os::unix::fs::chown(dir.path(), Some(65534), None).unwrap();
+        for (name, refused) in uses {
+            let refused = refused().unwrap_or_else(|| panic!("{name} took a directory of another user"));
+            assert!(refused.to_string().contains("belongs to user 65534"), "{name}: {refused}");
+        }
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_the_probe_or_of_a_record_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let victim = tempfile::NamedTempFile::new().unwrap();
+        fs::write(victim.path(), "precious").unwrap();
+        let id = MigrationId::from_bytes([1; 16]);
+        let path = path_of(dir.path(), id, Side::Source);
+        let links = [
+            dir.path().join(format!(".probe-{}", std::process::id())),
+            path.with_extension("lock"),
+            path.with_extension("new"),
+        ];
+        for link in &links {
+            std::os::unix::fs::symlink(victim.path(), link).unwrap();
+        }
+        prepare(dir.path()).unwrap();
+        RecordFile::create(dir.path(), record(SourceState::Started)).unwrap_err();
+        fs::remove_file(&links[1]).unwrap();
+        let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
+        file.write(RecordState::Source(SourceState::Committed)).unwrap_err();
+        assert_eq!(fs::read_to_string(victim.path()).unwrap(), "precious");
+
+        fs::remove_file(&links[2]).unwrap();
+        file.write(RecordState::Source(SourceState::Committed)).unwrap();
+        drop(file);
+        fs::rename(&path, dir.path().join("elsewhere")).unwrap();
+        std::os::unix::fs::symlink(dir.path().join("elsewhere"), &path).unwrap();
+        RecordFile::open(dir.path(), id, Side::Source).unwrap_err();
+    }
+
+    #[test]
     fn only_unsettled_records_are_listed() {
         let dir = tempfile::tempdir().unwrap();
         let mut file = RecordFile::create(dir.path(), record(SourceState::Started)).unwrap();
-        assert!(unsettled(dir.path()).is_empty());
+        assert!(unsettled(dir.path()).unwrap().is_empty());
         file.write(RecordState::Source(SourceState::Committed)).unwrap();
-        assert_eq!(unsettled(dir.path()).len(), 1);
+        assert_eq!(unsettled(dir.path()).unwrap().len(), 1);
         file.write(RecordState::Source(SourceState::Finished)).unwrap();
-        assert!(unsettled(dir.path()).is_empty());
+        assert!(unsettled(dir.path()).unwrap().is_empty());
     }
 }

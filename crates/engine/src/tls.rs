@@ -8,6 +8,9 @@
 //! AES-128-GCM comes first: with AES instructions it is the fastest suite that TLS 1.3 has.
 
 use std::fmt::{Display, Write as _};
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -50,6 +53,14 @@ pub enum TlsError {
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
+    },
+    /// A private key that others can read or exchange proves nothing.
+    #[error("the private key {path} is not private: {why}", path = path.display())]
+    Exposed {
+        /// The file.
+        path: PathBuf,
+        /// Who can do what, and what to do about it.
+        why: String,
     },
     /// The files were read, but do not fit together or cannot be used.
     #[error("the certificates in {dir} cannot be used: {reason}", dir = dir.display())]
@@ -95,7 +106,7 @@ impl TlsSettings {
     /// The receiving side: reads `ca-cert.pem`, `server-cert.pem`, `server-key.pem` and, if present, `ca-crl.pem`.
     ///
     /// `allow` lists the client certificates that may send, by DNS name or IP address in their subject alternative
-    /// names, or by their common name if they carry no DNS name.
+    /// names, or by their common name if they carry no alternative names at all.
     ///
     /// # Errors
     /// A file that is missing or unusable, or an empty `allow`.
@@ -175,9 +186,31 @@ fn identity(dir: &Path, certificate: &str, key: &str) -> Result<Identity, TlsErr
     let chain = certificates("this side's certificate", &dir.join(certificate))?;
     let path = dir.join(key);
     let what = "this side's private key";
-    let text = std::fs::read(&path).map_err(|error| file_error(what, &path, error))?;
+    let mut text = Vec::new();
+    let mut file = File::open(&path).map_err(|error| file_error(what, &path, error))?;
+    check_private(&file, &path)?;
+    file.read_to_end(&mut text).map_err(|error| file_error(what, &path, error))?;
     let key = PrivateKeyDer::from_pem_slice(&text).map_err(|error| file_error(what, &path, error))?;
     Ok((chain, key))
+}
+
+/// Refuses a key that others than root, this user and a group can read, or others than root and this user can change. A group
+/// is whom the administrator gives QEMU's own TLS keys to read.
+fn check_private(key: &File, path: &Path) -> Result<(), TlsError> {
+    let exposed = |why: String| TlsError::Exposed { path: path.to_owned(), why };
+    let found = key.metadata().map_err(|error| exposed(format!("its permissions cannot be seen: {error}")))?;
+    let mode = found.mode() & 0o7777;
+    if mode & 0o027 != 0 {
+        return Err(exposed(format!(
+            "its mode {mode:04o} lets others {}; take that from them (chmod 0600), and make a new key if somebody may have \
+             read it",
+            if mode & 0o022 != 0 { "change it" } else { "read it" }
+        )));
+    }
+    if ![0, rustix::process::geteuid().as_raw()].contains(&found.uid()) {
+        return Err(exposed(format!("it belongs to user {}; give it to root or to this user", found.uid())));
+    }
+    Ok(())
 }
 
 fn pair_problem(side: &str, error: &rustls::Error) -> String {
@@ -189,7 +222,7 @@ fn pair_problem(side: &str, error: &rustls::Error) -> String {
     }
 }
 
-/// The names in a peer's certificate, for people: its DNS names, or else its common name.
+/// The names in a peer's certificate, for people: its DNS names, or its common name where it has no alternative names.
 pub(crate) fn certificate_name(certificate: &CertificateDer<'_>) -> String {
     let Ok(parsed) = EndEntityCert::try_from(certificate) else {
         return "unreadable".to_owned();
@@ -200,7 +233,11 @@ pub(crate) fn certificate_name(certificate: &CertificateDer<'_>) -> String {
         let _ = write!(names, "{separator}{name}");
     }
     if names.is_empty() {
-        names = common_name(parsed.subject()).unwrap_or("without a name").to_owned();
+        names = match has_alternative_names(certificate) {
+            true => "without a DNS name",
+            false => common_name(parsed.subject()).unwrap_or("without a name"),
+        }
+        .to_owned();
     }
     sterna_wire::text::cleaned(&names)
 }
@@ -210,13 +247,47 @@ pub(crate) fn is_allowed(certificate: &CertificateDer<'_>, allow: &[String]) -> 
     let Ok(parsed) = EndEntityCert::try_from(certificate) else {
         return false;
     };
-    // A common name counts only where no DNS name says it better (RFC 9525 drops it; QEMU's own recipes still use it).
-    let common = if parsed.valid_dns_names().next().is_none() { common_name(parsed.subject()) } else { None };
+    // A common name counts only where there are no alternative names of any kind (RFC 6125, section 6.4.4; RFC 9525 drops it;
+    // QEMU's own recipes still use it).
+    let common = if has_alternative_names(certificate) { None } else { common_name(parsed.subject()) };
     allow.iter().any(|allowed| {
         let by_alternative_name = ServerName::try_from(allowed.as_str())
             .is_ok_and(|name| parsed.verify_is_valid_for_subject_name(&name).is_ok());
         by_alternative_name || common.is_some_and(|common| common.eq_ignore_ascii_case(allowed))
     })
+}
+
+/// Whether a certificate has subject alternative names, of whatever kind. What is not as expected counts as having them: then
+/// its common name is not believed.
+fn has_alternative_names(certificate: &[u8]) -> bool {
+    const SEQUENCE: u8 = 0x30;
+    const EXTENSIONS: u8 = 0xa3; // [3], RFC 5280, section 4.1
+    const OBJECT_IDENTIFIER: u8 = 0x06;
+    const SUBJECT_ALT_NAME: [u8; 3] = [0x55, 0x1d, 0x11]; // 2.5.29.17
+
+    let sequence = |bytes| element(bytes).filter(|(tag, ..)| *tag == SEQUENCE);
+    let search = || {
+        let (_, certificate, _) = sequence(certificate)?;
+        let (_, mut fields, _) = sequence(certificate)?;
+        while !fields.is_empty() {
+            let (tag, content, rest) = element(fields)?;
+            fields = rest;
+            if tag != EXTENSIONS {
+                continue;
+            }
+            let (_, mut extensions, _) = sequence(content)?;
+            while !extensions.is_empty() {
+                let (_, extension, rest) = sequence(extensions)?;
+                extensions = rest;
+                let (tag, identifier, _) = element(extension)?;
+                if tag != OBJECT_IDENTIFIER || identifier == SUBJECT_ALT_NAME {
+                    return Some(true);
+                }
+            }
+        }
+        Some(false)
+    };
+    search().unwrap_or(true)
 }
 
 /// The one common name in a distinguished name; `None` if there is none, more than one, or the DER is not as expected.
@@ -333,13 +404,21 @@ fn alert_failure(alert: AlertDescription) -> String {
             .to_owned(),
         A::CertificateRevoked => "the peer says that this side's certificate has been revoked".to_owned(),
         A::BadCertificate | A::UnsupportedCertificate | A::CertificateUnknown | A::AccessDenied => {
-            format!("the peer does not accept this side's certificate (TLS alert {alert:?})")
+            format!("the peer does not accept this side's certificate (TLS alert {})", alert_name(alert))
         }
         A::ProtocolVersion | A::HandshakeFailure => {
-            format!("the peer and this side have no TLS version or cipher in common, TLS 1.3 is required ({alert:?})")
+            format!(
+                "the peer and this side have no TLS version or cipher in common, TLS 1.3 is required (TLS alert {})",
+                alert_name(alert)
+            )
         }
-        other => format!("the peer ended TLS with the alert {other:?}"),
+        other => format!("the peer ended TLS with the alert {}", alert_name(other)),
     }
+}
+
+/// The alert's name in RFC 8446, section 6, or its number.
+fn alert_name(alert: AlertDescription) -> String {
+    alert.as_str().map_or_else(|| u8::from(alert).to_string(), str::to_owned)
 }
 
 #[cfg(test)]
@@ -374,6 +453,61 @@ mod tests {
         for cut in 1..good.len() {
             let name = common_name(&good[..cut]);
             assert!(name.is_none(), "cut at {cut}: {name:?}");
+        }
+    }
+
+    /// A certificate with the common name `host-a` and these alternative names.
+    fn certificate(names: Vec<rcgen::SanType>) -> CertificateDer<'static> {
+        let mut params = rcgen::CertificateParams::default();
+        params.distinguished_name = rcgen::DistinguishedName::new();
+        params.distinguished_name.push(rcgen::DnType::CommonName, "host-a");
+        params.subject_alt_names = names;
+        params.self_signed(&rcgen::KeyPair::generate().unwrap()).unwrap().der().clone()
+    }
+
+    #[test]
+    fn a_common_name_counts_beside_no_alternative_name_of_any_kind() {
+        use rcgen::SanType;
+        let allow = ["host-a".to_owned()];
+        let bare = certificate(Vec::new());
+        assert!(is_allowed(&bare, &allow));
+        assert_eq!(certificate_name(&bare), "host-a");
+        for name in [
+            SanType::DnsName("host-b".try_into().unwrap()),
+            SanType::IpAddress([192, 0, 2, 7].into()),
+            SanType::Rfc822Name("a@example.org".try_into().unwrap()),
+            SanType::URI("spiffe://example.org/b".try_into().unwrap()),
+        ] {
+            let named = certificate(vec![name.clone()]);
+            assert!(!is_allowed(&named, &allow), "{name:?}");
+            assert_ne!(certificate_name(&named), "host-a");
+        }
+        let addressed = certificate(vec![SanType::IpAddress([192, 0, 2, 7].into())]);
+        assert!(is_allowed(&addressed, &["192.0.2.7".to_owned()]));
+        // Damaged ones have no common name that would be believed.
+        for cut in 0..bare.len() {
+            assert!(!is_allowed(&CertificateDer::from(bare[..cut].to_vec()), &allow), "cut at {cut}");
+            assert!(has_alternative_names(&bare[..cut]), "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn a_private_key_that_others_may_read_or_change_is_refused_with_what_to_do() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("client-key.pem");
+        std::fs::write(&path, "").unwrap();
+        let checked = |mode| {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            check_private(&File::open(&path).unwrap(), &path).map_err(|error| error.to_string())
+        };
+        for good in [0o600, 0o400, 0o640, 0o440] {
+            assert_eq!(checked(good), Ok(()), "{good:o}");
+        }
+        for (bad, word) in [(0o644, "read it"), (0o604, "read it"), (0o660, "change it"), (0o666, "change it")] {
+            let refused = checked(bad).unwrap_err();
+            assert!(refused.contains(word) && refused.contains("client-key.pem"), "{refused}");
+            assert!(refused.contains("chmod"), "{refused}");
         }
     }
 

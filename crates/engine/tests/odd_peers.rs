@@ -173,6 +173,32 @@ fn source_against(
 }
 
 #[test]
+fn a_destination_that_answers_an_offer_with_something_else_is_named_in_words_and_not_quoted() {
+    let listener = Listener::bind(Network::new(1).port("there")).unwrap();
+    let address = listener.local_address();
+    let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+    let stop = incoming.stop_handle();
+    let odd = std::thread::spawn(move || {
+        let (connection, _) = incoming.next().unwrap();
+        let (mut writer, reader) = accept_channel(connection).unwrap();
+        let answer = ControlMessage::Ready { placement: vec!["\u{202e}gnihton".into()], deltas: Vec::new() };
+        control_link::say(&mut writer, &answer).unwrap();
+        (writer, reader)
+    });
+    let memory = Memory::new(PAGES[0], PAGES[1]);
+    let (mut from, log) = Monitor::new(&memory, &Running::default(), BUSY);
+    from.start();
+    let sent =
+        Source::new(memory.ram(), Box::new(log)).run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
+    let reason = sent.unwrap_err().reason;
+    assert!(reason.contains("is the program there a `sterna receive`?"), "{reason}");
+    assert!(!reason.contains("Ready") && !reason.contains("gnihton") && !reason.contains('{'), "{reason}");
+    from.stop();
+    stop.stop();
+    drop(odd.join().unwrap());
+}
+
+#[test]
 fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on() {
     within_a_minute(|| {
         let memory = Memory::new(PAGES[0], PAGES[1]);

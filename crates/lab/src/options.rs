@@ -213,6 +213,10 @@ pub struct QemuOptions {
     pub extra: Vec<String>,
     /// The network namespace to run in ([`crate::net::Network`]).
     pub namespace: Option<String>,
+    /// A directory that is another, empty one in a mount namespace of QEMU's own, as `/tmp` is in a container. Needs root.
+    pub own_directory: Option<PathBuf>,
+    /// The user number to run as, with the group of the same number and no others. Needs root, and files that this user may read.
+    pub user: Option<u32>,
     /// The host CPUs to run on, as `taskset -c` reads them: `0`, `0,2`, `1-3`.
     pub host_cpus: Option<String>,
 }
@@ -235,6 +239,8 @@ impl QemuOptions {
             qmp_path: None,
             extra: Vec::new(),
             namespace: None,
+            own_directory: None,
+            user: None,
             host_cpus: None,
         }
     }

@@ -53,8 +53,17 @@ impl Qemu {
         if let Some(namespace) = &options.namespace {
             words.extend(["ip", "netns", "exec", namespace].map(str::to_owned));
         }
+        if let Some(directory) = &options.own_directory {
+            let script = "mount -t tmpfs -o mode=1777 sterna-lab \"$1\" && shift && exec \"$@\"";
+            words.extend(["unshare", "--mount", "sh", "-c", script, "sh"].map(str::to_owned));
+            words.push(directory.display().to_string());
+        }
         if let Some(cpus) = &options.host_cpus {
             words.extend(["taskset", "-c", cpus].map(str::to_owned));
+        }
+        if let Some(user) = options.user {
+            let user = user.to_string();
+            words.extend(["setpriv", "--reuid", &user, "--regid", &user, "--clear-groups"].map(str::to_owned));
         }
         let qemu = tools.qemu_words(options.version)?;
         words.extend(qemu.words);

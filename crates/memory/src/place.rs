@@ -43,7 +43,7 @@ pub enum Way {
     Mapping,
     /// `pwritev` into the backing file, without mapping it.
     FileWrite,
-    /// `process_vm_writev` into the VMM's address space.
+    /// `pwritev` into `/proc/PID/mem`, the VMM's address space.
     ProcessWrite,
     /// Stores into memory of this process.
     OwnMemory,
@@ -109,14 +109,16 @@ pub enum PlaceError {
         /// Size of the block, bytes.
         size: u64,
     },
-    /// The process whose memory is written has ended.
-    #[error("process {pid} has ended: its memory can no longer be written")]
+    /// The process whose memory is written has ended, or runs another program by now.
+    #[error("process {pid} has ended or runs another program: its memory can no longer be written")]
     Gone {
         /// The process.
         pid: i32,
     },
     /// The process cannot be held, so another that gets its id could be taken for it.
-    #[error("cannot hold process {pid} by a pidfd, which needs Linux 5.3 and a free file descriptor: {source}")]
+    #[error(
+        "cannot hold process {pid} by a pidfd and /proc/{pid}/mem, which needs Linux 5.3 and free file descriptors: {source}"
+    )]
     NotHeld {
         /// The process.
         pid: i32,
@@ -132,8 +134,12 @@ pub enum PlaceError {
         /// The process.
         pid: i32,
     },
-    /// The address range is not mapped writable in that process (any more).
-    #[error("address {address:#x} of process {pid} is not mapped writable: the guest's memory moved or was unplugged")]
+    /// The address range is not mapped in that process (any more), or there is no memory for it: the kernel has one error
+    /// for both.
+    #[error(
+        "address {address:#x} of process {pid} cannot be accessed: the guest's memory there moved or was unplugged, or a memory \
+         limit (cgroup, huge page pool) was met"
+    )]
     Unmapped {
         /// The process.
         pid: i32,

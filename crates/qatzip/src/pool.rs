@@ -145,7 +145,7 @@ struct Counters {
 
 /// Some workers did not end in time. They are left behind with their buffers; the process's exit ends them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{workers} QATzip workers are still inside the library after {waited:?}; they are left behind")]
+#[error("{workers} QATzip workers are still inside the library after {} s; they are left behind", waited.as_secs_f64())]
 pub struct StillBusy {
     /// How many.
     pub workers: usize,

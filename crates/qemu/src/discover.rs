@@ -105,7 +105,7 @@ pub enum DiscoverError {
     #[error(transparent)]
     Qmp(#[from] QmpError),
     /// QEMU's list is not as any known release writes it.
-    #[error("cannot read the RAM blocks from QEMU's answer to {command}: {line:?}")]
+    #[error("cannot read the RAM blocks from QEMU's answer to {command}: \"{line}\"")]
     NotUnderstood {
         /// The command.
         command: &'static str,

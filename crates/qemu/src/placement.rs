@@ -2,7 +2,7 @@
 //!
 //! The rule is measured (the table of ways in the documents): huge pages want a mapping, because one fault brings 2 MiB and
 //! stores then run at memory speed; ordinary shared pages want `pwrite`, which fills a fresh page without clearing it first
-//! and without a page fault; anonymous memory has only `process_vm_writev`. Everything else goes in QEMU's own stream.
+//! and without a page fault; anonymous memory has only `/proc/PID/mem`. Everything else goes in QEMU's own stream.
 
 use sterna_memory::place::{FileWrite, Mapped, Place, PlaceError, ProcessWrite, ZeroBy};
 

@@ -24,6 +24,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use sterna_wire::text::cleaned;
 
 pub(crate) use self::peer::process_id;
 
@@ -39,6 +40,10 @@ const MAX_LINE: usize = 16 << 20;
 /// never reached by a migration.
 const MAX_EVENTS: usize = 4096;
 
+/// Longest line of an event that is kept, bytes; with [`MAX_EVENTS`], what the queue may take. Those that this program waits for
+/// have some hundred bytes.
+const MAX_EVENT: usize = 4 << 10;
+
 /// Why a command, an event or the connection failed.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -53,7 +58,8 @@ pub enum QmpError {
     },
     /// No greeting came: QEMU serves one client per monitor.
     #[error(
-        "QMP socket busy: another client is connected to {path}; give Sterna its own -qmp (no greeting within {waited:?})"
+        "QMP socket busy: another client is connected to {path}; give Sterna its own -qmp (no greeting within {})",
+        seconds(*waited)
     )]
     Busy {
         /// Path of the socket.
@@ -72,7 +78,7 @@ pub enum QmpError {
         description: String,
     },
     /// No answer in time. Whether QEMU executed the command is not known.
-    #[error("QEMU did not answer {command} within {waited:?}: its main loop is stuck or the process is stopped")]
+    #[error("QEMU did not answer {command} within {}: its main loop is stuck or the process is stopped", seconds(*waited))]
     Timeout {
         /// The command.
         command: String,
@@ -369,17 +375,12 @@ impl Drop for Connection {
 
 /// Connects, giving up after `timeout`: on a unix socket the send time limit covers the wait for a place in the queue.
 fn connect_stream(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(timeout))?;
-    let address = SocketAddrUnix::new(path)?;
-    loop {
-        match rustix::net::connect(&socket, &address) {
-            Ok(()) => return Ok(UnixStream::from(socket)),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-    }
+    sterna::transport::unix::connect(path, timeout)
+}
+
+/// A time limit for a person.
+fn seconds(time: Duration) -> String {
+    format!("{} s", time.as_secs_f64())
 }
 
 fn connect_reason(kind: io::ErrorKind, error: &io::Error) -> String {
@@ -414,6 +415,10 @@ fn read_lines(mut input: BufReader<UnixStream>, shared: &Shared) -> String {
                 return format!("what came is not JSON ({error}): this is not a QMP socket");
             }
         };
+        if line.len() > MAX_EVENT && message["event"].is_string() {
+            tracing::warn!(bytes = line.len(), "an event of QEMU is too long and was dropped");
+            continue;
+        }
         shared.lock().sort(message);
         shared.changed.notify_all();
     }
@@ -437,7 +442,7 @@ impl State {
             let answer = if message["error"].is_object() {
                 let text = |key: &str| {
                     let text = message["error"][key].as_str();
-                    text.unwrap_or("(no words)").to_owned()
+                    cleaned(text.unwrap_or("(no words)"))
                 };
                 Answer::Error { class: text("class"), description: text("desc") }
             } else {

@@ -210,8 +210,9 @@ impl Settings {
     pub fn plan(qmp: &Qmp, wanted: &Wanted) -> Result<Plan, SettingsError> {
         if wanted.downtime_limit.is_some_and(|limit| limit > MAX_DOWNTIME_LIMIT) {
             return Err(SettingsError::Invalid(format!(
-                "a downtime limit of {:?} is longer than QEMU accepts ({MAX_DOWNTIME_LIMIT:?})",
-                wanted.downtime_limit.unwrap_or_default()
+                "a downtime limit of {} s is longer than QEMU accepts ({} s)",
+                wanted.downtime_limit.unwrap_or_default().as_secs_f64(),
+                MAX_DOWNTIME_LIMIT.as_secs()
             )));
         }
         let settings = Settings::read(qmp)?;

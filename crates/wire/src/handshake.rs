@@ -44,7 +44,7 @@ pub enum Refusal {
     PacketSize(u32),
     /// A feature that one side requires and the other does not have.
     #[error(
-        "the {requirer} requires the capability {feature:?}, which the {lacker} does not have; update the {lacker}'s sterna"
+        "the {requirer} requires the capability \"{feature}\", which the {lacker} does not have; update the {lacker}'s sterna"
     )]
     Missing {
         /// The capability.

@@ -39,6 +39,18 @@ pub enum ChannelKind {
     Opaque = 5,
 }
 
+impl std::fmt::Display for ChannelKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Control => "control",
+            Self::Ram => "RAM",
+            Self::DeviceState => "device state",
+            Self::PostCopy => "post-copy",
+            Self::Opaque => "opaque",
+        })
+    }
+}
+
 impl ChannelKind {
     const ALL: [Self; 5] = [Self::Control, Self::Ram, Self::DeviceState, Self::PostCopy, Self::Opaque];
 

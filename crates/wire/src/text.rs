@@ -1,15 +1,36 @@
 //! Text that came from a peer, made fit to be shown.
 //!
-//! A peer's refusal or error is read by a person in a terminal or a log: it is cut at [`MAX_TEXT`] bytes, and control
-//! characters (escape sequences, line breaks that would forge log lines) are replaced.
+//! A peer's refusal or error is read by a person in a terminal or a log: it is cut at [`MAX_TEXT`] bytes, and what a terminal
+//! obeys instead of showing it is replaced: control characters (escape sequences, line breaks that would forge log
+//! lines) and Unicode's format characters (overrides of the direction, which let a text read as another one; characters
+//! without width, which make two different texts look alike).
 
 use crate::limits::MAX_TEXT;
 
-/// `text` cut to [`MAX_TEXT`] bytes at a character boundary, every control character replaced by a space.
+/// `text` on one line, every control and format character replaced by a space.
+pub fn printable(text: &str) -> String {
+    text.chars().map(shown).collect()
+}
+
+fn shown(character: char) -> char {
+    if character.is_control() || is_format(character) { ' ' } else { character }
+}
+
+/// Whether Unicode counts a character as formatting rather than text: general categories Cf, Zl and Zp of Unicode 16, the
+/// blocks of tags as a whole.
+fn is_format(character: char) -> bool {
+    matches!(character,
+        '\u{ad}' | '\u{600}'..='\u{605}' | '\u{61c}' | '\u{6dd}' | '\u{70f}' | '\u{890}'..='\u{891}' | '\u{8e2}'
+        | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}'
+        | '\u{fff9}'..='\u{fffb}' | '\u{110bd}' | '\u{110cd}' | '\u{13430}'..='\u{1343f}' | '\u{1bca0}'..='\u{1bca3}'
+        | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e0fff}')
+}
+
+/// `text` cut to [`MAX_TEXT`] bytes at a character boundary, every control and format character replaced by a space.
 pub fn cleaned(text: &str) -> String {
     let mut clean = String::with_capacity(text.len().min(MAX_TEXT));
     for character in text.chars() {
-        let shown = if character.is_control() { ' ' } else { character };
+        let shown = shown(character);
         if clean.len() + shown.len_utf8() > MAX_TEXT {
             break;
         }
@@ -30,6 +51,15 @@ mod tests {
     #[test]
     fn escape_sequences_and_line_breaks_do_not_survive() {
         assert_eq!(cleaned("a\x1b[31mb\r\nc"), "a [31mb  c");
+    }
+
+    #[test]
+    fn what_turns_the_reading_direction_or_has_no_width_does_not_survive() {
+        assert_eq!(cleaned("allow \u{202e}rednes\u{202c}\u{2066}x\u{2069}"), "allow  rednes  x ");
+        for hidden in ['\u{200b}', '\u{200f}', '\u{2028}', '\u{feff}', '\u{ad}', '\u{61c}', '\u{e0041}'] {
+            assert_eq!(printable(&format!("a{hidden}b")), "a b", "U+{:X}", u32::from(hidden));
+        }
+        assert_eq!(cleaned("Größe 大小 גודל"), "Größe 大小 גודל");
     }
 
     #[test]

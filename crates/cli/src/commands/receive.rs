@@ -23,6 +23,7 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
         security: security::destination(&args.tls)?,
         placement: args.placement.into(),
         state_dir: state_dir::choose(&args.state)?,
+        socket_dir: args.sockets.directory(),
     };
     migration(&args.screen, &args.report, logging, |cancel, screen| receive(&options, cancel, screen))
 }

@@ -3,14 +3,18 @@
 //! The place is reserved before the guest is touched, so that a wrong path is an error and not a lost report; the name
 //! appears by a rename when the report is complete. An existing file that is no regular one (`/dev/stdout`, a pipe) is
 //! written to instead, never replaced.
+//!
+//! The directory may be somebody else's: it is opened once, and a symbolic link that somebody else has put there is refused, for
+//! it could have root replace any file of the host.
 
-use std::fs::{self, OpenOptions, Permissions};
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use serde::Serialize;
-use tempfile::NamedTempFile;
+use sterna::directory::Directory;
 
 /// A place for a report.
 #[derive(Debug)]
@@ -35,10 +39,46 @@ enum Place {
     /// Written directly.
     Special(PathBuf),
     /// Renamed when complete.
-    Regular {
-        file: NamedTempFile,
-        path: PathBuf,
-    },
+    Regular(Temporary, PathBuf),
+}
+
+/// A file beside its place; removed unless it has been moved there.
+#[derive(Debug)]
+struct Temporary {
+    file: File,
+    directory: Directory,
+    name: OsString,
+    /// What it is called in its place.
+    target: OsString,
+}
+
+impl Temporary {
+    fn make(directory: Directory, target: OsString) -> io::Result<Self> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        loop {
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let name = OsString::from(format!(".sterna-report-{}-{number}", std::process::id()));
+            // As an ordinary file would be created; the umask takes its share.
+            match directory.create_new(&name, 0o666) {
+                Ok(file) => return Ok(Self { file, directory, name, target }),
+                // Left by a process that was killed.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn put_in_place(self) -> io::Result<()> {
+        self.file.sync_all()?;
+        self.directory.rename(&self.name, &self.target)
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // Nothing of that name is there any more once it is in its place.
+        let _ = self.directory.remove(&self.name);
+    }
 }
 
 /// The report cannot be written.
@@ -124,8 +164,14 @@ impl ReportFile {
         let stream = || -> io::Result<Box<dyn Write + Send>> {
             Ok(match &self.place {
                 Place::Stdout => Box::new(io::stdout()),
-                Place::Special(path) => Box::new(OpenOptions::new().write(true).open(path)?),
-                Place::Regular { file, .. } => Box::new(file.as_file().try_clone()?),
+                Place::Special(path) => {
+                    let file = OpenOptions::new().write(true).open(path)?;
+                    if file.metadata()?.is_file() {
+                        return Err(io::Error::other("another file has taken its place meanwhile"));
+                    }
+                    Box::new(file)
+                }
+                Place::Regular(temporary, _) => Box::new(temporary.file.try_clone()?),
             })
         };
         stream().map_err(|source| self.error(source))
@@ -145,44 +191,49 @@ impl ReportFile {
     fn path(&self) -> PathBuf {
         match &self.place {
             Place::Stdout => PathBuf::from("stdout"),
-            Place::Special(path) | Place::Regular { path, .. } => path.clone(),
+            Place::Special(path) | Place::Regular(_, path) => path.clone(),
         }
     }
 }
 
 impl Place {
     fn reserve(path: &Path) -> io::Result<Self> {
-        // Behind a symbolic link its target is to be replaced, not the link.
-        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        match fs::metadata(&path) {
+        match fs::metadata(path) {
             Ok(found) if found.is_dir() => return Err(io::ErrorKind::IsADirectory.into()),
-            Ok(found) if !found.is_file() => return Ok(Self::Special(path)),
+            Ok(found) if !found.is_file() => return Ok(Self::Special(path.to_owned())),
             _ => {}
         }
-        if path.file_name().is_none() {
-            return Err(io::ErrorKind::IsADirectory.into());
-        }
-        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        // As an ordinary file would be created; the umask takes its share.
-        let file = tempfile::Builder::new()
-            .prefix(".sterna-report-")
-            .permissions(Permissions::from_mode(0o666))
-            .tempfile_in(directory)
-            // Without the random name of the temporary file, which means nothing to a person.
-            .map_err(|error| io::Error::from(error.kind()))?;
-        Ok(Self::Regular { file, path })
+        let (directory, name) = behind_links(path)?;
+        let path = directory.path().join(&name);
+        Ok(Self::Regular(Temporary::make(directory, name)?, path))
     }
 
     fn keep(self) -> io::Result<()> {
         match self {
             Self::Stdout => io::stdout().flush(),
             Self::Special(_) => Ok(()),
-            Self::Regular { file, path } => {
-                file.as_file().sync_all()?;
-                file.persist(path).map(drop).map_err(|error| error.error)
-            }
+            Self::Regular(temporary, _) => temporary.put_in_place(),
         }
     }
+}
+
+/// The directory and name of a file: behind a symbolic link its target is to be replaced, not the link.
+fn behind_links(path: &Path) -> io::Result<(Directory, OsString)> {
+    const MAX_LINKS: usize = 40; // as path_resolution(7)
+    let mut path = path.to_owned();
+    for _ in 0..MAX_LINKS {
+        let (directory, name) = Directory::parent_of(&path)?;
+        match directory.link(&name)? {
+            None => return Ok((directory, name)),
+            Some((_, owner)) if ![0, rustix::process::geteuid().as_raw()].contains(&owner) => {
+                let refused =
+                    format!("it is a symbolic link of user {owner}, which is not followed; give another path");
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, refused));
+            }
+            Some((target, _)) => path = directory.path().join(target),
+        }
+    }
+    Err(io::Error::other("too many symbolic links"))
 }
 
 #[cfg(test)]
@@ -238,6 +289,43 @@ mod tests {
         let null = ReportFile::reserve(Path::new("/dev/null")).unwrap();
         assert!(matches!(null.place, Place::Special(_)));
         null.write(&"gone").unwrap();
+    }
+
+    #[test]
+    fn a_link_that_another_user_has_put_there_is_not_followed() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root can make a link of another user");
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let (target, link) = (directory.path().join("target"), directory.path().join("link"));
+        fs::write(&target, "precious").unwrap();
+        symlink(&target, &link).unwrap();
+        std::os::unix::fs::lchown(&link, Some(65534), None).unwrap();
+
+        let refused = ReportFile::reserve(&link).unwrap_err().to_string();
+
+        assert!(refused.contains("symbolic link of user 65534"), "{refused}");
+        assert_eq!(fs::read_to_string(&target).unwrap(), "precious");
+        assert_eq!(names(directory.path()), ["link", "target"]);
+    }
+
+    #[test]
+    fn a_directory_that_is_exchanged_on_the_way_does_not_lead_the_report_elsewhere() {
+        let directory = tempfile::tempdir().unwrap();
+        let (given, moved, other) = (["given", "moved", "other"]).map(|name| directory.path().join(name)).into();
+        fs::create_dir(&given).unwrap();
+        fs::create_dir(&other).unwrap();
+        fs::write(other.join("report.json"), "precious").unwrap();
+        let file = ReportFile::reserve(&given.join("report.json")).unwrap();
+        fs::rename(&given, &moved).unwrap();
+        symlink(&other, &given).unwrap();
+
+        file.write(&1).unwrap();
+
+        assert_eq!(fs::read_to_string(other.join("report.json")).unwrap(), "precious");
+        assert_eq!(names(&other), ["report.json"]);
+        assert_eq!(names(&moved), ["report.json"]);
     }
 
     #[test]

@@ -31,6 +31,7 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         delta_cache: args.delta_cache,
         normal_page_ratio: args.normal_page_ratio,
         state_dir: state_dir::choose(&args.state)?,
+        socket_dir: args.sockets.directory(),
     };
     migration(&args.screen, &args.report, logging, |cancel, screen| send(&options, cancel, screen))
 }

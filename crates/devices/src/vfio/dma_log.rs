@@ -68,7 +68,10 @@ impl<D: Device> DmaLog<D> {
             let within = mapping.first_page.checked_add(mapping.pages).is_some_and(|end| end <= pages);
             let addresses = mapping.pages.checked_mul(PAGE).and_then(|length| mapping.iova.checked_add(length));
             if mapping.pages == 0 || !within || !mapping.iova.is_multiple_of(PAGE) || addresses.is_none() {
-                let problem = format!("{mapping:?} is not of whole pages within a block of {pages} pages");
+                let problem = format!(
+                    "{} pages from page {} of block {}, at I/O address {:#x}, are not whole pages within its {pages}",
+                    mapping.pages, mapping.first_page, mapping.block, mapping.iova
+                );
                 return Err(refused(&name, "watch", io::Error::new(io::ErrorKind::InvalidInput, problem)));
             }
         }

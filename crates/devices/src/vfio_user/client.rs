@@ -368,7 +368,7 @@ impl End {
     }
 
     fn too_late(&self) -> Failure {
-        let told = format!("it did not answer within {:?}", self.patience);
+        let told = format!("it did not answer within {} s", self.patience.as_secs_f64());
         Failure::Lost(io::Error::new(io::ErrorKind::TimedOut, told))
     }
 

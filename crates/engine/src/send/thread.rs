@@ -677,7 +677,7 @@ impl Sending {
         if content.len() > self.context.rules.packet_size {
             let (length, limit) = (content.len(), self.context.rules.packet_size);
             return Err(format!(
-                "a {kind:?} of {length} bytes does not fit a packet of {limit}; use a larger --packet-size"
+                "{length} bytes that go in one packet do not fit one of {limit}; use a larger --packet-size"
             )
             .into());
         }

@@ -77,7 +77,13 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
         ControlMessage::Refused { reason } | ControlMessage::Failed { reason } => {
             return Err(SessionError(format!("{} refuses: {}", offer.to, sterna_wire::text::cleaned(&reason))));
         }
-        other => return Err(SessionError(format!("{} answered a hello with {other:?}", offer.to))),
+        unexpected => {
+            tracing::warn!(?unexpected, "not an answer to a hello");
+            return Err(SessionError(format!(
+                "{} answers neither yes nor no to the offer of a migration: is the program there a `sterna receive`?",
+                offer.to
+            )));
+        }
     };
     let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
     decodable(offer.method, &chosen.methods).map_err(|why| SessionError(format!("{} {why}", offer.to)))?;

@@ -186,7 +186,7 @@ impl Doorman {
                 drop(state);
                 door(header, connection, &abort)
             }
-            kind => Err(Box::new((connection, format!("a channel of kind {kind:?} is not expected here")))),
+            kind => Err(Box::new((connection, format!("a channel for {kind} is not expected here")))),
         }
     }
 

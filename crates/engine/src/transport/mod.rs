@@ -22,7 +22,7 @@ mod stream;
 mod tcp_info;
 #[cfg(test)]
 mod tests;
-mod unix;
+pub mod unix;
 
 use std::io;
 use std::time::Duration;
@@ -72,7 +72,7 @@ impl Default for Limits {
 #[non_exhaustive]
 pub enum TransportError {
     /// The address cannot be understood.
-    #[error("cannot use the address {address:?}: {reason}; expected HOST:PORT or unix:PATH")]
+    #[error("cannot use the address \"{address}\": {reason}; expected HOST:PORT or unix:PATH")]
     Address {
         /// The address given.
         address: String,
@@ -123,7 +123,7 @@ pub enum TransportError {
     #[error("these TLS settings are for the {0} side, which is not what they are used for")]
     WrongSide(&'static str),
     /// The peer took longer than the limit.
-    #[error("{peer} did not finish {what} within {limit:?}")]
+    #[error("{peer} did not finish {what} within {} s", limit.as_secs_f64())]
     TooSlow {
         /// The peer's address.
         peer: String,

@@ -462,7 +462,10 @@ fn put<Data>(status: UnbufferedStatus<'_, '_, Data>, what: Outgoing<'_>, leaving
 }
 
 fn unexpected<Data>(state: &ConnectionState<'_, '_, Data>) -> Error {
-    Error::General(format!("TLS is in an unexpected state: {state:?}"))
+    tracing::warn!(?state, "TLS is in an unexpected state");
+    Error::General(
+        "TLS is in a state that it cannot be in here; this is an error of the program (its log has the state)".into(),
+    )
 }
 
 /// HKDF-Expand-Label (RFC 8446, section 7.1).

@@ -1,105 +1,119 @@
 //! Unix sockets in the file system: only their owner may connect, and what a dead process left is replaced.
 
-use std::fs::{self, File};
+use std::ffi::OsString;
 use std::io;
-use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, Mode, fchmod, flock};
-use socket2::{Domain, SockAddr, Socket, Type};
+use crate::directory::{Directory, FileIdentity};
 
-/// Connections that wait to be accepted, at most, where the kernel allows as many (`net.core.somaxconn`).
-const BACKLOG: i32 = 128;
+/// How long another process is given to take its turn: it makes a few system calls.
+const TURN_LIMIT: Duration = Duration::from_secs(2);
+/// Pause between two looks at whether it has.
+const TURN_PAUSE: Duration = Duration::from_millis(1);
 
 /// Connects to the socket at `path`, waiting at most `limit` for a listener that has too many to accept.
-pub(super) fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
-    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    socket.set_write_timeout(Some(limit))?;
-    socket.connect(&SockAddr::unix(path)?)?;
-    socket.set_write_timeout(None)?;
-    Ok(socket.into())
+///
+/// # Errors
+/// Nobody listens there, or it is a symbolic link.
+pub fn connect(path: &Path, limit: Duration) -> io::Result<UnixStream> {
+    let (directory, name) = Directory::parent_of(path)?;
+    directory.connect(name, limit)
 }
 
 /// The file of a socket that is listened on. It is removed when this is dropped, which must be after the listener.
 #[derive(Debug)]
-pub(super) struct SocketFile {
+pub struct SocketFile {
+    directory: Directory,
+    name: OsString,
     path: PathBuf,
+    identity: FileIdentity,
 }
 
 impl SocketFile {
     /// The absolute path.
-    pub(super) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Removes the file, now that nobody listens; but not if somebody else has begun to, in its place.
-    pub(super) fn remove(&self) {
-        // What stays behind is replaced by whoever listens there next.
-        let _ = lock(&self.path).and_then(|_lock| remove_if_left(&self.path));
+    /// Removes the file while its socket is still open; but not if another has taken its place.
+    pub fn remove(&self) {
+        let _lock = lock(&self.directory);
+        if self.directory.identity_of(&self.name).is_ok_and(|found| found == self.identity) {
+            // What stays behind is replaced by whoever listens there next.
+            let _ = self.directory.remove(&self.name);
+        }
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        self.remove();
+        let _lock = lock(&self.directory);
+        // Its socket is closed, so that another file may have its identity by now: what counts is whether anybody listens.
+        if self.directory.is_left_socket(&self.name).unwrap_or(false) {
+            let _ = self.directory.remove(&self.name);
+        }
     }
 }
 
 /// Between binding and listening a socket looks like one that was left behind, and between looking and removing it may
-/// become another: processes take turns, by a lock on the directory. Where it cannot be opened there is no such order.
-fn lock(path: &Path) -> io::Result<Option<File>> {
-    let directory = match path.parent() {
-        Some(parent) if parent != Path::new("") => parent,
-        _ => Path::new("."),
-    };
-    let Ok(directory) = File::open(directory) else { return Ok(None) };
-    flock(&directory, FlockOperation::LockExclusive)?;
-    Ok(Some(directory))
+/// become another: processes take turns, by a lock on the directory. Where it cannot be read there is no such order, and
+/// neither where somebody else who can read it keeps it locked.
+fn lock(directory: &Directory) -> Option<Directory> {
+    let taken = Directory::open(&directory.reach(".")).ok()?;
+    let deadline = Instant::now() + TURN_LIMIT;
+    while !taken.try_lock().ok()? {
+        if Instant::now() >= deadline {
+            return None;
+        }
+        std::thread::sleep(TURN_PAUSE);
+    }
+    Some(taken)
 }
 
-/// Listens at `path`, in place of a socket that nobody listens on any more.
-pub(super) fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
-    let _lock = lock(path)?;
-    let address = SockAddr::unix(path)?;
-    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    // Linux gives the file the mode of the socket, less the umask (`unix_bind_bsd` in net/unix/af_unix.c); a `chmod`
-    // after binding could hit another file.
-    fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
-    match socket.bind(&address) {
+/// Listens at `path`, in place of a socket that nobody listens on any more. The file has mode 0600.
+///
+/// # Errors
+/// `AddrInUse` where another process listens there or something else than a socket is there, with what to do.
+pub fn listen(path: &Path) -> io::Result<(UnixListener, SocketFile)> {
+    let (directory, name) = Directory::parent_of(path)?;
+    let _lock = lock(&directory);
+    let listener = match directory.listen(&name) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            remove_if_left(path)?;
-            socket.bind(&address)?;
+            remove_left(&directory, &name)?;
+            directory.listen(&name)?
         }
         bound => bound?,
-    }
-    socket.listen(BACKLOG)?;
-    Ok((socket.into(), SocketFile { path: std::path::absolute(path)? }))
+    };
+    let identity = directory.identity_of(&name)?;
+    Ok((listener, SocketFile { directory, name, path: std::path::absolute(path)?, identity }))
 }
 
 /// Removes a socket that nobody listens on; everything else is an error.
-fn remove_if_left(path: &Path) -> io::Result<()> {
+fn remove_left(directory: &Directory, name: &OsString) -> io::Result<()> {
     let in_use = |text: &str| Err(io::Error::new(io::ErrorKind::AddrInUse, text.to_owned()));
-    if !fs::symlink_metadata(path)?.file_type().is_socket() {
-        return in_use("there is a file of this name that is not a socket");
+    match directory.is_socket(name) {
+        Ok(true) => {}
+        Ok(false) => return in_use("something else than a socket is there; remove it or give another path"),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
     }
-    let probe = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    // Not to wait where its listener has too many to accept.
-    probe.set_nonblocking(true)?;
-    match probe.connect(&SockAddr::unix(path)?) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path),
+    match directory.is_left_socket(name) {
+        Ok(true) => directory.remove(name),
+        Ok(false) => in_use("another process listens there; end it or give another path"),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Ok(()) => in_use("somebody listens on it already"),
-        Err(error) => {
-            in_use(&format!("there is a socket of this name, and whether it is in use cannot be seen: {error}"))
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            in_use("a socket of someone else is there; remove it or give another path")
         }
+        Err(error) => in_use(&format!("whether the socket there is in use cannot be seen: {error}")),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
 
     use super::*;
 
@@ -136,13 +150,13 @@ mod tests {
         let (_dir, path) = place();
         let (_listener, _file) = listen(&path).unwrap();
         let refused = listen(&path).unwrap_err();
-        assert!(refused.to_string().contains("listens on it already"), "{refused}");
+        assert!(refused.to_string().contains("another process listens there"), "{refused}");
         connect(&path, Duration::from_secs(1)).unwrap();
 
         let (_dir, path) = place();
         fs::write(&path, "precious").unwrap();
         let refused = listen(&path).unwrap_err();
-        assert!(refused.to_string().contains("not a socket"), "{refused}");
+        assert!(refused.to_string().contains("something else than a socket"), "{refused}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
     }
 
@@ -172,5 +186,24 @@ mod tests {
         assert_eq!(given_up.kind(), io::ErrorKind::WouldBlock, "{given_up}");
         // It is in use nevertheless.
         listen(&path).unwrap_err();
+    }
+
+    #[test]
+    fn a_directory_on_the_path_that_is_exchanged_does_not_lead_removal_elsewhere() {
+        let (dir, _) = place();
+        let (given, victim) = (dir.path().join("given"), dir.path().join("victim"));
+        fs::create_dir(&given).unwrap();
+        fs::create_dir(&victim).unwrap();
+        let (listener, file) = listen(&given.join("in")).unwrap();
+        fs::rename(&given, dir.path().join("moved")).unwrap();
+        symlink(&victim, &given).unwrap();
+        // A socket that root would remove, had the path been followed.
+        drop(UnixListener::bind(victim.join("in")).unwrap());
+
+        file.remove();
+        drop((listener, file));
+
+        assert!(victim.join("in").exists());
+        assert!(!dir.path().join("moved/in").exists());
     }
 }

@@ -36,7 +36,8 @@ pub(super) fn open(name: &str, make: impl FnOnce(&mut File) -> Result<String, Er
     let directory = directory();
     let made = DirBuilder::new().recursive(true).mode(0o700).create(&directory);
     made.map_err(Error::path("making", &directory))?;
-    let about = std::fs::metadata(&directory).map_err(Error::path("looking at", &directory))?;
+    // Of the link, where it is one: somebody else's could lead anywhere.
+    let about = std::fs::symlink_metadata(&directory).map_err(Error::path("looking at", &directory))?;
     if about.uid() != rustix::process::getuid().as_raw() {
         return Err(Error::Unavailable {
             what: "prepared content".into(),

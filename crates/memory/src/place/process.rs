@@ -1,14 +1,19 @@
-//! Placing into another process's memory by `process_vm_writev` (Linux 3.2).
+//! Placing into another process's memory by `/proc/PID/mem` (proc(5)).
 //!
 //! For anonymous guest RAM, the default of QEMU, there is no file to open; but a process that may ptrace another may
 //! write its memory. The kernel faults the pages in on behalf of the target, so huge pages, NUMA policy and cgroup charge
 //! are those of the target, and private file mappings are copied on write as if the target had stored itself.
 //!
-//! The call names the target by process id, and ids are reused. A pidfd taken at the start tells whether that very
-//! process still runs; it is asked before each call.
+//! Process numbers are reused, and a process may exchange its program (execve). The file is opened once and refers to
+//! the address space that the process had then (`mm_struct`, `proc_mem_open` in the kernel's `fs/proc/base.c`): whatever
+//! becomes of the number, no other address space is read or written. When that address space is gone, the kernel
+//! transfers 0 bytes. `process_vm_writev` names its target by number in each call, and so could reach a stranger: a
+//! program with more rights, started by whoever has ended QEMU.
 
-use std::io;
+use std::fs::{File, OpenOptions};
+use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -18,7 +23,8 @@ use rustix::process::{Pid, PidfdFlags};
 use super::{Piece, Place, PlaceError, VECTOR, Way, ZEROS, check, check_pages, check_pieces, together};
 use crate::PAGE_SIZE;
 
-/// Another process, held so that its id cannot come to mean a different one unnoticed.
+/// Another process with the address space that it has, held so that its number cannot come to mean a different one
+/// unnoticed.
 ///
 /// Facts that were looked up by process id (its mappings, its files) after `open` are facts about this process if
 /// `check_alive` succeeds after the look-up.
@@ -26,6 +32,8 @@ use crate::PAGE_SIZE;
 pub struct TargetProcess {
     pid: i32,
     pidfd: OwnedFd,
+    /// Its address space, or why it cannot be accessed.
+    memory: Result<File, Errno>,
 }
 
 impl TargetProcess {
@@ -33,7 +41,12 @@ impl TargetProcess {
     pub fn open(pid: i32) -> Result<Self, PlaceError> {
         let target = Pid::from_raw(pid).ok_or(PlaceError::Gone { pid })?;
         let pidfd = rustix::process::pidfd_open(target, PidfdFlags::empty()).map_err(|errno| not_held(pid, errno))?;
-        Ok(Self { pid, pidfd })
+        let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/mem"));
+        let memory = memory.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO));
+        let target = Self { pid, pidfd, memory };
+        // It has been this process all the while, so the address space is its own.
+        target.check_alive()?;
+        Ok(target)
     }
 
     /// Its id.
@@ -52,6 +65,15 @@ impl TargetProcess {
             Err(errno) => Err(not_held(self.pid, errno)),
         }
     }
+
+    fn memory(&self) -> Result<&File, PlaceError> {
+        match &self.memory {
+            Ok(file) => Ok(file),
+            Err(Errno::NOENT | Errno::SRCH) => Err(PlaceError::Gone { pid: self.pid }),
+            Err(Errno::PERM | Errno::ACCESS) => Err(PlaceError::Denied { pid: self.pid }),
+            Err(errno) => Err(PlaceError::NotHeld { pid: self.pid, source: (*errno).into() }),
+        }
+    }
 }
 
 /// A range of another process's address space.
@@ -66,73 +88,72 @@ impl ProcessWrite {
     /// Takes `size` bytes at address `base` of `process`, and asks the kernel whether its memory may be accessed: by
     /// reading one byte, which needs the same permission as writing and changes nothing.
     ///
-    /// The caller has made sure that the range is what it takes it for.
+    /// The caller has made sure that the range is what it takes it for, and that the process may write there: the kernel
+    /// does not ask for that (`FOLL_FORCE`), and gives private pages that are read-only a new content.
     pub fn new(process: &Arc<TargetProcess>, base: u64, size: u64) -> Result<Self, PlaceError> {
-        if size == 0 || base.checked_add(size).is_none() {
+        let end = base.checked_add(size).filter(|end| i64::try_from(*end).is_ok());
+        if size == 0 || end.is_none() {
             return Err(PlaceError::Unusable(format!("{size} bytes at {base:#x} are no range of an address space")));
         }
         let place = Self { process: Arc::clone(process), base, size };
-        place.probe()?;
+        place.read(0, &mut [0])?;
+        place.process.check_alive()?;
         Ok(place)
     }
 
-    fn probe(&self) -> Result<(), PlaceError> {
-        let mut byte = 0_u8;
-        let local = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
-        let remote = libc::iovec { iov_base: self.base as *mut libc::c_void, iov_len: 1 };
-        // SAFETY: the kernel writes at most one byte into `byte`, which outlives the call; the remote address belongs to
-        // the other process and is checked by the kernel.
-        let read = unsafe { libc::process_vm_readv(self.process.pid, &local, 1, &remote, 1, 0) };
-        if read < 0 {
-            return Err(explain(self.process.pid, self.base, 0, io::Error::last_os_error()));
-        }
-        self.process.check_alive()
-    }
-
-    /// Copies `local` into `remote`, or the other way; the two have the same total length. Goes on after partial copies.
-    ///
-    /// # Safety
-    /// Every entry of `local` describes a live slice of the caller, which may be written where `call` reads the other process.
-    unsafe fn transfer(
-        &self,
-        call: Call,
-        mut local: &mut [libc::iovec],
-        mut remote: &mut [libc::iovec],
-    ) -> Result<(), PlaceError> {
-        self.process.check_alive()?;
-        while !remote.is_empty() {
-            // SAFETY: local entries are as the caller has promised; remote addresses belong to the other process and are
-            // checked by the kernel. Both counts are the slices' own lengths.
-            let copied = unsafe {
-                call(
-                    self.process.pid,
-                    local.as_ptr(),
-                    local.len() as libc::c_ulong,
-                    remote.as_ptr(),
-                    remote.len() as libc::c_ulong,
-                    0,
-                )
-            };
-            if copied > 0 {
-                advance(&mut local, copied as usize);
-                advance(&mut remote, copied as usize);
-                continue;
+    /// Writes consecutive slices at `offset`, going on after partial writes.
+    fn write_run(&self, mut offset: u64, mut slices: &mut [IoSlice<'_>]) -> Result<(), PlaceError> {
+        let memory = self.process.memory()?;
+        // Drops leading empty slices, so that 0 bytes written always means that the address space is gone.
+        IoSlice::advance_slices(&mut slices, 0);
+        while !slices.is_empty() {
+            match rustix::io::pwritev(memory, slices, self.base + offset) {
+                Ok(0) => return Err(self.gone()),
+                Ok(written) => {
+                    offset += written as u64;
+                    IoSlice::advance_slices(&mut slices, written);
+                }
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(self.explain(offset, errno.into())),
             }
-            let address = remote[0].iov_base as u64;
-            let error = if copied == 0 {
-                // Never seen; no progress must not become an endless loop.
-                io::Error::from(io::ErrorKind::WriteZero)
-            } else {
-                io::Error::last_os_error()
-            };
-            if error.kind() == io::ErrorKind::Interrupted {
-                continue;
-            }
-            // A process that dies in the middle loses its address space first: say that, not "not mapped".
-            self.process.check_alive()?;
-            return Err(explain(self.process.pid, address, address - self.base, error));
         }
         Ok(())
+    }
+
+    fn read(&self, mut offset: u64, mut bytes: &mut [u8]) -> Result<(), PlaceError> {
+        let memory = self.process.memory()?;
+        while !bytes.is_empty() {
+            match memory.read_at(bytes, self.base + offset) {
+                Ok(0) => return Err(self.gone()),
+                Ok(read) => {
+                    offset += read as u64;
+                    bytes = &mut bytes[read..];
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.explain(offset, error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// The address space is gone: the process has ended, or has exchanged its program.
+    fn gone(&self) -> PlaceError {
+        PlaceError::Gone { pid: self.process.pid }
+    }
+
+    fn explain(&self, offset: u64, source: io::Error) -> PlaceError {
+        // A process that dies in the middle loses its address space first: say that, not "not mapped".
+        if let Err(gone) = self.process.check_alive() {
+            return gone;
+        }
+        let pid = self.process.pid;
+        match Errno::from_io_error(&source) {
+            // The kernel has one error for all of it (`mem_rw`).
+            Some(Errno::IO | Errno::FAULT) => PlaceError::Unmapped { pid, address: self.base + offset },
+            Some(Errno::PERM | Errno::ACCESS) => PlaceError::Denied { pid },
+            Some(Errno::NOMEM) => PlaceError::NoMemory { offset, source },
+            _ => PlaceError::Io { what: "reading or writing the guest's memory by /proc/PID/mem", offset, source },
+        }
     }
 }
 
@@ -143,61 +164,31 @@ impl Place for ProcessWrite {
 
     fn write_pieces(&self, pieces: &[Piece<'_>]) -> Result<(), PlaceError> {
         check_pieces(pieces, self.size)?;
-        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
         let mut rest = pieces;
-        while !rest.is_empty() {
-            let mut local = [empty; VECTOR];
-            let mut remote = [empty; VECTOR];
-            let (mut used, mut ranges, mut taken) = (0, 0, 0);
-            for piece in rest {
-                if used == VECTOR {
-                    break;
-                }
-                taken += 1;
-                if piece.data.is_empty() {
-                    continue;
-                }
-                local[used] =
-                    libc::iovec { iov_base: piece.data.as_ptr().cast_mut().cast(), iov_len: piece.data.len() };
-                used += 1;
-                let address = self.base + piece.offset;
-                // Neighbours in the block are one remote range: fewer page table walks.
-                match remote[..ranges].last_mut() {
-                    Some(last) if last.iov_base as u64 + last.iov_len as u64 == address => {
-                        last.iov_len += piece.data.len();
-                    }
-                    _ => {
-                        remote[ranges] =
-                            libc::iovec { iov_base: address as *mut libc::c_void, iov_len: piece.data.len() };
-                        ranges += 1;
-                    }
-                }
+        while let Some(first) = rest.first() {
+            // Neighbours in the block are one call.
+            let mut slices = [IoSlice::new(&[]); VECTOR];
+            let mut end = first.offset;
+            let mut run = 0;
+            while let Some(piece) = rest.get(run).filter(|piece| run < VECTOR && piece.offset == end) {
+                slices[run] = IoSlice::new(piece.data);
+                end += piece.data.len() as u64;
+                run += 1;
             }
-            // SAFETY: the entries are the pieces' slices, which are only read.
-            unsafe { self.transfer(libc::process_vm_writev, &mut local[..used], &mut remote[..ranges])? };
-            rest = &rest[taken..];
+            self.write_run(first.offset, &mut slices[..run])?;
+            rest = &rest[run..];
         }
         Ok(())
     }
 
     fn read_pages(&self, offsets: &[u64], mut pages: &mut [u8]) -> Result<(), PlaceError> {
         check_pages(offsets, pages, self.size)?;
-        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
         let mut next = 0;
         while next < offsets.len() {
-            let mut remote = [empty; VECTOR];
-            let (mut ranges, first) = (0, next);
-            while ranges < VECTOR && next < offsets.len() {
-                let run = together(offsets, next);
-                let address = self.base + offsets[next];
-                remote[ranges] = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: run * PAGE_SIZE };
-                (ranges, next) = (ranges + 1, next + run);
-            }
-            let (part, rest) = std::mem::take(&mut pages).split_at_mut((next - first) * PAGE_SIZE);
-            let mut local = [libc::iovec { iov_base: part.as_mut_ptr().cast(), iov_len: part.len() }];
-            // SAFETY: the entry is a slice that is borrowed for writing.
-            unsafe { self.transfer(libc::process_vm_readv, &mut local, &mut remote[..ranges])? };
-            pages = rest;
+            let run = together(offsets, next);
+            let (part, rest) = std::mem::take(&mut pages).split_at_mut(run * PAGE_SIZE);
+            self.read(offsets[next], part)?;
+            (pages, next) = (rest, next + run);
         }
         Ok(())
     }
@@ -219,48 +210,6 @@ impl Place for ProcessWrite {
     }
 }
 
-/// Drops the first `bytes` bytes from a vector, and entries that became empty.
-fn advance(vector: &mut &mut [libc::iovec], mut bytes: usize) {
-    let mut whole = 0;
-    for entry in vector.iter() {
-        if entry.iov_len > bytes {
-            break;
-        }
-        bytes -= entry.iov_len;
-        whole += 1;
-    }
-    let rest = &mut std::mem::take(vector)[whole..];
-    if let Some(first) = rest.first_mut() {
-        first.iov_base = first.iov_base.cast::<u8>().wrapping_add(bytes).cast();
-        first.iov_len -= bytes;
-    }
-    *vector = rest;
-}
-
 fn not_held(pid: i32, errno: Errno) -> PlaceError {
     if errno == Errno::SRCH { PlaceError::Gone { pid } } else { PlaceError::NotHeld { pid, source: errno.into() } }
-}
-
-/// `process_vm_writev` or `process_vm_readv`.
-type Call = unsafe extern "C" fn(
-    libc::pid_t,
-    *const libc::iovec,
-    libc::c_ulong,
-    *const libc::iovec,
-    libc::c_ulong,
-    libc::c_ulong,
-) -> libc::ssize_t;
-
-fn explain(pid: i32, address: u64, offset: u64, error: io::Error) -> PlaceError {
-    match error.raw_os_error() {
-        Some(libc::ESRCH) => PlaceError::Gone { pid },
-        Some(libc::EPERM | libc::EACCES) => PlaceError::Denied { pid },
-        Some(libc::EFAULT) => PlaceError::Unmapped { pid, address },
-        Some(libc::ENOMEM) => PlaceError::NoMemory { offset, source: error },
-        _ => PlaceError::Io {
-            what: "process_vm_writev or process_vm_readv of the guest's memory",
-            offset,
-            source: error,
-        },
-    }
 }

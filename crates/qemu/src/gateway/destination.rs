@@ -26,10 +26,12 @@ use sterna_wire::switchover::{
 };
 use sterna_wire::text::cleaned;
 
+use super::backlog::{Backlog, BacklogEntry};
+use super::claim::Claim;
 use super::features::{FEATURES, WITH_DELTAS};
 use super::feeder::{Agreed, Feeder, FeederNews, FeederSinks};
 use super::qemu::{self, QemuEvent};
-use super::sockets::SocketDir;
+use super::sockets::{Listens, SocketDir, SocketPlace};
 use super::{GatewayError, Placement, ReceiveOptions, fault};
 use crate::discover::discover;
 use crate::qmp::Qmp;
@@ -69,14 +71,14 @@ pub fn receive(
 ) -> Result<ReceiveReport, GatewayError> {
     let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::new)?;
     // Until the end, whatever else is connected to this QEMU.
-    let _claim = qemu::claim(&qmp)?;
+    let _claim = Claim::of(&qmp)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::new)?;
     let refusals = settings.refusals(Role::Destination);
     if !refusals.is_empty() {
         return Err(GatewayError(format!("this QEMU cannot take a guest: {}", refusals.join("; "))));
     }
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
-    qemu::check_directories(&options.state_dir, &qmp)?;
+    qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Qemu, &qmp)?;
     let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
     let address = listener.local_address().to_string();
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
@@ -138,7 +140,8 @@ fn run_session(
     let record = qemu::new_record(&session, state, address.to_owned(), &options.qmp, &qmp);
     let record =
         RecordFile::create(&options.state_dir, record).map_err(|error| refused(&mut writer, error.to_string()))?;
-    let sockets = SocketDir::create(session.id, "destination", qmp.peer_pid())
+    let sockets = SocketPlace::find(&options.socket_dir, qmp.peer_pid())
+        .and_then(|place| SocketDir::for_qemu(&place, session.id))
         .map_err(|error| refused(&mut writer, format!("cannot make the private socket directory: {error}")))?;
 
     let (events_in, events) = channel();
@@ -155,7 +158,8 @@ fn run_session(
     let _cancelling = cancel.on_cancel(move || {
         let _ = cancelled.send(Event::Cancelled);
     });
-    qemu::watch(&qmp, {
+    let backlog = Backlog::default();
+    qemu::watch(&qmp, backlog.entry(), {
         let events_in = events_in.clone();
         move |event| events_in.send(Event::Qemu(event)).is_ok()
     });
@@ -163,8 +167,7 @@ fn run_session(
     let blocks_of = qmp.clone();
     let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
     let agreed = Agreed { deltas: session.has(DELTA), send_again: session.has(SEND_AGAIN) };
-    let feeder =
-        Feeder::new(&sockets.socket("qemu.sock"), Duration::ZERO, options.placement, find_blocks, agreed, &abort);
+    let feeder = Feeder::new(&sockets.path(), Duration::ZERO, options.placement, find_blocks, agreed, &abort);
     let fed = events_in.clone();
     let sinks = FeederSinks::new(Arc::clone(&feeder), move |news| drop(fed.send(Event::Feeder(news))));
     let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, None, tell));
@@ -202,6 +205,7 @@ fn run_session(
         end: None,
         guest_stopped: false,
         cancelled: false,
+        backlog: Some(backlog),
     };
     driver.run(&events, first);
     let report = driver.finish(peer);
@@ -234,6 +238,8 @@ struct Driver<'a> {
     end: Option<DestinationEnd>,
     guest_stopped: bool,
     cancelled: bool,
+    /// Events of QEMU that have not been handled; none once nobody will.
+    backlog: Option<Backlog>,
 }
 
 impl Driver<'_> {
@@ -347,6 +353,9 @@ impl Driver<'_> {
     }
 
     fn translate(&mut self, event: Event) -> Option<DestinationEvent> {
+        if let (Event::Qemu(_) | Event::ReturnPath(_), Some(backlog)) = (&event, &self.backlog) {
+            backlog.handled();
+        }
         match event {
             Event::Peer(news) => match self.peer.hear(news)? {
                 Heard::Said(message, _share) => self.heard(message),
@@ -439,7 +448,9 @@ impl Driver<'_> {
                 self.placement.clone_from(&placement);
                 self.peer.say(&ControlMessage::Ready { placement, deltas });
                 let events = self.events_in.clone();
-                self.return_path = Some(std::thread::spawn(move || read_return_path(return_path, &events)));
+                if let Some(entry) = self.backlog.as_ref().map(Backlog::entry) {
+                    self.return_path = Some(std::thread::spawn(move || read_return_path(return_path, &entry, &events)));
+                }
             }
             FeederNews::RamPlaced => self.ram_placed = Some(Instant::now()),
             FeederNews::Ended => {}
@@ -481,7 +492,7 @@ impl Driver<'_> {
 
     /// Has QEMU listen, and stay paused when it has loaded the guest.
     fn clear_autostart(&self) -> Result<(), String> {
-        let uri = format!("unix:{}", self.sockets.socket("qemu.sock").display());
+        let uri = format!("unix:{}", self.sockets.path_for_qemu().display());
         let failed = |error| format!("QEMU does not take the migration: {error}");
         self.qmp.execute("migrate-incoming", json!({ "uri": uri })).map_err(failed)?;
         // Accepted while `inmigrate`: it clears the autostart flag and changes nothing else.
@@ -523,6 +534,8 @@ impl Driver<'_> {
             restore.keep();
         }
         self.peer.hang_up();
+        // Whoever reads from QEMU may wait for an event to be handled.
+        self.backlog = None;
         self.abort.finish();
         self.doorman.join();
         if let Some(thread) = self.return_path.take() {
@@ -540,7 +553,11 @@ impl Driver<'_> {
     }
 }
 
-fn read_return_path(mut reader: ReturnPathReader<std::os::unix::net::UnixStream>, events: &Sender<Event>) {
+fn read_return_path(
+    mut reader: ReturnPathReader<std::os::unix::net::UnixStream>,
+    backlog: &BacklogEntry,
+    events: &Sender<Event>,
+) {
     loop {
         let message = match reader.next_message() {
             Ok(Some(message)) => Ok(message),
@@ -548,7 +565,7 @@ fn read_return_path(mut reader: ReturnPathReader<std::os::unix::net::UnixStream>
             Err(error) => Err(format!("the destination QEMU's return path: {error}")),
         };
         let failed = message.is_err();
-        if events.send(Event::ReturnPath(message)).is_err() || failed {
+        if !backlog.wait() || events.send(Event::ReturnPath(message)).is_err() || failed {
             break;
         }
     }
@@ -587,4 +604,35 @@ pub(super) fn quit(qmp: &Qmp, record: &RecordFile) -> Result<(), String> {
         std::thread::sleep(LOOK_PAUSE);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_qemu_that_floods_its_return_path_has_to_wait_for_a_driver_that_is_busy() {
+        let (mut qemu, ours) = UnixStream::pair().unwrap();
+        qemu.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+        let backlog = Backlog::default();
+        let (events_in, events) = channel();
+        let entry = backlog.entry();
+        let reading = std::thread::spawn(move || read_return_path(ReturnPathReader::new(ours), &entry, &events_in));
+        // PONG, four bytes long (`migration/migration.c`).
+        let pongs: Vec<u8> = [0, 2, 0, 4, 0, 0, 0, 1].repeat(512);
+        let mut pushed_back = false;
+        for _ in 0..65536 {
+            pushed_back = qemu.write_all(&pongs).is_err();
+            if pushed_back {
+                break;
+            }
+        }
+        assert!(pushed_back, "all of it was taken");
+        drop(backlog);
+        reading.join().unwrap();
+        assert!(events.iter().count() < 65536, "what was read is bounded");
+    }
 }

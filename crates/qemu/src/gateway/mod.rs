@@ -19,6 +19,8 @@ use sterna_codec::{MethodChoice, Qatzip};
 use sterna_wire::identity::MigrationId;
 
 mod applied;
+mod backlog;
+mod claim;
 mod destination;
 mod fault;
 mod features;
@@ -66,6 +68,8 @@ pub struct SendOptions {
     pub normal_page_ratio: u8,
     /// Where the records of migrations are kept.
     pub state_dir: PathBuf,
+    /// Where the private sockets for QEMU are made.
+    pub socket_dir: SocketDirectory,
 }
 
 /// Settings of [`receive`].
@@ -81,6 +85,26 @@ pub struct ReceiveOptions {
     pub placement: Placement,
     /// Where the records of migrations are kept.
     pub state_dir: PathBuf,
+    /// Where the private sockets for QEMU are made.
+    pub socket_dir: SocketDirectory,
+}
+
+/// Where the private sockets between Sterna and QEMU are made, in a directory of their own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum SocketDirectory {
+    /// Below the directory for temporary files (`TMPDIR`), as QEMU sees it.
+    #[default]
+    Temporary,
+    /// Below the directory that QEMU means by this absolute path. Where QEMU has another root directory or mount namespace (a
+    /// container), Sterna reaches it through `/proc/PID/root`.
+    One(PathBuf),
+    /// Below one directory that has two paths.
+    Two {
+        /// Its path for Sterna.
+        here: PathBuf,
+        /// Its absolute path for QEMU.
+        for_qemu: PathBuf,
+    },
 }
 
 /// How pages reach the destination's guest RAM.

@@ -1,8 +1,7 @@
 //! What both drivers ask of their QEMU by QMP, beyond settings.
 
 use std::io;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -13,8 +12,9 @@ use sterna::session::Session;
 use sterna_wire::control::Machine;
 use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceGuest};
 
-use super::GatewayError;
-use super::sockets::{SocketDir, accept_until};
+use super::backlog::BacklogEntry;
+use super::sockets::{Listens, SocketPlace, accept_until};
+use super::{GatewayError, SocketDirectory};
 use crate::qmp::{Qmp, QmpError};
 use crate::stream::MultifdInit;
 
@@ -42,8 +42,8 @@ pub(super) enum QemuEvent {
     Gone,
 }
 
-/// Hands QEMU's events to `tell` from a thread of its own, until `tell` says that nobody listens.
-pub(super) fn watch(qmp: &Qmp, tell: impl Fn(QemuEvent) -> bool + Send + 'static) {
+/// Hands QEMU's events to `tell` from a thread of its own, until `tell` says that nobody listens. Each is counted in `backlog`.
+pub(super) fn watch(qmp: &Qmp, backlog: BacklogEntry, tell: impl Fn(QemuEvent) -> bool + Send + 'static) {
     let qmp = qmp.clone();
     std::thread::spawn(move || {
         loop {
@@ -56,11 +56,13 @@ pub(super) fn watch(qmp: &Qmp, tell: impl Fn(QemuEvent) -> bool + Send + 'static
                     _ => continue,
                 },
                 Err(_) => {
-                    tell(QemuEvent::Gone);
+                    if backlog.wait() {
+                        tell(QemuEvent::Gone);
+                    }
                     return;
                 }
             };
-            if !tell(event) {
+            if !backlog.wait() || !tell(event) {
                 return;
             }
         }
@@ -87,7 +89,7 @@ pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
 /// Fails where an earlier migration of this QEMU is not settled: `recover` of that one would act on this one's guest.
 pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
     let Some(own) = identity(qmp) else { return Ok(()) };
-    match unsettled(state_dir).into_iter().find(|record| record.qemu == Some(own)) {
+    match unsettled(state_dir).map_err(GatewayError::untouched)?.into_iter().find(|record| record.qemu == Some(own)) {
         Some(record) => Err(GatewayError::untouched(format_args!(
             "migration {} of this QEMU is not settled: run `sterna recover {}` first",
             record.migration, record.migration
@@ -97,25 +99,24 @@ pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), Gatew
 }
 
 /// What would end the migration when the other side is there already, and with it the destination's QEMU, is better known
-/// before: whether records and private sockets can be made.
-pub(super) fn check_directories(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
+/// before: whether records and private sockets can be made, and whether QEMU can use the sockets.
+pub(super) fn check_directories(
+    state_dir: &Path,
+    socket_dir: &SocketDirectory,
+    listens: Listens,
+    qmp: &Qmp,
+) -> Result<(), GatewayError> {
     prepare(state_dir).map_err(GatewayError::new)?;
-    SocketDir::probe(qmp.peer_pid()).map_err(|error| GatewayError(format!("{error}; set TMPDIR to another directory")))
-}
-
-/// Keeps other programs of this kind from working on the same QEMU, through whatever monitor and with whatever state
-/// directory, for as long as the answer lives. An abstract socket (unix(7)) goes with its process.
-pub(super) fn claim(qmp: &Qmp) -> Result<Option<UnixListener>, GatewayError> {
-    let Some(ProcessIdentity { pid, start_ticks }) = identity(qmp) else { return Ok(None) };
-    let name = format!("sterna-qemu-{pid}-{start_ticks}");
-    let claimed = SocketAddr::from_abstract_name(name).and_then(|address| UnixListener::bind_addr(&address));
-    match claimed {
-        Ok(claim) => Ok(Some(claim)),
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            Err(GatewayError(format!("another sterna is at work on this QEMU (process {pid})")))
-        }
-        Err(error) => Err(GatewayError(format!("QEMU (process {pid}) cannot be claimed: {error}"))),
-    }
+    let failed = |error: String| {
+        let advice = match socket_dir {
+            SocketDirectory::Temporary => "set TMPDIR to another directory, or give --socket-dir DIR",
+            _ => "give --socket-dir another directory",
+        };
+        GatewayError(format!("cannot make private sockets: {error}; {advice}"))
+    };
+    let place = SocketPlace::find(socket_dir, qmp.peer_pid()).map_err(|error| failed(error.to_string()))?;
+    place.remove_left();
+    place.try_with(qmp, listens).map_err(failed)
 }
 
 /// Which process answers at the QMP socket.

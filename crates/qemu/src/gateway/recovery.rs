@@ -25,8 +25,9 @@ use sterna_wire::switchover::{
     Moment, Record, RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover,
 };
 
-use super::sockets::SocketDir;
-use super::{GatewayError, RecoverOptions, destination, fault, qemu};
+use super::claim::Claim;
+use super::sockets::SocketPlace;
+use super::{GatewayError, RecoverOptions, SocketDirectory, destination, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
@@ -48,15 +49,13 @@ enum Event {
 /// Says why it is not settled and what to do next. It may be repeated.
 pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<String, GatewayError> {
     let record = open_record(options)?;
-    let side = match record.record().state {
-        RecordState::Source(_) => "source",
-        RecordState::Destination(_) => "destination",
-    };
-    // The lock is held here, so nobody works with them any more.
-    SocketDir::remove_left(options.id, side);
     // What is settled needs no QEMU, which may have gone on with its life.
     let qmp = if record.record().state.settled() { None } else { qemu_of(record.record()) };
-    let _claim = qmp.as_ref().map(qemu::claim).transpose()?;
+    let _claim = qmp.as_ref().map(Claim::of).transpose()?;
+    // What the process that died has left; with another --socket-dir the next migration removes it.
+    if let Ok(place) = SocketPlace::find(&SocketDirectory::Temporary, qmp.as_ref().and_then(Qmp::peer_pid)) {
+        place.remove_left();
+    }
     let (events_in, events) = channel();
     let cancelled = events_in.clone();
     let _cancelling = cancel.on_cancel(move || {

@@ -1,98 +1,323 @@
 //! Private unix sockets between Sterna and a QEMU on the same host.
 //!
-//! The migration stream on them is in clear, so nobody else may connect: they live in a directory of their own with
-//! mode 0700, and each socket has mode 0600. Where QEMU runs as another user than Sterna (under libvirt), the directory
-//! is given to that user: root still reaches it.
+//! The migration stream on them is in clear, so nobody else may connect: they live in a directory of their own that only this
+//! user, or QEMU's, can write to, and each socket has mode 0600. Where QEMU runs as another user than Sterna (under
+//! libvirt), that user gets the socket that QEMU connects to, or the directory that QEMU makes its own socket in, when
+//! everything that Sterna does in it is done. QEMU's user can then exchange what is in that directory, and gains nothing: it is held
+//! open, no name in it is followed, and only two names are ever removed.
+//!
+//! QEMU may see other files than Sterna does: a container has its own mount namespace. What its paths mean is found through
+//! `/proc/PID/root`, or said by the operator ([`SocketDirectory::Two`]), and tried by QEMU itself before anything is begun.
 
-use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use serde_json::json;
+use sterna::directory::Directory;
+use sterna::transport::unix;
 use sterna_wire::identity::MigrationId;
 
-/// A directory for the sockets of one migration, removed at its end.
+use super::SocketDirectory;
+use crate::qmp::{Qmp, QmpError};
+
+/// The socket in a directory.
+const SOCKET: &str = "qemu.sock";
+/// What all names of such directories begin with.
+const PREFIX: &str = "sterna-";
+/// Longest path of a unix socket, bytes: `sun_path` of unix(7) without its end.
+const MAX_SOCKET_PATH: usize = 107;
+/// How long a QEMU that listens may leave a connection waiting.
+const CONNECT_TIME: Duration = Duration::from_secs(10);
+/// How often a directory is made again that another sterna took for one that was left.
+const MAKE_ATTEMPTS: usize = 8;
+
+/// Which of the two listens on the socket, and so has to be able to make it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Listens {
+    /// Sterna, at the source.
+    Sterna,
+    /// QEMU, at the destination.
+    Qemu,
+}
+
+impl Listens {
+    const fn side(self) -> &'static str {
+        match self {
+            Self::Sterna => "source",
+            Self::Qemu => "destination",
+        }
+    }
+}
+
+/// The user that QEMU runs as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct User {
+    user: u32,
+    group: u32,
+}
+
+/// Where private directories are made: one directory, as Sterna reaches it and as QEMU names it.
+#[derive(Debug)]
+pub(super) struct SocketPlace {
+    directory: Directory,
+    /// The directory's path for QEMU.
+    path: PathBuf,
+    /// QEMU's user, where it is not this process's.
+    other_user: Option<User>,
+    /// What may be wrong where QEMU does not find the path.
+    doubt: Doubt,
+    qemu: Option<i32>,
+}
+
+/// Why QEMU may mean another directory by the path, after all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Doubt {
+    /// It was found in QEMU's own root directory.
+    None,
+    /// That could not be looked at.
+    Unseen,
+    /// The operator has said what its path is.
+    Said,
+}
+
+impl SocketPlace {
+    /// Finds the place for the sockets of the QEMU with this process number.
+    pub(super) fn find(chosen: &SocketDirectory, qemu: Option<i32>) -> io::Result<Self> {
+        let (here, path) = match chosen {
+            SocketDirectory::Temporary => (None, std::env::temp_dir()),
+            SocketDirectory::One(path) => (None, path.clone()),
+            SocketDirectory::Two { here, for_qemu } => (Some(here), for_qemu.clone()),
+        };
+        if !path.is_absolute() {
+            // QEMU may have another working directory.
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{} is not absolute", path.display())));
+        }
+        let socket = path.join(name_of(MigrationId::from_bytes([0; 16]), Listens::Qemu)).join(SOCKET);
+        if socket.as_os_str().len() > MAX_SOCKET_PATH {
+            let long = format!("{} is too long for a unix socket (at most {MAX_SOCKET_PATH} bytes)", socket.display());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, long));
+        }
+        let named =
+            |error: io::Error, path: &Path| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let root = qemu.map_or(Ok(Root::Same), root_of)?;
+        let (directory, doubt) = match (here, &root) {
+            (Some(here), _) => (Directory::open(here).map_err(|error| named(error, here))?, Doubt::Said),
+            (None, Root::Other(root)) => {
+                let found = root.open_in_root(&path).map_err(|error| {
+                    let where_it_is = "QEMU runs in another mount namespace (a container), where this directory";
+                    io::Error::new(error.kind(), format!("{where_it_is} cannot be used: {}: {error}", path.display()))
+                })?;
+                (found, Doubt::None)
+            }
+            (None, Root::Same) => (Directory::open(&path).map_err(|error| named(error, &path))?, Doubt::None),
+            (None, Root::Unseen) => (Directory::open(&path).map_err(|error| named(error, &path))?, Doubt::Unseen),
+        };
+        let ours = rustix::process::geteuid().as_raw();
+        let user = qemu.and_then(user_of);
+        // Who may become root in QEMU's container can do to QEMU what he likes anyway.
+        let root_owner = if let Root::Other(root) = &root { Some(root.owner()?) } else { None };
+        let owners: Vec<u32> =
+            [Some(0), Some(ours), user.map(|user| user.user), root_owner].into_iter().flatten().collect();
+        directory.check_shared(&owners).map_err(|error| named(error, directory.path()))?;
+        Ok(Self { directory, path, other_user: user.filter(|user| user.user != ours), doubt, qemu })
+    }
+
+    /// Removes the directories of processes that were killed before they could: no process has them locked.
+    pub(super) fn remove_left(&self) {
+        // What cannot be listed or removed does no harm.
+        for name in self.directory.names().unwrap_or_default() {
+            let Some(text) = name.to_str().filter(|text| is_ours(text)) else { continue };
+            let Ok(left) = self.directory.subdirectory(text) else { continue };
+            if left.try_lock().is_ok_and(|locked| locked) {
+                let _ = left.remove(SOCKET);
+                let _ = self.directory.remove_directory(text);
+            }
+        }
+    }
+
+    /// Has QEMU use a socket there as it will in the migration, before there is one: a character device that nothing in the guest
+    /// is connected to is added and removed.
+    ///
+    /// # Errors
+    /// What is in the way, in words, and what to do.
+    pub(super) fn try_with(&self, qmp: &Qmp, listens: Listens) -> Result<(), String> {
+        let mut id = [0xff; 16];
+        id[..4].copy_from_slice(&std::process::id().to_le_bytes());
+        let id = MigrationId::from_bytes(id);
+        let failed = |error: io::Error| match self.other_user {
+            Some(User { user, .. }) if error.kind() == io::ErrorKind::PermissionDenied => {
+                format!(
+                    "QEMU runs as user {user}, who must be given a socket: run this as root or as that user ({error})"
+                )
+            }
+            _ => format!("cannot make private sockets in {}: {error}", self.directory.path().display()),
+        };
+        let (made, _listener) = match listens {
+            Listens::Sterna => SocketDir::listening(self, id).map(|(made, listener)| (made, Some(listener))),
+            Listens::Qemu => SocketDir::for_qemu(self, id).map(|made| (made, None)),
+        }
+        .map_err(failed)?;
+        let path = made.path_for_qemu();
+        let name = format!("sterna-trial-{}", std::process::id());
+        let address = json!({ "type": "unix", "data": { "path": path } });
+        let mut data = json!({ "addr": address, "server": listens == Listens::Qemu });
+        if listens == Listens::Qemu {
+            data["wait"] = false.into();
+        }
+        let backend = json!({ "type": "socket", "data": data });
+        match qmp.execute("chardev-add", json!({ "id": name, "backend": backend })) {
+            Ok(_) => {}
+            Err(QmpError::Refused { description, .. }) => return Err(self.out_of_reach(&path, &description)),
+            Err(error) => return Err(error.to_string()),
+        }
+        let there = listens == Listens::Sterna || made.directory.is_socket(SOCKET).unwrap_or(false);
+        if let Err(error) = qmp.execute("chardev-remove", json!({ "id": name })) {
+            tracing::warn!(%error, "the trial's character device stays in QEMU");
+        }
+        if there { Ok(()) } else { Err(self.out_of_reach(&path, "it made its socket in another directory")) }
+    }
+
+    fn out_of_reach(&self, path: &Path, words: &str) -> String {
+        let who = self.qemu.map_or("QEMU".to_owned(), |pid| format!("QEMU (process {pid})"));
+        let (shown, here) = (path.display(), self.directory.path().display());
+        let why = match self.doubt {
+            Doubt::None => "a security module (AppArmor, SELinux) or QEMU's user may be kept from that directory: give \
+                            --socket-dir DIR, one that QEMU may use"
+                .to_owned(),
+            Doubt::Unseen => "it may see other files than this program, which is not permitted to look (another mount \
+                              namespace, a container): run this as root, or give --socket-dir HERE=THERE, one directory \
+                              by its path here and by its path for QEMU"
+                .to_owned(),
+            Doubt::Said => format!("in --socket-dir HERE=THERE both paths must lead to the same directory; HERE is {here}"),
+        };
+        format!("{who} cannot use the private socket {shown}: {words}; {why}")
+    }
+}
+
+/// QEMU's root directory and mounts.
+enum Root {
+    /// They are this process's.
+    Same,
+    /// They are others.
+    Other(Directory),
+    /// This process may not look.
+    Unseen,
+}
+
+/// Whether what QEMU sees as the file system is what this process sees.
+fn root_of(qemu: i32) -> io::Result<Root> {
+    let identity = |path: String| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    let both =
+        |who: &str| io::Result::Ok((identity(format!("/proc/{who}/ns/mnt"))?, identity(format!("/proc/{who}/root"))?));
+    let theirs = match both(&qemu.to_string()) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(Root::Unseen),
+        Err(error) => {
+            return Err(io::Error::new(error.kind(), format!("QEMU (process {qemu}) cannot be looked at: {error}")));
+        }
+        Ok(theirs) => theirs,
+    };
+    match both("self") {
+        Ok(ours) if ours == theirs => Ok(Root::Same),
+        Ok(_) => Directory::open(Path::new(&format!("/proc/{qemu}/root"))).map(Root::Other),
+        Err(error) => Err(error),
+    }
+}
+
+fn user_of(qemu: i32) -> Option<User> {
+    // The directory itself has the process's effective user, whether or not it may be dumped (proc(5)).
+    let found = std::fs::metadata(format!("/proc/{qemu}")).ok()?;
+    Some(User { user: found.uid(), group: found.gid() })
+}
+
+fn name_of(id: MigrationId, listens: Listens) -> String {
+    format!("{PREFIX}{id}-{}", listens.side())
+}
+
+/// Whether a name is one that [`name_of`] gives.
+fn is_ours(name: &str) -> bool {
+    let parts = name.strip_prefix(PREFIX).and_then(|rest| rest.rsplit_once('-'));
+    parts.is_some_and(|(id, side)| {
+        id.parse::<MigrationId>().is_ok() && [Listens::Sterna, Listens::Qemu].iter().any(|known| known.side() == side)
+    })
+}
+
+/// A directory for the socket of one migration, removed at its end.
+///
+/// It is locked as long as it is in use, which is how one that was left is told.
 #[derive(Debug)]
 pub(super) struct SocketDir {
+    /// The directory around it.
+    place: Directory,
+    name: String,
+    directory: Directory,
     path: PathBuf,
 }
 
 impl SocketDir {
-    /// Makes the directory. `qemu` is the process that must be able to use it.
-    pub(super) fn create(id: MigrationId, side: &str, qemu: Option<i32>) -> io::Result<Self> {
-        let path = Self::path(id, side);
-        DirBuilder::new().mode(0o700).create(&path)?;
-        let dir = Self { path };
-        if let Some(pid) = qemu
-            && let Ok(owner) = fs::metadata(format!("/proc/{pid}"))
-            && owner.uid() != rustix::process::geteuid().as_raw()
-        {
-            chown(&dir.path, Some(owner.uid()), Some(owner.gid()))?;
+    /// Makes the directory with a socket in it that Sterna listens on, and only QEMU's user and root can connect to.
+    pub(super) fn listening(place: &SocketPlace, id: MigrationId) -> io::Result<(Self, UnixListener)> {
+        let made = Self::make(place, id, Listens::Sterna)?;
+        let listener = made.directory.listen(SOCKET)?;
+        if let Some(User { user, group }) = place.other_user {
+            // Nobody else can write to the directory, so that the name still means this socket.
+            made.directory.give_file(SOCKET, user, group)?;
+            made.directory.let_pass()?;
         }
-        Ok(dir)
+        Ok((made, listener))
     }
 
-    /// Finds out whether such a directory can be made and used, before there is a migration.
-    pub(super) fn probe(qemu: Option<i32>) -> io::Result<()> {
-        // As long as a migration's, and different from those of other processes and threads.
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let mut id = [0xff; 16];
-        id[..4].copy_from_slice(&std::process::id().to_le_bytes());
-        id[4..8].copy_from_slice(&NEXT.fetch_add(1, Ordering::Relaxed).to_le_bytes());
-        let id = MigrationId::from_bytes(id);
-        let path = Self::path(id, "destination");
-        let failed = |error: io::Error| {
-            io::Error::new(error.kind(), format!("cannot make private sockets in {}: {error}", path.display()))
-        };
-        if !path.is_absolute() {
-            // QEMU may have another working directory.
-            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, "the path is not absolute")));
+    /// Makes the directory for a socket of QEMU's own.
+    pub(super) fn for_qemu(place: &SocketPlace, id: MigrationId) -> io::Result<Self> {
+        let made = Self::make(place, id, Listens::Qemu)?;
+        if let Some(User { user, group }) = place.other_user {
+            made.directory.give(user, group)?;
         }
-        Self::remove_left(id, "destination");
-        Self::create(id, "destination", qemu).and_then(|dir| dir.listen("qemu.sock").map(drop)).map_err(failed)
+        Ok(made)
     }
 
-    fn path(id: MigrationId, side: &str) -> PathBuf {
-        // Unix socket paths are short (107 bytes), so not below the state directory, which the user chooses.
-        std::env::temp_dir().join(format!("sterna-{id}-{side}"))
-    }
-
-    /// Removes what a process that crashed has left.
-    pub(super) fn remove_left(id: MigrationId, side: &str) {
-        // Usually there is nothing; and what cannot be removed does no harm.
-        let _ = fs::remove_dir_all(Self::path(id, side));
-    }
-
-    /// The path of a socket in it.
-    pub(super) fn socket(&self, name: &str) -> PathBuf {
-        self.path.join(name)
-    }
-
-    /// Listens on a socket that only QEMU's user and root can connect to.
-    pub(super) fn listen(&self, name: &str) -> io::Result<UnixListener> {
-        let path = self.socket(name);
-        let listener = UnixListener::bind(&path)?;
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
-        if let Ok(owner) = fs::metadata(&self.path) {
-            chown(&path, Some(owner.uid()), Some(owner.gid()))?;
+    fn make(place: &SocketPlace, id: MigrationId, listens: Listens) -> io::Result<Self> {
+        let around = place.directory.subdirectory(".")?;
+        let name = name_of(id, listens);
+        for _ in 0..MAKE_ATTEMPTS {
+            let directory = match around.make(&name) {
+                // Another sterna has found it before it was locked, and removed it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                made => made?,
+            };
+            let is_in_place = || Some(around.identity_of(&name).ok()? == directory.identity().ok()?);
+            if directory.try_lock()? && is_in_place().unwrap_or(false) {
+                let path = place.path.join(&name);
+                return Ok(Self { place: around, name, directory, path });
+            }
         }
-        Ok(listener)
+        Err(io::Error::other("another process removes the directory whenever it has been made"))
+    }
+
+    /// The path of the socket for QEMU.
+    pub(super) fn path_for_qemu(&self) -> PathBuf {
+        self.path.join(SOCKET)
+    }
+
+    /// The path of the socket for this process, valid while this lives.
+    pub(super) fn path(&self) -> PathBuf {
+        self.directory.reach(SOCKET)
     }
 }
 
 impl Drop for SocketDir {
     fn drop(&mut self) {
+        let _ = self.directory.remove(SOCKET);
         // Left behind only if something else was put into it.
-        let _ = fs::remove_dir_all(&self.path);
+        let _ = self.place.remove_directory(&self.name);
     }
 }
 
-/// Connects to a socket that QEMU is listening on.
+/// Connects to a socket that QEMU is listening on; not through a symbolic link in its place.
 pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
-    UnixStream::connect(path)
+    unix::connect(path, CONNECT_TIME)
 }
 
 /// First pause between attempts to connect to a socket that nothing listens on yet; each further one is twice as long.
@@ -155,19 +380,190 @@ pub(super) fn first_bytes(stream: &UnixStream, limit: Duration) -> io::Result<[u
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::io::{Read, Write};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
 
+    const NOBODY: User = User { user: 65534, group: 65534 };
+
+    /// A place in `directory` for a QEMU of another user, or of this one.
+    fn place(directory: &Path, other_user: Option<User>) -> SocketPlace {
+        SocketPlace {
+            directory: Directory::open(directory).unwrap(),
+            path: directory.to_owned(),
+            other_user,
+            doubt: Doubt::None,
+            qemu: None,
+        }
+    }
+
+    fn id(byte: u8) -> MigrationId {
+        MigrationId::from_bytes([byte; 16])
+    }
+
+    fn owner_and_mode(path: &Path) -> (u32, u32) {
+        let found = fs::symlink_metadata(path).unwrap();
+        (found.uid(), found.mode() & 0o7777)
+    }
+
+    fn is_root() -> bool {
+        let root = rustix::process::geteuid().is_root();
+        if !root {
+            eprintln!("skipped: only root has files to take and can become another user");
+        }
+        root
+    }
+
     #[test]
     fn directory_and_socket_are_private_and_gone_at_the_end() {
-        let dir = SocketDir::create(MigrationId::from_bytes([0xd1; 16]), "test", None).unwrap();
-        let _listener = dir.listen("main.sock").unwrap();
-        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-        assert_eq!((mode(&dir.path), mode(&dir.socket("main.sock"))), (0o700, 0o600));
-        let path = dir.path.clone();
-        drop(dir);
-        assert!(!path.exists());
+        let scratch = tempfile::tempdir().unwrap();
+        let (dir, listener) = SocketDir::listening(&place(scratch.path(), None), id(0xd1)).unwrap();
+        let path = dir.path_for_qemu();
+        let us = rustix::process::geteuid().as_raw();
+        assert_eq!(owner_and_mode(path.parent().unwrap()), (us, 0o700));
+        assert_eq!(owner_and_mode(&path), (us, 0o600));
+        UnixStream::connect(&path).unwrap();
+        drop((dir, listener));
+        assert_eq!(fs::read_dir(scratch.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_qemu_of_another_user_gets_the_socket_or_the_directory_and_no_more() {
+        if !is_root() {
+            return;
+        }
+        let scratch = tempfile::tempdir().unwrap();
+        let place = place(scratch.path(), Some(NOBODY));
+        let (dir, _listener) = SocketDir::listening(&place, id(1)).unwrap();
+        let socket = dir.path_for_qemu();
+        assert_eq!(owner_and_mode(socket.parent().unwrap()), (0, 0o711), "its user cannot change it");
+        assert_eq!(owner_and_mode(&socket), (NOBODY.user, 0o600));
+        let dir = SocketDir::for_qemu(&place, id(1)).unwrap();
+        assert_eq!(owner_and_mode(dir.path_for_qemu().parent().unwrap()), (NOBODY.user, 0o700));
+    }
+
+    /// Runs `work` while a thread with the rights of QEMU's user does `attack` again and again.
+    fn attacked(attack: impl Fn() + Send + Sync + 'static, work: impl FnOnce()) {
+        let over = std::sync::Arc::new(AtomicBool::new(false));
+        let seen = std::sync::Arc::clone(&over);
+        let attacker = std::thread::spawn(move || {
+            // SAFETY: plain system calls. Without the C library around them they change this thread's rights alone.
+            let became = unsafe {
+                libc::syscall(libc::SYS_setresgid, NOBODY.group, NOBODY.group, NOBODY.group)
+                    | libc::syscall(libc::SYS_setresuid, NOBODY.user, NOBODY.user, NOBODY.user)
+            };
+            assert_eq!(became, 0);
+            while !seen.load(Ordering::Relaxed) {
+                attack();
+            }
+        });
+        work();
+        over.store(true, Ordering::Relaxed);
+        attacker.join().unwrap();
+    }
+
+    #[test]
+    fn whatever_qemus_user_puts_in_its_place_no_file_of_root_changes_hands() {
+        if !is_root() {
+            return;
+        }
+        let scratch = tempfile::tempdir().unwrap();
+        // As /tmp is; and a directory that belongs to QEMU's user altogether, as in its container.
+        for (mode, owner) in [(0o1777, 0), (0o755, NOBODY.user)] {
+            let base = scratch.path().join(format!("base-{owner}"));
+            let victims = scratch.path().join(format!("victims-{owner}"));
+            fs::create_dir(&base).unwrap();
+            fs::create_dir(&victims).unwrap();
+            fs::set_permissions(scratch.path(), fs::Permissions::from_mode(0o755)).unwrap();
+            fs::set_permissions(&base, fs::Permissions::from_mode(mode)).unwrap();
+            std::os::unix::fs::chown(&base, Some(owner), Some(owner)).unwrap();
+            let victim = victims.join(SOCKET);
+            fs::write(&victim, "precious").unwrap();
+            fs::set_permissions(&victim, fs::Permissions::from_mode(0o640)).unwrap();
+            let (attacked_base, link, target) = (base.clone(), victims.clone(), victim.clone());
+            let attack = move || {
+                for entry in fs::read_dir(&attacked_base).into_iter().flatten().flatten() {
+                    let socket = entry.path().join(SOCKET);
+                    let _ = fs::remove_file(&socket);
+                    let _ = symlink(&target, &socket);
+                    // The whole directory, where the one around it allows that.
+                    let aside = attacked_base.join("aside");
+                    if entry.path() != aside && fs::rename(entry.path(), &aside).is_ok() {
+                        let _ = symlink(&link, entry.path());
+                        let _ = fs::remove_file(entry.path());
+                        let _ = fs::remove_file(aside.join(SOCKET));
+                        let _ = fs::remove_dir(&aside);
+                    }
+                }
+            };
+            let place = place(&base, Some(NOBODY));
+            attacked(attack, || {
+                for round in 0..200 {
+                    // Either may fail under the attack, which then was for nothing.
+                    drop(SocketDir::listening(&place, id(round)));
+                    drop(SocketDir::for_qemu(&place, id(round)));
+                    place.remove_left();
+                }
+            });
+            assert_eq!(owner_and_mode(&victim), (0, 0o640));
+            assert_eq!(fs::read_to_string(&victim).unwrap(), "precious");
+            assert_eq!(owner_and_mode(&victims), (0, 0o755));
+            assert_eq!(fs::read_dir(&victims).unwrap().count(), 1);
+        }
+    }
+
+    #[test]
+    fn a_link_to_another_socket_in_the_place_of_qemus_is_not_connected_to() {
+        let scratch = tempfile::tempdir().unwrap();
+        let elsewhere = UnixListener::bind(scratch.path().join("root-only")).unwrap();
+        let dir = SocketDir::for_qemu(&place(scratch.path(), None), id(3)).unwrap();
+        symlink(scratch.path().join("root-only"), dir.path_for_qemu()).unwrap();
+
+        let refused = connect(&dir.path()).unwrap_err();
+
+        assert!(refused.to_string().contains("symbolic link"), "{refused}");
+        elsewhere.set_nonblocking(true).unwrap();
+        assert_eq!(elsewhere.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "nobody has connected");
+    }
+
+    #[test]
+    fn directories_that_were_left_are_removed_and_those_in_use_or_of_others_are_not() {
+        let scratch = tempfile::tempdir().unwrap();
+        let place = place(scratch.path(), None);
+        let used = SocketDir::for_qemu(&place, id(1)).unwrap();
+        let left = scratch.path().join(name_of(id(2), Listens::Qemu));
+        let full = scratch.path().join(name_of(id(3), Listens::Sterna));
+        let foreign = ["sterna-notes", "sterna-00-source", "other"].map(|name| scratch.path().join(name));
+        for path in foreign.iter().chain([&left, &full]) {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join(SOCKET), "").unwrap();
+        }
+        fs::write(full.join("precious"), "").unwrap();
+
+        place.remove_left();
+
+        assert!(!left.exists());
+        assert!(used.path_for_qemu().parent().unwrap().exists() && full.join("precious").exists());
+        assert!(foreign.iter().all(|path| path.join(SOCKET).exists()));
+    }
+
+    #[test]
+    fn a_directory_that_a_third_user_can_change_is_no_place_for_sockets() {
+        let scratch = tempfile::tempdir().unwrap();
+        let find = |path: &Path| SocketPlace::find(&SocketDirectory::One(path.to_owned()), None);
+        find(scratch.path()).unwrap();
+        for (mode, good) in [(0o777, false), (0o770, false), (0o1777, true), (0o755, true)] {
+            fs::set_permissions(scratch.path(), fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(find(scratch.path()).is_ok(), good, "{mode:o}");
+        }
+        if is_root() {
+            std::os::unix::fs::chown(scratch.path(), Some(NOBODY.user), None).unwrap();
+            let refused = find(scratch.path()).unwrap_err().to_string();
+            assert!(refused.contains("belongs to user 65534"), "{refused}");
+        }
     }
 
     #[test]
@@ -182,8 +578,8 @@ mod tests {
 
     #[test]
     fn nobody_connecting_is_a_timeout() {
-        let dir = SocketDir::create(MigrationId::from_bytes([0xd2; 16]), "test", None).unwrap();
-        let listener = dir.listen("main.sock").unwrap();
+        let scratch = tempfile::tempdir().unwrap();
+        let (_dir, listener) = SocketDir::listening(&place(scratch.path(), None), id(0xd2)).unwrap();
         let error = accept_until(&listener, Instant::now()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }

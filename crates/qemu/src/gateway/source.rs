@@ -8,6 +8,7 @@ mod report;
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
@@ -27,12 +28,15 @@ use sterna::transport::Address;
 use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};
+use sterna_wire::text::cleaned;
 
+use super::backlog::Backlog;
+use super::claim::Claim;
 use super::features::{FEATURES, WITH_DELTAS};
 use super::layout::Start;
 use super::plane::{Plane, WhenAborted};
 use super::qemu::{self, QemuEvent};
-use super::sockets::SocketDir;
+use super::sockets::{Listens, SocketDir, SocketPlace};
 use super::source_stream::{NormalPageRatio, StreamNews, read_start};
 use super::{GatewayError, SendOptions, fault};
 use crate::qmp::{Qmp, QmpError};
@@ -70,7 +74,7 @@ enum Event {
 pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<Report, GatewayError> {
     let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::untouched)?;
     // Until the end, whatever else is connected to this QEMU.
-    let _claim = qemu::claim(&qmp).map_err(GatewayError::untouched)?;
+    let _claim = Claim::of(&qmp).map_err(GatewayError::untouched)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
     let refusals = settings.refusals(Role::Source);
     if !refusals.is_empty() {
@@ -84,7 +88,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         )));
     }
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
-    qemu::check_directories(&options.state_dir, &qmp).map_err(GatewayError::untouched)?;
+    qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Sterna, &qmp)
+        .map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
     let engines = options.qatzip.engines(options.method, options.channels);
@@ -141,7 +146,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     abort.on_end(move || {
         let _ = broken.send(Event::Broken);
     });
-    qemu::watch(&qmp, {
+    let backlog = Backlog::default();
+    qemu::watch(&qmp, backlog.entry(), {
         let events_in = events_in.clone();
         move |event| events_in.send(Event::Qemu(event)).is_ok()
     });
@@ -175,6 +181,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         no_deltas: None,
         cancel,
         machine_name: format!("{} {}", machine.monitor, machine.machine_type),
+        backlog,
     };
     let end = lead_source(&mut driver, &events, first);
     Ok(driver.finish(end))
@@ -222,6 +229,8 @@ struct Driver<'a> {
     no_deltas: Option<&'static str>,
     cancel: &'a Cancel,
     machine_name: String,
+    /// Events of QEMU that have not been handled.
+    backlog: Backlog,
 }
 
 impl SourceDriver for Driver<'_> {
@@ -258,7 +267,10 @@ impl SourceDriver for Driver<'_> {
                     None
                 }
             },
-            Event::Qemu(event) => self.qemu_says(event),
+            Event::Qemu(event) => {
+                self.backlog.handled();
+                self.qemu_says(event)
+            }
             Event::Stream(news) => self.stream_says(news),
             Event::Drained(ram) => {
                 self.lead.moments.drained = Some(Instant::now());
@@ -357,6 +369,7 @@ impl Driver<'_> {
     fn heard(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
             ControlMessage::Ready { placement, deltas } => {
+                let placement: Vec<String> = placement.iter().map(|line| cleaned(line)).collect();
                 placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
                 self.placement = placement;
                 self.settle_deltas(&deltas);
@@ -482,8 +495,9 @@ impl Driver<'_> {
     }
 
     fn start_migration(&mut self) -> Result<(), GatewayError> {
-        let sockets = SocketDir::create(self.session.id, "source", self.qmp.peer_pid())
-            .map_err(|error| GatewayError(format!("cannot make the private socket directory: {error}")))?;
+        let (sockets, listener) = SocketPlace::find(&self.options.socket_dir, self.qmp.peer_pid())
+            .and_then(|place| SocketDir::listening(&place, self.session.id))
+            .map_err(|error| GatewayError(format!("cannot make the private socket for QEMU: {error}")))?;
         let context = SendContext {
             window: Arc::clone(&self.window),
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
@@ -503,7 +517,6 @@ impl Driver<'_> {
         let mut plane = Plane::open(&self.session, security, to, &context, readers, self.cancel, WhenAborted::Drain)?;
 
         let failed = |error: io::Error| GatewayError(format!("the private sockets for QEMU failed: {error}"));
-        let listener = sockets.listen("qemu.sock").map_err(failed)?;
         if self.cancel.is_cancelled() {
             return Err(GatewayError("cancelled".into()));
         }
@@ -512,7 +525,7 @@ impl Driver<'_> {
             self.restore = Some(plan.carry_out().map_err(failed)?);
         }
         self.migrating = true;
-        let uri = format!("unix:{}", sockets.socket("qemu.sock").display());
+        let uri = format!("unix:{}", sockets.path_for_qemu().display());
         let failed_to_start =
             |why: &dyn std::fmt::Display| GatewayError(format!("the source QEMU does not start the migration: {why}"));
         match self.qmp.status() {
@@ -525,7 +538,7 @@ impl Driver<'_> {
         self.accepted = !matches!(answer, Err(QmpError::Refused { .. }));
         answer.map_err(|error| failed_to_start(&error))?;
         let connections = qemu::accept_migration(&listener, channels as u8, CONNECT_TIME)
-            .map_err(|error| GatewayError(format!("the source QEMU did not connect: {error}")))?;
+            .map_err(|error| not_connected(&self.qmp, &sockets.path_for_qemu(), &error))?;
 
         let return_path = connections.main.try_clone().map_err(failed)?;
         let ending = return_path.try_clone().map_err(failed)?;
@@ -599,4 +612,10 @@ impl Driver<'_> {
     fn step_time(&self) -> Duration {
         SHORTEST_STEP_LIMIT.max(10 * self.options.downtime)
     }
+}
+
+/// Why QEMU's connections did not come; what QEMU says of its migration says more than that they did not.
+fn not_connected(qmp: &Qmp, socket: &Path, error: &io::Error) -> GatewayError {
+    let why = qemu::failure(qmp).unwrap_or_else(|| error.to_string());
+    GatewayError(format!("the source QEMU did not connect to {}: {why}", socket.display()))
 }

@@ -429,7 +429,7 @@ pub(super) fn read_main(
             }
             Event::RamEnd => break,
             unexpected => {
-                return Err(StreamError::Malformed(format!("{unexpected:?} within the RAM sections")).into());
+                return Err(StreamError::Malformed(format!("{} within the RAM sections", unexpected.name())).into());
             }
         }
     }
@@ -470,7 +470,11 @@ pub(super) fn read_start(reader: &mut MainReader<UnixStream>) -> Result<Start, R
             Event::RamStart(start) => ram = Some(start),
             Event::EndOfSection { kind: SectionKind::Setup } => break,
             unexpected => {
-                return Err(StreamError::Malformed(format!("{unexpected:?} before the RAM setup section's end")).into());
+                return Err(StreamError::Malformed(format!(
+                    "{} before the RAM setup section's end",
+                    unexpected.name()
+                ))
+                .into());
             }
         }
     }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use serde_json::Value;
+use sterna_wire::text::cleaned;
 
 /// QEMU's version. Ordered by number; the package's own words do not count.
 #[derive(Debug, Clone, Default)]
@@ -106,7 +107,7 @@ impl MigrationInfo {
             setup_time_ms: number("setup-time"),
             downtime_ms: number("downtime"),
             expected_downtime_ms: number("expected-downtime"),
-            error_desc: text("error-desc"),
+            error_desc: text("error-desc").as_deref().map(cleaned),
             blocked_reasons: value["blocked-reasons"]
                 .as_array()
                 .into_iter()

@@ -248,6 +248,21 @@ fn qemu_that_goes_away_ends_commands_and_waits_but_not_the_events_it_sent() {
 }
 
 #[test]
+fn an_event_that_is_too_long_is_dropped_and_the_next_is_kept() {
+    let (_directory, path, server) = monitor(|mut peer| {
+        peer.greet();
+        peer.send(&format!(r#"{{"event": "MIGRATION", "data": {{"status": "{}"}}}}"#, "x".repeat(MAX_EVENT)));
+        peer.send(r#"{"event": "STOP"}"#);
+        // Until the other side has looked.
+        let _ = peer.lines.read_line(&mut String::new());
+    });
+    let qmp = Qmp::connect(&path).unwrap();
+    assert_eq!(qmp.next_event(soon()).unwrap().unwrap().name, "STOP");
+    drop(qmp);
+    server.join().unwrap();
+}
+
+#[test]
 fn queue_of_unread_events_is_bounded_and_keeps_the_newest() {
     let mut state = State::default();
     for n in 0..MAX_EVENTS + 3 {

@@ -77,6 +77,24 @@ pub enum Event {
     RamEnd,
 }
 
+impl Event {
+    /// What it is, for messages.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Header => "the stream's header",
+            Self::Configuration(_) => "a configuration section",
+            Self::Command(_) => "a command",
+            Self::RamStart(_) => "a RAM setup section",
+            Self::Page { .. } => "a page",
+            Self::ZeroPage { .. } => "a page of zeros",
+            Self::Flush => "a sync point",
+            Self::EndOfSection { .. } => "the end of a RAM section",
+            Self::DeviceSection(_) => "a device's section",
+            Self::RamEnd => "the end of RAM",
+        }
+    }
+}
+
 /// Which of the RAM sections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SectionKind {

@@ -38,7 +38,9 @@ impl Authority {
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
         std::fs::write(dir.join(format!("{side}-cert.pem")), certificate.pem()).unwrap();
-        std::fs::write(dir.join(format!("{side}-key.pem")), key.serialize_pem()).unwrap();
+        let path = dir.join(format!("{side}-key.pem"));
+        std::fs::write(&path, key.serialize_pem()).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
     }
 
     pub(super) fn revoke(&self, dir: &Path, serials: &[SerialNumber]) {

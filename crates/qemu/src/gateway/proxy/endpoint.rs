@@ -8,14 +8,14 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sterna::cancel::Cancel;
+use sterna::transport::unix::{self, SocketFile};
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_RAM_CHANNELS};
 
 use crate::gateway::GatewayError;
@@ -57,7 +57,7 @@ pub(super) struct Endpoint {
     /// The name that both proxies know the socket by.
     pub(super) name: String,
     expected: Expected,
-    path: PathBuf,
+    file: SocketFile,
     listener: UnixListener,
     arrivals: Mutex<Arrivals>,
     changed: Condvar,
@@ -94,25 +94,19 @@ impl Endpoint {
     pub(super) fn listen(name: &str, path: &Path, expected: Expected) -> Result<Self, GatewayError> {
         let failed =
             |error: &dyn std::fmt::Display| GatewayError(format!("cannot listen on {}: {error}", path.display()));
-        let bound = match bind(path) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                remove_left(path).map_err(|reason| failed(&reason))?;
-                bind(path)
-            }
-            bound => bound,
-        };
+        let (listener, file) = unix::listen(path).map_err(|error| failed(&error))?;
         Ok(Self {
             name: name.to_owned(),
             expected,
-            path: path.to_owned(),
-            listener: bound.map_err(|error| failed(&error))?,
+            file,
+            listener,
             arrivals: Mutex::default(),
             changed: Condvar::new(),
         })
     }
 
     pub(super) fn path(&self) -> &Path {
-        &self.path
+        self.file.path()
     }
 
     fn arrivals(&self) -> MutexGuard<'_, Arrivals> {
@@ -126,7 +120,7 @@ impl Endpoint {
             arrivals.stopped = true;
             // Linux takes the socket out of the listening state, which wakes the thread that waits for connections.
             let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
-            let _ = std::fs::remove_file(&self.path);
+            self.file.remove();
         }
     }
 
@@ -284,32 +278,6 @@ fn has_events(descriptors: &mut [PollFd<'_>]) -> bool {
             Err(_) => return false,
         }
     }
-}
-
-/// Removes a socket that a process which was killed has left at `path`; says why not where it is anything else.
-fn remove_left(path: &Path) -> Result<(), String> {
-    let found = std::fs::symlink_metadata(path).map_err(|error| error.to_string())?;
-    if !found.file_type().is_socket() {
-        return Err("something else than a socket is there; remove it or give another path".into());
-    }
-    // Asked as a datagram socket: whoever listens there notices nothing, because the kernel refuses the type, with
-    // another error than for a socket that no process has any more (unix(7): EPROTOTYPE, ECONNREFUSED).
-    match UnixDatagram::unbound().and_then(|probe| probe.connect(path)) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            std::fs::remove_file(path).map_err(|error| format!("the socket left there cannot be removed: {error}"))
-        }
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            Err("a socket of someone else is there; remove it or give another path".into())
-        }
-        _ => Err("another process listens there; end it or give another path".into()),
-    }
-}
-
-fn bind(path: &Path) -> io::Result<UnixListener> {
-    use std::os::unix::fs::PermissionsExt;
-    let listener = UnixListener::bind(path)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-    Ok(listener)
 }
 
 #[cfg(test)]

@@ -1,0 +1,176 @@
+//! One sterna at a time for a QEMU, through whatever monitor and with whatever state directory.
+//!
+//! A lock on a file in a directory that only this user can reach: another user can neither take it before nor hold it. It is
+//! the kernel's (flock(2)) and ends with its process. It holds between all processes of one user that see the same directory,
+//! in whatever network namespace they are; root and another user have different directories.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use sterna::directory::Directory;
+use sterna::process;
+use sterna_wire::switchover::ProcessIdentity;
+
+use super::{GatewayError, qemu};
+use crate::qmp::Qmp;
+
+/// A QEMU that nobody else works on, as long as this lives.
+#[derive(Debug)]
+pub(super) struct Claim {
+    directory: Directory,
+    name: String,
+    _lock: File,
+}
+
+impl Claim {
+    /// Claims the QEMU behind `qmp`; none where its process cannot be seen.
+    pub(super) fn of(qmp: &Qmp) -> Result<Option<Self>, GatewayError> {
+        let Some(identity) = qemu::identity(qmp) else { return Ok(None) };
+        let failed = |error: io::Error, directory: &Path| {
+            let (pid, directory) = (identity.pid, directory.display());
+            GatewayError(format!("QEMU (process {pid}) cannot be claimed by a lock in {directory}: {error}"))
+        };
+        let path = place()?;
+        let directory = Directory::private(&path).map_err(|error| failed(error, &path))?;
+        remove_left(&directory);
+        match Self::take(directory, identity).map_err(|error| failed(error, &path))? {
+            Some(claim) => Ok(Some(claim)),
+            None => Err(GatewayError(format!("another sterna is at work on this QEMU (process {})", identity.pid))),
+        }
+    }
+
+    /// Takes the lock in `directory`; none where another has it.
+    fn take(directory: Directory, identity: ProcessIdentity) -> io::Result<Option<Self>> {
+        let name = name_of(identity);
+        loop {
+            let lock = directory.lock_file(&name)?;
+            if !try_lock(&lock)? {
+                return Ok(None);
+            }
+            // Whoever had it before may have removed the file after it was opened here.
+            if is_at(&directory, &name, &lock) {
+                return Ok(Some(Self { directory, name, _lock: lock }));
+            }
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        // While it is locked still: nobody else has this file.
+        let _ = self.directory.remove(&self.name);
+    }
+}
+
+/// Where the locks are.
+fn place() -> Result<PathBuf, GatewayError> {
+    let user = rustix::process::geteuid();
+    if user.is_root() {
+        return Ok("/run/sterna".into());
+    }
+    let session = PathBuf::from(format!("/run/user/{}", user.as_raw()));
+    if Directory::open(&session).is_ok_and(|directory| directory.check_private().is_ok()) {
+        return Ok(session.join("sterna"));
+    }
+    let home = std::env::var_os("HOME").map(PathBuf::from).filter(|home| home.is_absolute());
+    home.map(|home| home.join(".local/state/sterna/claims")).ok_or_else(|| {
+        GatewayError(format!(
+            "there is no directory for the lock that keeps others from this QEMU: neither {} nor a home directory (HOME)",
+            session.display()
+        ))
+    })
+}
+
+fn name_of(identity: ProcessIdentity) -> String {
+    format!("qemu-{}-{}.lock", identity.pid, identity.start_ticks)
+}
+
+fn identity_in(name: &str) -> Option<ProcessIdentity> {
+    let (pid, start_ticks) = name.strip_prefix("qemu-")?.strip_suffix(".lock")?.split_once('-')?;
+    Some(ProcessIdentity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
+}
+
+/// Removes the files of processes that were killed, where their QEMU has ended as well.
+fn remove_left(directory: &Directory) {
+    for name in directory.names().unwrap_or_default() {
+        let Some(name) = name.to_str() else { continue };
+        if identity_in(name).is_some_and(|qemu| !process::lives(qemu))
+            && let Ok(lock) = directory.lock_file(name)
+            && try_lock(&lock).unwrap_or(false)
+            && is_at(directory, name, &lock)
+        {
+            let _ = directory.remove(name);
+        }
+    }
+}
+
+fn try_lock(file: &File) -> io::Result<bool> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Whether the open file is the one of this name.
+fn is_at(directory: &Directory, name: &str, file: &File) -> bool {
+    let open = sterna::directory::FileIdentity::of_file(file);
+    directory.identity_of(name).ok().zip(open.ok()).is_some_and(|(named, open)| named == open)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn own() -> ProcessIdentity {
+        process::identity(std::process::id()).unwrap()
+    }
+
+    #[test]
+    fn a_claim_keeps_others_out_until_it_ends_and_leaves_nothing() {
+        let scratch = tempfile::tempdir().unwrap();
+        let take = || Claim::take(Directory::private(&scratch.path().join("run")).unwrap(), own()).unwrap();
+        let claim = take().expect("nobody else");
+        assert!(take().is_none());
+        drop(claim);
+        assert_eq!(std::fs::read_dir(scratch.path().join("run")).unwrap().count(), 0);
+        drop(take().expect("it is free again"));
+    }
+
+    #[test]
+    fn of_many_that_claim_and_let_go_at_once_never_two_have_it() {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        let scratch = tempfile::tempdir().unwrap();
+        let (having, taken) = (AtomicU32::new(0), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        let directory = Directory::open(scratch.path()).unwrap();
+                        let Some(claim) = Claim::take(directory, own()).unwrap() else { continue };
+                        assert_eq!(having.fetch_add(1, Ordering::SeqCst), 0);
+                        taken.fetch_add(1, Ordering::SeqCst);
+                        having.fetch_sub(1, Ordering::SeqCst);
+                        drop(claim);
+                    }
+                });
+            }
+        });
+        assert!(taken.into_inner() > 0);
+    }
+
+    #[test]
+    fn files_of_ended_qemus_are_removed_and_no_others() {
+        let scratch = tempfile::tempdir().unwrap();
+        let ended = name_of(ProcessIdentity { start_ticks: own().start_ticks + 1, ..own() });
+        let living = name_of(own());
+        for name in [ended.as_str(), &living, "notes", "qemu-1.lock"] {
+            std::fs::write(scratch.path().join(name), "").unwrap();
+        }
+        remove_left(&Directory::open(scratch.path()).unwrap());
+        assert!(!scratch.path().join(ended).exists());
+        assert!([living.as_str(), "notes", "qemu-1.lock"].iter().all(|name| scratch.path().join(name).exists()));
+    }
+}
