@@ -15,6 +15,7 @@ mod doorman;
 mod greet;
 mod lead;
 mod peer;
+mod placing;
 
 use std::time::Duration;
 
@@ -25,11 +26,12 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 use crate::receive::PacketRules;
 
 pub use self::dial::{DIAL_PAUSE, Offer, dial, dial_again};
-pub use self::doorman::{Doorman, OtherDoor, Refused, Sinks, receive_thread};
+pub use self::doorman::{Doorman, OtherDoor, PagesPlaced, Refused, Sinks, receive_thread};
 pub use self::greet::{Greeted, Greeting};
 pub(crate) use self::lead::too_long;
 pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, after, lead_source};
 pub use self::peer::{Heard, Peer, PeerNews, TellPeer, link_events};
+pub use self::placing::Placing;
 
 /// The capability to leave out the checksums of packets' content, version 1: offered by a source only where it was asked to.
 pub const UNCHECKED: &str = "unchecked-1";
