@@ -3,7 +3,7 @@
 mod common;
 mod guest;
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -15,6 +15,9 @@ use sterna::report::{Observer, Progress, ReceiveProgress};
 use sterna::source::{NotConverging, Source};
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
+use sterna_memory::bitmap::PageBitmap;
+use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
 /// More than the queues take, so that the first round lasts.
 const PAGES: (usize, usize) = (10_000, 6_000);
@@ -161,5 +164,53 @@ fn rounds_that_never_fit_are_noted_once_with_what_would_end_them() {
         let [note] = &told[..] else { panic!("{told:?}") };
         assert!(note.contains("where 20 ms are wanted; a target downtime of "), "{note}");
         assert!(note.ends_with("the rounds go on until that changes or the migration is cancelled"), "{note}");
+    });
+}
+
+/// Counts how often it is collected.
+struct Counting(HandedInLog, Arc<AtomicU64>);
+
+impl DirtyLog for Counting {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        self.0.start()
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        self.1.fetch_add(u64::from(block == 0), Ordering::Relaxed);
+        self.0.collect(block, dirty)
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.0.stop()
+    }
+}
+
+/// Pages before and behind those whose turn it is: the destination's monitor compares all of memory.
+#[test]
+fn what_is_written_while_a_long_round_is_under_way_arrives() {
+    within_a_minute(|| {
+        let all = Workload { writers: 2, span: u64::MAX, seed: 3, burst: 64 };
+        let (memory, there, running) = (filled(), Memory::new(PAGES.0, PAGES.1), Running::default());
+        let (mut from, log) = Monitor::new(&memory, &running, all);
+        let (mut to, _) = Monitor::new(&there, &running, all);
+        from.start();
+        let listening = Destination::new(there.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+        let address = listening.address().clone();
+        let collected = Arc::new(AtomicU64::new(0));
+        // Whatever is left after the first round fits.
+        let source = Source::new(memory.ram(), Box::new(Counting(log, Arc::clone(&collected))))
+            .method(MethodChoice::default())
+            .bandwidth(Some(24 << 20))
+            .downtime(Duration::from_secs(30));
+        let sent = std::thread::scope(|scope| {
+            let receiving = scope.spawn(|| listening.run(&mut to, &Cancel::new(), &()));
+            let sent = source.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
+            receiving.join().unwrap().unwrap();
+            sent.unwrap()
+        });
+        assert!(!running.ever_twice() && !from.runs() && to.runs());
+        // After the round and after the stop alone it would be twice.
+        let collected = collected.load(Ordering::Relaxed);
+        assert!(sent.rounds == 1 && collected >= 4, "{} rounds, collected {collected} times", sent.rounds);
     });
 }

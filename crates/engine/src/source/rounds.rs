@@ -366,19 +366,25 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         Ok(refused + disbelieved > 0)
     }
 
-    /// Hands all pending pages to the channels, and those that were refused; none is pending afterwards.
+    /// Hands all pending pages to the channels, and those that were refused. Afterwards only those are pending that the log has named
+    /// meanwhile ([`Rounds::glance`]).
     fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
         self.send_again()?;
         self.looks.left = pending.iter().map(PageBitmap::count).sum();
         self.announce();
+        let mut handed_over = 0;
         for number in 0..pending.len() {
             let mut at = 0;
             while let Some(run) = pending[number].next_run(at, BETWEEN_GLANCES) {
                 at = run.end;
+                handed_over += run.end - run.start;
                 self.looks.left -= run.end - run.start;
                 pending[number].clear(run.clone());
                 self.search.pages(number as u16, run)?;
-                self.glance(pending)?;
+                if handed_over >= BETWEEN_GLANCES {
+                    handed_over = 0;
+                    self.glance(pending)?;
+                }
             }
         }
         Ok(self.search.flush()?)
