@@ -4,6 +4,7 @@
 //! says what to do, and it is done in that order. Everything that moves bytes runs on threads of its own.
 
 mod report;
+mod rounds;
 
 use std::io;
 use std::net::Shutdown;
@@ -28,6 +29,7 @@ use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};
 
+use self::rounds::RoundsWatch;
 use super::features::{FEATURES, WITH_DELTAS};
 use super::layout::Start;
 use super::plane::{Plane, WhenAborted};
@@ -165,6 +167,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         figures: DestinationFigures::default(),
         placement: Vec::new(),
         progress: Progress::default(),
+        watch: RoundsWatch::new(options.downtime),
         content_told: 0,
         migrating: false,
         accepted: false,
@@ -205,6 +208,7 @@ struct Driver<'a> {
     figures: DestinationFigures,
     placement: Vec<String>,
     progress: Progress,
+    watch: RoundsWatch,
     /// Bytes of normal pages at the last tick.
     content_told: u64,
     migrating: bool,
