@@ -13,7 +13,9 @@ use crate::hosts::HostsError;
 pub(crate) fn check_method(asked: MethodChoice, report: &str) -> Result<(), HostsError> {
     let name = asked.to_string();
     let is_same = report.strip_prefix(&name).is_some_and(|rest| rest.is_empty() || rest.starts_with(':'));
-    let error = || HostsError(format!("the method was to be {name}, and the report says {report}: this is not what the row names"));
+    let error = || {
+        HostsError(format!("the method was to be {name}, and the report says {report}: this is not what the row names"))
+    };
     is_same.then_some(()).ok_or_else(error)
 }
 

@@ -247,13 +247,10 @@ mod tests {
         let mut noop = Aligned([0; 64]);
         // A record is asked for, at an address where none can be written: the model counts it.
         noop.0[4] = 0x0c;
-        for (number, (signal, address)) in [
-            (libc::SIGILL, code.as_ptr().addr()),
-            (libc::SIGBUS, portal.addr()),
-            (libc::SIGSEGV, 0),
-        ]
-        .into_iter()
-        .enumerate()
+        for (number, (signal, address)) in
+            [(libc::SIGILL, code.as_ptr().addr()), (libc::SIGBUS, portal.addr()), (libc::SIGSEGV, 0)]
+                .into_iter()
+                .enumerate()
         {
             // SAFETY: all bytes zero is a valid ucontext_t.
             let mut context: libc::ucontext_t = unsafe { std::mem::zeroed() };

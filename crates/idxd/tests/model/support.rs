@@ -8,8 +8,8 @@ use sterna_idxd::{
     Completion, CompletionRecord, Descriptor, Device, Directories, Instructions, Kind, Mode, OpenError, Opening,
     Portal, QueueInfo, Status, Submission, SubmitError, Way, WorkQueue, discover, iaa,
 };
-use sterna_idxd_model::{DeviceConfig, Model, ModelConfig, ModelQueue, QueueConfig, Tree, trap};
 use sterna_idxd_model::trap::TrapError;
+use sterna_idxd_model::{DeviceConfig, Model, ModelConfig, ModelQueue, QueueConfig, Tree, trap};
 
 /// The seam: 64 bytes into the model.
 #[derive(Debug)]
