@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use sterna::cancel::Cancel;
-use sterna::report::{self, Observer, Progress};
+use sterna::report::{self, Observer, Progress, ReceiveProgress};
 // Notes may repeat what QEMU or the peer said.
 use sterna_wire::text::printable;
 
@@ -79,7 +79,24 @@ impl Observer for Screen {
                 bar.set_prefix(printable(&headline(progress)));
                 bar.set_message(figures(progress));
             }
-            View::Lines(lines) => lines.lock().expect("writing does not panic").progress(progress, Instant::now()),
+            View::Lines(lines) => {
+                lines.lock().expect("writing does not panic").progress(&line(progress), Instant::now());
+            }
+            View::Quiet => {}
+        }
+    }
+
+    fn received(&self, progress: &ReceiveProgress) {
+        match &self.view {
+            View::Bar(bar) => {
+                bar.set_position(percent_placed(progress) as u64);
+                bar.set_prefix(printable(&progress.phase));
+                bar.set_message(placed(progress));
+            }
+            View::Lines(lines) => {
+                let line = format!("{}, {}", progress.phase, placed(progress));
+                lines.lock().expect("writing does not panic").progress(&line, Instant::now());
+            }
             View::Quiet => {}
         }
     }
@@ -96,10 +113,10 @@ impl Lines {
         let _ = writeln!(self.out, "{text}");
     }
 
-    fn progress(&mut self, progress: &Progress, now: Instant) {
+    fn progress(&mut self, line: &str, now: Instant) {
         if self.last.is_none_or(|last| now.saturating_duration_since(last) >= LINE_INTERVAL) {
             self.last = Some(now);
-            self.write(&printable(&line(progress)));
+            self.write(&printable(line));
         }
     }
 }
@@ -143,6 +160,25 @@ fn figures(progress: &Progress) -> String {
         report::rate(progress.dirty_rate),
         progress.ratio,
     )
+}
+
+/// What a destination has placed, of how much.
+fn placed(progress: &ReceiveProgress) -> String {
+    let ReceiveProgress { total_bytes, placed_bytes, normal_pages, zero_pages, placed_rate, missing_bytes, .. } =
+        progress;
+    let size = |bytes: u64| report::bytes(bytes as f64);
+    let of = if *total_bytes > 0 { format!(" of {} of RAM", size(*total_bytes)) } else { String::new() };
+    let missing = if *missing_bytes > 0 { format!(", {} at the source", size(*missing_bytes)) } else { String::new() };
+    let rate = report::rate(*placed_rate);
+    format!("{}{of} placed ({normal_pages} pages, {zero_pages} zero){missing}, {rate}", size(*placed_bytes))
+}
+
+/// Pages that were sent again count again.
+fn percent_placed(progress: &ReceiveProgress) -> f64 {
+    match progress.total_bytes {
+        0 => 0.0,
+        total => (100.0 * progress.placed_bytes as f64 / total as f64).min(100.0),
+    }
 }
 
 fn percent(progress: &Progress) -> f64 {
@@ -229,12 +265,39 @@ mod tests {
     }
 
     #[test]
+    fn a_destination_shows_what_it_has_placed_of_what_was_announced() {
+        let mut progress = ReceiveProgress {
+            phase: "receiving memory".to_owned(),
+            elapsed_ms: 1500,
+            total_bytes: 4 << 30,
+            placed_bytes: 1 << 30,
+            normal_pages: 262_000,
+            zero_pages: 144,
+            placed_rate: 1.2e9,
+            missing_bytes: 0,
+        };
+        let text = "1.00 GiB of 4.00 GiB of RAM placed (262000 pages, 144 zero), 1.20 GB/s";
+        assert_eq!((placed(&progress).as_str(), percent_placed(&progress)), (text, 25.0));
+        assert!(text.len() <= 80, "a row of the bar");
+        let sink = Sink::default();
+        let lines = Lines { out: Box::new(sink.clone()), last: None };
+        Screen { view: View::Lines(Mutex::new(lines)), cancel: Cancel::new() }.received(&progress);
+        assert_eq!(sink.lines(), [format!("receiving memory, {text}")]);
+        // Rounds send pages again.
+        progress.placed_bytes = 5 << 30;
+        assert_eq!(percent_placed(&progress), 100.0);
+        let unknown = ReceiveProgress { placed_bytes: 4096, missing_bytes: 1 << 20, ..ReceiveProgress::default() };
+        assert_eq!(placed(&unknown), "4.00 KiB placed (0 pages, 0 zero), 1.00 MiB at the source, 0 B/s");
+        assert_eq!(percent_placed(&unknown), 0.0);
+    }
+
+    #[test]
     fn lines_come_at_most_once_a_second_and_notes_at_once() {
         let sink = Sink::default();
         let mut lines = Lines { out: Box::new(sink.clone()), last: None };
         let start = Instant::now();
         for tenth in 0..=20 {
-            lines.progress(&sample(), start + Duration::from_millis(tenth * 100));
+            lines.progress(&line(&sample()), start + Duration::from_millis(tenth * 100));
         }
         assert_eq!(sink.lines().len(), 3, "at 0, 1 and 2 seconds");
 

@@ -450,6 +450,25 @@ fn without_the_driver_name_of_newer_kernels_a_plan_can_be_loaded() {
     assert_eq!(usable(&host.discovered()), PLANNED);
 }
 
+/// `accel-config`'s own example files have commas behind the last element, which its parser accepts.
+#[test]
+fn the_model_reads_the_commas_and_comments_that_accel_config_loads() {
+    let Some(host) = Host::new(all_devices()) else { return };
+    host.disable();
+    let (file, plan) = host.plan();
+    let plain = ModelConfig::from_json(&plan.to_string()).unwrap();
+    let text = serde_json::to_string_pretty(&plan).unwrap().replace("\n}", ",\n}").replace("\n  }", ",\n  }");
+    let loose = format!("/* as an editor left it */ {} // the end\n", text.replace("\n]", ",\n]"));
+    assert!(serde_json::from_str::<Value>(&loose).is_err(), "no JSON: {loose}");
+    fs::write(&file, &loose).unwrap();
+
+    host.tool.run(["load-config", "-c", file.to_str().unwrap()]).unwrap();
+
+    enable(&host.directories, &plan);
+    assert_eq!(usable(&host.discovered()), PLANNED);
+    assert_eq!(ModelConfig::from_json(&loose).unwrap(), plain);
+}
+
 /// What a saved file does not say has its default.
 fn saved(device: &DeviceConfig) -> DeviceConfig {
     let of_engine = |engine: u32| device.engine_groups.get(engine as usize).copied().unwrap_or(0);

@@ -49,3 +49,26 @@ fn moved(options: &[&str]) -> Option<Value> {
     assert!(verified.pages > 0);
     Some(report)
 }
+
+#[test]
+fn the_receiving_side_shows_how_much_of_the_announced_ram_it_has_placed() {
+    let machine = busy_guest(QemuVersion::V10_0, "pc-q35-10.0");
+    let Some(source) = or_skip(Qemu::start(&machine)) else { return };
+    let destination = Qemu::start(&machine.incoming()).unwrap();
+    source.guest().wait_ready(LONG).unwrap();
+    let scratch = tempfile::tempdir().unwrap();
+    let json = scratch.path().join("report.json");
+
+    let mut command = receive(destination.qmp_path(), scratch.path());
+    let receiver = Sterna::start("receive", command.args(["--insecure"]));
+    let mut command = send(source.qmp_path(), &receiver.address(), scratch.path(), &json);
+    // So slow that it is still at it when that was seen.
+    let sender = Sterna::start("send", command.args(["--insecure", "--bandwidth", "1MB/s"]));
+    let line = receiver.wait_for("of RAM placed (");
+    sender.interrupt();
+    let (sent, received) = (sender.finish().0, receiver.finish().0);
+
+    assert!(line.starts_with("receiving memory, "), "{line}");
+    assert!(!sent.success() && !received.success(), "send: {sent}, receive: {received}");
+    assert_eq!(report(&json)["outcome"], "cancelled");
+}

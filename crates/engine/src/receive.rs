@@ -188,10 +188,22 @@ pub struct ReceiveCounters {
     pub placed: AtomicU64,
     /// Bytes of content, decoded.
     pub content_bytes: AtomicU64,
+    /// Pages with content that were placed, as often as they came.
+    pub normal_pages: AtomicU64,
+    /// Zero pages, likewise.
+    pub zero_pages: AtomicU64,
     /// Packets that decoded wrongly once and rightly the second time.
     pub decoded_again: AtomicU64,
     /// Packets that were refused.
     pub refused: AtomicU64,
+}
+
+impl ReceiveCounters {
+    fn placed_pages(&self, runs: &[Run]) {
+        let pages = |kind| runs.iter().filter(|run| run.kind == kind).map(|run| u64::from(run.count)).sum();
+        self.normal_pages.fetch_add(pages(RunKind::Normal), Ordering::Relaxed);
+        self.zero_pages.fetch_add(pages(RunKind::Zero), Ordering::Relaxed);
+    }
 }
 
 /// What the two sides agreed on about packets.
@@ -279,7 +291,10 @@ impl Receiving<'_> {
                             self.counters.refused.fetch_add(1, Ordering::Relaxed);
                             say_refusal(writer, &header, pages.runs())?;
                         }
-                        (outcome, _) => outcome?,
+                        (outcome, _) => {
+                            outcome?;
+                            self.counters.placed_pages(pages.runs());
+                        }
                     }
                 }
                 _ => self.other(&header, table, pages.runs(), sink)?,

@@ -453,7 +453,8 @@ pub struct Progress {
     pub round: u64,
     /// Bytes of guest RAM.
     pub total_bytes: u64,
-    /// Bytes that the monitor still has to send in this round.
+    /// Bytes of guest RAM that are known to be dirty and have not arrived. Goes down while a round is under way, and up when more is found
+    /// to be dirty. In post-copy: bytes that the destination still lacks.
     pub remaining_bytes: u64,
     /// Normal pages sent.
     pub normal_pages: u64,
@@ -503,10 +504,35 @@ impl Progress {
     }
 }
 
+/// What a destination is doing right now.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ReceiveProgress {
+    /// A word for the phase.
+    pub phase: String,
+    /// Milliseconds since the source was accepted.
+    pub elapsed_ms: u64,
+    /// Bytes of guest RAM, as the source announced them; 0 where it did not.
+    pub total_bytes: u64,
+    /// Bytes of pages that were placed so far, zero pages included. A page that the source sent again counts again, so that this may become
+    /// more than `total_bytes`; pages that the guest never used are not sent, so that it may stay less.
+    pub placed_bytes: u64,
+    /// Pages with content that were placed.
+    pub normal_pages: u64,
+    /// Zero pages that were placed.
+    pub zero_pages: u64,
+    /// Bytes of pages placed per second, over the last interval.
+    pub placed_rate: f64,
+    /// In post-copy: bytes of the guest's memory that are still at the source. Else 0.
+    pub missing_bytes: u64,
+}
+
 /// What a migration tells while it runs. Called on the driver's thread.
 pub trait Observer: Send + Sync {
-    /// Figures, a few times a second.
+    /// Figures of a source, a few times a second.
     fn progress(&self, progress: &Progress);
+
+    /// Figures of a destination, a few times a second while the monitor is not busy with the guest's state. Ignored unless overridden.
+    fn received(&self, _progress: &ReceiveProgress) {}
 
     /// A step worth a line: phases, choices and their reasons.
     fn note(&self, text: &str);

@@ -23,11 +23,13 @@
 //!
 //! Every field has a default, which the fields below give; a field that does not exist is an error. Faults are
 //! [`Script`]s. A file that begins with `[` is what `accel-config save-config` writes: devices with `groups`, each with
-//! `grouped_workqueues` and `grouped_engines`; what does not concern the model is ignored there.
+//! `grouped_workqueues` and `grouped_engines`; what does not concern the model is ignored there. In both forms comments and a
+//! comma behind the last element are accepted, as `accel-config` accepts them.
 
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::core::{Script, Timing, What};
+use crate::lenient::to_json;
 
 /// Which of the two accelerators a device is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -253,12 +255,13 @@ pub enum ConfigError {
 impl ModelConfig {
     /// Reads either form.
     pub fn from_json(text: &str) -> Result<ModelConfig, ConfigError> {
-        if text.trim_start().starts_with('[') {
-            let devices: Vec<saved::Device> = serde_json::from_str(text)?;
+        let json = to_json(text);
+        if json.trim_start().starts_with('[') {
+            let devices: Vec<saved::Device> = serde_json::from_str(&json)?;
             let devices = devices.into_iter().map(saved::Device::into_config).collect();
             return Ok(ModelConfig { devices, ..ModelConfig::default() });
         }
-        Ok(serde_json::from_str(text)?)
+        Ok(serde_json::from_str(&json)?)
     }
 
     /// What concerns more than one device: names, and what goes wrong where.

@@ -1,7 +1,7 @@
 //! A directory that looks like the kernel's: sysfs attributes of devices, queues, engines and groups, and device files that
 //! can be mapped. Drivers are pointed at it in place of `/sys/bus/dsa/devices` and `/dev`.
 //!
-//! A mapped device file is only memory; what makes it a portal is [`crate::trap`]. A `write` to it goes nowhere.
+//! A device file is empty, so nothing can be stored to a mapping of it; what makes it a portal is [`crate::trap`]. A `write` goes nowhere.
 
 use std::fs;
 use std::io;
@@ -59,7 +59,7 @@ impl Model {
         for queue in self.queues() {
             let file = tree.dev.join(class(queue.device().kind)).join(queue.name());
             fs::create_dir_all(file.parent().expect("it has just been joined"))?;
-            fs::write(&file, [0; 4096])?;
+            fs::write(&file, [])?;
             let status = fs::metadata(&file)?;
             let (shared, device, index) = queue.parts();
             PORTALS.lock().unwrap().push(Portal {

@@ -33,14 +33,14 @@ impl Instructions {
         Instructions::NONE
     }
 
-    /// Both, whatever CPUID says: for tests that catch the illegal-instruction signal and play the device.
+    /// Both, whatever CPUID says: for tests that catch the signals that the instructions raise and play the device.
     ///
     /// On architectures other than x86-64 the instructions do not exist; neither is ever executed there.
     ///
     /// # Safety
     ///
-    /// A handler of SIGILL must be installed that executes both instructions in the process's stead, for as long as
-    /// anything is opened with this.
+    /// For as long as anything is opened with this, handlers must be installed that execute both instructions in the process's stead:
+    /// of SIGILL for a CPU that lacks them, and for one that has them of the signals that storing to a mapping of the opened file raises.
     pub const unsafe fn trapped() -> Instructions {
         let there = cfg!(target_arch = "x86_64");
         Instructions { enqcmd: there, movdir64b: there, trapped: true }

@@ -22,6 +22,7 @@ use sterna_codec::MethodChoice;
 
 use super::BenchArgs;
 use super::harness::{Cell, Column, Findings, Spread, Target, interleaved};
+use super::measured::check_method;
 use super::memory::MemoryWatch;
 use super::ram::clock::cpu_ns;
 use super::ram::guest::{Content, Guest, Memory};
@@ -209,9 +210,10 @@ impl Bench<'_> {
         let (to, from) =
             (security(tls, |dir| TlsSettings::server(dir, &[CLIENT.to_owned()]))?, security(tls, TlsSettings::client)?);
         let mut destination = Destination::new(self.guests.1.ram()).device_queue(setting.queue);
+        let method = MethodChoice::parse("none", None).map_err(|error| error.to_string())?;
         let mut source = Source::new(self.guests.0.ram(), self.guests.0.log())
             .channels(CHANNELS)
-            .method(MethodChoice::default())
+            .method(method)
             .device_channels(setting.channels)
             // Whatever the prediction says of the state, the guest is to be stopped at once.
             .downtime(Duration::from_secs(60))
@@ -229,6 +231,7 @@ impl Bench<'_> {
             || source.run(address, &from, &mut Idle, cancel, &()).map_err(|error| error.to_string()),
             || listening.run(&mut Idle, cancel, &()).map_err(|error| error.to_string()),
         )?;
+        check_method(method, &report.method).map_err(|error| error.to_string())?;
         let longest =
             |figure: fn(&sterna::report::DeviceReport) -> f64| report.devices.iter().map(figure).fold(0.0, f64::max);
         Ok([

@@ -59,11 +59,17 @@ impl Way {
         }
     }
 
+    fn method(self) -> &'static str {
+        match self {
+            Way::None | Way::Throttle | Way::PostCopy => "none",
+            Way::Lz4 => "lz4",
+            Way::Zstd => "zstd",
+        }
+    }
+
     fn options(self) -> &'static str {
         match self {
-            Way::None => "--not-converging give-up",
-            Way::Lz4 => "--method lz4 --not-converging give-up",
-            Way::Zstd => "--method zstd --not-converging give-up",
+            Way::None | Way::Lz4 | Way::Zstd => "--not-converging give-up",
             Way::Throttle => "--not-converging throttle",
             Way::PostCopy => "--post-copy-after 1",
         }
@@ -102,6 +108,7 @@ impl Cell {
             memory: self.memory(quick),
             fill: self.fill,
             guest: Guest::Kvm,
+            method: self.way.method(),
             how: self.way.options(),
             throttles: self.way == Way::Throttle,
             downtime: DOWNTIME,

@@ -1,6 +1,23 @@
 //! What one migration took: the same figures for a guest of QEMU and for memory that the library moves.
 
+use sterna_codec::MethodChoice;
 use sterna_lab::usage::Usage;
+
+use crate::hosts::HostsError;
+
+/// Looks whether a migration was made by the method that its row names: defaults change, and a row must not change with them. `report` is
+/// what the report says of the method, which may go on with how it was done.
+///
+/// # Errors
+/// It was another method: the row is void.
+pub(crate) fn check_method(asked: MethodChoice, report: &str) -> Result<(), HostsError> {
+    let name = asked.to_string();
+    let is_same = report.strip_prefix(&name).is_some_and(|rest| rest.is_empty() || rest.starts_with(':'));
+    let error = || {
+        HostsError(format!("the method was to be {name}, and the report says {report}: this is not what the row names"))
+    };
+    is_same.then_some(()).ok_or_else(error)
+}
 
 /// Figures of one migration; what a benchmark does not look at is 0.
 #[derive(Clone, Debug, Default)]
@@ -51,5 +68,32 @@ impl Measured {
             self.source_memory,
             self.destination_memory,
         ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_of_another_method_voids_the_row() {
+        let method = |name, level| MethodChoice::parse(name, level).unwrap();
+        for (asked, report) in [
+            (method("none", None), "none"),
+            (method("zstd", Some("-3")), "zstd -3"),
+            (method("auto", None), "auto: lz4 30 %, none 70 %"),
+            (method("iaa", None), &format!("{}: 2 engines", method("iaa", None))),
+        ] {
+            assert!(check_method(asked, report).is_ok(), "{report}");
+        }
+        for (asked, report) in [
+            (method("none", None), "auto: none 100 %"),
+            (method("zstd", Some("-3")), "zstd -1"),
+            (method("zstd", Some("1")), "zstd 10"),
+            (method("none", None), ""),
+        ] {
+            let error = check_method(asked, report).unwrap_err().to_string();
+            assert!(error.contains(&format!("the report says {report}:")), "{error}");
+        }
     }
 }

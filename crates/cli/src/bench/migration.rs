@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use sterna::cancel::Cancel;
+use sterna_codec::MethodChoice;
 use sterna_lab::usage::Usage;
 use sterna_lab::{Backend, Qemu, QemuOptions, Role, warm_memory};
 use sterna_qemu::qmp::Qmp;
 use tempfile::TempDir;
 
-use super::measured::Measured;
+use super::measured::{Measured, check_method};
 use super::memory::MemoryWatch;
 use crate::hosts::{Hosts, HostsError, Side, Sterna, doing, patiently};
 
@@ -239,6 +240,9 @@ impl Bench {
         let report: Value = std::fs::read(&json_path)
             .map_err(doing("reading the report of sterna send"))
             .and_then(|text| serde_json::from_slice(&text).map_err(doing("reading the report of sterna send")))?;
+        let chosen = |option| method.iter().skip_while(|word| **word != option).nth(1).copied();
+        let asked = MethodChoice::parse(chosen("--method").unwrap_or_default(), chosen("--level"));
+        check_method(asked.map_err(doing("choosing a method"))?, report["method"].as_str().unwrap_or_default())?;
         // Sterna's own time begins before QEMU's: it opens its channels first.
         measured.total_ms = measured.total_ms.max(report["total_ms"].as_f64().unwrap_or(0.0));
         if self.hosts.namespace(Side::A).is_none() {

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
+use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, PostCopyFigures, Totals, Welcome};
 use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{
@@ -35,8 +36,8 @@ use crate::process;
 use crate::receive::Sink;
 use crate::report::{Observer, Outcome, ReceiveReport};
 use crate::session::{
-    Doorman, Features, Greeted, Greeting, Heard, LAST_WORDS, Peer, PeerNews, Sinks, TellPeer, UNCHECKED, after,
-    link_events,
+    Doorman, Features, Greeted, Greeting, Heard, LAST_WORDS, Peer, PeerNews, Placing, Sinks, TellPeer, UNCHECKED,
+    after, link_events,
 };
 use crate::state::{Part, StateReader, StateSink, state_sink};
 use crate::transport::Stop;
@@ -188,6 +189,7 @@ pub(super) fn run(
         state_begun: false,
         decided: None,
         phase: Phase::SettingUp,
+        placing: Placing::new(machine.ram),
         figures: DestinationFigures::default(),
         faults_before,
         broken: None,
@@ -271,6 +273,7 @@ pub(super) struct Driver<'a> {
     state_begun: bool,
     decided: Option<Instant>,
     phase: Phase,
+    placing: Placing,
     figures: DestinationFigures,
     faults_before: u64,
     /// Until when a word about a broken channel is waited for.
@@ -315,7 +318,8 @@ impl Driver<'_> {
                 return;
             }
             let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
-            let waits = self.hang_up_at.map_or(IDLE, left).min(self.broken.map_or(IDLE, left));
+            self.tell_progress();
+            let waits = self.hang_up_at.map_or(IDLE, left).min(self.broken.map_or(IDLE, left)).min(self.placing.left());
             if self.broken.take_if(|deadline| left(*deadline).is_zero()).is_some() {
                 if let Some(event) = self.channels_failed() {
                     actions = self.switchover.on(event);
@@ -332,6 +336,22 @@ impl Driver<'_> {
                 Err(RecvTimeoutError::Disconnected) => unreachable!("the doorman holds a sender"),
             }
         }
+    }
+
+    fn tell_progress(&mut self) {
+        let ended = self.end.is_some() && !self.runs_short();
+        if !self.placing.is_due() || ended {
+            return;
+        }
+        let phase = match self.phase {
+            Phase::SettingUp => "setting up",
+            Phase::Rounds => "receiving memory",
+            Phase::SwitchingOver => "switching over",
+            Phase::Committed => "starting the guest",
+            Phase::PostCopy => "receiving the rest of memory after the guest",
+        };
+        let missing = self.target.post_copy().map_or(0, |post_copy| post_copy.missing());
+        self.placing.report(self.observer, phase, self.doorman.pages_placed(), missing * PAGE_SIZE as u64);
     }
 
     /// Whether it has ended, and the source knows, or has had its time to come back for it.

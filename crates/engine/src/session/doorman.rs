@@ -58,10 +58,30 @@ struct State {
     data_incarnation: u32,
     abort: Arc<Abort>,
     ram: Vec<Option<Arc<ReceiveCounters>>>,
+    /// What came on the RAM channels of earlier incarnations.
+    before: PagesPlaced,
     stream: bool,
     /// By index, less one: whether it has come.
     devices: Vec<bool>,
     threads: Vec<JoinHandle<()>>,
+}
+
+/// Pages that RAM channels have placed, as often as they came.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PagesPlaced {
+    /// With content.
+    pub normal: u64,
+    /// Zero pages.
+    pub zero: u64,
+}
+
+impl State {
+    fn pages_placed(&self) -> PagesPlaced {
+        self.ram.iter().flatten().fold(self.before, |sum, counters| PagesPlaced {
+            normal: sum.normal + counters.normal_pages.load(Ordering::Relaxed),
+            zero: sum.zero + counters.zero_pages.load(Ordering::Relaxed),
+        })
+    }
 }
 
 impl Doorman {
@@ -80,6 +100,7 @@ impl Doorman {
             data_incarnation: 1,
             abort: Arc::clone(abort),
             ram,
+            before: PagesPlaced::default(),
             stream: false,
             devices: vec![false; session.device_channels.into()],
             threads: Vec::new(),
@@ -107,6 +128,7 @@ impl Doorman {
         self.state().open = false;
         self.join();
         let mut state = self.state();
+        state.before = state.pages_placed();
         state.ram.fill(None);
         // The stream has been read to its end.
         (state.data_incarnation, state.abort, state.open) = (incarnation, Arc::clone(abort), true);
@@ -118,6 +140,11 @@ impl Doorman {
             counters.as_ref().map_or(0, |counters| counters.placed.load(Ordering::Acquire))
         };
         self.state().ram.iter().map(placed).collect()
+    }
+
+    /// What the RAM channels have placed so far.
+    pub fn pages_placed(&self) -> PagesPlaced {
+        self.state().pages_placed()
     }
 
     /// Waits for the channels' threads, whose connections have been closed.

@@ -15,6 +15,7 @@ mod doorman;
 mod greet;
 mod lead;
 mod peer;
+mod placing;
 mod redial;
 mod serve;
 
@@ -27,11 +28,12 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 use crate::receive::PacketRules;
 
 pub use self::dial::{Offer, Opened, dial};
-pub use self::doorman::{Doorman, OtherDoor, Refused, Sinks, receive_thread};
+pub use self::doorman::{Doorman, OtherDoor, PagesPlaced, Refused, Sinks, receive_thread};
 pub use self::greet::{Greeted, Greeting};
 pub(crate) use self::lead::too_long;
 pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, after, lead_source};
 pub use self::peer::{Heard, Peer, PeerNews, TellPeer, link_events};
+pub use self::placing::Placing;
 pub use self::redial::{Backoff, DIAL_PAUSE, MAX_DIAL_PAUSE, Redial};
 pub use self::serve::{Entered, MAX_SESSIONS, Sessions};
 

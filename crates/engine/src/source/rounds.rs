@@ -21,7 +21,7 @@ use crate::abort::Abort;
 use crate::accelerator::{Accelerator, Doubt};
 use crate::control_link::ControlSender;
 use crate::device_state::SavingDevices;
-use crate::entry::{PageSearch, Pipeline};
+use crate::entry::{PageSearch, Pipeline, REGION};
 use crate::report::Progress;
 use crate::send::{SendAgain, SendChannel, Sent, Way};
 use crate::window::{Delivered, WindowClosed};
@@ -31,6 +31,13 @@ use crate::window::{Delivered, WindowClosed};
 const MOST_TRIES: u32 = 3;
 /// After this long it is told what alone keeps the guest from being stopped.
 const HELD_LONG: Duration = Duration::from_secs(1);
+/// Within a round the figures are made anew this often, and whenever a few more pages were handed over.
+const GLANCE: Duration = Duration::from_millis(100);
+/// Pages that are handed over between two looks at the clock.
+const BETWEEN_GLANCES: u64 = REGION / PAGE_SIZE as u64;
+/// Within a round the log is collected for the first time after this long, then after twice as long, and so on: each time costs the guest
+/// a fault for each page that it goes on writing, and so a long round costs it a few faults a page, not many.
+const FIRST_COLLECTING: Duration = Duration::from_millis(250);
 
 /// What the driver tells this thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +76,8 @@ pub(super) enum RoundNews {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Told {
     pub(super) round: u64,
-    pub(super) remaining_bytes: u64,
+    /// How many pages will have been delivered once all are that are known to be dirty.
+    pub(super) to_deliver: u64,
     pub(super) dirty_rate: f64,
     pub(super) predicted: Option<Duration>,
     pub(super) verdict: Option<String>,
@@ -79,9 +87,10 @@ pub(super) struct Told {
 }
 
 impl Told {
-    pub(super) fn fill(&self, progress: &mut Progress) {
+    /// `delivered`: pages so far.
+    pub(super) fn fill(&self, progress: &mut Progress, delivered: u64) {
         progress.round = self.round;
-        progress.remaining_bytes = self.remaining_bytes;
+        progress.remaining_bytes = self.to_deliver.saturating_sub(delivered) * PAGE_SIZE as u64;
         progress.dirty_rate = self.dirty_rate;
         progress.predicted_downtime_ms = self.predicted.map_or(0.0, |time| time.as_secs_f64() * 1e3);
     }
@@ -128,6 +137,38 @@ impl Held {
     }
 }
 
+/// What is known within a round.
+#[derive(Debug)]
+pub(super) struct Looks {
+    /// By block, clean but while the log is collected: the pages that it names.
+    named: Vec<PageBitmap>,
+    /// Pages that the log has named since the round before.
+    logged: u64,
+    /// Pages that are known to be dirty and not handed over.
+    left: u64,
+    /// When the round began.
+    began: Duration,
+    /// When the figures are made anew, and when the log is collected too; never while the guest is paused.
+    next: Duration,
+    next_collecting: Duration,
+}
+
+impl Looks {
+    pub(super) fn new(ram: &GuestRam) -> Self {
+        let (began, next, next_collecting) = (Duration::ZERO, Duration::MAX, Duration::MAX);
+        Self { named: no_pages(ram), logged: 0, left: 0, began, next, next_collecting }
+    }
+
+    fn begin_round(&mut self, now: Duration) {
+        (self.began, self.next, self.next_collecting) = (now, now + GLANCE, now + FIRST_COLLECTING);
+    }
+
+    /// The guest is paused: its log names nothing more, and nobody waits for figures.
+    fn end(&mut self) {
+        (self.next, self.next_collecting) = (Duration::MAX, Duration::MAX);
+    }
+}
+
 /// The rounds of one migration.
 pub(super) struct Rounds<N> {
     pub(super) ram: GuestRam,
@@ -148,6 +189,7 @@ pub(super) struct Rounds<N> {
     pub(super) accelerator: Option<Accelerator>,
     /// Where there is an accelerator, by block: all pages that the log has ever named.
     pub(super) written: Vec<PageBitmap>,
+    pub(super) looks: Looks,
     pub(super) may_stop: bool,
     /// How long that has been all that kept the guest from being stopped.
     pub(super) held: Held,
@@ -172,19 +214,29 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     fn rounds(&mut self) -> Result<(), Ended> {
         let mut pending = no_pages(&self.ram);
         self.log.start().map_err(|error| Ended::Failed(format!("the dirty log cannot be started: {error}")))?;
+        self.told.lock().expect("nobody panics with it").to_deliver = self.ram.bytes() / PAGE_SIZE as u64;
         self.find_populated(&mut pending)?;
         let (mut round, mut has_pages) = (0, true);
         loop {
             // Where nothing was written there is nothing to send: that is only a look at what has arrived.
             round += u64::from(has_pages);
             self.told.lock().expect("nobody panics with it").round = round;
+            self.looks.begin_round(self.started.elapsed());
             self.send(&mut pending)?;
-            self.devices.look();
-            let found = self.collect(&mut pending)?;
+            let (found, decision, pause) = loop {
+                self.devices.look();
+                let found = self.collect(&mut pending)?;
+                let (decision, pause) = self.decide(found);
+                if decision != Decision::Wait {
+                    break (found, decision, pause);
+                }
+                self.wait(pause)?;
+            };
             has_pages = found > 0;
-            let (decision, pause) = self.decide(&pending, found);
             match decision {
-                Decision::Next => self.pause_if_idle(found, pause)?,
+                Decision::Wait => unreachable!("waited for above"),
+                Decision::Next if found == 0 => self.wait(pause)?,
+                Decision::Next => self.go_on()?,
                 Decision::Throttle(percent) => (self.news)(RoundNews::Throttle(percent)),
                 Decision::PostCopy => return self.post_copy(pending),
                 Decision::GiveUp => {
@@ -207,6 +259,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             }
         }
         (self.news)(RoundNews::Stopped);
+        self.looks.end();
         self.send(&mut pending)?;
         self.say_totals()
     }
@@ -220,6 +273,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             if !self.send_again()? {
                 break ram;
             }
+            self.announce();
             self.search.flush()?;
         };
         let drained = Instant::now();
@@ -312,18 +366,59 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         Ok(refused + disbelieved > 0)
     }
 
-    /// Hands all pending pages to the channels, and those that were refused; none is pending afterwards.
+    /// Hands all pending pages to the channels, and those that were refused. Afterwards only those are pending that the log has named
+    /// meanwhile ([`Rounds::glance`]).
     fn send(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
         self.send_again()?;
-        for (number, pending) in pending.iter_mut().enumerate() {
+        self.looks.left = pending.iter().map(PageBitmap::count).sum();
+        self.announce();
+        let mut handed_over = 0;
+        for number in 0..pending.len() {
             let mut at = 0;
-            while let Some(run) = pending.next_run(at, u64::MAX) {
-                self.search.pages(number as u16, run.clone())?;
+            while let Some(run) = pending[number].next_run(at, BETWEEN_GLANCES) {
                 at = run.end;
+                handed_over += run.end - run.start;
+                self.looks.left -= run.end - run.start;
+                pending[number].clear(run.clone());
+                self.search.pages(number as u16, run)?;
+                if handed_over >= BETWEEN_GLANCES {
+                    handed_over = 0;
+                    self.glance(pending)?;
+                }
             }
-            pending.clear(0..pending.pages());
         }
         Ok(self.search.flush()?)
+    }
+
+    /// Within a round, now and then: makes the figures anew. What the guest has written of pages whose turn is still to come goes with
+    /// them; what it has written of others is pending for the next round.
+    fn glance(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
+        let now = self.started.elapsed();
+        if now < self.looks.next {
+            return Ok(());
+        }
+        self.looks.next = now + GLANCE;
+        let collects = now >= self.looks.next_collecting;
+        if collects {
+            self.collect(pending)?;
+            self.looks.next_collecting = now + (now - self.looks.began);
+        }
+        let measure = self.measure(self.looks.left);
+        let (dirty, predicted) = self.convergence.glance(&measure);
+        let mut told = self.told.lock().expect("nobody panics with it");
+        if collects {
+            told.dirty_rate = dirty;
+        }
+        told.predicted = predicted.or(told.predicted);
+        drop(told);
+        self.announce();
+        Ok(())
+    }
+
+    /// Says how many pages are known that will have to be delivered, all together.
+    fn announce(&self) {
+        let to_deliver = self.search.handed_over() + self.looks.left;
+        self.told.lock().expect("nobody panics with it").to_deliver = to_deliver;
     }
 
     /// Adds to `pending` what was written since the log was collected last; gives how many pages are pending.
@@ -331,15 +426,17 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         // Before the log: what the guest wrote between a device's look and the CPU's is in it, or was in an earlier one.
         let doubts = self.doubts();
         let mut found = 0;
-        for (number, pending) in pending.iter_mut().enumerate() {
-            self.log
-                .collect(number, pending)
-                .map_err(|error| Ended::Failed(format!("the dirty log failed: {error}")))?;
+        for (number, (pending, named)) in pending.iter_mut().zip(&mut self.looks.named).enumerate() {
+            self.log.collect(number, named).map_err(|error| Ended::Failed(format!("the dirty log failed: {error}")))?;
+            self.looks.logged += named.count();
+            pending.merge_words(0, named.words());
             found += pending.count();
             if let Some(written) = self.written.get_mut(number) {
-                written.merge_words(0, pending.words());
+                written.merge_words(0, named.words());
             }
+            named.clear(0..named.pages());
         }
+        self.looks.left = found;
         self.judge(doubts);
         Ok(found)
     }
@@ -374,6 +471,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         Measure {
             now: self.started.elapsed(),
             dirtied: pages(found),
+            logged: pages(self.looks.logged),
             first: arrived(&first),
             arrived: arrived(&delivered),
             remaining: pages(found + on_the_way),
@@ -385,23 +483,35 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         }
     }
 
-    fn decide(&mut self, pending: &[PageBitmap], found: u64) -> (Decision, Duration) {
+    fn decide(&mut self, found: u64) -> (Decision, Duration) {
         while let Ok(Order::MayStop) = self.orders.try_recv() {
             self.may_stop = true;
         }
-        debug_assert_eq!(pending.iter().map(PageBitmap::count).sum::<u64>(), found);
         let measure = self.measure(found);
         let (verdict_before, may_stop) = (self.convergence.verdict().is_some(), self.may_stop);
+        let in_vain_before = self.convergence.throttled_in_vain();
         let decision = self.convergence.after_round(&measure, may_stop);
+        self.looks.logged = 0;
+        self.announce();
         let mut told = self.told.lock().expect("nobody panics with it");
-        told.remaining_bytes = measure.remaining;
+        let round = told.round;
         told.dirty_rate = self.convergence.rates().dirty;
         told.predicted = self.convergence.predicted(&measure);
         told.verdict = self.verdict();
         told.throttled = self.convergence.throttled();
         drop(told);
         if let (false, Some(verdict)) = (verdict_before, self.verdict()) {
-            (self.news)(RoundNews::Note(format!("the migration does not converge: {verdict}")));
+            let consequence = self.convergence.consequence();
+            (self.news)(RoundNews::Note(format!(
+                "the migration does not converge ({round} rounds so far): {verdict}; {consequence}"
+            )));
+        }
+        if !in_vain_before && self.convergence.throttled_in_vain() {
+            let (percent, consequence) = (self.convergence.throttled(), self.convergence.consequence());
+            (self.news)(RoundNews::Note(format!(
+                "the guest is held for {percent} % of the time, which is as much as it may be, and the migration still does not converge: \
+                 {consequence}"
+            )));
         }
         let held = !may_stop && self.convergence.fits(&measure);
         if self.held.is_to_be_told(measure.now, held)
@@ -429,13 +539,13 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         self.orders.recv().map_err(|_| Ended::TakenDown)
     }
 
-    fn pause_if_idle(&mut self, found: u64, pause: Duration) -> Result<(), Ended> {
-        if self.abort.is_over() {
-            return Err(Ended::TakenDown);
-        }
-        if found > 0 {
-            return Ok(());
-        }
+    fn go_on(&self) -> Result<(), Ended> {
+        if self.abort.is_over() { Err(Ended::TakenDown) } else { Ok(()) }
+    }
+
+    /// Waits for an order, or for so long.
+    fn wait(&mut self, pause: Duration) -> Result<(), Ended> {
+        self.go_on()?;
         match self.orders.recv_timeout(pause) {
             Ok(Order::MayStop) => self.may_stop = true,
             Ok(Order::LastRound | Order::Stream) | Err(RecvTimeoutError::Timeout) => {}

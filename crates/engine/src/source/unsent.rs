@@ -57,6 +57,11 @@ impl Unsent {
         }
     }
 
+    /// How many pages it lacks that were not handed to a channel yet.
+    pub(super) fn pages(&self) -> u64 {
+        self.blocks.iter().map(AtomicPageBitmap::count).sum()
+    }
+
     /// Calls `run` for each run of pages that the destination lacks.
     pub(super) fn for_each_run(&self, mut run: impl FnMut(u16, Range<u64>)) {
         for (number, block) in self.blocks.iter().enumerate() {

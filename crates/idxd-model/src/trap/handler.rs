@@ -1,14 +1,13 @@
-//! The handler of SIGILL.
+//! The handler of SIGILL, SIGBUS and SIGSEGV.
 //!
 //! It is entered by the instruction itself, never in the middle of something, so it may take locks and memory like the
 //! function call that it stands for.
 
-use std::arch::asm;
 use std::cell::UnsafeCell;
 use std::fs;
 use std::io;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::decode::{Instruction, LONGEST, Undecoded, decode};
 use super::{TrapError, Trapped};
@@ -18,10 +17,13 @@ static ENQCMDS: AtomicU64 = AtomicU64::new(0);
 static RETRIES: AtomicU64 = AtomicU64::new(0);
 static MOVDIR64BS: AtomicU64 = AtomicU64::new(0);
 
-/// The handler that was there before: written once, before the new one is in place.
-struct Before(UnsafeCell<Option<libc::sigaction>>);
+/// By which the instruction ends up here: a processor without it, a portal without memory, `ENQCMD` without an address space.
+const SIGNALS: [libc::c_int; 3] = [libc::SIGILL, libc::SIGBUS, libc::SIGSEGV];
 
-// SAFETY: written by `install` alone, under `OnceLock` and before anybody can read it.
+/// The handlers that were there before: written once, before the new ones are in place.
+struct Before(UnsafeCell<Option<[libc::sigaction; SIGNALS.len()]>>);
+
+// SAFETY: written by `install` alone, under `OnceLock` and before any handler that reads it exists.
 unsafe impl Sync for Before {}
 
 static BEFORE: Before = Before(UnsafeCell::new(None));
@@ -34,51 +36,20 @@ pub(super) fn trapped() -> Trapped {
     }
 }
 
-/// CPUID leaf 7: bit 28 of ECX is `MOVDIR64B`, bit 29 `ENQCMD`.
-fn present() -> Option<&'static str> {
-    let leaf = std::arch::x86_64::__cpuid_count(7, 0);
-    [(29, "ENQCMD"), (28, "MOVDIR64B")].into_iter().find(|(bit, _)| leaf.ecx >> bit & 1 == 1).map(|(_, name)| name)
-}
-
 pub(super) fn install() -> Result<(), TrapError> {
-    /// Whether `MOVDIR64B` traps.
-    static DONE: OnceLock<Result<bool, i32>> = OnceLock::new();
-    if let Some(name) = present() {
-        return Err(TrapError::Present(name));
-    }
-    let done = DONE.get_or_init(|| {
-        let set = set().map(|()| movdir64b_traps());
-        set.map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL))
-    });
-    match done.map_err(|error| TrapError::Signal(io::Error::from_raw_os_error(error)))? {
-        true => Ok(()),
-        false => Err(TrapError::Present("MOVDIR64B, although it does not say so")),
-    }
-}
-
-/// Where a `MOVDIR64B` goes that is only to be seen, and whether it was.
-static PROBE: AtomicU64 = AtomicU64::new(0);
-static PROBE_TRAPPED: AtomicBool = AtomicBool::new(false);
-
-/// Once the handler is set. A hypervisor can hide the instruction, but not keep anybody from using it.
-fn movdir64b_traps() -> bool {
-    #[repr(align(64))]
-    struct Slot([u8; 64]);
-    let (mut to, from) = (Slot([0; 64]), Slot([0; 64]));
-    PROBE.store(to.0.as_mut_ptr().expose_provenance() as u64, Ordering::Relaxed);
-    // SAFETY: either the instruction moves 64 bytes from one slot to the other, or the handler steps over it.
-    unsafe { asm!("movdir64b {to}, [{from}]", to = in(reg) to.0.as_mut_ptr(), from = in(reg) from.0.as_ptr()) };
-    PROBE.store(0, Ordering::Relaxed);
-    PROBE_TRAPPED.load(Ordering::Relaxed)
+    static DONE: OnceLock<Result<(), i32>> = OnceLock::new();
+    let done = DONE.get_or_init(|| set().map_err(|error| error.raw_os_error().unwrap_or(libc::EINVAL)));
+    done.map_err(|error| TrapError::Signal(io::Error::from_raw_os_error(error)))
 }
 
 fn set() -> io::Result<()> {
+    let done = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
     // SAFETY: all bytes zero is a valid sigaction; the calls are given valid pointers; `BEFORE` is written before the new
-    // handler exists, by the only thread that is in the `OnceLock`.
+    // handlers exist, by the only thread that is in the `OnceLock`.
     unsafe {
-        let mut before: libc::sigaction = std::mem::zeroed();
-        if libc::sigaction(libc::SIGILL, std::ptr::null(), &raw mut before) != 0 {
-            return Err(io::Error::last_os_error());
+        let mut before: [libc::sigaction; SIGNALS.len()] = std::mem::zeroed();
+        for (signal, before) in SIGNALS.iter().zip(&mut before) {
+            done(libc::sigaction(*signal, std::ptr::null(), before))?;
         }
         *BEFORE.0.get() = Some(before);
         let mut new: libc::sigaction = std::mem::zeroed();
@@ -86,8 +57,8 @@ fn set() -> io::Result<()> {
         // Not SA_ONSTACK: the instruction is where a call would be, so there is as much stack as for a call, and the
         // alternative stacks that Rust's threads have are too small for what is done here.
         new.sa_flags = libc::SA_SIGINFO;
-        if libc::sigaction(libc::SIGILL, &raw const new, std::ptr::null_mut()) != 0 {
-            return Err(io::Error::last_os_error());
+        for signal in SIGNALS {
+            done(libc::sigaction(signal, &raw const new, std::ptr::null_mut()))?;
         }
     }
     Ok(())
@@ -120,10 +91,17 @@ const ZF: i64 = 1 << 6;
 extern "C" fn handle(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let errno = io::Error::last_os_error().raw_os_error().unwrap_or(0);
     // SAFETY: the kernel hands a handler with SA_SIGINFO a ucontext_t that is this frame's alone.
-    let done = unsafe { execute(&mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs) };
+    let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
+    // SAFETY: these signals come with the address that they are about.
+    let about = unsafe { (*info).si_addr() }.addr() as u64;
+    // A jump to nowhere: there is no instruction to look at.
+    let not_fetched = signal != libc::SIGILL && about == registers[libc::REG_RIP as usize].cast_unsigned();
+    // SAFETY: the registers are those of this thread, which has fetched the instruction that it is stopped at.
+    let done = !not_fetched && unsafe { execute(registers) };
     if !done {
         // SAFETY: written before this handler was set, never after.
         let before = unsafe { (*BEFORE.0.get()).as_ref() };
+        let before = before.and_then(|all| SIGNALS.iter().position(|each| *each == signal).map(|at| &all[at]));
         pass_on(before, signal, info, context);
     }
     // SAFETY: the address is this thread's errno.
@@ -157,11 +135,6 @@ unsafe fn execute(context: &mut [i64; 23]) -> bool {
     if decoded.destination % 64 != 0 {
         // A general protection fault of the real instruction.
         return false;
-    }
-    if decoded.destination == PROBE.load(Ordering::Relaxed) {
-        PROBE_TRAPPED.store(true, Ordering::Relaxed);
-        context[libc::REG_RIP as usize] += decoded.length as i64;
-        return true;
     }
     let Some(queue) = queue_at(decoded.destination) else { return false };
     let mut bytes = [0; 64];
@@ -235,7 +208,67 @@ fn pass_on(
         // The default: back in the instruction it is raised again, and ends the process.
         // SAFETY: setting the default handler has no other effect.
         _ => unsafe {
-            libc::signal(libc::SIGILL, libc::SIG_DFL);
+            libc::signal(signal, libc::SIG_DFL);
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+    use crate::{Model, ModelConfig};
+
+    #[repr(align(64))]
+    struct Aligned([u8; 64]);
+
+    /// The beginning of a `siginfo_t` of a signal that is about an address (`sigaction(2)`).
+    #[repr(C)]
+    struct About {
+        head: [libc::c_int; 4],
+        address: u64,
+        rest: [u64; 13],
+    }
+
+    /// As the kernel enters it, by whichever of the signals the processor has raised at `ENQCMD`.
+    #[test]
+    fn the_instruction_reaches_the_model_by_each_of_the_signals() {
+        let model = Model::manual(ModelConfig::dsa()).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let tree = model.write_tree(directory.path()).unwrap();
+        let file = fs::OpenOptions::new().read(true).write(true).open(tree.dev.join("dsa/wq0.0")).unwrap();
+        let (kind, access) = (libc::MAP_SHARED, libc::PROT_WRITE);
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let portal = unsafe { libc::mmap(std::ptr::null_mut(), 4096, access, kind, file.as_raw_fd(), 0) };
+        assert_ne!(portal, libc::MAP_FAILED);
+        // enqcmd rax, [rcx]
+        let code = [0xf2_u8, 0x0f, 0x38, 0xf8, 0x01, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        let mut noop = Aligned([0; 64]);
+        // A record is asked for, at an address where none can be written: the model counts it.
+        noop.0[4] = 0x0c;
+        for (number, (signal, address)) in
+            [(libc::SIGILL, code.as_ptr().addr()), (libc::SIGBUS, portal.addr()), (libc::SIGSEGV, 0)]
+                .into_iter()
+                .enumerate()
+        {
+            // SAFETY: all bytes zero is a valid ucontext_t.
+            let mut context: libc::ucontext_t = unsafe { std::mem::zeroed() };
+            let registers = &mut context.uc_mcontext.gregs;
+            registers[libc::REG_RIP as usize] = code.as_ptr().addr() as i64;
+            registers[libc::REG_RAX as usize] = portal.addr() as i64;
+            registers[libc::REG_RCX as usize] = noop.0.as_ptr().addr() as i64;
+            registers[libc::REG_EFL as usize] = STATUS_FLAGS;
+            let mut about = About { head: [signal, 0, 0, 0], address: address as u64, rest: [0; 13] };
+
+            handle(signal, (&raw mut about).cast(), (&raw mut context).cast());
+
+            let registers = &context.uc_mcontext.gregs;
+            assert_eq!(registers[libc::REG_RIP as usize], code.as_ptr().addr() as i64 + 5, "signal {signal}");
+            assert_eq!(registers[libc::REG_EFL as usize], 0, "signal {signal}: taken");
+            assert_eq!(model.queue("wq0.0").unwrap().in_flight(), number as u32 + 1);
+        }
+        // SAFETY: mapped above.
+        unsafe { libc::munmap(portal, 4096) };
     }
 }

@@ -1,12 +1,11 @@
-//! Executes the real instructions on processors that do not have them.
+//! Executes the real instructions in a device's place, on every x86-64 processor.
 //!
-//! `ENQCMD` and `MOVDIR64B` are illegal instructions there. The handler of that signal decodes the one it was raised by,
+//! A processor that lacks `ENQCMD` and `MOVDIR64B` raises SIGILL. One that has them faults on the portal, because the device files of
+//! [`Model::write_tree`](crate::Model::write_tree) are empty and a mapping has no memory behind the end of its file (SIGBUS); or already
+//! on `ENQCMD`, because the process has no address space bound to a device (SIGSEGV). The handler of these signals decodes the instruction,
 //! takes the 64 bytes from the source, finds the queue whose device file is mapped at the destination, hands the bytes in
 //! and sets the flags as the instruction does, then goes on behind it. So the production code that submits is what is
 //! tested: which operand is which, alignment, the meaning of ZF, which slot of the portal.
-//!
-//! On a processor that has the instructions nothing traps, and [`install`] says so; also on one that has `MOVDIR64B` while a hypervisor
-//! hides it.
 
 #[cfg(target_arch = "x86_64")]
 mod decode;
@@ -17,14 +16,11 @@ mod handler;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrapError {
-    /// The instructions would be executed, not trapped.
-    #[error("this processor has {0}: nothing traps, and the instruction would write to a file instead of a portal")]
-    Present(&'static str),
     /// Another architecture.
     #[error("ENQCMD and MOVDIR64B are instructions of x86-64")]
     Architecture,
-    /// The signal's handler cannot be set.
-    #[error("the handler of SIGILL cannot be set: {0}")]
+    /// A signal's handler cannot be set.
+    #[error("the handlers of SIGILL, SIGBUS and SIGSEGV cannot be set: {0}")]
     Signal(std::io::Error),
 }
 
@@ -39,8 +35,11 @@ pub struct Trapped {
     pub movdir64b: u64,
 }
 
-/// Sets the handler, once for the process; it stays. Illegal instructions that are neither, or that go nowhere near a
-/// portal, are left to the handler that was there before.
+/// Sets the handlers, once for the process; they stay. Every other instruction that raises one of the signals, and every access that is
+/// not to a portal, is left to the handler that was there before.
+///
+/// # Errors
+/// [`TrapError::Architecture`] where there are no such instructions; [`TrapError::Signal`] where the system refuses.
 pub fn install() -> Result<(), TrapError> {
     #[cfg(target_arch = "x86_64")]
     {

@@ -650,3 +650,46 @@ fn both_forms_of_configuration_are_read() {
     Model::manual(config).unwrap();
     assert!(ModelConfig::from_json(r#"{ "devicez": [] }"#).is_err());
 }
+
+/// In the form of `contrib/configs/net_profile.conf` and `test/configs/2g2q_user_2.conf` of idxd-config 4.1.6, which `accel-config
+/// load-config` takes: a comma behind the last element, groups with nothing in them.
+#[test]
+fn a_file_of_accel_config_with_trailing_commas_is_read() {
+    let file = r#"[
+  {
+    "dev":"iax1",
+    "groups":[
+      {
+        "dev":"group1.0",
+      },
+      {
+        "dev":"group1.2",
+        "grouped_workqueues":[
+          {
+            "dev":"wq1.4",
+            "mode":"shared",
+            "size":40,
+            "block_on_fault":1,
+            "type":"user",
+            "name":"a,]b",
+            "threshold":40,
+          },
+        ],
+        "grouped_engines":[
+          { "dev":"engine1.2", "group_id":2 },
+          { "dev":"engine1.3", "group_id":2 },
+        ]
+      },
+    ]
+  }
+]
+"#;
+    let config = ModelConfig::from_json(file).unwrap();
+    let device = &config.devices[0];
+    assert_eq!((device.name.as_str(), device.engines, &device.engine_groups[..]), ("iax1", 2, &[2, 2][..]));
+    let queue = &device.queues[0];
+    assert_eq!((queue.name.as_str(), queue.size, queue.threshold, queue.label.as_str()), ("wq1.4", 40, 40, "a,]b"));
+    Model::manual(config).unwrap();
+    let error = ModelConfig::from_json(&file.replace("40,\n", "40,,\n")).unwrap_err().to_string();
+    assert!(error.contains("line 14"), "{error}");
+}

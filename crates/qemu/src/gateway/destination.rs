@@ -17,7 +17,7 @@ use sterna::migration::{DELTA, SEND_AGAIN};
 use sterna::process;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Outcome, ReceiveReport};
-use sterna::session::{Doorman, Greeted, Greeting, Heard, Peer, PeerNews, TellPeer, link_events};
+use sterna::session::{Doorman, Greeted, Greeting, Heard, Peer, PeerNews, Placing, TellPeer, link_events};
 use sterna::transport::{Limits, Listener};
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
 use sterna_wire::switchover::{
@@ -123,7 +123,8 @@ fn run_session(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let Greeted { session, peer, mut writer, reader, closer, messages, welcome, .. } = greeted;
+    let Greeted { session, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    let placing = Placing::new(machine.ram);
     let refused = |writer: &mut _, error: String| {
         // The peer may be gone; then nobody misses the answer.
         let _ = say(writer, &ControlMessage::Refused { reason: error.clone() });
@@ -199,6 +200,7 @@ fn run_session(
         loaded: false,
         decided: None,
         faults_before,
+        placing,
         figures: DestinationFigures::default(),
         placement: Vec::new(),
         return_path: None,
@@ -232,6 +234,7 @@ struct Driver<'a> {
     loaded: bool,
     decided: Option<Instant>,
     faults_before: u64,
+    placing: Placing,
     figures: DestinationFigures,
     placement: Vec<String>,
     return_path: Option<JoinHandle<()>>,
@@ -264,7 +267,8 @@ impl Driver<'_> {
             if self.end.is_some() && !self.peer.is_connected() {
                 return;
             }
-            match events.recv_timeout(IDLE) {
+            self.tell_progress();
+            match events.recv_timeout(IDLE.min(self.placing.left())) {
                 Ok(event) => {
                     if let Some(event) = self.translate(event) {
                         actions = self.machine.on(event);
@@ -274,6 +278,18 @@ impl Driver<'_> {
                 Err(RecvTimeoutError::Disconnected) => unreachable!("the driver itself holds a sender"),
             }
         }
+    }
+
+    fn tell_progress(&mut self) {
+        if !self.placing.is_due() || self.end.is_some() {
+            return;
+        }
+        let phase = match (self.decided, &self.totals) {
+            (Some(_), _) => "starting the guest",
+            (None, Some(_)) => "switching over",
+            (None, None) => "receiving memory",
+        };
+        self.placing.report(self.observer, phase, self.doorman.pages_placed(), 0);
     }
 
     fn perform(&mut self, action: DestinationAction) -> Option<DestinationEvent> {

@@ -4,6 +4,7 @@
 //! says what to do, and it is done in that order. Everything that moves bytes runs on threads of its own.
 
 mod report;
+mod rounds;
 
 use std::io;
 use std::net::Shutdown;
@@ -30,6 +31,7 @@ use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Total
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};
 use sterna_wire::text::cleaned;
 
+use self::rounds::RoundsWatch;
 use super::backlog::Backlog;
 use super::claim::Claim;
 use super::features::{FEATURES, WITH_DELTAS};
@@ -173,6 +175,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         figures: DestinationFigures::default(),
         placement: Vec::new(),
         progress: Progress::default(),
+        watch: RoundsWatch::new(options.downtime),
         content_told: 0,
         migrating: false,
         accepted: false,
@@ -216,6 +219,7 @@ struct Driver<'a> {
     figures: DestinationFigures,
     placement: Vec<String>,
     progress: Progress,
+    watch: RoundsWatch,
     /// Bytes of normal pages at the last tick.
     content_told: u64,
     migrating: bool,

@@ -21,6 +21,7 @@ use sterna_memory::checksum::{Crc32c, crc32c_combine};
 use sterna_memory::dirty::handed_in::HandedInLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
+use super::super::measured::check_method;
 use super::super::ram::clock::cpu_ns;
 use super::super::ram::guest::{Guest, Memory, Monitor};
 use super::super::ram::side::{Answer, pin, say};
@@ -140,6 +141,7 @@ pub(crate) fn obey(order: Order) -> Result<Answer, String> {
             let before = cpu_ns();
             let report = source.run(to, &Security::Insecure, &mut Monitor::default(), &Cancel::new(), &());
             let report = report.map_err(|error| text(&error))?;
+            check_method(method, &report.method).map_err(|error| text(&error))?;
             let cpu_seconds = (cpu_ns() - before) as f64 / 1e9;
             let counted = *counted.lock().unwrap_or_else(PoisonError::into_inner);
             Ok(Answer::Delta(Found {

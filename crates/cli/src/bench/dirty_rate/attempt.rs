@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use serde_json::Value;
 use sterna::cancel::Cancel;
+use sterna_codec::MethodChoice;
 use sterna_lab::warm_memory;
 
+use super::super::measured::check_method;
 use crate::hosts::{Ended, Hosts, HostsError, Side, Sterna, doing};
 
 /// Bytes of a page.
@@ -57,7 +59,9 @@ pub(in super::super) struct Setting {
     pub(in super::super) memory: u64,
     pub(in super::super) fill: &'static str,
     pub(in super::super) guest: Guest,
-    /// Options of the source, separated by spaces.
+    /// How pages are compressed: [`Site::attempt`] compares the report with it.
+    pub(in super::super) method: &'static str,
+    /// More options of the source, separated by spaces.
     pub(in super::super) how: &'static str,
     /// Whether the guest is slowed down on purpose.
     pub(in super::super) throttles: bool,
@@ -138,7 +142,7 @@ impl<'a> Site<'a> {
 
     /// Moves a guest that writes so many pages per second.
     pub(in super::super) fn attempt(&self, setting: &Setting, pages: f64) -> Result<Attempt, HostsError> {
-        let Setting { bandwidth, memory, fill, guest, how, throttles, downtime, give_up_after } = *setting;
+        let Setting { bandwidth, memory, fill, guest, method, how, throttles, downtime, give_up_after } = *setting;
         warm_memory((memory << 20) as usize)?;
         let dir = tempfile::tempdir().map_err(doing("making a directory for reports"))?;
         let [sent_json, received_json] = ["source.json", "destination.json"].map(|name| dir.path().join(name));
@@ -158,7 +162,7 @@ impl<'a> Site<'a> {
         let link = format!("--downtime {} --give-up-after {} {how}", downtime.as_millis(), give_up_after.as_secs());
         command.args(bandwidth.map(|bandwidth| format!("--bandwidth={bandwidth}")));
         command
-            .args(["--migrate-to", &address])
+            .args(["--migrate-to", &address, "--method", method])
             .args(work.split(' '))
             .args(link.split(' '))
             .arg("--json")
@@ -184,6 +188,8 @@ impl<'a> Site<'a> {
             least = least.min(rate(&report["during"]));
         }
         let migration = &report["migration"];
+        let asked = MethodChoice::parse(method, None).map_err(doing("choosing a method"))?;
+        check_method(asked, migration["method"].as_str().unwrap_or_default())?;
         let longest_ms = LONGEST_DOWNTIME * downtime.as_secs_f64() * 1e3;
         Ok(Attempt {
             moved: moved && number(&migration["downtime_ms"]) <= longest_ms,

@@ -21,6 +21,7 @@ use sterna_codec::MethodChoice;
 use sterna_lab::usage::Usage;
 
 use super::super::delta;
+use super::super::measured::check_method;
 use super::clock::{cpu_ns, now_ns};
 use super::guest::{Content, Guest, Memory, Monitor};
 use super::writer::{Writer, Writes};
@@ -194,23 +195,19 @@ fn measured(guest: &Guest, work: impl FnOnce() -> Result<(u64, Option<u64>), Str
 
 fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, String> {
     match by {
-        Mover::Sterna { checksums, tls } => send_whole(
-            guest,
-            Source::new(guest.ram(), guest.log()).method(MethodChoice::default()).checksums(*checksums),
-            to,
-            channels,
-            tls.as_deref(),
-        ),
+        Mover::Sterna { checksums, tls } => {
+            let source = Source::new(guest.ram(), guest.log()).checksums(*checksums);
+            send_whole(guest, source, choice("none", None)?, to, channels, tls.as_deref())
+        }
         Mover::Limited { bytes_per_second, method, seconds, tls } => {
-            let method = MethodChoice::parse(method, None).map_err(|error| error.to_string())?;
             let log = guest.all_dirty_for(Duration::from_secs(*seconds));
-            let source = Source::new(guest.ram(), log).method(method).bandwidth(Some(*bytes_per_second));
-            send_whole(guest, source, to, channels, tls.as_deref())
+            let source = Source::new(guest.ram(), log).bandwidth(Some(*bytes_per_second));
+            send_whole(guest, source, choice(method, None)?, to, channels, tls.as_deref())
         }
         Mover::Method { method, level, writes } => {
-            let method = MethodChoice::parse(method, level.as_deref()).map_err(|error| error.to_string())?;
+            let method = choice(method, level.as_deref())?;
             match writes {
-                None => send_whole(guest, Source::new(guest.ram(), guest.log()).method(method), to, channels, None),
+                None => send_whole(guest, Source::new(guest.ram(), guest.log()), method, to, channels, None),
                 Some(writes) => send_written(guest, method, writes, to, channels),
             }
         }
@@ -223,13 +220,25 @@ fn send(guest: &Guest, by: &Mover, to: &str, channels: u16) -> Result<Took, Stri
     }
 }
 
-fn send_whole(guest: &Guest, source: Source, to: &str, channels: u16, tls: Option<&Path>) -> Result<Took, String> {
+fn choice(method: &str, level: Option<&str>) -> Result<MethodChoice, String> {
+    MethodChoice::parse(method, level).map_err(|error| error.to_string())
+}
+
+fn send_whole(
+    guest: &Guest,
+    source: Source,
+    method: MethodChoice,
+    to: &str,
+    channels: u16,
+    tls: Option<&Path>,
+) -> Result<Took, String> {
     let security = security(tls, TlsSettings::client)?;
-    let source = source.channels(channels);
+    let source = source.method(method).channels(channels);
     let (mut pages, mut downtime_ms) = (0, 0.0);
     let took = measured(guest, || {
         let report = source.run(to, &security, &mut Monitor::default(), &Cancel::new(), &());
         let report = report.map_err(|error| error.to_string())?;
+        check_method(method, &report.method).map_err(|error| error.to_string())?;
         (pages, downtime_ms) = (report.normal_pages, report.downtime_ms);
         Ok((report.wire_bytes, None))
     })?;
@@ -257,6 +266,9 @@ fn send_written(guest: &Guest, method: MethodChoice, writes: &Writes, to: &str, 
         }
         Ok((report.as_ref().map_or(0, |report| report.wire_bytes), None))
     })?;
+    if let Some(report) = &report {
+        check_method(method, &report.method).map_err(|error| error.to_string())?;
+    }
     let wrote = monitor.writer.take().map(Writer::finish).unwrap_or_default();
     let (pages, downtime_ms) = report.map_or((0, 0.0), |report| (report.normal_pages, report.downtime_ms));
     Ok(Took {
@@ -345,7 +357,7 @@ mod tests {
             let to = door.address().to_string();
             let took = std::thread::scope(|scope| {
                 let arriving = scope.spawn(|| door.run(&mut Monitor::default(), &Cancel::new(), &()).map(drop));
-                let took = send_written(&source, MethodChoice::default(), &writes, &to, 2).unwrap();
+                let took = send_written(&source, choice("none", None).unwrap(), &writes, &to, 2).unwrap();
                 arriving.join().unwrap().unwrap();
                 took
             });

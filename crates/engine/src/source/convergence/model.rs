@@ -164,7 +164,7 @@ impl Model {
         0.0
     }
 
-    fn look(&mut self, now: f64, found: u64, state: u64) -> Measure {
+    fn look(&mut self, now: f64, found: u64, logged: u64, state: u64) -> Measure {
         while let Some(packet) = self.packets.front().copied()
             && packet.acknowledged <= now
         {
@@ -181,6 +181,7 @@ impl Model {
         Measure {
             now: Duration::from_secs_f64(now),
             dirtied: found * PAGE,
+            logged: logged * PAGE,
             first: self.first_arrived,
             arrived: self.arrived,
             remaining: (found + self.handed_over) * PAGE - self.arrived.pages,
@@ -204,25 +205,27 @@ impl Model {
         let normal = guest.pages / guest.one_in;
         self.hand_over(now, guest.pages - normal, ZERO, true);
         self.hand_over(now, normal, self.first, false);
-        let (mut since, mut drained) = (now, 0.0f64);
+        let (mut since, mut drained, mut found) = (now, 0.0f64, 0);
         for _ in 0..1_000_000 {
             now = (now + LOOK).max(self.queued_until());
             let written = ((now.min(guest.until) - since).max(0.0) * guest.rate) as u64;
-            let found = written.min(guest.working_set);
-            if found > 0 || since < guest.until {
-                since = if found > 0 || now >= guest.until { now } else { since };
+            let logged = written.min(guest.working_set);
+            found = (found + logged).min(guest.working_set);
+            if logged > 0 || since < guest.until {
+                since = if logged > 0 || now >= guest.until { now } else { since };
             }
             if now < guest.until {
                 drained = self.all_there();
             }
-            let at = self.look(now, found, guest.state);
+            let at = self.look(now, found, logged, guest.state);
             let decision = convergence.after_round(&at, true);
             match decision {
                 Decision::Next | Decision::Throttle(_) if found > 0 => {
                     self.hand_over(now, found, self.again, false);
                     drained = drained.max(self.all_there());
+                    found = 0;
                 }
-                Decision::Next | Decision::Throttle(_) => now += convergence.pause(&at).as_secs_f64(),
+                Decision::Next | Decision::Wait | Decision::Throttle(_) => now += convergence.pause(&at).as_secs_f64(),
                 _ => {
                     self.hand_over(now, found, self.again, false);
                     let verdict = convergence.verdict().map(str::to_owned);
@@ -331,6 +334,33 @@ fn buffers_that_take_all_of_a_small_guest_at_once_are_not_taken_for_a_fast_netwo
                 assert_eq!(went.decision, Decision::SwitchOver);
                 let limit = limit as f64 / 1e3;
                 assert!(went.sending <= 1.1 * limit, "{}, {pages} pages, {limit}: {went:?}", first.name);
+            }
+        }
+    }
+}
+
+/// Each look finds the pages again, and with each round they would be in the queues once more.
+#[test]
+fn a_few_pages_that_are_written_all_the_time_keep_nobody_from_moving() {
+    for first in WHOLE {
+        for network in [1.25e6, 12.5e6, 125e6] {
+            for round_trip in [0.000_1, 0.02] {
+                // A third of the target downtime for the pages alone.
+                let page = (first.wire / network).max(first.source).max(first.destination);
+                let working_set = (0.1 / page) as u64;
+                let guest = Guest {
+                    pages: 16 * working_set,
+                    one_in: 1,
+                    working_set,
+                    rate: 1e9,
+                    until: f64::INFINITY,
+                    state: 0,
+                };
+                let mut model = Model::new(first, first, network, round_trip);
+                let went = model.moves(&guest, Duration::from_millis(300), NotConverging::GiveUp);
+                let about = format!("{} {network} {round_trip} {guest:?}", first.name);
+                assert_eq!((went.decision.clone(), went.verdict.clone()), (Decision::SwitchOver, None), "{about}");
+                assert!(went.sending <= 0.3, "{about}: {went:?}");
             }
         }
     }

@@ -19,7 +19,7 @@ use sterna_wire::switchover::{RecordState, SourceAction, SourceEnd, SourceEvent,
 use self::devices::Devices;
 use self::post_copy::PostCopy;
 use super::convergence::{Convergence, NotConverging};
-use super::rounds::{Held, Order, RoundNews, Rounds, Told, no_pages};
+use super::rounds::{Held, Looks, Order, RoundNews, Rounds, Told, no_pages};
 use super::unsent::Unsent;
 use super::{Settings, Source};
 use crate::abort::Abort;
@@ -559,6 +559,7 @@ impl Driver<'_> {
         let rounds = Rounds {
             log: Box::new(log),
             search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.session.packet_size),
+            looks: Looks::new(&ram),
             ram,
             convergence,
             state_size,

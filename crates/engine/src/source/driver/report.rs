@@ -2,12 +2,13 @@
 
 use std::time::Instant;
 
+use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::ControlMessage;
 use sterna_wire::switchover::SourceEnd;
 
 use super::{CANCELLED, Driver};
 use crate::accelerator::Accelerator;
-use crate::migration::{GuestState, MigrationError, Side};
+use crate::migration::{GuestState, MigrationError, Phase, Side};
 use crate::report::{Outcome, PostCopyReport, Report, between};
 use crate::send::Sent;
 use crate::session::SourceOutcome;
@@ -37,7 +38,11 @@ impl Driver<'_> {
         self.progress.ratio = sent.ratio();
         self.progress.devices = self.devices.known.progress();
         self.content_told = sent.content_bytes;
-        self.told.lock().expect("nobody panics with it").fill(&mut self.progress);
+        let (_, delivered) = self.window.delivered();
+        self.told.lock().expect("nobody panics with it").fill(&mut self.progress, delivered.carried.pages());
+        if self.phase == Phase::PostCopy {
+            self.progress.remaining_bytes = self.unsent.pages() * PAGE_SIZE as u64;
+        }
         self.observer.progress(&self.progress);
     }
 

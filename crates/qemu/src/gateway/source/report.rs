@@ -53,6 +53,13 @@ impl Driver<'_> {
             devices: Vec::new(),
         };
         self.observer.progress(&self.progress);
+        // Before the first pages have left there is nothing to go by, and after the stop nothing to be said.
+        if self.progress.phase == "active"
+            && content_rate > 0.0
+            && let Some(note) = self.watch.look(self.progress.round, self.progress.predicted_downtime_ms)
+        {
+            self.observer.note(note);
+        }
     }
 
     pub(super) fn finish(mut self, end: SourceOutcome) -> Report {
@@ -107,7 +114,7 @@ impl Driver<'_> {
             downtime_ms: self.lead.moments.downtime_ms(),
             downtime: self.lead.moments.parts(),
             rounds,
-            convergence: None,
+            convergence: self.watch.verdict().map(str::to_owned),
             post_copy: None,
             wire_bytes: sent.wire_bytes,
             content_bytes: sent.content_bytes,
