@@ -22,7 +22,7 @@ use support::{LONG, Sterna, certificates, receive, send, sterna};
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);
 /// So slow that a migration is under way for seconds.
-const SLOW: &[&str] = &["--bandwidth", "20MB/s"];
+const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 /// What a sterna may have in memory, whatever is thrown at it, in KiB: without a migration there is no window.
 const MOST_MEMORY: u64 = 48 << 10;
 /// More than a text may be that quotes a peer, in bytes.

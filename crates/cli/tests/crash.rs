@@ -15,7 +15,7 @@ use support::settle::{Migration, Side, killed};
 /// Cases at once; most of each is waiting.
 const WORKERS: usize = 4;
 /// So slow that a migration is certainly under way when it is cancelled.
-const SLOW: &[&str] = &["--bandwidth", "20MB/s"];
+const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 
 /// How a crash point is reached.
 #[derive(Clone, Copy, Debug)]
