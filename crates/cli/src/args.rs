@@ -293,7 +293,7 @@ pub(crate) struct ReportArgs {
 /// What is shown on the way.
 #[derive(Debug, Args)]
 pub(crate) struct ScreenArgs {
-    /// Show no progress and no notes; errors and the report remain
+    /// Show no progress and no notes; errors, the report and the line `listening on ADDR:PORT` remain
     #[arg(long, short)]
     pub(crate) quiet: bool,
 }

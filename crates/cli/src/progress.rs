@@ -25,7 +25,7 @@ enum View {
     Bar(ProgressBar),
     /// A file, a pipe, or a terminal that log lines go to as well.
     Lines(Mutex<Lines>),
-    /// `--quiet`: notes only once it is being cancelled, because then someone waits for an answer.
+    /// `--quiet`: the address, and notes only once it is being cancelled, because then someone waits for an answer.
     Quiet,
 }
 
@@ -80,6 +80,10 @@ impl Observer for Screen {
             View::Lines(lines) => lines.lock().expect("writing does not panic").progress(progress, Instant::now()),
             View::Quiet => {}
         }
+    }
+
+    fn listening(&self, address: &str) {
+        self.say(&format!("listening on {address}"));
     }
 
     fn note(&self, text: &str) {

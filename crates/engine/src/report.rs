@@ -509,6 +509,12 @@ pub trait Observer: Send + Sync {
 
     /// A step worth a line: phases, choices and their reasons.
     fn note(&self, text: &str);
+
+    /// This side listens at `address`. Programs that start it wait for that and read the port, so that it is told also where
+    /// notes are not.
+    fn listening(&self, address: &str) {
+        self.note(&format!("listening on {address}"));
+    }
 }
 
 /// For who does not want to know.

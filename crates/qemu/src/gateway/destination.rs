@@ -80,7 +80,7 @@ pub fn receive(
     let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
     let address = listener.local_address().to_string();
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
-    observer.note(&format!("listening on {address}"));
+    observer.listening(&address);
 
     let guest = Guest::of(&qmp);
     // QEMU's own stream has no place for deltas.
