@@ -154,6 +154,16 @@ pub(crate) fn downtime(text: &str) -> Result<Duration, UnitError> {
     }
 }
 
+/// How long something is waited for: 1 ms or longer.
+pub(crate) fn wait(text: &str) -> Result<Duration, UnitError> {
+    let wait = duration(text)?;
+    if wait >= Duration::from_millis(1) {
+        Ok(wait)
+    } else {
+        Err(UnitError::Range("the shortest time is 1ms; leave the option out for its default"))
+    }
+}
+
 /// A value of `--packet-size`: whole pages of 4 KiB, at most what the protocol carries.
 pub(crate) fn packet_size(text: &str) -> Result<usize, UnitError> {
     const RANGE: UnitError = UnitError::Range("a packet holds whole pages of 4KiB, 4KiB to 16MiB of them");
