@@ -11,9 +11,10 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use sterna_codec::{METHODS, Qatzip, QatzipSoftware};
-use sterna_qemu::gateway::{Placement, SocketDirectory};
+use sterna_qemu::gateway::{Placement, SocketDirectory, WaitLimits};
 use sterna_wire::identity::MigrationId;
 use sterna_wire::limits::{MAX_NAME, MAX_RAM_CHANNELS};
+use sterna_wire::switchover::SourceAfter;
 use tracing_subscriber::EnvFilter;
 
 use crate::bench::BenchArgs;
@@ -94,6 +95,11 @@ pub(crate) struct SendArgs {
     /// Keep up to so much of what was sent, such as 1GiB, and send of a page that changed since only what changed [default: none]
     #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]
     pub(crate) delta_cache: u64,
+    /// What becomes of the source QEMU, which keeps a stopped copy of the guest, when the guest runs at the destination
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = SourceAfterArg::Quit)]
+    pub(crate) source_after: SourceAfterArg,
+    #[command(flatten)]
+    pub(crate) waits: WaitArgs,
     /// For tests: send this share of the zero pages, in percent, as if they were not zero
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub(crate) normal_page_ratio: u8,
@@ -122,6 +128,11 @@ pub(crate) struct ReceiveArgs {
     /// How pages reach guest RAM; the report says which way was taken and why
     #[arg(long, value_enum, default_value_t = PlacementArg::Auto)]
     pub(crate) placement: PlacementArg,
+    /// End where no source has begun a migration in this time, such as 10min; QEMU is left as it is [default: no limit]
+    #[arg(long, value_name = "DURATION", allow_hyphen_values = true, value_parser = units::wait)]
+    pub(crate) wait: Option<Duration>,
+    #[command(flatten)]
+    pub(crate) waits: WaitArgs,
     #[command(flatten)]
     pub(crate) tls: TlsAllowArgs,
     #[command(flatten)]
@@ -147,7 +158,7 @@ pub(crate) struct ProxySendArgs {
     #[command(flatten)]
     pub(crate) link: LinkArgs,
     #[command(flatten)]
-    pub(crate) wait: WaitArgs,
+    pub(crate) wait: ProxyWaitArgs,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     #[command(flatten)]
@@ -166,7 +177,7 @@ pub(crate) struct ProxyReceiveArgs {
     #[command(flatten)]
     pub(crate) opaque: OpaqueArgs,
     #[command(flatten)]
-    pub(crate) wait: WaitArgs,
+    pub(crate) wait: ProxyWaitArgs,
     /// Address and port to listen on; port 0: any free one
     #[arg(long, value_name = "ADDR:PORT", value_parser = listen_address)]
     pub(crate) listen: String,
@@ -201,6 +212,9 @@ pub(crate) struct RecoverArgs {
     /// Ask the other host without TLS
     #[arg(long)]
     pub(crate) insecure: bool,
+    /// On the host that received: end where the source has not said in this time what was decided [default: no limit]
+    #[arg(long, value_name = "DURATION", allow_hyphen_values = true, value_parser = units::wait)]
+    pub(crate) wait: Option<Duration>,
     #[command(flatten)]
     pub(crate) state: StateArgs,
 }
@@ -254,6 +268,41 @@ pub(crate) struct LinkArgs {
     pub(crate) packet_size: usize,
 }
 
+/// How long the other side is waited for before the switchover.
+#[derive(Debug, Args)]
+pub(crate) struct WaitArgs {
+    /// Give the migration up where nothing of the guest has moved for so long
+    #[arg(long, value_name = "DURATION", default_value = "2min", allow_hyphen_values = true, value_parser = units::wait)]
+    pub(crate) stall_limit: Duration,
+    /// Give the migration up where the switchover has not come in this time [default: no limit]
+    #[arg(long, value_name = "DURATION", allow_hyphen_values = true, value_parser = units::wait)]
+    pub(crate) time_limit: Option<Duration>,
+}
+
+impl From<&WaitArgs> for WaitLimits {
+    fn from(args: &WaitArgs) -> Self {
+        Self { stall: args.stall_limit, total: args.time_limit }
+    }
+}
+
+/// `--source-after`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SourceAfterArg {
+    /// It is ended
+    Quit,
+    /// It is kept; whoever resumes its guest runs the guest twice
+    Keep,
+}
+
+impl From<SourceAfterArg> for SourceAfter {
+    fn from(after: SourceAfterArg) -> Self {
+        match after {
+            SourceAfterArg::Quit => Self::Quit,
+            SourceAfterArg::Keep => Self::Keep,
+        }
+    }
+}
+
 /// TLS or not, at the source.
 #[derive(Debug, Args)]
 pub(crate) struct TlsArgs {
@@ -290,9 +339,9 @@ pub(crate) struct OpaqueArgs {
 
 /// How long what is not there yet is waited for.
 #[derive(Debug, Args)]
-pub(crate) struct WaitArgs {
+pub(crate) struct ProxyWaitArgs {
     /// How long the other side is waited for where it does not listen yet: the other proxy, or a local socket
-    #[arg(long, value_name = "DURATION", default_value = "30s", allow_hyphen_values = true, value_parser = units::wait)]
+    #[arg(long, value_name = "DURATION", default_value = "30s", allow_hyphen_values = true, value_parser = units::wait_of_proxy)]
     pub(crate) wait: Duration,
 }
 
@@ -351,7 +400,7 @@ pub(crate) struct ReportArgs {
 /// What is shown on the way.
 #[derive(Debug, Args)]
 pub(crate) struct ScreenArgs {
-    /// Show no progress and no notes; errors and the report remain
+    /// Show no progress and no notes; errors, the report and the line `listening on ADDR:PORT` remain
     #[arg(long, short)]
     pub(crate) quiet: bool,
 }
@@ -564,6 +613,8 @@ mod tests {
         assert_eq!(args.link.packet_size, sterna_wire::limits::DEFAULT_PACKET_SIZE);
         assert_eq!((args.normal_page_ratio, args.screen.quiet), (0, false));
         assert_eq!((args.report.json, args.state.state_dir), (None, None));
+        assert_eq!((args.source_after, args.waits.time_limit), (SourceAfterArg::Quit, None));
+        assert_eq!(args.waits.stall_limit, Duration::from_secs(120));
     }
 
     #[test]
@@ -584,7 +635,8 @@ mod tests {
     fn every_option_of_send_arrives() {
         let args = send(
             "--channels 64 --method zstd --level -5 --bandwidth 1GB/s --downtime 2s --packet-size 1MiB \
-             --normal-page-ratio 100 --delta-cache 3GiB --tls d --state-dir s --json - --quiet --log debug",
+             --normal-page-ratio 100 --delta-cache 3GiB --tls d --state-dir s --json - --quiet --log debug \
+             --source-after keep --stall-limit 5s --time-limit 1min",
         );
         assert_eq!(
             (args.link.channels, args.link.method.as_str(), args.link.level.as_deref()),
@@ -593,6 +645,9 @@ mod tests {
         assert_eq!((args.link.bandwidth, args.link.downtime), (Some(1_000_000_000), Duration::from_secs(2)));
         assert_eq!((args.link.packet_size, args.normal_page_ratio, args.screen.quiet), (1 << 20, 100, true));
         assert_eq!((args.delta_cache, send("").delta_cache), (3 << 30, 0));
+        assert_eq!(args.source_after, SourceAfterArg::Keep);
+        let WaitLimits { stall, total } = WaitLimits::from(&args.waits);
+        assert_eq!((stall, total), (Duration::from_secs(5), Some(Duration::from_secs(60))));
         assert_eq!((args.tls.tls, args.tls.insecure), (Some("d".into()), false));
         assert_eq!((args.state.state_dir, args.report.json), (Some("s".into()), Some("-".into())));
     }
@@ -603,10 +658,11 @@ mod tests {
         let Command::Receive(args) = parse(line).unwrap().command else { panic!("another command") };
         assert_eq!((args.listen.as_str(), args.tls.allow), ("[::]:0", vec!["a".to_owned(), "b".to_owned()]));
         assert_eq!(Placement::from(args.placement), Placement::InStream);
-        let Command::Receive(args) = parse("sterna receive --qmp q --listen a:1 --insecure").unwrap().command else {
-            panic!("another command")
-        };
+        assert_eq!(args.wait, None);
+        let line = "sterna receive --qmp q --listen a:1 --insecure --wait 90s";
+        let Command::Receive(args) = parse(line).unwrap().command else { panic!("another command") };
         assert_eq!(Placement::from(args.placement), Placement::Auto);
+        assert_eq!((args.wait, args.waits.time_limit), (Some(Duration::from_secs(90)), None));
     }
 
     #[test]
@@ -645,6 +701,9 @@ mod tests {
             ("--downtime", "-5ms", "it cannot be negative"),
             ("--bandwidth", "-1GB/s", "it cannot be negative"),
             ("--downtime", "--quiet", "it must begin with a number, followed by us, ms, s or min, such as 300ms"),
+            ("--stall-limit", "0s", "1ms"),
+            ("--time-limit", "5", "the unit is missing"),
+            ("--source-after", "stop", "possible values: quit, keep"),
             ("--packet-size", "-1", "it cannot be negative"),
             ("--packet-size", "512K", "such as 512KiB"),
             ("--packet-size", "1GiB", "4KiB to 16MiB"),

@@ -27,7 +27,7 @@ enum View {
     Bar(ProgressBar),
     /// A file, a pipe, or a terminal that log lines go to as well.
     Lines(Mutex<Lines>),
-    /// `--quiet`: notes only once it is being cancelled, because then someone waits for an answer.
+    /// `--quiet`: the address, and notes only once it is being cancelled, because then someone waits for an answer.
     Quiet,
 }
 
@@ -99,6 +99,10 @@ impl Observer for Screen {
             }
             View::Quiet => {}
         }
+    }
+
+    fn listening(&self, address: &str) {
+        self.say(&format!("listening on {address}"));
     }
 
     fn note(&self, text: &str) {

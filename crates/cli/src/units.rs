@@ -157,10 +157,20 @@ pub(crate) fn downtime(text: &str) -> Result<Duration, UnitError> {
     }
 }
 
-/// A value of `--wait`: up to an hour; 0s is none.
-pub(crate) fn wait(text: &str) -> Result<Duration, UnitError> {
+/// A value of `--wait` of a proxy: up to an hour; 0s is none.
+pub(crate) fn wait_of_proxy(text: &str) -> Result<Duration, UnitError> {
     let wait = duration(text)?;
     if wait <= MAX_WAIT { Ok(wait) } else { Err(UnitError::Range("the wait can be 0s to 60min")) }
+}
+
+/// How long something is waited for: 1 ms or longer.
+pub(crate) fn wait(text: &str) -> Result<Duration, UnitError> {
+    let wait = duration(text)?;
+    if wait >= Duration::from_millis(1) {
+        Ok(wait)
+    } else {
+        Err(UnitError::Range("the shortest time is 1ms; leave the option out for its default"))
+    }
 }
 
 /// A value of `--packet-size`: whole pages of 4 KiB, at most what the protocol carries.

@@ -14,6 +14,7 @@ use sterna_qemu::qmp::Qmp;
 use sterna_wire::control::{Capabilities, ControlMessage, Hello, Machine, Mode};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::identity::{MigrationId, MigrationKey, ProofSubject};
+use sterna_wire::limits::HEARTBEAT_INTERVAL;
 use support::pair::{Pair, eventually};
 use support::relay::{Spoil, relay};
 use support::settle::{Migration, Side, outcome};
@@ -22,7 +23,7 @@ use support::{LONG, Sterna, certificates, receive, send, sterna};
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);
 /// So slow that a migration is under way for seconds.
-const SLOW: &[&str] = &["--bandwidth", "20MB/s"];
+const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 /// What a sterna may have in memory, whatever is thrown at it, in KiB: without a migration there is no window.
 const MOST_MEMORY: u64 = 48 << 10;
 /// More than a text may be that quotes a peer, in bytes.
@@ -360,6 +361,51 @@ fn a_source_that_floods_a_receiver_busy_with_its_qemu_has_to_wait() {
     assert!(pushed_back && memory < MOST_MEMORY, "{memory} KiB");
     drop(source);
     assert_eq!(receiver.finish().0.code(), FAILED);
+}
+
+/// A source that says its hello, then `more`, and is heard from for as long as the receiver listens.
+fn beating_source(address: &str, more: &[u8]) -> std::thread::JoinHandle<()> {
+    let fake = Fake::new();
+    let mut source = TcpStream::connect(address).unwrap();
+    source.write_all(&[&fake.header(ChannelKind::Control, 0)[..], &fake.hello(|_| {}), more].concat()).unwrap();
+    let mut answers = source.try_clone().unwrap();
+    std::thread::spawn(move || drop(answers.read_to_end(&mut Vec::new())));
+    std::thread::spawn(move || {
+        while source.write_all(&ControlMessage::Heartbeat.encode()).is_ok() {
+            std::thread::park_timeout(HEARTBEAT_INTERVAL / 2);
+        }
+    })
+}
+
+#[test]
+fn a_receiver_ends_although_its_source_never_lets_go() {
+    let failed = ControlMessage::Failed { reason: "over".into() }.encode();
+    for (name, more, options, word) in [
+        ("after a failure", &failed[..], &[][..], "the source failed: over"),
+        ("with nothing of a guest", &[], &["--stall-limit", "1s"], "--stall-limit"),
+        ("without an end", &[], &["--time-limit", "1s"], "--time-limit"),
+    ] {
+        let Some(mut pair) = idle_pair() else { return };
+        let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+        let mut receiver = Sterna::start("receive", command.args(["--insecure", "--quiet"]).args(options));
+        let source = beating_source(&receiver.address(), more);
+        assert!(eventually(LONG, || receiver.poll().is_some()), "{name}: it does not end");
+        let (status, text) = receiver.finish();
+        assert_eq!(status.code(), FAILED, "{name}: {text}");
+        assert!(text.contains(word), "{name}: {text}");
+        source.join().unwrap();
+        pair.destination.qemu.wait_exit(LONG).unwrap();
+    }
+}
+
+#[test]
+fn a_receiver_that_no_source_comes_to_ends_in_its_time_and_leaves_its_qemu_alone() {
+    let Some(pair) = idle_pair() else { return };
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let receiver = Sterna::start("receive", command.args(["--insecure", "--quiet", "--wait", "1s"]));
+    receiver.address();
+    refusal("receive", receiver, &["no source", "--wait"]);
+    assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
 }
 
 #[test]

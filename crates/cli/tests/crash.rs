@@ -8,14 +8,14 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use sterna_lab::QemuVersion;
-use sterna_wire::switchover::{CrashPoint, Step};
+use sterna_wire::switchover::{CrashPoint, RecordState, SourceState, Step};
 use support::pair::Pair;
 use support::settle::{Migration, Side, killed};
 
 /// Cases at once; most of each is waiting.
 const WORKERS: usize = 4;
 /// So slow that a migration is certainly under way when it is cancelled.
-const SLOW: &[&str] = &["--bandwidth", "20MB/s"];
+const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 
 /// How a crash point is reached.
 #[derive(Clone, Copy, Debug)]
@@ -28,6 +28,8 @@ enum Way {
     Recovery(&'static str),
     /// As [`Way::Recovery`], with the destination's QEMU killed before.
     RecoveryWithoutQemu(&'static str),
+    /// As [`Way::Recovery`], with the source's QEMU killed before.
+    RecoveryWithoutSource(&'static str),
 }
 
 /// The way to each step. No step is without one: where a new one is added, this does not compile.
@@ -40,10 +42,13 @@ fn way(step: Step) -> Way {
         | SourceRelayShut
         | SourceRecordCommitted
         | SourceSendCommit
+        | SourceEndGuest
         | SourceRecordFinished => Way::Migration,
         SourceRecordAborted | SourceEndMigration | SourceSendAbort | SourceRecordResumed => Way::Cancelled,
         // QEMU completed and the decision was not written: `recover` takes the guest back.
         SourceCont | SourceSendOutcomeAborted => Way::Recovery("source.before-record-committed"),
+        // The destination is prepared and holds the only copy.
+        SourceRecordGone => Way::RecoveryWithoutSource("source.before-record-committed"),
         SourceSendOutcomeCommitted => Way::Recovery("source.after-record-committed"),
         DestinationRecordStarted
         | DestinationClearAutostart
@@ -108,12 +113,23 @@ fn case(pair: Pair, point: CrashPoint) -> Result<Side, String> {
             killed(recovery.finish().0)?;
             return without_qemu(migration);
         }
+        Way::RecoveryWithoutSource(first) => {
+            migration = start(pair, &[], crashing, &format!("{first}:crash"));
+            migration.wait_crash(crashing)?;
+            migration.pair.source.kill();
+            let recovery = crashing.recover(&migration.pair, &[], Some(&fault)).ok_or("no record was left")?;
+            killed(recovery.finish().0)?;
+            return without_source(migration);
+        }
     }
     migration.pair.never_both()?;
     migration.settle()?;
     let side = migration.exactly_one()?;
     if side == Side::Source && migration.pair.source.migration_settings() != settings {
         return Err("QEMU's migration settings are not as they were".into());
+    }
+    if side == Side::Destination && migration.pair.source.status().is_some() {
+        return Err("the source's QEMU still holds the guest that runs at the destination".into());
     }
     if let Some(record) = crashing.record(&migration.pair) {
         let left = std::env::temp_dir().join(format!("sterna-{}-{}", record.migration, crashing.name()));
@@ -134,6 +150,23 @@ fn without_qemu(mut migration: Migration) -> Result<Side, String> {
     let (status, _) = recovery.finish();
     if !status.success() {
         return Err(format!("recover --fenced-peer: {status}"));
+    }
+    migration.exactly_one()
+}
+
+/// The source's QEMU is gone with nothing decided: its record is settled, and an operator starts the only copy.
+fn without_source(mut migration: Migration) -> Result<Side, String> {
+    let recovery = Side::Source.recover(&migration.pair, &[], None).ok_or("no record was left")?;
+    let (status, _) = recovery.finish();
+    let state = Side::Source.state(&migration.pair);
+    if !status.success() || state != Some(RecordState::Source(SourceState::Gone)) {
+        return Err(format!("recover without a QEMU: {status}, the record is {state:?}"));
+    }
+    migration.receiver.take().expect("it waits for its source").kill();
+    let recovery = Side::Destination.recover(&migration.pair, &["--fenced-peer"], None).ok_or("no record was left")?;
+    let (status, _) = recovery.finish();
+    if !status.success() {
+        return Err(format!("recover --fenced-peer at the destination: {status}"));
     }
     migration.exactly_one()
 }

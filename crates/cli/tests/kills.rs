@@ -18,7 +18,7 @@ const FEW: u64 = 20;
 /// Cases at once; most of each is waiting.
 const WORKERS: u64 = 3;
 /// Such that a migration of the 100 MiB takes about as long as [`LONGEST`].
-const BANDWIDTH: &[&str] = &["--bandwidth", "150MB/s"];
+const BANDWIDTH: &[&str] = &["--bandwidth", "150MB/s", "--method", "none"];
 /// The last moment at which a process is killed, after `send` was started; some migrations are over by then.
 const LONGEST: Duration = Duration::from_millis(1600);
 

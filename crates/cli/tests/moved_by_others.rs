@@ -10,7 +10,7 @@ use support::pair::{Pair, eventually};
 use support::settle::{Migration, Side};
 
 /// So slow that a migration is under way for seconds.
-const SLOW: &[&str] = &["--bandwidth", "20MB/s"];
+const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 const LIMIT: Duration = Duration::from_secs(60);
 
 #[test]

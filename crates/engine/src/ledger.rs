@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use sterna_wire::switchover::{RECORD_VERSION, Record, RecordState};
+use sterna_wire::switchover::{RECORD_VERSION, Record, RecordState, SourceAfter};
 
 use crate::process;
 use crate::record_file::{RecordFile, RecordFileError, now_ms};
@@ -37,6 +37,7 @@ impl Ledger {
             qemu: process::identity(std::process::id()),
             settings_before: None,
             completion_permitted: false,
+            source_after: SourceAfter::Keep,
             key: session.key.clone(),
             pid: std::process::id(),
             created_ms: now_ms(),

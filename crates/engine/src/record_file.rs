@@ -300,7 +300,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use sterna_wire::identity::MigrationKey;
-    use sterna_wire::switchover::{RECORD_VERSION, SourceState};
+    use sterna_wire::switchover::{RECORD_VERSION, SourceAfter, SourceState};
 
     use super::*;
 
@@ -315,6 +315,7 @@ mod tests {
             qemu: None,
             settings_before: None,
             completion_permitted: false,
+            source_after: SourceAfter::Keep,
             key: MigrationKey::from_bytes([2; 32]),
             pid: 0,
             created_ms: now_ms(),

@@ -6,6 +6,7 @@
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
+use sterna_wire::switchover::SourceAfter;
 use sterna_wire::text::cleaned;
 
 use crate::device_state::{self, DevicePhase};
@@ -23,7 +24,8 @@ pub enum Outcome {
     Cancelled,
     /// It failed; the guest runs at the source.
     Failed,
-    /// The decision is made, but the destination has not confirmed that the guest runs: `sterna recover` settles it.
+    /// The decision is made, but the destination has not confirmed that the guest runs, or that it has could not be written
+    /// to the record: `sterna recover` settles it.
     Unconfirmed,
     /// Nothing was decided for the destination, but what the guest is doing at the source could not be told.
     Stuck,
@@ -205,6 +207,12 @@ pub struct Report {
     /// The devices whose state travelled apart from the monitor's.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<DeviceReport>,
+    /// What became of the source's monitor after a migration that completed; none where that is not Sterna's to decide.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source_after: Option<SourceAfter>,
+    /// What somebody must know or do now: one sentence each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
 }
 
 /// How the state of one device travelled.
@@ -276,8 +284,8 @@ impl Report {
                 self.id
             ),
             (Outcome::Unconfirmed, reason) => format!(
-                "migration {} was decided for {}, but it is not confirmed that the guest runs there ({}); the guest is \
-                 stopped here: run `sterna recover {}` on both hosts",
+                "migration {} was decided for {}, but is not settled ({}); the guest does not run here: run \
+                 `sterna recover {}` on both hosts",
                 self.id,
                 self.destination,
                 reason.as_deref().unwrap_or("connection lost"),
@@ -286,6 +294,9 @@ impl Report {
         };
         let mut text = cleaned(&headline);
         let mut line = |name: &str, value: String| text.push_str(&format!("\n  {name:<12} {}", cleaned(&value)));
+        for warning in &self.warnings {
+            line("WARNING", warning.clone());
+        }
         line("machine", self.machine.clone());
         line("total time", format!("{:.0} ms", self.total_ms));
         if self.outcome == Outcome::Completed {
@@ -536,6 +547,12 @@ pub trait Observer: Send + Sync {
 
     /// A step worth a line: phases, choices and their reasons.
     fn note(&self, text: &str);
+
+    /// This side listens at `address`. Programs that start it wait for that and read the port, so that it is told also where
+    /// notes are not.
+    fn listening(&self, address: &str) {
+        self.note(&format!("listening on {address}"));
+    }
 }
 
 /// For who does not want to know.
@@ -591,7 +608,20 @@ mod tests {
             no_deltas: None,
             refused_packets: 0,
             devices: Vec::new(),
+            source_after: None,
+            warnings: Vec::new(),
         }
+    }
+
+    #[test]
+    fn a_warning_stands_right_behind_the_headline() {
+        let warned = Report { warnings: vec!["end the source's QEMU".into()], ..report(Outcome::Completed) };
+        assert!(
+            warned.text().lines().nth(1).unwrap().contains("WARNING      end the source's QEMU"),
+            "{}",
+            warned.text()
+        );
+        assert!(!report(Outcome::Completed).text().contains("WARNING"));
     }
 
     #[test]

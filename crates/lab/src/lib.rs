@@ -23,6 +23,7 @@ mod accel_config;
 pub mod boot_sector;
 mod console;
 pub mod corpus;
+pub mod disk;
 mod error;
 pub mod huge;
 mod initramfs;

@@ -184,6 +184,10 @@ fn switch_over(complete: bool) -> (bool, bool) {
                     runs_at_source = true;
                     Some(SourceEvent::Guest(SourceGuest::Running))
                 }
+                SourceAction::EndGuest => {
+                    assert!(runs_at_destination, "ended before it ran elsewhere");
+                    Some(SourceEvent::Guest(SourceGuest::Gone))
+                }
                 SourceAction::Done(end) => {
                     ended = true;
                     assert_eq!(matches!(end, SourceEnd::Finished), complete, "{end:?}");

@@ -207,6 +207,8 @@ impl Bench {
         let mut command = self.hosts.sterna(Side::A)?;
         command.args(["send", "--insecure", "--to", &address, "--downtime", &format!("{DOWNTIME_MS}ms")]);
         command.args(["--channels", &channels.to_string()]).args(method);
+        // It is looked at afterwards, and its guest moves again.
+        command.args(["--source-after", "keep"]);
         command
             .arg("--qmp")
             .arg(self.source.qmp_path())

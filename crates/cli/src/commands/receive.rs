@@ -22,6 +22,8 @@ pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
         listen: args.listen.clone(),
         security: security::destination(&args.tls)?,
         placement: args.placement.into(),
+        wait: args.wait,
+        waits: (&args.waits).into(),
         state_dir: state_dir::choose(&args.state)?,
         socket_dir: args.sockets.directory(),
     };

@@ -18,6 +18,7 @@ pub(super) fn run(args: &RecoverArgs, logging: bool) -> Result<Exit, Failure> {
         }),
         fenced_peer: args.fenced_peer,
         security: security::recovery(args)?,
+        wait: args.wait,
         state_dir: state_dir::choose(&args.state)?,
     };
     let session = Session::start(&ScreenArgs { quiet: false }, logging, Meaning::RECOVERY)?;

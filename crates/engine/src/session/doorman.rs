@@ -63,6 +63,8 @@ struct State {
     stream: bool,
     /// By index, less one: whether it has come.
     devices: Vec<bool>,
+    /// Of every channel that has come.
+    counters: Vec<Arc<ReceiveCounters>>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -103,6 +105,7 @@ impl Doorman {
             before: PagesPlaced::default(),
             stream: false,
             devices: vec![false; session.device_channels.into()],
+            counters: Vec::new(),
             threads: Vec::new(),
         };
         Self { session, sinks, other, tell, allowance: Allowance::default(), state: Mutex::new(state) }
@@ -145,6 +148,11 @@ impl Doorman {
     /// What the RAM channels have placed so far.
     pub fn pages_placed(&self) -> PagesPlaced {
         self.state().pages_placed()
+    }
+
+    /// Packets that were placed so far, of all channels together: a number that grows as long as anything arrives.
+    pub fn received(&self) -> u64 {
+        self.state().counters.iter().map(|counters| counters.placed.load(Ordering::Acquire)).sum()
     }
 
     /// Waits for the channels' threads, whose connections have been closed.
@@ -225,6 +233,7 @@ impl Doorman {
         sink: Box<dyn Sink>,
     ) -> Arc<ReceiveCounters> {
         let counters = Arc::new(ReceiveCounters::default());
+        state.counters.push(Arc::clone(&counters));
         match receive_thread(connection, name, sink, self.session.rules(), &state.abort, Arc::clone(&counters)) {
             Ok(thread) => state.threads.push(thread),
             Err(error) => drop(state.abort.raise(format_args!("no thread for a channel: {error}"))),

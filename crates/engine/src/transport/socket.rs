@@ -306,15 +306,11 @@ fn took_nothing() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the peer has taken nothing for too long")
 }
 
-/// The process at the other end, and the path that one of the ends has.
+/// The path that one of the ends has. Not the process at the other end: the kernel gives 0 for one in a process namespace that this process
+/// does not see, which rustix's type for it cannot hold.
 fn unix_peer(stream: &UnixStream) -> Option<String> {
-    let path = [stream.peer_addr(), stream.local_addr()].into_iter().flatten();
-    let path = path.filter_map(|address| Some(format!("unix:{}", address.as_pathname()?.display()))).next();
-    let process = rustix::net::sockopt::socket_peercred(stream).ok().map(|peer| peer.pid.as_raw_nonzero());
-    match (path, process) {
-        (Some(path), Some(process)) => Some(format!("{path} (process {process})")),
-        (path, _) => path,
-    }
+    let mut paths = [stream.peer_addr(), stream.local_addr()].into_iter().flatten();
+    paths.find_map(|address| Some(format!("unix:{}", address.as_pathname()?.display())))
 }
 
 fn configure_tcp(stream: &TcpStream, silence: Duration, unheard: Duration) -> io::Result<()> {

@@ -17,9 +17,11 @@ use sterna::migration::{DELTA, SEND_AGAIN};
 use sterna::process;
 use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Outcome, ReceiveReport};
-use sterna::session::{Doorman, Greeted, Greeting, Heard, Peer, PeerNews, Placing, TellPeer, link_events};
+use sterna::session::{Doorman, Greeted, Greeting, Heard, Peer, PeerNews, Placing, TellPeer, after, link_events};
 use sterna::transport::{Limits, Listener};
+use sterna::wakers::Registration;
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
+use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
     Moment, RecordState, SwitchoverMessage,
@@ -32,7 +34,7 @@ use super::features::{FEATURES, WITH_DELTAS};
 use super::feeder::{Agreed, Feeder, FeederNews, FeederSinks};
 use super::qemu::{self, QemuEvent};
 use super::sockets::{Listens, SocketDir, SocketPlace};
-use super::{GatewayError, Placement, ReceiveOptions, fault};
+use super::{GatewayError, Placement, ReceiveOptions, WaitLimits, fault};
 use crate::discover::discover;
 use crate::qmp::Qmp;
 use crate::settings::{Restore, Role, Settings, Wanted};
@@ -43,11 +45,13 @@ const PAUSE_TIME: Duration = Duration::from_secs(10);
 /// Pause between two looks at a state that QEMU tells by no event.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 /// How long QEMU may take to exit.
-const QUIT_TIME: Duration = Duration::from_secs(10);
+pub(super) const QUIT_TIME: Duration = Duration::from_secs(10);
 /// The reason where it was cancelled on this side.
 const CANCELLED: &str = "cancelled";
 /// How often the loop wakes when nothing happens.
-const IDLE: Duration = Duration::from_secs(1);
+const IDLE: Duration = Duration::from_millis(250);
+/// How long the source may stay connected after the outcome here: it needs the answers of this side no longer.
+pub(super) const LINGER: Duration = SILENCE_LIMIT;
 
 /// What wakes the driver.
 #[derive(Debug)]
@@ -82,16 +86,50 @@ pub fn receive(
     let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
     let address = listener.local_address().to_string();
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
-    observer.note(&format!("listening on {address}"));
+    observer.listening(&address);
 
     let guest = Guest::of(&qmp);
     // QEMU's own stream has no place for deltas.
     let features = if options.placement == Placement::InStream { FEATURES } else { WITH_DELTAS };
     let greeting = Greeting { mode: Mode::Owner, features, refusal: &|hello| guest.refusal(hello) };
-    let first = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
-    let greeted = first.ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
+    let waiting = Waiting::start(options.wait, cancel);
+    let first = greeting.first(&incoming, &waiting.cancel, |reason| observer.note(&format!("refused: {reason}")));
+    let greeted = first.ok_or_else(|| match options.wait {
+        Some(wait) if !cancel.is_cancelled() => {
+            let seconds = wait.as_secs_f64();
+            GatewayError(format!("no source has begun a migration within {seconds} s (--wait); QEMU was not touched"))
+        }
+        _ => GatewayError("cancelled before a source connected".into()),
+    })?;
+    drop(waiting);
     observer.note(&format!("migration {} from {}", greeted.session.id, greeted.peer));
     run_session(greeted, options, &address, qmp, incoming, cancel, observer)
+}
+
+/// The wait for a source: cancelled by the program's cancellation, and when its time is over.
+struct Waiting {
+    cancel: Cancel,
+    _passing_on: Registration,
+    /// The clock's thread ends when this is dropped.
+    _over: Sender<()>,
+}
+
+impl Waiting {
+    fn start(time: Option<Duration>, program: &Cancel) -> Self {
+        let cancel = Cancel::new();
+        let passed_on = cancel.clone();
+        let passing_on = program.on_cancel(move || passed_on.cancel());
+        let (over, is_over) = channel::<()>();
+        if let Some(time) = time {
+            let late = cancel.clone();
+            std::thread::spawn(move || {
+                if let Err(RecvTimeoutError::Timeout) = is_over.recv_timeout(time) {
+                    late.cancel();
+                }
+            });
+        }
+        Self { cancel, _passing_on: passing_on, _over: over }
+    }
 }
 
 /// What the destination's QEMU must have in common with the source's.
@@ -136,9 +174,11 @@ fn run_session(
         downtime_limit: None,
         pause_before_switchover: false,
     };
-    let restore = Settings::apply(&qmp, &wanted).map_err(|error| refused(&mut writer, error.to_string()))?;
+    let plan = Settings::plan(&qmp, &wanted).map_err(|error| refused(&mut writer, error.to_string()))?;
     let state = RecordState::Destination(DestinationState::Started);
-    let record = qemu::new_record(&session, state, address.to_owned(), &options.qmp, &qmp);
+    let mut record = qemu::new_record(&session, state, address.to_owned(), &options.qmp, &qmp);
+    record.settings_before = serde_json::to_value(plan.before()).ok();
+    let restore = plan.carry_out().map_err(|error| refused(&mut writer, error.to_string()))?;
     let record =
         RecordFile::create(&options.state_dir, record).map_err(|error| refused(&mut writer, error.to_string()))?;
     let sockets = SocketPlace::find(&options.socket_dir, qmp.peer_pid())
@@ -205,6 +245,12 @@ fn run_session(
         placement: Vec::new(),
         return_path: None,
         end: None,
+        hang_up_at: None,
+        unwritten: None,
+        waits: options.waits,
+        until: options.waits.total.map(after),
+        stalled_at: after(options.waits.stall),
+        moved: 0,
         guest_stopped: false,
         cancelled: false,
         backlog: Some(backlog),
@@ -239,6 +285,16 @@ struct Driver<'a> {
     placement: Vec<String>,
     return_path: Option<JoinHandle<()>>,
     end: Option<DestinationEnd>,
+    /// When a source that is still connected after the end is hung up on.
+    hang_up_at: Option<Instant>,
+    /// Why the record could not be written, where the last attempt failed.
+    unwritten: Option<String>,
+    waits: WaitLimits,
+    /// When the guest must be prepared.
+    until: Option<Instant>,
+    /// When something must have arrived, and how many packets had when that was set.
+    stalled_at: Instant,
+    moved: u64,
     guest_stopped: bool,
     cancelled: bool,
     /// Events of QEMU that have not been handled; none once nobody will.
@@ -263,11 +319,17 @@ impl Driver<'_> {
             if !actions.is_empty() {
                 continue;
             }
-            // Once it has ended, the source is answered until it hangs up.
-            if self.end.is_some() && !self.peer.is_connected() {
+            // Once it has ended, the source is answered until it hangs up, or has had its time to.
+            let hang_up = self.hang_up_at.is_some_and(|at| Instant::now() >= at);
+            if self.end.is_some() && (hang_up || !self.peer.is_connected()) {
                 return;
             }
             self.tell_progress();
+            if let Some(reason) = self.overdue() {
+                self.tell_failure(&reason);
+                actions = self.machine.on(DestinationEvent::Failed { reason });
+                continue;
+            }
             match events.recv_timeout(IDLE.min(self.placing.left())) {
                 Ok(event) => {
                     if let Some(event) = self.translate(event) {
@@ -300,9 +362,13 @@ impl Driver<'_> {
                     self.decided = Some(Instant::now());
                 }
                 match self.record.write(RecordState::Destination(state)) {
-                    Ok(()) => Some(DestinationEvent::RecordWritten),
+                    Ok(()) => {
+                        self.unwritten = None;
+                        Some(DestinationEvent::RecordWritten)
+                    }
                     Err(error) => {
                         self.observer.note(&error.to_string());
+                        self.unwritten = Some(error.to_string());
                         Some(DestinationEvent::RecordFailed)
                     }
                 }
@@ -339,7 +405,7 @@ impl Driver<'_> {
             }
             DestinationAction::Quit => {
                 self.abort.raise("the migration was aborted");
-                Some(match quit(&self.qmp, &self.record) {
+                Some(match qemu::quit(&self.qmp, self.record.record().qemu, QUIT_TIME) {
                     Ok(()) => DestinationEvent::Guest(DestinationGuest::Gone),
                     Err(reason) => DestinationEvent::Failed { reason },
                 })
@@ -362,6 +428,10 @@ impl Driver<'_> {
                     // The source waits for nothing that could still come.
                     self.peer.hang_up();
                 }
+                if end == DestinationEnd::Running {
+                    self.put_settings_back();
+                }
+                self.hang_up_at.get_or_insert_with(|| Instant::now() + LINGER);
                 self.end = Some(end);
                 None
             }
@@ -506,6 +576,30 @@ impl Driver<'_> {
         })
     }
 
+    /// Why the source has had its time, where it has. Only as long as this side may give up.
+    fn overdue(&mut self) -> Option<String> {
+        if !self.machine.may_give_up() {
+            return None;
+        }
+        let moved = self.doorman.received();
+        if moved != self.moved {
+            (self.moved, self.stalled_at) = (moved, after(self.waits.stall));
+        }
+        let passed = |at: Instant| Instant::now() >= at;
+        if self.until.is_some_and(passed) {
+            return Some("the guest was not here in time (--time-limit of the destination)".into());
+        }
+        passed(self.stalled_at)
+            .then(|| "nothing of the guest arrived for too long (--stall-limit of the destination)".into())
+    }
+
+    /// The guest runs here: its QEMU is left as it was found, as the source's is where the guest stays there.
+    fn put_settings_back(&mut self) {
+        if let Some(Err(error)) = self.restore.take().map(Restore::restore) {
+            self.observer.note(&format!("QEMU's migration settings could not be put back: {error}"));
+        }
+    }
+
     /// Has QEMU listen, and stay paused when it has loaded the guest.
     fn clear_autostart(&self) -> Result<(), String> {
         let uri = format!("unix:{}", self.sockets.path_for_qemu().display());
@@ -530,7 +624,13 @@ impl Driver<'_> {
 
     fn finish(mut self, source: String) -> ReceiveReport {
         let (outcome, reason) = match self.end.take() {
-            Some(DestinationEnd::Running) => (Outcome::Completed, None),
+            Some(DestinationEnd::Running) => match &self.unwritten {
+                Some(why) if !self.record.record().state.settled() => (
+                    Outcome::Unconfirmed,
+                    Some(format!("the guest runs here, but the record could not be written: {why}")),
+                ),
+                _ => (Outcome::Completed, None),
+            },
             // Whichever came first is the reason, and the source may have cancelled too.
             Some(DestinationEnd::Discarded { reason }) if self.cancelled && reason == CANCELLED => {
                 (Outcome::Cancelled, Some(reason))
@@ -543,7 +643,7 @@ impl Driver<'_> {
             }
             None => (Outcome::Failed, self.abort.reason()),
         };
-        // A QEMU that has taken a guest, or has exited, needs nothing put back.
+        // A QEMU that holds part of a guest, or has exited, needs nothing put back.
         if self.record.written()
             && let Some(restore) = self.restore.take()
         {
@@ -603,23 +703,6 @@ fn wait_paused(qmp: &Qmp) -> Result<(), String> {
             status => return Err(format!("QEMU is {status} where it should be loaded and paused")),
         }
     }
-}
-
-/// Ends the QEMU of the record, if it still lives.
-pub(super) fn quit(qmp: &Qmp, record: &RecordFile) -> Result<(), String> {
-    let Some(identity) = record.record().qemu else { return Err("it is not known which process QEMU is".into()) };
-    if let Err(error) = qmp.execute("quit", json!({})) {
-        // It may have exited by itself; whether it lives is what counts.
-        tracing::debug!(%error, "quit");
-    }
-    let deadline = Instant::now() + QUIT_TIME;
-    while process::lives(identity) {
-        if Instant::now() >= deadline {
-            return Err(format!("QEMU (process {}) does not exit", identity.pid));
-        }
-        std::thread::sleep(LOOK_PAUSE);
-    }
-    Ok(())
 }
 
 #[cfg(test)]

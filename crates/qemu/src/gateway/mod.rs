@@ -17,6 +17,7 @@ use sterna::session::SessionError;
 use sterna::transport::Security;
 use sterna_codec::{MethodChoice, Qatzip};
 use sterna_wire::identity::MigrationId;
+use sterna_wire::switchover::SourceAfter;
 
 mod applied;
 mod backlog;
@@ -66,10 +67,23 @@ pub struct SendOptions {
     pub delta_cache: u64,
     /// For tests: this share of the zero pages, in percent, is sent as if they were not zero.
     pub normal_page_ratio: u8,
+    /// What becomes of the source QEMU when the destination has confirmed that the guest runs there.
+    pub source_after: SourceAfter,
+    /// What is waited for at most before the guest is stopped for its switchover.
+    pub waits: WaitLimits,
     /// Where the records of migrations are kept.
     pub state_dir: PathBuf,
     /// Where the private sockets for QEMU are made.
     pub socket_dir: SocketDirectory,
+}
+
+/// How long one side waits for the other before the switchover. After that the limits are fixed (docs/operating.md).
+#[derive(Clone, Copy, Debug)]
+pub struct WaitLimits {
+    /// Time without a byte of the guest sent or taken, from the moment when both sides have agreed on the migration.
+    pub stall: Duration,
+    /// Time from that moment until the guest is stopped (source) or prepared (destination); none: no limit.
+    pub total: Option<Duration>,
 }
 
 /// Settings of [`receive`].
@@ -83,6 +97,10 @@ pub struct ReceiveOptions {
     pub security: Security,
     /// How pages reach guest RAM.
     pub placement: Placement,
+    /// How long a source is waited for; none: no limit.
+    pub wait: Option<Duration>,
+    /// What is waited for at most between a source's hello and the guest prepared.
+    pub waits: WaitLimits,
     /// Where the records of migrations are kept.
     pub state_dir: PathBuf,
     /// Where the private sockets for QEMU are made.
@@ -172,6 +190,8 @@ pub struct RecoverOptions {
     pub fenced_peer: bool,
     /// TLS or not; needed where the other host must be asked.
     pub security: Option<Security>,
+    /// How long a prepared destination waits for its source to say what was decided; none: no limit.
+    pub wait: Option<Duration>,
     /// Where the records of migrations are kept.
     pub state_dir: PathBuf,
 }

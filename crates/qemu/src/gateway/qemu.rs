@@ -10,7 +10,9 @@ use sterna::process;
 use sterna::record_file::{now_ms, prepare, unsettled};
 use sterna::session::Session;
 use sterna_wire::control::Machine;
-use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceGuest};
+use sterna_wire::switchover::{
+    ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter, SourceEvent, SourceGuest,
+};
 
 use super::backlog::BacklogEntry;
 use super::sockets::{Listens, SocketPlace, accept_until};
@@ -24,6 +26,10 @@ pub(super) const PAGE_SIZE: usize = 4096;
 const CANCEL_TIME: Duration = Duration::from_secs(30);
 /// How long a running guest's migration may be `cancelling` before it is taken for stuck there.
 const CANCELLING_TIME: Duration = Duration::from_secs(5);
+/// How long QEMU may take to clean up after a migration that was yanked.
+const YANK_TIME: Duration = Duration::from_secs(2);
+/// How long a QMP `quit` of the source may take: a guest's huge pages are given back one by one.
+const SOURCE_QUIT_TIME: Duration = Duration::from_secs(30);
 /// How long a QEMU whose QMP connection has ended may take to exit.
 const EXIT_TIME: Duration = Duration::from_secs(5);
 /// Pause between two looks at a state that QEMU tells by no event.
@@ -151,6 +157,7 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
         qemu: identity(qmp),
         settings_before: None,
         completion_permitted: false,
+        source_after: SourceAfter::Keep,
         key: session.key.clone(),
         pid: std::process::id(),
         created_ms: now_ms(),
@@ -166,6 +173,52 @@ pub(super) fn cont(qmp: &Qmp) -> Result<(), QmpError> {
         return Ok(());
     }
     Err(QmpError::Unexpected { command: "cont".into(), reason: format!("the guest is {status} after it") })
+}
+
+/// Ends the QEMU process of a record by QMP `quit`, and waits until it is gone.
+///
+/// # Errors
+/// In words: it is not known which process that is, or it still lives after `time`.
+pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration) -> Result<(), String> {
+    let identity = identity.ok_or("it is not known which process QEMU is")?;
+    if let Err(error) = qmp.execute("quit", json!({})) {
+        // It may have exited by itself; whether it lives is what counts.
+        tracing::debug!(%error, "quit");
+    }
+    let deadline = Instant::now() + time;
+    while process::lives(identity) {
+        if Instant::now() >= deadline {
+            return Err(format!("QEMU (process {}) does not exit", identity.pid));
+        }
+        std::thread::sleep(LOOK_PAUSE);
+    }
+    Ok(())
+}
+
+/// The source's QEMU after the destination has confirmed that the guest runs there: ends it, unless the record says that it
+/// is kept.
+pub(super) fn end_source(qmp: &Qmp, record: &Record) -> SourceEvent {
+    // Somebody has started by hand what was given away: a contradiction, which no `quit` may hide.
+    if qmp.status().is_ok_and(|status| status == "running") {
+        return SourceEvent::Guest(SourceGuest::Running);
+    }
+    match record.source_after {
+        SourceAfter::Keep => SourceEvent::Guest(SourceGuest::Completed),
+        SourceAfter::Quit => match quit(qmp, record.qemu, SOURCE_QUIT_TIME) {
+            Ok(()) => SourceEvent::Guest(SourceGuest::Gone),
+            Err(reason) => SourceEvent::Failed { reason },
+        },
+    }
+}
+
+/// What somebody must know where the source's QEMU still lives after its guest has moved.
+pub(super) fn kept_warning(record: &Record, why: Option<&str>) -> String {
+    let process = record.qemu.map_or(String::new(), |qemu| format!(" (process {})", qemu.pid));
+    let why = why.unwrap_or("as --source-after keep asked for");
+    format!(
+        "the source's QEMU{process} still holds a stopped copy of the guest, {why}: never resume it (`virsh resume`, QMP \
+         `cont`), or the guest runs on both hosts and its disks are lost; end it (QMP `quit`, `virsh destroy`)"
+    )
 }
 
 /// Has QEMU announce the guest's network addresses, so that switches learn where it is. QEMU's own values for timing.
@@ -218,11 +271,17 @@ pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
         // There may be none to cancel; the state decides.
         tracing::debug!(%error, "migrate_cancel");
     }
-    let (patience, deadline) = (Instant::now() + CANCELLING_TIME, Instant::now() + CANCEL_TIME);
+    let (mut patience, deadline) = (Instant::now() + CANCELLING_TIME, Instant::now() + CANCEL_TIME);
+    let mut yanked = false;
     loop {
         match source_state(qmp)? {
             SourceGuest::Migrating if Instant::now() >= patience && cancelling_for_good(qmp)? => {
-                return Ok(SourceGuest::Running);
+                if yanked {
+                    return Ok(SourceGuest::Running);
+                }
+                // The migration is ours, and cannot complete any more: only its sockets are closed by this.
+                yank(qmp);
+                (yanked, patience) = (true, Instant::now() + YANK_TIME);
             }
             SourceGuest::Migrating if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
             SourceGuest::Migrating => {
@@ -240,6 +299,58 @@ pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
 /// There is no way from `cancelling` to `completed`, and the guest runs: so nothing is left to wait for.
 fn cancelling_for_good(qmp: &Qmp) -> Result<bool, QmpError> {
     Ok(qmp.query_migrate()?.status == "cancelling" && qmp.status()? == "running")
+}
+
+/// Has QEMU close the sockets of its migration, whatever it waits for there.
+fn yank(qmp: &Qmp) {
+    if let Err(error) = qmp.execute("yank", json!({ "instances": [{ "type": "migration" }] })) {
+        tracing::debug!(%error, "yank");
+    }
+}
+
+/// Whether QEMU holds a migration, under way or not cleaned up after: `query-yank` names it as long as it does.
+fn holds_migration(qmp: &Qmp) -> bool {
+    let instances = qmp.execute("query-yank", json!({})).unwrap_or_default();
+    instances.as_array().is_some_and(|all| all.iter().any(|one| one["type"] == "migration"))
+}
+
+/// Waits until QEMU, which has no migration under way, has cleaned up after the last one.
+///
+/// Until then it refuses another `migrate`, and QEMU 7.2 is in the state `setup` for good after it has refused one (its
+/// `qmp_migrate` registers the yank instance only when the migration has begun). QEMU 7.2, and rarely 10.0, never clean up where
+/// their sockets were closed while they opened them.
+///
+/// # Errors
+/// In words: it does not within 5 s.
+pub(super) fn wait_cleaned_up(qmp: &Qmp) -> Result<(), String> {
+    cleaned_up_within(qmp, CANCELLING_TIME)
+}
+
+/// [`wait_cleaned_up`] after a migration of our own, whose sockets may be yanked for it.
+///
+/// # Errors
+/// In words: it does not within 7 s.
+pub(super) fn clean_up(qmp: &Qmp) -> Result<(), String> {
+    cleaned_up_within(qmp, CANCELLING_TIME).or_else(|_| {
+        yank(qmp);
+        cleaned_up_within(qmp, YANK_TIME)
+    })
+}
+
+fn cleaned_up_within(qmp: &Qmp, time: Duration) -> Result<(), String> {
+    let deadline = Instant::now() + time;
+    while holds_migration(qmp) {
+        if Instant::now() >= deadline {
+            return Err(format!(
+                "QEMU {} holds on to a migration that broke off (`query-yank` names it; neither `migrate_cancel` nor `yank` \
+                 helps) and can begin no other one: the guest runs on, but it can only be moved after it was shut down and \
+                 started again in a new QEMU",
+                qmp.version()
+            ));
+        }
+        std::thread::sleep(LOOK_PAUSE);
+    }
+    Ok(())
 }
 
 /// The connections of an outgoing migration.

@@ -16,18 +16,20 @@ use sterna::control_link::{ControlLink, held_back};
 use sterna::process;
 use sterna::record_file::{RecordFile, RecordFileError, Side};
 use sterna::report::Observer;
-use sterna::session::{DIAL_PAUSE, Heard, Peer, PeerNews, Redial, Session, TellPeer, link_events};
+use sterna::session::{DIAL_PAUSE, Heard, Peer, PeerNews, Redial, Session, TellPeer, after, link_events};
 use sterna::transport::{Address, Limits, Listener, Security, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
-    Moment, Record, RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover,
+    Moment, Record, RecordState, SourceAction, SourceAfter, SourceEnd, SourceEvent, SourceGuest, SourceState,
+    SourceSwitchover,
 };
 
 use super::claim::Claim;
+use super::destination::{LINGER, QUIT_TIME};
 use super::sockets::SocketPlace;
-use super::{GatewayError, RecoverOptions, SocketDirectory, destination, fault, qemu};
+use super::{GatewayError, RecoverOptions, SocketDirectory, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
@@ -64,7 +66,8 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     let tell: TellPeer = Arc::new(move |news| drop(events_in.send(Event::Peer(news))));
     let peer = Peer::unconnected(seconds_since_2020());
     let redial = Redial::new(DIAL_PAUSE);
-    let common = Common { options, observer, record, qmp, tell, events, peer, redial };
+    let common =
+        Common { options, observer, record, qmp, tell, events, peer, redial, unwritten: None, source_left: None };
     match common.record.record().state {
         RecordState::Source(state) => common.source(state),
         RecordState::Destination(state) => common.destination(state),
@@ -104,9 +107,66 @@ struct Common<'a> {
     events: Receiver<Event>,
     peer: Peer,
     redial: Redial,
+    /// Why the record could not be written, where the last attempt failed.
+    unwritten: Option<String>,
+    /// Why the source's QEMU lives although it was to be ended.
+    source_left: Option<String>,
 }
 
 impl Common<'_> {
+    /// Writes the record.
+    fn write(&mut self, state: RecordState) -> bool {
+        let fenced = self.options.fenced_peer;
+        self.record.amend(|record| record.fenced_peer |= fenced);
+        self.unwritten = self.record.write(state).err().map(|error| error.to_string());
+        self.unwritten.iter().for_each(|error| self.observer.note(error));
+        self.unwritten.is_none()
+    }
+
+    /// `text`, if how it ended is on the disk: only then nothing is left to settle.
+    fn durable(&self, text: String) -> Result<String, GatewayError> {
+        let state = self.record.record().state;
+        if state.settled() || state == RecordState::Destination(DestinationState::Aborted) {
+            return Ok(text);
+        }
+        let why = self.unwritten.as_deref().unwrap_or("the disk did not take it");
+        Err(GatewayError(format!(
+            "{text}; but this could not be written to the record: {why}. Put that right and run this again: the migration is \
+             not settled before"
+        )))
+    }
+
+    /// The end of a source, with what must be known of its QEMU.
+    fn source_settled(&self, end: &SourceEnd) -> Result<String, GatewayError> {
+        let mut text = source_end(end)?;
+        let record = self.record.record();
+        match end {
+            // A record without a QEMU is of a monitor that embeds the library, and decides itself.
+            SourceEnd::Finished if !record.qmp.is_empty() => {
+                let kept = self.source_left.is_some() || record.source_after == SourceAfter::Keep;
+                if kept && record.qemu.is_none_or(process::lives) {
+                    text += &format!("; WARNING: {}", qemu::kept_warning(record, self.source_left.as_deref()));
+                }
+            }
+            SourceEnd::Aborted { .. } => self.warn_of_held_migration(&mut text),
+            _ => {}
+        }
+        self.durable(text)
+    }
+
+    /// The guest runs on at the source, and the destination was not told.
+    fn resumed(&self) -> Result<String, GatewayError> {
+        let mut text = RESUMED.to_owned();
+        self.warn_of_held_migration(&mut text);
+        self.durable(text)
+    }
+
+    fn warn_of_held_migration(&self, text: &mut String) {
+        if let Some(Err(held)) = self.qmp.as_ref().map(qemu::clean_up) {
+            *text += &format!("; WARNING: {held}");
+        }
+    }
+
     fn security(&self) -> Result<Security, GatewayError> {
         self.options.security.clone().ok_or_else(|| {
             GatewayError(
@@ -183,7 +243,7 @@ impl Common<'_> {
                 let step = action.step();
                 fault::point(Moment::Before, step);
                 match &action {
-                    SourceAction::Done(end) => return source_end(end),
+                    SourceAction::Done(end) => return self.source_settled(end),
                     SourceAction::Connect => {
                         let time = if machine.decided() { DIAL_TIME } else { TELL_TIME };
                         give_up.get_or_insert(Instant::now() + time);
@@ -191,7 +251,7 @@ impl Common<'_> {
                         match self.security() {
                             Ok(security) => self.dial(security),
                             // The guest runs here, and a destination that was not told can ask.
-                            Err(_) if machine.may_stop() => return Ok(RESUMED.into()),
+                            Err(_) if machine.may_stop() => return self.resumed(),
                             Err(error) => return Err(error),
                         }
                     }
@@ -208,7 +268,7 @@ impl Common<'_> {
             }
             if give_up.is_some_and(|deadline| Instant::now() >= deadline) {
                 if machine.may_stop() {
-                    return Ok(RESUMED.into());
+                    return self.resumed();
                 }
                 let to = &self.record.record().peer;
                 return Err(GatewayError(format!(
@@ -239,13 +299,13 @@ impl Common<'_> {
                     }
                     Some(Heard::Said(..)) | None => Vec::new(),
                 },
-                Event::Cancelled if machine.may_stop() => return Ok(RESUMED.into()),
+                Event::Cancelled if machine.may_stop() => return self.resumed(),
                 Event::Cancelled => return Err(GatewayError("cancelled; nothing is settled yet".into())),
             };
         }
     }
 
-    /// The guest stays: its QEMU is left as `send` found it.
+    /// The guest runs here: its QEMU is left as it was found.
     fn put_settings_back(&self) {
         let (Some(qmp), Some(before)) = (&self.qmp, &self.record.record().settings_before) else { return };
         let put_back = Values::deserialize(before).map_err(|error| error.to_string());
@@ -259,17 +319,10 @@ impl Common<'_> {
         let failed =
             |what: &str, error: &dyn std::fmt::Display| SourceEvent::Failed { reason: format!("{what}: {error}") };
         Ok(match action {
-            SourceAction::WriteRecord(state) => {
-                let fenced = self.options.fenced_peer;
-                self.record.amend(|record| record.fenced_peer |= fenced);
-                Some(match self.record.write(RecordState::Source(state)) {
-                    Ok(()) => SourceEvent::RecordWritten,
-                    Err(error) => {
-                        self.observer.note(&error.to_string());
-                        SourceEvent::RecordFailed
-                    }
-                })
-            }
+            SourceAction::WriteRecord(state) => Some(match self.write(RecordState::Source(state)) {
+                true => SourceEvent::RecordWritten,
+                false => SourceEvent::RecordFailed,
+            }),
             SourceAction::Send(message) => {
                 self.peer.say(&ControlMessage::Switchover(message));
                 None
@@ -296,6 +349,16 @@ impl Common<'_> {
                 self.qmp.iter().for_each(qemu::announce);
                 None
             }
+            SourceAction::EndGuest => Some(match &self.qmp {
+                Some(qmp) => {
+                    let event = qemu::end_source(qmp, self.record.record());
+                    if let SourceEvent::Failed { reason } = &event {
+                        self.source_left = Some(reason.clone());
+                    }
+                    event
+                }
+                None => SourceEvent::Guest(SourceGuest::Gone),
+            }),
             SourceAction::StartMigration | SourceAction::RelayShut | SourceAction::Connect | SourceAction::Done(_) => {
                 tracing::error!(?action, "not an action of recovery");
                 None
@@ -341,14 +404,22 @@ impl Common<'_> {
         tracing::info!(?state, ?qemu_state, "recovering the destination");
         let (mut machine, mut actions) = DestinationSwitchover::recover(state, qemu_state, self.options.fenced_peer);
         let mut listening = None;
-        let mut end = None;
+        let mut end: Option<DestinationEnd> = None;
+        let mut hang_up_at = None;
+        let until = self.options.wait.map(after);
         loop {
             let mut answers = Vec::new();
             for action in actions {
                 let step = action.step();
                 fault::point(Moment::Before, step);
                 match action {
-                    DestinationAction::Done(reached) => end = Some(reached),
+                    DestinationAction::Done(reached) => {
+                        if reached == DestinationEnd::Running {
+                            self.put_settings_back();
+                        }
+                        hang_up_at.get_or_insert_with(|| Instant::now() + LINGER);
+                        end = Some(reached);
+                    }
                     DestinationAction::AwaitSource if listening.is_none() && end.is_none() => {
                         listening = Some(self.listen()?);
                         self.observer.note(&format!(
@@ -369,15 +440,21 @@ impl Common<'_> {
             if !actions.is_empty() {
                 continue;
             }
+            let hang_up = hang_up_at.is_some_and(|at| Instant::now() >= at);
             if let Some(end) = &end
-                && !self.peer.is_connected()
+                && (hang_up || !self.peer.is_connected())
             {
                 // Settled here, or lost. A committed source that still asks is answered for a while.
                 let answer = destination_end(end);
-                if answer.is_ok() || matches!(end, DestinationEnd::Lost { .. }) {
+                if !hang_up && (answer.is_ok() || matches!(end, DestinationEnd::Lost { .. })) {
                     self.answer_for_a_while(&mut machine, listening.take());
                 }
-                return answer;
+                return answer.and_then(|text| self.durable(text));
+            }
+            if end.is_none() && until.is_some_and(|until| Instant::now() >= until) {
+                return Err(GatewayError(
+                    "no source has said in time (--wait) what was decided: nothing is settled yet".into(),
+                ));
             }
             let event = match self.events.recv_timeout(IDLE) {
                 Ok(event) => event,
@@ -386,7 +463,7 @@ impl Common<'_> {
             };
             if matches!(event, Event::Cancelled) {
                 return match &end {
-                    Some(end) => destination_end(end),
+                    Some(end) => destination_end(end).and_then(|text| self.durable(text)),
                     None => Err(GatewayError("cancelled; nothing is settled yet".into())),
                 };
             }
@@ -416,7 +493,8 @@ impl Common<'_> {
     fn answer_for_a_while(&mut self, machine: &mut DestinationSwitchover, listening: Option<Listening>) {
         let Ok(_listening) = listening.map_or_else(|| self.listen(), Ok) else { return };
         let mut deadline = Instant::now() + TELL_TIME;
-        while Instant::now() < deadline || self.peer.is_connected() {
+        let hang_up_at = Instant::now() + LINGER;
+        while Instant::now() < hang_up_at && (Instant::now() < deadline || self.peer.is_connected()) {
             let Ok(event) = self.events.recv_timeout(IDLE) else { continue };
             if matches!(event, Event::Cancelled) {
                 return;
@@ -436,17 +514,10 @@ impl Common<'_> {
         let failed =
             |what: &str, error: &dyn std::fmt::Display| DestinationEvent::Failed { reason: format!("{what}: {error}") };
         match action {
-            DestinationAction::WriteRecord(state) => {
-                let fenced = self.options.fenced_peer;
-                self.record.amend(|record| record.fenced_peer |= fenced);
-                Some(match self.record.write(RecordState::Destination(state)) {
-                    Ok(()) => DestinationEvent::RecordWritten,
-                    Err(error) => {
-                        self.observer.note(&error.to_string());
-                        DestinationEvent::RecordFailed
-                    }
-                })
-            }
+            DestinationAction::WriteRecord(state) => Some(match self.write(RecordState::Destination(state)) {
+                true => DestinationEvent::RecordWritten,
+                false => DestinationEvent::RecordFailed,
+            }),
             DestinationAction::Send(message) => {
                 self.peer.say(&ControlMessage::Switchover(message));
                 None
@@ -460,10 +531,12 @@ impl Common<'_> {
                 self.qmp.iter().for_each(qemu::announce);
                 None
             }
-            DestinationAction::Quit => Some(match self.qmp.as_ref().map(|qmp| destination::quit(qmp, &self.record)) {
-                Some(Err(reason)) => DestinationEvent::Failed { reason },
-                Some(Ok(())) | None => DestinationEvent::Guest(DestinationGuest::Gone),
-            }),
+            DestinationAction::Quit => {
+                Some(match self.qmp.as_ref().map(|qmp| qemu::quit(qmp, self.record.record().qemu, QUIT_TIME)) {
+                    Some(Err(reason)) => DestinationEvent::Failed { reason },
+                    Some(Ok(())) | None => DestinationEvent::Guest(DestinationGuest::Gone),
+                })
+            }
             DestinationAction::ClearAutostart
             | DestinationAction::AcceptStream
             | DestinationAction::AwaitSource
@@ -526,11 +599,9 @@ pub(super) fn source_end(end: &SourceEnd) -> Result<String, GatewayError> {
         SourceEnd::Finished => Ok("the guest runs at the destination".into()),
         SourceEnd::Aborted { .. } => Ok("the guest runs here, at the source".into()),
         SourceEnd::NotStarted => Ok("nothing was begun; the guest was not touched".into()),
-        SourceEnd::GuestGone => Err(GatewayError(
-            "the source's QEMU has ended: if the destination stands prepared, `sterna recover --fenced-peer` there starts \
-             the guest from its copy"
-                .into(),
-        )),
+        SourceEnd::GuestGone => Ok("the source's QEMU has ended, and nothing of the guest is left here: if the destination is \
+                                    prepared, `sterna recover --fenced-peer` there starts the guest from its copy"
+            .into()),
         SourceEnd::DestinationLost { never_ran, reason } => Err(GatewayError(format!(
             "the guest was given to the destination, whose QEMU is gone ({reason}); it {} there. \
              `sterna recover --fenced-peer` here lets it go on from where it stopped",

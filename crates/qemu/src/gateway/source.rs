@@ -92,6 +92,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
     qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Sterna, &qmp)
         .map_err(GatewayError::untouched)?;
+    // Before a destination is told: a `migrate` that QEMU refuses would end the destination's QEMU.
+    qemu::wait_cleaned_up(&qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
     let engines = options.qatzip.engines(options.method, options.channels);
@@ -118,8 +120,9 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         return Err(GatewayError::untouched("cancelled"));
     }
 
-    let record =
-        qemu::new_record(&session, RecordState::Source(SourceState::Started), options.to.clone(), &options.qmp, &qmp);
+    let state = RecordState::Source(SourceState::Started);
+    let mut record = qemu::new_record(&session, state, options.to.clone(), &options.qmp, &qmp);
+    record.source_after = options.source_after;
     let mut record = RecordFile::create(&options.state_dir, record).map_err(GatewayError::untouched)?;
 
     let window = Arc::new(Window::new(session.packet_size as u64, session.round_trip, options.downtime));
@@ -183,6 +186,11 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         delta_cache: 0,
         no_deltas: None,
         cancel,
+        rounds: 0,
+        source_left: None,
+        unwritten: None,
+        until: options.waits.total.map(session::after),
+        moved: (0, 0),
         machine_name: format!("{} {}", machine.monitor, machine.machine_type),
         backlog,
     };
@@ -232,6 +240,16 @@ struct Driver<'a> {
     /// Why there are none although they were wished for.
     no_deltas: Option<&'static str>,
     cancel: &'a Cancel,
+    /// Rounds over the dirty pages, asked before QEMU is ended.
+    rounds: u64,
+    /// Why the source QEMU lives although it was to be ended.
+    source_left: Option<String>,
+    /// Why the record could not be written, where the last attempt failed.
+    unwritten: Option<String>,
+    /// When the guest must have been stopped.
+    until: Option<Instant>,
+    /// Bytes on the wire and in flight when they last changed.
+    moved: (u64, u64),
     machine_name: String,
     /// Events of QEMU that have not been handled.
     backlog: Backlog,
@@ -300,6 +318,7 @@ impl SourceDriver for Driver<'_> {
     }
 
     fn tick(&mut self) {
+        self.watch_progress();
         self.tell_progress();
     }
 }
@@ -315,6 +334,7 @@ impl Driver<'_> {
                 }
                 match self.record.write(RecordState::Source(state)) {
                     Ok(()) => {
+                        self.unwritten = None;
                         self.lead.due = None;
                         if state == SourceState::Committed {
                             self.lead.moments.decided = Some(Instant::now());
@@ -324,12 +344,16 @@ impl Driver<'_> {
                     }
                     Err(error) => {
                         self.observer.note(&error.to_string());
+                        self.unwritten = Some(error.to_string());
                         Some(SourceEvent::RecordFailed)
                     }
                 }
             }
             SourceAction::StartMigration => match self.start_migration() {
-                Ok(()) => None,
+                Ok(()) => {
+                    self.await_progress();
+                    None
+                }
                 Err(error) => {
                     // The event may still lie in the queue.
                     self.lead.cancelled |= self.cancel.is_cancelled();
@@ -365,6 +389,14 @@ impl Driver<'_> {
                 self.lead.give_up.get_or_insert(Instant::now() + time);
                 self.reconnect();
                 None
+            }
+            SourceAction::EndGuest => {
+                self.count_rounds();
+                let event = qemu::end_source(&self.qmp, self.record.record());
+                if let SourceEvent::Failed { reason } = &event {
+                    self.source_left = Some(reason.clone());
+                }
+                Some(event)
             }
             SourceAction::Done(_) => unreachable!("the loop ends before it is performed"),
         }
@@ -442,6 +474,7 @@ impl Driver<'_> {
             QemuEvent::Resumed => {
                 self.lead.moments.runs_on();
                 self.lead.due = None;
+                self.await_progress();
                 // Somebody has started by hand what was given away.
                 self.lead.switchover.decided().then_some(SourceEvent::Guest(SourceGuest::Running))
             }
@@ -610,6 +643,33 @@ impl Driver<'_> {
         self.session.incarnation = self.lead.peer.begin_anew();
         let (to, security) = (Address::from(&self.options.to), self.options.security.clone());
         self.redial.dial(to, security, self.session.clone(), Arc::clone(&self.tell_peer));
+    }
+
+    /// From now on something must arrive at the destination before long, and the guest be stopped in time.
+    fn await_progress(&mut self) {
+        // From the stop of the guest on, and where the migration is being taken down, other limits hold.
+        if !self.migrating || self.lead.moments.paused.is_some() || self.lead.abort.is_over() {
+            return;
+        }
+        let stalled = session::after(self.options.waits.stall);
+        self.lead.due = Some(match self.until {
+            Some(until) if until < stalled => (until, "copying the guest's memory (--time-limit)"),
+            _ => (stalled, "waiting for anything of the guest to move (--stall-limit)"),
+        });
+    }
+
+    /// Gives what is waited for its time anew where something has moved.
+    fn watch_progress(&mut self) {
+        let moved = (self.sent().wire_bytes, self.window.in_flight());
+        if moved != self.moved {
+            self.moved = moved;
+            self.await_progress();
+        }
+    }
+
+    fn count_rounds(&mut self) {
+        let info = self.qmp.query_migrate().ok();
+        self.rounds = info.and_then(|info| info.ram).map_or(self.rounds, |ram| ram.dirty_sync_count);
     }
 
     /// How long a step with the guest stopped may take before it is given up.

@@ -43,6 +43,8 @@ steps! {
     SourceRecordCommitted = "source" "record-committed";
     /// The source says `Commit`.
     SourceSendCommit = "source" "send-commit";
+    /// The source ends its QEMU, whose guest runs at the destination.
+    SourceEndGuest = "source" "end-guest";
     /// The source writes `finished`.
     SourceRecordFinished = "source" "record-finished";
     /// The source writes `aborted`.
@@ -55,6 +57,8 @@ steps! {
     SourceCont = "source" "cont";
     /// The source writes `resumed`.
     SourceRecordResumed = "source" "record-resumed";
+    /// The source writes that its QEMU is gone.
+    SourceRecordGone = "source" "record-gone";
     /// The source answers that it committed.
     SourceSendOutcomeCommitted = "source" "send-outcome-committed";
     /// The source answers that it aborted.
@@ -136,6 +140,8 @@ impl SourceAction {
             Self::WriteRecord(SourceState::Aborted) => Step::SourceRecordAborted,
             Self::WriteRecord(SourceState::Resumed) => Step::SourceRecordResumed,
             Self::WriteRecord(SourceState::Finished) => Step::SourceRecordFinished,
+            Self::WriteRecord(SourceState::Gone) => Step::SourceRecordGone,
+            Self::EndGuest => Step::SourceEndGuest,
             Self::StartMigration => Step::SourceStartMigration,
             Self::Send(SwitchoverMessage::Prepare) => Step::SourceSendPrepare,
             Self::Send(SwitchoverMessage::Commit) => Step::SourceSendCommit,

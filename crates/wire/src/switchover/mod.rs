@@ -14,7 +14,8 @@
 //!  QEMU reports completed
 //!  record committed            (the decision)
 //!                      ─────── Commit ──────────────> record committed, cont, QEMU reports running, record running
-//!  record finished     <────── Running ──────────────
+//!  monitor ended       <────── Running ──────────────
+//!  record finished
 //! ```
 //!
 //! Any failure before the decision: the source writes `aborted`, only then makes its guest run again, and says `Abort`.
@@ -50,7 +51,9 @@ mod source;
 
 pub use crash_point::{CrashPoint, Moment, Step};
 pub use destination::{DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationSwitchover};
-pub use record::{DestinationState, ProcessIdentity, RECORD_VERSION, Record, RecordError, RecordState, SourceState};
+pub use record::{
+    DestinationState, ProcessIdentity, RECORD_VERSION, Record, RecordError, RecordState, SourceAfter, SourceState,
+};
 pub use source::{SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceSwitchover};
 
 use serde::{Deserialize, Serialize};

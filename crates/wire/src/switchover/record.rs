@@ -24,8 +24,23 @@ pub enum SourceState {
     Aborted,
     /// As aborted, and the source's guest has been seen running since: QEMU is not touched any more.
     Resumed,
-    /// The destination has confirmed that the guest runs there.
+    /// The destination has confirmed that the guest runs there, and what was left of it here was ended or kept as it was
+    /// asked for.
     Finished,
+    /// The source's monitor has ended without the destination's word that the guest runs there: there is no guest here any
+    /// more, and nothing to settle on this side.
+    Gone,
+}
+
+/// What becomes of the source's monitor once the destination has confirmed that the guest runs there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SourceAfter {
+    /// It is ended.
+    Quit,
+    /// It is kept, with a stopped copy of the guest that must never be resumed. So also where a record does not name it.
+    #[default]
+    Keep,
 }
 
 /// How far the destination had come.
@@ -60,7 +75,8 @@ impl RecordState {
     pub fn settled(self) -> bool {
         matches!(
             self,
-            Self::Source(SourceState::Resumed | SourceState::Finished) | Self::Destination(DestinationState::Running)
+            Self::Source(SourceState::Resumed | SourceState::Finished | SourceState::Gone)
+                | Self::Destination(DestinationState::Running)
         )
     }
 }
@@ -95,14 +111,17 @@ pub struct Record {
     /// The QEMU process behind that socket when the migration began, where it could be told.
     #[serde(default)]
     pub qemu: Option<ProcessIdentity>,
-    /// Source: what settings of the virtual machine monitor were before they were changed, to be put back if the guest
-    /// stays. Only the driver knows their form.
+    /// What settings of the virtual machine monitor were before they were changed, to be put back where the guest runs in
+    /// the end. Only the driver knows their form.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings_before: Option<serde_json::Value>,
     /// Source: the destination's word that it is prepared was about to be passed on to the virtual machine monitor. Only
     /// then can the monitor have completed this migration: a guest moved away without it was moved by somebody else.
     #[serde(default)]
     pub completion_permitted: bool,
+    /// Source: what becomes of its monitor when the guest runs at the destination.
+    #[serde(default)]
+    pub source_after: SourceAfter,
     /// The migration's key, in 64 hexadecimal digits.
     #[serde(with = "key_as_hex")]
     pub key: MigrationKey,
@@ -211,6 +230,7 @@ mod tests {
             qemu: Some(ProcessIdentity { pid: 7, start_ticks: 99 }),
             settings_before: None,
             completion_permitted: false,
+            source_after: SourceAfter::Quit,
             key: MigrationKey::from_bytes([0xab; 32]),
             pid: 11,
             created_ms: 1,
@@ -222,13 +242,22 @@ mod tests {
     fn every_state_survives_the_file() {
         use DestinationState as D;
         use SourceState as S;
-        let source = [S::Started, S::Committed, S::Aborted, S::Resumed, S::Finished].map(RecordState::Source);
+        let source = [S::Started, S::Committed, S::Aborted, S::Resumed, S::Finished, S::Gone].map(RecordState::Source);
         let destination = [D::Started, D::Prepared, D::Committed, D::Running, D::Aborted].map(RecordState::Destination);
         for state in source.into_iter().chain(destination) {
             let record = record().advanced(state, 12, 5);
             let text = record.to_json().unwrap();
             assert_eq!(Record::from_json(&text).unwrap(), record);
         }
+    }
+
+    #[test]
+    fn a_record_without_a_word_about_the_source_afterwards_keeps_it() {
+        let text = String::from_utf8(record().to_json().unwrap()).unwrap();
+        let line = "  \"source_after\": \"quit\",\n";
+        assert!(text.contains(line), "{text}");
+        let old = Record::from_json(text.replace(line, "").as_bytes()).unwrap();
+        assert_eq!(old.source_after, SourceAfter::Keep);
     }
 
     #[test]

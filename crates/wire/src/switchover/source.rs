@@ -34,7 +34,7 @@ pub enum SourceEvent {
     /// The last byte of QEMU's stream has been handed to the channels.
     FinalStateSent,
     /// QEMU's state changed (only after [`SourceAction::StartMigration`] was performed), or is the answer to
-    /// [`SourceAction::EndMigration`] or [`SourceAction::Cont`].
+    /// [`SourceAction::EndMigration`], [`SourceAction::Cont`] or [`SourceAction::EndGuest`].
     Guest(SourceGuest),
     /// The migration shall not go on: cancelled, a time limit, an error of the data plane; or the action at hand failed.
     Failed {
@@ -62,6 +62,10 @@ pub enum SourceAction {
     Cont,
     /// QMP `announce-self`: the switches may have heard of the other host.
     AnnounceSelf,
+    /// The decision is durable and the destination has confirmed that the guest runs there: end what is left of the guest
+    /// here, or leave it, as the record's [`SourceAfter`](super::SourceAfter) says. Answer with `Guest`: `Gone` where it was
+    /// ended, `Completed` where it was left, `Running` where somebody has started it; or `Failed`, which leaves it as well.
+    EndGuest,
     /// Dial the destination's listener, again and again, and answer `Connected`.
     Connect,
     /// Nothing more will come of this machine.
@@ -80,8 +84,8 @@ pub enum SourceEnd {
     },
     /// The first record could not be written: nothing was begun, the guest was not touched.
     NotStarted,
-    /// The source's QEMU died before the decision. If the destination stands prepared it holds the only copy, and only
-    /// an operator can say that it may run (`recover --fenced-peer` there).
+    /// The source's QEMU ended before the destination had confirmed that the guest runs there. If the destination is
+    /// prepared it holds the only copy, and only an operator can say that it may run (`recover --fenced-peer` there).
     GuestGone,
     /// Decided, but the destination's QEMU is gone. The guest stands here; `recover --fenced-peer` makes it run.
     DestinationLost {
@@ -108,10 +112,12 @@ enum Phase {
     Relaying,
     WritingCommitted,
     Committed,
+    EndingGuest,
     WritingFinished,
     WritingAborted,
     Resuming,
     WritingResumed,
+    WritingGone,
     Telling,
     /// At the destination's word that the guest runs there.
     Finished,
@@ -122,7 +128,10 @@ enum Phase {
 impl Phase {
     fn writing(self) -> bool {
         use Phase::*;
-        matches!(self, WritingStarted | WritingCommitted | WritingFinished | WritingAborted | WritingResumed)
+        matches!(
+            self,
+            WritingStarted | WritingCommitted | WritingFinished | WritingAborted | WritingResumed | WritingGone
+        )
     }
 
     fn undecided(self) -> bool {
@@ -164,12 +173,15 @@ impl SourceSwitchover {
         let mut actions = Vec::new();
         match record {
             // Whether the destination's copy is still good nobody can tell here, so it is not told to discard it.
-            None | Some(SourceState::Started) if qemu == SourceGuest::Gone => {
-                machine.end(SourceEnd::GuestGone, &mut actions);
+            Some(SourceState::Started | SourceState::Aborted) if qemu == SourceGuest::Gone => {
+                machine.guest_gone(&mut actions);
             }
+            None if qemu == SourceGuest::Gone => machine.end(SourceEnd::GuestGone, &mut actions),
             None | Some(SourceState::Started) => machine.abort_now(&mut actions),
+            Some(SourceState::Gone) => machine.end(SourceEnd::GuestGone, &mut actions),
+            // Neither side has the guest any more.
             Some(SourceState::Committed) if fenced_peer && qemu == SourceGuest::Gone => {
-                machine.end(SourceEnd::GuestGone, &mut actions);
+                machine.guest_gone(&mut actions);
             }
             Some(SourceState::Committed) if fenced_peer => {
                 machine.reason = "an operator fenced the destination".into();
@@ -195,7 +207,7 @@ impl SourceSwitchover {
 
     /// Whether the guest is committed to the destination: cancelling has no effect any more.
     pub fn decided(&self) -> bool {
-        matches!(self.phase, Phase::Committed | Phase::WritingFinished | Phase::Finished)
+        matches!(self.phase, Phase::Committed | Phase::EndingGuest | Phase::WritingFinished | Phase::Finished)
     }
 
     /// Why the migration does not go on; empty before that.
@@ -252,6 +264,7 @@ impl SourceSwitchover {
             Phase::WritingFinished => self.end(SourceEnd::Finished, actions),
             Phase::WritingAborted => self.resume(actions),
             Phase::WritingResumed => self.tell(actions),
+            Phase::WritingGone => self.end(SourceEnd::GuestGone, actions),
             _ => {}
         }
     }
@@ -303,6 +316,8 @@ impl SourceSwitchover {
             SourceEvent::Failed { reason } => match self.phase {
                 phase if phase.undecided() => self.abort(&reason, actions),
                 Phase::Resuming => self.end(SourceEnd::Stuck { reason }, actions),
+                // What is left of the guest here does not run: the destination's word counts.
+                Phase::EndingGuest => self.finish(actions),
                 _ => {}
             },
         }
@@ -317,8 +332,8 @@ impl SourceSwitchover {
                 actions.push(SourceAction::RelayShut);
             }
             M::Running if self.phase == Phase::Committed => {
-                self.phase = Phase::WritingFinished;
-                actions.push(SourceAction::WriteRecord(SourceState::Finished));
+                self.phase = Phase::EndingGuest;
+                actions.push(SourceAction::EndGuest);
             }
             M::Running if told_to_abort => self.end(SourceEnd::Conflict, actions),
             M::AskOutcome if self.phase == Phase::Committed => {
@@ -365,18 +380,27 @@ impl SourceSwitchover {
             // No copy can be complete yet: the destination may discard what it has.
             (Phase::Migrating, SourceGuest::Gone) => self.abort("the source's QEMU died", actions),
             // The destination may hold the only complete copy. It is not told to discard it.
-            (Phase::Preparing | Phase::Relaying | Phase::Resuming, SourceGuest::Gone) => {
-                self.end(SourceEnd::GuestGone, actions);
-            }
+            (Phase::Preparing | Phase::Relaying | Phase::Resuming, SourceGuest::Gone) => self.guest_gone(actions),
+            (Phase::EndingGuest, SourceGuest::Gone | SourceGuest::Completed) => self.finish(actions),
             (Phase::Resuming, SourceGuest::Completed) => actions.push(SourceAction::Cont),
             (Phase::Resuming, SourceGuest::Running) => {
                 self.phase = Phase::WritingResumed;
                 actions.push(SourceAction::AnnounceSelf);
                 actions.push(SourceAction::WriteRecord(SourceState::Resumed));
             }
-            (Phase::Committed, SourceGuest::Running) => self.end(SourceEnd::Conflict, actions),
+            (Phase::Committed | Phase::EndingGuest, SourceGuest::Running) => self.end(SourceEnd::Conflict, actions),
             _ => {}
         }
+    }
+
+    fn finish(&mut self, actions: &mut Vec<SourceAction>) {
+        self.phase = Phase::WritingFinished;
+        actions.push(SourceAction::WriteRecord(SourceState::Finished));
+    }
+
+    fn guest_gone(&mut self, actions: &mut Vec<SourceAction>) {
+        self.phase = Phase::WritingGone;
+        actions.push(SourceAction::WriteRecord(SourceState::Gone));
     }
 
     fn abort(&mut self, reason: &str, actions: &mut Vec<SourceAction>) {

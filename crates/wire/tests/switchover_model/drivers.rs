@@ -33,9 +33,18 @@ impl World {
                 }
             }
             SourceAction::Send(message) => {
+                if self.mutant == Mutant::EndsUnconfirmed && message == Message::Commit {
+                    end_source_qemu(state);
+                }
                 if sterna.connected && state.link {
                     state.to_destination.push(message);
                 }
+            }
+            SourceAction::EndGuest => {
+                if state.source_qemu == SourceProcess::Completed {
+                    end_source_qemu(state);
+                }
+                sterna.seen = None;
             }
             SourceAction::RelayShut => {
                 if state.source_qemu == SourceProcess::Finishing && !state.return_path_closed {
@@ -98,7 +107,10 @@ impl World {
             }
             DestinationAction::Cont => match &mut state.destination_qemu {
                 DestinationProcess::Incoming { autostart, .. } => *autostart = true,
-                DestinationProcess::Paused => state.destination_qemu = DestinationProcess::Running,
+                DestinationProcess::Paused => {
+                    state.destination_qemu = DestinationProcess::Running;
+                    state.destination_ran = true;
+                }
                 DestinationProcess::Running | DestinationProcess::Gone => {}
             },
             DestinationAction::Quit => {
@@ -195,6 +207,11 @@ impl World {
             sterna.todo = sterna.machine.on(DestinationEvent::Message(Message::Outcome(outcome)));
         }
     }
+}
+
+fn end_source_qemu(state: &mut State) {
+    state.source_qemu = SourceProcess::Gone;
+    state.ended_early |= !state.destination_ran;
 }
 
 pub(crate) fn crash_source(state: &mut State, sterna: &SourceSterna) {

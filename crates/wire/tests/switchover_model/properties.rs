@@ -41,6 +41,8 @@ pub(crate) enum Mutant {
     NoRecover,
     /// Does not tell of write leases.
     ForgetsLeases,
+    /// Ends the source's QEMU at the decision, before the destination has confirmed that the guest runs there.
+    EndsUnconfirmed,
 }
 
 const NEVER_BOTH: &str = "never do both run";
@@ -49,6 +51,7 @@ const NOT_BEFORE_DECISION: &str = "the destination never runs before the decisio
 const EXACTLY_ONE: &str = "where nothing is left to do and a copy is left, exactly one runs";
 const NOT_LOST: &str = "the destination never loses the guest unless its QEMU died by itself";
 const NO_LATE_WRITE: &str = "no accelerator writes guest RAM under the running guest";
+const NOT_ENDED_EARLY: &str = "the source's QEMU is not ended before the guest has run at the destination";
 const NO_CONFLICT: &str = "no machine ever meets a contradiction";
 
 /// Each mutant and the property that must catch it.
@@ -70,6 +73,7 @@ pub(crate) const MUTANTS: &[(Mutant, &str)] = &[
     (Mutant::NoLock, NEVER_BOTH),
     (Mutant::NoRecover, EXACTLY_ONE),
     (Mutant::ForgetsLeases, NO_LATE_WRITE),
+    (Mutant::EndsUnconfirmed, NOT_ENDED_EARLY),
 ];
 
 /// What is checked in every state (`always`), and what must be reached at all (`sometimes`).
@@ -103,6 +107,7 @@ pub(crate) fn properties() -> Vec<Property<World>> {
         Property::always(NO_CONFLICT, |_, state: &State| {
             !state.conflict || state.source_fenced || state.destination_fenced
         }),
+        Property::always(NOT_ENDED_EARLY, |_, state: &State| !state.ended_early),
         Property::always(NO_LATE_WRITE, |_, state: &State| !state.written_under_guest),
         Property::sometimes("the guest moves after an accelerator has written late", |world: &World, state: &State| {
             destination_runs(state) && state.left.silent_devices < world.budget.silent_devices
@@ -110,6 +115,11 @@ pub(crate) fn properties() -> Vec<Property<World>> {
         }),
         Property::sometimes("the guest moves", |_, state: &State| {
             destination_runs(state) && state.source_end == Some(SourceEnd::Finished)
+        }),
+        Property::sometimes("the guest moves, and nothing is left of it at the source", |_, state: &State| {
+            destination_runs(state)
+                && state.source_end == Some(SourceEnd::Finished)
+                && state.source_qemu == SourceProcess::Gone
         }),
         Property::sometimes("the guest goes on at the source", |_, state: &State| {
             state.source_disk == Some(SourceState::Resumed) && state.source_qemu.runs()

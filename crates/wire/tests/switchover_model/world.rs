@@ -20,7 +20,7 @@ pub(crate) struct Budget {
     pub(crate) crashes: u8,
     /// The connection breaks.
     pub(crate) losses: u8,
-    /// A record cannot be written (old or new content stays), or `cont` fails.
+    /// A record cannot be written (old or new content stays), or `cont` or `quit` fails.
     pub(crate) failures: u8,
     /// Someone or something asks for the migration to end.
     pub(crate) cancels: u8,
@@ -162,6 +162,10 @@ pub(crate) struct State {
     pub(crate) destination_host: bool,
     /// History: the source has read or written the decision.
     pub(crate) decided: bool,
+    /// History: the guest has run at the destination.
+    pub(crate) destination_ran: bool,
+    /// History: the source's driver has ended QEMU before that.
+    pub(crate) ended_early: bool,
     pub(crate) source_fenced: bool,
     pub(crate) destination_fenced: bool,
     pub(crate) conflict: bool,
@@ -175,6 +179,7 @@ pub(crate) enum Happens {
     SourcePerforms(usize),
     SourceWriteFails { at: usize, new_content: bool },
     SourceContFails(usize),
+    SourceQemuDoesNotEnd(usize),
     SourceTold(usize),
     SourceSeesQemu(usize),
     SourceSendsFinalState(usize),
@@ -229,6 +234,7 @@ impl Happens {
             self,
             SourceWriteFails { .. }
                 | SourceContFails(_)
+                | SourceQemuDoesNotEnd(_)
                 | SourceCancelled(_)
                 | SourceCrashes(_)
                 | SourceRecoversAgain
@@ -300,6 +306,7 @@ impl World {
                         actions.push(SourceWriteFails { at, new_content: true });
                     }
                     SourceAction::Cont => actions.push(SourceContFails(at)),
+                    SourceAction::EndGuest => actions.push(SourceQemuDoesNotEnd(at)),
                     _ => {}
                 }
             }
@@ -524,6 +531,8 @@ impl Model for World {
             source_host: true,
             destination_host: true,
             decided: false,
+            destination_ran: false,
+            ended_early: false,
             source_fenced: false,
             destination_fenced: false,
             conflict: false,
@@ -565,7 +574,7 @@ impl Model for World {
                 }
                 sterna.written = Some(false);
             }
-            SourceContFails(at) => {
+            SourceContFails(at) | SourceQemuDoesNotEnd(at) => {
                 state.left.failures -= 1;
                 let sterna = state.source[at].as_mut()?;
                 sterna.todo.remove(0);
@@ -578,7 +587,7 @@ impl Model for World {
                     Some(false) => SourceEvent::RecordFailed,
                     None => {
                         sterna.failed = false;
-                        SourceEvent::Failed { reason: "cont failed".into() }
+                        SourceEvent::Failed { reason: "cont or quit failed".into() }
                     }
                 };
                 self.source_event(state, at, event);
@@ -759,6 +768,7 @@ impl Model for World {
                     DestinationProcess::Incoming { autostart: true, .. } => DestinationProcess::Running,
                     _ => DestinationProcess::Paused,
                 };
+                state.destination_ran |= state.destination_qemu == DestinationProcess::Running;
             }
             DestinationQemuExits => state.destination_qemu = DestinationProcess::Gone,
             DestinationQemuDies => {

@@ -336,6 +336,8 @@ impl SourceDriver for Driver<'_> {
                 }
                 None
             }
+            // The monitor decides what becomes of its own guest, which it may still need: pages follow after a post-copy.
+            SourceAction::EndGuest => Some(SourceEvent::Guest(SourceGuest::Completed)),
             SourceAction::Connect => {
                 self.lead.peer.hang_up();
                 if self.lead.switchover.decided() {

@@ -176,6 +176,8 @@ impl Driver<'_> {
             no_deltas: no_deltas.map(str::to_owned),
             refused_packets: self.again.packets(),
             devices: self.devices.known.report(),
+            source_after: None,
+            warnings: Vec::new(),
         }
     }
 }

@@ -64,7 +64,7 @@ pub fn proxy_receive(
     report: &(dyn Fn(&ProxyReport) + Sync),
 ) -> Result<bool, GatewayError> {
     let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
-    observer.note(&format!("listening on {}", listener.local_address()));
+    observer.listening(&listener.local_address().to_string());
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
     let sessions = Arc::new(Sessions::new(&incoming));
     let proxy = Proxy { options, observer, report, under_way: UnderWay::default(), sessions: Arc::clone(&sessions) };

@@ -67,7 +67,7 @@ pub fn proxy_send(
     let endpoints = migrations.chain(others).collect::<Result<Vec<_>, _>>()?;
     let endpoints: Arc<[Endpoint]> = endpoints.into();
     let paths: Vec<_> = endpoints.iter().map(|endpoint| endpoint.path().display().to_string()).collect();
-    observer.note(&format!("listening on {}", paths.join(", ")));
+    observer.listening(&paths.join(", "));
 
     let proxy = Proxy {
         options,

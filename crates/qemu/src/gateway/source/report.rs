@@ -7,10 +7,10 @@ use sterna::report::{Outcome, Progress, Report};
 use sterna::send::Sent;
 use sterna::session::SourceOutcome;
 use sterna::transport::Security;
-use sterna_wire::switchover::SourceEnd;
+use sterna_wire::switchover::{RecordState, SourceAfter, SourceEnd, SourceState};
 
 use super::{COMMIT_ESTIMATE, Driver};
-use crate::gateway::qemu::PAGE_SIZE;
+use crate::gateway::qemu::{self, PAGE_SIZE};
 use crate::gateway::recovery::source_end;
 
 impl Driver<'_> {
@@ -62,15 +62,68 @@ impl Driver<'_> {
         }
     }
 
+    /// The guest runs at the destination. That this is settled must be on the disk before it is told.
+    fn finished(&self) -> (Outcome, Option<String>) {
+        let Some(why) = self.unwritten.as_ref().filter(|_| !self.settled()) else { return (Outcome::Completed, None) };
+        let reason = format!(
+            "the destination has confirmed that the guest runs there, but the record could not be written: {why}"
+        );
+        (Outcome::Unconfirmed, Some(reason))
+    }
+
+    fn settled(&self) -> bool {
+        self.record.record().state.settled()
+    }
+
+    /// What became of the source's QEMU.
+    fn source_after(&self) -> SourceAfter {
+        match self.source_left {
+            Some(_) => SourceAfter::Keep,
+            None => self.record.record().source_after,
+        }
+    }
+
+    /// What somebody must know or do now.
+    fn warnings(&self, outcome: Outcome) -> Vec<String> {
+        let record = self.record.record();
+        let mut warnings = Vec::new();
+        let left = record.qemu.is_none_or(sterna::process::lives);
+        if outcome == Outcome::Completed && left && self.source_after() == SourceAfter::Keep {
+            warnings.push(qemu::kept_warning(record, self.source_left.as_deref()));
+        }
+        if outcome == Outcome::Unconfirmed && left {
+            warnings.push(
+                "the guest may run at the destination: until `sterna recover` has settled this migration, never resume it in \
+                 the source's QEMU (`virsh resume`, QMP `cont`)"
+                    .into(),
+            );
+        }
+        if matches!(outcome, Outcome::Failed | Outcome::Cancelled) {
+            if let Some(why) = self.unwritten.as_ref().filter(|_| self.record.written() && !self.settled()) {
+                warnings.push(format!(
+                    "this end could not be written to the record, which still holds the state {}: {why}. Put that right, then \
+                     run `sterna recover {}` here: until then this QEMU takes part in no other migration",
+                    state_name(record.state),
+                    self.session.id
+                ));
+            }
+            if self.accepted {
+                warnings.extend(qemu::clean_up(&self.qmp).err());
+            }
+        }
+        warnings
+    }
+
     pub(super) fn finish(mut self, end: SourceOutcome) -> Report {
         let (outcome, reason) = match end {
-            SourceOutcome::Machine(SourceEnd::Finished) => (Outcome::Completed, None),
+            SourceOutcome::Machine(SourceEnd::Finished) => self.finished(),
             SourceOutcome::Machine(SourceEnd::Aborted { reason }) if self.lead.cancelled => {
                 (Outcome::Cancelled, Some(reason))
             }
             SourceOutcome::Machine(SourceEnd::Aborted { reason }) => (Outcome::Failed, Some(reason)),
             SourceOutcome::Machine(SourceEnd::NotStarted) => {
-                (Outcome::Failed, Some("the migration's record could not be written".into()))
+                let why = self.unwritten.take().unwrap_or_default();
+                (Outcome::Failed, Some(format!("the migration's record could not be written: {why}")))
             }
             SourceOutcome::Machine(SourceEnd::GuestGone) => (Outcome::Lost, Some("the source QEMU died".into())),
             SourceOutcome::Machine(end @ SourceEnd::DestinationLost { .. }) => {
@@ -95,11 +148,13 @@ impl Driver<'_> {
             }
         }
         self.lead.abort.finish();
-        let rounds = self.qmp.query_migrate().ok().and_then(|info| info.ram).map_or(0, |ram| ram.dirty_sync_count);
+        self.count_rounds();
         self.lead.peer.hang_up();
         if let Some(moving) = self.moving.take() {
             moving.plane.join();
         }
+        let warnings = self.warnings(outcome);
+        let source_after = (outcome == Outcome::Completed).then(|| self.source_after());
         let end = self.lead.moments.running.unwrap_or_else(Instant::now);
         let (delta_cache, no_memory) = sent.delta_cache(self.delta_cache, self.options.channels);
         (self.delta_cache, self.no_deltas) = (delta_cache, self.no_deltas.or(no_memory));
@@ -113,7 +168,7 @@ impl Driver<'_> {
             total_ms,
             downtime_ms: self.lead.moments.downtime_ms(),
             downtime: self.lead.moments.parts(),
-            rounds,
+            rounds: self.rounds,
             convergence: self.watch.verdict().map(str::to_owned),
             post_copy: None,
             wire_bytes: sent.wire_bytes,
@@ -138,6 +193,18 @@ impl Driver<'_> {
             no_deltas: self.no_deltas.map(str::to_owned),
             devices: Vec::new(),
             refused_packets: self.deltas.as_ref().map_or(0, |deltas| deltas.packets()),
+            source_after,
+            warnings,
         }
+    }
+}
+
+/// The name of a source's state as it stands in the record.
+fn state_name(state: RecordState) -> &'static str {
+    match state {
+        RecordState::Source(SourceState::Started) => "`started`",
+        RecordState::Source(SourceState::Aborted) => "`aborted`",
+        RecordState::Source(SourceState::Committed) => "`committed`",
+        _ => "of before",
     }
 }
