@@ -10,7 +10,6 @@
 //! Protocol: docs/interop/qmp-spec in QEMU's documentation.
 
 mod answers;
-mod peer;
 #[cfg(test)]
 mod tests;
 
@@ -24,9 +23,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use sterna::transport::peer_process;
 use sterna_wire::text::cleaned;
-
-pub(crate) use self::peer::process_id;
 
 pub use answers::{MigrationInfo, RamInfo, Version};
 
@@ -215,7 +213,7 @@ impl Qmp {
     }
 
     fn start(stream: UnixStream, timeout: Duration) -> io::Result<Connection> {
-        let peer_pid = process_id(&stream);
+        let peer_pid = peer_process(&stream);
         let shared = Arc::new(Shared::default());
         let input = stream.try_clone()?;
         stream.set_write_timeout(Some(timeout))?;

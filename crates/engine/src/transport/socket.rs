@@ -15,6 +15,7 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 use socket2::{SockRef, TcpKeepalive};
 use sterna_memory::raw::{KernelPart, RawPiece};
 
+use super::peer_process;
 use super::simulated::End;
 use super::tcp_info::SendTimes;
 
@@ -306,11 +307,14 @@ fn took_nothing() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the peer has taken nothing for too long")
 }
 
-/// The path that one of the ends has. Not the process at the other end: the kernel gives 0 for one in a process namespace that this process
-/// does not see, which rustix's type for it cannot hold.
+/// The process at the other end, and the path that one of the ends has.
 fn unix_peer(stream: &UnixStream) -> Option<String> {
     let mut paths = [stream.peer_addr(), stream.local_addr()].into_iter().flatten();
-    paths.find_map(|address| Some(format!("unix:{}", address.as_pathname()?.display())))
+    let path = paths.find_map(|address| Some(format!("unix:{}", address.as_pathname()?.display())))?;
+    Some(match peer_process(stream) {
+        Some(process) => format!("{path} (process {process})"),
+        None => path,
+    })
 }
 
 fn configure_tcp(stream: &TcpStream, silence: Duration, unheard: Duration) -> io::Result<()> {

@@ -15,13 +15,13 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sterna::cancel::Cancel;
+use sterna::transport::peer_process;
 use sterna::transport::unix::{self, SocketFile};
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_RAM_CHANNELS};
 
 use crate::gateway::GatewayError;
 use crate::gateway::sockets::first_bytes;
 use crate::gateway::source_stream::closer;
-use crate::qmp::process_id;
 use crate::stream::{ChannelSniff, MultifdInit};
 
 /// How long a connection on a migration socket may take to say what it is, and a multifd channel waits for its main channel.
@@ -149,7 +149,7 @@ impl Endpoint {
                 Ok((stream, _)) => {
                     let number = arrivals.next;
                     arrivals.next += 1;
-                    let process = process_id(&stream);
+                    let process = peer_process(&stream);
                     arrivals.silent.insert(number, process);
                     self.changed.notify_all();
                     return Some(Accepted { number, process, stream });

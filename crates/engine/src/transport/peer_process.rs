@@ -1,4 +1,4 @@
-//! Who is at the other end of a unix socket (unix(7), SO_PEERCRED).
+//! Which process is at the other end of a unix socket (unix(7), SO_PEERCRED).
 //!
 //! Asked of libc directly: the kernel says process 0 for a peer in a pid namespace that we cannot see, which the process id
 //! types of safe wrappers cannot hold.
@@ -6,8 +6,9 @@
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-/// Process id of the peer; `None` where it cannot be seen from here.
-pub(crate) fn process_id(stream: &UnixStream) -> Option<i32> {
+/// Returns the process that has connected `stream`, or listens at its other end; none where that process is in a process namespace that this
+/// process does not see.
+pub fn peer_process(stream: &UnixStream) -> Option<i32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `length` bytes, the size of `peer`; both outlive the call.
