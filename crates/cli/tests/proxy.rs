@@ -443,8 +443,9 @@ fn a_client_that_is_gone_is_noticed_by_a_server_that_writes() {
 fn what_is_not_there_yet_is_waited_for() {
     let scratch = tempfile::tempdir().unwrap();
     let path = |name: &str| scratch.path().join(name);
-    // A port that nothing listens on: what bound it is gone, and the kernel gives it to nobody who does not ask for it.
-    let to = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    // A port that nothing listens on, of an address that no other test uses.
+    let address = format!("127.{}.{}.9:0", 1 + std::process::id() % 200, std::process::id() / 200 % 250);
+    let to = TcpListener::bind(address).unwrap().local_addr().unwrap().to_string();
     let mut send = sterna();
     send.args(["proxy", "send", "--insecure", "--wait", "2min", "--to", &to]);
     send.arg("--unix").arg(path("from.sock"));

@@ -290,7 +290,56 @@ fn new_identity() -> Result<(MigrationId, MigrationKey), SessionError> {
 
 #[cfg(test)]
 mod tests {
+    use std::thread::scope;
+
     use super::*;
+    use crate::transport::{Limits, Listener, accept_channel};
+
+    const KEY: MigrationKey = MigrationKey::from_bytes([7; 32]);
+
+    fn subject() -> Subject<'static> {
+        let id = MigrationId::from_bytes([1; 16]);
+        Subject { key: &KEY, id, kind: ChannelKind::Control, index: 0, incarnation: 1 }
+    }
+
+    #[test]
+    fn sources_that_find_no_room_try_again_until_there_is_some() {
+        let listener = Listener::bind("127.0.0.1:0").unwrap();
+        let to = &listener.local_address();
+        let one = Limits { pending: 1, ..Limits::default() };
+        let incoming = &listener.start(Security::Insecure, one).unwrap();
+        scope(|scope| {
+            // One of them has the only place until it is taken, and the others are told to come again.
+            let open = || subject().open(to, &Security::Insecure, Duration::ZERO, &Cancel::new()).map(drop);
+            let opening = [(); 4].map(|()| scope.spawn(open));
+            for _ in &opening {
+                accept_channel(incoming.next().unwrap().0).unwrap();
+            }
+            opening.into_iter().for_each(|opening| opening.join().unwrap().unwrap());
+        });
+    }
+
+    #[test]
+    fn a_destination_that_does_not_listen_yet_is_waited_for_or_not() {
+        let directory = tempfile::tempdir().unwrap();
+        let to = Address::Unix(directory.path().join("in"));
+        let open = |patience, cancel: &Cancel| subject().open(&to, &Security::Insecure, patience, cancel).map(drop);
+        let error = open(Duration::ZERO, &Cancel::new()).unwrap_err();
+        assert!(error.to_string().contains("cannot connect"), "{error}");
+
+        let cancel = Cancel::new();
+        cancel.cancel();
+        let error = open(Duration::from_secs(3600), &cancel).unwrap_err();
+        assert_eq!(error.to_string(), "cancelled");
+
+        scope(|scope| {
+            let waiting = scope.spawn(|| open(Duration::from_secs(3600), &Cancel::new()));
+            let listener = Listener::bind(to.clone()).unwrap();
+            let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+            accept_channel(incoming.next().unwrap().0).unwrap();
+            waiting.join().unwrap().unwrap();
+        });
+    }
 
     #[test]
     fn a_format_that_an_older_destination_lacks_is_named_with_what_there_is() {

@@ -149,3 +149,94 @@ impl Drop for Entered<'_> {
         self.sessions.state().doormen.remove(&self.id);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use sterna_codec::Method;
+    use sterna_wire::control::{ControlMessage, Machine, Mode};
+
+    use super::*;
+    use crate::abort::Abort;
+    use crate::cancel::Cancel;
+    use crate::control_link::say;
+    use crate::receive::Sink;
+    use crate::session::{Features, Offer, SessionError, Sinks, TellPeer, dial};
+    use crate::transport::{Address, Limits, Listener, Security};
+
+    const FEATURES: Features<'static> = Features { offered: &[], required: &[] };
+
+    struct Nothing;
+
+    impl Sink for Nothing {}
+
+    impl Sinks for Nothing {
+        fn ram(&self, _: u16) -> Box<dyn Sink> {
+            Box::new(Self)
+        }
+
+        fn stream(&self) -> Box<dyn Sink> {
+            Box::new(Self)
+        }
+    }
+
+    fn begin(to: &Address) -> Result<(crate::control_link::ControlLink, crate::session::Session), SessionError> {
+        let offer = Offer {
+            to,
+            security: &Security::Insecure,
+            channels: 1,
+            packet_size: 4096,
+            machine: Machine::default(),
+            mode: Mode::Proxy,
+            features: FEATURES,
+            method: Method::from_name("none").unwrap(),
+            patience: Duration::ZERO,
+        };
+        let tell: TellPeer = Arc::new(|_| ());
+        dial(&offer, &Cancel::new(), &tell)
+    }
+
+    #[test]
+    fn migrations_have_their_own_channels_and_stopping_waits_for_those_under_way() {
+        let listener = Listener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_address();
+        let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+        let sessions = Sessions::new(&incoming);
+        let greeting = Greeting { mode: Mode::Proxy, features: FEATURES, refusal: &|_| None };
+        let (end, ended) = channel::<()>();
+        let ended = Mutex::new(ended);
+        // Each is served until the test lets one end.
+        let serve = |greeted: Greeted| {
+            let Greeted { session, mut writer, reader: _reader, welcome, .. } = greeted;
+            let abort = Arc::new(Abort::default());
+            let doorman = Arc::new(Doorman::new(session, Box::new(Nothing), &abort, None, Arc::new(|_| ())));
+            let _entered = sessions.enter(&doorman);
+            doorman.open();
+            say(&mut writer, &ControlMessage::Welcome(welcome)).unwrap();
+            ended.lock().unwrap().recv().unwrap();
+            abort.finish();
+            doorman.join();
+        };
+        std::thread::scope(|scope| {
+            let serving = scope.spawn(|| sessions.serve(&incoming, &greeting, |_| (), serve));
+            let (first, second) = (begin(&to).unwrap(), begin(&to).unwrap());
+            let open =
+                |session: &crate::session::Session| session.open_halves(&Security::Insecure, &to, ChannelKind::Ram, 0);
+            let channels = (open(&first.1).unwrap(), open(&second.1).unwrap());
+            let error = open(&first.1).unwrap_err().to_string();
+            assert!(error.contains("RAM channel 0 exists already"), "{error}");
+
+            sessions.stop();
+            let error = begin(&to).unwrap_err().to_string();
+            assert!(error.contains("is being stopped"), "{error}");
+            assert!(!serving.is_finished());
+            end.send(()).unwrap();
+            end.send(()).unwrap();
+            serving.join().unwrap();
+            drop((first, second, channels));
+        });
+        assert!(begin(&to).is_err(), "nothing listens any more");
+    }
+}

@@ -4,7 +4,9 @@ use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use sterna::abort::Abort;
 use sterna::batch::BatchPool;
@@ -23,8 +25,10 @@ use crate::stream::{MainReader, MultifdInit};
 /// What becomes of QEMU's connections when the migration is taken down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WhenAborted {
-    /// They are closed at once, by which QEMU learns of it.
-    Close,
+    /// The main channel is closed at once, by which QEMU learns of it. The multifd channels are read to nowhere until QEMU closes them
+    /// itself, or [`Plane::leave`] does. A QEMU whose multifd connections end before it has given the migration up can abort, with the
+    /// guest in it (10.0.2 without TLS: `yank_unregister_instance`, `QLIST_EMPTY(&entry->yankfns)`).
+    CloseMain,
     /// They are read to nowhere until [`Plane::release`]; QEMU is told by QMP. A QEMU whose multifd connections end in its
     /// last round can wait for its own threads for good, with the guest stopped and the monitor dead (10.0.2,
     /// `multifd_send_sync_main`).
@@ -89,7 +93,7 @@ impl Plane {
         ratio: &NormalPageRatio,
     ) -> io::Result<()> {
         for (stream, init) in connections {
-            let rest = self.connection(&stream)?;
+            let rest = self.connection(&stream, WhenAborted::Drain)?;
             let (pipeline, sync, ratio) = (Arc::clone(&self.pipeline), Arc::clone(&self.sync), ratio.clone());
             self.spawn(&format!("qemu-{}", init.id), rest, move || {
                 read_multifd(stream, &pipeline, &sync, ratio).map_err(|error| error.to_string())
@@ -112,7 +116,7 @@ impl Plane {
             stream_channel: Arc::clone(&self.stream_channel),
             ratio,
         };
-        let rest = self.connection(stream)?;
+        let rest = self.connection(stream, self.when_aborted)?;
         self.spawn("qemu-main", rest, move || {
             let (reader, start) = start()?;
             read_main(reader, &start, context, news).map_err(|error| error.to_string())
@@ -132,10 +136,10 @@ impl Plane {
     }
 
     /// Keeps a connection of QEMU; gives what is to be drained when the migration was taken down.
-    fn connection(&mut self, stream: &UnixStream) -> io::Result<Option<UnixStream>> {
+    fn connection(&mut self, stream: &UnixStream, when_aborted: WhenAborted) -> io::Result<Option<UnixStream>> {
         self.connections.0.push(stream.try_clone()?);
         let other = stream.try_clone()?;
-        if self.when_aborted == WhenAborted::Drain {
+        if when_aborted == WhenAborted::Drain {
             return Ok(Some(other));
         }
         self.abort.on_end(move || close(&other));
@@ -168,6 +172,27 @@ impl Plane {
     /// What went over the channels so far.
     pub(super) fn sent(&self) -> Sent {
         Sent::over(self.pipeline.channels.iter().chain([&*self.stream_channel]))
+    }
+
+    /// Gives QEMU `time` to close its connections itself, then closes them, and waits for all threads. As with [`Plane::join`] every
+    /// connection to the destination is closed.
+    pub(super) fn leave(mut self, time: Duration) {
+        let threads = std::mem::take(&mut self.threads);
+        std::thread::scope(|scope| {
+            let (ended, waiting) = channel::<()>();
+            let connections = &self.connections;
+            scope.spawn(move || {
+                if waiting.recv_timeout(time) == Err(RecvTimeoutError::Timeout) {
+                    connections.close();
+                }
+            });
+            for thread in threads {
+                // A panic there has been printed, and its closed connection was noticed.
+                let _ = thread.join();
+            }
+            drop(ended);
+        });
+        self.join();
     }
 
     /// Waits for all threads. The migration has ended: every connection to the destination is closed.

@@ -5,6 +5,8 @@
 //! (read up to the end of the RAM setup section; refused things are found here, before anything is dialled)
 //! ```
 
+use std::io::Read;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -35,6 +37,9 @@ use crate::stream::{MainReader, MultifdInit, ReturnMessage};
 /// How long the destination's proxy may take, at the end of a migration that was delivered, to close the channels. Then they are
 /// closed without it.
 const FAREWELL_TIME: Duration = Duration::from_secs(10);
+
+/// How long a source QEMU whose main channel was closed may take to close its multifd channels. It stops its threads first.
+const QEMU_TIME: Duration = Duration::from_secs(20);
 
 /// What a migration has come to.
 #[derive(Debug, Default)]
@@ -103,8 +108,15 @@ fn run(
     // Wakes the reading of the setup as well; QEMU sees its connections end.
     let _closing = cancel.on_cancel(closer(&return_path).map_err(failed)?);
     let mut reader = MainReader::new(main);
-    let mut start = read_start(&mut reader).map_err(|error| refused(&error))?;
-    let multifd = endpoint.take_multifd(process).map_err(|reason| refused(&reason))?;
+    let mut connections = QemuConnections { main: return_path.try_clone().map_err(failed)?, multifd: Vec::new() };
+    let start = read_start(&mut reader);
+    // Also those of a migration that is refused, so that they wait for nothing.
+    let multifd = endpoint.take_multifd(process);
+    for (stream, _) in multifd.iter().flatten() {
+        connections.multifd.push(stream.try_clone().map_err(failed)?);
+    }
+    let mut start = start.map_err(|error| refused(&error))?;
+    let multifd = multifd.map_err(|reason| refused(&reason))?;
     start.multifd_channels = multifd.len() as u8;
     start.uuid = multifd.first().map_or([0; 16], |(_, init)| init.uuid);
     start.ram_channels = if multifd.is_empty() { proxy.options.channels } else { multifd.len() as u16 };
@@ -151,6 +163,29 @@ fn refused(reason: &dyn std::fmt::Display) -> GatewayError {
     GatewayError(format!("refused at its beginning, and its sockets closed: {reason}"))
 }
 
+/// The source QEMU's connections. When this is dropped, they end in the order that QEMU is safe with: see [`WhenAborted::CloseMain`].
+struct QemuConnections {
+    main: UnixStream,
+    multifd: Vec<UnixStream>,
+}
+
+impl Drop for QemuConnections {
+    fn drop(&mut self) {
+        // The source QEMU may have closed it already.
+        let _ = self.main.shutdown(Shutdown::Both);
+        let deadline = Instant::now() + QEMU_TIME;
+        let mut nowhere = vec![0; 256 << 10];
+        for mut stream in &self.multifd {
+            // What is over or late ends with an error, and there is nothing more to be done for it.
+            while let left = deadline.saturating_duration_since(Instant::now())
+                && !left.is_zero()
+                && stream.set_read_timeout(Some(left)).is_ok()
+                && stream.read(&mut nowhere).is_ok_and(|length| length > 0)
+            {}
+        }
+    }
+}
+
 struct Migration {
     abort: Arc<Abort>,
     link: ControlLink,
@@ -187,7 +222,7 @@ impl Migration {
         };
         let session = Session { channels: start.ram_channels, ..session.clone() };
         let readers = 1 + multifd.len();
-        let close = WhenAborted::Close;
+        let close = WhenAborted::CloseMain;
         let plane = Plane::open(&session, &options.security, &options.to, &context, readers, cancel, close)?;
         let plane = self.plane.insert(plane);
         self.abort.on_end(closer(&self.return_path).map_err(failed)?);
@@ -303,7 +338,7 @@ impl Migration {
         let _ = self.link.send(&ControlMessage::Failed { reason: error.to_string() });
         self.abort.finish();
         if let Some(plane) = self.plane {
-            plane.join();
+            plane.leave(QEMU_TIME);
         }
         self.link.finish();
     }

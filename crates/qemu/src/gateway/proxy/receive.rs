@@ -37,7 +37,7 @@ pub(super) enum Event {
     /// The destination QEMU has closed its socket and not said before that it has loaded the guest.
     ClosedWithoutShut,
     /// A channel of a connection that is carried unchanged, by its index.
-    Channel(u16, Connection),
+    Channel(u16, Box<Connection>),
     /// One direction of such a connection is at its end.
     DirectionEnded,
     Broken,
@@ -102,7 +102,7 @@ impl Proxy<'_> {
             Err(error) => return self.observer.note(&format!("{peer} was lost at once: {error}")),
         };
         let serving = Serving { proxy: self, session, peer, link, events, cancel: &carried.cancel, tell };
-        serving.run(events_in);
+        serving.run(&events_in);
     }
 }
 
@@ -118,16 +118,16 @@ struct Serving<'a> {
 }
 
 impl Serving<'_> {
-    fn run(self, events_in: Sender<Event>) {
+    fn run(self, events_in: &Sender<Event>) {
         let observer = self.proxy.observer;
         match self.relay() {
             Ok((RelayContent::Migration, socket)) => {
-                let report = self.migration(socket, &events_in);
+                let report = self.migration(socket, events_in);
                 observer.note(&report.text());
                 (self.proxy.report)(&report);
             }
             Ok((RelayContent::Connection, socket)) => {
-                if let Err(error) = self.connection(&socket, &events_in) {
+                if let Err(error) = self.connection(&socket, events_in) {
                     observer.note(&format!("a connection from {} was closed: {error}", self.peer));
                 }
             }
@@ -240,7 +240,7 @@ impl Serving<'_> {
         let arrived = events_in.clone();
         let door: OtherDoor = Box::new(move |header, connection, _| match header.kind {
             ChannelKind::Opaque => {
-                let _ = arrived.send(Event::Channel(header.index, connection));
+                let _ = arrived.send(Event::Channel(header.index, Box::new(connection)));
                 Ok(())
             }
             _ => Err(Box::new((connection, "a carried connection has no such channel".into()))),
@@ -265,11 +265,11 @@ impl Serving<'_> {
             match ending.next(&self.events)? {
                 Event::Channel(index, connection) => {
                     if !std::mem::take(&mut expected[usize::from(index)]) {
-                        refuse_channel(connection, "this channel exists already");
+                        refuse_channel(*connection, "this channel exists already");
                         continue;
                     }
                     let closer = connection.closer();
-                    let (writer, reader) = accept_channel(connection).map_err(GatewayError::new)?;
+                    let (writer, reader) = accept_channel(*connection).map_err(GatewayError::new)?;
                     let channel = Opened { writer, reader, closer, round_trip: Duration::ZERO };
                     let events = events_in.clone();
                     let ended = move || drop(events.send(Event::DirectionEnded));
