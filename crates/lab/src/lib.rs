@@ -26,6 +26,7 @@ pub mod corpus;
 mod error;
 pub mod huge;
 mod initramfs;
+pub mod libvirt;
 pub mod net;
 mod options;
 mod process;
