@@ -1,6 +1,5 @@
 //! The test guest under libvirt.
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,9 +22,10 @@ pub struct LibvirtGuestOptions {
 }
 
 impl Default for LibvirtGuestOptions {
-    /// 256 MiB, of which 64 are filled, written and verified all the while; emulated.
+    /// 256 MiB, of which 64 are filled, written and verified all the while; emulated. Little of it, so that several fit on two cores.
     fn default() -> Self {
-        let linux = LinuxGuest { memory: Some(64 << 20), dirty_rate: 8 << 20, ..LinuxGuest::default() };
+        let linux =
+            LinuxGuest { memory: Some(64 << 20), dirty_rate: 4 << 20, verify_rate: 2 << 20, ..LinuxGuest::default() };
         LibvirtGuestOptions { memory: 256 << 20, linux, disk: None }
     }
 }
@@ -113,13 +113,19 @@ impl<'a> LibvirtGuest<'a> {
         self.witness.wait_running(&[side], limit)
     }
 
-    /// Waits until the QEMU that was last started on `side` has sent the event `what`; of the migration's events with the status:
-    /// `MIGRATION active`.
+    /// How many QEMUs have been started for it on `side`.
+    #[must_use]
+    pub fn qemus(&self, side: Side) -> usize {
+        self.witness.qemus(side)
+    }
+
+    /// Waits until the `qemu`-th QEMU on `side`, counted from 1, has sent the event `what`; of the migration's events with the status:
+    /// `MIGRATION active`. `ended` is when it has.
     ///
     /// # Errors
     /// [`Error::Timeout`] with what the QEMUs have reported.
-    pub fn wait_event(&self, side: Side, what: &str, limit: Duration) -> Result<(), Error> {
-        self.witness.wait_report(side, what, limit)
+    pub fn wait_event(&self, side: Side, qemu: usize, what: &str, limit: Duration) -> Result<(), Error> {
+        self.witness.wait_report(side, qemu, what, limit)
     }
 
     /// # Panics
@@ -135,12 +141,9 @@ impl<'a> LibvirtGuest<'a> {
         let LibvirtGuest { name, .. } = self;
         let (memory, machine) = (options.memory, QemuVersion::V10_0.machine());
         let command_line = options.linux.command_line();
-        // The same on both hosts, because libvirt gives the destination this description.
-        let uuid = name.bytes().fold(String::new(), |mut text, byte| {
-            let _ = write!(text, "{byte:02x}");
-            text
-        });
-        let uuid = format!("6a9e0d3c-5b7c-4a51-9d53-{:0>12.12}", uuid);
+        // The name's last letters: both hosts must have the same number.
+        let letters = name.bytes().rev().take(6).fold(String::new(), |text, byte| format!("{byte:02x}{text}"));
+        let uuid = format!("6a9e0d3c-5b7c-4a51-9d53-{letters:0>12}");
         let disk = options.disk.map(|_| {
             let path = self.disk_path();
             format!(

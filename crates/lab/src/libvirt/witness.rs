@@ -118,10 +118,14 @@ impl Witness {
         self.wait("console", limit, |seen| seen.consoles[side as usize].clone())
     }
 
-    /// Waits until the QEMU last started on `side` has reported `what`.
-    pub(super) fn wait_report(&self, side: Side, what: &str, limit: Duration) -> Result<(), Error> {
+    /// How many QEMUs have been started on `side`.
+    pub(super) fn qemus(&self, side: Side) -> usize {
+        self.shared.seen().qemus[side as usize]
+    }
+
+    /// Waits until the QEMU that is the `qemu`-th on `side` has reported `what`.
+    pub(super) fn wait_report(&self, side: Side, qemu: usize, what: &str, limit: Duration) -> Result<(), Error> {
         self.wait(what, limit, |seen| {
-            let qemu = seen.qemus[side as usize];
             let found = |report: &&Report| report.side == side && report.qemu == qemu && report.what == what;
             seen.reports.iter().find(found).map(drop)
         })
