@@ -108,10 +108,17 @@ impl Pair {
 
     /// Ends both proxies as systemd does. They have served until now, and nothing was wrong with them.
     #[track_caller]
-    fn stop(self) {
-        for (name, mut proxy) in [("send", self.send), ("receive", self.receive)] {
-            assert_eq!(proxy.poll(), None, "proxy {name} has ended by itself");
+    fn stop(mut self) {
+        for proxy in [&mut self.send, &mut self.receive] {
+            assert_eq!(proxy.poll(), None, "a proxy has ended by itself");
             proxy.terminate();
+        }
+        self.wait_ended();
+    }
+
+    #[track_caller]
+    fn wait_ended(self) {
+        for (name, proxy) in [("send", self.send), ("receive", self.receive)] {
             let (status, lines) = proxy.finish_with_lines();
             assert!(status.success(), "proxy {name}: {status}: {lines:?}");
         }
@@ -354,6 +361,43 @@ fn a_cut_cable_leaves_the_guest_where_it_was_and_it_moves_when_the_cable_is_mend
     }
     move_guest(&lab, &guest, Side::A, &EVERYTHING);
     pair.stop();
+}
+
+#[test]
+fn a_proxy_that_is_killed_leaves_the_guest_where_it_was_and_it_moves_through_a_new_one() {
+    let Some(lab) = Lab::start() else { return };
+    let guest = lab.guest("guest");
+    let killed: [fn(&mut Pair) -> &mut Sterna; 2] = [|pair| &mut pair.send, |pair| &mut pair.receive];
+    for proxy in killed {
+        let mut pair = Pair::start(&lab, Side::A, &["guest"]);
+        let mut failing = Move::start(&lab, &guest, Side::A, &How { more: SLOWLY, ..EVERYTHING });
+        failing.wait_underway();
+        proxy(&mut pair).kill();
+        failing.finish().expect_err("nothing carries it any more");
+        // The destination's libvirt ends what nobody will finish.
+        failing.wait_destination_ended();
+        lab.assert_runs_once(&guest, Side::A);
+    }
+    let pair = Pair::start(&lab, Side::A, &["guest"]);
+    move_guest(&lab, &guest, Side::A, &EVERYTHING);
+    pair.stop();
+}
+
+#[test]
+fn proxies_that_are_told_to_end_during_a_move_end_after_it() {
+    let Some(lab) = Lab::start() else { return };
+    let guest = lab.guest("guest");
+    let pair = Pair::start(&lab, Side::A, &["guest"]);
+    let mut underway = Move::start(&lab, &guest, Side::A, &How { more: SLOWLY, ..EVERYTHING });
+    underway.wait_underway();
+    for proxy in [&pair.send, &pair.receive] {
+        proxy.terminate();
+        proxy.wait_for("SIGTERM");
+    }
+    lab.hosts.host(Side::A).virsh(&["migrate-setspeed", "guest", "1000"]).unwrap();
+    assert_eq!(underway.finish(), Ok(()));
+    lab.assert_runs_once(&guest, Side::B);
+    pair.wait_ended();
 }
 
 #[test]
