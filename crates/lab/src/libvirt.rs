@@ -353,10 +353,11 @@ fn write_configuration(side: Side, place: &Path, certificates: &Path) -> Result<
              keepalive_interval = 2\nkeepalive_count = 4\nlog_outputs = \"2:file:/run/lab/libvirtd.log\"\n"
         ),
     )?;
-    // Without control groups and virtlogd, which a machine in a container may not have.
+    // Without control groups and virtlogd, which a machine in a container may not have, and without a /dev of each QEMU's own, because that
+    // does not come about where something is mounted on a device.
     write(
         &place.join("libvirt/qemu.conf"),
-        "security_driver = \"none\"\ncgroup_controllers = []\nstdio_handler = \"file\"\nkeepalive_interval = 2\nkeepalive_count = 4\n\
+        "security_driver = \"none\"\ncgroup_controllers = []\nnamespaces = []\nstdio_handler = \"file\"\nkeepalive_interval = 2\nkeepalive_count = 4\n\
          default_tls_x509_cert_dir = \"/etc/pki/qemu\"\nmigrate_tls_x509_verify = 1\n",
     )?;
 
