@@ -303,7 +303,8 @@ fn disks_are_copied_through_a_carried_connection() {
     let guest = lab.hosts.guest("guest", &options).unwrap();
     assert!(!guest.disk_is_whole(Side::B).unwrap());
     let pair = Pair::start(&lab, Side::A, &["guest"]);
-    move_guest(&lab, &guest, Side::A, &How { more: &["--copy-storage-all"], ..EVERYTHING });
+    // libvirt 9.0 refuses QEMU's own TLS for disks over unix sockets.
+    move_guest(&lab, &guest, Side::A, &How { tls: false, more: &["--copy-storage-all"], ..EVERYTHING });
     assert!(guest.disk_is_whole(Side::B).unwrap());
     pair.stop();
 }
@@ -330,14 +331,17 @@ fn a_destination_qemu_that_is_killed_leaves_the_guest_where_it_was_and_it_moves_
     let Some(lab) = Lab::start() else { return };
     let guest = lab.guest("guest");
     let pair = Pair::start(&lab, Side::A, &["guest"]);
-    for how in [How { tls: false, ..EVERYTHING }, EVERYTHING] {
+    // Not --parallel without TLS: so QEMU 10.0.2 can take the guest with it at the source, also without Sterna ("yank_unregister_instance:
+    // Assertion `QLIST_EMPTY(&entry->yankfns)' failed", in one of three tries).
+    for how in [How { parallel: false, tls: false, ..EVERYTHING }, EVERYTHING] {
         let mut failing = Move::start(&lab, &guest, Side::A, &How { more: SLOWLY, ..how });
         failing.wait_underway();
         let qemu = lab.hosts.host(Side::B).qemu_pid("guest").unwrap();
         kill_process(qemu, Signal::KILL).unwrap();
         let reason = failing.finish().expect_err("there is no QEMU to move to");
-        // What libvirt says of it without Sterna.
-        assert!(reason.contains("closed the monitor"), "{reason}");
+        // What libvirt says of it without Sterna, too: by which of the hosts notices first.
+        let reasons = ["qemu unexpectedly closed the monitor", "job 'migration out' failed"];
+        assert!(reasons.iter().any(|known| reason.contains(known)), "{reason}");
         lab.assert_runs_once(&guest, Side::A);
     }
     move_guest(&lab, &guest, Side::A, &EVERYTHING);
