@@ -13,7 +13,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use sterna_codec::{METHODS, Qatzip, QatzipSoftware};
 use sterna_qemu::gateway::Placement;
 use sterna_wire::identity::MigrationId;
-use sterna_wire::limits::{MAX_NAME, MAX_OPAQUE_CHANNELS, MAX_RAM_CHANNELS};
+use sterna_wire::limits::{MAX_NAME, MAX_RAM_CHANNELS};
 use tracing_subscriber::EnvFilter;
 
 use crate::bench::BenchArgs;
@@ -21,6 +21,9 @@ use crate::cert::CertArgs;
 use crate::commands::accel::AccelCommand;
 use crate::demo::DemoArgs;
 use crate::units;
+
+/// Most sockets of one kind that a proxy is given.
+const MAX_SOCKETS: usize = 256;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -131,15 +134,20 @@ pub(crate) struct ReceiveArgs {
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct ProxySendArgs {
-    /// Unix socket to listen on; tell the source QEMU to migrate to it
-    #[arg(long, value_name = "PATH")]
-    pub(crate) unix: PathBuf,
+    /// Unix socket to listen on; tell the source QEMU to migrate to it. Can be given again for guests that are moved at the same
+    /// time by QEMUs that cannot share one, each under a name that both sides give
+    #[arg(long, value_name = "[NAME=]PATH", required = true, value_parser = unix)]
+    pub(crate) unix: Vec<(String, PathBuf)>,
     #[command(flatten)]
     pub(crate) opaque: OpaqueArgs,
     #[command(flatten)]
     pub(crate) link: LinkArgs,
     #[command(flatten)]
+    pub(crate) wait: WaitArgs,
+    #[command(flatten)]
     pub(crate) tls: TlsArgs,
+    #[command(flatten)]
+    pub(crate) report: ProxyReportArgs,
     #[command(flatten)]
     pub(crate) screen: ScreenArgs,
 }
@@ -148,16 +156,20 @@ pub(crate) struct ProxySendArgs {
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct ProxyReceiveArgs {
-    /// Unix socket that the destination QEMU listens on
-    #[arg(long, value_name = "PATH")]
-    pub(crate) unix: PathBuf,
+    /// Unix socket that the destination QEMU listens on; can be given again, each time under a name that both sides give
+    #[arg(long, value_name = "[NAME=]PATH", required = true, value_parser = unix)]
+    pub(crate) unix: Vec<(String, PathBuf)>,
     #[command(flatten)]
     pub(crate) opaque: OpaqueArgs,
+    #[command(flatten)]
+    pub(crate) wait: WaitArgs,
     /// Address and port to listen on; port 0: any free one
     #[arg(long, value_name = "ADDR:PORT", value_parser = listen_address)]
     pub(crate) listen: String,
     #[command(flatten)]
     pub(crate) tls: TlsAllowArgs,
+    #[command(flatten)]
+    pub(crate) report: ProxyReportArgs,
     #[command(flatten)]
     pub(crate) screen: ScreenArgs,
 }
@@ -270,6 +282,22 @@ pub(crate) struct OpaqueArgs {
     /// give; can be given again
     #[arg(long = "opaque", value_name = "NAME=PATH", value_parser = opaque)]
     pub(crate) sockets: Vec<(String, PathBuf)>,
+}
+
+/// How long what is not there yet is waited for.
+#[derive(Debug, Args)]
+pub(crate) struct WaitArgs {
+    /// How long the other side is waited for where it does not listen yet: the other proxy, or a local socket
+    #[arg(long, value_name = "DURATION", default_value = "30s", allow_hyphen_values = true, value_parser = units::wait)]
+    pub(crate) wait: Duration,
+}
+
+/// Reports of a proxy, for machines.
+#[derive(Debug, Args)]
+pub(crate) struct ProxyReportArgs {
+    /// Append a report of each migration as one line of JSON, when it has ended; - is stdout
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
 }
 
 /// Where records are kept.
@@ -397,14 +425,26 @@ fn address(text: &str, example: &str, least_port: u16) -> Result<String, String>
     }
 }
 
+fn unix(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        // A path may have the sign, too.
+        Some((name, _)) if !name.contains('/') => named(text, "such as vm1=/run/vm/migration.sock"),
+        _ if text.is_empty() => Err("the path may not be empty".into()),
+        _ => Ok((String::new(), text.into())),
+    }
+}
+
 fn opaque(text: &str) -> Result<(String, PathBuf), String> {
-    const EXAMPLE: &str = "such as nbd=/run/vm/nbd.sock";
-    let (name, path) = text.split_once('=').ok_or_else(|| format!("it must be NAME=PATH, {EXAMPLE}"))?;
+    named(text, "such as nbd=/run/vm/nbd.sock")
+}
+
+fn named(text: &str, example: &str) -> Result<(String, PathBuf), String> {
+    let (name, path) = text.split_once('=').ok_or_else(|| format!("it must be NAME=PATH, {example}"))?;
     if name.is_empty() || path.is_empty() {
-        return Err(format!("neither the name nor the path may be empty, {EXAMPLE}"));
+        return Err(format!("neither the name nor the path may be empty, {example}"));
     }
     if name.len() > MAX_NAME || name.chars().any(char::is_control) {
-        return Err(format!("the name may have at most {MAX_NAME} bytes and no control characters, {EXAMPLE}"));
+        return Err(format!("the name may have at most {MAX_NAME} bytes and no control characters, {example}"));
     }
     Ok((name.to_owned(), path.into()))
 }
@@ -412,16 +452,22 @@ fn opaque(text: &str) -> Result<(String, PathBuf), String> {
 impl OpaqueArgs {
     /// The sockets, each name once.
     pub(crate) fn checked(&self) -> Result<Vec<(String, PathBuf)>, String> {
-        if self.sockets.len() > usize::from(MAX_OPAQUE_CHANNELS) {
-            return Err(format!("--opaque can be given at most {MAX_OPAQUE_CHANNELS} times"));
-        }
-        for (index, (name, _)) in self.sockets.iter().enumerate() {
-            if self.sockets[..index].iter().any(|(earlier, _)| earlier == name) {
-                return Err(format!("--opaque {name}=… was given twice; each name stands for one socket"));
-            }
-        }
-        Ok(self.sockets.clone())
+        each_name_once("--opaque", &self.sockets)
     }
+}
+
+/// `sockets`, unless a name is among them twice.
+pub(crate) fn each_name_once(option: &str, sockets: &[(String, PathBuf)]) -> Result<Vec<(String, PathBuf)>, String> {
+    if sockets.len() > MAX_SOCKETS {
+        return Err(format!("{option} can be given at most {MAX_SOCKETS} times"));
+    }
+    for (index, (name, _)) in sockets.iter().enumerate() {
+        if sockets[..index].iter().any(|(earlier, _)| earlier == name) {
+            let given = if name.is_empty() { "without a name".to_owned() } else { format!("{name}=…") };
+            return Err(format!("{option} {given} was given twice; each name stands for one socket"));
+        }
+    }
+    Ok(sockets.to_vec())
 }
 
 /// What clap says about wrong options, on one line; none where it is help that was asked for (or is all there is to say).
@@ -679,7 +725,7 @@ mod tests {
         assert!(opaque("=path").is_err() && opaque("name=").is_err() && opaque("a\x1bb=path").is_err());
         assert!(opaque(&format!("{}=p", "n".repeat(MAX_NAME))).is_ok());
         assert!(opaque(&format!("{}=p", "n".repeat(MAX_NAME + 1))).is_err());
-        let many = (0..=MAX_OPAQUE_CHANNELS).map(|index| (index.to_string(), PathBuf::from("p")));
+        let many = (0..=MAX_SOCKETS).map(|index| (index.to_string(), PathBuf::from("p")));
         let args = OpaqueArgs { sockets: many.collect() };
         assert_eq!(args.checked().unwrap_err(), "--opaque can be given at most 256 times");
     }

@@ -142,7 +142,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit, Failure> {
         return Err(Failure { exit: Exit::Usage, text });
     }
     let cancel = Cancel::new();
-    let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, tell);
+    let watch = signals::watch([cancel.clone()], signals::Meaning::TRIAL, tell);
     let _watch = watch.map_err(|error| failed(format!("cannot wait for signals: {error}")))?;
     let mut machine = Machine::look();
     let findings = match args.benchmark {

@@ -41,7 +41,7 @@ pub(crate) struct DemoArgs {
 pub(crate) fn run(args: &DemoArgs) -> Result<Exit, Failure> {
     let failed = |text: String| Failure { exit: Exit::Failed, text };
     let cancel = Cancel::new();
-    let watch = signals::watch(cancel.clone(), signals::Meaning::TRIAL, |text| {
+    let watch = signals::watch([cancel.clone()], signals::Meaning::TRIAL, |text| {
         let _ = writeln!(std::io::stderr(), "{text}");
     });
     let _watch = watch.map_err(|error| failed(format!("cannot wait for signals: {error}")))?;

@@ -26,11 +26,11 @@ impl Meaning {
         first: "cancelling; unless the switchover is already decided, the guest goes on at the source",
         again: "it is already being cancelled, waiting until both sides have settled",
     };
-    /// A migration that someone else drives: about its guest nothing is claimed.
+    /// Migrations that other programs drive: about their guests nothing is claimed.
     pub(crate) const RELAY: Self = Self {
-        first: "cancelling; all connections are closed, as if the network had failed, and who drives the migration \
-                decides what becomes of the guest",
-        again: "it is already being cancelled, the connections are being closed",
+        first: "stopping; nothing new is taken, and what is under way goes on to its end; a second signal closes it",
+        again: "closing all connections, as if the network had failed; the programs that drive the migrations decide \
+                what becomes of the guests",
     };
     /// Settling a migration after a crash.
     pub(crate) const RECOVERY: Self = Self {
@@ -51,11 +51,17 @@ pub(crate) struct Watch {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Cancels `cancel` on the first signal, and has every signal answered through `say`, as `meaning` has it.
+/// Cancels the first of `cancels` on the first signal and so on, the last of them on all further ones. Every signal is answered
+/// through `say`, as `meaning` has it.
 ///
 /// # Errors
 /// The system has no thread, descriptor or memory left for it.
-pub(crate) fn watch(cancel: Cancel, meaning: Meaning, say: impl Fn(&str) + Send + 'static) -> io::Result<Watch> {
+pub(crate) fn watch(
+    cancels: impl IntoIterator<Item = Cancel>,
+    meaning: Meaning,
+    say: impl Fn(&str) + Send + 'static,
+) -> io::Result<Watch> {
+    let cancels: Vec<Cancel> = cancels.into_iter().collect();
     let mut watched = vec![SIGINT, SIGTERM];
     if !is_ignored(SIGHUP) {
         watched.push(SIGHUP);
@@ -63,9 +69,11 @@ pub(crate) fn watch(cancel: Cancel, meaning: Meaning, say: impl Fn(&str) + Send 
     let mut signals = Signals::new(watched)?;
     let handle = signals.handle();
     let thread = std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
-        for signal in signals.forever() {
-            say(&answer(signal, meaning, cancel.is_cancelled()));
-            cancel.cancel();
+        for (earlier, signal) in signals.forever().enumerate() {
+            say(&answer(signal, meaning, cancels.first().is_some_and(Cancel::is_cancelled)));
+            if let Some(cancel) = cancels.get(earlier).or(cancels.last()) {
+                cancel.cancel();
+            }
         }
     })?;
     Ok(Watch { handle, thread: Some(thread) })
@@ -105,7 +113,8 @@ mod tests {
     fn the_first_signal_cancels_and_the_second_says_that_it_is_under_way() {
         let cancel = Cancel::new();
         let (said, heard) = mpsc::channel();
-        let watch = watch(cancel.clone(), Meaning::MIGRATION, move |text| said.send(text.to_owned()).unwrap()).unwrap();
+        let watch =
+            watch([cancel.clone()], Meaning::MIGRATION, move |text| said.send(text.to_owned()).unwrap()).unwrap();
         assert!(!cancel.is_cancelled());
 
         let hear = || heard.recv_timeout(Duration::from_secs(30)).expect("an answer to the signal");

@@ -144,6 +144,9 @@ pub(crate) fn duration(text: &str) -> Result<Duration, UnitError> {
     parse(text, &DURATION).map(Duration::from_nanos)
 }
 
+/// Longest `--wait`.
+const MAX_WAIT: Duration = Duration::from_secs(3600);
+
 /// A value of `--downtime`: 1 ms to 2000 s.
 pub(crate) fn downtime(text: &str) -> Result<Duration, UnitError> {
     let downtime = duration(text)?;
@@ -152,6 +155,12 @@ pub(crate) fn downtime(text: &str) -> Result<Duration, UnitError> {
     } else {
         Err(UnitError::Range("the downtime can be 1ms to 2000s"))
     }
+}
+
+/// A value of `--wait`: up to an hour; 0s is none.
+pub(crate) fn wait(text: &str) -> Result<Duration, UnitError> {
+    let wait = duration(text)?;
+    if wait <= MAX_WAIT { Ok(wait) } else { Err(UnitError::Range("the wait can be 0s to 60min")) }
 }
 
 /// A value of `--packet-size`: whole pages of 4 KiB, at most what the protocol carries.

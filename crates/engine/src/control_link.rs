@@ -35,11 +35,12 @@ pub enum ControlEvent {
     Lost(String),
 }
 
-/// One end of a control channel. Dropping it closes the connection.
+/// One end of a control channel. Dropping it closes the connection at once; [`ControlLink::finish`] ends it in good order.
 #[derive(Debug)]
 pub struct ControlLink {
     writer: Arc<Mutex<Writer>>,
-    closer: Closer,
+    /// None once the link is ended in good order.
+    closer: Option<Closer>,
     beating: Arc<Beating>,
     open: Open,
 }
@@ -174,7 +175,7 @@ impl ControlLink {
         })?;
         let (kept_writer, kept_beating) = (Arc::clone(&writer), Arc::clone(&beating));
         std::thread::Builder::new().name("heartbeat".into()).spawn(move || kept_beating.run(&kept_writer))?;
-        Ok(Self { writer, closer, beating, open })
+        Ok(Self { writer, closer: Some(closer), beating, open })
     }
 
     /// What another thread can say things to the peer with, as long as this link lives.
@@ -189,8 +190,17 @@ impl ControlLink {
 
     /// Closes the connection; the reading thread reports the loss.
     pub fn close(&self) {
-        self.closer.close();
-        self.open.close();
+        if let Some(closer) = &self.closer {
+            closer.close();
+            self.open.close();
+        }
+    }
+
+    /// Ends this side's direction after all that was sent, with TLS's goodbye, so that the peer sees an end and no loss. The
+    /// reading thread goes on until the peer ends its own direction, or is silent for too long.
+    pub fn finish(mut self) {
+        // The last owner of the writer, this link or the heartbeat's thread, says goodbye when it is dropped.
+        self.closer = None;
     }
 }
 

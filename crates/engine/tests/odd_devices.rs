@@ -101,6 +101,7 @@ fn refusal(channels: DeviceChannels, odd: impl FnOnce(&mut OddSource) + Send) ->
             mode: Mode::Embedded,
             features: FEATURES,
             method: MethodChoice::default().method(),
+            patience: Duration::ZERO,
         };
         let (told, news) = channel();
         let tell: TellPeer = Arc::new(move |event| drop(told.send(event)));

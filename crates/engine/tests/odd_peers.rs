@@ -296,6 +296,7 @@ impl OddSource {
             mode: Mode::Embedded,
             features,
             method: MethodChoice::parse("none", None).unwrap().method(),
+            patience: Duration::ZERO,
         };
         let (tell, news) = news();
         let (link, session) = session::dial(&offer, &Cancel::new(), &tell).unwrap();

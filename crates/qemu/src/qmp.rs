@@ -25,6 +25,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+pub(crate) use self::peer::process_id;
+
 pub use answers::{MigrationInfo, RamInfo, Version};
 
 /// How long a command, and the greeting, may take unless told otherwise.
@@ -207,7 +209,7 @@ impl Qmp {
     }
 
     fn start(stream: UnixStream, timeout: Duration) -> io::Result<Connection> {
-        let peer_pid = peer::process_id(&stream);
+        let peer_pid = process_id(&stream);
         let shared = Arc::new(Shared::default());
         let input = stream.try_clone()?;
         stream.set_write_timeout(Some(timeout))?;

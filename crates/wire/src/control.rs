@@ -25,6 +25,16 @@ pub enum Mode {
     Embedded,
 }
 
+/// What a session in mode `proxy` carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RelayContent {
+    /// A migration stream that Sterna reads: RAM channels and the stream channel.
+    Migration,
+    /// A connection that is carried unchanged: opaque channel 0 to the destination, opaque channel 1 back.
+    Connection,
+}
+
 /// What one side can do; see [`crate::handshake`] for how two of them meet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capabilities {
@@ -218,19 +228,16 @@ pub enum ControlMessage {
     ReturnPath(ReturnPath),
     /// Either: a step of the switchover.
     Switchover(SwitchoverMessage),
-    /// Source: an opaque connection has come, for the socket that the destination knows by this name. Where the
-    /// destination agrees, its bytes travel on opaque channel `2 × index` to it, and on `2 × index + 1` back.
-    Opaque {
-        /// Which opaque connection of this migration, from 0.
-        index: u16,
-        /// The socket's name; empty: the one that the virtual machine monitor itself listens on.
-        name: String,
+    /// Source, in mode `proxy`, before anything else: what this session carries, and for which of the destination's sockets.
+    Relay {
+        /// What the session carries.
+        content: RelayContent,
+        /// The name that both sides were started with for the socket; empty: the socket that was given without a name.
+        socket: String,
     },
-    /// Destination: the answer to [`ControlMessage::Opaque`].
-    OpaqueAnswer {
-        /// Which opaque connection.
-        index: u16,
-        /// Why there is no connection; none: the channels may be opened.
+    /// Destination: the answer to [`ControlMessage::Relay`].
+    RelayAnswer {
+        /// Why the destination does not carry it; none: the data channels may be opened.
         refusal: Option<String>,
     },
     /// Destination: what the source sent ahead is loaded, the guest may be paused.

@@ -159,13 +159,17 @@ fn field<const N: usize>(bytes: &[u8; CHANNEL_HEADER_LENGTH], at: usize) -> [u8;
 /// Length of the fixed part of a [`ChannelReply`], in bytes.
 pub const REPLY_PREFIX_LENGTH: usize = 4;
 
-/// The answer to a channel header: `status u8 (0 accepted, 1 refused), reserved u8, length u16, reason`.
+/// The answer to a channel header: `status u8 (0 accepted, 1 refused), again u8, length u16, reason`. `again` is 1 where the same
+/// may be accepted a little later; versions that do not know of it read a refusal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChannelReply {
     /// The channel may be used.
     Accepted,
     /// It may not, and this is why. The connection is closed after it.
     Refused(String),
+    /// There is no room for it at the moment, and this is why: the same may be accepted a little later. The connection is closed
+    /// after it.
+    Busy(String),
 }
 
 /// The peer's answer to a channel header makes no sense.
@@ -181,11 +185,12 @@ pub struct BadReply {
 impl ChannelReply {
     /// The reply as it travels.
     pub fn encode(&self) -> Vec<u8> {
-        let (status, reason) = match self {
-            Self::Accepted => (0, String::new()),
-            Self::Refused(reason) => (1, crate::text::cleaned(reason)),
+        let (status, again, reason) = match self {
+            Self::Accepted => (0, 0, String::new()),
+            Self::Refused(reason) => (1, 0, crate::text::cleaned(reason)),
+            Self::Busy(reason) => (1, 1, crate::text::cleaned(reason)),
         };
-        let mut bytes = vec![status, 0];
+        let mut bytes = vec![status, again];
         bytes.extend_from_slice(&(reason.len() as u16).to_le_bytes());
         bytes.extend_from_slice(reason.as_bytes());
         bytes
@@ -204,7 +209,11 @@ impl ChannelReply {
 
     /// The reply, from its fixed part (already checked by [`ChannelReply::reason_length`]) and its reason.
     pub fn decode(prefix: [u8; REPLY_PREFIX_LENGTH], reason: &[u8]) -> Self {
-        if prefix[0] == 0 { Self::Accepted } else { Self::Refused(cleaned_bytes(reason)) }
+        match prefix {
+            [0, ..] => Self::Accepted,
+            [_, 1, ..] => Self::Busy(cleaned_bytes(reason)),
+            _ => Self::Refused(cleaned_bytes(reason)),
+        }
     }
 }
 
@@ -257,7 +266,7 @@ mod tests {
 
     #[test]
     fn replies_read_back_and_lies_about_their_length_are_refused() {
-        for reply in [ChannelReply::Accepted, ChannelReply::Refused("no room".into())] {
+        for reply in [ChannelReply::Accepted, ChannelReply::Refused("no".into()), ChannelReply::Busy("later".into())] {
             let bytes = reply.encode();
             let prefix = bytes[..4].try_into().unwrap();
             assert_eq!(ChannelReply::reason_length(prefix), Ok(bytes.len() - 4));

@@ -11,9 +11,8 @@ pub const MAX_RAM_CHANNELS: u16 = 64;
 pub const MAX_DEVICE_CHANNELS: u16 = MAX_RAM_CHANNELS - 1;
 /// Most devices whose state travels apart from the monitor's.
 pub const MAX_DEVICES: usize = 256;
-/// Most opaque channels of one migration. Each opaque connection (NBD, libvirt's control socket) takes two, and their
-/// numbers are not used again.
-pub const MAX_OPAQUE_CHANNELS: u16 = 256;
+/// Opaque channels of one session that carries a connection (NBD, libvirt's control socket): one for each direction.
+pub const MAX_OPAQUE_CHANNELS: u16 = 2;
 /// Largest control message, in bytes of JSON.
 pub const MAX_CONTROL_MESSAGE: usize = 1 << 20;
 /// Most runs in one packet's page table.

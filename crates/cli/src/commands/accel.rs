@@ -253,7 +253,7 @@ fn capture(args: &CaptureArgs) -> Result<Exit, Failure> {
     settings.trace = Some(Arc::clone(&trace));
 
     let cancel = Cancel::new();
-    let watch = signals::watch(cancel.clone(), Meaning::CAPTURE, crate::complain);
+    let watch = signals::watch([cancel.clone()], Meaning::CAPTURE, crate::complain);
     let watch = watch.map_err(|error| Failure::failed(&format!("cannot wait for signals: {error}")))?;
     let out = Out::of(Some(&file));
     let tried = try_queues(trials, &args.trial, &settings, &|| !cancel.is_cancelled(), out);

@@ -109,8 +109,19 @@ struct Session {
 impl Session {
     fn start(screen: &ScreenArgs, logging: bool, cancelling: Meaning) -> Result<Self, Failure> {
         let cancel = Cancel::new();
+        Self::start_with([cancel], screen, logging, cancelling)
+    }
+
+    /// Where the first signal cancels the first of `cancels`, and so on.
+    fn start_with<const N: usize>(
+        cancels: [Cancel; N],
+        screen: &ScreenArgs,
+        logging: bool,
+        cancelling: Meaning,
+    ) -> Result<Self, Failure> {
+        let cancel = cancels[0].clone();
         let screen = Arc::new(Screen::new(screen.quiet, logging, cancel.clone()));
-        let watch = signals::watch(cancel.clone(), cancelling, {
+        let watch = signals::watch(cancels, cancelling, {
             let screen = screen.clone();
             move |text| screen.say(text)
         });

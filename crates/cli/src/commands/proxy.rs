@@ -1,14 +1,22 @@
-//! `sterna proxy`: carries a migration that someone else drives. There is no report: whoever drives it has one.
+//! `sterna proxy`: carries migrations that other programs drive, until it is told to stop.
 
-use sterna_qemu::gateway::{GatewayError, ProxyReceiveOptions, ProxySendOptions, proxy_receive, proxy_send};
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::sync::Mutex;
 
-use super::{Exit, Failure, Session, gateway_failure, method_choice, security};
-use crate::args::{ProxyReceiveArgs, ProxySendArgs};
+use sterna::report::Observer;
+use sterna_qemu::gateway::{
+    GatewayError, ProxyReceiveOptions, ProxyReport, ProxySendOptions, ProxyStop, proxy_receive, proxy_send,
+};
+
+use super::{Exit, Failure, Session, method_choice, security};
+use crate::args::{ProxyReceiveArgs, ProxyReportArgs, ProxySendArgs, ScreenArgs, each_name_once};
 use crate::signals::Meaning;
 
 pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Failure> {
     let options = ProxySendOptions {
-        unix: args.unix.clone(),
+        unix: each_name_once("--unix", &args.unix).map_err(|error| Failure::usage(&error))?,
         opaque: args.opaque.checked().map_err(|error| Failure::usage(&error))?,
         to: args.link.to.clone(),
         security: security::source(&args.tls)?,
@@ -19,25 +27,72 @@ pub(super) fn run_send(args: &ProxySendArgs, logging: bool) -> Result<Exit, Fail
         bandwidth: args.link.bandwidth,
         downtime: args.link.downtime,
         packet_size: args.link.packet_size,
+        patience: args.wait.wait,
     };
-    let session = Session::start(&args.screen, logging, Meaning::RELAY)?;
-    let result = proxy_send(&options, &session.cancel, &*session.screen);
-    end(session, result)
+    until_stopped(&args.screen, &args.report, logging, |stop, observer, report| {
+        proxy_send(&options, stop, observer, report)
+    })
 }
 
 pub(super) fn run_receive(args: &ProxyReceiveArgs, logging: bool) -> Result<Exit, Failure> {
     let options = ProxyReceiveOptions {
-        unix: args.unix.clone(),
+        unix: each_name_once("--unix", &args.unix).map_err(|error| Failure::usage(&error))?,
         opaque: args.opaque.checked().map_err(|error| Failure::usage(&error))?,
         listen: args.listen.clone(),
         security: security::destination(&args.tls)?,
+        patience: args.wait.wait,
     };
-    let session = Session::start(&args.screen, logging, Meaning::RELAY)?;
-    let result = proxy_receive(&options, &session.cancel, &*session.screen);
-    end(session, result)
+    until_stopped(&args.screen, &args.report, logging, |stop, observer, report| {
+        proxy_receive(&options, stop, observer, report)
+    })
 }
 
-fn end(session: Session, result: Result<(), GatewayError>) -> Result<Exit, Failure> {
-    let cancelled = session.end();
-    result.map(|()| Exit::Completed).map_err(|error| gateway_failure(&error, cancelled))
+/// Runs a proxy until signals stop it: the first has it take nothing new, the second closes what is under way.
+fn until_stopped(
+    screen: &ScreenArgs,
+    report: &ProxyReportArgs,
+    logging: bool,
+    run: impl FnOnce(&ProxyStop, &dyn Observer, &(dyn Fn(&ProxyReport) + Sync)) -> Result<bool, GatewayError>,
+) -> Result<Exit, Failure> {
+    let reports = report.json.as_deref().map(Reports::open).transpose()?;
+    let stop = ProxyStop::default();
+    let session = Session::start_with([stop.drain.clone(), stop.close.clone()], screen, logging, Meaning::RELAY)?;
+    let report = |report: &ProxyReport| {
+        if let Some(reports) = &reports {
+            reports.append(report);
+        }
+    };
+    let result = run(&stop, &*session.screen, &report);
+    session.end();
+    match result {
+        Ok(true) => Ok(Exit::Completed),
+        Ok(false) => Ok(Exit::Cancelled),
+        Err(error) => Err(Failure::failed(&error)),
+    }
+}
+
+/// Where the reports go, one line each.
+struct Reports(Mutex<Box<dyn Write + Send>>);
+
+impl Reports {
+    fn open(path: &Path) -> Result<Self, Failure> {
+        let out: Box<dyn Write + Send> = if path == "-" {
+            Box::new(std::io::stdout())
+        } else {
+            let opened = File::options().append(true).create(true).open(path);
+            let failed =
+                |error| Failure::failed(&format!("--json: cannot append reports to {}: {error}", path.display()));
+            Box::new(opened.map_err(failed)?)
+        };
+        Ok(Self(Mutex::new(out)))
+    }
+
+    fn append(&self, report: &ProxyReport) {
+        let mut line = serde_json::to_vec(report).expect("a report has string keys and finite numbers");
+        line.push(b'\n');
+        let mut out = self.0.lock().expect("writing does not panic");
+        if let Err(error) = out.write_all(&line).and_then(|()| out.flush()) {
+            crate::complain(&format!("--json: a report could not be written: {error}; the migration ended as it says"));
+        }
+    }
 }

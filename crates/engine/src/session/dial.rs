@@ -19,7 +19,14 @@ use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlLink, Gate, hear, held_back, say};
 use crate::send::{SendChannel, SendContext};
-use crate::transport::{Address, Connection, Reader, Security, Writer, open_channel};
+use crate::transport::{Address, Closer, Connection, Reader, Security, TransportError, Writer, open_channel};
+
+/// First pause between attempts to open a channel; each further one is twice as long, up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+/// Longest pause between attempts to open a channel.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// How often a cancellation is looked for during a pause.
+const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Pause between attempts to reach a destination that was lost.
 pub const DIAL_PAUSE: Duration = Duration::from_millis(500);
@@ -43,16 +50,20 @@ pub struct Offer<'a> {
     pub features: Features<'a>,
     /// How pages will be compressed.
     pub method: Method,
+    /// How long a destination that does not listen yet is waited for.
+    pub patience: Duration,
 }
 
 /// Begins a migration with the destination: control channel, hello, welcome.
 ///
 /// # Errors
-/// It cannot be reached, refuses (with its reason), cannot decode what `offer.method` writes, or `cancel` came first.
+/// It cannot be reached within `offer.patience`, refuses (with its reason), cannot decode what `offer.method` writes, or `cancel`
+/// came first.
 pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(ControlLink, Session), SessionError> {
     let (id, key) = new_identity()?;
-    let connection = Connection::connect(offer.to, offer.security).map_err(SessionError::new)?;
-    let closer = connection.closer();
+    let subject = Subject { key: &key, id, kind: ChannelKind::Control, index: 0, incarnation: 1 };
+    let opened = subject.open(offer.to, offer.security, offer.patience, cancel)?;
+    let Opened { mut writer, mut reader, closer, round_trip } = opened;
     let interrupted = closer.clone();
     let dialled = Arc::new(AtomicBool::new(false));
     let finished = Arc::clone(&dialled);
@@ -62,8 +73,6 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
             interrupted.close();
         }
     });
-    let opened = open_channel(connection, &key, id, ChannelKind::Control, 0, 1);
-    let (mut writer, mut reader, round_trip) = opened.map_err(SessionError::new)?;
     let offered = offer.features.capabilities(offer.packet_size);
     let hello = Hello {
         program: program(),
@@ -190,10 +199,7 @@ impl Session {
         to: &Address,
         abort: &Abort,
     ) -> Result<(Writer, Reader), SessionError> {
-        let connection = Connection::connect(to, security).map_err(SessionError::new)?;
-        let closer = connection.closer();
-        let opened = open_channel(connection, &self.key, self.id, ChannelKind::PostCopy, 0, self.incarnation);
-        let (writer, reader, _) = opened.map_err(SessionError::new)?;
+        let Opened { writer, reader, closer, .. } = self.open_halves(security, to, ChannelKind::PostCopy, 0)?;
         abort.on_end(move || closer.close());
         Ok((writer, reader))
     }
@@ -210,10 +216,7 @@ impl Session {
         index: u16,
         context: &SendContext,
     ) -> Result<SendChannel, SessionError> {
-        let connection = Connection::connect(to, security).map_err(SessionError::new)?;
-        let closer = connection.closer();
-        let opened = open_channel(connection, &self.key, self.id, kind, index, self.incarnation);
-        let (writer, reader, _) = opened.map_err(SessionError::new)?;
+        let Opened { writer, reader, closer, .. } = self.open_halves(security, &to.into(), kind, index)?;
         context.abort.on_end(move || closer.close());
         let name = match kind {
             ChannelKind::Ram => format!("ram-{index}"),
@@ -222,6 +225,97 @@ impl Session {
             _ => format!("opaque-{index}"),
         };
         SendChannel::start(&name, writer, reader, context.clone()).map_err(SessionError::new)
+    }
+
+    /// Opens one channel, for a caller that uses its halves itself.
+    ///
+    /// # Errors
+    /// The destination cannot be reached, or refuses.
+    pub fn open_halves(
+        &self,
+        security: &Security,
+        to: &Address,
+        kind: ChannelKind,
+        index: u16,
+    ) -> Result<Opened, SessionError> {
+        let subject = Subject { key: &self.key, id: self.id, kind, index, incarnation: self.incarnation };
+        subject.open(to, security, Duration::ZERO, &Cancel::new())
+    }
+}
+
+/// A channel that the destination has accepted.
+#[derive(Debug)]
+pub struct Opened {
+    /// The sending half.
+    pub writer: Writer,
+    /// The receiving half.
+    pub reader: Reader,
+    /// Ends the connection from another thread.
+    pub closer: Closer,
+    /// From the channel header to the answer.
+    pub round_trip: Duration,
+}
+
+/// What a channel is, and of which migration.
+struct Subject<'a> {
+    key: &'a MigrationKey,
+    id: MigrationId,
+    kind: ChannelKind,
+    index: u16,
+    incarnation: u32,
+}
+
+impl Subject<'_> {
+    /// Opens the channel. A destination that does not listen yet is tried again for `patience`; one that has no room for another
+    /// connection, as long as a handshake may take.
+    fn open(
+        &self,
+        to: &Address,
+        security: &Security,
+        patience: Duration,
+        cancel: &Cancel,
+    ) -> Result<Opened, SessionError> {
+        let begun = Instant::now();
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let error = match self.open_once(to, security) {
+                Ok(opened) => return Ok(opened),
+                Err(error) => error,
+            };
+            let worth = match () {
+                () if error.is_busy() => HANDSHAKE_TIME.max(patience),
+                () if error.is_absent() => patience,
+                () => Duration::ZERO,
+            };
+            let left = worth.saturating_sub(begun.elapsed());
+            if left.is_zero() {
+                return Err(SessionError::new(error));
+            }
+            wait(pause.min(left), cancel)?;
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        }
+    }
+
+    fn open_once(&self, to: &Address, security: &Security) -> Result<Opened, TransportError> {
+        let connection = Connection::connect(to, security)?;
+        let closer = connection.closer();
+        let Self { key, id, kind, index, incarnation } = *self;
+        let (writer, reader, round_trip) = open_channel(connection, key, id, kind, index, incarnation)?;
+        Ok(Opened { writer, reader, closer, round_trip })
+    }
+}
+
+/// Waits for `pause`, unless `cancel` comes first.
+fn wait(pause: Duration, cancel: &Cancel) -> Result<(), SessionError> {
+    let until = Instant::now() + pause;
+    loop {
+        if cancel.is_cancelled() {
+            return Err(SessionError("cancelled".into()));
+        }
+        match until.saturating_duration_since(Instant::now()) {
+            Duration::ZERO => return Ok(()),
+            left => std::thread::sleep(left.min(CANCEL_INTERVAL)),
+        }
     }
 }
 

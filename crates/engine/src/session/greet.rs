@@ -22,15 +22,15 @@ use crate::migration::DEVICE_STATE;
 use crate::transport::{Closer, Connection, Incoming, Reader, Writer, accept_channel, refuse_channel};
 
 /// Connections whose hello is waited for at once.
-const MOST_GREETED: usize = 32;
+pub(super) const MAX_PENDING: usize = 32;
 /// How often new connections are looked for while others have not said their hello.
 const LOOK_PAUSE: Duration = Duration::from_millis(10);
 
 /// The connections whose hello is waited for, by the order of their arrival.
-#[derive(Default)]
-struct Greeters(Mutex<GreetersState>);
+#[derive(Debug, Default)]
+pub(super) struct Greeters(Mutex<GreetersState>);
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct GreetersState {
     next: u64,
     cancelled: bool,
@@ -38,7 +38,8 @@ struct GreetersState {
 }
 
 /// One of them, until this is dropped.
-struct Greeter {
+#[derive(Debug)]
+pub(super) struct Greeter {
     number: u64,
     all: Arc<Greeters>,
 }
@@ -48,7 +49,7 @@ impl Greeters {
         self.0.lock().expect("closing does not panic")
     }
 
-    fn add(self: &Arc<Self>, closer: Closer) -> Greeter {
+    pub(super) fn add(self: &Arc<Self>, closer: Closer) -> Greeter {
         let mut state = self.state();
         if state.cancelled {
             closer.close();
@@ -66,7 +67,17 @@ impl Greeters {
         }
     }
 
-    fn close_all(&self) {
+    /// Closes the oldest connections until no more than `most` are waited for.
+    pub(super) fn close_beyond(&self, most: usize) {
+        let mut state = self.state();
+        while state.waited_for.len() > most
+            && let Some((_, oldest)) = state.waited_for.pop_first()
+        {
+            oldest.close();
+        }
+    }
+
+    pub(super) fn close_all(&self) {
         let mut state = self.state();
         state.cancelled = true;
         state.waited_for.values().for_each(Closer::close);
@@ -149,7 +160,7 @@ impl Greeting<'_> {
                     Err(RecvTimeoutError::Disconnected) => break None,
                 };
                 let mut first = None;
-                while waited_for == MOST_GREETED && first.is_none() {
+                while waited_for == MAX_PENDING && first.is_none() {
                     // A source says its hello at once, so who has been silent for longest makes room.
                     greeters.close_oldest();
                     waited_for -= 1;
@@ -181,7 +192,12 @@ impl Greeting<'_> {
 
     /// Takes a control channel's hello, unless something speaks against it. What is refused has been told so; the error
     /// is for the log.
-    fn accept(&self, connection: Connection, header: &ChannelHeader, greeter: Greeter) -> Result<Greeted, String> {
+    pub(super) fn accept(
+        &self,
+        connection: Connection,
+        header: &ChannelHeader,
+        greeter: Greeter,
+    ) -> Result<Greeted, String> {
         let peer = connection.peer();
         if header.kind != ChannelKind::Control || header.incarnation != 1 {
             let reason = "no migration with this id is under way here";
@@ -285,7 +301,7 @@ mod tests {
             stream.read_exact(&mut [0; 4]).unwrap();
             stream
         };
-        let mut silent: Vec<_> = (0..2 * MOST_GREETED).map(|_| connect()).collect();
+        let mut silent: Vec<_> = (0..2 * MAX_PENDING).map(|_| connect()).collect();
         // The oldest have made room: they are at their end before the time for a hello is over.
         let mut rest = Vec::new();
         silent[0].read_to_end(&mut rest).unwrap();

@@ -20,7 +20,7 @@ const NO_TLS: &str =
 /// migration, and waits for the answer. The duration is the round trip from the header to the answer.
 ///
 /// # Errors
-/// [`TransportError::Refused`] with the receiver's reason; TLS's reason if the receiver did not accept the
+/// [`TransportError::Refused`] with the receiver's reason, [`TransportError::Busy`] where it has no room now; TLS's reason if the receiver did not accept the
 /// certificate; no answer within the limit; a broken connection.
 pub fn open_channel(
     mut connection: Connection,
@@ -40,6 +40,7 @@ pub fn open_channel(
     match (reply, sent) {
         (Ok(ChannelReply::Accepted), Ok(())) => Ok((connection.writer, connection.reader, asked.elapsed())),
         (Ok(ChannelReply::Refused(reason)), _) => Err(TransportError::Refused { peer, reason }),
+        (Ok(ChannelReply::Busy(reason)), _) => Err(TransportError::Busy { peer, reason }),
         // A receiver that refuses may close before it has read; what it said is then still there to be read, and says
         // more than the failure to write.
         (Err(error @ (TransportError::Tls { .. } | TransportError::Reply { .. })), _) => Err(error),
@@ -95,6 +96,11 @@ pub fn accept_channel(mut connection: Connection) -> Result<(Writer, Reader), Tr
 /// Tells the peer why its channel is refused, and ends the connection. Does not wait for the peer.
 pub fn refuse_channel(mut connection: Connection, reason: &str) {
     answer(&mut connection.writer, &ChannelReply::Refused(reason.to_owned()));
+}
+
+/// Tells the peer that there is no room for its channel now, and ends the connection. Does not wait for the peer.
+pub fn postpone_channel(mut connection: Connection, reason: &str) {
+    answer(&mut connection.writer, &ChannelReply::Busy(reason.to_owned()));
 }
 
 fn answer(writer: &mut Writer, reply: &ChannelReply) {

@@ -86,10 +86,11 @@ impl Connection {
         let mut handshake = Handshake::new(&socket, tls, deadline);
         if let Err(error) = handshake.run() {
             handshake.say_why();
-            if let Some(reason) = handshake.plain_refusal() {
-                return Err(TransportError::Refused { peer, reason });
-            }
-            return Err(handshake_error(peer, error, limits));
+            return Err(match handshake.plain_reply() {
+                Some(ChannelReply::Refused(reason)) => TransportError::Refused { peer, reason: without_tls(&reason) },
+                Some(ChannelReply::Busy(reason)) => TransportError::Busy { peer, reason: without_tls(&reason) },
+                Some(ChannelReply::Accepted) | None => handshake_error(peer, error, limits),
+            });
         }
         let handshake = handshake.done();
         Ok(Self::finished(socket, Some(handshake), peer, limits, deadline))
@@ -241,16 +242,13 @@ impl<'a> Handshake<'a> {
         self.socket.send_all(&mut [IoSlice::new(&bytes)], Sending::DoesNotWait)
     }
 
-    /// A receiver's refusal in clear text where TLS was expected: it has too many connections, or it has no TLS.
-    fn plain_refusal(&mut self) -> Option<String> {
+    /// A receiver's reply in clear text where TLS was expected: it has too many connections, or it has no TLS.
+    fn plain_reply(&mut self) -> Option<ChannelReply> {
         loop {
             if let Some((prefix, rest)) = self.heard.split_first_chunk::<REPLY_PREFIX_LENGTH>() {
                 let length = ChannelReply::reason_length(*prefix).ok()?;
                 if let Some(reason) = rest.get(..length) {
-                    return match ChannelReply::decode(*prefix, reason) {
-                        ChannelReply::Refused(reason) => Some(format!("(said without TLS) {reason}")),
-                        ChannelReply::Accepted => None,
-                    };
+                    return Some(ChannelReply::decode(*prefix, reason));
                 }
             }
             // TLS gave up in the middle of it.
@@ -274,6 +272,11 @@ impl<'a> Handshake<'a> {
             self.flush()
         };
     }
+}
+
+/// A reason that came in clear text, so that anyone on the path may have written it.
+fn without_tls(reason: &str) -> String {
+    format!("(received without TLS) {reason}")
 }
 
 /// Ends the sending direction and reads until the peer has ended its own: closing with unread bytes would reset the

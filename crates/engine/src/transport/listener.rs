@@ -240,7 +240,7 @@ fn make_room(places: &mut [Place]) -> bool {
     let most = places.iter().filter(silent).map(|place| from(place.host)).max();
     let chosen = places.iter().position(|place| silent(&place) && Some(from(place.host)) == most);
     let Some(chosen) = chosen else { return false };
-    refuse_unread(&places[chosen].socket, TOO_MANY);
+    postpone_unread(&places[chosen].socket, TOO_MANY);
     // Its thread, which waits for it to say something, is woken by the end.
     let _ = places[chosen].socket.shutdown(Shutdown::Both);
     places[chosen].stage = Stage::Closed;
@@ -272,7 +272,7 @@ impl Doorman {
                 limit = self.limits.pending,
                 "too many connections at once, refused one"
             );
-            refuse_unread(&socket, TOO_MANY);
+            postpone_unread(&socket, TOO_MANY);
             return;
         };
         let (security, limits, arrive) = (Arc::clone(&self.security), self.limits, self.arrive.clone());
@@ -310,9 +310,9 @@ fn serve(socket: Socket, security: &Security, limits: &Limits) -> Result<(Connec
     Ok((connection, header))
 }
 
-/// Refuses where nothing has been read, in clear text also where TLS is expected (the sender understands it), without waiting.
-fn refuse_unread(socket: &Socket, reason: &str) {
-    let reply = ChannelReply::Refused(reason.to_owned()).encode();
+/// Postpones where nothing has been read, in clear text also where TLS is expected (the sender understands it), without waiting.
+fn postpone_unread(socket: &Socket, reason: &str) {
+    let reply = ChannelReply::Busy(reason.to_owned()).encode();
     let _ = socket.send_all(&mut [IoSlice::new(&reply)], Sending::DoesNotWait);
     let _ = socket.shutdown(Shutdown::Write);
     socket.take_unread();

@@ -31,7 +31,7 @@ use sterna_wire::header::{BadReply, HeaderError};
 use sterna_wire::limits::{HANDSHAKE_TIME, SILENCE_LIMIT};
 
 pub use self::address::Address;
-pub use self::channel::{accept_channel, open_channel, read_header, refuse_channel};
+pub use self::channel::{accept_channel, open_channel, postpone_channel, read_header, refuse_channel};
 pub use self::connection::Connection;
 pub use self::listener::{Incoming, Listener, Stop};
 pub use self::socket::Socket;
@@ -148,6 +148,14 @@ pub enum TransportError {
         /// Its words, cleaned.
         reason: String,
     },
+    /// The peer has no room for the channel at the moment.
+    #[error("{peer} has no room: {reason}")]
+    Busy {
+        /// The peer's address.
+        peer: String,
+        /// Its words, cleaned.
+        reason: String,
+    },
     /// What arrived is no channel header.
     #[error("refused a connection from {peer}: {source}")]
     Header {
@@ -164,4 +172,24 @@ pub enum TransportError {
         /// What is wrong with it.
         source: BadReply,
     },
+}
+
+impl TransportError {
+    /// Whether the peer is there and only has no room at the moment.
+    pub fn is_busy(&self) -> bool {
+        matches!(self, Self::Busy { .. })
+    }
+
+    /// Whether nothing listens at the peer's address, or nothing answers there: a peer that is being started, or a network that is
+    /// being set up.
+    pub fn is_absent(&self) -> bool {
+        use io::ErrorKind::{ConnectionRefused, HostUnreachable, NetworkDown, NetworkUnreachable, NotFound, TimedOut};
+        match self {
+            Self::Connect { source, .. } => matches!(
+                source.kind(),
+                ConnectionRefused | HostUnreachable | NetworkDown | NetworkUnreachable | NotFound | TimedOut
+            ),
+            _ => false,
+        }
+    }
 }

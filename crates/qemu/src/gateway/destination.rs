@@ -163,7 +163,8 @@ fn run_session(
     let blocks_of = qmp.clone();
     let find_blocks = Box::new(move || discover(&blocks_of).map_err(|error| error.to_string()));
     let agreed = Agreed { deltas: session.has(DELTA), send_again: session.has(SEND_AGAIN) };
-    let feeder = Feeder::new(&sockets.socket("qemu.sock"), options.placement, find_blocks, agreed, &abort);
+    let feeder =
+        Feeder::new(&sockets.socket("qemu.sock"), Duration::ZERO, options.placement, find_blocks, agreed, &abort);
     let fed = events_in.clone();
     let sinks = FeederSinks::new(Arc::clone(&feeder), move |news| drop(fed.send(Event::Feeder(news))));
     let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, None, tell));

@@ -14,6 +14,7 @@
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::time::Duration;
 
 use sterna::abort::Abort;
 use sterna::receive::{Sink, SinkError};
@@ -60,6 +61,8 @@ pub(super) type FindBlocks = Box<dyn Fn() -> Result<Vec<RamBlock>, String> + Sen
 /// What the sinks of one migration share.
 pub(super) struct Feeder {
     socket: PathBuf,
+    /// How long a QEMU that does not listen there yet is waited for.
+    patience: Duration,
     wish: Wish,
     find_blocks: FindBlocks,
     agreed: Agreed,
@@ -118,6 +121,7 @@ impl Feeder {
     /// A feeder for the QEMU that listens at `socket`.
     pub(super) fn new(
         socket: &Path,
+        patience: Duration,
         wish: Wish,
         find_blocks: FindBlocks,
         agreed: Agreed,
@@ -126,6 +130,7 @@ impl Feeder {
         let generations = Generations { ended: Vec::new(), closed: 0, over: false };
         let feeder = Arc::new(Self {
             socket: socket.to_owned(),
+            patience,
             wish,
             find_blocks,
             agreed,
@@ -172,7 +177,7 @@ impl Feeder {
         // Before QEMU is given anything: it may not answer QMP while it waits for a sync point.
         let (blocks, lines) = self.target_blocks(&start.ram.blocks)?;
         let connect = || -> std::io::Result<UnixStream> {
-            let stream = sockets::connect(&self.socket)?;
+            let stream = sockets::connect_within(&self.socket, self.patience, || self.abort.is_over())?;
             self.abort.on_end(closer(&stream)?);
             Ok(stream)
         };
@@ -608,14 +613,20 @@ impl Sink for StreamSink {
 mod tests {
     use super::*;
     use std::sync::mpsc::channel;
-    use std::time::Duration;
 
     use sterna_memory::place::{FileWrite, ZeroBy};
 
     /// A feeder whose only block is filled directly, without a QEMU.
     fn feeder(agreed: Agreed, abort: &Arc<Abort>) -> (Arc<Feeder>, UnixStream) {
         const PAGES: u64 = 16;
-        let feeder = Feeder::new(Path::new(""), Wish::Auto, Box::new(|| Err("there is no QEMU".into())), agreed, abort);
+        let feeder = Feeder::new(
+            Path::new(""),
+            Duration::ZERO,
+            Wish::Auto,
+            Box::new(|| Err("there is no QEMU".into())),
+            agreed,
+            abort,
+        );
         let (main, qemu) = UnixStream::pair().unwrap();
         let file = tempfile::tempfile().unwrap();
         file.set_len(PAGES * qemu::PAGE_SIZE as u64).unwrap();

@@ -33,7 +33,7 @@ mod source;
 mod source_stream;
 
 pub use destination::receive;
-pub use proxy::{proxy_receive, proxy_send};
+pub use proxy::{ProxyReport, ProxySide, ProxyStop, proxy_receive, proxy_send};
 pub use recovery::recover;
 pub use source::send;
 
@@ -96,8 +96,8 @@ pub enum Placement {
 /// Settings of [`proxy_send`].
 #[derive(Debug)]
 pub struct ProxySendOptions {
-    /// Unix socket to listen on, which the source QEMU is told to migrate to.
-    pub unix: PathBuf,
+    /// Unix sockets to listen on, which source QEMUs are told to migrate to, by the names that the other side knows them by.
+    pub unix: Vec<(String, PathBuf)>,
     /// Further unix sockets whose connections are carried unchanged, by the name that the other side knows them by.
     pub opaque: Vec<(String, PathBuf)>,
     /// `host:port` where `sterna proxy receive` listens.
@@ -118,19 +118,23 @@ pub struct ProxySendOptions {
     pub downtime: Duration,
     /// Bytes of content in a packet.
     pub packet_size: usize,
+    /// How long a destination's proxy that does not listen yet is waited for.
+    pub patience: Duration,
 }
 
 /// Settings of [`proxy_receive`].
 #[derive(Debug)]
 pub struct ProxyReceiveOptions {
-    /// Unix socket that the destination QEMU listens on.
-    pub unix: PathBuf,
+    /// Unix sockets that destination QEMUs listen on, by name.
+    pub unix: Vec<(String, PathBuf)>,
     /// Unix sockets that opaque connections are carried to, by name.
     pub opaque: Vec<(String, PathBuf)>,
     /// `address:port` to listen on.
     pub listen: String,
     /// TLS or not.
     pub security: Security,
+    /// How long a local socket that nothing listens on yet is waited for.
+    pub patience: Duration,
 }
 
 /// Settings of [`recover`].

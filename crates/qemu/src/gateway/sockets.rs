@@ -95,6 +95,31 @@ pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
     UnixStream::connect(path)
 }
 
+/// First pause between attempts to connect to a socket that nothing listens on yet; each further one is twice as long.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+/// Longest pause between such attempts.
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// [`connect`], where a socket that is not there, or that nothing listens on, is tried again for `patience`, unless `is_over` says that
+/// there is no need any more.
+pub(super) fn connect_within(path: &Path, patience: Duration, is_over: impl Fn() -> bool) -> io::Result<UnixStream> {
+    let deadline = Instant::now() + patience;
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let error = match connect(path) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => error,
+        };
+        let absent = matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+        let left = deadline.saturating_duration_since(Instant::now());
+        if !absent || left.is_zero() || is_over() {
+            return Err(error);
+        }
+        std::thread::sleep(pause.min(left));
+        pause = (2 * pause).min(LONGEST_PAUSE);
+    }
+}
+
 /// Accepts a connection until `deadline`, then fails with `TimedOut`. The listener stays blocking.
 pub(super) fn accept_until(listener: &UnixListener, deadline: Instant) -> io::Result<UnixStream> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};

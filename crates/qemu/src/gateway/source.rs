@@ -101,6 +101,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         mode: sterna_wire::control::Mode::Owner,
         features: if options.delta_cache > 0 { WITH_DELTAS } else { FEATURES },
         method: options.method.method(),
+        patience: Duration::ZERO,
     };
     let told = events_in.clone();
     let tell_peer: TellPeer = Arc::new(move |news| drop(told.send(Event::Peer(news))));
@@ -457,7 +458,7 @@ impl Driver<'_> {
                 self.progress.total_bytes = ram;
                 tracing::info!(?blocks, machine, "the stream has begun");
             }
-            StreamNews::RamEnd => self.drain(),
+            StreamNews::RamEnd { .. } => self.drain(),
             StreamNews::Ended => {}
         }
         None

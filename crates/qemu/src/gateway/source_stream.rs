@@ -9,6 +9,7 @@
 use std::io::{self, IoSliceMut};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Instant;
 
 use sterna::entry::{Entry, Pipeline};
 use sterna::send::{Item, SendChannel};
@@ -49,7 +50,10 @@ pub(super) enum StreamNews {
         machine: String,
     },
     /// All of RAM has been handed to the channels; what follows is opaque.
-    RamEnd,
+    RamEnd {
+        /// When the last section of RAM before the last one had ended: until then the guest ran.
+        last_round: Instant,
+    },
     /// QEMU closed the main channel: it has finished or given up.
     Ended,
 }
@@ -389,6 +393,7 @@ pub(super) fn read_main(
 
     let mut buffer = vec![0; pipeline.pool.capacity()];
     let mut batch = PageBatch::default();
+    let mut last_round = Instant::now();
     loop {
         let pages = reader.next_pages(&mut buffer, &mut batch)?;
         if pages > 0 {
@@ -407,8 +412,14 @@ pub(super) fn read_main(
             Event::ZeroPage { block, offset } => common.zero_page(block as u16, offset)?,
             Event::Flush if flush_is_sync_point && multifd_channels > 0 => common.sync_point()?,
             Event::Flush => common.entry.flush()?,
-            Event::EndOfSection { .. } if !flush_is_sync_point && multifd_channels > 0 => common.sync_point()?,
-            Event::EndOfSection { .. } => common.entry.flush()?,
+            Event::EndOfSection { .. } => {
+                if !flush_is_sync_point && multifd_channels > 0 {
+                    common.sync_point()?;
+                } else {
+                    common.entry.flush()?;
+                }
+                last_round = Instant::now();
+            }
             Event::Command(command) if command.to_be_stripped() => {}
             Event::Command(command) => send(record::COMMAND, command.bytes)?,
             Event::DeviceSection(piece) => {
@@ -425,7 +436,7 @@ pub(super) fn read_main(
     common.entry.flush()?;
     let generation = sync.finish(&pipeline)?;
     send(record::RAM_END, generation.to_le_bytes().to_vec())?;
-    news(StreamNews::RamEnd);
+    news(StreamNews::RamEnd { last_round });
 
     loop {
         match reader.read_opaque(&mut buffer)? {
@@ -449,7 +460,11 @@ pub(super) fn read_start(reader: &mut MainReader<UnixStream>) -> Result<Start, R
         match reader.next_event(&mut page)? {
             Event::Header | Event::Flush => {}
             Event::Configuration(section) => configuration = Some(section),
-            Event::Command(command) if command.to_be_stripped() => {}
+            // Later it would be refused too, but then a program that counts on it has lost minutes.
+            Event::Command(command) if command.to_be_stripped() => {
+                let way_out = "turn the capability postcopy-ram off (with libvirt: leave out --postcopy)";
+                return Err(StreamError::refused("post-copy", way_out).into());
+            }
             Event::Command(command) => prologue.push(Prologue::Command(command)),
             Event::DeviceSection(piece) => prologue.push(Prologue::DeviceSection(piece)),
             Event::RamStart(start) => ram = Some(start),

@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
 /// Process id of the peer; `None` where it cannot be seen from here.
-pub(super) fn process_id(stream: &UnixStream) -> Option<i32> {
+pub(crate) fn process_id(stream: &UnixStream) -> Option<i32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `length` bytes, the size of `peer`; both outlive the call.

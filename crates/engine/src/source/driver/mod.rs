@@ -110,6 +110,7 @@ pub(super) fn run(
         mode: Mode::Embedded,
         features: Features { offered: &offered, required: &wanted },
         method: settings.method.method(),
+        patience: Duration::ZERO,
     };
     let told = events_in.clone();
     let occupied = Occupied::default();

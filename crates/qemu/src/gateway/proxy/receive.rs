@@ -1,290 +1,308 @@
-//! The destination's proxy.
+//! The destination's proxy: takes sessions from the source's proxies and connects each to the socket that it is for.
 
-use std::collections::HashMap;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU16, Ordering};
-use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
 
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink, say};
-use sterna::pacer::Pacer;
-use sterna::receive::PacketRules;
-use sterna::report::Observer;
-use sterna::send::{Compression, SendChannel, SendContext};
-use sterna::session::{Doorman, Greeted, Greeting, OtherDoor, PeerNews, Refused, TellPeer, link_events};
-use sterna::transport::{Connection, Limits, Listener, accept_channel};
-use sterna::window::Window;
-use sterna_wire::control::{ControlMessage, Mode};
+use sterna::receive::Sink;
+use sterna::report::{Observer, Outcome, between};
+use sterna::session::{
+    Doorman, Greeted, Greeting, Opened, OtherDoor, PeerNews, Session, Sessions, Sinks, TellPeer, link_events,
+};
+use sterna::transport::{Connection, Limits, Listener, Security, accept_channel, refuse_channel};
+use sterna_wire::control::{ControlMessage, Mode, RelayContent};
 use sterna_wire::header::ChannelKind;
-use sterna_wire::limits::MAX_OPAQUE_CHANNELS;
+use sterna_wire::limits::HANDSHAKE_TIME;
 
-use super::opaque::{Open, pump_in, pump_out};
+use super::connection::{Ending, LocalEnd, TO_DESTINATION, TO_SOURCE};
+use super::migration_in::Migration;
+use super::report::{ProxyReport, ProxySide};
+use super::under_way::UnderWay;
+use super::{ProxyStop, under_way};
 use crate::gateway::features::FEATURES;
 use crate::gateway::feeder::{Agreed, Feeder, FeederNews, FeederSinks};
 use crate::gateway::sockets;
-use crate::gateway::source_stream::closer;
 use crate::gateway::{GatewayError, Placement, ProxyReceiveOptions};
-use crate::stream::{ReturnMessage, ReturnPathReader};
+use crate::stream::ReturnMessage;
 
-enum Event {
+/// What concerns one session.
+pub(super) enum Event {
     Control(ControlEvent),
     Feeder(FeederNews),
-    ReturnPath(Option<ReturnMessage>),
-    OpaqueEnded,
+    ReturnPath(ReturnMessage),
+    /// The destination QEMU has closed its socket and not said before that it has loaded the guest.
+    ClosedWithoutShut,
+    /// A channel of a connection that is carried unchanged, by its index.
+    Channel(u16, Connection),
+    /// One direction of such a connection is at its end.
+    DirectionEnded,
     Broken,
     Cancelled,
 }
 
-/// Carries what comes from one source's proxy to the destination QEMU, and opaque connections to their sockets.
+struct Proxy<'a> {
+    options: &'a ProxyReceiveOptions,
+    observer: &'a dyn Observer,
+    report: &'a (dyn Fn(&ProxyReport) + Sync),
+    under_way: UnderWay,
+    sessions: Arc<Sessions>,
+}
+
+/// Carries what comes from sources' proxies to the destination QEMUs, and to the other sockets, until `stop`. `report` is called with
+/// the end of each migration. Returns whether everything that was carried had come to its own end.
 ///
 /// # Errors
-/// What broke; the QEMUs' own sockets have been closed, as if the network had failed.
+/// The address cannot be listened on. Nothing was carried.
 pub fn proxy_receive(
     options: &ProxyReceiveOptions,
-    cancel: &Cancel,
+    stop: &ProxyStop,
     observer: &dyn Observer,
-) -> Result<(), GatewayError> {
+    report: &(dyn Fn(&ProxyReport) + Sync),
+) -> Result<bool, GatewayError> {
     let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
     observer.note(&format!("listening on {}", listener.local_address()));
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
-    let stop_at_end = incoming.stop_handle();
+    let sessions = Arc::new(Sessions::new(&incoming));
+    let proxy = Proxy { options, observer, report, under_way: UnderWay::default(), sessions: Arc::clone(&sessions) };
+    let drain = {
+        let sessions = Arc::clone(&sessions);
+        move || sessions.stop()
+    };
+    under_way::obey(stop, &proxy.under_way, drain, || ());
     let refused = |reason: &str| observer.note(&format!("refused: {reason}"));
     let greeting = Greeting { mode: Mode::Proxy, features: FEATURES, refusal: &|_| None };
-    let greeted = greeting.first(&incoming, cancel, refused);
-    let greeted = greeted.ok_or_else(|| GatewayError("cancelled before a source connected".into()))?;
-    observer.note(&format!("a proxy's connections from {}", greeted.peer));
-
-    let Greeted { session, mut writer, reader, closer: closing, messages, welcome, .. } = greeted;
-    let (events_in, events) = channel();
-    let abort = Arc::new(Abort::default());
-    let broken = events_in.clone();
-    abort.on_end(move || drop(broken.send(Event::Broken)));
-    let cancelled = events_in.clone();
-    cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
-
-    let nowhere = Box::new(|| Err("a proxy does not look into QEMU".to_owned()));
-    let feeder = Feeder::new(&options.unix, Placement::InStream, nowhere, Agreed::default(), &abort);
-    let fed = events_in.clone();
-    let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
-    let packet_size = session.packet_size;
-    let opaque = Arc::new(OpaqueConnections {
-        local: Mutex::default(),
-        next: AtomicU16::new(0),
-        open: Open::default(),
-        packet_size,
-        abort: Arc::clone(&abort),
-        events_in: events_in.clone(),
-    });
-    let door: OtherDoor = {
-        let opaque = Arc::clone(&opaque);
-        Box::new(move |header, connection, _| match header.kind {
-            ChannelKind::Opaque => opaque.admit(header.index, connection),
-            _ => Err(Box::new((connection, "a proxy has no such channel".into()))),
-        })
-    };
-    let told = events_in.clone();
-    // A proxy's source does not come back: what it cannot finish is begun anew.
-    let tell: TellPeer = Arc::new(move |news| {
-        if let PeerNews::Control(1, event) = news {
-            let _ = told.send(Event::Control(event));
-        }
-    });
-    let link_events = link_events(&tell, 1);
-    let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(door), tell));
-    doorman.open();
-    say(&mut writer, &ControlMessage::Welcome(welcome)).map_err(GatewayError::new)?;
-    let link = ControlLink::start(writer, reader, closing, messages, link_events).map_err(GatewayError::new)?;
-    let accepting = {
-        let doorman = Arc::clone(&doorman);
-        std::thread::spawn(move || {
-            while let Some((connection, header)) = incoming.next() {
-                doorman.admit(connection, &header);
-            }
-        })
-    };
-
-    let mut proxy = Proxy { options, link, opaque, events_in, stream_ended: false, shut: false };
-    let mut outcome = Ok(());
-    for event in events {
-        match proxy.take(event, &abort) {
-            Ok(false) => {}
-            Ok(true) => break,
-            Err(error) => {
-                let _ = proxy.link.send(&ControlMessage::Failed { reason: error.to_string() });
-                outcome = Err(error);
-                break;
-            }
-        }
-    }
-    abort.finish();
-    stop_at_end.stop();
-    let _ = accepting.join();
-    doorman.join();
-    outcome
-}
-
-struct Proxy<'a> {
-    options: &'a ProxyReceiveOptions,
-    link: ControlLink,
-    opaque: Arc<OpaqueConnections>,
-    events_in: Sender<Event>,
-    stream_ended: bool,
-    shut: bool,
+    sessions.serve(&incoming, &greeting, refused, |greeted| proxy.serve(greeted));
+    Ok(!proxy.under_way.was_cut())
 }
 
 impl Proxy<'_> {
-    /// Says whether everything has come to its end.
-    fn take(&mut self, event: Event, abort: &Abort) -> Result<bool, GatewayError> {
-        match event {
-            Event::Control(ControlEvent::Message(ControlMessage::Opaque { index, name }, _)) => {
-                let refusal = self.connect_opaque(index, &name).err();
-                self.say(&ControlMessage::OpaqueAnswer { index, refusal });
-            }
-            Event::Control(ControlEvent::Message(ControlMessage::Failed { reason }, _)) => {
-                return Err(GatewayError(format!("the source failed: {}", sterna_wire::text::cleaned(&reason))));
-            }
-            Event::Control(ControlEvent::Lost(_)) if self.stream_ended => return Ok(true),
-            Event::Control(ControlEvent::Lost(reason)) => {
-                return Err(GatewayError(format!(
-                    "the source's proxy was lost: {reason}; QEMU's connections were closed"
-                )));
-            }
-            Event::Control(_) | Event::OpaqueEnded => {}
-            Event::Feeder(FeederNews::Ready { placement, return_path, .. }) => {
-                self.say(&ControlMessage::Ready { placement, deltas: Vec::new() });
-                self.relay_return_path(return_path);
-            }
-            Event::Feeder(FeederNews::RamPlaced) => {}
-            Event::Feeder(FeederNews::Ended) => self.stream_ended = true,
-            Event::ReturnPath(Some(message)) => {
-                self.shut |= matches!(message, ReturnMessage::Shut(_));
-                self.say(&ControlMessage::ReturnPath(message.into()));
-            }
-            // Without a word it has given up, unless no return path was asked for and the stream is over.
-            Event::ReturnPath(None) if self.shut || self.stream_ended => {}
-            Event::ReturnPath(None) => {
-                return Err(GatewayError("the destination QEMU closed its migration socket".into()));
-            }
-            Event::Broken => {
-                if let Some(reason) = abort.reason() {
-                    return Err(GatewayError(format!("{reason}; QEMU's connections were closed")));
-                }
-            }
-            Event::Cancelled => return Err(GatewayError("cancelled; QEMU's connections were closed".into())),
-        }
-        Ok(false)
-    }
-
-    fn say(&self, message: &ControlMessage) {
-        if let Err(error) = self.link.send(message) {
-            // The link's reading side reports the loss.
-            tracing::info!(%error, "the source's proxy did not take a message");
-        }
-    }
-
-    fn connect_opaque(&self, index: u16, name: &str) -> Result<(), String> {
-        if index != self.opaque.next.fetch_add(1, Ordering::Relaxed) || index >= MAX_OPAQUE_CHANNELS / 2 {
-            return Err(format!("opaque connection {index} is out of order or one too many"));
-        }
-        let path: &PathBuf = if name.is_empty() {
-            &self.options.unix
-        } else {
-            let known = self.options.opaque.iter().find(|(known, _)| known == name);
-            &known.ok_or_else(|| format!("no socket is known here by the name {name:?}"))?.1
-        };
-        let stream = sockets::connect(path).map_err(|error| format!("{}: {error}", path.display()))?;
-        let mut local = self.opaque.local.lock().expect("opaque connections do not panic");
-        local.insert(index, Waiting { stream, taken: [false; 2] });
-        Ok(())
-    }
-
-    fn relay_return_path(&self, mut reader: ReturnPathReader<UnixStream>) {
-        let events = self.events_in.clone();
-        std::thread::spawn(move || {
-            loop {
-                let message = reader.next_message().unwrap_or_else(|error| {
-                    tracing::info!(%error, "the return path broke");
-                    None
-                });
-                let ended = message.is_none();
-                if events.send(Event::ReturnPath(message)).is_err() || ended {
-                    return;
-                }
+    /// Serves one session to its end.
+    fn serve(&self, greeted: Greeted) {
+        // There are no more of these than sessions, which are bounded likewise.
+        let Some(carried) = self.under_way.enter() else { return };
+        let Greeted { session, mut writer, reader, closer, messages, welcome, peer, .. } = greeted;
+        let (events_in, events) = channel();
+        let news = events_in.clone();
+        // A proxy's source does not come back: what it cannot finish is begun anew by the programs that drive the QEMUs.
+        let tell: TellPeer = Arc::new(move |event| {
+            if let PeerNews::Control(1, event) = event {
+                let _ = news.send(Event::Control(event));
             }
         });
+        let cancelled = events_in.clone();
+        carried.cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
+        let welcomed = say(&mut writer, &ControlMessage::Welcome(welcome));
+        let link = welcomed.and_then(|()| ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1)));
+        let link = match link {
+            Ok(link) => link,
+            Err(error) => return self.observer.note(&format!("{peer} was lost at once: {error}")),
+        };
+        let serving = Serving { proxy: self, session, peer, link, events, cancel: &carried.cancel, tell };
+        serving.run(events_in);
     }
 }
 
-/// The local end of an opaque connection whose two channels have not both come yet.
-struct Waiting {
-    stream: UnixStream,
-    taken: [bool; 2],
+/// A session whose source has been welcomed.
+struct Serving<'a> {
+    proxy: &'a Proxy<'a>,
+    session: Session,
+    peer: String,
+    link: ControlLink,
+    events: Receiver<Event>,
+    cancel: &'a Cancel,
+    tell: TellPeer,
 }
 
-/// The local ends of opaque connections, by their index.
-struct OpaqueConnections {
-    local: Mutex<HashMap<u16, Waiting>>,
-    /// The index of the next opaque connection.
-    next: AtomicU16,
-    open: Open,
-    packet_size: usize,
-    abort: Arc<Abort>,
-    events_in: Sender<Event>,
-}
-
-impl OpaqueConnections {
-    /// An even channel brings what the source's side says, the odd one after it takes back what this side says.
-    fn admit(&self, channel: u16, connection: Connection) -> Result<(), Refused> {
-        let local = {
-            let mut local = self.local.lock().expect("opaque connections do not panic");
-            let free = local.get_mut(&(channel / 2)).filter(|waiting| !waiting.taken[usize::from(channel % 2)]);
-            let stream = free.map(|waiting| {
-                waiting.taken[usize::from(channel % 2)] = true;
-                (waiting.stream.try_clone(), waiting.taken == [true; 2])
-            });
-            if let Some((_, true)) = stream {
-                local.remove(&(channel / 2));
+impl Serving<'_> {
+    fn run(self, events_in: Sender<Event>) {
+        let observer = self.proxy.observer;
+        match self.relay() {
+            Ok((RelayContent::Migration, socket)) => {
+                let report = self.migration(socket, &events_in);
+                observer.note(&report.text());
+                (self.proxy.report)(&report);
             }
-            stream.map(|(stream, _)| stream)
+            Ok((RelayContent::Connection, socket)) => {
+                if let Err(error) = self.connection(&socket, &events_in) {
+                    observer.note(&format!("a connection from {} was closed: {error}", self.peer));
+                }
+            }
+            Err(error) => observer.note(&format!("a session from {} was closed: {error}", self.peer)),
+        }
+        self.link.finish();
+    }
+
+    /// What the session is for.
+    fn relay(&self) -> Result<(RelayContent, String), GatewayError> {
+        let event = self.events.recv_timeout(HANDSHAKE_TIME);
+        let event = event.map_err(|_| GatewayError("it does not say what it carries".into()))?;
+        match event {
+            Event::Control(ControlEvent::Message(ControlMessage::Relay { content, socket }, _)) => {
+                Ok((content, socket))
+            }
+            Event::Control(ControlEvent::Message(..)) => {
+                Err(GatewayError("it does not say first what it carries".into()))
+            }
+            Event::Control(ControlEvent::Lost(reason)) => Err(GatewayError(reason)),
+            Event::Cancelled => Err(GatewayError("the proxy was told to close its connections".into())),
+            _ => Err(GatewayError("it sends before it has said what it carries".into())),
+        }
+    }
+
+    fn answer(&self, refusal: Option<String>) -> Result<(), GatewayError> {
+        let answer = ControlMessage::RelayAnswer { refusal };
+        self.link.send(&answer).map_err(|error| GatewayError(format!("the source's proxy was lost: {error}")))
+    }
+
+    /// The path of a socket, or the refusal of its name.
+    fn path(&self, sockets: &[&[(String, PathBuf)]], name: &str) -> Result<PathBuf, GatewayError> {
+        let found = sockets.iter().copied().flatten().find(|(known, _)| known == name);
+        match found {
+            Some((_, path)) => Ok(path.clone()),
+            None => {
+                let name = sterna_wire::text::cleaned(name);
+                let refusal = format!("no socket is known here by the name \"{name}\"");
+                self.answer(Some(refusal.clone()))?;
+                Err(GatewayError(refusal))
+            }
+        }
+    }
+
+    fn migration(&self, socket: String, events_in: &Sender<Event>) -> ProxyReport {
+        let begun = Instant::now();
+        let result = self.carry_migration(&socket, events_in);
+        let (outcome, reason) = match result {
+            Ok(()) => (Outcome::Completed, None),
+            Err(_) if self.cancel.is_cancelled() => (Outcome::Cancelled, None),
+            Err(error) => (Outcome::Failed, Some(error.to_string())),
         };
-        let Some(Ok(local)) = local else {
-            return Err(Box::new((connection, "no opaque connection with this index".into())));
+        ProxyReport {
+            side: ProxySide::Destination,
+            id: self.session.id.to_string(),
+            outcome,
+            reason,
+            socket,
+            peer: self.peer.clone(),
+            machine: String::new(),
+            total_ms: between(Some(begun), Some(Instant::now())),
+            downtime_seen_ms: None,
+            multifd_channels: 0,
+            channels: 0,
+            encrypted: matches!(self.proxy.options.security, Security::Tls(_)),
+            method: String::new(),
+            wire_bytes: 0,
+            content_bytes: 0,
+            normal_pages: 0,
+            zero_pages: 0,
+            ratio: 1.0,
+            throughput: 0.0,
+        }
+    }
+
+    fn carry_migration(&self, socket: &str, events_in: &Sender<Event>) -> Result<(), GatewayError> {
+        let options = self.proxy.options;
+        let path = self.path(&[&options.unix], socket)?;
+        self.proxy.observer.note(&format!("migration {}: from {}", self.session.id, self.peer));
+        let abort = Arc::new(Abort::default());
+        let broken = events_in.clone();
+        abort.on_end(move || drop(broken.send(Event::Broken)));
+        let nowhere = Box::new(|| Err("a proxy does not look into QEMU".to_owned()));
+        let feeder = Feeder::new(&path, options.patience, Placement::InStream, nowhere, Agreed::default(), &abort);
+        let fed = events_in.clone();
+        let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
+        let doorman = Doorman::new(self.session.clone(), Box::new(sinks), &abort, None, Arc::clone(&self.tell));
+        let doorman = Arc::new(doorman);
+        let _entered = self.proxy.sessions.enter(&doorman);
+        doorman.open();
+        self.answer(None)?;
+        Migration::new(abort, doorman, &self.link, events_in.clone()).carry(&self.events)
+    }
+
+    fn connection(&self, socket: &str, events_in: &Sender<Event>) -> Result<(), GatewayError> {
+        let failed = GatewayError::new;
+        let options = self.proxy.options;
+        // A connection that is none of a migration that we could read goes to the same socket.
+        let path = self.path(&[&options.opaque, &options.unix], socket)?;
+        let stream = match sockets::connect_within(&path, options.patience, || self.cancel.is_cancelled()) {
+            Ok(stream) => stream,
+            Err(error) => {
+                let refusal = format!("{}: {error}", path.display());
+                self.answer(Some(refusal.clone()))?;
+                return Err(GatewayError(refusal));
+            }
         };
-        if let Err(error) = self.start(channel, connection, local) {
-            tracing::info!(error, "an opaque connection failed");
+        let mut local = LocalEnd::new(stream, self.session.packet_size).map_err(failed)?;
+        let abort = Arc::new(Abort::default());
+        let arrived = events_in.clone();
+        let door: OtherDoor = Box::new(move |header, connection, _| match header.kind {
+            ChannelKind::Opaque => {
+                let _ = arrived.send(Event::Channel(header.index, connection));
+                Ok(())
+            }
+            _ => Err(Box::new((connection, "a carried connection has no such channel".into()))),
+        });
+        let doorman = Doorman::new(self.session.clone(), Box::new(NoPages), &abort, Some(door), Arc::clone(&self.tell));
+        let doorman = Arc::new(doorman);
+        let _entered = self.proxy.sessions.enter(&doorman);
+        doorman.open();
+        let result = self.answer(None).and_then(|()| self.carry_connection(&mut local, events_in));
+        // Where both directions have ended, this changes nothing.
+        local.close();
+        local.join();
+        abort.finish();
+        doorman.join();
+        result
+    }
+
+    fn carry_connection(&self, local: &mut LocalEnd, events_in: &Sender<Event>) -> Result<(), GatewayError> {
+        let mut expected = [true; 2];
+        let mut ending = Ending::default();
+        while !ending.is_over() {
+            match ending.next(&self.events)? {
+                Event::Channel(index, connection) => {
+                    if !std::mem::take(&mut expected[usize::from(index)]) {
+                        refuse_channel(connection, "this channel exists already");
+                        continue;
+                    }
+                    let closer = connection.closer();
+                    let (writer, reader) = accept_channel(connection).map_err(GatewayError::new)?;
+                    let channel = Opened { writer, reader, closer, round_trip: Duration::ZERO };
+                    let events = events_in.clone();
+                    let ended = move || drop(events.send(Event::DirectionEnded));
+                    match index {
+                        TO_DESTINATION => local.carry_in(channel, ended).map_err(GatewayError::new)?,
+                        TO_SOURCE => local.carry_out(channel, ended).map_err(GatewayError::new)?,
+                        _ => unreachable!("the header's index was compared with its limit"),
+                    }
+                }
+                Event::DirectionEnded => ending.direction_ended(),
+                Event::Control(ControlEvent::Lost(reason)) => ending.session_ended(reason),
+                Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
+                Event::Control(ControlEvent::Message(message, _)) => {
+                    tracing::debug!(?message, "not expected of a connection that is carried unchanged");
+                }
+                Event::Feeder(_) | Event::ReturnPath(_) | Event::ClosedWithoutShut | Event::Broken => {}
+            }
         }
         Ok(())
     }
+}
 
-    fn start(&self, channel: u16, connection: Connection, local: UnixStream) -> Result<(), String> {
-        let failed = |error: std::io::Error| error.to_string();
-        let closing = connection.closer();
-        self.abort.on_end(move || closing.close());
-        self.abort.on_end(closer(&local).map_err(failed)?);
-        let (writer, reader) = accept_channel(connection).map_err(|error| error.to_string())?;
-        let events = self.events_in.clone();
-        let ended = move || drop(events.send(Event::OpaqueEnded));
-        if channel.is_multiple_of(2) {
-            return pump_in(local, reader, writer, self.packet_size, &self.open, ended).map_err(failed);
-        }
-        let context = SendContext {
-            window: Arc::new(Window::new(self.packet_size as u64, Duration::ZERO, Duration::ZERO)),
-            pacer: Arc::new(Pacer::new(None)),
-            abort: Arc::clone(&self.abort),
-            compression: Compression::none(),
-            rules: PacketRules { packet_size: self.packet_size, checksums: true },
-            accelerator: None,
-            again: None,
-            delta_cache: 0,
-            delta_blocks: None,
-            devices: None,
-        };
-        let name = format!("opaque-{channel}");
-        let channel = SendChannel::start(&name, writer, reader, context).map_err(failed)?;
-        pump_out(local, channel, &self.open, ended).map_err(failed)
+/// For a session without pages: whatever comes on such a channel is refused.
+struct NoPages;
+
+impl Sink for NoPages {}
+
+impl Sinks for NoPages {
+    fn ram(&self, _: u16) -> Box<dyn Sink> {
+        Box::new(Self)
+    }
+
+    fn stream(&self) -> Box<dyn Sink> {
+        Box::new(Self)
     }
 }

@@ -1,0 +1,151 @@
+//! A destination that takes any number of migrations, one after the other and at the same time.
+//!
+//! Every connection says of which migration it is. One whose migration is under way is let in, or not, by that migration's own
+//! [`Doorman`]; a control channel of a new migration is greeted on a thread of its own, which then serves the migration to its
+//! end. So migrations have nothing in common but the listener, and none can break another.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use sterna_wire::header::{ChannelHeader, ChannelKind};
+use sterna_wire::identity::MigrationId;
+
+use super::greet::{Greeters, Greeting, MAX_PENDING};
+use super::{Doorman, Greeted};
+use crate::transport::{Connection, Incoming, Stop, postpone_channel, refuse_channel};
+
+/// Migrations that are under way at once, at most. Each costs a few threads and connections.
+pub const MAX_SESSIONS: usize = 256;
+
+/// What a connection of a new migration is answered once the destination is being stopped.
+const STOPPING: &str = "this receiver is being stopped and takes nothing new";
+/// What a connection of a new migration is answered while there is no room for it.
+const FULL: &str = "as many migrations as can be are under way here; try again in a moment";
+
+/// The migrations that are under way at a destination.
+pub struct Sessions {
+    state: Mutex<State>,
+    greeters: Arc<Greeters>,
+    listening: Stop,
+}
+
+#[derive(Default)]
+struct State {
+    doormen: HashMap<MigrationId, Arc<Doorman>>,
+    /// Greeted ones included, whose doorman is not known yet.
+    under_way: usize,
+    stopping: bool,
+}
+
+/// One migration's entry among the sessions, until it is dropped.
+#[derive(Debug)]
+pub struct Entered<'a> {
+    sessions: &'a Sessions,
+    id: MigrationId,
+}
+
+/// One of the [`MAX_SESSIONS`], until it is dropped.
+struct Room<'a>(&'a Sessions);
+
+impl fmt::Debug for Sessions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sessions").field("under_way", &self.state().under_way).finish_non_exhaustive()
+    }
+}
+
+impl Sessions {
+    /// No migration yet, of those that will come by `incoming`.
+    pub fn new(incoming: &Incoming) -> Self {
+        Self { state: Mutex::default(), greeters: Arc::default(), listening: incoming.stop_handle() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no thread panics with the sessions locked")
+    }
+
+    /// Takes nothing new from now on. Migrations that are under way still get their channels; with the last of them
+    /// [`Sessions::serve`] returns.
+    pub fn stop(&self) {
+        let mut state = self.state();
+        state.stopping = true;
+        self.greeters.close_all();
+        if state.under_way == 0 {
+            self.listening.stop();
+        }
+    }
+
+    /// Lets the channels of the doorman's migration in, until the entry is dropped.
+    pub fn enter(&self, doorman: &Arc<Doorman>) -> Entered<'_> {
+        let id = doorman.session().id;
+        self.state().doormen.insert(id, Arc::clone(doorman));
+        Entered { sessions: self, id }
+    }
+
+    /// Greets sources until [`Sessions::stop`], and has each migration served by `serve`, on a thread of its own. Returns when the
+    /// last of them has ended. `refused` is called with the reason for each source that is turned away.
+    pub fn serve(
+        &self,
+        incoming: &Incoming,
+        greeting: &Greeting<'_>,
+        refused: impl Fn(&str) + Sync,
+        serve: impl Fn(Greeted) + Sync,
+    ) {
+        std::thread::scope(|scope| {
+            while let Some((connection, header)) = incoming.next() {
+                let doorman = self.state().doormen.get(&header.id).cloned();
+                if let Some(doorman) = doorman {
+                    doorman.admit(connection, &header);
+                    continue;
+                }
+                let Some((connection, room)) = self.room(connection, &header) else { continue };
+                let greeter = self.greeters.add(connection.closer());
+                let (refused, serve) = (&refused, &serve);
+                scope.spawn(move || {
+                    let _room = room;
+                    match greeting.accept(connection, &header, greeter) {
+                        Ok(greeted) => serve(greeted),
+                        Err(reason) => refused(&reason),
+                    }
+                });
+            }
+        });
+    }
+
+    /// Room for one more migration; else the connection has been answered.
+    fn room(&self, connection: Connection, header: &ChannelHeader) -> Option<(Connection, Room<'_>)> {
+        let mut state = self.state();
+        let begins = header.kind == ChannelKind::Control && header.incarnation == 1;
+        if state.stopping && begins {
+            drop(state);
+            refuse_channel(connection, STOPPING);
+            return None;
+        }
+        if state.under_way >= MAX_SESSIONS {
+            drop(state);
+            postpone_channel(connection, FULL);
+            return None;
+        }
+        state.under_way += 1;
+        drop(state);
+        // A source says its hello at once, so the one that has been silent for longest makes room.
+        self.greeters.close_beyond(MAX_PENDING - 1);
+        Some((connection, Room(self)))
+    }
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.under_way -= 1;
+        if state.stopping && state.under_way == 0 {
+            self.0.listening.stop();
+        }
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        self.sessions.state().doormen.remove(&self.id);
+    }
+}

@@ -1,0 +1,212 @@
+//! A connection that is carried unchanged, in both directions, as if there were nothing between its two ends.
+//!
+//! The directions have nothing to do with each other: each has a channel and an alarm of its own, so that one can end or break
+//! while the other still delivers what is on its way. What the program at one end does, the program at the other end sees:
+//!
+//! | at one end | at the other end |
+//! |---|---|
+//! | it ends its writing half | reading comes to an end |
+//! | it does not read any more, or has closed the connection | writing fails (EPIPE) |
+//! | the network between the proxies, or the other proxy, is gone | both |
+
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Receiver;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use sterna::abort::Abort;
+use sterna::pacer::Pacer;
+use sterna::receive::{PacketRules, ReceiveCounters, Sink, SinkError, receive_packets};
+use sterna::send::{Compression, Item, SendChannel, SendContext};
+use sterna::session::Opened;
+use sterna::window::Window;
+
+use crate::gateway::GatewayError;
+
+/// Bytes that are read from a connection at once.
+const BUFFER: usize = 64 << 10;
+
+/// The opaque channel that carries what the source's end writes.
+pub(super) const TO_DESTINATION: u16 = 0;
+/// The opaque channel that carries what the destination's end writes.
+pub(super) const TO_SOURCE: u16 = 1;
+
+/// The local end of a carried connection.
+#[derive(Debug)]
+pub(super) struct LocalEnd {
+    stream: UnixStream,
+    packet_size: usize,
+    outward: Arc<Abort>,
+    inward: Arc<Abort>,
+    /// The peer's end has said that nothing more comes from it.
+    inward_ended: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl LocalEnd {
+    /// Takes over `stream`, of which nothing has been read or written.
+    pub(super) fn new(stream: UnixStream, packet_size: usize) -> io::Result<Self> {
+        let (outward, inward) = (Arc::new(Abort::default()), Arc::new(Abort::default()));
+        let (reading, writing) = (stream.try_clone()?, stream.try_clone()?);
+        // Nothing that is read here arrives any more: the local program's writing is to fail.
+        outward.on_end(move || shut_down(&reading, Shutdown::Read));
+        inward.on_end(move || shut_down(&writing, Shutdown::Write));
+        Ok(Self { stream, packet_size, outward, inward, inward_ended: Arc::default(), threads: Vec::new() })
+    }
+
+    /// Carries what the local program writes to the peer, on `channel`. `ended` is called at the end.
+    pub(super) fn carry_out(&mut self, channel: Opened, ended: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let Opened { writer, reader, closer, .. } = channel;
+        self.outward.on_end(move || closer.close());
+        let channel = SendChannel::start("opaque", writer, reader, self.context())?;
+        let local = self.stream.try_clone()?;
+        let (inward, inward_ended) = (Arc::clone(&self.inward), Arc::clone(&self.inward_ended));
+        let thread = std::thread::Builder::new().name("opaque-out".into()).spawn(move || {
+            read_all(&local, &channel);
+            wait_until_closed(&local);
+            // A program that has closed its end reads nothing: the one at the other end is to notice when it writes.
+            if !inward_ended.load(Ordering::Acquire) {
+                inward.raise("the local end was closed");
+            }
+            channel.join();
+            ended();
+        })?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// Carries what the peer's program writes to the local one, from `channel`. `ended` is called at the end.
+    pub(super) fn carry_in(&mut self, channel: Opened, ended: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let Opened { mut writer, mut reader, closer, .. } = channel;
+        self.inward.on_end(move || closer.close());
+        let mut sink = Inward { local: self.stream.try_clone()?, ended: Arc::clone(&self.inward_ended) };
+        let rules = PacketRules { packet_size: self.packet_size, checksums: true };
+        let inward = Arc::clone(&self.inward);
+        let thread = std::thread::Builder::new().name("opaque-in".into()).spawn(move || {
+            let counters = ReceiveCounters::default();
+            let received = receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &counters);
+            // By this the peer learns that nothing more is taken here.
+            drop((reader, writer));
+            if let Err(error) = received {
+                tracing::debug!(%error, "one direction of a carried connection has ended early");
+                inward.raise(error);
+            }
+            ended();
+        })?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// The peer is gone, or is to be left: ends both directions.
+    pub(super) fn close(&self) {
+        self.outward.raise("closed");
+        self.inward.raise("closed");
+    }
+
+    /// Waits for both directions, which have ended or were closed.
+    pub(super) fn join(self) {
+        for thread in self.threads {
+            // A panic there has been printed.
+            let _ = thread.join();
+        }
+    }
+
+    fn context(&self) -> SendContext {
+        SendContext {
+            window: Arc::new(Window::new(self.packet_size as u64, Duration::ZERO, Duration::ZERO)),
+            pacer: Arc::new(Pacer::new(None)),
+            abort: Arc::clone(&self.outward),
+            compression: Compression::none(),
+            rules: PacketRules { packet_size: self.packet_size, checksums: true },
+            accelerator: None,
+            again: None,
+            delta_cache: 0,
+            delta_blocks: None,
+            devices: None,
+        }
+    }
+}
+
+/// How long the directions may take to end once the peer has ended the session. All is delivered then, and only closing is left; where the
+/// peer is gone instead, nothing more comes.
+const ENDING_TIME: Duration = Duration::from_secs(2);
+
+/// What is known of the end of a carried connection.
+#[derive(Debug, Default)]
+pub(super) struct Ending {
+    directions: u8,
+    lost: Option<(Instant, String)>,
+}
+
+impl Ending {
+    /// One of the directions is at its end.
+    pub(super) fn direction_ended(&mut self) {
+        self.directions += 1;
+    }
+
+    /// The session's control channel has come to its end.
+    pub(super) fn session_ended(&mut self, reason: String) {
+        self.lost.get_or_insert((Instant::now(), reason));
+    }
+
+    /// Whether both directions are at their end.
+    pub(super) fn is_over(&self) -> bool {
+        self.directions == 2
+    }
+
+    /// The next event; an error where the peer is gone.
+    pub(super) fn next<E>(&self, events: &Receiver<E>) -> Result<E, GatewayError> {
+        match &self.lost {
+            None => Ok(events.recv().expect("the caller holds a sender")),
+            Some((since, reason)) => events
+                .recv_timeout(ENDING_TIME.saturating_sub(since.elapsed()))
+                .map_err(|_| GatewayError(format!("the other proxy was lost: {reason}"))),
+        }
+    }
+}
+
+/// Hands over all that can be read, and its end. Returns early where the channel takes no more.
+fn read_all(mut local: &UnixStream, channel: &SendChannel) {
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        // A connection that was reset has no more to read either.
+        let length = local.read(&mut buffer).unwrap_or(0);
+        if channel.send(Item::Opaque(buffer[..length].to_vec())).is_err() || length == 0 {
+            return;
+        }
+    }
+}
+
+/// Waits until neither direction of `local` can carry anything any more: the local program has closed it, or one direction was ended
+/// by it and the other one here (unix(7): then poll says POLLHUP, whatever is asked for).
+fn wait_until_closed(local: &UnixStream) {
+    let mut descriptors = [PollFd::new(local, PollFlags::empty())];
+    while poll(&mut descriptors, None).is_err_and(|error| error == rustix::io::Errno::INTR) {}
+}
+
+fn shut_down(stream: &UnixStream, how: Shutdown) {
+    // The local program may have closed it already.
+    let _ = stream.shutdown(how);
+}
+
+/// Writes to the local program.
+struct Inward {
+    local: UnixStream,
+    ended: Arc<AtomicBool>,
+}
+
+impl Sink for Inward {
+    fn opaque(&mut self, content: &[u8]) -> Result<(), SinkError> {
+        if content.is_empty() {
+            self.ended.store(true, Ordering::Release);
+            shut_down(&self.local, Shutdown::Write);
+            return Ok(());
+        }
+        Ok(self.local.write_all(content)?)
+    }
+}

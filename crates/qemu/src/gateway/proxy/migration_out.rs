@@ -1,0 +1,308 @@
+//! One migration at the source's proxy: QEMU's stream is read into the pipeline, what the destination QEMU answers is written back.
+//!
+//! ```text
+//! setup ──> dial ──> relay offered ──> channels ──> carried ──> delivered ──> ended
+//! (read up to the end of the RAM setup section; refused things are found here, before anything is dialled)
+//! ```
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use sterna::abort::Abort;
+use sterna::cancel::Cancel;
+use sterna::control_link::{ControlEvent, ControlLink};
+use sterna::pacer::Pacer;
+use sterna::report::{Outcome, between};
+use sterna::send::{SendContext, Sent};
+use sterna::session::{LAST_WORDS, Session};
+use sterna::transport::Security;
+use sterna::window::Window;
+use sterna_wire::control::{ControlMessage, RelayContent};
+use sterna_wire::text::cleaned;
+
+use super::endpoint::{Endpoint, PeerProcess};
+use super::report::{ProxyReport, ProxySide};
+use super::send::{Event, Proxy};
+use super::under_way::Carried;
+use crate::gateway::GatewayError;
+use crate::gateway::layout::Start;
+use crate::gateway::plane::{Plane, WhenAborted};
+use crate::gateway::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
+use crate::stream::{MainReader, MultifdInit, ReturnMessage};
+
+/// How long the destination's proxy may take, at the end of a migration that was delivered, to close the channels. Then they are
+/// closed without it.
+const FAREWELL_TIME: Duration = Duration::from_secs(10);
+
+/// What a migration has come to.
+#[derive(Debug, Default)]
+struct Figures {
+    id: String,
+    machine: String,
+    begun: Option<Instant>,
+    /// When the last round ended that the guest ran in.
+    last_round: Option<Instant>,
+    /// When the destination QEMU said that it has loaded the guest.
+    loaded: Option<Instant>,
+    multifd_channels: u16,
+    channels: u16,
+    sent: Sent,
+}
+
+/// Carries the migration whose main channel is `main` to its end, and reports it.
+pub(super) fn carry(
+    proxy: &Proxy<'_>,
+    endpoint: &Endpoint,
+    main: UnixStream,
+    process: PeerProcess,
+    carried: &Carried,
+) -> ProxyReport {
+    let mut figures = Figures { begun: Some(Instant::now()), ..Figures::default() };
+    let result = run(proxy, endpoint, main, process, &carried.cancel, &mut figures);
+    let (outcome, reason) = match result {
+        Ok(()) => (Outcome::Completed, None),
+        Err(_) if carried.cancel.is_cancelled() => (Outcome::Cancelled, None),
+        Err(error) => (Outcome::Failed, Some(error.to_string())),
+    };
+    let total_ms = between(figures.begun, Some(Instant::now()));
+    ProxyReport {
+        side: ProxySide::Source,
+        id: figures.id,
+        outcome,
+        reason,
+        socket: endpoint.name.clone(),
+        peer: proxy.options.to.clone(),
+        machine: figures.machine,
+        total_ms,
+        downtime_seen_ms: figures.loaded.map(|loaded| between(figures.last_round, Some(loaded))),
+        multifd_channels: figures.multifd_channels,
+        channels: figures.channels,
+        encrypted: matches!(proxy.options.security, Security::Tls(_)),
+        method: proxy.options.method.to_string(),
+        wire_bytes: figures.sent.wire_bytes,
+        content_bytes: figures.sent.content_bytes,
+        normal_pages: figures.sent.normal_pages,
+        zero_pages: figures.sent.zero_pages,
+        ratio: figures.sent.ratio(),
+        throughput: if total_ms > 0.0 { figures.sent.wire_bytes as f64 / (total_ms / 1e3) } else { 0.0 },
+    }
+}
+
+fn run(
+    proxy: &Proxy<'_>,
+    endpoint: &Endpoint,
+    main: UnixStream,
+    process: PeerProcess,
+    cancel: &Cancel,
+    figures: &mut Figures,
+) -> Result<(), GatewayError> {
+    let failed = GatewayError::new;
+    let return_path = main.try_clone().map_err(failed)?;
+    // Wakes the reading of the setup as well; QEMU sees its connections end.
+    cancel.on_cancel(closer(&return_path).map_err(failed)?);
+    let mut reader = MainReader::new(main);
+    let mut start = read_start(&mut reader).map_err(|error| refused(&error))?;
+    let multifd = endpoint.take_multifd(process).map_err(|reason| refused(&reason))?;
+    start.multifd_channels = multifd.len() as u8;
+    start.uuid = multifd.first().map_or([0; 16], |(_, init)| init.uuid);
+    start.ram_channels = if multifd.is_empty() { proxy.options.channels } else { multifd.len() as u16 };
+    figures.machine.clone_from(&start.configuration.machine);
+    (figures.multifd_channels, figures.channels) = (multifd.len() as u16, start.ram_channels);
+
+    let (events_in, events) = channel();
+    let (link, session) = proxy.dial(RelayContent::Migration, &endpoint.name, cancel, &events_in, &events)?;
+    figures.id = session.id.to_string();
+    proxy.observer.note(&format!(
+        "migration {}: {} with {} multifd channels, to {}",
+        session.id, figures.machine, figures.multifd_channels, proxy.options.to
+    ));
+    let abort = Arc::new(Abort::default());
+    let broken = events_in.clone();
+    abort.on_end(move || drop(broken.send(Event::Broken)));
+    let mut migration = Migration { abort, link, return_path, events_in, plane: None, shut: None };
+    let begun = migration.begin(proxy, &session, cancel, (reader, start), multifd);
+    let result = begun.and_then(|()| {
+        loop {
+            let event = events.recv().expect("this function itself holds a sender");
+            if migration.take(event, figures)? {
+                break Ok(());
+            }
+        }
+    });
+    figures.sent = migration.plane.as_ref().map(Plane::sent).unwrap_or_default();
+    match result {
+        Ok(()) => {
+            migration.end();
+            Ok(())
+        }
+        Err(error) => {
+            let error = if migration.abort.was_lost() { migration.last_words(&events).unwrap_or(error) } else { error };
+            migration.give_up(&error);
+            Err(error)
+        }
+    }
+}
+
+fn refused(reason: &dyn std::fmt::Display) -> GatewayError {
+    GatewayError(format!("refused at its beginning, and its sockets closed: {reason}"))
+}
+
+struct Migration {
+    abort: Arc<Abort>,
+    link: ControlLink,
+    return_path: UnixStream,
+    events_in: Sender<Event>,
+    plane: Option<Plane>,
+    /// The destination QEMU's word at the end of loading; 0: all is well.
+    shut: Option<u32>,
+}
+
+impl Migration {
+    fn begin(
+        &mut self,
+        proxy: &Proxy<'_>,
+        session: &Session,
+        cancel: &Cancel,
+        (reader, start): (MainReader<UnixStream>, Start),
+        multifd: Vec<(UnixStream, MultifdInit)>,
+    ) -> Result<(), GatewayError> {
+        let failed = GatewayError::new;
+        let options = proxy.options;
+        let rules = session.rules();
+        let context = SendContext {
+            window: Arc::new(Window::new(rules.packet_size as u64, session.round_trip, options.downtime)),
+            pacer: Arc::new(Pacer::new(options.bandwidth)),
+            abort: Arc::clone(&self.abort),
+            compression: proxy.compression.clone(),
+            rules,
+            accelerator: None,
+            again: None,
+            delta_cache: 0,
+            delta_blocks: None,
+            devices: None,
+        };
+        let session = Session { channels: start.ram_channels, ..session.clone() };
+        let readers = 1 + multifd.len();
+        let close = WhenAborted::Close;
+        let plane = Plane::open(&session, &options.security, &options.to, &context, readers, cancel, close)?;
+        let plane = self.plane.insert(plane);
+        self.abort.on_end(closer(&self.return_path).map_err(failed)?);
+        let ratio = NormalPageRatio::new(0);
+        plane.read_multifd(multifd, &ratio).map_err(failed)?;
+        let events = self.events_in.clone();
+        let news = move |news| drop(events.send(Event::Stream(news)));
+        plane.read_main(&self.return_path, move || Ok((reader, start)), ratio, news).map_err(failed)
+    }
+
+    /// Returns whether all of the migration has been delivered.
+    fn take(&mut self, event: Event, figures: &mut Figures) -> Result<bool, GatewayError> {
+        match event {
+            Event::Control(ControlEvent::Message(message, _share)) => self.take_message(message, figures)?,
+            Event::Control(ControlEvent::Lost(reason)) => {
+                return Err(GatewayError(format!("the destination's proxy was lost: {reason}")));
+            }
+            Event::Stream(StreamNews::Started { .. }) => {}
+            Event::Stream(StreamNews::RamEnd { last_round }) => figures.last_round = Some(last_round),
+            Event::Stream(StreamNews::Ended) => self.await_delivery()?,
+            Event::Delivered => {
+                return match self.shut {
+                    Some(status) if status != 0 => {
+                        Err(GatewayError("the destination QEMU could not load the guest (its log says why)".into()))
+                    }
+                    _ => Ok(true),
+                };
+            }
+            Event::Broken => {
+                if let Some(reason) = self.abort.reason() {
+                    return Err(GatewayError(reason));
+                }
+            }
+            Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
+            // Of connections that are carried unchanged.
+            Event::DirectionEnded => {}
+        }
+        Ok(false)
+    }
+
+    fn take_message(&mut self, message: ControlMessage, figures: &mut Figures) -> Result<(), GatewayError> {
+        match message {
+            ControlMessage::Ready { .. } => {
+                if let Some(plane) = &self.plane {
+                    plane.sync.open();
+                }
+            }
+            ControlMessage::ReturnPath(message) => {
+                let message = ReturnMessage::from(message);
+                if let ReturnMessage::Shut(status) = message {
+                    self.shut = Some(status);
+                    figures.loaded = (status == 0).then(Instant::now);
+                }
+                if let Err(error) = message.write(&self.return_path) {
+                    // The source QEMU has closed it; the end of its main channel is noticed by the reader.
+                    tracing::info!(%error, "the return path is closed");
+                }
+            }
+            ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
+                return Err(GatewayError(format!("the destination's proxy: {}", cleaned(&reason))));
+            }
+            unexpected => tracing::warn!(?unexpected, "not expected from a destination's proxy"),
+        }
+        Ok(())
+    }
+
+    /// What the destination's proxy says of a channel that broke: the reason travels on another connection.
+    fn last_words(&mut self, events: &Receiver<Event>) -> Option<GatewayError> {
+        let deadline = Instant::now() + LAST_WORDS;
+        loop {
+            let event = events.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()?;
+            if let Event::Control(ControlEvent::Message(message, _)) = event
+                && let Err(reason) = self.take_message(message, &mut Figures::default())
+            {
+                return Some(reason);
+            }
+        }
+    }
+
+    /// QEMU has closed its main channel. All before the end of the stream is at the destination QEMU once that is acknowledged.
+    fn await_delivery(&self) -> Result<(), GatewayError> {
+        let Some(plane) = &self.plane else { return Ok(()) };
+        let (stream, events) = (Arc::clone(&plane.stream_channel), self.events_in.clone());
+        let wait = move || {
+            // Where the channel breaks instead, the alarm has been raised.
+            if stream.drained().is_ok() {
+                let _ = events.send(Event::Delivered);
+            }
+        };
+        std::thread::Builder::new().name("delivery".into()).spawn(wait).map(drop).map_err(GatewayError::new)
+    }
+
+    /// Ends the session in good order: channels first, each with its goodbye, then the control channel.
+    fn end(self) {
+        let Self { abort, link, plane, .. } = self;
+        let Some(plane) = plane else { return };
+        std::thread::scope(|scope| {
+            let (ended, waiting) = channel::<()>();
+            let abort = &abort;
+            scope.spawn(move || {
+                if waiting.recv_timeout(FAREWELL_TIME) == Err(RecvTimeoutError::Timeout) {
+                    abort.finish();
+                }
+            });
+            plane.join();
+            drop(ended);
+        });
+        abort.finish();
+        link.finish();
+    }
+
+    fn give_up(self, error: &GatewayError) {
+        let _ = self.link.send(&ControlMessage::Failed { reason: error.to_string() });
+        self.abort.finish();
+        if let Some(plane) = self.plane {
+            plane.join();
+        }
+        self.link.finish();
+    }
+}
