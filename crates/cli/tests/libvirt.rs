@@ -332,7 +332,7 @@ fn a_destination_qemu_that_is_killed_leaves_the_guest_where_it_was_and_it_moves_
     let guest = lab.guest("guest");
     let pair = Pair::start(&lab, Side::A, &["guest"]);
     // Not --parallel without TLS: so QEMU 10.0.2 can take the guest with it at the source, also without Sterna ("yank_unregister_instance:
-    // Assertion `QLIST_EMPTY(&entry->yankfns)' failed", in one of three tries).
+    // Assertion `QLIST_EMPTY(&entry->yankfns)' failed", in one of five tries).
     for how in [How { parallel: false, tls: false, ..EVERYTHING }, EVERYTHING] {
         let mut failing = Move::start(&lab, &guest, Side::A, &How { more: SLOWLY, ..how });
         failing.wait_underway();
