@@ -6,6 +6,7 @@
 
 use crate::libdeflate::{Decompressor, Stopped};
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len, worthwhile};
+use sterna_memory::raw::RawPiece;
 use sterna_offload::Deflater;
 
 const NAME: &str = "deflate";
@@ -37,15 +38,16 @@ impl Encoder for DeflateEncoder {
 }
 
 impl Decoder for DeflateDecoder {
-    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
-        check_len(output.len())?;
+    fn decode_into(&mut self, input: &[u8], output: RawPiece<'_>) -> Result<(), CodecError> {
+        let expected = output.len();
+        check_len(expected)?;
         let broken = |reason| Err(CodecError::Broken { format: NAME, len: input.len(), reason });
         match self.0.deflate(input, output) {
             Err(Stopped::Malformed) => broken("it is no deflate stream, or is cut short"),
             Err(Stopped::NoRoom) => broken("it decodes to more than the packet says"),
             Ok(decoded) if decoded.read < input.len() => broken("something follows the stream"),
-            Ok(decoded) if decoded.written < output.len() => {
-                Err(CodecError::Length { format: NAME, expected: output.len(), got: decoded.written })
+            Ok(decoded) if decoded.written < expected => {
+                Err(CodecError::Length { format: NAME, expected, got: decoded.written })
             }
             Ok(_) => Ok(()),
         }

@@ -3,6 +3,7 @@
 
 use crate::libdeflate::{Compressor, Decompressor, Stopped};
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len, worthwhile};
+use sterna_memory::raw::RawPiece;
 
 const NAME: &str = "gzip";
 
@@ -29,28 +30,28 @@ impl Encoder for GzipEncoder {
 }
 
 impl Decoder for GzipDecoder {
-    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
+    fn decode_into(&mut self, input: &[u8], mut output: RawPiece<'_>) -> Result<(), CodecError> {
         check_len(output.len())?;
         let broken = |reason| Err(CodecError::Broken { format: NAME, len: input.len(), reason });
-        let (mut read, mut written) = (0, 0);
+        let (mut read, expected) = (0, output.len());
         // Every member has at least its header, so this comes to an end.
         loop {
-            match self.0.gzip(&input[read..], &mut output[written..]) {
+            match self.0.gzip(&input[read..], output.reborrow()) {
                 Err(Stopped::Malformed) => {
                     return broken("it is no gzip member, is cut short, or its checksum is wrong");
                 }
                 Err(Stopped::NoRoom) => return broken("it decodes to more than the packet says"),
                 Ok(decoded) => {
                     read += decoded.read;
-                    written += decoded.written;
+                    output.advance(decoded.written);
                 }
             }
             if read == input.len() {
                 break;
             }
         }
-        if written < output.len() {
-            return Err(CodecError::Length { format: NAME, expected: output.len(), got: written });
+        if !output.is_empty() {
+            return Err(CodecError::Length { format: NAME, expected, got: expected - output.len() });
         }
         Ok(())
     }

@@ -34,6 +34,7 @@ pub use qat::{Qat, Qatzip, QatzipRefused};
 /// Whether QATzip may do in software what no device does.
 pub use sterna_qatzip::Software as QatzipSoftware;
 
+use sterna_memory::raw::RawPiece;
 use sterna_offload::Maker;
 use thiserror::Error;
 
@@ -105,9 +106,15 @@ pub trait Encoder: Send {
 
 /// Reads back what any encoder of the same format wrote, in any order of packets. Its input may come from anyone.
 pub trait Decoder: Send {
-    /// Decodes `input` so that it fills `output` exactly; anything else is an error, after which `output` holds
-    /// undefined bytes and the decoder can go on with the next packet.
-    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError>;
+    /// Decodes `input` so that it fills `output` exactly, which may be guest RAM; anything else is an error, after which `output` holds
+    /// any bytes and the decoder can go on with the next packet. Decoders read back what they have written: where something else writes
+    /// there meanwhile, the result is wrong, and nothing besides `output` is touched.
+    fn decode_into(&mut self, input: &[u8], output: RawPiece<'_>) -> Result<(), CodecError>;
+
+    /// As [`Decoder::decode_into`], into memory of the caller's own.
+    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
+        self.decode_into(input, output.into())
+    }
 }
 
 /// Checks the length of content before any work.

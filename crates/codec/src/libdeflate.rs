@@ -2,6 +2,7 @@
 
 use libdeflate_sys as ffi;
 use std::ptr::NonNull;
+use sterna_memory::raw::RawPiece;
 
 /// Writes. Its memory is reserved when it is made; nothing is reserved later.
 pub(crate) struct Compressor(NonNull<ffi::libdeflate_compressor>);
@@ -82,16 +83,16 @@ impl Decompressor {
     }
 
     /// Reads the stream that `input` begins with to the start of `output`.
-    pub(crate) fn deflate(&mut self, input: &[u8], output: &mut [u8]) -> Result<Decoded, Stopped> {
+    pub(crate) fn deflate(&mut self, input: &[u8], output: RawPiece<'_>) -> Result<Decoded, Stopped> {
         self.run(ffi::libdeflate_deflate_decompress_ex, input, output)
     }
 
     /// Reads the member that `input` begins with to the start of `output`, and checks its checksum and length.
-    pub(crate) fn gzip(&mut self, input: &[u8], output: &mut [u8]) -> Result<Decoded, Stopped> {
+    pub(crate) fn gzip(&mut self, input: &[u8], output: RawPiece<'_>) -> Result<Decoded, Stopped> {
         self.run(ffi::libdeflate_gzip_decompress_ex, input, output)
     }
 
-    fn run(&mut self, decompress: Decompress, input: &[u8], output: &mut [u8]) -> Result<Decoded, Stopped> {
+    fn run(&mut self, decompress: Decompress, input: &[u8], mut output: RawPiece<'_>) -> Result<Decoded, Stopped> {
         let mut decoded = Decoded { read: 0, written: 0 };
         // SAFETY: `decompress` is one of the two above, and the context ours; the input is readable and the output writable for
         // the lengths given, and nothing outside them is touched whatever the input holds (libdeflate.h). No pointer is kept.
@@ -100,7 +101,7 @@ impl Decompressor {
                 self.0.as_ptr(),
                 input.as_ptr().cast(),
                 input.len(),
-                output.as_mut_ptr().cast(),
+                output.as_ptr().cast(),
                 output.len(),
                 &raw mut decoded.read,
                 &raw mut decoded.written,

@@ -6,6 +6,7 @@
 
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len, worthwhile};
 use std::ffi::c_int;
+use sterna_memory::raw::RawPiece;
 
 const NAME: &str = "lz4";
 
@@ -47,7 +48,7 @@ impl Encoder for Lz4 {
 }
 
 impl Decoder for Lz4 {
-    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
+    fn decode_into(&mut self, input: &[u8], mut output: RawPiece<'_>) -> Result<(), CodecError> {
         check_len(output.len())?;
         let broken = |reason| Err(CodecError::Broken { format: NAME, len: input.len(), reason });
         // No encoder writes more than it read; this also keeps the length within a C int.
@@ -59,7 +60,7 @@ impl Decoder for Lz4 {
         let len = unsafe {
             lz4_sys::LZ4_decompress_safe(
                 input.as_ptr().cast(),
-                output.as_mut_ptr().cast(),
+                output.as_ptr().cast(),
                 c_len(input.len()),
                 c_len(output.len()),
             )

@@ -1,6 +1,7 @@
 //! Format `none`: the content as it is.
 
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len};
+use sterna_memory::raw::RawPiece;
 
 struct Unchanged;
 
@@ -20,12 +21,12 @@ impl Encoder for Unchanged {
 }
 
 impl Decoder for Unchanged {
-    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
+    fn decode_into(&mut self, input: &[u8], mut output: RawPiece<'_>) -> Result<(), CodecError> {
         check_len(output.len())?;
         if input.len() != output.len() {
             return Err(CodecError::Length { format: "none", expected: output.len(), got: input.len() });
         }
-        output.copy_from_slice(input);
+        output.write(input);
         Ok(())
     }
 }

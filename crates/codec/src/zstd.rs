@@ -5,13 +5,26 @@
 //! its place: whatever window or size a frame claims, nothing is reserved for it.
 
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len, worthwhile};
-use zstd_safe::{CCtx, CParameter, DCtx, ErrorCode, get_error_name};
+use std::ptr::NonNull;
+use sterna_memory::raw::RawPiece;
+use zstd_safe::{CCtx, CParameter, ErrorCode, get_error_name, zstd_sys as ffi};
 
 const NAME: &str = "zstd";
 
 struct ZstdEncoder(CCtx<'static>);
 
-struct ZstdDecoder(DCtx<'static>);
+/// By the C functions: `zstd_safe` writes to memory of which it then shows slices, and what is decoded here may go into guest RAM.
+struct ZstdDecoder(NonNull<ffi::ZSTD_DCtx>);
+
+// SAFETY: the context belongs to nobody else, and zstd keeps nothing per thread.
+unsafe impl Send for ZstdDecoder {}
+
+impl Drop for ZstdDecoder {
+    fn drop(&mut self) {
+        // SAFETY: made by `ZSTD_createDCtx`, freed once.
+        unsafe { ffi::ZSTD_freeDCtx(self.0.as_ptr()) };
+    }
+}
 
 pub(crate) fn encoder(level: i32) -> Result<Box<dyn Encoder>, CodecError> {
     let mut context = CCtx::try_create().ok_or(CodecError::Library { format: NAME, reason: "no memory" })?;
@@ -24,7 +37,9 @@ pub(crate) fn encoder(level: i32) -> Result<Box<dyn Encoder>, CodecError> {
 }
 
 pub(crate) fn decoder() -> Result<Box<dyn Decoder>, CodecError> {
-    let context = DCtx::try_create().ok_or(CodecError::Library { format: NAME, reason: "no memory" })?;
+    // SAFETY: no conditions; null for want of memory.
+    let context = NonNull::new(unsafe { ffi::ZSTD_createDCtx() });
+    let context = context.ok_or(CodecError::Library { format: NAME, reason: "no memory" })?;
     Ok(Box::new(ZstdDecoder(context)))
 }
 
@@ -48,13 +63,20 @@ impl Encoder for ZstdEncoder {
 }
 
 impl Decoder for ZstdDecoder {
-    fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
-        check_len(output.len())?;
-        match self.0.decompress(output, input) {
-            Ok(got) if got == output.len() => Ok(()),
-            Ok(got) => Err(CodecError::Length { format: NAME, expected: output.len(), got }),
-            Err(code) => Err(CodecError::Broken { format: NAME, len: input.len(), reason: get_error_name(code) }),
+    fn decode_into(&mut self, input: &[u8], mut output: RawPiece<'_>) -> Result<(), CodecError> {
+        let expected = output.len();
+        check_len(expected)?;
+        // SAFETY: a context of ours; the input is readable and the output writable for the lengths given, and nothing outside them is
+        // touched whatever the input holds (zstd.h). No pointer is kept.
+        let got = unsafe {
+            let (context, input_at) = (self.0.as_ptr(), input.as_ptr().cast());
+            ffi::ZSTD_decompressDCtx(context, output.as_ptr().cast(), expected, input_at, input.len())
+        };
+        // SAFETY: of any number (zstd.h).
+        if unsafe { ffi::ZSTD_isError(got) } != 0 {
+            return Err(CodecError::Broken { format: NAME, len: input.len(), reason: get_error_name(got) });
         }
+        if got == expected { Ok(()) } else { Err(CodecError::Length { format: NAME, expected, got }) }
     }
 }
 

@@ -2,12 +2,18 @@
 
 use std::sync::{Arc, Mutex};
 
-type Waker = Box<dyn Fn() + Send>;
+use crate::wakers::{HasWakers, Registration, Wakers};
 
 #[derive(Default)]
 struct CancelState {
     cancelled: bool,
-    wakers: Vec<Waker>,
+    wakers: Wakers,
+}
+
+impl HasWakers for CancelState {
+    fn wakers(&mut self) -> &mut Wakers {
+        &mut self.wakers
+    }
 }
 
 /// Cancels a migration from another thread, such as one that waits for signals.
@@ -30,7 +36,7 @@ impl Cancel {
     pub fn cancel(&self) {
         let mut state = self.0.lock().expect("wakers do not panic");
         state.cancelled = true;
-        state.wakers.iter().for_each(|waker| waker());
+        state.wakers.wake();
     }
 
     /// Whether it was cancelled.
@@ -38,13 +44,16 @@ impl Cancel {
         self.0.lock().expect("wakers do not panic").cancelled
     }
 
-    /// Has `wake` called when it is cancelled, or at once if it was. `wake` must not block and must not call back.
-    pub fn on_cancel(&self, wake: impl Fn() + Send + 'static) {
+    /// Has `wake` called when it is cancelled, or at once if it was, as long as the returned value is held. `wake` must not block and
+    /// must not call back.
+    pub fn on_cancel(&self, wake: impl Fn() + Send + 'static) -> Registration {
         let mut state = self.0.lock().expect("wakers do not panic");
         if state.cancelled {
             wake();
         }
-        state.wakers.push(Box::new(wake));
+        let number = state.wakers.add(wake);
+        drop(state);
+        Registration::new(&self.0, number)
     }
 }
 
@@ -54,20 +63,50 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn who_registers_before_or_after_is_woken() {
-        let cancel = Cancel::new();
+    fn counter() -> (Arc<AtomicU32>, impl Fn() + Send + Clone + 'static) {
         let woken = Arc::new(AtomicU32::new(0));
-        let wake = || {
-            let woken = Arc::clone(&woken);
-            move || {
-                woken.fetch_add(1, Ordering::Relaxed);
-            }
+        let counter = Arc::clone(&woken);
+        let wake = move || {
+            counter.fetch_add(1, Ordering::Relaxed);
         };
-        cancel.on_cancel(wake());
+        (woken, wake)
+    }
+
+    #[test]
+    fn closures_registered_before_and_after_are_called() {
+        let cancel = Cancel::new();
+        let (woken, wake) = counter();
+        let _before = cancel.on_cancel(wake.clone());
         assert_eq!((woken.load(Ordering::Relaxed), cancel.is_cancelled()), (0, false));
         cancel.clone().cancel();
-        cancel.on_cancel(wake());
+        let _after = cancel.on_cancel(wake);
         assert_eq!((woken.load(Ordering::Relaxed), cancel.is_cancelled()), (2, true));
+    }
+
+    #[test]
+    fn a_closure_that_is_not_needed_any_more_is_forgotten_with_what_it_holds() {
+        let cancel = Cancel::new();
+        let (woken, wake) = counter();
+        let kept = cancel.on_cancel(wake.clone());
+        for _ in 0..1000 {
+            drop(cancel.on_cancel(wake.clone()));
+        }
+        assert_eq!(cancel.0.lock().unwrap().wakers.len(), 1);
+        // The test's own, the one that is copied, and the registered one.
+        assert_eq!(Arc::strong_count(&woken), 3);
+        cancel.cancel();
+        assert_eq!(woken.load(Ordering::Relaxed), 1);
+        drop(kept);
+        assert_eq!(Arc::strong_count(&woken), 2);
+    }
+
+    #[test]
+    fn a_registration_may_outlive_what_it_was_made_by() {
+        let cancel = Cancel::new();
+        let (woken, wake) = counter();
+        let kept = cancel.on_cancel(wake);
+        drop(cancel);
+        assert_eq!(Arc::strong_count(&woken), 1);
+        drop(kept);
     }
 }

@@ -10,12 +10,14 @@ use std::io::{self, Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::Builder;
 use std::time::Instant;
 
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::limits::{HEARTBEAT_INTERVAL, MAX_CONTROL_MESSAGE, SILENCE_LIMIT};
 use sterna_wire::text::cleaned;
 
+use crate::cpu_time;
 use crate::transport::{Closer, Reader, Writer};
 
 /// How far the links of a driver read ahead of it, in bytes on the wire: the largest message, or many small ones.
@@ -165,7 +167,7 @@ impl ControlLink {
         let beating = Arc::new(Beating::default());
 
         let (unhandled, closed) = (Arc::clone(&allowance.0), Arc::clone(&open.closed));
-        std::thread::Builder::new().name("control".into()).spawn(move || {
+        cpu_time::spawn(Builder::new().name("control".into()), move || {
             let take = |bytes| unhandled.take(bytes, &closed);
             let reason = match read_messages(&mut reader, &mut messages, take, &mut events) {
                 Ok(()) => "the peer closed the control channel".into(),
@@ -174,7 +176,7 @@ impl ControlLink {
             events(ControlEvent::Lost(reason));
         })?;
         let (kept_writer, kept_beating) = (Arc::clone(&writer), Arc::clone(&beating));
-        std::thread::Builder::new().name("heartbeat".into()).spawn(move || kept_beating.run(&kept_writer))?;
+        cpu_time::spawn(Builder::new().name("heartbeat".into()), move || kept_beating.run(&kept_writer))?;
         Ok(Self { writer, closer: Some(closer), beating, open })
     }
 

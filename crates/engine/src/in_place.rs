@@ -2,11 +2,12 @@
 //! so that it does not matter that the guest writes them meanwhile. What it has written since the dirty log was cleared is
 //! sent again.
 
-use std::io::{self, IoSlice};
+use std::io;
 
 use arrayvec::ArrayVec;
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::ram::{GuestRam, RamBlock};
+use sterna_memory::raw::KernelPart;
 use sterna_wire::packet::{Run, RunKind};
 
 use crate::batch::Batch;
@@ -38,14 +39,13 @@ pub(crate) fn write(
     block: &RamBlock,
     runs: &[Run],
 ) -> io::Result<()> {
-    let mut parts: ArrayVec<IoSlice<'_>, PARTS> = [IoSlice::new(header), IoSlice::new(table)].into_iter().collect();
+    let mut parts: ArrayVec<KernelPart<'_>, PARTS> = [header, table].into_iter().map(KernelPart::from).collect();
     for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
         if parts.is_full() {
             writer.pass_on(&mut parts)?;
             parts.clear();
         }
-        // SAFETY: it is passed on to the kernel, and nothing in this process reads it (`Writer::pass_on`).
-        parts.push(unsafe { block.io_slice(run.first..run.end()) });
+        parts.push(block.kernel_part(run.first..run.end()));
     }
     writer.pass_on(&mut parts)
 }

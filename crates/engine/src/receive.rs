@@ -13,7 +13,8 @@ use std::time::Instant;
 
 use arrayvec::ArrayVec;
 use sterna_codec::{CodecError, Decoder, Format};
-use sterna_wire::checksum::{Crc32c, crc32c};
+use sterna_memory::raw::RawPiece;
+use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::PageDeltas;
 use sterna_wire::device::Piece;
 use sterna_wire::packet::{
@@ -50,7 +51,7 @@ impl Deref for Content<'_> {
 }
 
 /// Pieces of guest RAM.
-pub type Places<'a> = ArrayVec<&'a mut [u8], MOST_PLACES>;
+pub type Places<'a> = ArrayVec<RawPiece<'a>, MOST_PLACES>;
 
 /// Where the packets of one channel go. Called by that channel's thread only, in the order of arrival. A sink has the
 /// methods of what belongs on its channel; everything else is refused, which ends the migration.
@@ -351,23 +352,27 @@ impl Receiving<'_> {
                 let begun = OffCpu::begin();
                 self.reader.read_exact(&mut self.payload[..header.payload_length as usize])?;
                 self.waits.end(begun);
-                self.decode(header, place)?;
+                let checks = self.rules.checksums;
+                self.decode(header, |decoder, payload| {
+                    decoder.decode_into(payload, place.reborrow())?;
+                    Ok(checks.then(|| place.crc32c(0)))
+                })?;
             }
         }
         Ok(true)
     }
 
     fn read_straight(&mut self, header: &PacketHeader, places: &mut Places<'_>) -> Result<(), ReceiveError> {
-        let mut checksum = Crc32c::new();
+        let mut checksum = 0;
         let begun = OffCpu::begin();
         for place in places {
-            self.reader.read_exact(place)?;
+            self.reader.read_piece(place.reborrow())?;
             if self.rules.checksums {
-                checksum.update(place);
+                checksum = place.crc32c(checksum);
             }
         }
         self.waits.end(begun);
-        if self.rules.checksums && checksum.finish() != header.content_checksum {
+        if self.rules.checksums && checksum != header.content_checksum {
             return Err(ReceiveError::Content(header.sequence));
         }
         Ok(())
@@ -412,7 +417,11 @@ impl Receiving<'_> {
         self.waits.end(begun);
         if header.method != 0 {
             let mut content = std::mem::take(&mut self.content);
-            let decoded = self.decode(header, &mut content[..header.content_length as usize]);
+            let (place, checks) = (&mut content[..header.content_length as usize], self.rules.checksums);
+            let decoded = self.decode(header, |decoder, payload| {
+                decoder.decode(payload, place)?;
+                Ok(checks.then(|| crc32c(place)))
+            });
             self.content = content;
             decoded?;
             return Ok(Content { buffer: &mut self.content, length: header.content_length as usize });
@@ -425,15 +434,19 @@ impl Receiving<'_> {
 
     /// Decodes the payload, and decodes once more if the content is not what the source read: right then means that this
     /// side's first decoding erred; wrong again, that the source's encoding did.
-    fn decode(&mut self, header: &PacketHeader, content: &mut [u8]) -> Result<(), ReceiveError> {
+    fn decode(
+        &mut self,
+        header: &PacketHeader,
+        mut decode: impl FnMut(&mut dyn Decoder, &[u8]) -> Result<Option<u32>, CodecError>,
+    ) -> Result<(), ReceiveError> {
         let failed = |error| ReceiveError::Decode { sequence: header.sequence, error };
         let payload = &self.payload[..header.payload_length as usize];
         let format = Format::from_wire(header.method);
         let format = format.ok_or(ReceiveError::Method { sequence: header.sequence, method: header.method })?;
         let decoder = self.decoders.of(format).map_err(failed)?;
         for attempt in 0..2 {
-            decoder.decode(payload, content).map_err(failed)?;
-            if !self.rules.checksums || crc32c(content) == header.content_checksum {
+            let checksum = decode(decoder, payload).map_err(failed)?;
+            if checksum.is_none_or(|checksum| checksum == header.content_checksum) {
                 self.counters.decoded_again.fetch_add(attempt, Ordering::Relaxed);
                 return Ok(());
             }

@@ -171,9 +171,10 @@ pub struct Report {
     pub channels: u16,
     /// Whether the connections were encrypted.
     pub encrypted: bool,
-    /// CPU-seconds of the sending Sterna process.
+    /// CPU-seconds of the sending Sterna process; of a monitor that embeds the library, those of the migration's threads, and of the thread
+    /// that called `run` what was not spent in the monitor's methods.
     pub source_cpu_seconds: f64,
-    /// CPU-seconds of the receiving Sterna process.
+    /// As `source_cpu_seconds`, at the receiving side, until the guest runs there.
     pub destination_cpu_seconds: f64,
     /// Page faults of the destination's monitor during the migration.
     pub destination_faults: u64,

@@ -1,7 +1,8 @@
 //! What a monitor that embeds the library does for it, at either side, and how it says that something failed.
 //!
 //! All methods are called one at a time, on the thread that called `run`; they may block, but while they do the migration
-//! cannot be cancelled.
+//! cannot be cancelled. A method that panics has failed with what the panic says; where it cannot fail, the migration has. A panic in `resume`
+//! leaves open whether the guest runs.
 
 use std::io::{Read, Write};
 

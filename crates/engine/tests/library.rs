@@ -3,6 +3,8 @@
 mod common;
 mod guest;
 
+use std::io::{Read, Seek, Write};
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +13,8 @@ use guest::{Memory, Monitor, Running, Workload};
 use sterna::cancel::Cancel;
 use sterna::destination::{Before, Destination};
 use sterna::migration::{GuestState, MigrationError, Phase, Side};
-use sterna::report::{Outcome, ReceiveReport, Report};
+use sterna::process;
+use sterna::report::{Observer, Outcome, Progress, ReceiveReport, Report};
 use sterna::source::{NotConverging, Source, Throttle, TimeLimits};
 use sterna::transport::Security;
 use sterna_codec::{Method, MethodChoice};
@@ -164,9 +167,12 @@ fn state_sent_ahead_is_loaded_before_the_guest_is_paused() {
 #[test]
 fn each_failing_callback_is_told_on_both_sides_and_the_guest_runs_on() {
     within_a_minute(|| {
-        for at_source in ["save_ahead", "pause", "save"] {
+        let moments = ["state_size", "save_ahead", "pause", "paused", "save"];
+        // What returns no error can only panic.
+        let each = moments.into_iter().flat_map(|moment| [(moment, true), (moment, false)]);
+        for (at_source, panics) in each.filter(|(moment, panics)| *panics || *moment != "state_size") {
             let mut pair = Pair::new(CALM);
-            pair.from.fails = Some(at_source);
+            (pair.from.fails, pair.from.panics) = (Some(at_source), panics);
             let (sent, received) = pair.migrate();
             let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
             pair.stays_at_source();
@@ -175,15 +181,144 @@ fn each_failing_callback_is_told_on_both_sides_and_the_guest_runs_on() {
             assert_eq!((sent.side, sent.guest), (Side::Source, GuestState::RunsAtSource));
             assert_eq!((received.side, received.guest), (Side::Destination, GuestState::NotHere));
         }
-        for at_destination in ["load_ahead", "load"] {
+        for (at_destination, panics) in [("load_ahead", false), ("load", false), ("load_ahead", true), ("load", true)] {
             let mut pair = Pair::new(CALM);
             pair.from.ahead = true;
-            pair.to.fails = Some(at_destination);
+            (pair.to.fails, pair.to.panics) = (Some(at_destination), panics);
             let (sent, received) = pair.migrate();
             let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
             pair.stays_at_source();
             assert!(sent.reason.contains("was made to fail"), "{at_destination}: {sent}");
             assert!(received.reason.contains("was made to fail"), "{at_destination}: {received}");
+            assert_eq!((sent.guest, received.guest), (GuestState::RunsAtSource, GuestState::NotHere));
+        }
+    });
+}
+
+#[test]
+fn a_monitor_that_panics_before_anything_is_begun_leaves_its_guest_untouched() {
+    within_a_minute(|| {
+        for (method, at_source) in
+            [("name", true), ("post_copy_refusal", true), ("name", false), ("post_copy_refusal", false)]
+        {
+            let mut pair = Pair::new(CALM);
+            let monitor = if at_source { &mut pair.from } else { &mut pair.to };
+            (monitor.fails, monitor.panics) = (Some(method), true);
+            let source = pair.source().when_not_converging(NotConverging::PostCopy);
+            let destination = Destination::new(pair.destination.ram());
+            let (sent, received) = pair.run(source, destination);
+            let error = if at_source { sent.unwrap_err() } else { received.unwrap_err() };
+            pair.stays_at_source();
+            assert_eq!((error.guest, error.phase), (GuestState::Untouched, Phase::SettingUp), "{error}");
+            assert!(error.reason.contains(&format!("panicked in {method}: ")), "{error}");
+        }
+    });
+}
+
+#[test]
+fn a_destination_whose_monitor_panicked_listens_no_more_whenever_it_was() {
+    within_a_minute(|| {
+        for method in ["name", "load", "start"] {
+            let mut pair = Pair::new(CALM);
+            (pair.to.fails, pair.to.panics) = (Some(method), true);
+            let listening = Destination::new(pair.destination.ram()).linger(Duration::ZERO);
+            let listening = listening.listen("127.0.0.1:0", &Security::Insecure).unwrap();
+            let address = listening.address().clone();
+            // It is amid its handshake.
+            let mut silent = TcpStream::connect(address.to_string()).unwrap();
+            std::thread::scope(|scope| {
+                let (to, cancel) = (&mut pair.to, &pair.cancel.1);
+                let receiving = scope.spawn(move || listening.run(to, cancel, &()));
+                let source = Source::new(pair.source.ram(), pair.log.take().unwrap());
+                source.run(address.clone(), &Security::Insecure, &mut pair.from, &pair.cancel.0, &()).unwrap_err();
+                let error = receiving.join().unwrap().unwrap_err();
+                assert!(error.reason.contains("panicked"), "{method}: {error}");
+            });
+            let mut rest = Vec::new();
+            assert!(silent.read_to_end(&mut rest).is_err() || rest.is_empty(), "it is closed");
+            let again = Destination::new(Memory::new(1, 1).ram()).listen(address, &Security::Insecure).unwrap();
+            // Another one that ends before anything has come ends what is amid its handshake, too.
+            let mut silent = TcpStream::connect(again.address().to_string()).unwrap();
+            drop(again);
+            assert!(silent.read_to_end(&mut rest).is_err() || rest.is_empty(), "it is closed");
+        }
+    });
+}
+
+/// Panics whenever it is told anything.
+struct Panics;
+
+impl Observer for Panics {
+    fn progress(&self, _: &Progress) {
+        panic!("no progress");
+    }
+
+    fn note(&self, text: &str) {
+        panic!("nothing of {text}");
+    }
+}
+
+#[test]
+fn an_observer_that_panics_does_not_matter() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(CALM);
+        let listening = Destination::new(pair.destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+        let address = listening.address().clone();
+        let source = pair.source();
+        std::thread::scope(|scope| {
+            let (to, cancel) = (&mut pair.to, &pair.cancel.1);
+            let receiving = scope.spawn(move || listening.run(to, cancel, &Panics));
+            source.run(address, &Security::Insecure, &mut pair.from, &pair.cancel.0, &Panics).unwrap();
+            receiving.join().unwrap().unwrap();
+        });
+        pair.has_moved();
+    });
+}
+
+#[test]
+fn a_guest_on_a_private_mapping_of_its_snapshot_moves_and_both_files_stay_as_they_were() {
+    within_a_minute(|| {
+        let snapshot = |byte: u8| {
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(&vec![byte; 600 * guest::PAGE]).unwrap();
+            file
+        };
+        let (at_source, at_destination) = (snapshot(1), snapshot(2));
+        let source = Memory::of_private_file(&at_source);
+        let mut pair = Pair::with(CALM, source, Memory::of_private_file(&at_destination));
+        let (source, destination) = (pair.source(), Destination::new(pair.destination.ram()));
+        // Its writers have made pages of their own; comparing all of memory is part of loading.
+        let (sent, received) = pair.run(source, destination.memory_before(Before::Anything));
+        sent.unwrap();
+        received.unwrap();
+        pair.has_moved();
+        for (mut file, byte) in [(at_source, 1), (at_destination, 2)] {
+            let mut content = Vec::new();
+            file.rewind().unwrap();
+            file.read_to_end(&mut content).unwrap();
+            assert!(content.len() == 600 * guest::PAGE && content.iter().all(|is| *is == byte));
+        }
+    });
+}
+
+#[test]
+fn the_cpu_time_in_the_reports_is_the_migrations_own() {
+    within_a_minute(|| {
+        const OTHERS: f64 = 1.0;
+        // As vCPUs do, long before the migration and beside it.
+        std::thread::spawn(|| while process::own_cpu_seconds() < OTHERS {}).join().unwrap();
+        let mut pair = Pair::new(CALM);
+        let burn = |until: f64| while process::own_cpu_seconds() < until {};
+        pair.from.on_call = Some(Box::new(move |method| {
+            if method == "save" {
+                // On the thread that called `run`.
+                burn(process::own_cpu_seconds() + OTHERS);
+            }
+        }));
+        let (sent, _) = pair.migrate();
+        let sent = sent.unwrap();
+        for (side, seconds) in [("source", sent.source_cpu_seconds), ("destination", sent.destination_cpu_seconds)] {
+            assert!(seconds > 0.0 && seconds < OTHERS, "{seconds} s at the {side}");
         }
     });
 }
@@ -191,26 +326,30 @@ fn each_failing_callback_is_told_on_both_sides_and_the_guest_runs_on() {
 #[test]
 fn a_guest_that_cannot_be_started_at_the_destination_never_runs_at_the_source_again() {
     within_a_minute(|| {
-        let mut pair = Pair::new(CALM);
-        pair.to.fails = Some("start");
-        let (sent, received) = pair.migrate();
-        let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
-        assert_eq!(sent.guest, GuestState::BelongsToDestination, "{sent}");
-        assert_eq!(received.guest, GuestState::StandsAtDestination, "{received}");
-        assert_eq!((pair.running.now(), pair.running.ever_twice()), (0, false));
-        assert!(!pair.from.runs());
+        for panics in [false, true] {
+            let mut pair = Pair::new(CALM);
+            (pair.to.fails, pair.to.panics) = (Some("start"), panics);
+            let (sent, received) = pair.migrate();
+            let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
+            assert_eq!(sent.guest, GuestState::BelongsToDestination, "{sent}");
+            assert_eq!(received.guest, GuestState::StandsAtDestination, "{received}");
+            assert_eq!((pair.running.now(), pair.running.ever_twice()), (0, false));
+            assert!(!pair.from.runs());
+        }
     });
 }
 
 #[test]
 fn a_guest_that_cannot_be_resumed_is_reported_as_standing() {
     within_a_minute(|| {
-        let mut pair = Pair::new(CALM);
-        pair.to.fails = Some("load");
-        pair.from.fails = Some("resume");
-        let (sent, _) = pair.migrate();
-        assert_eq!(sent.unwrap_err().guest, GuestState::StandsAtSource);
-        assert_eq!(pair.running.now(), 0);
+        for panics in [false, true] {
+            let mut pair = Pair::new(CALM);
+            pair.to.fails = Some("load");
+            (pair.from.fails, pair.from.panics) = (Some("resume"), panics);
+            let (sent, _) = pair.migrate();
+            assert_eq!(sent.unwrap_err().guest, GuestState::StandsAtSource);
+            assert_eq!(pair.running.now(), 0);
+        }
     });
 }
 
@@ -229,11 +368,12 @@ fn blocks_that_differ_are_refused_in_words_on_both_sides_before_anything_is_done
     });
 }
 
-/// A dirty log that fails when it is asked for the so-manieth time.
-struct FailingLog(sterna_memory::dirty::handed_in::HandedInLog, u32);
+/// A dirty log that fails, or panics, when it is asked for the so-manieth time.
+struct FailingLog(sterna_memory::dirty::handed_in::HandedInLog, u32, bool);
 
 impl FailingLog {
     fn may_fail(&mut self) -> Result<(), DirtyLogError> {
+        assert!(self.1 > 0 || !self.2, "dirty ring of vCPU 3 overflowed");
         self.1 = self.1.checked_sub(1).ok_or(DirtyLogError::RingOverflow { vcpu: 3 })?;
         Ok(())
     }
@@ -259,10 +399,10 @@ impl DirtyLog for FailingLog {
 fn a_dirty_log_that_fails_at_any_time_is_told_on_both_sides_and_the_guest_runs_on() {
     within_a_minute(|| {
         // Starting it, the first round, a later one, the last one after the guest has stopped.
-        for calls in [0, 1, 2, 4] {
+        for (calls, panics) in [0, 1, 2, 4].into_iter().flat_map(|calls| [(calls, false), (calls, true)]) {
             let mut pair = Pair::new(CALM);
             let (_, log) = Monitor::new(&pair.source, &pair.running, CALM);
-            pair.log = Some(Box::new(FailingLog(log, calls)));
+            pair.log = Some(Box::new(FailingLog(log, calls, panics)));
             let (sent, received) = pair.migrate();
             let (sent, received) = (sent.unwrap_err(), received.unwrap_err());
             pair.stays_at_source();
@@ -488,8 +628,8 @@ fn cancelling_at_either_side_leaves_the_guest_at_the_source() {
 /// Cancels when the first figures come: in the middle of the rounds.
 struct Cancelling(Cancel);
 
-impl sterna::report::Observer for Cancelling {
-    fn progress(&self, _: &sterna::report::Progress) {
+impl Observer for Cancelling {
+    fn progress(&self, _: &Progress) {
         self.0.cancel();
     }
 

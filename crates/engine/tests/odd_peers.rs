@@ -14,7 +14,7 @@ use guest::{Behind, Memory, Monitor, Running, Workload};
 use sterna::abort::Abort;
 use sterna::batch::BatchPool;
 use sterna::cancel::Cancel;
-use sterna::control_link::ControlLink;
+use sterna::control_link::{self, ControlLink};
 use sterna::destination::{Destination, Fence};
 use sterna::migration::{GuestState, MigrationError, Phase};
 use sterna::pacer::Pacer;
@@ -22,7 +22,8 @@ use sterna::receive::{Sink, SinkError};
 use sterna::report::ReceiveReport;
 use sterna::send::{Compression, Item, SendChannel, SendContext};
 use sterna::session::{
-    self, Doorman, Features, Greeting, Heard, Offer, OtherDoor, Peer, PeerNews, Session, Sinks, TellPeer, link_events,
+    self, Doorman, Features, Greeting, Heard, Offer, OtherDoor, Peer, PeerNews, Redial, Session, Sinks, TellPeer,
+    link_events,
 };
 use sterna::source::{NotConverging, Source, TimeLimits};
 use sterna::transport::simulated::Network;
@@ -32,6 +33,7 @@ use sterna_codec::MethodChoice;
 use sterna_memory::ram::Backing;
 use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::control::{Block, ControlMessage, Machine, Mode, PostCopyFigures, Totals};
+use sterna_wire::header::ChannelKind;
 use sterna_wire::packet::{
     BlockShape, DeviceLabel, PAGE_REQUEST_LENGTH, PacketHeader, PacketKind, PageRequest, Run, RunKind,
 };
@@ -202,6 +204,43 @@ fn a_destination_that_takes_no_state_is_given_up_in_time_and_the_guest_runs_on()
     });
 }
 
+#[test]
+fn a_destination_that_ends_every_connection_at_once_is_not_dialled_without_a_pause() {
+    within_a_minute(|| {
+        let memory = Memory::new(PAGES[0], PAGES[1]);
+        let (mut from, log) = Monitor::new(&memory, &Running::default(), BUSY);
+        from.start();
+        let listener = Listener::bind(Network::new(1).port("there")).unwrap();
+        let address = listener.local_address();
+        let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
+        let stop = incoming.stop_handle();
+        let limits = TimeLimits { telling: Duration::from_secs(1), ..TimeLimits::default() };
+        let migration = Source::new(memory.ram(), Box::new(log)).time_limits(limits);
+        let (error, dials) = std::thread::scope(|scope| {
+            let destination = scope.spawn(move || {
+                let greeting = Greeting { mode: Mode::Embedded, features: FEATURES, refusal: &|_| None };
+                let mut greeted = greeting.first(&incoming, &Cancel::new(), |reason| panic!("{reason}")).unwrap();
+                control_link::say(&mut greeted.writer, &ControlMessage::Welcome(greeted.welcome)).unwrap();
+                drop((greeted.writer, greeted.reader));
+                // Accepts what comes, as a load balancer does whose servers are gone, and ends it.
+                let mut dials = 0;
+                while let Some((connection, header)) = incoming.next() {
+                    dials += u32::from(header.kind == ChannelKind::Control);
+                    drop(accept_channel(connection));
+                }
+                dials
+            });
+            let sent = migration.run(address, &Security::Insecure, &mut from, &Cancel::new(), &());
+            stop.stop();
+            (sent.unwrap_err(), destination.join().unwrap())
+        });
+        assert!(from.runs() && error.guest == GuestState::RunsAtSource, "{error}");
+        from.stop();
+        // With the shortest pauses there are five in a second; a machine that is busy has fewer, or a few more where the end is noticed late.
+        assert!((1..=8).contains(&dials), "{dials} dials");
+    });
+}
+
 fn failures(said: &[ControlMessage]) -> Vec<&str> {
     said.iter()
         .filter_map(|message| match message {
@@ -268,6 +307,7 @@ fn a_destination_whose_memory_fails_in_post_copy_is_not_waited_for() {
 struct OddSource {
     address: Address,
     session: Session,
+    redial: Redial,
     peer: Peer,
     news: Receiver<PeerNews>,
     tell: TellPeer,
@@ -301,7 +341,8 @@ impl OddSource {
         let (tell, news) = news();
         let (link, session) = session::dial(&offer, &Cancel::new(), &tell).unwrap();
         let (peer, abort, address) = (Peer::new(link), Arc::new(Abort::default()), address.clone());
-        Self { address, session, peer, news, tell, abort, said: Vec::new() }
+        let redial = Redial::new(Duration::ZERO);
+        Self { address, session, redial, peer, news, tell, abort, said: Vec::new() }
     }
 
     /// Says this.
@@ -357,7 +398,7 @@ impl OddSource {
     fn comes_back(&mut self) {
         self.session.incarnation = self.peer.begin_anew();
         let (to, session, tell) = (self.address.clone(), self.session.clone(), Arc::clone(&self.tell));
-        session::dial_again(to, Security::Insecure, session, Duration::ZERO, tell);
+        self.redial.dial(to, Security::Insecure, session, tell);
     }
 }
 

@@ -8,7 +8,7 @@
 
 use std::hint::black_box;
 use sterna_memory::checksum::{copy_crc32c_raw, crc32c, crc32c_raw};
-use sterna_memory::copy::copy_raw;
+use sterna_memory::copy::{copy_raw, store_raw};
 use sterna_memory::scan::{Implementation, is_zero_raw, zero_map_raw};
 use sterna_memory::{PAGE_SIZE, snapshot::Snapshot};
 
@@ -75,6 +75,13 @@ fn ways() -> Vec<Way> {
             Box::new(|batch, buffer, _| {
                 // SAFETY: slices are readable and writable; the buffer has room for a batch.
                 unsafe { copy_raw(batch.as_ptr(), black_box(buffer).as_mut_ptr(), batch.len()) };
+            }),
+        ),
+        (
+            "store to memory that others access",
+            Box::new(|batch, buffer, _| {
+                // SAFETY: the buffer has room for a batch.
+                unsafe { store_raw(batch, black_box(buffer).as_mut_ptr()) };
             }),
         ),
         (

@@ -1,8 +1,11 @@
 //! Reading memory that is being written: every byte is loaded once, and what is tested, copied and checksummed is the value
 //! that was loaded.
 //!
-//! Loads are volatile, so that no compiler makes two of one. One walk for all vector types; the vector type and what else is
-//! done with each block come from the caller, and everything is in line.
+//! Loads are volatile, so that no compiler makes two of one, or takes for granted that memory stays as it was. One walk for all vector types;
+//! the vector type and what else is done with each block come from the caller, and everything is in line. Stores to memory that others
+//! may access are the C library's, out of the compiler's sight.
+
+use std::ffi::{c_int, c_void};
 
 use crate::PAGE_SIZE;
 use crate::cpu::{Implementation, prefetch};
@@ -87,6 +90,35 @@ pub unsafe fn copy_raw(source: *const u8, target: *mut u8, len: usize) {
         // SAFETY: passed on.
         _ => unsafe { copy_by::<u64, 8>(source, target, len) },
     }
+}
+
+/// What the C library copies and fills memory with. Called by addresses that are read from here each time, so the compiler knows neither what is
+/// called nor that others do not access the memory. They are as fast as the machine allows, which volatile stores are not: for what is
+/// larger than the cache they tell it not to fetch what is overwritten.
+static COPY: unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> *mut c_void = libc::memcpy;
+static FILL: unsafe extern "C" fn(*mut c_void, c_int, usize) -> *mut c_void = libc::memset;
+
+/// Copies `bytes` to memory that others may access meanwhile. Any alignment. Who reads what another thread writes here at the same time finds
+/// of each byte the old one or a new one.
+///
+/// # Safety
+/// `target` must be writable for the length of `bytes`, and not overlap them.
+pub unsafe fn store_raw(bytes: &[u8], target: *mut u8) {
+    // SAFETY: a static that nothing writes.
+    let copy = unsafe { (&raw const COPY).read_volatile() };
+    // SAFETY: a slice is readable; the caller vouches for the target.
+    unsafe { copy(target.cast(), bytes.as_ptr().cast(), bytes.len()) };
+}
+
+/// Makes `len` bytes zero that others may access meanwhile. Any alignment.
+///
+/// # Safety
+/// `target` must be writable for `len` bytes.
+pub unsafe fn zero_raw(target: *mut u8, len: usize) {
+    // SAFETY: a static that nothing writes.
+    let fill = unsafe { (&raw const FILL).read_volatile() };
+    // SAFETY: the caller vouches for the target.
+    unsafe { fill(target.cast(), 0, len) };
 }
 
 /// One vector from anywhere, in one volatile load.
@@ -348,6 +380,23 @@ mod tests {
             unsafe { copy_raw(bytes.as_ptr(), copy.as_mut_ptr().add(offset), bytes.len()) };
             prop_assert_eq!(&copy[offset..offset + bytes.len()], &bytes[..]);
             prop_assert!(copy[..offset].iter().chain(&copy[offset + bytes.len()..]).all(|byte| *byte == 0xaa));
+        }
+
+        #[test]
+        fn a_raw_store_is_the_bytes_or_zeros_and_writes_no_others(
+            bytes in proptest::collection::vec(any::<u8>(), 0..10_000),
+            offset in 0usize..64,
+        ) {
+            let mut target = vec![0xaa; offset + bytes.len() + 64];
+            let around = |target: &[u8]| {
+                target[..offset].iter().chain(&target[offset + bytes.len()..]).all(|byte| *byte == 0xaa)
+            };
+            // SAFETY: the target has room for the bytes after its offset.
+            unsafe { store_raw(&bytes, target.as_mut_ptr().add(offset)) };
+            prop_assert!(target[offset..offset + bytes.len()] == bytes[..] && around(&target));
+            // SAFETY: as above.
+            unsafe { zero_raw(target.as_mut_ptr().add(offset), bytes.len()) };
+            prop_assert!(target[offset..offset + bytes.len()].iter().all(|byte| *byte == 0) && around(&target));
         }
     }
 }

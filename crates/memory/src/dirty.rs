@@ -123,6 +123,14 @@ pub enum DirtyLogError {
         /// Which of the vCPUs given, from 0.
         vcpu: usize,
     },
+    /// A method of a log that an embedding monitor has given panicked.
+    #[error("it panicked in {method}: {said}")]
+    Panicked {
+        /// The method.
+        method: &'static str,
+        /// What the panic said.
+        said: String,
+    },
     /// userfaultfd refused.
     #[error(transparent)]
     Userfault(#[from] UserfaultError),

@@ -25,11 +25,12 @@
 //! fails for want of huge pages. Leave room in the pool.
 
 use crate::PAGE_SIZE;
+use crate::mappings::{Mapping, Mappings};
 use crate::userfault::{MISSING_HUGETLBFS, MISSING_SHMEM};
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, major, minor, seek};
 use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -138,9 +139,9 @@ impl Discardable {
         let backing = Self { addresses, page_size, private: true, file: None };
         let expected = "private anonymous memory of this page size";
         backing.check(expected, |mapping| {
-            let huge = mapping.path.starts_with("/anon_hugepage");
-            mapping.private
-                && if page_size == kernel_page_size() { mapping.inode == 0 } else { huge && page_size > PAGE_SIZE }
+            let huge = mapping.is_anonymous_hugetlb();
+            mapping.is_anonymous()
+                && if page_size == kernel_page_size() { !huge } else { huge && page_size > PAGE_SIZE }
         })?;
         Ok(backing)
     }
@@ -170,43 +171,26 @@ impl Discardable {
         let mut backing = Self { addresses, page_size, private, file };
         backing.check("a mapping of that file from that offset on", |mapping| {
             private |= mapping.private;
-            // The first mapping may begin before the block, the others follow.
-            let expected = offset.wrapping_add(mapping.start as u64).wrapping_sub(start as u64);
-            (mapping.device, mapping.inode) == (device, status.st_ino) && mapping.offset == expected
+            mapping.is_of_file(start, (device, status.st_ino), offset)
         })?;
         backing.private = private;
         Ok(backing)
     }
 
     /// Checks size and alignment, and that every mapping in the range is as expected.
-    fn check(&self, expected: &'static str, mut is: impl FnMut(&Mapping<'_>) -> bool) -> Result<(), DiscardError> {
+    fn check(&self, expected: &'static str, is: impl FnMut(&Mapping<'_>) -> bool) -> Result<(), DiscardError> {
         let different = |found: String| DiscardError::Different { addresses: self.addresses.clone(), expected, found };
         let Range { start, end } = self.addresses;
         let size = self.page_size;
         if start >= end || !size.is_power_of_two() || !start.is_multiple_of(size) || !end.is_multiple_of(size) {
             return Err(different(format!("they are not whole pages of {size} bytes")));
         }
-        let maps = fs::read_to_string("/proc/self/maps").map_err(|source| DiscardError::System {
+        let mappings = Mappings::own().map_err(|source| DiscardError::System {
             what: "read /proc/self/maps for",
             addresses: self.addresses.clone(),
             source,
         })?;
-        let mut at = start;
-        // Sorted by address.
-        for line in maps.lines() {
-            let Some(mapping) = Mapping::parse(line).filter(|mapping| mapping.end > at) else { continue };
-            if mapping.start > at {
-                break;
-            }
-            if !is(&mapping) {
-                return Err(different(format!("mapped is {}", line.trim_end())));
-            }
-            at = mapping.end;
-            if at >= end {
-                return Ok(());
-            }
-        }
-        Err(different(format!("nothing is mapped at {at:#x}")))
+        mappings.check(start..end, is).map_err(different)
     }
 
     /// Of the RAM block in this process.
@@ -351,36 +335,6 @@ impl Discardable {
     }
 }
 
-/// A line of `/proc/self/maps` (proc_pid_maps(5)): `start-end rwxp offset major:minor inode path`.
-struct Mapping<'a> {
-    start: usize,
-    end: usize,
-    private: bool,
-    offset: u64,
-    device: (u32, u32),
-    inode: u64,
-    path: &'a str,
-}
-
-impl<'a> Mapping<'a> {
-    fn parse(line: &'a str) -> Option<Self> {
-        let mut fields = line.splitn(6, ' ');
-        let (start, end) = fields.next()?.split_once('-')?;
-        let private = fields.next()?.as_bytes().get(3) == Some(&b'p');
-        let offset = u64::from_str_radix(fields.next()?, 16).ok()?;
-        let (major, minor) = fields.next()?.split_once(':')?;
-        Some(Self {
-            start: usize::from_str_radix(start, 16).ok()?,
-            end: usize::from_str_radix(end, 16).ok()?,
-            private,
-            offset,
-            device: (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?),
-            inode: fields.next()?.parse().ok()?,
-            path: fields.next().unwrap_or_default().trim(),
-        })
-    }
-}
-
 /// Bytes of an ordinary page here: 4096, on some ARM machines more.
 pub fn kernel_page_size() -> usize {
     rustix::param::page_size()
@@ -389,20 +343,3 @@ pub fn kernel_page_size() -> usize {
 // Values of `include/uapi/linux/magic.h`. A memfd is of the one or the other.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lines_of_mappings_are_understood() {
-        let line = "7f00a0000000-7f00a0400000 rw-p 00200000 00:0f 1234                       /anon_hugepage (deleted)";
-        let mapping = Mapping::parse(line).unwrap();
-        assert_eq!((mapping.start, mapping.end), (0x7f00_a000_0000, 0x7f00_a040_0000));
-        assert_eq!((mapping.private, mapping.offset, mapping.device, mapping.inode), (true, 0x20_0000, (0, 15), 1234));
-        assert_eq!(mapping.path, "/anon_hugepage (deleted)");
-        let anonymous = Mapping::parse("1000-3000 rw-s 00000000 00:00 0 ").unwrap();
-        assert_eq!((anonymous.private, anonymous.inode, anonymous.path), (false, 0, ""));
-        assert!(Mapping::parse("not a line").is_none());
-    }
-}

@@ -9,7 +9,7 @@
 use std::any::Any;
 use std::fmt::{Debug, Formatter};
 use std::fs::File;
-use std::io::{self, IoSlice};
+use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
@@ -19,17 +19,22 @@ use rustix::mm::Advice;
 use thiserror::Error;
 
 use crate::PAGE_SIZE;
+use crate::copy::{store_raw, zero_raw};
 use crate::discard::{DiscardError, Discardable};
 use crate::holes::{HoleError, PageMap, file_data};
+use crate::mappings::{Mapping, Mappings};
+use crate::raw::{KernelPart, RawPiece};
 use crate::scan::is_zero_raw;
 use crate::snapshot::Snapshot;
 
-/// What is behind a block's mapping.
+/// What is behind a block's mapping. [`GuestRam::new`] compares it with what is mapped.
 #[derive(Clone, Debug)]
 pub enum Backing {
     /// Private anonymous memory, with ordinary, transparent huge or hugetlb pages.
     Anonymous,
-    /// A shared mapping of a file in memory (memfd, tmpfs, hugetlbfs) from this offset on, in bytes.
+    /// A shared mapping (`MAP_SHARED`) of a file in memory (memfd, tmpfs, hugetlbfs) from this offset on, in bytes. A private
+    /// mapping of a file, such as that of a guest that was restored from a snapshot, is [`Backing::Other`]: what the guest
+    /// has written is not in the file.
     Shared(Arc<File>, u64),
     /// Something else: all of it is read and sent, and none of it can be given back.
     Other,
@@ -56,6 +61,28 @@ pub enum RamError {
     /// Two blocks with one name.
     #[error("there are two RAM blocks named {0}: each needs a name of its own, the same on both sides")]
     Name(String),
+    /// What is mapped is not what the block was said to be.
+    #[error("RAM block {name} was given as {given}, but {found}: {instead}")]
+    Backing {
+        /// The block.
+        name: String,
+        /// What it was given as.
+        given: &'static str,
+        /// What is there.
+        found: String,
+        /// What to do about it.
+        instead: &'static str,
+    },
+    /// What is mapped could not be looked at.
+    #[error("cannot look at what RAM block {name} is a mapping of ({what}): {source}")]
+    NotSeen {
+        /// The block.
+        name: String,
+        /// What was looked at.
+        what: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// Which parts are populated cannot be found out.
     #[error("RAM block {name}: {source}")]
     Holes {
@@ -104,8 +131,8 @@ impl Debug for RamBlock {
 // SAFETY: the pointer is only used for raw reads and writes inside the range that the creator vouched for, from any
 // thread; nothing is ever borrowed from it.
 unsafe impl Send for RamBlock {}
-// SAFETY: as above. Reads race with the guest by design and are volatile; writers of disjoint ranges do not interfere, and
-// overlapping ones are excluded by the contract of `new`.
+// SAFETY: as above. Reads race with the guest, and may race with each other and with writes: the compiler takes nothing for granted of
+// what they access (`copy.rs`), and none leaves a reference behind.
 unsafe impl Sync for RamBlock {}
 
 impl RamBlock {
@@ -168,6 +195,40 @@ impl RamBlock {
         &self.backing
     }
 
+    /// Compares the backing with what is mapped. A wrong one would lose pages without a word: those of a private file mapping that
+    /// were written are not in the file, and those of shared memory that others wrote are not in this process's page tables.
+    fn check_backing(&self, mappings: &Mappings) -> Result<(), RamError> {
+        let (given, instead, result) = match &self.backing {
+            Backing::Anonymous => (
+                "private anonymous memory",
+                "give a shared mapping of a file in memory as Backing::Shared with that file, and anything else as \
+                 Backing::Other",
+                mappings.check(self.addresses(), |mapping| mapping.is_anonymous()),
+            ),
+            Backing::Shared(file, offset) => {
+                let status = rustix::fs::fstat(file).map_err(|errno| RamError::NotSeen {
+                    name: self.name.clone(),
+                    what: "fstat of its file",
+                    source: errno.into(),
+                })?;
+                let device = (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev));
+                let start = self.addresses().start;
+                let is_shared = |mapping: &Mapping<'_>| {
+                    !mapping.private && mapping.is_of_file(start, (device, status.st_ino), *offset)
+                };
+                (
+                    "a shared mapping of its file from its offset on",
+                    "give a private mapping of a file as Backing::Other, since pages that were written are not in the file",
+                    mappings.check(self.addresses(), is_shared),
+                )
+            }
+            Backing::Other => {
+                ("memory of another kind", "map all of it first", mappings.check(self.addresses(), |_| true))
+            }
+        };
+        result.map_err(|found| RamError::Backing { name: self.name.clone(), given, found, instead })
+    }
+
     /// Checks that the block is whole pages of its backing, and that transparent or hugetlb pages are a power of two.
     pub fn check(&self) -> Result<(), RamError> {
         let (start, page_size) = (self.start.as_ptr().addr(), self.page_size);
@@ -223,36 +284,28 @@ impl RamBlock {
 
     /// The pages of `run` as a part of what is sent: for the kernel (sendmsg(2)), since the guest may be writing them.
     ///
-    /// # Safety
-    /// Nobody in this process reads it.
-    ///
     /// # Panics
     /// When they are not in the block.
-    pub unsafe fn io_slice(&self, run: Range<u64>) -> IoSlice<'_> {
-        let pages = run.end - run.start;
-        let part = libc::iovec { iov_base: self.at(run.start, pages).cast(), iov_len: pages as usize * PAGE_SIZE };
-        // SAFETY: an `IoSlice` is laid out as an `iovec` (its documentation says so), and the range is mapped by the contract of
-        // `new` as long as the block lives. No slice is made of it: for that the caller vouches.
-        unsafe { std::mem::transmute::<libc::iovec, IoSlice<'_>>(part) }
+    pub fn kernel_part(&self, run: Range<u64>) -> KernelPart<'_> {
+        let (start, bytes) = self.place(run);
+        // SAFETY: the pages were checked to lie inside the block, which is mapped by the contract of `new` as long as it lives.
+        unsafe { KernelPart::new(start, bytes) }
     }
 
     /// The pages of `run`, to be filled.
     ///
-    /// # Safety
-    /// Nobody else reads or writes these pages while the slice lives: no guest, no thread, no device.
-    ///
     /// # Panics
     /// When they are not in the block.
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "the memory is not the block's; the caller answers for who has access to it"
-    )]
-    pub unsafe fn bytes_mut(&self, run: Range<u64>) -> &mut [u8] {
+    pub fn piece(&self, run: Range<u64>) -> RawPiece<'_> {
+        let (start, bytes) = self.place(run);
+        // SAFETY: as in `kernel_part`; and no reference to the block exists by the contract of `new`.
+        unsafe { RawPiece::new(start, bytes) }
+    }
+
+    fn place(&self, run: Range<u64>) -> (NonNull<u8>, usize) {
         let pages = run.end - run.start;
-        let at = self.at(run.start, pages);
-        // SAFETY: the pages were checked to lie inside the block, which is mapped by the contract of `new` as long as it
-        // lives; the caller vouches for nobody else having access.
-        unsafe { std::slice::from_raw_parts_mut(at, pages as usize * PAGE_SIZE) }
+        let start = NonNull::new(self.at(run.start, pages)).expect("a block is not at address 0");
+        (start, pages as usize * PAGE_SIZE)
     }
 
     /// Copies the page `page`, which others may be writing.
@@ -276,7 +329,7 @@ impl RamBlock {
         let at = self.at(first, content.len().div_ceil(PAGE_SIZE) as u64);
         // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`; the source is
         // a live slice, and no reference to guest RAM exists, so the two do not overlap.
-        unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), at, content.len()) };
+        unsafe { store_raw(content, at) };
     }
 
     /// Makes `run` read as zeros, by writing them.
@@ -286,7 +339,7 @@ impl RamBlock {
     pub fn zero(&self, run: Range<u64>) {
         let at = self.at(run.start, run.end - run.start);
         // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`.
-        unsafe { std::ptr::write_bytes(at, 0, (run.end - run.start) as usize * PAGE_SIZE) };
+        unsafe { zero_raw(at, (run.end - run.start) as usize * PAGE_SIZE) };
     }
 
     /// Whether page `page` is zero. Faults it in if it was never populated.
@@ -369,10 +422,11 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// Guest RAM made of `blocks`.
+    /// Guest RAM made of `blocks`, which are mapped already: what each is said to be backed by is compared with
+    /// `/proc/self/maps`.
     ///
     /// # Errors
-    /// A block is not whole pages of its page size, or two have the same name.
+    /// A block is not whole pages of its page size, two have the same name, or a block's backing is not what is mapped.
     pub fn new(blocks: Vec<RamBlock>) -> Result<Self, RamError> {
         let mut names = std::collections::HashSet::new();
         for block in &blocks {
@@ -380,6 +434,12 @@ impl GuestRam {
             if !names.insert(block.name()) {
                 return Err(RamError::Name(block.name().to_owned()));
             }
+        }
+        if let Some(first) = blocks.first() {
+            let not_seen =
+                |source| RamError::NotSeen { name: first.name.clone(), what: "reading /proc/self/maps", source };
+            let mappings = Mappings::own().map_err(not_seen)?;
+            blocks.iter().try_for_each(|block| block.check_backing(&mappings))?;
         }
         Ok(Self { blocks: blocks.into() })
     }
@@ -397,6 +457,10 @@ impl GuestRam {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use rustix::mm::{MapFlags, ProtFlags};
+
     use super::*;
     use crate::test_util::Area;
 
@@ -436,6 +500,73 @@ mod tests {
         assert!(matches!(good.clone().with_page_size(2 << 20).check(), Err(RamError::Shape { .. })));
         assert!(matches!(GuestRam::new(vec![good.clone(), good.clone()]), Err(RamError::Name(_))));
         assert_eq!(GuestRam::new(vec![good]).unwrap().bytes(), 4 * PAGE_SIZE as u64);
+    }
+
+    /// A file in memory with pages of 1, mapped as `flags` say from its second page on.
+    fn mapping_of_file(pages: usize, flags: MapFlags) -> (Arc<File>, NonNull<u8>) {
+        let file = File::from(rustix::fs::memfd_create("snapshot", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        file.write_all_at(&vec![1; (pages + 1) * PAGE_SIZE], 0).unwrap();
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address that the kernel chooses. It is never unmapped.
+        let at = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), pages * PAGE_SIZE, access, flags, &file, PAGE_SIZE as u64).unwrap()
+        };
+        (Arc::new(file), NonNull::new(at.cast()).unwrap())
+    }
+
+    fn given_as(at: NonNull<u8>, pages: usize, backing: Backing) -> Result<GuestRam, RamError> {
+        // SAFETY: the mappings of these tests stay, and are accessed through raw pointers only.
+        GuestRam::new(vec![unsafe { RamBlock::new("ram", at, pages * PAGE_SIZE, backing) }])
+    }
+
+    #[test]
+    fn a_private_file_mapping_is_not_taken_as_shared_or_anonymous() {
+        let (file, at) = mapping_of_file(4, MapFlags::PRIVATE);
+        for backing in [Backing::Shared(Arc::clone(&file), PAGE_SIZE as u64), Backing::Anonymous] {
+            let error = given_as(at, 4, backing).unwrap_err().to_string();
+            assert!(error.contains("mapped is") && error.contains("as Backing::Other"), "{error}");
+        }
+        // As what it is, nothing of it is left out.
+        let ram = given_as(at, 4, Backing::Other).unwrap();
+        ram.blocks()[0].write(2, &[7; PAGE_SIZE]);
+        let mut found = Vec::new();
+        ram.blocks()[0].populated(&mut PageMap::own().unwrap(), |run| found.extend(run)).unwrap();
+        assert_eq!(found, [0, 1, 2, 3]);
+        let mut in_file = [0];
+        file.read_exact_at(&mut in_file, 3 * PAGE_SIZE as u64).unwrap();
+        assert_eq!(in_file, [1]);
+    }
+
+    #[test]
+    fn a_shared_mapping_is_taken_only_with_its_own_file_and_offset() {
+        let (file, at) = mapping_of_file(4, MapFlags::SHARED);
+        let (other, _) = mapping_of_file(4, MapFlags::SHARED);
+        let offset = PAGE_SIZE as u64;
+        given_as(at, 4, Backing::Shared(Arc::clone(&file), offset)).unwrap();
+        // A part of the mapping begins further into the file.
+        let part = NonNull::new(at.as_ptr().wrapping_add(PAGE_SIZE)).unwrap();
+        given_as(part, 3, Backing::Shared(Arc::clone(&file), 2 * offset)).unwrap();
+        let wrong = [Backing::Shared(Arc::clone(&file), 0), Backing::Shared(other, offset), Backing::Anonymous];
+        for backing in wrong {
+            assert!(matches!(given_as(at, 4, backing), Err(RamError::Backing { .. })));
+        }
+    }
+
+    #[test]
+    fn memory_that_is_not_mapped_to_its_end_is_refused_whatever_it_is_called() {
+        let area = Area::small_pages(4 * PAGE_SIZE);
+        let end = NonNull::new(area.ptr().wrapping_add(3 * PAGE_SIZE)).unwrap();
+        // SAFETY: the last page of the area, which nothing uses any more; a mapping of nothing takes its place, so that no
+        // other test's memory comes there.
+        unsafe {
+            let flags = MapFlags::SHARED | MapFlags::FIXED;
+            rustix::mm::mmap_anonymous(end.as_ptr().cast(), PAGE_SIZE, ProtFlags::empty(), flags).unwrap();
+        }
+        let error = given_as(NonNull::new(area.ptr()).unwrap(), 4, Backing::Anonymous).unwrap_err().to_string();
+        assert!(error.contains("private anonymous memory, but mapped is"), "{error}");
+        let nowhere = NonNull::new(std::ptr::without_provenance_mut(PAGE_SIZE)).unwrap();
+        let error = given_as(nowhere, 1, Backing::Other).unwrap_err().to_string();
+        assert!(error.contains("nothing is mapped at 0x1000"), "{error}");
     }
 
     #[test]

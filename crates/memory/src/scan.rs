@@ -5,11 +5,12 @@
 //! the middle and the end too was slower by a fifth on zero pages from DRAM, because it breaks the order the hardware
 //! prefetches in, and saves nothing on others: what it keeps from being read here is read when the page is sent.
 //!
-//! The raw-pointer forms read guest memory that its guest may be changing. A verdict "zero" then means that every byte
-//! was zero when it was read, and "not zero" that some byte was not: both are all a sender needs, as a page written
-//! meanwhile is in the dirty log and is sent again.
+//! The raw-pointer forms read guest memory that its guest may be changing, by volatile loads (`copy.rs`). A verdict "zero" then
+//! means that every byte was zero when it was read, and "not zero" that some byte was not: both are all a sender needs, as a page
+//! written meanwhile is in the dirty log and is sent again.
 
 use crate::PAGE_SIZE;
+use crate::copy::{load, load_block};
 pub use crate::cpu::Implementation;
 use crate::cpu::prefetch;
 
@@ -118,7 +119,7 @@ pub unsafe fn zero_map_raw(ptr: *const u8, pages: usize, zero_map: &mut [u64]) -
 #[inline(always)]
 unsafe fn starts_zero(ptr: *const u8) -> bool {
     // SAFETY: the caller vouches for them.
-    unsafe { ptr.cast::<u64>().read_unaligned() == 0 }
+    unsafe { load::<u64>(ptr) == 0 }
 }
 
 /// The walk over a run of pages that all implementations have in common. In line, so that `page_is_zero` may be as well:
@@ -162,14 +163,14 @@ unsafe fn scalar(ptr: *const u8, len: usize) -> bool {
     // SAFETY: every read below lies within `len` bytes of `ptr`.
     unsafe {
         while at + 64 <= len {
-            let word = |i: usize| ptr.add(at + 8 * i).cast::<u64>().read_unaligned();
-            if word(0) | word(1) | word(2) | word(3) | word(4) | word(5) | word(6) | word(7) != 0 {
+            let words: [u64; 8] = load_block(ptr.add(at));
+            if words.into_iter().fold(0, |all, word| all | word) != 0 {
                 return false;
             }
             at += 64;
         }
         while at < len {
-            if ptr.add(at).read() != 0 {
+            if ptr.add(at).read_volatile() != 0 {
                 return false;
             }
             at += 1;
@@ -180,7 +181,7 @@ unsafe fn scalar(ptr: *const u8, len: usize) -> bool {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{PAGE_SIZE, map_pages};
+    use super::{PAGE_SIZE, load, map_pages};
     use std::arch::x86_64::*;
 
     /// # Safety
@@ -207,7 +208,7 @@ mod x86 {
         let mut at = 0;
         // SAFETY: every load ends at or before `len`; the last one starts at len - 32 >= 0.
         unsafe {
-            let load = |at: usize| _mm256_loadu_si256(ptr.add(at).cast());
+            let load = |at: usize| load::<__m256i>(ptr.add(at));
             while at + 128 <= len {
                 let a = _mm256_or_si256(load(at), load(at + 32));
                 let b = _mm256_or_si256(load(at + 64), load(at + 96));
@@ -234,7 +235,7 @@ mod x86 {
         let mut at = 0;
         // SAFETY: every load ends at or before `len`; the last one starts at len - 64 >= 0.
         unsafe {
-            let load = |at: usize| _mm512_loadu_si512(ptr.add(at).cast());
+            let load = |at: usize| load::<__m512i>(ptr.add(at));
             while at + 256 <= len {
                 let a = _mm512_or_si512(load(at), load(at + 64));
                 let b = _mm512_or_si512(load(at + 128), load(at + 192));
@@ -256,6 +257,7 @@ mod x86 {
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64 {
+    use super::load_block;
     use std::arch::aarch64::*;
 
     /// # Safety
@@ -267,8 +269,8 @@ mod aarch64 {
         unsafe {
             let or = |a, b| vorrq_u8(a, b);
             let load = |at: usize| {
-                let four = vld1q_u8_x4(ptr.add(at));
-                or(or(four.0, four.1), or(four.2, four.3))
+                let [a, b, c, d]: [uint8x16_t; 4] = load_block(ptr.add(at));
+                or(or(a, b), or(c, d))
             };
             let zero = |all: uint8x16_t| vmaxvq_u32(vreinterpretq_u32_u8(all)) == 0;
             while at + 128 <= len {

@@ -76,7 +76,7 @@ mod tests {
             let mut stream = vec![0; stored_len(bytes)];
             assert_eq!(store(&content, true, &mut stream), Some(stream.len()));
             let mut decoded = vec![0; bytes];
-            let read = Decompressor::new().unwrap().deflate(&stream, &mut decoded).unwrap();
+            let read = Decompressor::new().unwrap().deflate(&stream, (&mut decoded[..]).into()).unwrap();
             assert_eq!((read.read, read.written), (stream.len(), bytes));
             assert!(decoded == content);
             assert_eq!(store(&content, true, &mut stream[1..]), None);

@@ -86,7 +86,7 @@ impl Verifier {
             self.read_by_cpu.resize(content.len(), 0);
         }
         let read = &mut self.read_by_cpu[..content.len()];
-        let decoded = self.cpu.deflate(stream, read);
+        let decoded = self.cpu.deflate(stream, read.into());
         decoded.is_ok_and(|decoded| decoded.read == stream.len() && decoded.written == content.len()) && read == content
     }
 }

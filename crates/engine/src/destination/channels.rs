@@ -2,11 +2,12 @@
 
 use std::fmt::Display;
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 
 use sterna_wire::header::ChannelKind;
 
 use super::target::{RamSink, Target};
+use crate::cpu_time;
 use crate::receive::{PacketRules, ReceiveCounters, SinkError, receive_packets};
 use crate::session::OtherDoor;
 use crate::transport::accept_channel;
@@ -36,10 +37,11 @@ impl PostCopyChannels {
             }
             channels.latest = header.incarnation;
             let (post_copy, first) = (Arc::clone(post_copy), header.incarnation == 1);
-            let (abort, closer) = (Arc::clone(abort), connection.closer());
-            abort.on_end(move || closer.close());
+            let (abort, failed, closer) = (Arc::clone(abort), Arc::clone(abort), connection.closer());
+            let closing = abort.on_end_while_held(move || closer.close());
             let mut sink = RamSink::new(&target, 0, false);
-            let thread = std::thread::spawn(move || {
+            let thread = move || {
+                let _closing = closing;
                 let lost = |reason: &dyn Display| {
                     abort.lost(format_args!("the post-copy channel: {reason}"));
                 };
@@ -62,8 +64,11 @@ impl PostCopyChannels {
                 if let Err(error) = serve() {
                     lost(&error);
                 }
-            });
-            channels.threads.push(thread);
+            };
+            match cpu_time::spawn(Builder::new().name("post-copy".into()), thread) {
+                Ok(thread) => channels.threads.push(thread),
+                Err(error) => drop(failed.raise(format_args!("no thread for the post-copy channel: {error}"))),
+            }
             Ok(())
         })
     }

@@ -2,7 +2,7 @@
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, PostCopyFigures, Totals, Welcome};
@@ -21,6 +21,7 @@ use super::target::{RamSink, Target};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, say};
+use crate::cpu_time::{self, CpuTime};
 use crate::device_state::load::{DeviceSink, LoadNews, LoadingDevices};
 use crate::device_state::{self, DeviceChannels, DeviceId};
 use crate::ledger::Ledger;
@@ -28,6 +29,7 @@ use crate::migration::{
     DELTA, DEVICE_STATE, GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference,
     machine,
 };
+use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
 use crate::process;
 use crate::receive::Sink;
@@ -37,7 +39,8 @@ use crate::session::{
     link_events,
 };
 use crate::state::{Part, StateReader, StateSink, state_sink};
-use crate::vmm::DestinationVmm;
+use crate::transport::Stop;
+use crate::vmm::{DestinationVmm, VmmError};
 
 /// How often the loop wakes when nothing happens.
 const IDLE: Duration = Duration::from_secs(1);
@@ -66,11 +69,18 @@ pub(super) fn run(
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
     let Listening { target, devices, device_share, state_dir, linger, address, incoming, fence } = listening;
+    let cpu = CpuTime::default();
+    let _counted = cpu.count();
+    // However this ends, nothing listens or shakes hands here any more.
+    let stopping = StopAtEnd(incoming.stop_handle());
+    let observer = &CaughtObserver(observer);
+    let not_taken = |error: VmmError| MigrationError::not_taken(error);
+    let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(not_taken)?;
     let ram = target.ram();
     observer.note(&format!("listening on {address}"));
     let ours = machine(vmm.name(), ram, 0).blocks;
     let ids: Vec<DeviceId> = devices.iter().map(|(id, _)| id.clone()).collect();
-    let no_post_copy = vmm.post_copy_refusal().or_else(|| post_copy::refusal(ram));
+    let no_post_copy = vmm.post_copy_refusal().map_err(not_taken)?.or_else(|| post_copy::refusal(ram));
     let refusal = |hello: &Hello| {
         let post_copy = || {
             let reason = no_post_copy.as_ref()?;
@@ -117,12 +127,12 @@ pub(super) fn run(
     let broken = events_in.clone();
     abort.on_end(move || drop(broken.send(Event::Broken(1))));
     let (cancelled, meanwhile) = (events_in.clone(), occupied.clone());
-    cancel.on_cancel(move || {
+    let _cancelling = cancel.on_cancel(move || {
         meanwhile.raise(CANCELLED);
         drop(cancelled.send(Event::Cancelled));
     });
     let fenced = events_in.clone();
-    fence.0.on_cancel(move || drop(fenced.send(Event::Fenced)));
+    let _fencing = fence.0.on_cancel(move || drop(fenced.send(Event::Fenced)));
 
     let begun = events_in.clone();
     let devices = Devices::new(devices, &machine, device_share);
@@ -141,18 +151,20 @@ pub(super) fn run(
     let channels = PostCopyChannels::default();
     let other = channels.door(&target, rules);
     let doorman = Arc::new(Doorman::new(session, Box::new(sinks), &abort, Some(other), tell));
-    let stop_listening = incoming.stop_handle();
     let admitting = Arc::clone(&doorman);
-    std::thread::spawn(move || {
+    let admit = move || {
         while let Some((connection, header)) = incoming.next() {
             admitting.admit(connection, &header);
         }
-    });
+    };
+    // It ends by itself once nothing listens.
+    cpu_time::spawn(Builder::new().name("admit".into()), admit).map_err(MigrationError::not_taken)?;
 
     let (switchover, first) = DestinationSwitchover::begin();
     let faults_before = process::faults(std::process::id());
     let mut driver = Driver {
         vmm,
+        cpu,
         observer,
         events_in,
         channels,
@@ -189,9 +201,17 @@ pub(super) fn run(
     // The word of it may still lie in the queue.
     driver.cancelled |= cancel.is_cancelled();
     let report = driver.finish(peer);
-    // The accepting thread ends by itself; a handshake that is under way is not waited for.
-    stop_listening.stop();
+    drop(stopping);
     report
+}
+
+/// Ends the listening when it is dropped.
+struct StopAtEnd(Stop);
+
+impl Drop for StopAtEnd {
+    fn drop(&mut self) {
+        self.0.end();
+    }
 }
 
 /// The sinks of this migration's channels.
@@ -220,7 +240,9 @@ impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
 }
 
 pub(super) struct Driver<'a> {
-    vmm: &'a mut dyn DestinationVmm,
+    vmm: DestinationMonitor<'a>,
+    /// What the migration's threads take here.
+    cpu: CpuTime,
     observer: &'a dyn Observer,
     pub(super) events_in: Sender<Event>,
     channels: PostCopyChannels,
@@ -362,7 +384,7 @@ impl Driver<'_> {
             }
             DestinationAction::Send(message) => {
                 if message == SwitchoverMessage::Running {
-                    self.figures.cpu_seconds = process::own_cpu_seconds();
+                    self.figures.cpu_seconds = self.cpu.seconds();
                     self.figures.faults = process::faults(std::process::id()).saturating_sub(self.faults_before);
                     self.peer.say(&ControlMessage::Figures(self.figures.clone()));
                 }

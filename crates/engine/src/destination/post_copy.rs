@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
@@ -21,6 +21,7 @@ use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::control::PostCopyFigures;
 use sterna_wire::packet::{PageRequest, Run, RunKind};
 
+use crate::cpu_time;
 use crate::receive::SinkError;
 use crate::transport::Writer;
 
@@ -134,7 +135,7 @@ impl PostCopy {
     /// Starts the thread that hears of faults.
     pub(super) fn hear_faults(self: &Arc<Self>) -> io::Result<JoinHandle<()>> {
         let post_copy = Arc::clone(self);
-        std::thread::Builder::new().name("faults".into()).spawn(move || {
+        cpu_time::spawn(Builder::new().name("faults".into()), move || {
             let mut buffer = FaultBuffer::new();
             loop {
                 match post_copy.userfault.wait_faults(&post_copy.stop, &mut buffer) {

@@ -194,10 +194,10 @@ impl Target {
                 RunKind::Normal => {
                     received.mark(pages.clone());
                     block.populate(pages.clone())?;
-                    // SAFETY: nobody else has access to a destination's RAM before its guest was started, and before that all
-                    // channels' threads have ended, or in post-copy have ended such writing (`begin_post_copy`); pages of one
-                    // region are taken from one channel only (`claim`), whose thread this is.
-                    places.push(unsafe { block.bytes_mut(pages) });
+                    // What is written there stays: nothing else writes a destination's RAM before its guest was started, and before
+                    // that all channels' threads have ended, or in post-copy have ended such writing (`begin_post_copy`); pages of
+                    // one region are taken from one channel only (`claim`), whose thread this is.
+                    places.push(block.piece(pages));
                 }
                 RunKind::Zero => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
             }

@@ -3,10 +3,11 @@
 use std::convert::Infallible;
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::{DeviceId, named};
+use crate::cpu_time;
 
 /// Devices that take this long after they were told the end are told of.
 const LONG: Duration = Duration::from_secs(1);
@@ -34,7 +35,7 @@ impl Threads {
         run: impl FnOnce() + Send + 'static,
     ) -> io::Result<()> {
         let (ends, ended) = channel();
-        let handle = std::thread::Builder::new().name(name).spawn(move || {
+        let handle = cpu_time::spawn(Builder::new().name(name), move || {
             let _ends = ends;
             run();
         })?;

@@ -22,7 +22,7 @@ use std::ops::Range;
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::checksum::crc32c_combine;
-use sterna_memory::delta::{Created, apply, create};
+use sterna_memory::delta::{Created, create};
 use sterna_offload::{Delta, Range as Shown};
 use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD, PageDelta};
@@ -272,7 +272,7 @@ impl Deltas {
                 };
                 if let Some(at) = place {
                     passes += 1;
-                    self.cache.page_mut(at).copy_from_slice(bytes);
+                    self.cache.store(at, bytes);
                     self.replaced.push(self.cache.claim(at));
                 } else if holds {
                     push_unkept(&mut self.unkept, page, number - 1);
@@ -341,7 +341,7 @@ impl Deltas {
                 let record = &record[..length];
                 let checksum = checksum.unwrap_or_else(|| crc32c(content));
                 header.copy_from_slice(&PageDelta { checksum, record }.header());
-                apply(record, self.cache.page_mut(at)).expect("a record of a page applies to it");
+                self.cache.apply(at, record).expect("a record of a page applies to it");
                 self.records_length += DELTA_HEADER_LENGTH + length;
                 Some(length)
             }
@@ -365,9 +365,8 @@ impl Deltas {
             Delta::Record(record) if (1..=most).contains(&record.len()) => record,
             Delta::Record(_) | Delta::TooLong => return Ok(None),
         };
-        let page = self.cache.page_mut(at);
         let of_content = checksum.unwrap_or_else(|| crc32c(content));
-        if apply(record, page).is_err() || crc32c(page) != of_content {
+        if self.cache.apply(at, record).is_err() || crc32c(self.cache.page(at)) != of_content {
             // Either leads elsewhere than to the copy, or the copy is not what was read.
             return Err(if checksum.is_some_and(|said| said != crc32c(content)) { Wrong::Copy } else { Wrong::Delta });
         }

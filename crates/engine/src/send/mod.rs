@@ -19,7 +19,7 @@ use std::io::{self, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use sterna_memory::ram::GuestRam;
@@ -36,6 +36,7 @@ use self::thread::Sending;
 use crate::abort::Abort;
 use crate::accelerator::Accelerator;
 use crate::batch::PooledBatch;
+use crate::cpu_time;
 use crate::device_state::{DeviceBytes, SavingDevices};
 use crate::entry::Overtaken;
 use crate::pacer::Pacer;
@@ -371,7 +372,7 @@ impl SendChannel {
         let sender = Sending::new(writer, Arc::clone(&shared), context.clone()).map_err(io::Error::other)?;
         let sending = {
             let (abort, name, shared) = (Arc::clone(&abort), name.to_owned(), Arc::clone(&shared));
-            std::thread::Builder::new().name(format!("send-{name}")).spawn(move || {
+            cpu_time::spawn(Builder::new().name(format!("send-{name}")), move || {
                 if let Err(error) = sender.run(&items, &shared) {
                     let reason = format!("channel {name}: sending failed: {error}");
                     if error.is::<io::Error>() {
@@ -384,7 +385,7 @@ impl SendChannel {
         };
         let acknowledging = {
             let (shared, name) = (Arc::clone(&shared), name.to_owned());
-            std::thread::Builder::new().name(format!("ack-{name}")).spawn(move || {
+            cpu_time::spawn(Builder::new().name(format!("ack-{name}")), move || {
                 if let Err(error) = shared.take_acknowledgements(reader, &context) {
                     if error.is::<TooManyRefused>() {
                         abort.raise(format_args!("channel {name}: {error}"))

@@ -2,8 +2,7 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use sterna_codec::Method;
@@ -14,22 +13,15 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 use sterna_wire::limits::HANDSHAKE_TIME;
 
 use super::peer::link_events;
-use super::{Features, PeerNews, Session, SessionError, TellPeer, program};
+use super::{Backoff, Features, Session, SessionError, TellPeer, program};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
-use crate::control_link::{ControlLink, Gate, hear, held_back, say};
+use crate::control_link::{ControlLink, hear, say};
 use crate::send::{SendChannel, SendContext};
 use crate::transport::{Address, Closer, Connection, Reader, Security, TransportError, Writer, open_channel};
 
-/// First pause between attempts to open a channel; each further one is twice as long, up to [`LONGEST_PAUSE`].
+/// The pause before the third attempt to open a channel; those after it are longer.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// Longest pause between attempts to open a channel.
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// How often a cancellation is looked for during a pause.
-const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
-
-/// Pause between attempts to reach a destination that was lost.
-pub const DIAL_PAUSE: Duration = Duration::from_millis(500);
 
 /// What the source asks for.
 #[derive(Debug)]
@@ -65,14 +57,8 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
     let opened = subject.open(offer.to, offer.security, offer.patience, cancel)?;
     let Opened { mut writer, mut reader, closer, round_trip } = opened;
     let interrupted = closer.clone();
-    let dialled = Arc::new(AtomicBool::new(false));
-    let finished = Arc::clone(&dialled);
     // Only while dialling: later a cancelled migration still has something to say on this connection.
-    cancel.on_cancel(move || {
-        if !finished.load(Ordering::Acquire) {
-            interrupted.close();
-        }
-    });
+    let interrupting = cancel.on_cancel(move || interrupted.close());
     let offered = offer.features.capabilities(offer.packet_size);
     let hello = Hello {
         program: program(),
@@ -95,7 +81,7 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
     };
     let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
     decodable(offer.method, &chosen.methods).map_err(|why| SessionError(format!("{} {why}", offer.to)))?;
-    dialled.store(true, Ordering::Release);
+    drop(interrupting);
     let link = ControlLink::start(writer, reader, closer, messages, link_events(tell, 1)).map_err(SessionError::new)?;
     let session = Session {
         id,
@@ -121,37 +107,6 @@ fn decodable(method: Method, known: &[String]) -> Result<(), String> {
         true => format!("cannot decode {format}; both sides know {known}"),
         false => format!("cannot decode {format}, which the method {method} writes; both sides know {known}"),
     })
-}
-
-/// Tries to come back to the destination after the connection was lost, on a thread of its own: with a control channel of the
-/// incarnation that `session` says, on which the destination speaks first. Waits for `pause` before. `tell` hears of the
-/// outcome before it hears what the destination says.
-pub fn dial_again(to: Address, security: Security, session: Session, pause: Duration, tell: TellPeer) {
-    std::thread::spawn(move || {
-        std::thread::sleep(pause);
-        match reconnect(&to, &security, &session, &tell) {
-            Ok((link, gate)) => {
-                tell(PeerNews::Connected(session.incarnation, link));
-                drop(gate);
-            }
-            Err(error) => tell(PeerNews::Unreachable(error.to_string())),
-        }
-    });
-}
-
-fn reconnect(
-    to: &Address,
-    security: &Security,
-    session: &Session,
-    tell: &TellPeer,
-) -> Result<(ControlLink, Gate), SessionError> {
-    let connection = Connection::connect(to, security).map_err(SessionError::new)?;
-    let closer = connection.closer();
-    let opened = open_channel(connection, &session.key, session.id, ChannelKind::Control, 0, session.incarnation);
-    let (writer, reader, _) = opened.map_err(SessionError::new)?;
-    let (events, gate) = held_back(link_events(tell, session.incarnation));
-    let link = ControlLink::start(writer, reader, closer, ControlReader::default(), events);
-    Ok((link.map_err(SessionError::new)?, gate))
 }
 
 impl Session {
@@ -276,7 +231,7 @@ impl Subject<'_> {
         cancel: &Cancel,
     ) -> Result<Opened, SessionError> {
         let begun = Instant::now();
-        let mut pause = FIRST_PAUSE;
+        let mut backoff = Backoff::new(FIRST_PAUSE);
         loop {
             let error = match self.open_once(to, security) {
                 Ok(opened) => return Ok(opened),
@@ -291,8 +246,7 @@ impl Subject<'_> {
             if left.is_zero() {
                 return Err(SessionError::new(error));
             }
-            wait(pause.min(left), cancel)?;
-            pause = (2 * pause).min(LONGEST_PAUSE);
+            wait(backoff.next_pause(Instant::now()).min(left), cancel)?;
         }
     }
 
@@ -307,15 +261,14 @@ impl Subject<'_> {
 
 /// Waits for `pause`, unless `cancel` comes first.
 fn wait(pause: Duration, cancel: &Cancel) -> Result<(), SessionError> {
-    let until = Instant::now() + pause;
-    loop {
-        if cancel.is_cancelled() {
-            return Err(SessionError("cancelled".into()));
-        }
-        match until.saturating_duration_since(Instant::now()) {
-            Duration::ZERO => return Ok(()),
-            left => std::thread::sleep(left.min(CANCEL_INTERVAL)),
-        }
+    let (cancelled, waiting) = channel::<()>();
+    let _cancelling = cancel.on_cancel(move || {
+        // Also where the wait is over already.
+        let _ = cancelled.send(());
+    });
+    match waiting.recv_timeout(pause) {
+        Ok(()) => Err(SessionError("cancelled".into())),
+        Err(_) => Ok(()),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::JoinHandle;
+use std::thread::{Builder, JoinHandle};
 
 use sterna_wire::control::ControlReader;
 use sterna_wire::header::{ChannelHeader, ChannelKind};
@@ -11,6 +11,7 @@ use super::peer::link_events;
 use super::{PeerNews, Session, TellPeer};
 use crate::abort::Abort;
 use crate::control_link::{Allowance, ControlLink, held_back};
+use crate::cpu_time;
 use crate::receive::{PacketRules, ReceiveCounters, ReceiveError, Sink, receive_packets};
 use crate::transport::{Connection, accept_channel, refuse_channel};
 
@@ -232,16 +233,21 @@ pub fn receive_thread(
     counters: Arc<ReceiveCounters>,
 ) -> std::io::Result<JoinHandle<()>> {
     let closer = connection.closer();
-    abort.on_end(move || closer.close());
+    let closing = abort.on_end_while_held(move || closer.close());
     let abort = Arc::clone(abort);
-    std::thread::Builder::new().name(name.clone()).spawn(move || match accept_channel(connection) {
-        Ok((mut writer, mut reader)) => {
-            match receive_packets(&mut reader, Some(&mut writer), &mut *sink, rules, &counters) {
-                Ok(()) => {}
-                Err(error @ ReceiveError::Connection(_)) => drop(abort.lost(format_args!("channel {name}: {error}"))),
-                Err(error) => drop(abort.raise(format_args!("channel {name}: {error}"))),
+    cpu_time::spawn(Builder::new().name(name.clone()), move || {
+        let _closing = closing;
+        match accept_channel(connection) {
+            Ok((mut writer, mut reader)) => {
+                match receive_packets(&mut reader, Some(&mut writer), &mut *sink, rules, &counters) {
+                    Ok(()) => {}
+                    Err(error @ ReceiveError::Connection(_)) => {
+                        abort.lost(format_args!("channel {name}: {error}"));
+                    }
+                    Err(error) => drop(abort.raise(format_args!("channel {name}: {error}"))),
+                }
             }
+            Err(error) => drop(abort.lost(format_args!("channel {name}: {error}"))),
         }
-        Err(error) => drop(abort.lost(format_args!("channel {name}: {error}"))),
     })
 }

@@ -4,7 +4,6 @@
 //! waiting; there is room for a bounded number of them.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -127,14 +126,10 @@ impl Greeting<'_> {
         let greeters = Arc::new(Greeters::default());
         // Only until a hello has been heard: later it is for the driver to say how a cancellation ends, and the source must
         // be able to come back.
-        let (interrupted, stop, heard) =
-            (Arc::clone(&greeters), incoming.stop_handle(), Arc::new(AtomicBool::new(false)));
-        let over = Arc::clone(&heard);
-        cancel.on_cancel(move || {
-            if !over.load(Ordering::Acquire) {
-                interrupted.close_all();
-                stop.stop();
-            }
+        let (interrupted, stop) = (Arc::clone(&greeters), incoming.stop_handle());
+        let interrupting = cancel.on_cancel(move || {
+            interrupted.close_all();
+            stop.stop();
         });
         std::thread::scope(|scope| {
             let (greeted, sessions) = channel::<Result<Greeted, String>>();
@@ -182,7 +177,7 @@ impl Greeting<'_> {
                     }
                 });
             };
-            heard.store(true, Ordering::Release);
+            drop(interrupting);
             // Those that have not said their hello by now need not.
             greeters.close_all();
             sessions.try_iter().flatten().for_each(Greeted::too_late);

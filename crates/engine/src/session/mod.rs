@@ -5,7 +5,7 @@
 //! dial ── control channel, Hello ────────> Greeting::first: the first source that may send here
 //!      <───────────────────── Welcome ────
 //! Session::open_channels ─ RAM, stream ──> Doorman: channels of this migration and no others (Sessions: of any that are under way)
-//! dial_again ── control, incarnation + 1 > Doorman: tells the driver that the source came back
+//! Redial::dial ─ control, incarnation + 1 > Doorman: tells the driver that the source came back
 //! ```
 //! The gateway beside QEMU and the embedded library use the same code: what differs is said in [`Features`], in the
 //! [`Mode`](sterna_wire::control::Mode), and by the sinks that the [`Doorman`] is given.
@@ -15,6 +15,7 @@ mod doorman;
 mod greet;
 mod lead;
 mod peer;
+mod redial;
 mod serve;
 
 use std::time::Duration;
@@ -25,12 +26,13 @@ use sterna_wire::identity::{MigrationId, MigrationKey};
 
 use crate::receive::PacketRules;
 
-pub use self::dial::{DIAL_PAUSE, Offer, Opened, dial, dial_again};
+pub use self::dial::{Offer, Opened, dial};
 pub use self::doorman::{Doorman, OtherDoor, Refused, Sinks, receive_thread};
 pub use self::greet::{Greeted, Greeting};
 pub(crate) use self::lead::too_long;
 pub use self::lead::{SourceDriver, SourceLead, SourceOutcome, after, lead_source};
 pub use self::peer::{Heard, Peer, PeerNews, TellPeer, link_events};
+pub use self::redial::{Backoff, DIAL_PAUSE, MAX_DIAL_PAUSE, Redial};
 pub use self::serve::{Entered, MAX_SESSIONS, Sessions};
 
 /// The capability to leave out the checksums of packets' content, version 1: offered by a source only where it was asked to.

@@ -60,12 +60,14 @@ pub struct TimeLimits {
     pub delivery: Duration,
     /// For a destination that was lost before the decision to be told that the migration has ended, which it presumes anyway.
     pub telling: Duration,
-    /// Between two attempts to reach a destination that was lost.
+    /// The pause before the second attempt in a row to reach a destination that was lost; the first is made at once. It doubles from
+    /// attempt to attempt up to 5 s (or this, where it is longer), each shortened at random by up to half, and begins anew after a
+    /// connection that has lasted for so long.
     pub dial_pause: Duration,
 }
 
 impl Default for TimeLimits {
-    /// 30 s, 60 s, 5 s, and half a second.
+    /// 30 s, 60 s, 5 s, and 100 ms.
     fn default() -> Self {
         Self {
             step: Duration::from_secs(30),

@@ -82,22 +82,33 @@ impl Bound {
     }
 }
 
-/// Ends the accepting. What it has already handed out, and handshakes under way, go on.
+/// Ends the accepting. What it has already handed out goes on.
 #[derive(Clone, Debug)]
 pub struct Stop {
     bound: Arc<Bound>,
     stopped: Arc<AtomicBool>,
+    places: Arc<Mutex<Vec<Place>>>,
 }
 
 impl Stop {
-    /// Stops accepting and wakes the thread that does it; [`Incoming::next`] then ends. A Unix socket's file is removed.
+    /// Stops accepting and wakes the thread that does it; [`Incoming::next`] then ends, once the handshakes under way have, which go on.
+    /// A Unix socket's file is removed.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         self.bound.stop();
     }
+
+    /// As [`Stop::stop`], and closes what has not been taken from [`Incoming`]: handshakes under way end, and their threads.
+    pub fn end(&self) {
+        self.stop();
+        for place in lock(&self.places).iter() {
+            // Fails only where it is closed already.
+            let _ = place.socket.shutdown(Shutdown::Both);
+        }
+    }
 }
 
-/// The connections that have said what they are for. Dropping it stops the listener.
+/// The connections that have said what they are for. Dropping it stops the listener and ends the handshakes under way.
 #[derive(Debug)]
 pub struct Incoming {
     arrived: Receiver<(Connection, ChannelHeader)>,
@@ -136,15 +147,13 @@ impl Listener {
     pub fn start(self, security: Security, limits: Limits) -> Result<Incoming, TransportError> {
         let failed = |source| TransportError::Listen { address: self.address.to_string(), source };
         let bound = Arc::new(self.bound);
-        let stop = Stop { bound: Arc::clone(&bound), stopped: Arc::new(AtomicBool::new(false)) };
+        let (stopped, places) = (Arc::new(AtomicBool::new(false)), Arc::default());
+        let stop = Stop { bound: Arc::clone(&bound), stopped: Arc::clone(&stopped), places: Arc::clone(&places) };
         // A rendezvous: a handshake's thread keeps its place until the connection has been taken.
         let (arrive, arrived) = sync_channel(0);
-        let doorman = Doorman { security: Arc::new(security), limits, arrive, places: Arc::default() };
-        let stopped = Arc::clone(&stop.stopped);
-        let thread = thread::Builder::new()
-            .name("listener".to_owned())
-            .spawn(move || doorman.run(&bound, &stopped))
-            .map_err(failed)?;
+        let doorman = Doorman { security: Arc::new(security), limits, arrive, stopped, places };
+        let thread =
+            thread::Builder::new().name("listener".to_owned()).spawn(move || doorman.run(&bound)).map_err(failed)?;
         Ok(Incoming { arrived, stop, thread: Some(thread) })
     }
 }
@@ -171,7 +180,7 @@ impl Incoming {
 
 impl Drop for Incoming {
     fn drop(&mut self) {
-        self.stop.stop();
+        self.stop.end();
         if let Some(thread) = self.thread.take() {
             // It only accepts; a panic there has already been reported by the panic hook.
             let _ = thread.join();
@@ -183,6 +192,7 @@ struct Doorman {
     security: Arc<Security>,
     limits: Limits,
     arrive: SyncSender<(Connection, ChannelHeader)>,
+    stopped: Arc<AtomicBool>,
     places: Arc<Mutex<Vec<Place>>>,
 }
 
@@ -248,10 +258,10 @@ fn make_room(places: &mut [Place]) -> bool {
 }
 
 impl Doorman {
-    fn run(&self, bound: &Bound, stopped: &AtomicBool) {
+    fn run(&self, bound: &Bound) {
         loop {
             let accepted = bound.accept();
-            if stopped.load(Ordering::Acquire) {
+            if self.stopped.load(Ordering::Acquire) {
                 return;
             }
             match accepted {
@@ -295,6 +305,10 @@ impl Doorman {
     /// A place for a connection, where there is one or can be made one.
     fn place(&self, socket: &Socket) -> Option<Hold> {
         let mut places = lock(&self.places);
+        // What closes those that have places has been here, or will come after this one has its own.
+        if self.stopped.load(Ordering::Acquire) {
+            return None;
+        }
         let open = places.iter().filter(|place| place.stage != Stage::Closed).count();
         // The threads of closed ones end at once, but not before the processor is free for them.
         let room = places.len() < 2 * self.limits.pending && (open < self.limits.pending || make_room(&mut places));

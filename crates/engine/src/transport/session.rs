@@ -20,6 +20,7 @@ use rustls::server::UnbufferedServerConnection;
 use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
 use rustls::{ClientConfig, CommonState, Error, KeyLog, ServerConfig};
 use rustls_pki_types::ServerName;
+use sterna_memory::raw::RawPiece;
 
 use crate::tls;
 
@@ -87,10 +88,10 @@ impl Arrived {
     }
 
     /// Hands out plaintext that is left over.
-    pub(super) fn take_plain(&mut self, into: &mut [u8]) -> usize {
+    pub(super) fn take_plain(&mut self, mut into: RawPiece<'_>) -> usize {
         let left = &self.plain[self.plain_start..];
         let count = left.len().min(into.len());
-        into[..count].copy_from_slice(&left[..count]);
+        into.write(&left[..count]);
         self.plain_start += count;
         count
     }
@@ -209,7 +210,7 @@ impl Session {
     /// Takes the handshake as far as what has arrived allows; [`Session::own_words`] are then to be sent.
     pub(super) fn shake(&mut self, arrived: &mut Arrived) -> Result<(), Error> {
         // To the end of what has arrived, so that no part of a message is left for the time of two threads.
-        while !matches!(self.step(arrived, &mut [])?, Step::Blocked | Step::Ended) {}
+        while !matches!(self.step(arrived, nowhere())?, Step::Blocked | Step::Ended) {}
         Ok(())
     }
 
@@ -221,12 +222,16 @@ impl Session {
     /// Decrypts into `into` until it is full or nothing complete is left.
     ///
     /// An error is final; what came before it has been handed out.
-    pub(super) fn decrypt(&mut self, arrived: &mut Arrived, into: &mut [u8]) -> Result<usize, Error> {
-        let mut filled = arrived.take_plain(into);
-        while filled < into.len() && !self.ended {
-            match self.step(arrived, &mut into[filled..]) {
+    pub(super) fn decrypt(&mut self, arrived: &mut Arrived, mut into: RawPiece<'_>) -> Result<usize, Error> {
+        let mut filled = arrived.take_plain(into.reborrow());
+        into.advance(filled);
+        while !into.is_empty() && !self.ended {
+            match self.step(arrived, into.reborrow()) {
                 Ok(Step::Again) => {}
-                Ok(Step::Plain(count)) => filled += count,
+                Ok(Step::Plain(count)) => {
+                    filled += count;
+                    into.advance(count);
+                }
                 Ok(Step::Blocked | Step::Ended) => break,
                 Err(error) if filled == 0 => return Err(error),
                 Err(_) => break,
@@ -235,7 +240,7 @@ impl Session {
         Ok(filled)
     }
 
-    fn step(&mut self, arrived: &mut Arrived, into: &mut [u8]) -> Result<Step, Error> {
+    fn step(&mut self, arrived: &mut Arrived, into: RawPiece<'_>) -> Result<Step, Error> {
         self.check()?;
         let mut bytes = std::mem::take(&mut arrived.bytes);
         let incoming = &mut bytes[arrived.start..arrived.end];
@@ -268,8 +273,8 @@ impl Session {
         while self.state().wants_write() {
             let (own_words, nothing) = (&mut self.own_words, &mut Arrived::default());
             let (_, step) = match &mut self.end {
-                End::Client(tls) => process(tls.process_tls_records(&mut []), own_words, nothing, &mut []),
-                End::Server(tls) => process(tls.process_tls_records(&mut []), own_words, nothing, &mut []),
+                End::Client(tls) => process(tls.process_tls_records(&mut []), own_words, nothing, nowhere()),
+                End::Server(tls) => process(tls.process_tls_records(&mut []), own_words, nothing, nowhere()),
             };
             if !matches!(step, Ok(Step::Again)) {
                 return;
@@ -368,12 +373,17 @@ impl Session {
     }
 }
 
+/// For what has no plaintext.
+fn nowhere() -> RawPiece<'static> {
+    RawPiece::from(&mut [][..])
+}
+
 /// Takes one piece of what arrived out of rustls' hands.
 fn process<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
     own_words: &mut Vec<u8>,
     arrived: &mut Arrived,
-    into: &mut [u8],
+    mut into: RawPiece<'_>,
 ) -> (usize, Result<Step, Error>) {
     let mut discard = status.discard;
     let step = status.state.and_then(|state| match state {
@@ -381,8 +391,9 @@ fn process<Data>(
             let mut filled = 0;
             while let Some(record) = traffic.next_record() {
                 let record = record?;
-                let (now, rest) = record.payload.split_at(record.payload.len().min(into.len() - filled));
-                into[filled..filled + now.len()].copy_from_slice(now);
+                let (now, rest) = record.payload.split_at(record.payload.len().min(into.len()));
+                into.write(now);
+                into.advance(now.len());
                 filled += now.len();
                 arrived.keep_plain(rest);
                 discard += record.discard;

@@ -3,9 +3,9 @@
 //!
 //! A kernel's socket is used by plain system calls on its descriptor, without a lock or a copy in between.
 
-use std::io::{self, IoSlice, Read};
+use std::io::{self, IoSlice};
 use std::net::{IpAddr, Ipv6Addr, Shutdown, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 use socket2::{SockRef, TcpKeepalive};
+use sterna_memory::raw::{KernelPart, RawPiece};
 
 use super::simulated::End;
 use super::tcp_info::SendTimes;
@@ -25,6 +26,9 @@ use super::tcp_info::SendTimes;
 const NOT_SENT_LOW_WATER: u32 = 2 << 20;
 /// How much of what has arrived is taken before a connection is closed over it, in bytes.
 const TAKEN_UNREAD: usize = 4096;
+
+/// Most that one read takes from a simulated network, in bytes.
+const SIMULATED_READ: usize = 64 << 10;
 
 /// A connected socket of one of the kinds that there are addresses of ([`Address`](super::Address)).
 #[derive(Debug)]
@@ -165,15 +169,19 @@ impl Socket {
     }
 
     /// Reads what there is; `TimedOut` or `WouldBlock` after waiting for too long.
-    pub(super) fn read(&self, into: &mut [u8], wait: Wait) -> io::Result<usize> {
+    pub(super) fn read(&self, mut into: RawPiece<'_>, wait: Wait) -> io::Result<usize> {
         let fd = match self.way() {
             Way::Kernel(fd) => fd,
             Way::Simulated(end) => {
-                return match wait {
-                    Wait::Timeout => end.read_with_timeout(into),
-                    Wait::Forever => end.read(into, None),
-                    Wait::Until(deadline) => end.read(into, Some(deadline)),
-                };
+                // A network in memory is for tests, and its speed of no matter.
+                let mut bytes = vec![0; into.len().min(SIMULATED_READ)];
+                let count = match wait {
+                    Wait::Timeout => end.read_with_timeout(&mut bytes),
+                    Wait::Forever => end.read(&mut bytes, None),
+                    Wait::Until(deadline) => end.read(&mut bytes, Some(deadline)),
+                }?;
+                into.write(&bytes[..count]);
+                return Ok(count);
             }
         };
         match wait {
@@ -182,14 +190,14 @@ impl Socket {
             Wait::Until(deadline) => wait_readable(fd, Some(deadline))?,
         }
         loop {
-            let read = match &self.0 {
-                Kind::Tcp(stream) => (&mut &*stream).read(into),
-                Kind::Unix(stream) => (&mut &*stream).read(into),
-                Kind::Simulated(_) => unreachable!("it has no descriptor"),
-            };
-            match read {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                result => return result,
+            // SAFETY: the kernel writes no more bytes than the piece has, which may be written for as long as it is borrowed.
+            let read = unsafe { libc::recv(fd.as_raw_fd(), into.as_ptr().cast(), into.len(), 0) };
+            match usize::try_from(read) {
+                Ok(count) => return Ok(count),
+                Err(_) => match io::Error::last_os_error() {
+                    error if error.kind() == io::ErrorKind::Interrupted => {}
+                    error => return Err(error),
+                },
             }
         }
     }
@@ -212,9 +220,37 @@ impl Socket {
                 Err(rustix::io::Errno::INTR) => {}
                 // The write timeout of a Unix socket; TCP has a better way to say the same.
                 Err(rustix::io::Errno::AGAIN) if sending == Sending::Waits => {
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, "the peer has taken nothing for too long"));
+                    return Err(took_nothing());
                 }
                 Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`Socket::send_all`], of memory that nothing in this process looks at, to a socket of the kernel.
+    ///
+    /// # Errors
+    /// As there; and `Unsupported` where there is no such socket.
+    pub(super) fn pass_on(&self, mut parts: &mut [KernelPart<'_>]) -> io::Result<()> {
+        let Way::Kernel(fd) = self.way() else { return Err(io::ErrorKind::Unsupported.into()) };
+        KernelPart::advance(&mut parts, 0);
+        while !parts.is_empty() {
+            // SAFETY: all zeros are a header of nothing.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            message.msg_iov = KernelPart::as_iovecs(parts);
+            // Of another type elsewhere than with glibc.
+            message.msg_iovlen = parts.len() as _;
+            // SAFETY: the header names so many parts, of memory that stays readable as long as they are borrowed, and nothing else.
+            let sent = unsafe { libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+            match usize::try_from(sent) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(sent) => KernelPart::advance(&mut parts, sent),
+                Err(_) => match io::Error::last_os_error() {
+                    error if error.kind() == io::ErrorKind::Interrupted => {}
+                    error if error.kind() == io::ErrorKind::WouldBlock => return Err(took_nothing()),
+                    error => return Err(error),
+                },
             }
         }
         Ok(())
@@ -263,6 +299,11 @@ impl Socket {
             Kind::Unix(_) | Kind::Simulated(_) => Host::Local,
         }
     }
+}
+
+/// Sending has waited for its time.
+fn took_nothing() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "the peer has taken nothing for too long")
 }
 
 /// The process at the other end, and the path that one of the ends has.

@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use sterna_memory::raw::{KernelPart, RawPiece};
+
 use super::session::{Arrived, Leaving, Session, failed};
 use super::socket::{Sending, Socket, Wait};
 use super::tcp_info::SendTimes;
@@ -113,11 +115,10 @@ impl Writer {
     ///
     /// # Panics
     /// Where it does not [pass on](Writer::passes_on).
-    pub fn pass_on(&mut self, parts: &mut [IoSlice<'_>]) -> io::Result<()> {
+    pub fn pass_on(&mut self, parts: &mut [KernelPart<'_>]) -> io::Result<()> {
         assert!(self.passes_on(), "what is to be encrypted or kept is looked at");
-        // Their lengths, which are not of the memory behind them.
         self.written += parts.iter().map(|part| part.len() as u64).sum::<u64>();
-        self.link.socket.send_all(parts, Sending::Waits).map_err(|error| {
+        self.link.socket.pass_on(parts).map_err(|error| {
             self.failed = true;
             self.link.explain(error)
         })
@@ -199,7 +200,7 @@ impl Reader {
     /// `TimedOut`; `UnexpectedEof` if the connection ends inside of `buffer` or, with TLS, without a goodbye;
     /// `ConnectionAborted` after [`Closer::close`]; those of the socket.
     pub fn read_packet_start(&mut self, buffer: &mut [u8]) -> io::Result<bool> {
-        let have = self.read_waiting(buffer, Wait::Forever)?;
+        let have = self.read_waiting(buffer.into(), Wait::Forever)?;
         if have == 0 {
             return Ok(buffer.is_empty());
         }
@@ -212,7 +213,7 @@ impl Reader {
     /// Fills `buffer` before `deadline`.
     pub(super) fn read_exact_until(&mut self, mut buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
         while !buffer.is_empty() {
-            match self.read_waiting(buffer, Wait::Until(deadline))? {
+            match self.read_waiting((&mut *buffer).into(), Wait::Until(deadline))? {
                 0 => return Err(ended_early()),
                 count => buffer = &mut buffer[count..],
             }
@@ -231,7 +232,21 @@ impl Reader {
         self.read
     }
 
-    fn read_waiting(&mut self, buffer: &mut [u8], wait: Wait) -> io::Result<usize> {
+    /// Fills `piece`, as [`Read::read_exact`] fills a buffer.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn read_piece(&mut self, mut piece: RawPiece<'_>) -> io::Result<()> {
+        while !piece.is_empty() {
+            match self.read_waiting(piece.reborrow(), Wait::Timeout)? {
+                0 => return Err(ended_early()),
+                count => piece.advance(count),
+            }
+        }
+        Ok(())
+    }
+
+    fn read_waiting(&mut self, mut buffer: RawPiece<'_>, wait: Wait) -> io::Result<usize> {
         if buffer.is_empty() {
             return Ok(0);
         }
@@ -241,13 +256,13 @@ impl Reader {
         };
         loop {
             // Small pieces come from one record, and all but the first need no lock.
-            let left = self.arrived.take_plain(buffer);
+            let left = self.arrived.take_plain(buffer.reborrow());
             if left > 0 {
                 return Ok(left);
             }
             {
                 let mut tls = Link::lock(tls);
-                let count = tls.decrypt(&mut self.arrived, buffer).map_err(failed)?;
+                let count = tls.decrypt(&mut self.arrived, buffer.reborrow()).map_err(failed)?;
                 if count > 0 || tls.has_ended() {
                     return Ok(count);
                 }
@@ -260,9 +275,9 @@ impl Reader {
     }
 
     /// One read from the socket, into `buffer` or, with TLS, behind what is left of the bytes that arrived before.
-    fn receive(&mut self, buffer: Option<&mut [u8]>, wait: Wait) -> io::Result<usize> {
+    fn receive(&mut self, buffer: Option<RawPiece<'_>>, wait: Wait) -> io::Result<usize> {
         let encrypted = buffer.is_none();
-        let into = buffer.unwrap_or_else(|| self.arrived.room());
+        let into = buffer.unwrap_or_else(|| self.arrived.room().into());
         let count = match self.link.socket.read(into, wait) {
             Ok(0) if self.link.closed.load(Ordering::Acquire) => return Err(closed_here()),
             Ok(count) => count,
@@ -285,17 +300,11 @@ fn ended_early() -> io::Error {
 
 impl Read for Reader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.read_waiting(buffer, Wait::Timeout)
+        self.read_waiting(buffer.into(), Wait::Timeout)
     }
 
-    fn read_exact(&mut self, mut buffer: &mut [u8]) -> io::Result<()> {
-        while !buffer.is_empty() {
-            match self.read_waiting(buffer, Wait::Timeout)? {
-                0 => return Err(ended_early()),
-                count => buffer = &mut buffer[count..],
-            }
-        }
-        Ok(())
+    fn read_exact(&mut self, buffer: &mut [u8]) -> io::Result<()> {
+        self.read_piece(buffer.into())
     }
 }
 

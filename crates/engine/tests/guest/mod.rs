@@ -109,6 +109,18 @@ impl Memory {
         Ok(Arc::new(Self { mappings: vec![mapping], ram: GuestRam::new(vec![block]).unwrap() }))
     }
 
+    /// One block that is a private mapping of `file`, as that of a guest which was restored from a snapshot.
+    pub(crate) fn of_private_file(file: &File) -> Arc<Self> {
+        let bytes = file.metadata().unwrap().len() as usize;
+        let (at, access) = (std::ptr::null_mut(), ProtFlags::READ | ProtFlags::WRITE);
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let start = unsafe { rustix::mm::mmap(at, bytes, access, MapFlags::PRIVATE, file, 0) }.unwrap();
+        let mapping = Mapping { start: NonNull::new(start.cast()).unwrap(), bytes };
+        // SAFETY: as in `new`.
+        let block = unsafe { RamBlock::new("restored", mapping.start, bytes, Backing::Other) };
+        Arc::new(Self { mappings: vec![mapping], ram: GuestRam::new(vec![block]).unwrap() })
+    }
+
     pub(crate) fn ram(&self) -> GuestRam {
         self.ram.clone()
     }
@@ -197,6 +209,8 @@ pub(crate) struct Monitor {
     pub(crate) writes: Arc<AtomicU64>,
     /// What goes wrong when asked for: the name of the method.
     pub(crate) fails: Option<&'static str>,
+    /// What goes wrong is a panic, not an error.
+    pub(crate) panics: bool,
     /// State beside the counter, so many bytes.
     pub(crate) state_bytes: usize,
     pub(crate) ahead: bool,
@@ -326,6 +340,7 @@ impl Monitor {
             life: Life::default(),
             writes: Arc::default(),
             fails: None,
+            panics: false,
             state_bytes: 100,
             ahead: false,
             throttled: 0,
@@ -387,7 +402,15 @@ impl Monitor {
         if self.life.is_dead() {
             return Err("the process is dead".into());
         }
-        if self.fails == Some(what) { Err(format!("{what} was made to fail").into()) } else { Ok(()) }
+        self.fails_at(what)
+    }
+
+    fn fails_at(&self, what: &'static str) -> Result<(), VmmError> {
+        match (self.fails == Some(what), self.panics) {
+            (false, _) => Ok(()),
+            (true, false) => Err(format!("{what} was made to fail").into()),
+            (true, true) => panic!("{what} was made to fail"),
+        }
     }
 }
 
@@ -433,7 +456,13 @@ fn write(
 
 impl SourceVmm for Monitor {
     fn name(&self) -> String {
+        self.fails_at("name").unwrap();
         "test monitor 1".into()
+    }
+
+    fn state_size(&self) -> u64 {
+        self.fails_at("state_size").unwrap();
+        0
     }
 
     fn pause(&mut self) -> Result<(), VmmError> {
@@ -443,7 +472,7 @@ impl SourceVmm for Monitor {
         }
         self.marker.mark(0, 0..self.last_writes);
         self.stop();
-        Ok(())
+        self.fails_at("paused")
     }
 
     fn resume(&mut self) -> Result<(), VmmError> {
@@ -478,12 +507,14 @@ impl SourceVmm for Monitor {
     }
 
     fn post_copy_refusal(&self) -> Option<String> {
+        self.fails_at("post_copy_refusal").unwrap();
         self.no_post_copy.map(str::to_owned)
     }
 }
 
 impl DestinationVmm for Monitor {
     fn name(&self) -> String {
+        self.fails_at("name").unwrap();
         "test monitor 2".into()
     }
 
@@ -520,6 +551,7 @@ impl DestinationVmm for Monitor {
     }
 
     fn post_copy_refusal(&self) -> Option<String> {
+        self.fails_at("post_copy_refusal").unwrap();
         self.no_post_copy.map(str::to_owned)
     }
 }

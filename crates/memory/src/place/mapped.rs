@@ -16,6 +16,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::{Piece, Place, PlaceError, Way, check, check_pages, check_pieces, kernel_page_size, together};
 use crate::PAGE_SIZE;
+use crate::copy::{copy_raw, store_raw, zero_raw};
 
 /// A shared, writable mapping of (part of) a file.
 #[derive(Debug)]
@@ -26,8 +27,8 @@ pub struct Mapped {
 
 // SAFETY: the mapping belongs to this value until drop; it is only written through raw pointers and never borrowed.
 unsafe impl Send for Mapped {}
-// SAFETY: as above; writers of disjoint ranges do not interfere. Other processes share these bytes anyway, which is why
-// nothing here makes a reference to them.
+// SAFETY: as above. Other processes share these bytes, and threads may write the same ones: the compiler takes nothing for granted of
+// what is accessed (`copy.rs`), and nothing here makes a reference to it.
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
@@ -120,9 +121,7 @@ impl Place for Mapped {
             for piece in &rest[..run] {
                 // SAFETY: the target was checked to lie inside the mapping, which lives as long as `self`; the source is
                 // a live slice, and no slice of the mapping is ever made, so the two do not overlap.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(piece.data.as_ptr(), self.at(piece.offset), piece.data.len());
-                }
+                unsafe { store_raw(piece.data, self.at(piece.offset)) };
             }
             rest = &rest[run..];
         }
@@ -140,7 +139,7 @@ impl Place for Mapped {
             for (offset, page) in run.iter().zip(&mut pages) {
                 // SAFETY: the page was checked to lie inside the mapping, which lives as long as `self`; the target is a
                 // live slice, and no slice of the mapping is ever made, so the two do not overlap.
-                unsafe { std::ptr::copy_nonoverlapping(self.at(*offset).cast_const(), page.as_mut_ptr(), PAGE_SIZE) };
+                unsafe { copy_raw(self.at(*offset).cast_const(), page.as_mut_ptr(), PAGE_SIZE) };
             }
             next += run.len();
         }
@@ -151,7 +150,7 @@ impl Place for Mapped {
         check(offset, len, self.size)?;
         self.populate(offset, len)?;
         // SAFETY: the range was checked to lie inside the mapping, which lives as long as `self`.
-        unsafe { std::ptr::write_bytes(self.at(offset), 0, len as usize) };
+        unsafe { zero_raw(self.at(offset), len as usize) };
         Ok(())
     }
 

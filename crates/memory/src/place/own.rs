@@ -2,6 +2,7 @@
 
 use super::{Piece, Place, PlaceError, Way, check, check_pages, check_pieces};
 use crate::PAGE_SIZE;
+use crate::copy::{copy_raw, store_raw, zero_raw};
 
 /// Guest RAM that is mapped in this process.
 #[derive(Debug)]
@@ -13,8 +14,8 @@ pub struct OwnMemory {
 // SAFETY: the pointer is only used for raw stores inside the range that the creator of the value vouched for, from any
 // thread; nothing is ever borrowed from it.
 unsafe impl Send for OwnMemory {}
-// SAFETY: as above; stores by several threads to disjoint ranges do not interfere, and overlapping ranges are excluded by
-// the contract of `new`.
+// SAFETY: as above; several threads may write the same bytes, and others may access them: the compiler takes
+// nothing for granted of what is accessed (`copy.rs`).
 unsafe impl Sync for OwnMemory {}
 
 impl OwnMemory {
@@ -22,7 +23,7 @@ impl OwnMemory {
     ///
     /// # Safety
     /// The range stays mapped and writable until the value is dropped. No Rust reference to it exists meanwhile, except
-    /// to atomics that nobody accesses during a call, and no two calls write the same bytes at the same time.
+    /// to atomics.
     pub unsafe fn new(start: *mut u8, size: usize) -> Self {
         Self { start, size: size as u64 }
     }
@@ -42,9 +43,7 @@ impl Place for OwnMemory {
         for piece in pieces {
             // SAFETY: the target was checked to lie inside the range that the contract of `new` keeps writable; the source
             // is a live slice, and no reference to guest RAM exists, so the two do not overlap.
-            unsafe {
-                std::ptr::copy_nonoverlapping(piece.data.as_ptr(), self.at(piece.offset), piece.data.len());
-            }
+            unsafe { store_raw(piece.data, self.at(piece.offset)) };
         }
         Ok(())
     }
@@ -54,7 +53,7 @@ impl Place for OwnMemory {
         for (offset, page) in offsets.iter().zip(pages.chunks_exact_mut(PAGE_SIZE)) {
             // SAFETY: the page was checked to lie inside the range that the contract of `new` keeps mapped; the target is a
             // live slice, and no reference to guest RAM exists, so the two do not overlap.
-            unsafe { std::ptr::copy_nonoverlapping(self.at(*offset).cast_const(), page.as_mut_ptr(), PAGE_SIZE) };
+            unsafe { copy_raw(self.at(*offset).cast_const(), page.as_mut_ptr(), PAGE_SIZE) };
         }
         Ok(())
     }
@@ -62,7 +61,7 @@ impl Place for OwnMemory {
     fn zero(&self, offset: u64, len: u64) -> Result<(), PlaceError> {
         check(offset, len, self.size)?;
         // SAFETY: the range was checked to lie inside what the contract of `new` keeps writable.
-        unsafe { std::ptr::write_bytes(self.at(offset), 0, len as usize) };
+        unsafe { zero_raw(self.at(offset), len as usize) };
         Ok(())
     }
 

@@ -152,7 +152,7 @@ fn run_session(
         let _ = broken.send(Event::Broken);
     });
     let cancelled = events_in.clone();
-    cancel.on_cancel(move || {
+    let _cancelling = cancel.on_cancel(move || {
         let _ = cancelled.send(Event::Cancelled);
     });
     qemu::watch(&qmp, {

@@ -16,7 +16,7 @@ use sterna::control_link::{ControlLink, held_back};
 use sterna::process;
 use sterna::record_file::{RecordFile, RecordFileError, Side};
 use sterna::report::Observer;
-use sterna::session::{self, DIAL_PAUSE, Heard, Peer, PeerNews, Session, TellPeer, link_events};
+use sterna::session::{DIAL_PAUSE, Heard, Peer, PeerNews, Redial, Session, TellPeer, link_events};
 use sterna::transport::{Address, Limits, Listener, Security, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::ChannelKind;
@@ -59,12 +59,13 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     let _claim = qmp.as_ref().map(qemu::claim).transpose()?;
     let (events_in, events) = channel();
     let cancelled = events_in.clone();
-    cancel.on_cancel(move || {
+    let _cancelling = cancel.on_cancel(move || {
         let _ = cancelled.send(Event::Cancelled);
     });
     let tell: TellPeer = Arc::new(move |news| drop(events_in.send(Event::Peer(news))));
     let peer = Peer::unconnected(seconds_since_2020());
-    let common = Common { options, observer, record, qmp, tell, events, peer };
+    let redial = Redial::new(DIAL_PAUSE);
+    let common = Common { options, observer, record, qmp, tell, events, peer, redial };
     match common.record.record().state {
         RecordState::Source(state) => common.source(state),
         RecordState::Destination(state) => common.destination(state),
@@ -103,6 +104,7 @@ struct Common<'a> {
     tell: TellPeer,
     events: Receiver<Event>,
     peer: Peer,
+    redial: Redial,
 }
 
 impl Common<'_> {
@@ -188,7 +190,7 @@ impl Common<'_> {
                         give_up.get_or_insert(Instant::now() + time);
                         self.peer.hang_up();
                         match self.security() {
-                            Ok(security) => self.dial(security, Duration::ZERO),
+                            Ok(security) => self.dial(security),
                             // The guest runs here, and a destination that was not told can ask.
                             Err(_) if machine.may_stop() => return Ok(RESUMED.into()),
                             Err(error) => return Err(error),
@@ -227,10 +229,13 @@ impl Common<'_> {
                         machine.on(SourceEvent::Message(message))
                     }
                     Some(Heard::Lost(_)) => machine.on(SourceEvent::ConnectionLost),
-                    Some(Heard::Connected) => machine.on(SourceEvent::Connected),
+                    Some(Heard::Connected) => {
+                        self.redial.connected();
+                        machine.on(SourceEvent::Connected)
+                    }
                     Some(Heard::Unreachable(reason)) => {
                         tracing::info!(reason, "the destination cannot be reached yet");
-                        self.dial(self.security()?, DIAL_PAUSE);
+                        self.dial(self.security()?);
                         Vec::new()
                     }
                     Some(Heard::Said(..)) | None => Vec::new(),
@@ -300,7 +305,7 @@ impl Common<'_> {
     }
 
     /// Dials on a thread of its own; the outcome comes as an event.
-    fn dial(&mut self, security: Security, pause: Duration) {
+    fn dial(&mut self, security: Security) {
         let record = self.record.record();
         let session = Session {
             id: record.migration,
@@ -312,7 +317,8 @@ impl Common<'_> {
             features: Vec::new(),
             round_trip: Duration::ZERO,
         };
-        session::dial_again(Address::from(&record.peer), security, session, pause, Arc::clone(&self.tell));
+        let to = Address::from(&record.peer);
+        self.redial.dial(to, security, session, Arc::clone(&self.tell));
     }
 
     fn destination(mut self, state: DestinationState) -> Result<String, GatewayError> {

@@ -21,7 +21,7 @@ use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Progress, Report};
 use sterna::send::{Compression, DeltaBlocks, SendContext, Sent};
 use sterna::session::{
-    self, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, lead_source,
+    self, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Redial, Session, SourceDriver, SourceLead, TellPeer, lead_source,
 };
 use sterna::transport::Address;
 use sterna::window::Window;
@@ -134,7 +134,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
 
     let abort = Arc::new(Abort::default());
     let cancelled = events_in.clone();
-    cancel.on_cancel(move || {
+    let _cancelling = cancel.on_cancel(move || {
         let _ = cancelled.send(Event::Cancelled);
     });
     let broken = events_in.clone();
@@ -158,6 +158,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         plan: Some(plan),
         restore: None,
         session,
+        redial: Redial::new(DIAL_PAUSE),
         window,
         events_in,
         tell_peer,
@@ -198,6 +199,8 @@ struct Driver<'a> {
     plan: Option<Plan>,
     restore: Option<Restore>,
     session: Session,
+    /// The way back to the destination.
+    redial: Redial,
     window: Arc<Window>,
     events_in: Sender<Event>,
     tell_peer: TellPeer,
@@ -245,10 +248,13 @@ impl SourceDriver for Driver<'_> {
                     self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
                     Some(SourceEvent::ConnectionLost)
                 }
-                Heard::Connected => Some(SourceEvent::Connected),
+                Heard::Connected => {
+                    self.redial.connected();
+                    Some(SourceEvent::Connected)
+                }
                 Heard::Unreachable(reason) => {
                     tracing::info!(reason, "the destination cannot be reached yet");
-                    self.reconnect(DIAL_PAUSE);
+                    self.reconnect();
                     None
                 }
             },
@@ -341,7 +347,7 @@ impl Driver<'_> {
                 self.lead.peer.hang_up();
                 let time = if self.lead.switchover.decided() { DELIVERY_TIME } else { TELLING_TIME };
                 self.lead.give_up.get_or_insert(Instant::now() + time);
-                self.reconnect(Duration::ZERO);
+                self.reconnect();
                 None
             }
             SourceAction::Done(_) => unreachable!("the loop ends before it is performed"),
@@ -583,10 +589,10 @@ impl Driver<'_> {
         }
     }
 
-    fn reconnect(&mut self, pause: Duration) {
+    fn reconnect(&mut self) {
         self.session.incarnation = self.lead.peer.begin_anew();
         let (to, security) = (Address::from(&self.options.to), self.options.security.clone());
-        session::dial_again(to, security, self.session.clone(), pause, Arc::clone(&self.tell_peer));
+        self.redial.dial(to, security, self.session.clone(), Arc::clone(&self.tell_peer));
     }
 
     /// How long a step with the guest stopped may take before it is given up.

@@ -171,9 +171,7 @@ impl Sink for PlacingSink {
     fn places(&mut self, block: u16, runs: &[Run]) -> Result<Option<Places<'_>>, SinkError> {
         let mut places = Places::new();
         self.runs(block, runs, |block, pages| {
-            // SAFETY: nobody else has access to this RAM, and pages of one region travel on one channel only, whose thread
-            // this is.
-            places.push(unsafe { block.bytes_mut(pages) });
+            places.push(block.piece(pages));
         })?;
         Ok(Some(places))
     }

@@ -8,6 +8,7 @@
 //! together are found, and mostly lie, together.
 
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::delta::DeltaError;
 use sterna_offload::Range;
 
 use super::shown::Shown;
@@ -198,8 +199,18 @@ impl Cache {
         &self.content.bytes()[at * PAGE_SIZE..][..PAGE_SIZE]
     }
 
-    pub(super) fn page_mut(&mut self, at: usize) -> &mut [u8] {
-        &mut self.content.bytes_mut()[at * PAGE_SIZE..][..PAGE_SIZE]
+    /// Keeps `page` there. A device may be reading what was there before.
+    pub(super) fn store(&mut self, at: usize, page: &[u8]) {
+        debug_assert_eq!(page.len(), PAGE_SIZE);
+        self.content.store(at * PAGE_SIZE, page);
+    }
+
+    /// Applies a delta record to what is kept there, likewise.
+    ///
+    /// # Errors
+    /// As [`sterna_memory::delta::apply`].
+    pub(super) fn apply(&mut self, at: usize, record: &[u8]) -> Result<(), DeltaError> {
+        self.content.apply(at * PAGE_SIZE, PAGE_SIZE, record)
     }
 
     /// The same for a device, which reads it while this thread may go on to change it: what it says of it is to be doubted.

@@ -78,6 +78,7 @@ impl<'a> Normal<'a> {
 
 #[cfg(test)]
 mod tests {
+    use sterna_memory::delta::apply;
     use sterna_wire::delta::PageDeltas;
 
     use super::super::*;

@@ -8,6 +8,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::copy::store_raw;
+use sterna_memory::delta::{DeltaError, apply_raw};
 use sterna_memory::huge::prefer_huge_pages;
 use sterna_offload::{Range, Region};
 
@@ -46,21 +48,45 @@ impl Shown {
         let start = unsafe { first.add(first.align_offset(PAGE_SIZE)) };
         // SAFETY: `bytes` of it are left from there on, and nobody else has them yet.
         prefer_huge_pages(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), bytes) });
-        // SAFETY: the owner keeps it allocated as long as the region or any work on it. There are references to it, but none while this
-        // process works on a range of it: that is done, and only reads, on the thread that has this, by calls of its own (ranges are for
-        // deltas from what it keeps). What runs beside that thread is devices.
+        // SAFETY: the owner keeps it allocated as long as the region or any work on it. All work on a range of it reads (ranges are for
+        // deltas from what it keeps), also that of devices, which runs beside this thread. So references to it are shared ones, and it is
+        // written by raw stores only (`sterna_memory::copy`).
         let region = unsafe { Region::new(start, bytes, Some(owner)) };
         Some(Self { region })
     }
 
     pub(super) fn bytes(&self) -> &[u8] {
-        // SAFETY: the region is this long, initialised (zero at first), and written only by `bytes_mut`, which needs the only reference.
+        // SAFETY: the region is this long, initialised (zero at first), and written only by what needs the only reference to this.
         unsafe { std::slice::from_raw_parts(self.region.start().as_ptr(), self.region.bytes()) }
     }
 
-    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`; this is the only reference.
-        unsafe { std::slice::from_raw_parts_mut(self.region.start().as_ptr(), self.region.bytes()) }
+    /// Writes `bytes` from `offset` on. A device may be reading there: of each byte it finds the old one or the new one.
+    ///
+    /// # Panics
+    /// Where they are not all within it.
+    pub(super) fn store(&mut self, offset: usize, bytes: &[u8]) {
+        let at = self.at(offset, bytes.len());
+        // SAFETY: that many bytes are within the region, and no other reference to it exists: `self` is the only one.
+        unsafe { store_raw(bytes, at) };
+    }
+
+    /// Applies a delta record to the `bytes` bytes from `offset` on, as [`sterna_memory::delta::apply`] does, each word by one store.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// Where they are not all within it.
+    pub(super) fn apply(&mut self, offset: usize, bytes: usize, record: &[u8]) -> Result<(), DeltaError> {
+        let at = self.at(offset, bytes);
+        // SAFETY: as in `store`.
+        unsafe { apply_raw(record, at, bytes) }
+    }
+
+    fn at(&self, offset: usize, bytes: usize) -> *mut u8 {
+        let end = offset.checked_add(bytes);
+        assert!(end.is_some_and(|end| end <= self.region.bytes()), "{bytes} bytes at {offset} are not within it");
+        self.region.start().as_ptr().wrapping_add(offset)
     }
 
     /// A part of it, to be read by a device.
@@ -77,7 +103,11 @@ mod tests {
     fn it_is_zero_begins_with_a_page_and_stays_as_long_as_somebody_may_read_it() {
         let mut shown = Shown::new(3 * PAGE_SIZE).unwrap();
         assert!(shown.bytes().iter().all(|byte| *byte == 0) && shown.bytes().as_ptr().addr().is_multiple_of(PAGE_SIZE));
-        shown.bytes_mut()[PAGE_SIZE + 5] = 7;
+        shown.store(PAGE_SIZE + 5, &[7]);
+        // Word 0 of that page.
+        shown.apply(PAGE_SIZE, PAGE_SIZE, &[0, 0, 1, 2, 3, 4, 5, 6, 7, 8]).unwrap();
+        assert_eq!(shown.bytes()[PAGE_SIZE - 1..PAGE_SIZE + 10], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0]);
+        shown.store(PAGE_SIZE + 5, &[7]);
         let range = shown.range(PAGE_SIZE, PAGE_SIZE);
         drop(shown);
         // SAFETY: the range keeps it.

@@ -4,12 +4,12 @@ mod devices;
 mod post_copy;
 mod report;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use sterna_memory::dirty::DirtyLog;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, DeviceChannels, Machine, Mode};
 use sterna_wire::handshake::check_devices;
@@ -27,6 +27,7 @@ use crate::accelerator::Accelerator;
 use crate::batch::BatchPool;
 use crate::cancel::Cancel;
 use crate::control_link::ControlEvent;
+use crate::cpu_time::{self, CpuTime};
 use crate::device_state::SavingDevices;
 use crate::device_state::save::SaveNews;
 use crate::entry::{PageSearch, Pipeline};
@@ -34,17 +35,18 @@ use crate::ledger::Ledger;
 use crate::migration::{
     DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, Phase, SEND_AGAIN, machine, shapes,
 };
+use crate::monitor::{self, CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
 use crate::send::{Compression, SendAgain, SendChannel, SendContext, Sent};
 use crate::session::{
-    self, Features, Heard, Offer, Peer, PeerNews, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED, after,
-    lead_source, too_long,
+    self, Features, Heard, Offer, Peer, PeerNews, Redial, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED,
+    after, lead_source, too_long,
 };
 use crate::state::{Part, StateWriter};
 use crate::transport::{Address, Security};
-use crate::vmm::SourceVmm;
+use crate::vmm::{SourceVmm, VmmError};
 use crate::window::Window;
 
 /// Batches that wait for each channel or are being filled for it. They say which pages, nothing has been read yet.
@@ -76,6 +78,11 @@ pub(super) fn run(
     observer: &dyn Observer,
 ) -> Result<Report, MigrationError> {
     let Source { ram, log, devices, settings } = source;
+    let cpu = CpuTime::default();
+    let _counted = cpu.count();
+    let observer = &CaughtObserver(observer);
+    let untouched = |error: VmmError| MigrationError::untouched(error);
+    let mut vmm = SourceMonitor::new(vmm, &cpu).map_err(untouched)?;
     let (events_in, events) = channel();
     let (ids, devices): (Vec<_>, Vec<_>) = devices.into_iter().unzip();
     let serial = settings.device_channels == DeviceChannels::Serial;
@@ -87,7 +94,7 @@ pub(super) fn run(
     };
     check_devices(&machine).map_err(MigrationError::untouched)?;
     let post_copy = matches!(settings.not_converging, NotConverging::PostCopy | NotConverging::PostCopyAfter(_));
-    if let Some(reason) = vmm.post_copy_refusal().filter(|_| post_copy) {
+    if post_copy && let Some(reason) = vmm.post_copy_refusal().map_err(untouched)? {
         return Err(MigrationError::untouched(format!("post-copy is not possible at the source: {reason}")));
     }
     let (engines, line) =
@@ -144,7 +151,7 @@ pub(super) fn run(
 
     let tell_cancelled = events_in.clone();
     let meanwhile = occupied.clone();
-    cancel.on_cancel(move || {
+    let _cancelling = cancel.on_cancel(move || {
         meanwhile.raise(CANCELLED);
         drop(tell_cancelled.send(Event::Cancelled));
     });
@@ -160,6 +167,7 @@ pub(super) fn run(
         accelerator,
         compression: Compression::new(settings.method, engines, settings.channels, settings.cpu),
         vmm,
+        cpu,
         to,
         security,
         observer,
@@ -167,11 +175,12 @@ pub(super) fn run(
         unsent: Arc::new(Unsent::none_of(&ram)),
         again: Arc::new(SendAgain::none_of(shapes(&ram))),
         ram: ram.clone(),
-        log: Some(log),
+        log: Some(CaughtLog::new(log)),
         post_copy: PostCopy::No,
         ledger,
         window: new_window(&session, &settings),
         pacer: Arc::new(Pacer::new(settings.bandwidth)),
+        redial: Redial::new(settings.limits.dial_pause),
         settings,
         session,
         events_in,
@@ -239,15 +248,19 @@ struct Driver<'a> {
     accelerator: Option<Accelerator>,
     /// What there is to compress with besides the CPU.
     compression: Compression,
-    vmm: &'a mut dyn SourceVmm,
+    vmm: SourceMonitor<'a>,
+    /// What the migration's threads take here.
+    cpu: CpuTime,
     to: &'a Address,
     security: &'a Security,
     observer: &'a dyn Observer,
     cancel: &'a Cancel,
     settings: Settings,
+    /// The way back to the destination.
+    redial: Redial,
     ram: GuestRam,
     /// Until the rounds begin.
-    log: Option<Box<dyn DirtyLog>>,
+    log: Option<CaughtLog>,
     /// In post-copy: what the destination lacks.
     unsent: Arc<Unsent>,
     /// What did not arrive as it was read.
@@ -330,7 +343,7 @@ impl SourceDriver for Driver<'_> {
                 } else {
                     self.lead.give_up.get_or_insert(after(self.settings.limits.telling));
                 }
-                self.reconnect(Duration::ZERO);
+                self.reconnect();
                 None
             }
             SourceAction::Done(_) => unreachable!("it is not asked for the end"),
@@ -347,21 +360,22 @@ impl SourceDriver for Driver<'_> {
                     self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
                     if follows {
                         self.lead.give_up = self.delivery_deadline();
-                        // Where channels break as soon as they are made, they are not made again and again without a pause.
-                        let again = self.data_incarnation > 1;
-                        self.reconnect(if again { self.settings.limits.dial_pause } else { Duration::ZERO });
+                        self.reconnect();
                         return None;
                     }
                     Some(SourceEvent::ConnectionLost)
                 }
-                Heard::Connected if follows => {
-                    self.lead.give_up = None;
-                    None
+                Heard::Connected => {
+                    self.redial.connected();
+                    if follows {
+                        self.lead.give_up = None;
+                        return None;
+                    }
+                    Some(SourceEvent::Connected)
                 }
-                Heard::Connected => Some(SourceEvent::Connected),
                 Heard::Unreachable(reason) => {
                     tracing::info!(reason, "the destination cannot be reached yet");
-                    self.reconnect(self.settings.limits.dial_pause);
+                    self.reconnect();
                     None
                 }
             },
@@ -539,14 +553,15 @@ impl Driver<'_> {
 
         let (orders, orders_out) = channel();
         let events = self.events_in.clone();
+        let state_size = self.vmm.state_size().map_err(|error| error.to_string())?;
         let convergence =
             Convergence::new(self.settings.downtime, self.settings.not_converging, self.settings.give_up_after);
         let rounds = Rounds {
-            log,
+            log: Box::new(log),
             search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.session.packet_size),
             ram,
             convergence,
-            state_size: self.vmm.state_size(),
+            state_size,
             devices: Arc::clone(&self.devices.known),
             started: self.started,
             orders: orders_out,
@@ -562,9 +577,16 @@ impl Driver<'_> {
             tried: 0,
             abort: Arc::clone(&self.lead.abort),
         };
+        let panicked = self.events_in.clone();
+        let run = move || {
+            // The driver waits for its news.
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
+                let reason = format!("the thread of the rounds panicked: {}", monitor::said(panic));
+                drop(panicked.send(Event::Rounds(RoundNews::Failed(reason))));
+            }
+        };
         let thread = std::thread::Builder::new().name("rounds".into());
-        let rounds =
-            thread.spawn(move || rounds.run()).map_err(|error| format!("no thread for the rounds: {error}"))?;
+        let rounds = cpu_time::spawn(thread, run).map_err(|error| format!("no thread for the rounds: {error}"))?;
         self.moving = Some(Moving { pipeline, stream: Some(stream), device_channels, rounds: Some((orders, rounds)) });
         self.lead.due = self.rounds_due();
         Ok(())
@@ -725,9 +747,9 @@ impl Driver<'_> {
         self.settings.limits.step.max(self.settings.downtime.saturating_mul(10))
     }
 
-    fn reconnect(&mut self, pause: Duration) {
+    fn reconnect(&mut self) {
         self.session.incarnation = self.lead.peer.begin_anew();
         let (to, security, session) = (self.to.clone(), self.security.clone(), self.session.clone());
-        session::dial_again(to, security, session, pause, Arc::clone(&self.tell_peer));
+        self.redial.dial(to, security, session, Arc::clone(&self.tell_peer));
     }
 }

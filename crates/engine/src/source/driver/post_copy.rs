@@ -11,6 +11,7 @@ use sterna_wire::switchover::SourceEvent;
 
 use super::{Driver, Moving, new_window};
 use crate::abort::Abort;
+use crate::cpu_time::{self, CpuTime};
 use crate::entry::PageSearch;
 use crate::migration::Phase;
 use crate::pacer::Pacer;
@@ -132,8 +133,12 @@ impl Driver<'_> {
         let server = self.serve_pages(move |mut server| {
             server.hear_list()?;
             std::thread::scope(|scope| {
+                let cpu = CpuTime::current();
                 // A pipeline that is taken down says so itself.
-                scope.spawn(move || unsent.stream(&mut PageSearch::new(pipeline, ram, packet_size)));
+                scope.spawn(move || {
+                    let _counted = cpu.as_ref().map(CpuTime::count);
+                    unsent.stream(&mut PageSearch::new(pipeline, ram, packet_size))
+                });
                 server.serve()
             })
         })?;
@@ -162,7 +167,7 @@ impl Driver<'_> {
                 abort.lost(format_args!("the post-copy channel: {error}"));
             }
         };
-        thread.spawn(served).map_err(|error| format!("no thread for page requests: {error}"))
+        cpu_time::spawn(thread, served).map_err(|error| format!("no thread for page requests: {error}"))
     }
 
     /// The guest runs at the destination; whether part of its memory is still to follow.

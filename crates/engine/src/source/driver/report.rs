@@ -8,7 +8,6 @@ use sterna_wire::switchover::SourceEnd;
 use super::{CANCELLED, Driver};
 use crate::accelerator::Accelerator;
 use crate::migration::{GuestState, MigrationError, Side};
-use crate::process::own_cpu_seconds;
 use crate::report::{Outcome, PostCopyReport, Report, between};
 use crate::send::Sent;
 use crate::session::SourceOutcome;
@@ -160,7 +159,7 @@ impl Driver<'_> {
             choices: self.compression.choices(),
             channels: self.settings.channels,
             encrypted: matches!(self.security, Security::Tls(_)),
-            source_cpu_seconds: own_cpu_seconds(),
+            source_cpu_seconds: self.cpu.seconds(),
             destination_cpu_seconds: self.figures.cpu_seconds,
             destination_faults: self.figures.faults,
             placement: std::mem::take(&mut self.placement),

@@ -116,7 +116,7 @@ impl Pair {
     }
 
     fn decrypt(&mut self, into: &mut [u8]) -> Result<usize, rustls::Error> {
-        self.session.decrypt(&mut self.arrived, into)
+        self.session.decrypt(&mut self.arrived, into.into())
     }
 
     fn encrypt(&mut self, content: &[u8]) -> Vec<u8> {

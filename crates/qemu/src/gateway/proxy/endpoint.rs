@@ -15,6 +15,7 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use sterna::cancel::Cancel;
 use sterna_wire::limits::{HANDSHAKE_TIME, MAX_RAM_CHANNELS};
 
 use crate::gateway::GatewayError;
@@ -86,13 +87,6 @@ pub(super) struct Accepted {
     number: u64,
     process: PeerProcess,
     stream: UnixStream,
-}
-
-impl Accepted {
-    /// Ends the connection, by which whatever waits for it is woken.
-    pub(super) fn closer(&self) -> io::Result<impl Fn() + Send + 'static> {
-        closer(&self.stream)
-    }
 }
 
 impl Endpoint {
@@ -185,9 +179,10 @@ impl Endpoint {
     /// Finds out what a connection is; waits until it has said so. A multifd channel waits here until its main channel has taken it.
     ///
     /// # Errors
-    /// The connection said nothing, or nothing that makes sense, and was closed; why, for a note.
-    pub(super) fn classify(&self, accepted: Accepted) -> Result<Option<Arrival>, String> {
+    /// The connection said nothing before `cancel`, or nothing that makes sense, and was closed; why, for a note.
+    pub(super) fn classify(&self, accepted: Accepted, cancel: &Cancel) -> Result<Option<Arrival>, String> {
         let Accepted { number, process, stream } = accepted;
+        let _closing = closer(&stream).ok().map(|close| cancel.on_cancel(close));
         let kind = match self.expected {
             Expected::Connections => Ok(ChannelSniff::Other),
             Expected::Migrations => first_bytes(&stream, SNIFF_TIME).map(ChannelSniff::of),

@@ -101,7 +101,7 @@ fn run(
     let failed = GatewayError::new;
     let return_path = main.try_clone().map_err(failed)?;
     // Wakes the reading of the setup as well; QEMU sees its connections end.
-    cancel.on_cancel(closer(&return_path).map_err(failed)?);
+    let _closing = cancel.on_cancel(closer(&return_path).map_err(failed)?);
     let mut reader = MainReader::new(main);
     let mut start = read_start(&mut reader).map_err(|error| refused(&error))?;
     let multifd = endpoint.take_multifd(process).map_err(|reason| refused(&reason))?;
@@ -112,6 +112,8 @@ fn run(
     (figures.multifd_channels, figures.channels) = (multifd.len() as u16, start.ram_channels);
 
     let (events_in, events) = channel();
+    let cancelled = events_in.clone();
+    let _cancelling = cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
     let (link, session) = proxy.dial(RelayContent::Migration, &endpoint.name, cancel, &events_in, &events)?;
     figures.id = session.id.to_string();
     proxy.observer.note(&format!(

@@ -72,7 +72,7 @@ pub fn proxy_receive(
         let sessions = Arc::clone(&sessions);
         move || sessions.stop()
     };
-    under_way::obey(stop, &proxy.under_way, drain, || ());
+    let _obeying = under_way::obey(stop, &proxy.under_way, drain, || ());
     let refused = |reason: &str| observer.note(&format!("refused: {reason}"));
     let greeting = Greeting { mode: Mode::Proxy, features: FEATURES, refusal: &|_| None };
     sessions.serve(&incoming, &greeting, refused, |greeted| proxy.serve(greeted));
@@ -94,7 +94,7 @@ impl Proxy<'_> {
             }
         });
         let cancelled = events_in.clone();
-        carried.cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
+        let _cancelling = carried.cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
         let welcomed = say(&mut writer, &ControlMessage::Welcome(welcome));
         let link = welcomed.and_then(|()| ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1)));
         let link = match link {

@@ -80,7 +80,7 @@ pub fn proxy_send(
         let endpoints = Arc::clone(&endpoints);
         move || endpoints.iter().for_each(act)
     };
-    under_way::obey(stop, &proxy.under_way, of_all(Endpoint::stop), of_all(Endpoint::abandon));
+    let _obeying = under_way::obey(stop, &proxy.under_way, of_all(Endpoint::stop), of_all(Endpoint::abandon));
     std::thread::scope(|scope| {
         let proxy = &proxy;
         for endpoint in &*endpoints {
@@ -101,11 +101,7 @@ impl<'a> Proxy<'a> {
             self.observer.note("as many connections as can be are carried: one more was closed");
             return endpoint.forget(&accepted);
         };
-        // Also while it says nothing.
-        if let Ok(close) = accepted.closer() {
-            carried.cancel.on_cancel(close);
-        }
-        scope.spawn(move || match endpoint.classify(accepted) {
+        scope.spawn(move || match endpoint.classify(accepted, &carried.cancel) {
             Ok(Some(Arrival::Main(main, process))) => {
                 let report = migration_out::carry(self, endpoint, main, process, &carried);
                 self.observer.note(&report.text());
@@ -150,8 +146,6 @@ impl<'a> Proxy<'a> {
                 let _ = news.send(Event::Control(event));
             }
         });
-        let cancelled = events_in.clone();
-        cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
         let (link, session) = session::dial(&offer, cancel, &tell)?;
         let relay = ControlMessage::Relay { content, socket: socket.to_owned() };
         link.send(&relay).map_err(|error| GatewayError(format!("the destination's proxy was lost: {error}")))?;
@@ -186,6 +180,8 @@ impl<'a> Proxy<'a> {
     fn carry_connection(&self, socket: &str, local: UnixStream, cancel: &Cancel) -> Result<(), GatewayError> {
         let failed = GatewayError::new;
         let (events_in, events) = channel();
+        let cancelled = events_in.clone();
+        let _cancelling = cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
         let (link, session) = self.dial(RelayContent::Connection, socket, cancel, &events_in, &events)?;
         let mut local = LocalEnd::new(local, session.packet_size).map_err(failed)?;
         let ended = || {

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use sterna::cancel::Cancel;
+use sterna::wakers::Registration;
 
 use super::ProxyStop;
 
@@ -66,19 +67,20 @@ impl UnderWay {
     }
 }
 
-/// Has `stop` obeyed: `drain` ends the listening, `close` what is waited for besides what is under way, which is told to end here.
+/// Has `stop` obeyed: `drain` ends the listening, `close` what is waited for besides what is under way, which is told to end here. As long
+/// as what is returned is held.
 pub(super) fn obey(
     stop: &ProxyStop,
     under_way: &UnderWay,
     drain: impl Fn() + Send + 'static,
     close: impl Fn() + Send + 'static,
-) {
-    stop.drain.on_cancel(drain);
+) -> [Registration; 2] {
     let under_way = under_way.clone();
-    stop.close.on_cancel(move || {
+    let close = move || {
         under_way.close();
         close();
-    });
+    };
+    [stop.drain.on_cancel(drain), stop.close.on_cancel(close)]
 }
 
 impl Drop for Carried {

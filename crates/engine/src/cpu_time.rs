@@ -1,0 +1,176 @@
+//! How much CPU time a migration takes: that of its own threads, since the process may be a monitor whose vCPUs are threads too.
+//!
+//! A thread that is started by [`spawn`] counts for the migration of the thread that starts it.
+
+use std::cell::RefCell;
+use std::io;
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+use rustix::thread::{Pid, gettid};
+
+use crate::off_cpu::thread_time;
+
+thread_local! {
+    /// What the thread counts for.
+    static CURRENT: RefCell<Option<CpuTime>> = const { RefCell::new(None) };
+}
+
+/// The CPU time of one migration's threads. Clones are of the same migration.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CpuTime(Arc<Mutex<State>>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// Of threads that have ended, or do not count any more.
+    ended: Duration,
+    /// The threads that count, each with the time that it had run before.
+    running: Vec<(Pid, Duration)>,
+    /// What threads that count have run for others.
+    for_others: Duration,
+}
+
+impl CpuTime {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().expect("counting does not panic")
+    }
+
+    /// What the calling thread counts for, if for anything.
+    pub(crate) fn current() -> Option<Self> {
+        CURRENT.with_borrow(Clone::clone)
+    }
+
+    /// Counts what the calling thread runs, and the threads that it starts by [`spawn`], until the returned value is dropped.
+    pub(crate) fn count(&self) -> Counted {
+        let (thread, before) = (gettid(), thread_time());
+        self.state().running.push((thread, before));
+        let outer = CURRENT.replace(Some(self.clone()));
+        Counted { time: self.clone(), outer, thread, before, of_this_thread: PhantomData }
+    }
+
+    /// Makes a call, on a thread that counts, whose time is not the migration's.
+    pub(crate) fn for_others<R>(&self, call: impl FnOnce() -> R) -> R {
+        let before = thread_time();
+        let result = call();
+        self.state().for_others += thread_time().saturating_sub(before);
+        result
+    }
+
+    /// CPU-seconds so far.
+    pub(crate) fn seconds(&self) -> f64 {
+        let state = self.state();
+        // No thread leaves the list meanwhile, so that its number is its own.
+        let since = |(thread, before): &(Pid, Duration)| time_of(*thread).saturating_sub(*before);
+        let all = state.ended + state.running.iter().map(since).sum::<Duration>();
+        all.saturating_sub(state.for_others).as_secs_f64()
+    }
+}
+
+/// How long a thread of this process has been running on a CPU; 0 where the system does not tell. Source: the first number of
+/// `/proc/PID/task/TID/schedstat`, in nanoseconds (the kernel's sched-stats.rst).
+fn time_of(thread: Pid) -> Duration {
+    if thread == gettid() {
+        return thread_time();
+    }
+    let text = std::fs::read_to_string(format!("/proc/self/task/{}/schedstat", thread.as_raw_nonzero()));
+    let nanoseconds = text.ok().and_then(|text| text.split_ascii_whitespace().next()?.parse().ok());
+    Duration::from_nanos(nanoseconds.unwrap_or(0))
+}
+
+/// The thread that has this is counted.
+#[derive(Debug)]
+pub(crate) struct Counted {
+    time: CpuTime,
+    /// What it counted for before.
+    outer: Option<CpuTime>,
+    thread: Pid,
+    before: Duration,
+    of_this_thread: PhantomData<*const ()>,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        CURRENT.set(self.outer.take());
+        let mut state = self.time.state();
+        state.ended += thread_time().saturating_sub(self.before);
+        let place = state.running.iter().position(|(thread, _)| *thread == self.thread);
+        place.map(|place| state.running.swap_remove(place));
+    }
+}
+
+/// Starts a thread that counts for the same migration as the calling one.
+///
+/// # Errors
+/// The system has no thread.
+pub(crate) fn spawn<T: Send + 'static>(
+    builder: Builder,
+    run: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    let time = CpuTime::current();
+    builder.spawn(move || {
+        let _counted = time.as_ref().map(CpuTime::count);
+        run()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    const WORK: Duration = Duration::from_millis(20);
+
+    fn work() {
+        let until = thread_time() + WORK;
+        while thread_time() < until {}
+    }
+
+    #[test]
+    fn threads_started_by_it_count_and_others_do_not() {
+        let time = CpuTime::default();
+        // In a thread of its own: the test's may have been counted.
+        let counted = time.clone();
+        std::thread::spawn(move || {
+            work();
+            let count = counted.count();
+            work();
+            std::thread::spawn(work).join().unwrap();
+            let nested = || spawn(Builder::new(), work).unwrap().join().unwrap();
+            spawn(Builder::new(), nested).unwrap().join().unwrap();
+            counted.for_others(work);
+            drop(count);
+            work();
+            spawn(Builder::new(), work).unwrap().join().unwrap();
+            assert!(CpuTime::current().is_none());
+        })
+        .join()
+        .unwrap();
+        let seconds = time.seconds();
+        // Two of the seven, and little besides.
+        assert!(seconds >= 2.0 * WORK.as_secs_f64() && seconds < 3.0 * WORK.as_secs_f64(), "{seconds}");
+        assert!(time.state().running.is_empty());
+    }
+
+    #[test]
+    fn a_thread_that_still_runs_counts_with_what_it_has_run_so_far() {
+        let time = CpuTime::default();
+        let ((worked, has_worked), (end, ends)) = (channel(), channel::<()>());
+        let counted = time.clone();
+        let thread = std::thread::spawn(move || {
+            let _count = counted.count();
+            work();
+            worked.send(()).unwrap();
+            ends.recv().unwrap_err();
+        });
+        has_worked.recv().unwrap();
+        // What the kernel shows of another thread may be a tick old.
+        let seconds = time.seconds();
+        assert!(seconds > 0.0, "{seconds}");
+        drop(end);
+        thread.join().unwrap();
+        assert!(time.seconds() >= WORK.as_secs_f64());
+    }
+}

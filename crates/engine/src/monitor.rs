@@ -1,0 +1,206 @@
+//! The embedding monitor's code, called so that a panic in it is an error like any other.
+//!
+//! A panic that left `run` would take with it what is known of the guest: whether it is paused, and whose it is. So it is caught where the
+//! monitor is called. What follows is what follows an error of the same method: the guest is resumed if it is this side's, the peer is told,
+//! and the error that `run` returns says where the guest is.
+
+use std::any::Any;
+use std::io::{Read, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use sterna_memory::bitmap::PageBitmap;
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
+
+use crate::cpu_time::CpuTime;
+use crate::report::{Observer, Progress};
+use crate::vmm::{DestinationVmm, SourceVmm, VmmError};
+
+/// Makes a call and returns what a panic in it says, if there was one.
+fn caught<R>(call: impl FnOnce() -> R) -> Result<R, String> {
+    // What may be left half done is the monitor's own, which says in its documentation what a panic leaves.
+    catch_unwind(AssertUnwindSafe(call)).map_err(said)
+}
+
+/// What a panic says.
+pub(crate) fn said(panic: Box<dyn Any + Send>) -> String {
+    match panic.downcast::<String>() {
+        Ok(text) => *text,
+        Err(panic) => match panic.downcast::<&str>() {
+            Ok(text) => (*text).to_owned(),
+            Err(other) => {
+                // Dropping something unknown may panic again.
+                std::mem::forget(other);
+                "it does not say why".to_owned()
+            }
+        },
+    }
+}
+
+/// The monitor at one side. CPU time that its methods take is not the migration's.
+struct Monitor<'a, V: ?Sized> {
+    vmm: &'a mut V,
+    cpu: CpuTime,
+}
+
+impl<V: ?Sized> Monitor<'_, V> {
+    fn call<R>(&mut self, method: &str, call: impl FnOnce(&mut V) -> R) -> Result<R, VmmError> {
+        let vmm = &mut *self.vmm;
+        let result = self.cpu.for_others(|| caught(|| call(vmm)));
+        result.map_err(|said| format!("the monitor panicked in {method}: {said}").into())
+    }
+}
+
+/// The monitor at the source. The methods are those of [`SourceVmm`].
+pub(crate) struct SourceMonitor<'a> {
+    monitor: Monitor<'a, dyn SourceVmm + 'a>,
+    name: String,
+}
+
+impl<'a> SourceMonitor<'a> {
+    /// # Errors
+    /// Asking its name has panicked.
+    pub(crate) fn new(vmm: &'a mut dyn SourceVmm, cpu: &CpuTime) -> Result<Self, VmmError> {
+        let mut monitor = Monitor { vmm, cpu: cpu.clone() };
+        let name = monitor.call("name", |vmm| vmm.name())?;
+        Ok(Self { monitor, name })
+    }
+
+    pub(crate) fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    pub(crate) fn pause(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("pause", |vmm| vmm.pause())?
+    }
+
+    pub(crate) fn resume(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("resume", |vmm| vmm.resume())?
+    }
+
+    pub(crate) fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        self.monitor.call("save", |vmm| vmm.save(state))?
+    }
+
+    pub(crate) fn save_ahead(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        self.monitor.call("save_ahead", |vmm| vmm.save_ahead(state))?
+    }
+
+    pub(crate) fn state_size(&mut self) -> Result<u64, VmmError> {
+        self.monitor.call("state_size", |vmm| vmm.state_size())
+    }
+
+    pub(crate) fn throttle(&mut self, percent: u8) -> Result<(), VmmError> {
+        self.monitor.call("throttle", |vmm| vmm.throttle(percent))?
+    }
+
+    pub(crate) fn post_copy_refusal(&mut self) -> Result<Option<String>, VmmError> {
+        self.monitor.call("post_copy_refusal", |vmm| vmm.post_copy_refusal())
+    }
+}
+
+/// The monitor at the destination. The methods are those of [`DestinationVmm`].
+pub(crate) struct DestinationMonitor<'a> {
+    monitor: Monitor<'a, dyn DestinationVmm + 'a>,
+    name: String,
+}
+
+impl<'a> DestinationMonitor<'a> {
+    /// # Errors
+    /// Asking its name has panicked.
+    pub(crate) fn new(vmm: &'a mut dyn DestinationVmm, cpu: &CpuTime) -> Result<Self, VmmError> {
+        let mut monitor = Monitor { vmm, cpu: cpu.clone() };
+        let name = monitor.call("name", |vmm| vmm.name())?;
+        Ok(Self { monitor, name })
+    }
+
+    pub(crate) fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    pub(crate) fn load_ahead(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        self.monitor.call("load_ahead", |vmm| vmm.load_ahead(state))?
+    }
+
+    pub(crate) fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        self.monitor.call("load", |vmm| vmm.load(state))?
+    }
+
+    pub(crate) fn resume(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("resume", |vmm| vmm.resume())?
+    }
+
+    pub(crate) fn post_copy_refusal(&mut self) -> Result<Option<String>, VmmError> {
+        self.monitor.call("post_copy_refusal", |vmm| vmm.post_copy_refusal())
+    }
+}
+
+/// A dirty log that the monitor has given.
+pub(crate) struct CaughtLog(Option<Box<dyn DirtyLog>>);
+
+impl CaughtLog {
+    pub(crate) fn new(log: Box<dyn DirtyLog>) -> Self {
+        Self(Some(log))
+    }
+
+    fn call(
+        &mut self,
+        method: &'static str,
+        call: impl FnOnce(&mut dyn DirtyLog) -> Result<(), DirtyLogError>,
+    ) -> Result<(), DirtyLogError> {
+        let Some(log) = &mut self.0 else { return Ok(()) };
+        caught(|| call(&mut **log)).unwrap_or_else(|said| Err(DirtyLogError::Panicked { method, said }))
+    }
+}
+
+impl DirtyLog for CaughtLog {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        self.call("start", |log| log.start())
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        self.call("collect", |log| log.collect(block, dirty))
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.call("stop", |log| log.stop())
+    }
+}
+
+impl Drop for CaughtLog {
+    fn drop(&mut self) {
+        let log = self.0.take();
+        if let Err(said) = caught(|| drop(log)) {
+            tracing::warn!(said, "the dirty log panicked when it was dropped");
+        }
+    }
+}
+
+/// The monitor's observer. What it is told is lost where it panics.
+pub(crate) struct CaughtObserver<'a>(pub(crate) &'a dyn Observer);
+
+impl Observer for CaughtObserver<'_> {
+    fn progress(&self, progress: &Progress) {
+        if let Err(said) = caught(|| self.0.progress(progress)) {
+            tracing::warn!(said, "the observer panicked in progress");
+        }
+    }
+
+    fn note(&self, text: &str) {
+        if let Err(said) = caught(|| self.0.note(text)) {
+            tracing::warn!(said, note = text, "the observer panicked in note");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_panic_says_is_kept_whatever_it_is_made_of() {
+        assert_eq!(caught(|| 7), Ok(7));
+        assert_eq!(caught(|| panic!("a text")), Err::<(), _>("a text".into()));
+        assert_eq!(caught(|| panic!("number {}", 7)), Err::<(), _>("number 7".into()));
+        assert_eq!(caught(|| std::panic::panic_any(7)), Err::<(), _>("it does not say why".into()));
+    }
+}

@@ -1,0 +1,231 @@
+//! The way back to a destination that was lost: one attempt after the other, with exponential back-off between them.
+//!
+//! A destination, or something in front of it, may accept each connection and end it at once. So it is not the failed attempt alone
+//! that is followed by a pause, but every one that did not lead to a connection that lasted.
+
+use std::convert::Infallible;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+use sterna_wire::control::ControlReader;
+use sterna_wire::header::ChannelKind;
+
+use super::peer::link_events;
+use super::{PeerNews, Session, SessionError, TellPeer};
+use crate::control_link::{ControlLink, Gate, held_back};
+use crate::cpu_time;
+use crate::transport::{Address, Connection, Security, open_channel};
+
+/// The pause before the second attempt in a row to reach a destination that was lost; the first is made at once.
+pub const DIAL_PAUSE: Duration = Duration::from_millis(100);
+/// Longest pause between two attempts. A connection that has lasted for so long is followed by an attempt without a pause again.
+pub const MAX_DIAL_PAUSE: Duration = Duration::from_secs(5);
+
+/// Exponential back-off: no pause before the first attempt, then pauses that double up to a longest one, each shortened at random by up to
+/// half, so that sources that have lost the same destination do not all come back at the same moments.
+#[derive(Clone, Debug)]
+pub struct Backoff {
+    first: Duration,
+    longest: Duration,
+    /// Attempts in a row.
+    attempts: u32,
+    /// Since when there is a connection, where the last attempt led to one.
+    connected: Option<Instant>,
+    random: u64,
+}
+
+impl Backoff {
+    /// Back-off whose first pause is `first`, and whose longest is [`MAX_DIAL_PAUSE`], or `first` where that is longer.
+    pub fn new(first: Duration) -> Self {
+        // Its keys are random, other ones for each.
+        Self::seeded(first, RandomState::new().hash_one(()))
+    }
+
+    fn seeded(first: Duration, seed: u64) -> Self {
+        Self { first, longest: first.max(MAX_DIAL_PAUSE), attempts: 0, connected: None, random: seed }
+    }
+
+    /// Returns the pause before the next attempt, which is counted.
+    pub fn next_pause(&mut self, now: Instant) -> Duration {
+        let lasted = self.connected.take().map(|since| now.saturating_duration_since(since));
+        if lasted.is_some_and(|time| time >= self.longest) {
+            self.attempts = 0;
+        }
+        let before = self.attempts.checked_sub(1);
+        self.attempts = self.attempts.saturating_add(1);
+        let Some(doublings) = before else { return Duration::ZERO };
+        let pause = self.first.saturating_mul(2u32.saturating_pow(doublings)).min(self.longest);
+        pause - (pause / 2).mul_f64(self.fraction())
+    }
+
+    /// The attempt has led to a connection.
+    pub fn connected(&mut self, now: Instant) {
+        self.connected = Some(now);
+    }
+
+    /// The next random number, from 0 to 1 (splitmix64).
+    fn fraction(&mut self) -> f64 {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((mixed ^ (mixed >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// A source's attempts to come back to its destination. At most one is under way; dropping this gives it up, also while it waits.
+#[derive(Debug)]
+pub struct Redial {
+    backoff: Backoff,
+    /// Keeps the attempt going.
+    attempt: Option<Sender<Infallible>>,
+}
+
+impl Redial {
+    /// No attempt yet. `first` is the pause before the second one in a row.
+    pub fn new(first: Duration) -> Self {
+        Self { backoff: Backoff::new(first), attempt: None }
+    }
+
+    /// Makes an attempt after the pause that is due, on a thread of its own, instead of one that is under way. It is for a control channel
+    /// of the incarnation that `session` has, on which the destination speaks first. `tell` is given the outcome before anything that the
+    /// destination says.
+    pub fn dial(&mut self, to: Address, security: Security, session: Session, tell: TellPeer) {
+        let pause = self.backoff.next_pause(Instant::now());
+        let (keep, given_up) = channel();
+        self.attempt = Some(keep);
+        let attempt = Attempt { to, security, session, tell, given_up };
+        let tell = Arc::clone(&attempt.tell);
+        let thread = Builder::new().name("redial".into());
+        if let Err(error) = cpu_time::spawn(thread, move || attempt.make(pause)) {
+            tell(PeerNews::Unreachable(format!("no thread to dial on: {error}")));
+        }
+    }
+
+    /// The attempt has led to a control channel.
+    pub fn connected(&mut self) {
+        self.backoff.connected(Instant::now());
+        self.attempt = None;
+    }
+}
+
+/// One attempt, on its thread.
+struct Attempt {
+    to: Address,
+    security: Security,
+    session: Session,
+    tell: TellPeer,
+    /// Disconnected once nobody wants the attempt any more.
+    given_up: Receiver<Infallible>,
+}
+
+impl Attempt {
+    fn make(self, pause: Duration) {
+        if !pause.is_zero() && self.given_up.recv_timeout(pause) != Err(RecvTimeoutError::Timeout) {
+            return;
+        }
+        let outcome = self.connect();
+        if self.given_up.try_recv() == Err(TryRecvError::Disconnected) {
+            return;
+        }
+        match outcome {
+            Ok((link, gate)) => {
+                (self.tell)(PeerNews::Connected(self.session.incarnation, link));
+                drop(gate);
+            }
+            Err(error) => (self.tell)(PeerNews::Unreachable(error.to_string())),
+        }
+    }
+
+    fn connect(&self) -> Result<(ControlLink, Gate), SessionError> {
+        let Self { to, security, session, .. } = self;
+        let connection = Connection::connect(to, security).map_err(SessionError::new)?;
+        let closer = connection.closer();
+        let opened = open_channel(connection, &session.key, session.id, ChannelKind::Control, 0, session.incarnation);
+        let (writer, reader, _) = opened.map_err(SessionError::new)?;
+        let (events, gate) = held_back(link_events(&self.tell, session.incarnation));
+        let link = ControlLink::start(writer, reader, closer, ControlReader::default(), events);
+        Ok((link.map_err(SessionError::new)?, gate))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sterna_wire::identity::{MigrationId, MigrationKey};
+
+    use super::*;
+    use crate::transport::simulated::Network;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn pauses_double_to_the_longest_and_are_shortened_by_half_at_most() {
+        let start = Instant::now();
+        let pauses = |seed| {
+            let mut backoff = Backoff::seeded(DIAL_PAUSE, seed);
+            (0..12).map(|_| backoff.next_pause(start)).collect::<Vec<_>>()
+        };
+        for seed in 0..100 {
+            let whole = [0, 100, 200, 400, 800, 1600, 3200, 5000, 5000, 5000, 5000, 5000];
+            for (number, (pause, whole)) in pauses(seed).into_iter().zip(whole).enumerate() {
+                assert!(pause <= whole * MS && pause >= whole * MS / 2, "seed {seed}, pause {number}: {pause:?}");
+            }
+        }
+        assert_ne!(pauses(1), pauses(2), "sources do not come back at the same moments");
+    }
+
+    #[test]
+    fn only_a_connection_that_lasted_is_followed_by_an_attempt_without_a_pause() {
+        let mut now = Instant::now();
+        let mut backoff = Backoff::seeded(DIAL_PAUSE, 7);
+        assert_eq!(backoff.next_pause(now), Duration::ZERO);
+        // Each attempt is accepted, and ended just before it counts as lasting.
+        for least in [50, 100, 200, 400] {
+            backoff.connected(now);
+            now += MAX_DIAL_PAUSE - MS;
+            assert!(backoff.next_pause(now) >= least * MS, "{least} ms");
+        }
+        backoff.connected(now);
+        now += MAX_DIAL_PAUSE;
+        assert_eq!(backoff.next_pause(now), Duration::ZERO);
+        assert!(backoff.next_pause(now) >= 50 * MS, "and it is begun anew only once");
+    }
+
+    #[test]
+    fn a_first_pause_of_any_length_is_possible() {
+        let now = Instant::now();
+        for (first, longest) in [(Duration::ZERO, Duration::ZERO), (MS, MAX_DIAL_PAUSE), (Duration::MAX, Duration::MAX)]
+        {
+            let mut backoff = Backoff::seeded(first, 1);
+            assert!((0..100).all(|_| backoff.next_pause(now) <= longest));
+        }
+    }
+
+    #[test]
+    fn an_attempt_that_waits_is_given_up_with_its_owner_and_never_made() {
+        let network = Network::new(1);
+        let port = network.port("there");
+        let (told, news) = channel();
+        let tell: TellPeer = Arc::new(move |news| drop(told.send(news)));
+        let session = Session {
+            id: MigrationId::from_bytes([1; 16]),
+            key: MigrationKey::from_bytes([2; 32]),
+            incarnation: 2,
+            channels: 1,
+            device_channels: 0,
+            packet_size: 4096,
+            features: Vec::new(),
+            round_trip: Duration::ZERO,
+        };
+        let mut redial = Redial::new(Duration::from_secs(3600));
+        // Nobody listens: the first attempt fails at once, the second waits.
+        redial.dial((&port).into(), Security::Insecure, session.clone(), Arc::clone(&tell));
+        assert!(matches!(news.recv(), Ok(PeerNews::Unreachable(_))));
+        redial.dial((&port).into(), Security::Insecure, session, tell);
+        drop(redial);
+        // Its thread has let go of what it would have told with.
+        assert!(news.recv().is_err(), "it was made all the same");
+    }
+}

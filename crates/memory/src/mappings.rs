@@ -1,0 +1,131 @@
+//! What is mapped where in this process, as the kernel lists it: the judge of what a caller says about guest RAM.
+//!
+//! A wrong word about the backing of a RAM block is silent and costs memory: of a private file mapping that is called shared,
+//! the pages that were written lie beside the file, so whoever asks the file for its data never sees them.
+
+use std::fs;
+use std::io;
+use std::ops::Range;
+
+/// A line of `/proc/self/maps` (proc_pid_maps(5)): `start-end rwxp offset major:minor inode path`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mapping<'a> {
+    pub(crate) start: usize,
+    pub(crate) end: usize,
+    pub(crate) private: bool,
+    /// Of `start` in the file, in bytes.
+    pub(crate) offset: u64,
+    /// Major and minor number.
+    pub(crate) device: (u32, u32),
+    /// 0 where there is no file.
+    pub(crate) inode: u64,
+    pub(crate) path: &'a str,
+    line: &'a str,
+}
+
+impl<'a> Mapping<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        let mut fields = line.splitn(6, ' ');
+        let (start, end) = fields.next()?.split_once('-')?;
+        let private = fields.next()?.as_bytes().get(3) == Some(&b'p');
+        let offset = u64::from_str_radix(fields.next()?, 16).ok()?;
+        let (major, minor) = fields.next()?.split_once(':')?;
+        Some(Self {
+            start: usize::from_str_radix(start, 16).ok()?,
+            end: usize::from_str_radix(end, 16).ok()?,
+            private,
+            offset,
+            device: (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?),
+            inode: fields.next()?.parse().ok()?,
+            path: fields.next().unwrap_or_default().trim(),
+            line: line.trim_end(),
+        })
+    }
+
+    /// Whether it is private memory without a file behind it, with ordinary, transparent huge or hugetlb pages.
+    pub(crate) fn is_anonymous(&self) -> bool {
+        self.private && (self.inode == 0 || self.is_anonymous_hugetlb())
+    }
+
+    /// Whether it was made by `MAP_HUGETLB` without a file: the kernel shows a file of its own.
+    pub(crate) fn is_anonymous_hugetlb(&self) -> bool {
+        self.path.starts_with("/anon_hugepage")
+    }
+
+    /// Whether `address`, where the mapping may begin before, is byte `offset` of the file with this device and inode.
+    pub(crate) fn is_of_file(&self, address: usize, (device, inode): ((u32, u32), u64), offset: u64) -> bool {
+        let expected = offset.wrapping_add(self.start as u64).wrapping_sub(address as u64);
+        (self.device, self.inode, self.offset) == (device, inode, expected)
+    }
+}
+
+/// All mappings of this process, at one moment.
+#[derive(Debug)]
+pub(crate) struct Mappings(String);
+
+impl Mappings {
+    /// Those that there are now.
+    pub(crate) fn own() -> io::Result<Self> {
+        fs::read_to_string("/proc/self/maps").map(Self)
+    }
+
+    /// Checks that all of `addresses` is mapped, and every mapping in that range as `is` wants it.
+    ///
+    /// # Errors
+    /// What is there instead, in words.
+    pub(crate) fn check(
+        &self,
+        addresses: Range<usize>,
+        mut is: impl FnMut(&Mapping<'_>) -> bool,
+    ) -> Result<(), String> {
+        let mut at = addresses.start;
+        // Sorted by address.
+        for mapping in self.0.lines().filter_map(Mapping::parse).skip_while(|mapping| mapping.end <= addresses.start) {
+            if at >= addresses.end || mapping.start > at {
+                break;
+            }
+            if !is(&mapping) {
+                return Err(format!("mapped is {}", mapping.line));
+            }
+            at = at.max(mapping.end);
+        }
+        if at >= addresses.end { Ok(()) } else { Err(format!("nothing is mapped at {at:#x}")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_mappings_are_understood() {
+        let line = "7f00a0000000-7f00a0400000 rw-p 00200000 00:0f 1234                       /anon_hugepage (deleted)";
+        let mapping = Mapping::parse(line).unwrap();
+        assert_eq!((mapping.start, mapping.end), (0x7f00_a000_0000, 0x7f00_a040_0000));
+        assert_eq!((mapping.private, mapping.offset, mapping.device, mapping.inode), (true, 0x20_0000, (0, 15), 1234));
+        assert_eq!(mapping.path, "/anon_hugepage (deleted)");
+        assert!(mapping.is_anonymous() && mapping.is_anonymous_hugetlb());
+        let shared = Mapping::parse("1000-3000 rw-s 00000000 00:00 0 ").unwrap();
+        assert_eq!((shared.private, shared.inode, shared.path, shared.is_anonymous()), (false, 0, "", false));
+        assert!(Mapping::parse("1000-3000 rw-p 00000000 00:00 0 [heap]").unwrap().is_anonymous());
+        assert!(Mapping::parse("not a line").is_none());
+    }
+
+    #[test]
+    fn a_range_is_checked_mapping_by_mapping_and_for_gaps() {
+        let lines =
+            "1000-3000 rw-p 00000000 00:00 0 \n3000-4000 rw-p 00005000 00:01 7 /file\n6000-7000 rw-p 0 00:00 0 \n";
+        let mappings = Mappings(lines.to_owned());
+        let check = |range, is: fn(&Mapping<'_>) -> bool| mappings.check(range, is);
+        assert_eq!(check(0x1000..0x3000, |mapping| mapping.is_anonymous()), Ok(()));
+        assert_eq!(check(0x2000..0x3000, |mapping| mapping.is_anonymous()), Ok(()));
+        assert_eq!(check(0x2000..0x4000, |_| true), Ok(()));
+        let error = check(0x2000..0x4000, |mapping| mapping.is_anonymous()).unwrap_err();
+        assert_eq!(error, "mapped is 3000-4000 rw-p 00005000 00:01 7 /file");
+        assert_eq!(check(0x3000..0x5000, |_| true).unwrap_err(), "nothing is mapped at 0x4000");
+        assert_eq!(check(0x800..0x2000, |_| true).unwrap_err(), "nothing is mapped at 0x800");
+        assert_eq!(check(0x9000..0xa000, |_| true).unwrap_err(), "nothing is mapped at 0x9000");
+        assert_eq!(check(0x3000..0x4000, |mapping| mapping.is_of_file(0x3000, ((0, 1), 7), 0x5000)), Ok(()));
+        assert!(check(0x3000..0x4000, |mapping| mapping.is_of_file(0x3000, ((0, 1), 7), 0x6000)).is_err());
+    }
+}
