@@ -4,7 +4,7 @@ CARGO ?= cargo
 # Two cores are what CI has; tests start QEMUs beside the test threads.
 TEST_THREADS ?= 2
 
-.PHONY: demo test check bench soak mutants setup clean
+.PHONY: demo test test-libvirt check bench soak mutants setup clean
 
 ## Everything that tests and benchmarks need: QEMU 7.2 and 10.0, a guest kernel, accel-config, QATzip and virtiofsd, under target/tools.
 setup:
@@ -19,6 +19,11 @@ demo:
 ## All tests.
 test: setup
 	scripts/test
+
+## `sterna proxy` under two real libvirts (Debian 12's, unpacked), with a guest that verifies its memory: needs root, takes minutes.
+test-libvirt:
+	scripts/setup --libvirt
+	scripts/test-libvirt
 
 ## Formatting, lints, documentation, licences.
 check:

@@ -161,7 +161,9 @@ fn leaf(names: &[String], usage: ExtendedKeyUsagePurpose) -> Result<CertificateP
     let mut params = named(&names[0].chars().take(64).collect::<String>(), CERTIFICATE_DAYS);
     params.subject_alt_names = CertificateParams::new(names)?.subject_alt_names;
     params.is_ca = IsCa::ExplicitNoCa;
-    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    // QEMU's own TLS, which TLS 1.3 gives no use for the second, refuses a certificate without it (qcrypto_tls_creds_check_cert_key_usage
+    // in its crypto/tlscredsx509.c).
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
     params.extended_key_usages = vec![usage];
     params.use_authority_key_identifier_extension = true;
     Ok(params)

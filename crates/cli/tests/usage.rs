@@ -270,3 +270,21 @@ fn a_receiver_that_waits_is_cancelled_by_a_signal() {
     let json = std::fs::read(home.path().join("report.json")).unwrap();
     assert_eq!(serde_json::from_slice::<serde_json::Value>(&json).unwrap()["outcome"], "cancelled");
 }
+
+#[test]
+fn certificates_serve_qemus_own_tls_too() {
+    let home = tempfile::tempdir().unwrap();
+    let made = sterna(home.path(), "cert --dir certs --host host-b").output().unwrap();
+    assert!(made.status.success(), "{made:?}");
+    let directory = home.path().join("certs").display().to_string();
+    for version in QemuVersion::ALL {
+        let mut options = QemuOptions::new(version, Guest::None);
+        for endpoint in ["server", "client"] {
+            let object = format!("tls-creds-x509,id={endpoint},dir={directory},endpoint={endpoint},verify-peer=yes");
+            options.extra.extend(["-object".to_owned(), object]);
+        }
+        // A QEMU that does not take a certificate does not start.
+        let Some(qemu) = or_skip(Qemu::start(&options)) else { return };
+        assert_eq!(status(&qemu), "running");
+    }
+}

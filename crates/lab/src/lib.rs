@@ -27,6 +27,7 @@ pub mod disk;
 mod error;
 pub mod huge;
 mod initramfs;
+pub mod libvirt;
 pub mod net;
 mod options;
 mod process;

@@ -114,6 +114,13 @@ impl Sterna {
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
     }
 
+    /// Asks it to end, as systemd does.
+    pub(crate) fn terminate(&self) {
+        // It may have ended just now.
+        let _ =
+            rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), rustix::process::Signal::TERM);
+    }
+
     /// Whether it has ended; what it ended with.
     pub(crate) fn poll(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().unwrap()
