@@ -278,7 +278,8 @@ fn a_directory_with_two_paths_serves_where_they_lead_to_the_same_and_else_is_ref
     let refused = refusal(Sterna::start("send", command.arg("--insecure").args(missing)));
     assert!(refused.contains("another mount namespace") && refused.contains("/nowhere/sockets"), "{refused}");
 
-    let through_qemu = of_qemu(&pair.source, &hidden);
+    // The source's QEMU is gone afterwards.
+    let through_qemu = of_qemu(&pair.destination, &hidden);
     // The same directory for both QEMUs: only the one that is shared.
     moves(&pair, Path::new("/nowhere"), &two(&shared, &shared));
     assert!(names(&shared).is_empty() && names(&through_qemu).is_empty());

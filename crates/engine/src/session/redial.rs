@@ -44,6 +44,12 @@ impl Backoff {
         Self::seeded(first, RandomState::new().hash_one(()))
     }
 
+    /// The same with another longest pause.
+    #[must_use]
+    pub fn up_to(self, longest: Duration) -> Self {
+        Self { longest: self.first.max(longest), ..self }
+    }
+
     fn seeded(first: Duration, seed: u64) -> Self {
         Self { first, longest: first.max(MAX_DIAL_PAUSE), attempts: 0, connected: None, random: seed }
     }
@@ -86,7 +92,12 @@ pub struct Redial {
 impl Redial {
     /// No attempt yet. `first` is the pause before the second one in a row.
     pub fn new(first: Duration) -> Self {
-        Self { backoff: Backoff::new(first), attempt: None }
+        Self::with(Backoff::new(first))
+    }
+
+    /// No attempt yet. The pauses are those of `backoff`.
+    pub fn with(backoff: Backoff) -> Self {
+        Self { backoff, attempt: None }
     }
 
     /// Makes an attempt after the pause that is due, on a thread of its own, instead of one that is under way. It is for a control channel

@@ -16,7 +16,7 @@ use sterna::control_link::{ControlLink, held_back};
 use sterna::process;
 use sterna::record_file::{RecordFile, RecordFileError, Side};
 use sterna::report::Observer;
-use sterna::session::{DIAL_PAUSE, Heard, Peer, PeerNews, Redial, Session, TellPeer, after, link_events};
+use sterna::session::{Backoff, DIAL_PAUSE, Heard, Peer, PeerNews, Redial, Session, TellPeer, after, link_events};
 use sterna::transport::{Address, Limits, Listener, Security, Stop, accept_channel, refuse_channel};
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::header::ChannelKind;
@@ -32,6 +32,9 @@ use super::sockets::SocketPlace;
 use super::{GatewayError, RecoverOptions, SocketDirectory, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
+
+/// Longest pause between attempts to reach the destination. An operator waits for both recoveries, and few of them run at a time.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// How long the destination is dialled: `recover` may have to be started there first.
 const DIAL_TIME: Duration = Duration::from_secs(60);
@@ -65,7 +68,7 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     });
     let tell: TellPeer = Arc::new(move |news| drop(events_in.send(Event::Peer(news))));
     let peer = Peer::unconnected(seconds_since_2020());
-    let redial = Redial::new(DIAL_PAUSE);
+    let redial = Redial::with(Backoff::new(DIAL_PAUSE).up_to(LONGEST_PAUSE));
     let common =
         Common { options, observer, record, qmp, tell, events, peer, redial, unwritten: None, source_left: None };
     match common.record.record().state {

@@ -325,7 +325,7 @@ impl SourceSwitchover {
 
     fn hear(&mut self, message: SwitchoverMessage, actions: &mut Vec<SourceAction>) {
         use SwitchoverMessage as M;
-        let told_to_abort = matches!(self.phase, Phase::Resuming | Phase::Telling);
+        let aborted = matches!(self.phase, Phase::Resuming | Phase::Telling);
         match message {
             M::Prepared if self.phase == Phase::Preparing => {
                 self.phase = Phase::Relaying;
@@ -335,12 +335,12 @@ impl SourceSwitchover {
                 self.phase = Phase::EndingGuest;
                 actions.push(SourceAction::EndGuest);
             }
-            M::Running if told_to_abort => self.end(SourceEnd::Conflict, actions),
+            M::Running if aborted => self.end(SourceEnd::Conflict, actions),
             M::AskOutcome if self.phase == Phase::Committed => {
                 actions.push(SourceAction::Send(M::Outcome(Outcome::Committed)));
             }
-            // Prepared after all, because it did not hear of the abort.
-            M::AskOutcome | M::Prepared if told_to_abort => {
+            // Prepared after all, because it did not hear of the abort. It hears of that once the guest runs here.
+            M::AskOutcome | M::Prepared if self.phase == Phase::Telling => {
                 actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)));
             }
             M::Abort { reason } | M::Lost { reason } if self.phase.undecided() => {
@@ -353,7 +353,7 @@ impl SourceSwitchover {
             M::Lost { reason } if self.phase == Phase::Committed => {
                 self.end(SourceEnd::DestinationLost { never_ran: false, reason: cleaned(&reason) }, actions);
             }
-            M::Abort { .. } | M::Lost { .. } if told_to_abort => {
+            M::Abort { .. } | M::Lost { .. } if aborted => {
                 self.destination_gone = true;
                 if self.phase == Phase::Telling {
                     self.tell(actions);
@@ -386,6 +386,10 @@ impl SourceSwitchover {
             (Phase::Resuming, SourceGuest::Running) => {
                 self.phase = Phase::WritingResumed;
                 actions.push(SourceAction::AnnounceSelf);
+                // Not before: where this guest is lost or stuck, the destination may hold the only complete copy.
+                if self.connected && !self.destination_gone {
+                    actions.push(SourceAction::Send(SwitchoverMessage::Abort { reason: self.reason.clone() }));
+                }
                 actions.push(SourceAction::WriteRecord(SourceState::Resumed));
             }
             (Phase::Committed | Phase::EndingGuest, SourceGuest::Running) => self.end(SourceEnd::Conflict, actions),
@@ -416,9 +420,6 @@ impl SourceSwitchover {
     fn resume(&mut self, actions: &mut Vec<SourceAction>) {
         self.phase = Phase::Resuming;
         actions.push(SourceAction::EndMigration);
-        if self.connected && !self.destination_gone {
-            actions.push(SourceAction::Send(SwitchoverMessage::Abort { reason: self.reason.clone() }));
-        }
     }
 
     fn tell(&mut self, actions: &mut Vec<SourceAction>) {
