@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::Builder;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sterna_wire::control::{ControlMessage, ControlReader};
 use sterna_wire::limits::{HEARTBEAT_INTERVAL, MAX_CONTROL_MESSAGE, SILENCE_LIMIT};
@@ -132,8 +132,18 @@ impl Drop for Share {
 
 #[derive(Debug, Default)]
 struct Beating {
-    ended: Mutex<bool>,
+    beat: Mutex<Beat>,
     changed: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum Beat {
+    #[default]
+    Going,
+    /// This side has ended in good order; the peer is waited for.
+    Finishing,
+    /// The connection is at its end.
+    Over,
 }
 
 impl ControlLink {
@@ -167,16 +177,19 @@ impl ControlLink {
         let beating = Arc::new(Beating::default());
 
         let (unhandled, closed) = (Arc::clone(&allowance.0), Arc::clone(&open.closed));
+        let read = Arc::clone(&beating);
         cpu_time::spawn(Builder::new().name("control".into()), move || {
             let take = |bytes| unhandled.take(bytes, &closed);
             let reason = match read_messages(&mut reader, &mut messages, take, &mut events) {
                 Ok(()) => "the peer closed the control channel".into(),
                 Err(error) => error.to_string(),
             };
+            read.set(Beat::Over);
             events(ControlEvent::Lost(reason));
         })?;
         let (kept_writer, kept_beating) = (Arc::clone(&writer), Arc::clone(&beating));
-        cpu_time::spawn(Builder::new().name("heartbeat".into()), move || kept_beating.run(&kept_writer))?;
+        let kept_closer = closer.clone();
+        cpu_time::spawn(Builder::new().name("heartbeat".into()), move || kept_beating.run(kept_writer, &kept_closer))?;
         Ok(Self { writer, closer: Some(closer), beating, open })
     }
 
@@ -198,11 +211,12 @@ impl ControlLink {
         }
     }
 
-    /// Ends this side's direction after all that was sent, with TLS's goodbye, so that the peer sees an end and no loss. The
-    /// reading thread goes on until the peer ends its own direction, or is silent for too long.
+    /// Ends this side's direction after all that was sent, with TLS's goodbye, so that the peer sees an end and no loss. The peer has 10 s
+    /// to end its own direction; then the connection is closed.
     pub fn finish(mut self) {
         // The last owner of the writer, this link or the heartbeat's thread, says goodbye when it is dropped.
         self.closer = None;
+        self.beating.set(Beat::Finishing);
     }
 }
 
@@ -222,23 +236,40 @@ impl ControlSender {
 
 impl Drop for ControlLink {
     fn drop(&mut self) {
-        *self.beating.ended.lock().expect("the heartbeat does not panic") = true;
-        self.beating.changed.notify_all();
+        self.close();
+        if self.closer.is_some() {
+            self.beating.set(Beat::Over);
+        }
         // Both threads end by themselves now; they are not waited for, since their owner's events may be held back.
         self.close();
     }
 }
 
 impl Beating {
-    fn run(&self, writer: &Mutex<Writer>) {
-        let mut ended = self.ended.lock().expect("the heartbeat does not panic");
-        while !*ended {
-            let timeout;
-            (ended, timeout) =
-                self.changed.wait_timeout(ended, HEARTBEAT_INTERVAL).expect("the heartbeat does not panic");
-            if timeout.timed_out() && !*ended && send(writer, &ControlMessage::Heartbeat).is_err() {
+    fn set(&self, beat: Beat) {
+        let mut current = self.beat.lock().expect("the heartbeat does not panic");
+        *current = beat.max(*current);
+        drop(current);
+        self.changed.notify_all();
+    }
+
+    /// Waits until `done`, for `time` at most. Returns the beat then.
+    fn wait(&self, time: Duration, done: impl Fn(Beat) -> bool) -> Beat {
+        let beat = self.beat.lock().expect("the heartbeat does not panic");
+        let waited = self.changed.wait_timeout_while(beat, time, |beat| !done(*beat));
+        *waited.expect("the heartbeat does not panic").0
+    }
+
+    fn run(&self, writer: Arc<Mutex<Writer>>, closer: &Closer) {
+        while self.wait(HEARTBEAT_INTERVAL, |beat| beat > Beat::Going) == Beat::Going {
+            if send(&writer, &ControlMessage::Heartbeat).is_err() {
                 return; // The reading side reports the loss.
             }
+        }
+        // With it goes the goodbye, where it is the last owner's.
+        drop(writer);
+        if self.wait(SILENCE_LIMIT, |beat| beat == Beat::Over) == Beat::Finishing {
+            closer.close();
         }
     }
 }

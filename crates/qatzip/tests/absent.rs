@@ -66,7 +66,7 @@ fn a_library_with_another_layout_is_refused_before_it_is_used() {
             "int qzSetupSessionDeflateExt(long *s, void *p) { s[0] = 11; s[2] = 1; s[7] = 0; return 0; }
              int qzGetDefaultsDeflateExt(int *p) { fill(p); return 0; }"
                 .into(),
-            "ending a session",
+            "a session that was ended",
         ),
     ] {
         let directory = tempfile::tempdir().unwrap();

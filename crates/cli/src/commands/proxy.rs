@@ -54,6 +54,7 @@ fn until_stopped(
     logging: bool,
     run: impl FnOnce(&ProxyStop, &dyn Observer, &(dyn Fn(&ProxyReport) + Sync)) -> Result<bool, GatewayError>,
 ) -> Result<Exit, Failure> {
+    raise_file_limit();
     let reports = report.json.as_deref().map(Reports::open).transpose()?;
     let stop = ProxyStop::default();
     let session = Session::start_with([stop.drain.clone(), stop.close.clone()], screen, logging, Meaning::RELAY)?;
@@ -68,6 +69,17 @@ fn until_stopped(
         Ok(true) => Ok(Exit::Completed),
         Ok(false) => Ok(Exit::Cancelled),
         Err(error) => Err(Failure::failed(&error)),
+    }
+}
+
+/// A proxy carries up to 256 migrations and connections at once, each with some ten descriptors; the usual limit of 1024 is what old programs
+/// that use `select` need (`systemd.exec(5)`, `LimitNOFILE`).
+fn raise_file_limit() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "the limit of open files stays as it is");
     }
 }
 

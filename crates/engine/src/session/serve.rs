@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::Builder;
 
 use sterna_wire::header::{ChannelHeader, ChannelKind};
 use sterna_wire::identity::MigrationId;
@@ -101,13 +102,17 @@ impl Sessions {
                 let Some((connection, room)) = self.room(connection, &header) else { continue };
                 let greeter = self.greeters.add(connection.closer());
                 let (refused, serve) = (&refused, &serve);
-                scope.spawn(move || {
+                let session = move || {
                     let _room = room;
                     match greeting.accept(connection, &header, greeter) {
                         Ok(greeted) => serve(greeted),
                         Err(reason) => refused(&reason),
                     }
-                });
+                };
+                // The connection is closed with the closure.
+                if let Err(error) = Builder::new().name("session".into()).spawn_scoped(scope, session) {
+                    refused(&format!("no thread for a connection: {error}"));
+                }
             }
         });
     }
@@ -220,7 +225,8 @@ mod tests {
             doorman.join();
         };
         std::thread::scope(|scope| {
-            let serving = scope.spawn(|| sessions.serve(&incoming, &greeting, |_| (), serve));
+            let (sessions, greeting) = (&sessions, &greeting);
+            let serving = scope.spawn(move || sessions.serve(&incoming, greeting, |_| (), serve));
             let (first, second) = (begin(&to).unwrap(), begin(&to).unwrap());
             let open =
                 |session: &crate::session::Session| session.open_halves(&Security::Insecure, &to, ChannelKind::Ram, 0);

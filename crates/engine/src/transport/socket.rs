@@ -161,6 +161,14 @@ impl Socket {
         }
     }
 
+    /// A peer that takes nothing for however long is no reason to end the connection: its program may read when it likes.
+    pub(super) fn tolerate_closed_window(&self) -> io::Result<()> {
+        match &self.0 {
+            Kind::Tcp(stream) => SockRef::from(stream).set_tcp_user_timeout(None),
+            Kind::Unix(_) | Kind::Simulated(_) => Ok(()),
+        }
+    }
+
     /// What the kernel says of the time that sending took; none where there is no network that it knows of.
     pub(super) fn send_times(&self) -> Option<SendTimes> {
         match &self.0 {

@@ -98,6 +98,15 @@ impl Writer {
         Ok(())
     }
 
+    /// Has the connection outlast a peer that takes nothing for however long, as a connection is expected to whose ends are other programs. Whether
+    /// the peer is gone must be known from elsewhere.
+    ///
+    /// # Errors
+    /// The socket is no more.
+    pub fn tolerate_closed_window(&self) -> io::Result<()> {
+        self.link.socket.tolerate_closed_window()
+    }
+
     /// What the kernel says of the time that sending took; none where there is no network that it knows of.
     pub fn send_times(&self) -> Option<SendTimes> {
         self.link.socket.send_times()

@@ -13,7 +13,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::stream::{Command, Configuration, DevicePiece, RamStart, StreamError};
+use crate::stream::{Command, CommandKind, Configuration, DevicePiece, RamStart, StreamError};
 
 /// Kinds of stream records, the `subject` of their packets.
 pub(super) mod record {
@@ -26,7 +26,7 @@ pub(super) mod record {
 }
 
 /// Most bytes that a start record may have: block lists are short.
-const LONGEST_START: usize = 4 << 20;
+pub(super) const LONGEST_START: usize = 4 << 20;
 
 /// Something that comes before RAM.
 #[derive(Debug, Serialize, Deserialize)]
@@ -68,6 +68,15 @@ pub(super) struct Start {
     pub(super) uuid: [u8; 16],
     /// Whether the RAM setup section had a FLUSH record.
     pub(super) flush_in_setup: bool,
+}
+
+impl Start {
+    /// Whether the source QEMU asks for answers, and ends the migration only when it has got the last one.
+    pub(super) fn opens_return_path(&self) -> bool {
+        let opens =
+            |item: &Prologue| matches!(item, Prologue::Command(command) if command.kind == CommandKind::OpenReturnPath);
+        self.prologue.iter().any(opens)
+    }
 }
 
 /// Something that comes before RAM.

@@ -16,7 +16,7 @@ use sterna::send::{Item, SendChannel};
 use sterna::window::WindowClosed;
 use sterna_wire::packet::{BlockShape, RunKind};
 
-use super::layout::{self, Prologue, Start, record};
+use super::layout::{self, LONGEST_START, Prologue, Start, record};
 use super::qemu::PAGE_SIZE;
 use crate::stream::{
     Event, MainReader, MultifdPacket, MultifdReader, PacketKind, PageBatch, RamStart, SectionKind, StreamError,
@@ -449,12 +449,16 @@ pub(super) fn read_main(
     Ok(())
 }
 
+/// What an item before RAM counts at least, in bytes: a short one takes more in memory than on the wire.
+const SMALLEST_COUNTED: usize = 256;
+
 /// Reads the main channel up to the end of the RAM setup section. By then QEMU has connected all multifd channels: how
 /// many, and the guest's UUID, are for the caller to fill in.
 pub(super) fn read_start(reader: &mut MainReader<UnixStream>) -> Result<Start, ReaderError> {
     let mut configuration = None;
     let mut ram = None;
     let mut prologue = Vec::new();
+    let mut prologue_bytes = 0;
     let mut page = [0; PAGE_SIZE];
     loop {
         match reader.next_event(&mut page)? {
@@ -465,8 +469,14 @@ pub(super) fn read_start(reader: &mut MainReader<UnixStream>) -> Result<Start, R
                 let way_out = "turn the capability postcopy-ram off (with libvirt: leave out --postcopy)";
                 return Err(StreamError::refused("post-copy", way_out).into());
             }
-            Event::Command(command) => prologue.push(Prologue::Command(command)),
-            Event::DeviceSection(piece) => prologue.push(Prologue::DeviceSection(piece)),
+            Event::Command(command) => {
+                prologue_bytes += SMALLEST_COUNTED.max(command.bytes.len());
+                prologue.push(Prologue::Command(command));
+            }
+            Event::DeviceSection(piece) => {
+                prologue_bytes += SMALLEST_COUNTED.max(piece.bytes.len());
+                prologue.push(Prologue::DeviceSection(piece));
+            }
             Event::RamStart(start) => ram = Some(start),
             Event::EndOfSection { kind: SectionKind::Setup } => break,
             unexpected => {
@@ -476,6 +486,10 @@ pub(super) fn read_start(reader: &mut MainReader<UnixStream>) -> Result<Start, R
                 ))
                 .into());
             }
+        }
+        if prologue_bytes > LONGEST_START {
+            let what = format!("more than {LONGEST_START} bytes before the RAM setup section's end");
+            return Err(StreamError::Malformed(what).into());
         }
     }
     let (Some(configuration), Some(ram)) = (configuration, ram) else { return Err(ReaderError::Ended) };

@@ -36,6 +36,9 @@ impl World {
                 if self.mutant == Mutant::EndsUnconfirmed && message == Message::Commit {
                     end_source_qemu(state);
                 }
+                // Before all of the stream was sent the destination has no copy to lose.
+                state.aborted_blindly |=
+                    matches!(message, Message::Abort { .. }) && !sterna.seen_resumed && state.stream_sent;
                 if sterna.connected && state.link {
                     state.to_destination.push(message);
                 }
@@ -57,6 +60,9 @@ impl World {
             SourceAction::EndMigration => {
                 state.return_path_closed = true;
                 sterna.seen = None;
+                if self.mutant == Mutant::AbortsBlindly && sterna.connected && state.link {
+                    sterna.todo.push(SourceAction::Send(Message::Abort { reason: String::new() }));
+                }
             }
             SourceAction::Cont => {
                 if state.source_qemu == SourceProcess::Completed {
@@ -154,6 +160,7 @@ impl World {
             written: None,
             late: None,
             seen: Some(qemu),
+            seen_resumed: qemu == SourceGuest::Running,
             final_state_sent: true,
             dials: false,
             connected: false,

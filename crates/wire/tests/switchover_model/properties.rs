@@ -43,6 +43,8 @@ pub(crate) enum Mutant {
     ForgetsLeases,
     /// Ends the source's QEMU at the decision, before the destination has confirmed that the guest runs there.
     EndsUnconfirmed,
+    /// Tells the destination to give up together with the order to end QEMU's migration.
+    AbortsBlindly,
 }
 
 const NEVER_BOTH: &str = "never do both run";
@@ -52,6 +54,7 @@ const EXACTLY_ONE: &str = "where nothing is left to do and a copy is left, exact
 const NOT_LOST: &str = "the destination never loses the guest unless its QEMU died by itself";
 const NO_LATE_WRITE: &str = "no accelerator writes guest RAM under the running guest";
 const NOT_ENDED_EARLY: &str = "the source's QEMU is not ended before the guest has run at the destination";
+const NOT_ABORTED_BLINDLY: &str = "the destination is told to give up only once the guest runs at the source";
 const NO_CONFLICT: &str = "no machine ever meets a contradiction";
 
 /// Each mutant and the property that must catch it.
@@ -74,6 +77,7 @@ pub(crate) const MUTANTS: &[(Mutant, &str)] = &[
     (Mutant::NoRecover, EXACTLY_ONE),
     (Mutant::ForgetsLeases, NO_LATE_WRITE),
     (Mutant::EndsUnconfirmed, NOT_ENDED_EARLY),
+    (Mutant::AbortsBlindly, NOT_ABORTED_BLINDLY),
 ];
 
 /// What is checked in every state (`always`), and what must be reached at all (`sometimes`).
@@ -108,6 +112,7 @@ pub(crate) fn properties() -> Vec<Property<World>> {
             !state.conflict || state.source_fenced || state.destination_fenced
         }),
         Property::always(NOT_ENDED_EARLY, |_, state: &State| !state.ended_early),
+        Property::always(NOT_ABORTED_BLINDLY, |_, state: &State| !state.aborted_blindly),
         Property::always(NO_LATE_WRITE, |_, state: &State| !state.written_under_guest),
         Property::sometimes("the guest moves after an accelerator has written late", |world: &World, state: &State| {
             destination_runs(state) && state.left.silent_devices < world.budget.silent_devices

@@ -110,6 +110,8 @@ pub(crate) struct SourceSterna {
     pub(crate) late: Option<SourceState>,
     /// What the machine knows of QEMU.
     pub(crate) seen: Option<SourceGuest>,
+    /// Whether it has seen the guest run after QEMU's migration was begun.
+    pub(crate) seen_resumed: bool,
     pub(crate) final_state_sent: bool,
     pub(crate) dials: bool,
     pub(crate) connected: bool,
@@ -166,6 +168,8 @@ pub(crate) struct State {
     pub(crate) destination_ran: bool,
     /// History: the source's driver has ended QEMU before that.
     pub(crate) ended_early: bool,
+    /// History: the source has told the destination to give up before it knew that the guest runs at the source.
+    pub(crate) aborted_blindly: bool,
     pub(crate) source_fenced: bool,
     pub(crate) destination_fenced: bool,
     pub(crate) conflict: bool,
@@ -494,6 +498,7 @@ impl Model for World {
             written: None,
             late: None,
             seen: Some(SourceGuest::Running),
+            seen_resumed: false,
             final_state_sent: false,
             dials: false,
             connected: true,
@@ -533,6 +538,7 @@ impl Model for World {
             decided: false,
             destination_ran: false,
             ended_early: false,
+            aborted_blindly: false,
             source_fenced: false,
             destination_fenced: false,
             conflict: false,
@@ -594,7 +600,10 @@ impl Model for World {
             }
             SourceSeesQemu(at) => {
                 let shown = state.source_qemu.shown();
-                state.source[at].as_mut()?.seen = Some(shown);
+                let resumed = shown == SourceGuest::Running && state.source_qemu != SourceProcess::Idle;
+                let sterna = state.source[at].as_mut()?;
+                sterna.seen = Some(shown);
+                sterna.seen_resumed |= resumed;
                 self.source_event(state, at, SourceEvent::Guest(shown));
             }
             SourceSendsFinalState(at) => {

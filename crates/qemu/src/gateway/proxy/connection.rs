@@ -62,6 +62,7 @@ impl LocalEnd {
     /// Carries what the local program writes to the peer, on `channel`. `ended` is called at the end.
     pub(super) fn carry_out(&mut self, channel: Opened, ended: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let Opened { writer, reader, closer, .. } = channel;
+        writer.tolerate_closed_window()?;
         self.outward.on_end(move || closer.close());
         let channel = SendChannel::start("opaque", writer, reader, self.context())?;
         let local = self.stream.try_clone()?;
@@ -86,7 +87,7 @@ impl LocalEnd {
         self.inward.on_end(move || closer.close());
         let mut sink = Inward { local: self.stream.try_clone()?, ended: Arc::clone(&self.inward_ended) };
         let rules = PacketRules { packet_size: self.packet_size, checksums: true };
-        let inward = Arc::clone(&self.inward);
+        let (inward, inward_ended) = (Arc::clone(&self.inward), Arc::clone(&self.inward_ended));
         let thread = std::thread::Builder::new().name("opaque-in".into()).spawn(move || {
             let counters = ReceiveCounters::default();
             let received = receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &counters);
@@ -95,6 +96,8 @@ impl LocalEnd {
             if let Err(error) = received {
                 tracing::debug!(%error, "one direction of a carried connection has ended early");
                 inward.raise(error);
+            } else if !inward_ended.load(Ordering::Acquire) {
+                inward.raise("the channel has ended, and not what it carried");
             }
             ended();
         })?;

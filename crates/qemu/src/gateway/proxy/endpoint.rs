@@ -71,6 +71,8 @@ struct Arrivals {
     /// Multifd channels whose main channel has not asked for them yet.
     multifd: HashMap<u64, Multifd>,
     stopped: bool,
+    /// After the stop: everything that had connected before is accepted.
+    queue_is_empty: bool,
     abandoned: bool,
 }
 
@@ -89,12 +91,21 @@ pub(super) struct Accepted {
     stream: UnixStream,
 }
 
+impl Accepted {
+    /// By which the endpoint knows the connection.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+}
+
 impl Endpoint {
     /// Listens on `path`, in place of a socket that a killed process has left there.
     pub(super) fn listen(name: &str, path: &Path, expected: Expected) -> Result<Self, GatewayError> {
         let failed =
             |error: &dyn std::fmt::Display| GatewayError(format!("cannot listen on {}: {error}", path.display()));
         let (listener, file) = unix::listen(path).map_err(|error| failed(&error))?;
+        // Only one thread accepts, and it waits by poll.
+        listener.set_nonblocking(true).map_err(|error| failed(&error))?;
         Ok(Self {
             name: name.to_owned(),
             expected,
@@ -118,7 +129,7 @@ impl Endpoint {
         let mut arrivals = self.arrivals();
         if !arrivals.stopped {
             arrivals.stopped = true;
-            // Linux takes the socket out of the listening state, which wakes the thread that waits for connections.
+            // No process can connect any more, and the thread that waits for connections is woken.
             let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
             self.file.remove();
         }
@@ -139,14 +150,12 @@ impl Endpoint {
             let _ = poll(&mut descriptors, None);
             // Locked from here on, so that a connection is either in the kernel's queue or registered.
             let mut arrivals = self.arrivals();
-            if arrivals.stopped {
-                return None;
-            }
-            if !is_readable(&self.listener) {
-                continue;
-            }
             match self.listener.accept() {
                 Ok((stream, _)) => {
+                    if let Err(error) = stream.set_nonblocking(false) {
+                        tracing::warn!(%error, "a connection cannot be used");
+                        continue;
+                    }
                     let number = arrivals.next;
                     arrivals.next += 1;
                     let process = peer_process(&stream);
@@ -154,7 +163,13 @@ impl Endpoint {
                     self.changed.notify_all();
                     return Some(Accepted { number, process, stream });
                 }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // Those that had connected before the endpoint was stopped have been accepted (unix(7) keeps them).
+                Err(_) if arrivals.stopped => {
+                    arrivals.queue_is_empty = true;
+                    self.changed.notify_all();
+                    return None;
+                }
+                Err(error) if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
                     drop(arrivals);
@@ -165,8 +180,8 @@ impl Endpoint {
     }
 
     /// A connection is not dealt with: no main channel is to wait for what it says.
-    pub(super) fn forget(&self, accepted: &Accepted) {
-        self.arrivals().silent.remove(&accepted.number);
+    pub(super) fn forget(&self, number: u64) {
+        self.arrivals().silent.remove(&number);
         self.changed.notify_all();
     }
 
@@ -208,13 +223,17 @@ impl Endpoint {
         }
     }
 
-    /// The multifd channels of `process`, whose main channel has been read to the end of the RAM setup section.
+    /// The multifd channels of `process`, whose main channel has been read to the end of the RAM setup section; [`matching`] says whether
+    /// they are those of one migration.
+    ///
+    /// # Errors
+    /// A connection of the process does not say what it is.
     pub(super) fn take_multifd(&self, process: PeerProcess) -> Result<Vec<(UnixStream, MultifdInit)>, String> {
         let deadline = Instant::now() + HANDSHAKE_TIME;
         let mut arrivals = self.arrivals();
         // All of them are connected. The kernel's queue is empty only once they have been accepted, too.
         while !arrivals.abandoned
-            && (!arrivals.stopped && is_readable(&self.listener)
+            && (!arrivals.queue_is_empty && is_readable(&self.listener)
                 || arrivals.silent.values().any(|silent| *silent == process))
         {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -225,25 +244,12 @@ impl Endpoint {
         }
         let numbers: Vec<_> =
             arrivals.multifd.iter().filter(|(_, found)| found.process == process).map(|(number, _)| *number).collect();
-        let mut channels: Vec<(UnixStream, MultifdInit)> = Vec::new();
-        for found in numbers.iter().filter_map(|number| arrivals.multifd.remove(number)) {
-            // Left by an attempt of the same QEMU that failed.
-            if is_hung_up(&found.stream) {
-                continue;
-            }
-            if channels.iter().any(|(_, known)| known.id == found.init.id) {
-                return Err("two multifd channels with the same number".into());
-            }
-            channels.push((found.stream, found.init));
-        }
+        let found = numbers.iter().filter_map(|number| arrivals.multifd.remove(number));
+        // Others were left by an attempt of the same QEMU that failed.
+        let channels =
+            found.filter(|found| !is_hung_up(&found.stream)).map(|found| (found.stream, found.init)).collect();
         self.changed.notify_all();
-        let most = usize::from(MAX_RAM_CHANNELS);
-        match channels.len() {
-            count if count > most => {
-                Err(format!("{count} multifd channels are more than the {most} that can be carried"))
-            }
-            _ => Ok(channels),
-        }
+        Ok(channels)
     }
 }
 
@@ -251,6 +257,27 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+/// Whether these are the multifd channels of one migration that can be carried.
+///
+/// # Errors
+/// They are too many, or of several migrations.
+pub(super) fn matching(channels: &[(UnixStream, MultifdInit)]) -> Result<(), String> {
+    let most = usize::from(MAX_RAM_CHANNELS);
+    if channels.len() > most {
+        return Err(format!("{} multifd channels are more than the {most} that can be carried", channels.len()));
+    }
+    for (position, (_, init)) in channels.iter().enumerate() {
+        let before = &channels[..position];
+        if before.iter().any(|(_, earlier)| earlier.id == init.id) {
+            return Err("two multifd channels with the same number".into());
+        }
+        if before.iter().any(|(_, earlier)| earlier.uuid != init.uuid) {
+            return Err("multifd channels of several guests: give each a socket of its own (--unix NAME=PATH)".into());
+        }
+    }
+    Ok(())
 }
 
 fn read_init(stream: &UnixStream) -> Result<MultifdInit, String> {

@@ -14,6 +14,7 @@ use sterna_wire::text::cleaned;
 
 use super::receive::Event;
 use crate::gateway::GatewayError;
+use crate::gateway::backlog::Backlog;
 use crate::gateway::feeder::FeederNews;
 use crate::stream::{ReturnMessage, ReturnPathReader};
 
@@ -32,6 +33,8 @@ pub(super) struct Migration<'a> {
     pub(super) link: &'a ControlLink,
     pub(super) events_in: Sender<Event>,
     stage: Stage,
+    /// Of the return path's messages.
+    backlog: Backlog,
 }
 
 /// How far the migration has come, as far as it bounds the wait for what comes next.
@@ -51,7 +54,7 @@ impl<'a> Migration<'a> {
         link: &'a ControlLink,
         events_in: Sender<Event>,
     ) -> Self {
-        Self { abort, doorman, link, events_in, stage: Stage::Carried }
+        Self { abort, doorman, link, events_in, stage: Stage::Carried, backlog: Backlog::default() }
     }
 
     /// Carries it to its end; all its connections are closed then.
@@ -107,12 +110,16 @@ impl<'a> Migration<'a> {
             }
             Event::Feeder(FeederNews::RamPlaced) => {}
             Event::Feeder(FeederNews::Ended) => self.stage = Stage::EndedSince(Instant::now()),
-            Event::ReturnPath(message) => self.send(&ControlMessage::ReturnPath(message.into())),
+            Event::ReturnPath(message) => {
+                self.send(&ControlMessage::ReturnPath(message.into()));
+                self.backlog.handled();
+            }
             Event::ClosedWithoutShut => {
                 if matches!(self.stage, Stage::Carried) {
                     self.stage = Stage::ClosedSince(Instant::now());
                 }
             }
+            Event::Broken if self.abort.was_lost() && matches!(self.stage, Stage::EndedSince(_)) => return Ok(true),
             Event::Broken => {
                 if let Some(reason) = self.abort.reason() {
                     return Err(GatewayError(reason));
@@ -132,14 +139,14 @@ impl<'a> Migration<'a> {
     }
 
     fn relay_return_path(&self, mut reader: ReturnPathReader<UnixStream>) -> Result<(), GatewayError> {
-        let events = self.events_in.clone();
+        let (events, backlog) = (self.events_in.clone(), self.backlog.entry());
         let relay = move || {
             let mut shut = false;
             loop {
                 match reader.next_message() {
                     Ok(Some(message)) => {
                         shut |= matches!(message, ReturnMessage::Shut(_));
-                        if events.send(Event::ReturnPath(message)).is_err() {
+                        if !backlog.wait() || events.send(Event::ReturnPath(message)).is_err() {
                             return;
                         }
                     }

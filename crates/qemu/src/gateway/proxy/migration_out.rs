@@ -5,13 +5,14 @@
 //! (read up to the end of the RAM setup section; refused things are found here, before anything is dialled)
 //! ```
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlEvent, ControlLink};
@@ -24,7 +25,7 @@ use sterna::window::Window;
 use sterna_wire::control::{ControlMessage, RelayContent};
 use sterna_wire::text::cleaned;
 
-use super::endpoint::{Endpoint, PeerProcess};
+use super::endpoint::{Endpoint, PeerProcess, matching};
 use super::report::{ProxyReport, ProxySide};
 use super::send::{Event, Proxy};
 use super::under_way::Carried;
@@ -110,13 +111,18 @@ fn run(
     let mut reader = MainReader::new(main);
     let mut connections = QemuConnections { main: return_path.try_clone().map_err(failed)?, multifd: Vec::new() };
     let start = read_start(&mut reader);
-    // Also those of a migration that is refused, so that they wait for nothing.
-    let multifd = endpoint.take_multifd(process);
-    for (stream, _) in multifd.iter().flatten() {
-        connections.multifd.push(stream.try_clone().map_err(failed)?);
+    // Also those of a migration that is refused, so that they end in order and wait for nothing.
+    let arrived = endpoint.take_multifd(process);
+    let fits = arrived.as_deref().map_err(Clone::clone).and_then(matching);
+    let mut multifd = Vec::new();
+    for (stream, init) in arrived.unwrap_or_default() {
+        multifd.push((stream.try_clone(), init));
+        connections.multifd.push(stream);
     }
     let mut start = start.map_err(|error| refused(&error))?;
-    let multifd = multifd.map_err(|reason| refused(&reason))?;
+    fits.map_err(|reason| refused(&reason))?;
+    let multifd: Vec<(UnixStream, MultifdInit)> =
+        multifd.into_iter().map(|(stream, init)| Ok((stream?, init))).collect::<io::Result<_>>().map_err(failed)?;
     start.multifd_channels = multifd.len() as u8;
     start.uuid = multifd.first().map_or([0; 16], |(_, init)| init.uuid);
     start.ram_channels = if multifd.is_empty() { proxy.options.channels } else { multifd.len() as u16 };
@@ -135,7 +141,8 @@ fn run(
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
     abort.on_end(move || drop(broken.send(Event::Broken)));
-    let mut migration = Migration { abort, link, return_path, events_in, plane: None, shut: None };
+    let return_path_opened = start.opens_return_path();
+    let mut migration = Migration { abort, link, return_path, events_in, plane: None, return_path_opened, shut: None };
     let begun = migration.begin(proxy, &session, cancel, (reader, start), multifd);
     let result = begun.and_then(|()| {
         loop {
@@ -175,13 +182,22 @@ impl Drop for QemuConnections {
         let _ = self.main.shutdown(Shutdown::Both);
         let deadline = Instant::now() + QEMU_TIME;
         let mut nowhere = vec![0; 256 << 10];
-        for mut stream in &self.multifd {
-            // What is over or late ends with an error, and there is nothing more to be done for it.
-            while let left = deadline.saturating_duration_since(Instant::now())
-                && !left.is_zero()
-                && stream.set_read_timeout(Some(left)).is_ok()
-                && stream.read(&mut nowhere).is_ok_and(|length| length > 0)
-            {}
+        // All at once: QEMU may wait for any of them before it notices.
+        while !self.multifd.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            let mut descriptors: Vec<_> =
+                self.multifd.iter().map(|stream| PollFd::new(stream, PollFlags::IN)).collect();
+            match poll(&mut descriptors, Some(&timeout)) {
+                Ok(0) => return,
+                Err(error) if error != rustix::io::Errno::INTR => return,
+                _ => {}
+            }
+            let ready: Vec<bool> = descriptors.iter().map(|descriptor| !descriptor.revents().is_empty()).collect();
+            let mut ready = ready.into_iter();
+            self.multifd.retain(|mut stream| {
+                !ready.next().unwrap_or(false) || stream.read(&mut nowhere).is_ok_and(|length| length > 0)
+            });
         }
     }
 }
@@ -192,7 +208,9 @@ struct Migration {
     return_path: UnixStream,
     events_in: Sender<Event>,
     plane: Option<Plane>,
-    /// The destination QEMU's word at the end of loading; 0: all is well.
+    /// QEMU has asked for a return path, and ends the migration only when the destination QEMU's answer has come by it.
+    return_path_opened: bool,
+    /// What the destination QEMU has answered at the end of loading; 0: all is well.
     shut: Option<u32>,
 }
 
@@ -245,6 +263,9 @@ impl Migration {
             Event::Stream(StreamNews::Ended) => self.await_delivery()?,
             Event::Delivered => {
                 return match self.shut {
+                    None if self.return_path_opened => {
+                        Err(GatewayError("the source QEMU ended the migration before it was complete".into()))
+                    }
                     Some(status) if status != 0 => {
                         Err(GatewayError("the destination QEMU could not load the guest (its log says why)".into()))
                     }

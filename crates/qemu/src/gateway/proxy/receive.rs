@@ -95,8 +95,11 @@ impl Proxy<'_> {
         });
         let cancelled = events_in.clone();
         let _cancelling = carried.cancel.on_cancel(move || drop(cancelled.send(Event::Cancelled)));
+        let close = closer.clone();
         let welcomed = say(&mut writer, &ControlMessage::Welcome(welcome));
         let link = welcomed.and_then(|()| ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1)));
+        // Also where a message waits for a source that reads nothing.
+        let _closing = carried.cancel.on_cancel(move || close.close());
         let link = match link {
             Ok(link) => link,
             Err(error) => return self.observer.note(&format!("{peer} was lost at once: {error}")),
@@ -218,7 +221,11 @@ impl Serving<'_> {
         let doorman = Arc::new(doorman);
         let _entered = self.proxy.sessions.enter(&doorman);
         doorman.open();
-        self.answer(None)?;
+        if let Err(error) = self.answer(None) {
+            abort.finish();
+            doorman.join();
+            return Err(error);
+        }
         Migration::new(abort, doorman, &self.link, events_in.clone()).carry(&self.events)
     }
 
@@ -245,7 +252,13 @@ impl Serving<'_> {
             }
             _ => Err(Box::new((connection, "a carried connection has no such channel".into()))),
         });
-        let doorman = Doorman::new(self.session.clone(), Box::new(NoPages), &abort, Some(door), Arc::clone(&self.tell));
+        let doorman = Doorman::new(
+            Session { channels: 0, ..self.session.clone() },
+            Box::new(NoPages),
+            &abort,
+            Some(door),
+            Arc::clone(&self.tell),
+        );
         let doorman = Arc::new(doorman);
         let _entered = self.proxy.sessions.enter(&doorman);
         doorman.open();

@@ -3,7 +3,7 @@
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::Scope;
+use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
 use sterna::cancel::Cancel;
@@ -99,9 +99,10 @@ impl<'a> Proxy<'a> {
     fn carry<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, endpoint: &'scope Endpoint, accepted: Accepted) {
         let Some(carried) = self.under_way.enter() else {
             self.observer.note("as many connections as can be are carried: one more was closed");
-            return endpoint.forget(&accepted);
+            return endpoint.forget(accepted.number());
         };
-        scope.spawn(move || match endpoint.classify(accepted, &carried.cancel) {
+        let number = accepted.number();
+        let serve = move || match endpoint.classify(accepted, &carried.cancel) {
             Ok(Some(Arrival::Main(main, process))) => {
                 let report = migration_out::carry(self, endpoint, main, process, &carried);
                 self.observer.note(&report.text());
@@ -115,7 +116,12 @@ impl<'a> Proxy<'a> {
             // Taken by its main channel.
             Ok(None) => {}
             Err(note) => self.observer.note(&note),
-        });
+        };
+        // The connection is closed with the closure.
+        if let Err(error) = Builder::new().name("carry".into()).spawn_scoped(scope, serve) {
+            endpoint.forget(number);
+            self.observer.note(&format!("no thread for a connection: {error}"));
+        }
     }
 
     /// Begins a session with the destination's proxy, which agrees to carry `content` for the socket with this name. Events of the
