@@ -336,7 +336,7 @@ mod tests {
         let path = directory.path().join("from.sock");
         let socket = listen(&path).unwrap();
 
-        let error = listen(&path).err().expect("it is in use").to_string();
+        let error = listen(&path).expect_err("it is in use").to_string();
 
         assert!(error.contains("from.sock") && error.contains("another process listens there"), "{error}");
         socket.listener.set_nonblocking(true).unwrap();
@@ -349,7 +349,7 @@ mod tests {
         let path = directory.path().join("from.sock");
         std::fs::write(&path, "precious").unwrap();
 
-        let error = listen(&path).err().expect("it is a file").to_string();
+        let error = listen(&path).expect_err("it is a file").to_string();
 
         assert!(error.contains("something else than a socket"), "{error}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
