@@ -132,7 +132,7 @@ fn case(pair: Pair, point: CrashPoint) -> Result<Side, String> {
         return Err("the source's QEMU still holds the guest that runs at the destination".into());
     }
     if let Some(record) = crashing.record(&migration.pair) {
-        let left = std::env::temp_dir().join(format!("sterna-{}-{}", record.migration, crashing.name()));
+        let left = std::env::temp_dir().join(format!("sterna-held-{}-{}", record.migration, crashing.name()));
         if left.exists() {
             return Err(format!("{} was left", left.display()));
         }

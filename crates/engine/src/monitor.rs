@@ -12,7 +12,7 @@ use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
 use crate::cpu_time::CpuTime;
-use crate::report::{Observer, Progress};
+use crate::report::{Observer, Progress, ReceiveProgress};
 use crate::vmm::{DestinationVmm, SourceVmm, VmmError};
 
 /// Makes a call and returns what a panic in it says, if there was one.
@@ -182,6 +182,18 @@ impl Observer for CaughtObserver<'_> {
     fn progress(&self, progress: &Progress) {
         if let Err(said) = caught(|| self.0.progress(progress)) {
             tracing::warn!(said, "the observer panicked in progress");
+        }
+    }
+
+    fn received(&self, progress: &ReceiveProgress) {
+        if let Err(said) = caught(|| self.0.received(progress)) {
+            tracing::warn!(said, "the observer panicked in received");
+        }
+    }
+
+    fn listening(&self, address: &str) {
+        if let Err(said) = caught(|| self.0.listening(address)) {
+            tracing::warn!(said, "the observer panicked in listening");
         }
     }
 

@@ -111,6 +111,8 @@ impl Redial {
         let tell = Arc::clone(&attempt.tell);
         let thread = Builder::new().name("redial".into());
         if let Err(error) = cpu_time::spawn(thread, move || attempt.make(pause)) {
+            // The driver dials again as soon as it hears that, so the pause is made here; a short one, since the driver waits for it.
+            std::thread::sleep(pause.min(DIAL_PAUSE));
             tell(PeerNews::Unreachable(format!("no thread to dial on: {error}")));
         }
     }

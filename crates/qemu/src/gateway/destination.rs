@@ -52,6 +52,11 @@ const CANCELLED: &str = "cancelled";
 const IDLE: Duration = Duration::from_millis(250);
 /// How long the source may stay connected after the outcome here: it needs the answers of this side no longer.
 pub(super) const LINGER: Duration = SILENCE_LIMIT;
+/// How long a source may take, from the start of the guest here, to hang up, or to come back where its connection was lost: until it notices
+/// the loss, and some attempts to dial.
+const RETURN_TIME: Duration = SILENCE_LIMIT.saturating_add(Duration::from_secs(12));
+/// What the end of a control channel is called that the source closed itself (`ControlLink`): not a loss.
+const CLOSED: &str = "the peer closed the control channel";
 
 /// What wakes the driver.
 #[derive(Debug)]
@@ -94,13 +99,21 @@ pub fn receive(
     let greeting = Greeting { mode: Mode::Owner, features, refusal: &|hello| guest.refusal(hello) };
     let waiting = Waiting::start(options.wait, cancel);
     let first = greeting.first(&incoming, &waiting.cancel, |reason| observer.note(&format!("refused: {reason}")));
-    let greeted = first.ok_or_else(|| match options.wait {
+    let nobody = || match options.wait {
         Some(wait) if !cancel.is_cancelled() => {
             let seconds = wait.as_secs_f64();
             GatewayError(format!("no source has begun a migration within {seconds} s (--wait); QEMU was not touched"))
         }
-        _ => GatewayError("cancelled before a source connected".into()),
-    })?;
+        _ => GatewayError("cancelled before a migration began; QEMU was not touched".into()),
+    };
+    let mut greeted = first.ok_or_else(nobody)?;
+    if waiting.cancel.is_cancelled() {
+        // The listener has ended with the wait: a source that is lost could not come back.
+        let error = nobody();
+        // The source may be gone; then nobody misses the answer.
+        let _ = say(&mut greeted.writer, &ControlMessage::Refused { reason: error.0.clone() });
+        return Err(error);
+    }
     drop(waiting);
     observer.note(&format!("migration {} from {}", greeted.session.id, greeted.peer));
     run_session(greeted, options, &address, qmp, incoming, cancel, observer)
@@ -246,6 +259,7 @@ fn run_session(
         return_path: None,
         end: None,
         hang_up_at: None,
+        lost: false,
         unwritten: None,
         waits: options.waits,
         until: options.waits.total.map(after),
@@ -285,8 +299,10 @@ struct Driver<'a> {
     placement: Vec<String>,
     return_path: Option<JoinHandle<()>>,
     end: Option<DestinationEnd>,
-    /// When a source that is still connected after the end is hung up on.
+    /// When a source that is still connected after the end is hung up on, and one that was lost is no longer waited for.
     hang_up_at: Option<Instant>,
+    /// Whether the source's last connection broke, and was not closed.
+    lost: bool,
     /// Why the record could not be written, where the last attempt failed.
     unwritten: Option<String>,
     waits: WaitLimits,
@@ -319,9 +335,7 @@ impl Driver<'_> {
             if !actions.is_empty() {
                 continue;
             }
-            // Once it has ended, the source is answered until it hangs up, or has had its time to.
-            let hang_up = self.hang_up_at.is_some_and(|at| Instant::now() >= at);
-            if self.end.is_some() && (hang_up || !self.peer.is_connected()) {
+            if self.is_over() {
                 return;
             }
             self.tell_progress();
@@ -340,6 +354,14 @@ impl Driver<'_> {
                 Err(RecvTimeoutError::Disconnected) => unreachable!("the driver itself holds a sender"),
             }
         }
+    }
+
+    /// Whether it has ended and the source has hung up, or has had its time to. A source that was lost may not have heard that the guest
+    /// runs here: it dials again, and is told.
+    fn is_over(&self) -> bool {
+        let Some(end) = &self.end else { return false };
+        let answers = self.peer.is_connected() || self.lost && *end == DestinationEnd::Running;
+        !answers || self.hang_up_at.is_some_and(|at| Instant::now() >= at)
     }
 
     fn tell_progress(&mut self) {
@@ -431,7 +453,8 @@ impl Driver<'_> {
                 if end == DestinationEnd::Running {
                     self.put_settings_back();
                 }
-                self.hang_up_at.get_or_insert_with(|| Instant::now() + LINGER);
+                let time = if end == DestinationEnd::Running { RETURN_TIME } else { LINGER };
+                self.hang_up_at.get_or_insert_with(|| Instant::now() + time);
                 self.end = Some(end);
                 None
             }
@@ -446,6 +469,7 @@ impl Driver<'_> {
             Event::Peer(news) => match self.peer.hear(news)? {
                 Heard::Said(message, _share) => self.heard(message),
                 Heard::Lost(reason) => {
+                    self.lost = reason != CLOSED;
                     if self.end.is_none() {
                         self.observer.note(&format!("the connection to the source is lost: {reason}"));
                         self.abort.raise(format_args!("the source was lost: {reason}"));
@@ -484,11 +508,15 @@ impl Driver<'_> {
             }
             Event::Broken => {
                 let reason = self.abort.reason()?;
-                self.tell_failure(&reason);
+                // A destination that stands prepared, or has ended, is not over because the channels are: the source would give it up.
+                if self.machine.may_give_up() {
+                    self.tell_failure(&reason);
+                }
                 Some(DestinationEvent::Failed { reason })
             }
             Event::Cancelled if self.end.is_some() => {
                 self.peer.hang_up();
+                self.hang_up_at = Some(Instant::now());
                 None
             }
             Event::Cancelled => {

@@ -196,11 +196,19 @@ pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration)
 }
 
 /// The source's QEMU after the destination has confirmed that the guest runs there: ends it, unless the record says that it
-/// is kept.
+/// is kept. One whose state says that somebody else has been at it is left alone.
 pub(super) fn end_source(qmp: &Qmp, record: &Record) -> SourceEvent {
-    // Somebody has started by hand what was given away: a contradiction, which no `quit` may hide.
-    if qmp.status().is_ok_and(|status| status == "running") {
-        return SourceEvent::Guest(SourceGuest::Running);
+    match qmp.status().as_deref() {
+        // Somebody has started by hand what was given away: a contradiction, which no `quit` may hide.
+        Ok("running") => return SourceEvent::Guest(SourceGuest::Running),
+        // A QEMU that says nothing is ended as well.
+        Ok("postmigrate") | Err(_) => {}
+        Ok(other) => {
+            let reason = format!(
+                "in the state {other}, in which no migration leaves it (somebody else has been at it), so that it was not ended"
+            );
+            return SourceEvent::Failed { reason };
+        }
     }
     match record.source_after {
         SourceAfter::Keep => SourceEvent::Guest(SourceGuest::Completed),
@@ -214,7 +222,10 @@ pub(super) fn end_source(qmp: &Qmp, record: &Record) -> SourceEvent {
 /// What somebody must know where the source's QEMU still lives after its guest has moved.
 pub(super) fn kept_warning(record: &Record, why: Option<&str>) -> String {
     let process = record.qemu.map_or(String::new(), |qemu| format!(" (process {})", qemu.pid));
-    let why = why.unwrap_or("as --source-after keep asked for");
+    let why = why.unwrap_or(match record.source_after {
+        SourceAfter::Keep => "as --source-after keep asked for",
+        SourceAfter::Quit => "although it was to be ended, which has failed",
+    });
     format!(
         "the source's QEMU{process} still holds a stopped copy of the guest, {why}: never resume it (`virsh resume`, QMP \
          `cont`), or the guest runs on both hosts and its disks are lost; end it (QMP `quit`, `virsh destroy`)"
@@ -323,7 +334,14 @@ fn holds_migration(qmp: &Qmp) -> bool {
 /// # Errors
 /// In words: it does not within 5 s.
 pub(super) fn wait_cleaned_up(qmp: &Qmp) -> Result<(), String> {
-    cleaned_up_within(qmp, CANCELLING_TIME)
+    if cleaned_up_within(qmp, CANCELLING_TIME) {
+        return Ok(());
+    }
+    Err(format!(
+        "QEMU {} holds on to a migration that broke off (`query-yank` names it) and can begin no other one: the guest runs on. If it \
+         still does after `migrate_cancel` and `yank` (QMP), {ONLY_ANEW}",
+        qmp.version()
+    ))
 }
 
 /// [`wait_cleaned_up`] after a migration of our own, whose sockets may be yanked for it.
@@ -331,26 +349,33 @@ pub(super) fn wait_cleaned_up(qmp: &Qmp) -> Result<(), String> {
 /// # Errors
 /// In words: it does not within 7 s.
 pub(super) fn clean_up(qmp: &Qmp) -> Result<(), String> {
-    cleaned_up_within(qmp, CANCELLING_TIME).or_else(|_| {
-        yank(qmp);
-        cleaned_up_within(qmp, YANK_TIME)
-    })
+    if cleaned_up_within(qmp, CANCELLING_TIME) {
+        return Ok(());
+    }
+    yank(qmp);
+    if cleaned_up_within(qmp, YANK_TIME) {
+        return Ok(());
+    }
+    Err(format!(
+        "QEMU {} holds on to a migration that broke off (`query-yank` names it; neither `migrate_cancel` nor `yank` has helped) and \
+         can begin no other one: the guest runs on, but {ONLY_ANEW}",
+        qmp.version()
+    ))
 }
 
-fn cleaned_up_within(qmp: &Qmp, time: Duration) -> Result<(), String> {
+/// What is left to do with a QEMU that never cleans up.
+const ONLY_ANEW: &str = "it can only be moved after it was shut down and started again in a new QEMU";
+
+/// Returns whether QEMU has cleaned up by then.
+fn cleaned_up_within(qmp: &Qmp, time: Duration) -> bool {
     let deadline = Instant::now() + time;
     while holds_migration(qmp) {
         if Instant::now() >= deadline {
-            return Err(format!(
-                "QEMU {} holds on to a migration that broke off (`query-yank` names it; neither `migrate_cancel` nor `yank` \
-                 helps) and can begin no other one: the guest runs on, but it can only be moved after it was shut down and \
-                 started again in a new QEMU",
-                qmp.version()
-            ));
+            return false;
         }
         std::thread::sleep(LOOK_PAUSE);
     }
-    Ok(())
+    true
 }
 
 /// The connections of an outgoing migration.

@@ -33,8 +33,9 @@ use super::{GatewayError, RecoverOptions, SocketDirectory, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
-/// Longest pause between attempts to reach the destination. An operator waits for both recoveries, and few of them run at a time.
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// Longest pause between attempts to reach the destination, of `send` too: a `recover` there that has settled the migration answers
+/// for [`TELL_TIME`] only. An operator waits for both recoveries, and few of them run at a time.
+pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// How long the destination is dialled: `recover` may have to be started there first.
 const DIAL_TIME: Duration = Duration::from_secs(60);
@@ -146,8 +147,9 @@ impl Common<'_> {
         match end {
             // A record without a QEMU is of a monitor that embeds the library, and decides itself.
             SourceEnd::Finished if !record.qmp.is_empty() => {
+                // Also one that an earlier run could not end. Of a QEMU that is not known, only that it was not ended counts.
                 let kept = self.source_left.is_some() || record.source_after == SourceAfter::Keep;
-                if kept && record.qemu.is_none_or(process::lives) {
+                if record.qemu.map_or(kept, process::lives) {
                     text += &format!("; WARNING: {}", qemu::kept_warning(record, self.source_left.as_deref()));
                 }
             }

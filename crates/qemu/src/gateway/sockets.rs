@@ -25,14 +25,16 @@ use crate::qmp::{Qmp, QmpError};
 
 /// The socket in a directory.
 const SOCKET: &str = "qemu.sock";
-/// What all names of such directories begin with.
-const PREFIX: &str = "sterna-";
+/// What all names of such directories begin with. Those of versions that did not lock their directories begin with `sterna-` and the
+/// migration's id: nobody can tell whether such a directory is in use, so it is never taken for one that was left.
+const PREFIX: &str = "sterna-held-";
 /// Longest path of a unix socket, bytes: `sun_path` of unix(7) without its end.
 const MAX_SOCKET_PATH: usize = 107;
 /// How long a QEMU that listens may leave a connection waiting.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
-/// How often a directory is made again that another sterna took for one that was left.
-const MAKE_ATTEMPTS: usize = 8;
+/// How often a directory is made again that another sterna took for one that was left, with a pause of 1 to 5 ms before each: 0.6 s in all,
+/// in which that sterna has removed it.
+const MAKE_ATTEMPTS: u64 = 200;
 
 /// Which of the two listens on the socket, and so has to be able to make it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -281,19 +283,29 @@ impl SocketDir {
     fn make(place: &SocketPlace, id: MigrationId, listens: Listens) -> io::Result<Self> {
         let around = place.directory.subdirectory(".")?;
         let name = name_of(id, listens);
-        for _ in 0..MAKE_ATTEMPTS {
+        let mut in_the_way = None;
+        for attempt in 0..MAKE_ATTEMPTS {
+            if attempt > 0 {
+                std::thread::sleep(Duration::from_millis(1 + attempt % 5));
+            }
             let directory = match around.make(&name) {
-                // Another sterna has found it before it was locked, and removed it.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                // Another sterna has found it before it was locked, and has removed it or is about to.
+                Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists) => {
+                    in_the_way = Some(error);
+                    continue;
+                }
                 made => made?,
             };
+            in_the_way = None;
             let is_in_place = || Some(around.identity_of(&name).ok()? == directory.identity().ok()?);
             if directory.try_lock()? && is_in_place().unwrap_or(false) {
                 let path = place.path.join(&name);
                 return Ok(Self { place: around, name, directory, path });
             }
         }
-        Err(io::Error::other("another process removes the directory whenever it has been made"))
+        Err(in_the_way.unwrap_or_else(|| {
+            io::Error::other("another process locks or removes the directory whenever it has been made")
+        }))
     }
 
     /// The path of the socket for QEMU.
@@ -542,12 +554,36 @@ mod tests {
             fs::write(path.join(SOCKET), "").unwrap();
         }
         fs::write(full.join("precious"), "").unwrap();
+        // One in use by a version that did not lock it.
+        let older = scratch.path().join(format!("sterna-{}-destination", id(4)));
+        fs::create_dir(&older).unwrap();
 
         place.remove_left();
 
-        assert!(!left.exists());
+        assert!(!left.exists() && older.exists());
         assert!(used.path_for_qemu().parent().unwrap().exists() && full.join("precious").exists());
         assert!(foreign.iter().all(|path| path.join(SOCKET).exists()));
+    }
+
+    #[test]
+    fn a_directory_is_made_although_others_remove_what_was_left_all_the_time() {
+        let scratch = tempfile::tempdir().unwrap();
+        let over = AtomicBool::new(false);
+        let failed = std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    let place = place(scratch.path(), None);
+                    while !over.load(Ordering::Relaxed) {
+                        place.remove_left();
+                    }
+                });
+            }
+            let place = place(scratch.path(), None);
+            let failed = (0..500).find_map(|_| SocketDir::for_qemu(&place, id(1)).err());
+            over.store(true, Ordering::Relaxed);
+            failed
+        });
+        assert!(failed.is_none(), "{failed:?}");
     }
 
     #[test]

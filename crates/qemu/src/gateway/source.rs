@@ -23,7 +23,8 @@ use sterna::record_file::RecordFile;
 use sterna::report::{Observer, Progress, Report};
 use sterna::send::{Compression, DeltaBlocks, SendContext, Sent};
 use sterna::session::{
-    self, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Redial, Session, SourceDriver, SourceLead, TellPeer, lead_source,
+    self, Backoff, DIAL_PAUSE, Heard, Offer, Peer, PeerNews, Redial, Session, SourceDriver, SourceLead, TellPeer,
+    lead_source,
 };
 use sterna::transport::Address;
 use sterna::window::Window;
@@ -38,6 +39,7 @@ use super::features::{FEATURES, WITH_DELTAS};
 use super::layout::Start;
 use super::plane::{Plane, WhenAborted};
 use super::qemu::{self, QemuEvent};
+use super::recovery::LONGEST_PAUSE;
 use super::sockets::{Listens, SocketDir, SocketPlace};
 use super::source_stream::{NormalPageRatio, StreamNews, read_start};
 use super::{GatewayError, SendOptions, fault};
@@ -169,7 +171,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         plan: Some(plan),
         restore: None,
         session,
-        redial: Redial::new(DIAL_PAUSE),
+        redial: Redial::with(Backoff::new(DIAL_PAUSE).up_to(LONGEST_PAUSE)),
         window,
         events_in,
         tell_peer,
