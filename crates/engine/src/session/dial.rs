@@ -69,10 +69,12 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
         machine: offer.machine.clone(),
     };
     let lost = |error| SessionError(format!("{} was lost during the handshake: {error}", offer.to));
-    say(&mut writer, &ControlMessage::Hello(Box::new(hello))).map_err(lost)?;
+    let said = say(&mut writer, &ControlMessage::Hello(Box::new(hello)));
     // The destination asks its monitor before it answers: that may take longer than a bare handshake.
     let mut messages = ControlReader::default();
-    let welcome: Welcome = match hear(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME).map_err(lost)? {
+    let heard = hear(&mut reader, &mut messages, Instant::now() + 2 * HANDSHAKE_TIME);
+    // A destination that refuses and closes the connection before the offer came is still heard.
+    let welcome: Welcome = match heard.map_err(|unheard| lost(said.err().unwrap_or(unheard)))? {
         ControlMessage::Welcome(welcome) => welcome,
         ControlMessage::Refused { reason } | ControlMessage::Failed { reason } => {
             return Err(SessionError(format!("{} refuses: {}", offer.to, sterna_wire::text::cleaned(&reason))));
