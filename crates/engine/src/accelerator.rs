@@ -19,7 +19,8 @@ const LEAVING: Duration = Duration::from_secs(2);
 pub struct Accelerator {
     offload: Arc<Offload>,
     ram: GuestRam,
-    regions: Arc<[Arc<Region>]>,
+    /// By block; none of those that lie in another process.
+    regions: Arc<[Option<Arc<Region>>]>,
     /// As offload knows it.
     guest: Arc<Guest>,
     hearsay: Arc<Hearsay>,
@@ -122,7 +123,8 @@ impl Accelerator {
     /// A channel of this guest's, with its memory on the node that most of the guest's is on.
     pub(crate) fn channel(&self) -> Channel {
         let channel = self.offload.channel_for(&self.guest);
-        let largest = self.regions.iter().filter(|region| region.node().is_some()).max_by_key(|region| region.bytes());
+        let largest =
+            self.regions.iter().flatten().filter(|region| region.node().is_some()).max_by_key(|region| region.bytes());
         match largest.and_then(|region| region.node()) {
             Some(node) => channel.near(node),
             None => channel,
@@ -144,9 +146,9 @@ impl Accelerator {
         &self.ram
     }
 
-    /// Its blocks, by number.
-    pub(crate) fn regions(&self) -> &[Arc<Region>] {
-        &self.regions
+    /// A block, by its number, unless it lies in another process.
+    pub(crate) fn region(&self, block: u16) -> Option<&Arc<Region>> {
+        self.regions[usize::from(block)].as_ref()
     }
 
     /// Takes no new work on this RAM, and waits a little for what is under way.
@@ -158,7 +160,8 @@ impl Accelerator {
     }
 
     fn retire_by(&self, deadline: Nanos) -> Result<(), RegionBusy> {
-        self.offload.retire(&self.regions, deadline)
+        let regions: Vec<_> = self.regions.iter().flatten().cloned().collect();
+        self.offload.retire(&regions, deadline)
     }
 }
 
@@ -193,9 +196,9 @@ pub(crate) mod tests {
         GuestRam::new(contents.iter().enumerate().map(block).collect()).unwrap()
     }
 
-    fn look_at(accelerator: &Accelerator, channel: &Channel, block: usize) -> Result<(), (Reason, Batch)> {
+    fn look_at(accelerator: &Accelerator, channel: &Channel, block: u16) -> Result<(), (Reason, Batch)> {
         let mut batch = channel.batch(Operation::ZeroMap);
-        batch.push(&accelerator.regions()[block].range(0, PAGE_SIZE).unwrap()).unwrap();
+        batch.push(&accelerator.region(block).unwrap().range(0, PAGE_SIZE).unwrap()).unwrap();
         channel.submit(batch).map(sterna_offload::Ticket::into_id).map(drop)
     }
 

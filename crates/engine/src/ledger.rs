@@ -5,11 +5,33 @@
 
 use std::path::Path;
 
-use sterna_wire::switchover::{RECORD_VERSION, Record, RecordState, SourceAfter};
+use sterna_wire::control::Mode;
+use sterna_wire::switchover::{ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter};
 
 use crate::process;
 use crate::record_file::{RecordFile, RecordFileError, now_ms};
 use crate::session::Session;
+
+/// What a record says of a monitor that is not this process, so that `sterna recover` finds it.
+#[derive(Clone, Debug)]
+pub struct MonitorRecord {
+    /// How it is driven.
+    pub mode: Mode,
+    /// Its QMP socket; empty where it has none.
+    pub qmp: String,
+    /// Its process.
+    pub process: Option<ProcessIdentity>,
+    /// What becomes of the source's when its guest runs at the destination.
+    pub source_after: SourceAfter,
+}
+
+impl Default for MonitorRecord {
+    /// A monitor that embeds the library: this process.
+    fn default() -> Self {
+        let process = process::identity(std::process::id());
+        Self { mode: Mode::Embedded, qmp: String::new(), process, source_after: SourceAfter::Keep }
+    }
+}
 
 /// One side's record.
 #[derive(Debug)]
@@ -25,6 +47,7 @@ impl Ledger {
         session: &Session,
         state: RecordState,
         peer: String,
+        monitor: &MonitorRecord,
     ) -> Result<Self, RecordFileError> {
         let Some(dir) = dir else { return Ok(Self::Memory) };
         let record = Record {
@@ -33,11 +56,13 @@ impl Ledger {
             state,
             fenced_peer: false,
             peer,
-            qmp: String::new(),
-            qemu: process::identity(std::process::id()),
+            mode: monitor.mode,
+            qmp: monitor.qmp.clone(),
+            qemu: monitor.process,
             settings_before: None,
             completion_permitted: false,
-            source_after: SourceAfter::Keep,
+            pausing: false,
+            source_after: monitor.source_after,
             key: session.key.clone(),
             pid: std::process::id(),
             created_ms: now_ms(),
@@ -52,5 +77,16 @@ impl Ledger {
             Self::Memory => Ok(()),
             Self::Disk(file) => file.write(state),
         }
+    }
+
+    /// Writes to the record of a source that its guest is about to be stopped.
+    pub(crate) fn note_pausing(&mut self) -> Result<(), RecordFileError> {
+        let Self::Disk(file) = self else { return Ok(()) };
+        if file.record().pausing {
+            return Ok(());
+        }
+        file.amend(|record| record.pausing = true);
+        let state = file.record().state;
+        file.write(state)
     }
 }

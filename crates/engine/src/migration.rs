@@ -193,6 +193,13 @@ pub(crate) fn difference(source: &[Block], destination: &[Block]) -> Option<Stri
     )
 }
 
+/// As [`difference`], where the sides may back their RAM by pages of different sizes.
+pub(crate) fn size_difference(source: &[Block], destination: &GuestRam) -> Option<String> {
+    let mut ours = machine(String::new(), destination, 0).blocks;
+    ours.iter_mut().zip(source).for_each(|(ours, theirs)| ours.page_size = theirs.page_size);
+    difference(source, &ours)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

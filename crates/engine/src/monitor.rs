@@ -10,10 +10,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
+use sterna_wire::switchover::{Moment, Step};
 
 use crate::cpu_time::CpuTime;
 use crate::report::{Observer, Progress, ReceiveProgress};
-use crate::vmm::{DestinationVmm, SourceVmm, VmmError};
+use crate::vmm::{AfterMove, DestinationVmm, SourceVmm, VmmError};
 
 /// Makes a call and returns what a panic in it says, if there was one.
 fn caught<R>(call: impl FnOnce() -> R) -> Result<R, String> {
@@ -69,6 +70,27 @@ impl<'a> SourceMonitor<'a> {
         self.name.clone()
     }
 
+    pub(crate) fn machine_type(&mut self) -> Result<String, VmmError> {
+        self.monitor.call("machine_type", |vmm| vmm.machine_type())
+    }
+
+    pub(crate) fn settle_io(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("settle_io", |vmm| vmm.settle_io())?
+    }
+
+    pub(crate) fn has_ended(&mut self) -> bool {
+        // One that panics has not said so.
+        self.monitor.call("has_ended", |vmm| vmm.has_ended()).unwrap_or(false)
+    }
+
+    pub(crate) fn stays(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("stays", |vmm| vmm.stays())
+    }
+
+    pub(crate) fn moved(&mut self) -> Result<AfterMove, VmmError> {
+        self.monitor.call("moved", |vmm| vmm.moved())?
+    }
+
     pub(crate) fn pause(&mut self) -> Result<(), VmmError> {
         self.monitor.call("pause", |vmm| vmm.pause())?
     }
@@ -115,6 +137,19 @@ impl<'a> DestinationMonitor<'a> {
 
     pub(crate) fn name(&self) -> String {
         self.name.clone()
+    }
+
+    pub(crate) fn has_ended(&mut self) -> bool {
+        // One that panics has not said so.
+        self.monitor.call("has_ended", |vmm| vmm.has_ended()).unwrap_or(false)
+    }
+
+    pub(crate) fn arrived(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("arrived", |vmm| vmm.arrived())
+    }
+
+    pub(crate) fn discard(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("discard", |vmm| vmm.discard())?
     }
 
     pub(crate) fn load_ahead(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
@@ -188,6 +223,12 @@ impl Observer for CaughtObserver<'_> {
     fn received(&self, progress: &ReceiveProgress) {
         if let Err(said) = caught(|| self.0.received(progress)) {
             tracing::warn!(said, "the observer panicked in received");
+        }
+    }
+
+    fn step(&self, moment: Moment, step: Step) {
+        if let Err(said) = caught(|| self.0.step(moment, step)) {
+            tracing::warn!(said, "the observer panicked in step");
         }
     }
 

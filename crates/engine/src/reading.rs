@@ -1,7 +1,7 @@
 //! Guest RAM read into a batch: once per page, with the zero test and the checksum in the same pass.
 
 use sterna_memory::PAGE_SIZE;
-use sterna_memory::ram::{GuestRam, RamBlock};
+use sterna_memory::ram::{GuestRam, RamBlock, RamError};
 use sterna_memory::snapshot::Snapshot;
 
 use sterna_wire::limits::MAX_RUNS;
@@ -38,6 +38,7 @@ impl Reading {
     pub(crate) fn begin(&mut self, block: u16) {
         self.batch.clear();
         self.batch.block = block;
+        self.in_place = None;
     }
 
     /// As [`Reading::read`], but says only which pages are zero: the others will be sent from where they lie.
@@ -86,7 +87,10 @@ impl Reading {
 
     /// Reads the normal ones of `runs`, at most a packet's worth of pages that [`Reading::takes`], from `ram`, which the guest
     /// may be writing. The others are zero.
-    pub(crate) fn read(&mut self, ram: &GuestRam, runs: &[Run]) {
+    ///
+    /// # Errors
+    /// RAM that lies in another process cannot be read.
+    pub(crate) fn read(&mut self, ram: &GuestRam, runs: &[Run]) -> Result<(), RamError> {
         let block = &ram.blocks()[usize::from(self.batch.block)];
         debug_assert!(self.batch.content().is_empty() && self.in_place.is_none());
         let mut snapshot = Snapshot::new(self.batch.spare_mut(), &mut self.zero_map);
@@ -94,7 +98,7 @@ impl Reading {
             snapshot = snapshot.unchecked();
         }
         for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
-            block.read(run.first..run.end(), &mut snapshot);
+            block.read(run.first..run.end(), &mut snapshot)?;
         }
         let result = snapshot.finish();
         let mut seen = 0;
@@ -117,5 +121,6 @@ impl Reading {
             self.batch.set_checksum(result.checksum);
         }
         self.batch.set_in_window(result.normal_bytes() as u64);
+        Ok(())
     }
 }

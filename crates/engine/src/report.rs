@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use sterna_wire::switchover::SourceAfter;
+use sterna_wire::switchover::{Moment, SourceAfter, Step};
 use sterna_wire::text::cleaned;
 
 use crate::device_state::{self, DevicePhase};
@@ -553,6 +553,10 @@ pub trait Observer: Send + Sync {
     fn listening(&self, address: &str) {
         self.note(&format!("listening on {address}"));
     }
+
+    /// Before and after each step of the switchover, on the thread that called `run`: for tests that stop or kill the process there.
+    /// Ignored unless overridden.
+    fn step(&self, _moment: Moment, _step: Step) {}
 }
 
 /// For who does not want to know.

@@ -9,13 +9,47 @@ use std::io::{Read, Write};
 /// Why the monitor could not do what it was asked, in its own words.
 pub type VmmError = Box<dyn std::error::Error + Send + Sync>;
 
+/// What has become of the source's monitor once its guest runs at the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AfterMove {
+    /// It is there, with a stopped copy of the guest that must never run again.
+    Kept,
+    /// It has ended.
+    Ended,
+    /// Its guest runs: somebody has started by hand what was given away.
+    RunsHere,
+}
+
 /// The monitor at the source.
 pub trait SourceVmm {
     /// Name and version, for logs and reports, for instance `microvm 1.0`.
     fn name(&self) -> String;
 
-    /// Stops the guest. When this returns, no vCPU runs, no device and no thread of the monitor writes guest RAM, and the
-    /// dirty log has, or will have when it is collected next, every page that was written before.
+    /// The type of the machine, which the destination's must be too; empty where there is only one, as it is unless overridden.
+    fn machine_type(&self) -> String {
+        String::new()
+    }
+
+    /// Waits until no input or output is under way that was begun before and writes guest RAM by other means than the CPU's page
+    /// tables: reads of disks into guest RAM (`O_DIRECT`, io_uring, AIO), and whatever else has pinned pages. The guest runs on and
+    /// may begin new ones.
+    ///
+    /// Called between each collecting of the dirty log and the reading of the pages that the log has named. A dirty log by write
+    /// protection sees a writer at the page fault of the page; a device that has pinned the page before the page was protected again
+    /// takes none. What such a device writes later is in no later answer of the log; so it must be there before the page is read.
+    /// Does nothing unless overridden, which is right where nothing writes guest RAM in this way, or where what does is handed to the
+    /// dirty log at its end.
+    ///
+    /// # Errors
+    /// The migration fails; the guest runs on.
+    fn settle_io(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    /// Stops the guest. When this returns, no vCPU runs, no device and no thread of the monitor writes guest RAM, no input or output
+    /// that writes guest RAM is under way, and the dirty log has, or will have when it is collected next, every page that was written
+    /// before. A monitor whose saving of devices writes guest RAM saves them here, and hands the bytes over in [`SourceVmm::save`]:
+    /// what is written after this has returned is not sent.
     ///
     /// # Errors
     /// The migration fails, and [`SourceVmm::resume`] is called in case the guest has stopped after all.
@@ -27,7 +61,7 @@ pub trait SourceVmm {
     /// The guest stands; the report says so.
     fn resume(&mut self) -> Result<(), VmmError>;
 
-    /// Writes the state of vCPUs and devices, everything but RAM. The guest is paused.
+    /// Writes the state of vCPUs and devices, everything but RAM. The guest is paused, and guest RAM is not written any more.
     ///
     /// # Errors
     /// The migration fails and the guest is resumed.
@@ -63,6 +97,25 @@ pub trait SourceVmm {
     fn post_copy_refusal(&self) -> Option<String> {
         None
     }
+
+    /// Whether the monitor has ended, and the guest with it. Asked where another method has failed. A monitor that embeds the library
+    /// has not.
+    fn has_ended(&mut self) -> bool {
+        false
+    }
+
+    /// The guest, which was moved for a part, runs on here: its network addresses are announced anew, for instance. Does nothing
+    /// unless overridden.
+    fn stays(&mut self) {}
+
+    /// The guest runs at the destination, which has confirmed it: the monitor is ended, or kept with a copy that must never run again.
+    /// Kept unless overridden.
+    ///
+    /// # Errors
+    /// The monitor could not be ended. The report warns of it.
+    fn moved(&mut self) -> Result<AfterMove, VmmError> {
+        Ok(AfterMove::Kept)
+    }
 }
 
 /// The monitor at the destination.
@@ -96,5 +149,22 @@ pub trait DestinationVmm {
     /// As [`SourceVmm::post_copy_refusal`], for this side's devices.
     fn post_copy_refusal(&self) -> Option<String> {
         None
+    }
+
+    /// Whether the monitor has ended, and the guest with it. Asked where another method has failed.
+    fn has_ended(&mut self) -> bool {
+        false
+    }
+
+    /// The guest runs here now: its network addresses are announced, for instance. Does nothing unless overridden.
+    fn arrived(&mut self) {}
+
+    /// What this side has of the guest is of no use, and must never run: a monitor that was made for it is ended. Does nothing unless
+    /// overridden.
+    ///
+    /// # Errors
+    /// The monitor could not be ended.
+    fn discard(&mut self) -> Result<(), VmmError> {
+        Ok(())
     }
 }

@@ -16,6 +16,7 @@ pub mod missing;
 pub mod node;
 mod pagemap_scan;
 pub mod place;
+mod process_memory;
 pub mod ram;
 pub mod raw;
 pub mod received;

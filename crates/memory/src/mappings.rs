@@ -1,4 +1,4 @@
-//! What is mapped where in this process, as the kernel lists it: the judge of what a caller says about guest RAM.
+//! What is mapped where in a process, as the kernel lists it: the judge of what a caller says about guest RAM.
 //!
 //! A wrong word about the backing of a RAM block is silent and costs memory: of a private file mapping that is called shared,
 //! the pages that were written lie beside the file, so whoever asks the file for its data never sees them.
@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::ops::Range;
 
-/// A line of `/proc/self/maps` (proc_pid_maps(5)): `start-end rwxp offset major:minor inode path`.
+/// A line of `/proc/PID/maps` (proc_pid_maps(5)): `start-end rwxp offset major:minor inode path`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mapping<'a> {
     pub(crate) start: usize,
@@ -59,14 +59,18 @@ impl<'a> Mapping<'a> {
     }
 }
 
-/// All mappings of this process, at one moment.
+/// All mappings of a process, at one moment.
 #[derive(Debug)]
 pub(crate) struct Mappings(String);
 
 impl Mappings {
-    /// Those that there are now.
-    pub(crate) fn own() -> io::Result<Self> {
-        fs::read_to_string("/proc/self/maps").map(Self)
+    /// Those that there are now, of this process or of another one.
+    pub(crate) fn of(process: Option<i32>) -> io::Result<Self> {
+        match process {
+            None => fs::read_to_string("/proc/self/maps"),
+            Some(pid) => fs::read_to_string(format!("/proc/{pid}/maps")),
+        }
+        .map(Self)
     }
 
     /// Checks that all of `addresses` is mapped, and every mapping in that range as `is` wants it.

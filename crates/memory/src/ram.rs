@@ -1,4 +1,4 @@
-//! Guest RAM as a monitor that embeds the library has it: named blocks, mapped in this process.
+//! Guest RAM: named blocks, mapped in this process as a monitor that embeds the library has them, or lying in another one.
 //!
 //! A block is what the monitor says it is. Its kind of backing decides how memory that was never populated is found, how
 //! pages are given back, and what a page fault costs; its page size is that of the backing (4 KiB, 2 MiB, 1 GiB), while
@@ -23,8 +23,11 @@ use crate::copy::{store_raw, zero_raw};
 use crate::discard::{DiscardError, Discardable};
 use crate::holes::{HoleError, PageMap, file_data};
 use crate::mappings::{Mapping, Mappings};
+use crate::place::{Place, PlaceError, ProcessWrite, TargetProcess};
+use crate::process_memory::ProcessMemory;
+pub use crate::process_memory::ProcessReadError;
 use crate::raw::{KernelPart, RawPiece};
-use crate::scan::is_zero_raw;
+use crate::scan::{is_zero, is_zero_raw};
 use crate::snapshot::Snapshot;
 
 /// What is behind a block's mapping. [`GuestRam::new`] compares it with what is mapped.
@@ -91,6 +94,14 @@ pub enum RamError {
         /// What went wrong.
         source: HoleError,
     },
+    /// Memory of another process could not be read.
+    #[error("RAM block {name} cannot be read: {source}")]
+    Read {
+        /// The block.
+        name: String,
+        /// What went wrong.
+        source: ProcessReadError,
+    },
     /// Memory for pages could not be had.
     #[error(
         "no memory for {bytes} bytes of RAM block {name} from offset {offset:#x} ({source}): the host, a memory limit \
@@ -108,11 +119,20 @@ pub enum RamError {
     },
 }
 
-/// A named, contiguous piece of guest RAM, mapped in this process.
+/// Where a block's memory lies.
+#[derive(Clone, Debug)]
+enum Home {
+    /// Mapped in this process.
+    Here(NonNull<u8>),
+    /// In another process.
+    Process(ProcessMemory),
+}
+
+/// A named, contiguous piece of guest RAM.
 #[derive(Clone)]
 pub struct RamBlock {
     name: String,
-    start: NonNull<u8>,
+    home: Home,
     bytes: usize,
     page_size: usize,
     backing: Backing,
@@ -123,8 +143,10 @@ pub struct RamBlock {
 impl Debug for RamBlock {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         let Self { name, page_size, backing, .. } = self;
-        let addresses = self.addresses();
-        write!(f, "RamBlock({name:?} at {addresses:#x?}, pages of {page_size} bytes, {backing:?})")
+        let (addresses, process) = (self.addresses(), self.process().map(|process| process.pid()));
+        write!(f, "RamBlock({name:?} at {addresses:#x?}, ")?;
+        process.map_or(Ok(()), |pid| write!(f, "process {pid}, "))?;
+        write!(f, "pages of {page_size} bytes, {backing:?})")
     }
 }
 
@@ -143,7 +165,24 @@ impl RamBlock {
     /// Rust reference to it exists meanwhile, except to atomics. At a destination nobody else has access to it
     /// before the guest's state is loaded.
     pub unsafe fn new(name: impl Into<String>, start: NonNull<u8>, bytes: usize, backing: Backing) -> Self {
-        Self { name: name.into(), start, bytes, page_size: PAGE_SIZE, backing, _owner: None }
+        Self { name: name.into(), home: Home::Here(start), bytes, page_size: PAGE_SIZE, backing, _owner: None }
+    }
+
+    /// `bytes` bytes of guest RAM at `address` of another process, which the kernel reads and writes for this one (ptrace access
+    /// to the process is needed). Shared memory is better mapped here ([`RamBlock::new`]): then accelerators reach it, and nothing
+    /// is copied twice.
+    ///
+    /// Such a block has no pages that this process could give back or wait for, so neither post-copy nor sending from where
+    /// pages lie is possible with it.
+    pub fn in_process(
+        name: impl Into<String>,
+        process: &Arc<TargetProcess>,
+        address: usize,
+        bytes: usize,
+        backing: Backing,
+    ) -> Self {
+        let home = Home::Process(ProcessMemory::new(Arc::clone(process), address, bytes));
+        Self { name: name.into(), home, bytes, page_size: PAGE_SIZE, backing, _owner: None }
     }
 
     /// The same block, backed by huge pages of `bytes` each (hugetlb; transparent huge pages are not meant).
@@ -164,15 +203,39 @@ impl RamBlock {
         &self.name
     }
 
-    /// Where it is mapped.
-    pub fn start(&self) -> NonNull<u8> {
-        self.start
+    /// Where it is mapped in this process, if it is.
+    pub fn start(&self) -> Option<NonNull<u8>> {
+        match &self.home {
+            Home::Here(start) => Some(*start),
+            Home::Process(_) => None,
+        }
     }
 
-    /// Its addresses.
+    /// The process that it lies in, if that is another one.
+    pub fn process(&self) -> Option<&Arc<TargetProcess>> {
+        match &self.home {
+            Home::Here(_) => None,
+            Home::Process(memory) => Some(memory.process()),
+        }
+    }
+
+    /// Its addresses, in the process that it lies in.
     pub fn addresses(&self) -> Range<usize> {
-        let start = self.start.as_ptr().addr();
-        start..start + self.bytes
+        match &self.home {
+            Home::Here(start) => start.as_ptr().addr()..start.as_ptr().addr() + self.bytes,
+            Home::Process(memory) => memory.addresses(),
+        }
+    }
+
+    /// The block as something that the kernel writes for this process; none where this process has it mapped.
+    ///
+    /// # Errors
+    /// The process has ended, or its memory may not be accessed.
+    pub fn process_write(&self) -> Result<Option<ProcessWrite>, PlaceError> {
+        match &self.home {
+            Home::Here(_) => Ok(None),
+            Home::Process(memory) => memory.writer().map(Some),
+        }
     }
 
     /// Its length in bytes.
@@ -231,7 +294,7 @@ impl RamBlock {
 
     /// Checks that the block is whole pages of its backing, and that transparent or hugetlb pages are a power of two.
     pub fn check(&self) -> Result<(), RamError> {
-        let (start, page_size) = (self.start.as_ptr().addr(), self.page_size);
+        let (start, page_size) = (self.addresses().start, self.page_size);
         let whole = page_size.is_power_of_two()
             && page_size >= PAGE_SIZE
             && start.is_multiple_of(page_size)
@@ -242,12 +305,12 @@ impl RamBlock {
     }
 
     /// Calls `run` with the runs of pages that may hold anything but zeros: those that were ever populated, in rising
-    /// order. `map` is the page map of this process.
+    /// order. `map` is the page map of the process that the block lies in.
     ///
     /// The answer is of the moment it is taken: dirty tracking must be on before.
     pub fn populated(&self, map: &mut PageMap, mut run: impl FnMut(Range<u64>)) -> Result<(), RamError> {
         let failed = |source| RamError::Holes { name: self.name.clone(), source };
-        let first = self.start.as_ptr().addr();
+        let first = self.addresses().start;
         let page = |offset: u64| offset / PAGE_SIZE as u64;
         match &self.backing {
             Backing::Anonymous => map
@@ -272,20 +335,34 @@ impl RamBlock {
 
     /// Reads the pages of `run` into `snapshot`, once each.
     ///
+    /// # Errors
+    /// They lie in another process and cannot be read: that has ended, or has unmapped them.
+    ///
     /// # Panics
     /// When the pages are not in the block, or the snapshot has no room for them.
-    pub fn read(&self, run: Range<u64>, snapshot: &mut Snapshot<'_>) {
+    pub fn read(&self, run: Range<u64>, snapshot: &mut Snapshot<'_>) -> Result<(), RamError> {
         let pages = run.end - run.start;
-        let at = self.at(run.start, pages);
-        // SAFETY: the pages were checked to lie inside the block, which is readable by the contract of `new`; what the
-        // snapshot copies to is a buffer, and so not part of it.
-        unsafe { snapshot.read(at, pages as usize) };
+        self.check_run(run.start, pages);
+        match &self.home {
+            Home::Here(_) => {
+                let at = self.at(run.start, pages);
+                // SAFETY: the pages were checked to lie inside the block, which is readable by the contract of `new`; what the
+                // snapshot copies to is a buffer, and so not part of it.
+                unsafe { snapshot.read(at, pages as usize) };
+                Ok(())
+            }
+            Home::Process(memory) => {
+                let offset = run.start as usize * PAGE_SIZE;
+                let read = snapshot.fill(pages as usize, |buffer| memory.read(offset, buffer));
+                read.map_err(|source| RamError::Read { name: self.name.clone(), source })
+            }
+        }
     }
 
     /// The pages of `run` as a part of what is sent: for the kernel (sendmsg(2)), since the guest may be writing them.
     ///
     /// # Panics
-    /// When they are not in the block.
+    /// When they are not in the block, or it lies in another process.
     pub fn kernel_part(&self, run: Range<u64>) -> KernelPart<'_> {
         let (start, bytes) = self.place(run);
         // SAFETY: the pages were checked to lie inside the block, which is mapped by the contract of `new` as long as it lives.
@@ -295,7 +372,7 @@ impl RamBlock {
     /// The pages of `run`, to be filled.
     ///
     /// # Panics
-    /// When they are not in the block.
+    /// When they are not in the block, or it lies in another process.
     pub fn piece(&self, run: Range<u64>) -> RawPiece<'_> {
         let (start, bytes) = self.place(run);
         // SAFETY: as in `kernel_part`; and no reference to the block exists by the contract of `new`.
@@ -310,21 +387,25 @@ impl RamBlock {
 
     /// Copies the page `page`, which others may be writing.
     ///
+    /// # Errors
+    /// As [`RamBlock::read`].
+    ///
     /// # Panics
     /// When it is not in the block, or `copy` is no page long.
-    pub fn read_page(&self, page: u64, copy: &mut [u8]) {
+    pub fn read_page(&self, page: u64, copy: &mut [u8]) -> Result<(), RamError> {
         let mut zero = [0];
         let mut snapshot = Snapshot::new(copy, &mut zero).unchecked();
-        self.read(page..page + 1, &mut snapshot);
+        self.read(page..page + 1, &mut snapshot)?;
         if snapshot.finish().normal_bytes() == 0 {
             copy.fill(0);
         }
+        Ok(())
     }
 
     /// Copies `content` to the pages from `first` on.
     ///
     /// # Panics
-    /// When it does not fit the block.
+    /// When it does not fit the block, or that lies in another process.
     pub fn write(&self, first: u64, content: &[u8]) {
         let at = self.at(first, content.len().div_ceil(PAGE_SIZE) as u64);
         // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`; the source is
@@ -335,7 +416,7 @@ impl RamBlock {
     /// Makes `run` read as zeros, by writing them.
     ///
     /// # Panics
-    /// When it is not in the block.
+    /// When it is not in the block, or that lies in another process.
     pub fn zero(&self, run: Range<u64>) {
         let at = self.at(run.start, run.end - run.start);
         // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`.
@@ -345,18 +426,50 @@ impl RamBlock {
     /// Whether page `page` is zero. Faults it in if it was never populated.
     ///
     /// # Panics
-    /// When it is not in the block.
+    /// When it is not in the block, or that lies in another process.
     pub fn is_zero(&self, page: u64) -> bool {
         let at = self.at(page, 1);
         // SAFETY: the page was checked to lie inside the block, which is readable by the contract of `new`.
         unsafe { is_zero_raw(at, PAGE_SIZE) }
     }
 
-    /// The block as something whose pages can be given back to the system; none where its backing is of another kind.
+    /// Makes the pages of `run` read as zeros, by writing those that were populated and are not zero.
+    ///
+    /// # Errors
+    /// Which are populated cannot be found out, or they lie in another process that has ended.
+    ///
+    /// # Panics
+    /// When they are not in the block.
+    pub fn clear_written(&self, run: Range<u64>) -> Result<(), RamError> {
+        self.check_run(run.start, run.end - run.start);
+        let name = || self.name.clone();
+        let place = |source: PlaceError| RamError::Read { name: name(), source: source.into() };
+        let pid = self.process().map_or_else(std::process::id, |process| process.pid() as u32);
+        let mut map = PageMap::of_process(pid).map_err(|source| RamError::Holes { name: name(), source })?;
+        let mut written = Vec::new();
+        self.populated(&mut map, |part| written.push(part.start.max(run.start)..part.end.min(run.end)))?;
+        let process = self.process_write().map_err(place)?;
+        let mut content = [0; PAGE_SIZE];
+        for page in written.into_iter().flatten() {
+            self.read_page(page, &mut content)?;
+            match &process {
+                _ if is_zero(&content) => {}
+                Some(process) => process.zero(page * PAGE_SIZE as u64, PAGE_SIZE as u64).map_err(place)?,
+                None => self.zero(page..page + 1),
+            }
+        }
+        Ok(())
+    }
+
+    /// The block as something whose pages can be given back to the system; none where its backing is of another kind, or where
+    /// it lies in another process.
     ///
     /// # Errors
     /// The backing is not what it was said to be.
     pub fn discardable(&self) -> Result<Option<Discardable>, DiscardError> {
+        if self.process().is_some() {
+            return Ok(None);
+        }
         match &self.backing {
             Backing::Anonymous => {
                 // SAFETY: by the contract of `new` the mapping stays as it is, and nobody has a reference to it.
@@ -376,7 +489,7 @@ impl RamBlock {
     /// There is no memory. Without this, the write itself would end in SIGBUS on shared memory and hugetlb.
     ///
     /// # Panics
-    /// When it is not in the block.
+    /// When it is not in the block, or that lies in another process.
     pub fn populate(&self, run: Range<u64>) -> Result<(), RamError> {
         let pages = run.end - run.start;
         if pages == 0 {
@@ -401,9 +514,16 @@ impl RamBlock {
         }
     }
 
-    /// The address of page `first`.
+    /// The address of page `first` in this process.
     #[track_caller]
     fn at(&self, first: u64, pages: u64) -> *mut u8 {
+        self.check_run(first, pages);
+        let start = self.start().expect("RAM of another process has no address here");
+        start.as_ptr().wrapping_add(first as usize * PAGE_SIZE)
+    }
+
+    #[track_caller]
+    fn check_run(&self, first: u64, pages: u64) {
         let end = first.checked_add(pages);
         assert!(
             end.is_some_and(|end| end <= self.pages()),
@@ -411,7 +531,6 @@ impl RamBlock {
             self.name,
             self.pages()
         );
-        self.start.as_ptr().wrapping_add(first as usize * PAGE_SIZE)
     }
 }
 
@@ -423,7 +542,7 @@ pub struct GuestRam {
 
 impl GuestRam {
     /// Guest RAM made of `blocks`, which are mapped already: what each is said to be backed by is compared with
-    /// `/proc/self/maps`.
+    /// the mappings of the process that it lies in (`/proc/PID/maps`).
     ///
     /// # Errors
     /// A block is not whole pages of its page size, two have the same name, or a block's backing is not what is mapped.
@@ -435,11 +554,21 @@ impl GuestRam {
                 return Err(RamError::Name(block.name().to_owned()));
             }
         }
-        if let Some(first) = blocks.first() {
-            let not_seen =
-                |source| RamError::NotSeen { name: first.name.clone(), what: "reading /proc/self/maps", source };
-            let mappings = Mappings::own().map_err(not_seen)?;
-            blocks.iter().try_for_each(|block| block.check_backing(&mappings))?;
+        let mut seen: Vec<(Option<i32>, Mappings)> = Vec::new();
+        for block in &blocks {
+            let pid = block.process().map(|process| process.pid());
+            if !seen.iter().any(|(of, _)| *of == pid) {
+                let mappings = Mappings::of(pid).and_then(|mappings| match block.process() {
+                    // Only of the process that was found first are they of use.
+                    Some(process) => process.check_alive().map(|()| mappings).map_err(io::Error::other),
+                    None => Ok(mappings),
+                });
+                let not_seen =
+                    |source| RamError::NotSeen { name: block.name.clone(), what: "reading /proc/PID/maps", source };
+                seen.push((pid, mappings.map_err(not_seen)?));
+            }
+            let (_, mappings) = seen.iter().find(|(of, _)| *of == pid).expect("just put there");
+            block.check_backing(mappings)?;
         }
         Ok(Self { blocks: blocks.into() })
     }
@@ -483,7 +612,7 @@ mod tests {
         let (mut copy, mut zero) = (vec![0; 64 * PAGE_SIZE], [0]);
         let mut read = |run| {
             let mut snapshot = Snapshot::new(&mut copy, &mut zero);
-            block.read(run, &mut snapshot);
+            block.read(run, &mut snapshot).unwrap();
             snapshot.finish().normal
         };
         assert_eq!((read(40..42), read(3..5)), (1, 2));

@@ -13,6 +13,7 @@ use crate::PAGE_SIZE;
 use crate::checksum::Crc32c;
 use crate::copy::Way;
 use crate::fold::Folded;
+use crate::scan::is_zero;
 
 /// What one snapshot found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,6 +114,43 @@ impl<'a> Snapshot<'a> {
         self.add_to_checksum(first_normal);
     }
 
+    /// Has `fill` copy `pages` pages to where they are to lie, in one go, and takes out those that are zero: for memory that
+    /// only the kernel can reach.
+    ///
+    /// # Errors
+    /// Those of `fill`: nothing has been added then.
+    ///
+    /// # Panics
+    /// When there is not enough [`Self::room`].
+    pub fn fill<E>(&mut self, pages: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<(), E> {
+        assert!(pages <= self.room(), "a snapshot with room for {} pages was given {pages}", self.room());
+        let first_normal = self.normal;
+        let start = first_normal * PAGE_SIZE;
+        fill(&mut self.copy[start..start + pages * PAGE_SIZE])?;
+        for page in 0..pages {
+            let at = start + page * PAGE_SIZE;
+            let zero = is_zero(&self.copy[at..at + PAGE_SIZE]);
+            let target = self.normal * PAGE_SIZE;
+            if !zero && at != target {
+                self.copy.copy_within(at..at + PAGE_SIZE, target);
+            }
+            self.note(zero);
+            self.normal += usize::from(!zero);
+        }
+        if self.checksums {
+            let normal = &self.copy[first_normal * PAGE_SIZE..self.normal * PAGE_SIZE];
+            match self.way.folds {
+                true => {
+                    let mut all = Crc32c::after(self.folded.finish());
+                    all.update(normal);
+                    self.folded = Folded::after(all.finish());
+                }
+                false => self.behind.update(normal),
+            }
+        }
+        Ok(())
+    }
+
     /// The result. The destination buffer and the zero map now hold what it describes.
     pub fn finish(self) -> SnapshotResult {
         let checksum = match (self.checksums, self.way.folds) {
@@ -204,6 +242,40 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn pages_that_were_filled_in_are_a_snapshot_like_those_that_were_read(
+            kinds in proptest::collection::vec((prop_oneof![Just(0u8), 1u8..], 0..PAGE_SIZE), 0..150),
+            cuts in (any::<prop::sample::Index>(), any::<prop::sample::Index>()),
+        ) {
+            let guest = pages_of(&kinds);
+            let (cut, again) = (cuts.0.index(kinds.len() + 1), cuts.1.index(kinds.len() + 1));
+            let (first, second) = (cut.min(again), cut.max(again));
+            let mut copies = [vec![0xaa; kinds.len() * PAGE_SIZE], vec![0xbb; kinds.len() * PAGE_SIZE]];
+            let mut maps = [vec![u64::MAX; kinds.len().div_ceil(64)], vec![0; kinds.len().div_ceil(64)]];
+            let [read, filled] = &mut copies;
+            let [read_map, filled_map] = &mut maps;
+            // SAFETY: the area has as many pages as there are kinds.
+            let expected = unsafe { snapshot(guest.ptr(), kinds.len(), read, read_map) };
+            let mut taking = Snapshot::new(filled, filled_map);
+            let part = |pages: std::ops::Range<usize>| {
+                let bytes = &guest.bytes()[pages.start * PAGE_SIZE..pages.end * PAGE_SIZE];
+                move |room: &mut [u8]| { room.copy_from_slice(bytes); Ok::<(), ()>(()) }
+            };
+            taking.fill(first, part(0..first)).unwrap();
+            prop_assert_eq!(taking.fill(second - first, |_| Err(7)), Err(7));
+            // SAFETY: as above.
+            unsafe { taking.read(guest.ptr().add(first * PAGE_SIZE), second - first) };
+            taking.fill(kinds.len() - second, part(second..kinds.len())).unwrap();
+            let result = taking.finish();
+            prop_assert_eq!(result, expected);
+            prop_assert_eq!(&copies[0][..result.normal_bytes()], &copies[1][..result.normal_bytes()]);
+            for page in 0..kinds.len() {
+                prop_assert_eq!(maps[0][page / 64] >> (page % 64) & 1, maps[1][page / 64] >> (page % 64) & 1);
+            }
+        }
+    }
+
     #[test]
     #[should_panic(expected = "room for 1 pages was given 2")]
     fn more_pages_than_there_is_room_for_are_refused() {
@@ -234,7 +306,7 @@ mod tests {
                 let result = unsafe { snapshot(guest.ptr(), PAGES, &mut copy, &mut map) };
                 let normal = &copy[..result.normal_bytes()];
                 assert_eq!(result.checksum, crc32c(normal));
-                assert!(normal.chunks(PAGE_SIZE).all(|page| !crate::scan::is_zero(page)));
+                assert!(normal.chunks(PAGE_SIZE).all(|page| !is_zero(page)));
                 let zero: u32 = map.iter().map(|word| word.count_ones()).sum();
                 assert_eq!(result.normal + zero as usize, PAGES);
             }

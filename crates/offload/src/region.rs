@@ -81,10 +81,11 @@ impl Region {
         Self::made(start, bytes, owner, None)
     }
 
-    /// A RAM block of a guest, on NUMA node `node` where that is known. The block is kept as long as the region or any work on
-    /// it: its own contract is the region's.
-    pub fn of_block(block: &RamBlock, node: Option<u32>) -> Arc<Self> {
-        Self::made(block.start(), block.addresses().len(), Some(Arc::new(block.clone())), node)
+    /// A RAM block of a guest, on NUMA node `node` where that is known; none where it lies in another process, which no device
+    /// of this one reaches. The block is kept as long as the region or any work on it: its own contract is the region's.
+    pub fn of_block(block: &RamBlock, node: Option<u32>) -> Option<Arc<Self>> {
+        let start = block.start()?;
+        Some(Self::made(start, block.addresses().len(), Some(Arc::new(block.clone())), node))
     }
 
     /// As [`Self::new`], for memory whose pages are on NUMA node `node`: its work goes to devices of that node.

@@ -500,7 +500,7 @@ fn a_ram_block_is_a_region_that_keeps_it() {
     let start = memory.region().start();
     // SAFETY: the memory is kept by the block, and accessed through raw pointers only.
     let block = unsafe { RamBlock::new("ram", start, 2 * PAGE, Backing::Other) }.kept_by(memory);
-    let region = Region::of_block(&block, None);
+    let region = Region::of_block(&block, None).unwrap();
     drop(block);
     let offload = Offload::start(&Accelerators::cpu(), &Settings::default()).unwrap();
     assert_eq!(offload.is_zero(&[region.range(0, 2 * PAGE).unwrap()]), Ok(vec![true, false]));

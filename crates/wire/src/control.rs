@@ -17,8 +17,10 @@ use crate::switchover::SwitchoverMessage;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// Sterna drives both QEMUs and answers for the switchover.
+    /// Sterna drives both QEMUs, takes the guest from the source's own migration stream, and answers for the switchover.
     Owner,
+    /// Sterna drives both QEMUs, reads guest RAM from outside, and answers for the switchover.
+    Direct,
     /// Somebody else drives them; Sterna relays, and claims nothing about the switchover.
     Proxy,
     /// Sterna is part of the virtual machine monitors themselves.

@@ -6,19 +6,20 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, PostCopyFigures, Totals, Welcome};
 use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
-    RecordState, SwitchoverMessage,
+    Moment, RecordState, SwitchoverMessage,
 };
 use sterna_wire::text::cleaned;
 
-use super::Listening;
 use super::channels::PostCopyChannels;
 use super::devices::Devices;
 use super::post_copy::{self, PostCopy, PostCopyNews};
 use super::target::{RamSink, Target};
+use super::{Destination, Listening, Taking};
 use crate::abort::Abort;
 use crate::cancel::Cancel;
 use crate::control_link::{ControlEvent, ControlLink, say};
@@ -27,8 +28,7 @@ use crate::device_state::load::{DeviceSink, LoadNews, LoadingDevices};
 use crate::device_state::{self, DeviceChannels, DeviceId};
 use crate::ledger::Ledger;
 use crate::migration::{
-    DELTA, DEVICE_STATE, GUEST_STATE, GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference,
-    machine,
+    GuestState, MigrationError, POST_COPY, Phase, SEND_AGAIN, Side, difference, machine, size_difference,
 };
 use crate::monitor::{CaughtObserver, DestinationMonitor};
 use crate::occupied::Occupied;
@@ -36,12 +36,12 @@ use crate::process;
 use crate::receive::Sink;
 use crate::report::{Observer, Outcome, ReceiveReport};
 use crate::session::{
-    Doorman, Features, Greeted, Greeting, Heard, LAST_WORDS, Peer, PeerNews, Placing, Sinks, TellPeer, UNCHECKED,
-    after, link_events,
+    Doorman, Features, Greeted, Greeting, Heard, LAST_WORDS, Peer, PeerNews, Placing, Sinks, TellPeer, after,
+    link_events,
 };
 use crate::state::{Part, StateReader, StateSink, state_sink};
-use crate::transport::Stop;
-use crate::vmm::{DestinationVmm, VmmError};
+use crate::transport::{Address, Incoming, Stop, Writer};
+use crate::vmm::DestinationVmm;
 
 /// How often the loop wakes when nothing happens.
 const IDLE: Duration = Duration::from_secs(1);
@@ -63,25 +63,25 @@ pub(super) enum Event {
     Cancelled,
 }
 
+/// Waits for a source, and takes its migration.
 pub(super) fn run(
     listening: Listening,
     vmm: &mut dyn DestinationVmm,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let Listening { target, devices, device_share, state_dir, linger, address, incoming, fence } = listening;
-    let cpu = CpuTime::default();
-    let _counted = cpu.count();
+    let Listening { taking, address, incoming } = listening;
     // However this ends, nothing listens or shakes hands here any more.
     let stopping = StopAtEnd(incoming.stop_handle());
     let observer = &CaughtObserver(observer);
-    let not_taken = |error: VmmError| MigrationError::not_taken(error);
-    let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(not_taken)?;
-    let ram = target.ram();
-    observer.note(&format!("listening on {address}"));
+    let cpu = CpuTime::default();
+    let _counted = cpu.count();
+    let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_taken)?;
+    observer.listening(&address.to_string());
+    let ram = taking.target.ram();
     let ours = machine(vmm.name(), ram, 0).blocks;
-    let ids: Vec<DeviceId> = devices.iter().map(|(id, _)| id.clone()).collect();
-    let no_post_copy = vmm.post_copy_refusal().map_err(not_taken)?.or_else(|| post_copy::refusal(ram));
+    let ids: Vec<DeviceId> = taking.devices.iter().map(|(id, _)| id.clone()).collect();
+    let no_post_copy = no_post_copy(&mut vmm, ram)?;
     let refusal = |hello: &Hello| {
         let post_copy = || {
             let reason = no_post_copy.as_ref()?;
@@ -91,26 +91,76 @@ pub(super) fn run(
         let devices = || device_state::difference(&hello.machine, &ids);
         difference(&hello.machine.blocks, &ours).or_else(devices).or_else(post_copy)
     };
-    let mut offered = vec![GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE];
+    let mut offered = Destination::FEATURES.offered.to_vec();
     offered.extend(no_post_copy.is_none().then_some(POST_COPY));
-    let features = Features { offered: &offered, required: &[GUEST_STATE] };
-    let greeting = Greeting { mode: Mode::Embedded, features, refusal: &refusal };
+    let features = Features { offered: &offered, ..Destination::FEATURES };
+    let greeting = Greeting { takes: &[(Mode::Embedded, features)], refusal: &refusal };
     let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
     let Some(greeted) = greeted else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
         return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_taken(reason) });
     };
-    let Greeted { session, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    let report = take(taking, &address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
+    drop(stopping);
+    report
+}
+
+/// Why post-copy is not possible here, if it is not.
+fn no_post_copy(vmm: &mut DestinationMonitor<'_>, ram: &GuestRam) -> Result<Option<String>, MigrationError> {
+    let refused = vmm.post_copy_refusal().map_err(MigrationError::not_taken)?;
+    Ok(refused.or_else(|| post_copy::refusal(ram)))
+}
+
+/// Takes the migration of a source that was greeted elsewhere, by whoever found out then what RAM there is to be.
+pub(super) fn run_greeted(
+    taking: Taking,
+    address: &Address,
+    mut greeted: Greeted,
+    incoming: Incoming,
+    vmm: &mut dyn DestinationVmm,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<ReceiveReport, MigrationError> {
+    let stopping = StopAtEnd(incoming.stop_handle());
+    let observer = &CaughtObserver(observer);
+    let cpu = CpuTime::default();
+    let _counted = cpu.count();
+    let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_taken)?;
+    let ids: Vec<DeviceId> = taking.devices.iter().map(|(id, _)| id.clone()).collect();
+    let differs = size_difference(&greeted.machine.blocks, taking.target.ram());
+    if let Some(reason) = differs.or_else(|| device_state::difference(&greeted.machine, &ids)) {
+        return Err(refuse(&mut greeted.writer, reason));
+    }
+    let report = take(taking, address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
+    drop(stopping);
+    report
+}
+
+/// Tells a source that it is refused, and why.
+fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
+    // The peer may be gone; then nobody misses the answer.
+    let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
+    MigrationError::not_taken(reason)
+}
+
+#[allow(clippy::too_many_arguments)]
+fn take<'a>(
+    taking: Taking,
+    address: &Address,
+    greeted: Greeted,
+    incoming: Incoming,
+    vmm: DestinationMonitor<'a>,
+    cpu: CpuTime,
+    cancel: &Cancel,
+    observer: &'a dyn Observer,
+) -> Result<ReceiveReport, MigrationError> {
+    let Taking { target, devices, device_share, state_dir, linger, monitor, fence } = taking;
+    let Greeted { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
     observer.note(&format!("migration {} from {peer}", session.id));
 
-    let refused = |writer: &mut _, reason: String| {
-        // The peer may be gone; then nobody misses the answer.
-        let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
-        MigrationError::not_taken(reason)
-    };
     let state = RecordState::Destination(DestinationState::Started);
-    let ledger = Ledger::new(state_dir.as_deref(), &session, state, address.to_string());
-    let ledger = ledger.map_err(|error| refused(&mut writer, error.to_string()))?;
+    let ledger = Ledger::new(state_dir.as_deref(), &session, state, address.to_string(), &monitor);
+    let ledger = ledger.map_err(|error| refuse(&mut writer, error.to_string()))?;
 
     let (events_in, events) = channel();
     let told = events_in.clone();
@@ -202,9 +252,7 @@ pub(super) fn run(
     driver.run(&events, first);
     // The word of it may still lie in the queue.
     driver.cancelled |= cancel.is_cancelled();
-    let report = driver.finish(peer);
-    drop(stopping);
-    report
+    driver.finish(peer)
 }
 
 /// Ends the listening when it is dropped.
@@ -304,7 +352,10 @@ impl Driver<'_> {
         loop {
             let mut answers = Vec::new();
             for action in actions {
+                let step = action.step();
+                step.iter().for_each(|step| self.observer.step(Moment::Before, *step));
                 answers.extend(self.perform(action));
+                step.iter().for_each(|step| self.observer.step(Moment::After, *step));
             }
             actions = Vec::new();
             for answer in answers {
@@ -412,11 +463,22 @@ impl Driver<'_> {
                 None
             }
             DestinationAction::Cont => self.start_guest(),
-            DestinationAction::AnnounceSelf => None,
-            // What this side has of the guest is not used any more: that is all there is to end.
+            DestinationAction::AnnounceSelf => {
+                if let Err(error) = self.vmm.arrived() {
+                    self.observer.note(&error.to_string());
+                }
+                None
+            }
             DestinationAction::Quit => {
                 self.abort.raise("the migration was aborted");
-                Some(DestinationEvent::Guest(DestinationGuest::Gone))
+                // No channel's thread writes the memory of a monitor that is being ended.
+                self.doorman.join();
+                Some(match self.vmm.discard() {
+                    Ok(()) => DestinationEvent::Guest(DestinationGuest::Gone),
+                    Err(error) => {
+                        DestinationEvent::Failed { reason: format!("what came of the guest stays here: {error}") }
+                    }
+                })
             }
             DestinationAction::AwaitSource => {
                 if !self.peer.is_connected() && self.switchover.unsure() {
@@ -477,6 +539,7 @@ impl Driver<'_> {
                 self.figures.start_ms = self.decided.map_or(0.0, |since| since.elapsed().as_secs_f64() * 1e3);
                 DestinationEvent::Guest(DestinationGuest::Running)
             }
+            Err(_) if self.vmm.has_ended() => DestinationEvent::Guest(DestinationGuest::Gone),
             Err(error) => DestinationEvent::Failed { reason: format!("the monitor does not start the guest: {error}") },
         })
     }

@@ -31,8 +31,10 @@ use self::target::Target;
 use crate::cancel::Cancel;
 use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
-use crate::migration::MigrationError;
+use crate::ledger::MonitorRecord;
+use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, SEND_AGAIN};
 use crate::report::{Observer, ReceiveReport};
+use crate::session::{Features, Greeted, UNCHECKED};
 use crate::transport::{Address, Incoming, Limits, Listener, Security};
 use crate::vmm::DestinationVmm;
 
@@ -57,6 +59,7 @@ pub struct Destination {
     prefault: bool,
     state_dir: Option<PathBuf>,
     linger: Duration,
+    monitor: MonitorRecord,
 }
 
 /// Memory for device state that waits to be loaded, unless said otherwise.
@@ -66,14 +69,20 @@ const LINGER: Duration = Duration::from_secs(5);
 
 /// A destination that sources can connect to.
 pub struct Listening {
+    taking: Taking,
+    address: Address,
+    incoming: Incoming,
+}
+
+/// All that a migration is taken with but its connections.
+struct Taking {
     target: Arc<Target>,
     devices: Vec<(DeviceId, Box<dyn LoadDevice>)>,
     /// What each of them may have on its way or waiting, in bytes.
     device_share: u64,
     state_dir: Option<PathBuf>,
     linger: Duration,
-    address: Address,
-    incoming: Incoming,
+    monitor: MonitorRecord,
     fence: Fence,
 }
 
@@ -90,6 +99,10 @@ impl Fence {
 }
 
 impl Destination {
+    /// What a source must have, and may have, whose migration is [taken](Destination::take) after it was greeted elsewhere.
+    pub const FEATURES: Features<'static> =
+        Features { offered: &[GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE], required: &[GUEST_STATE] };
+
     /// A destination that fills `ram`. Nobody else writes it before the guest was started, and nobody reads it before
     /// [`DestinationVmm::load`].
     pub fn new(ram: GuestRam) -> Self {
@@ -101,6 +114,7 @@ impl Destination {
             prefault: false,
             state_dir: None,
             linger: LINGER,
+            monitor: MonitorRecord::default(),
         }
     }
 
@@ -153,6 +167,14 @@ impl Destination {
         self
     }
 
+    /// The monitor is not this process, which drives it from outside: what the record says of it. This process embeds it unless said
+    /// otherwise.
+    #[must_use]
+    pub fn monitor(mut self, monitor: MonitorRecord) -> Self {
+        self.monitor = monitor;
+        self
+    }
+
     /// Prepares the memory, which takes its time where all of it is to be cleared or populated, and opens the door for one
     /// source.
     ///
@@ -160,17 +182,41 @@ impl Destination {
     /// There is not that much memory, [`Destination::device_queue`] is too small, two devices are the same, or the address cannot be
     /// listened on.
     pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
-        let Self { ram, devices, device_queue, before, prefault, state_dir, linger } = self;
-        let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_taken)?;
-        let ids = devices.iter().map(|(id, _)| id.clone()).collect();
-        check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_taken)?;
         // Before anybody can come: a source waits for its welcome, and no longer than for a handshake.
-        let target = Arc::new(Target::new(ram, prefault));
-        target.prepare(before, prefault).map_err(MigrationError::not_taken)?;
+        let taking = self.prepare()?;
         let listener = Listener::bind(address).map_err(MigrationError::not_taken)?;
         let address = listener.local_address();
         let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_taken)?;
-        Ok(Listening { target, devices, device_share, state_dir, linger, address, incoming, fence: Fence::default() })
+        Ok(Listening { taking, address, incoming })
+    }
+
+    fn prepare(self) -> Result<Taking, MigrationError> {
+        let Self { ram, devices, device_queue, before, prefault, state_dir, linger, monitor } = self;
+        let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_taken)?;
+        let ids = devices.iter().map(|(id, _)| id.clone()).collect();
+        check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_taken)?;
+        let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_taken)?);
+        target.prepare(before, prefault).map_err(MigrationError::not_taken)?;
+        Ok(Taking { target, devices, device_share, state_dir, linger, monitor, fence: Fence::default() })
+    }
+
+    /// Takes the migration of a source that was greeted already: where only its hello says what RAM there is to be. `address`: where
+    /// `incoming` listens, for the source to come back, and for the record. As [`Listening::run`] otherwise.
+    ///
+    /// Sources are greeted ([`Greeting::first`](crate::session::Greeting::first)) with [`Destination::FEATURES`].
+    ///
+    /// # Errors
+    /// As [`Listening::run`]. A source whose RAM blocks have other names or sizes is refused, and told so.
+    pub fn take(
+        self,
+        greeted: Greeted,
+        incoming: Incoming,
+        address: &Address,
+        vmm: &mut dyn DestinationVmm,
+        cancel: &Cancel,
+        observer: &dyn Observer,
+    ) -> Result<ReceiveReport, MigrationError> {
+        driver::run_greeted(self.prepare()?, address, greeted, incoming, vmm, cancel, observer)
     }
 }
 
@@ -196,7 +242,7 @@ impl Listening {
     /// By which an operator makes a prepared guest run although its source does not answer any more. Only once it is
     /// certain that the source's guest cannot run: else there are two of it.
     pub fn fence(&self) -> Fence {
-        self.fence.clone()
+        self.taking.fence.clone()
     }
 
     /// Takes one migration. Blocks until it has ended; the monitor's methods are called on this thread. Sources that are

@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::AtomicPageBitmap;
 use sterna_memory::delta::apply;
-use sterna_memory::place::{FileWrite, Place, Way, ZeroBy};
+use sterna_memory::place::{FileWrite, Place, PlaceError, Way, ZeroBy};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
 use sterna_memory::received::{Freshness, ReceivedBitmap};
 use sterna_wire::checksum::crc32c;
@@ -37,8 +37,8 @@ pub(super) struct Target {
     ram: GuestRam,
     received: Vec<ReceivedBitmap>,
     shapes: Arc<[BlockShape]>,
-    /// By block: written through the file behind it, where that is faster than through memory.
-    files: Vec<Option<FileWrite>>,
+    /// By block: what writes it, where that is not this process through memory.
+    written_by: Vec<Option<Box<dyn Place>>>,
     /// Once the guest is to go on before all of its RAM is here.
     post_copy: OnceLock<Arc<PostCopy>>,
     /// By block and region: which RAM channel its pages come on, from 1 on; 0 before the first.
@@ -53,23 +53,26 @@ pub(super) struct Target {
 
 impl Target {
     /// A target that nothing has been placed into. `prefault`: all of it is populated before.
-    pub(super) fn new(ram: GuestRam, prefault: bool) -> Self {
-        let files = ram.blocks().iter().map(|block| if prefault { None } else { by_file(block) }).collect();
+    ///
+    /// # Errors
+    /// A block lies in another process, which has ended or whose memory may not be written.
+    pub(super) fn new(ram: GuestRam, prefault: bool) -> Result<Self, PlaceError> {
+        let written_by = ram.blocks().iter().map(|block| writer(block, prefault)).collect::<Result<_, _>>()?;
         let received = ram.blocks().iter().map(|block| ReceivedBitmap::new(block.pages())).collect();
         let shapes = shapes(&ram).into();
         let regions = |block: &RamBlock| (0..block.bytes().div_ceil(REGION)).map(|_| AtomicU16::new(0)).collect();
         let channels = ram.blocks().iter().map(regions).collect();
-        Self {
+        Ok(Self {
             ram,
             received,
             shapes,
-            files,
+            written_by,
             post_copy: OnceLock::new(),
             channels,
             straight: AtomicU32::new(0),
             refused: OnceLock::new(),
             sealed: AtomicBool::new(false),
-        }
+        })
     }
 
     pub(super) fn ram(&self) -> &GuestRam {
@@ -141,7 +144,7 @@ impl Target {
             self.for_all_parts(clear)?;
         }
         if prefault {
-            self.for_all_parts(|block, part| block.populate(part).map_err(|error| error.to_string()))?;
+            self.for_all_parts(populate)?;
         }
         Ok(())
     }
@@ -168,8 +171,8 @@ impl Target {
 
     /// How each block is filled, for the report.
     pub(super) fn placement(&self) -> Vec<String> {
-        let line = |(block, file): (&RamBlock, &Option<FileWrite>)| {
-            let way = file.as_ref().map_or(Way::OwnMemory, Place::way);
+        let line = |(block, place): (&RamBlock, &Option<Box<dyn Place>>)| {
+            let way = place.as_ref().map_or(Way::OwnMemory, |place| place.way());
             let backing = match block.backing() {
                 Backing::Anonymous => "anonymous memory",
                 Backing::Shared(..) => "a shared file in memory",
@@ -177,12 +180,12 @@ impl Target {
             };
             format!("{}: {way}, {backing} with pages of {} bytes", block.name(), block.page_size())
         };
-        self.ram.blocks().iter().zip(&self.files).map(line).collect()
+        self.ram.blocks().iter().zip(&self.written_by).map(line).collect()
     }
 
-    /// Where the normal runs belong; the zero runs are zeroed. None where they are written through a file.
+    /// Where the normal runs belong; the zero runs are zeroed. None where something else than this process's memory is written.
     fn places(&self, number: u16, runs: &[Run]) -> Result<Option<Places<'_>>, RamError> {
-        if self.files[usize::from(number)].is_some() {
+        if self.written_by[usize::from(number)].is_some() {
             return Ok(None);
         }
         let block = &self.ram.blocks()[usize::from(number)];
@@ -216,19 +219,63 @@ impl Target {
                     let (now, later) = rest.split_at(run.count as usize * PAGE_SIZE);
                     rest = later;
                     received.mark(pages.clone());
-                    match &self.files[usize::from(number)] {
-                        Some(file) => file.write(run.first * PAGE_SIZE as u64, now)?,
+                    match &self.written_by[usize::from(number)] {
+                        Some(place) => place.write(run.first * PAGE_SIZE as u64, now)?,
                         None => {
                             block.populate(pages)?;
                             block.write(run.first, now);
                         }
                     }
                 }
-                RunKind::Zero => received.zero(pages, Freshness::Fresh, |part| block.zero(part)),
+                RunKind::Zero => {
+                    let mut outcome = Ok(());
+                    received.zero(pages, Freshness::Fresh, |part| {
+                        if outcome.is_ok() {
+                            outcome = zero(block, part);
+                        }
+                    });
+                    outcome?;
+                }
             }
         }
         Ok(())
     }
+
+    /// Copies what page `page` of block `number` holds.
+    fn read_page(&self, number: u16, page: u64, copy: &mut [u8]) -> Result<(), SinkError> {
+        Ok(self.ram.blocks()[usize::from(number)].read_page(page, copy)?)
+    }
+}
+
+/// What writes a block, where that is not this process through memory. `prefault`: all of it is populated already, so that no page
+/// fault makes the memory the slower way.
+fn writer(block: &RamBlock, prefault: bool) -> Result<Option<Box<dyn Place>>, PlaceError> {
+    if let Some(place) = block.process_write()? {
+        return Ok(Some(Box::new(place)));
+    }
+    let file = if prefault { None } else { by_file(block) };
+    Ok(file.map(|file| Box::new(file) as Box<dyn Place>))
+}
+
+/// Makes `part` of `block` read as zero, by writing it.
+fn zero(block: &RamBlock, part: Range<u64>) -> Result<(), PlaceError> {
+    let page = PAGE_SIZE as u64;
+    match block.process_write()? {
+        Some(place) => place.zero(part.start * page, (part.end - part.start) * page),
+        None => {
+            block.zero(part);
+            Ok(())
+        }
+    }
+}
+
+/// Populates `part` of `block`.
+fn populate(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
+    if block.process().is_none() {
+        return block.populate(part).map_err(|error| error.to_string());
+    }
+    // Nobody has written it, or it was cleared.
+    zero(block, part).map_err(|error| error.to_string())
 }
 
 /// The file behind a block of ordinary pages of shared memory: the kernel fills a fresh page of it in one go, where through a
@@ -247,6 +294,9 @@ fn by_file(block: &RamBlock) -> Option<FileWrite> {
 
 /// Makes `part` of `block` read as zero: by giving it back, or where that is not possible by writing where need be.
 fn clear(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
+    if block.process().is_some() {
+        return block.clear_written(part).map_err(|error| error.to_string());
+    }
     if let Ok(Some(memory)) = block.discardable()
         && memory.discard(part.clone()).is_ok()
     {
@@ -351,11 +401,10 @@ impl Sink for RamSink {
             return Err("deltas in post-copy".into());
         }
         self.check(block, runs)?;
-        let ram = &self.target.ram().blocks()[usize::from(block)];
         let page = self.page.get_or_insert_with(|| Room::new(PAGE_SIZE));
         for number in runs.iter().flat_map(|run| run.first..run.end()) {
             let Some(Ok(PageDelta { checksum, record })) = deltas.next() else { return Ok(false) };
-            ram.read_page(number, page);
+            self.target.read_page(block, number, page)?;
             if apply(record, page).is_err() || crc32c(page) != checksum {
                 return Ok(false);
             }

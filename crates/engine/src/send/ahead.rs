@@ -329,9 +329,10 @@ impl Ahead {
         self.spare.push(piece);
     }
 
-    /// Hands a batch in for the normal runs of `runs`, or for their pages one by one; none where it is not taken.
+    /// Hands a batch in for the normal runs of `runs`, or for their pages one by one; none where it is not taken, or where no
+    /// accelerator reaches the block.
     fn ask(&self, operation: Operation, block: u16, runs: &[Run], by_page: bool) -> Option<Ticket> {
-        let region = &self.accelerator.regions()[usize::from(block)];
+        let region = self.accelerator.region(block)?;
         let mut batch = self.channel.batch(operation);
         for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
             let (offset, bytes) = (run.first as usize * PAGE_SIZE, run.count as usize * PAGE_SIZE);
@@ -510,7 +511,7 @@ mod tests {
     #[test]
     fn no_piece_enters_the_window_before_an_older_one() {
         let accelerator = of_cpu(&ram());
-        accelerator.regions()[1].retire().unwrap();
+        accelerator.region(1).unwrap().retire().unwrap();
         let mut ahead = Ahead::new(accelerator, Content::Copied, PAGES as u64);
         for block in [0, 1, 0, 0] {
             ahead.look(block, &[run(RunKind::Normal, 0, PAGES as u32)]);

@@ -281,7 +281,7 @@ impl Sending {
         let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
         let mut rest = Piecewise::new(runs);
         let mut piece = std::mem::take(&mut self.piece);
-        let in_place = reading.in_place().is_some() || self.in_place();
+        let in_place = self.in_place();
         while rest.next(self.packet_pages(), &mut piece) {
             self.read_piece(&mut reading, ram, block, &piece, in_place)?;
         }
@@ -316,10 +316,12 @@ impl Sending {
         let asked = piece.iter().map(|run| u64::from(run.count)).sum::<u64>() * PAGE_SIZE as u64;
         // What is in flight is counted from here, because from here on it grows old.
         self.enter_window(reading, asked)?;
-        if in_place {
+        // One batch goes one way, whatever limit has come or gone since. Only what this process has mapped can be sent from where it lies.
+        let here = ram.blocks()[usize::from(block)].start().is_some();
+        if here && (in_place || reading.in_place().is_some()) {
             reading.look(ram, piece);
         } else {
-            reading.read(ram, piece);
+            reading.read(ram, piece)?;
         }
         self.context.window.give_back(asked - reading.batch().in_window());
         self.send_if_due(reading)
@@ -392,11 +394,9 @@ impl Sending {
             self.make_room(&mut reading, piece.block, &piece.runs)?;
         }
         match ready {
-            // As the others of this channel: a limit that has gone since, as it does when the migration is taken down, must not
-            // mix the two ways in one batch.
             Ready::Unasked => self.read_piece(&mut reading, &ram, piece.block, &piece.runs, ahead.in_place())?,
             Ready::Uncopied => {
-                reading.read(&ram, &piece.runs);
+                reading.read(&ram, &piece.runs)?;
                 self.context.window.give_back(piece.normal - reading.batch().in_window());
                 self.send_if_due(&mut reading)?;
             }

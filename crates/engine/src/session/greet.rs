@@ -94,6 +94,8 @@ impl Drop for Greeter {
 pub struct Greeted {
     /// What was agreed on.
     pub session: Session,
+    /// How its virtual machine is driven.
+    pub mode: Mode,
     /// What it says of the virtual machine.
     pub machine: Machine,
     /// The source's address and certificate.
@@ -112,10 +114,8 @@ pub struct Greeted {
 
 /// What a destination takes.
 pub struct Greeting<'a> {
-    /// How the virtual machine here is driven.
-    pub mode: Mode,
-    /// What this side can do beyond the protocol's basis.
-    pub features: Features<'a>,
+    /// How the virtual machine here may be driven, and what this side can do then beyond the protocol's basis.
+    pub takes: &'a [(Mode, Features<'a>)],
     /// What else speaks against a source, in words that it is told.
     pub refusal: &'a (dyn Fn(&Hello) -> Option<String> + Sync),
 }
@@ -210,8 +210,10 @@ impl Greeting<'_> {
             Ok(_) => return Err(format!("{peer}: the first message is no hello")),
             Err(error) => return Err(format!("{peer}: {error}")),
         };
-        let chosen = choose(&self.features.capabilities(MAX_CONTENT), header, &exporter, &hello);
-        let objection = wrong_mode(hello.mode, self.mode)
+        let taken = self.takes.iter().find(|(mode, _)| *mode == hello.mode);
+        let (_, features) = taken.unwrap_or(&self.takes[0]);
+        let chosen = choose(&features.capabilities(MAX_CONTENT), header, &exporter, &hello);
+        let objection = (taken.is_none().then(|| wrong_mode(hello.mode, self.takes[0].0)))
             // A reason in the destination's own words says more than the name of a capability.
             .or_else(|| (self.refusal)(&hello))
             .or_else(|| chosen.as_ref().err().map(ToString::to_string));
@@ -236,7 +238,17 @@ impl Greeting<'_> {
             round_trip: Duration::ZERO,
         };
         let welcome = Welcome { program: program(), chosen };
-        Ok(Greeted { session, machine: hello.machine, peer, writer, reader, closer, messages, welcome })
+        Ok(Greeted {
+            session,
+            mode: hello.mode,
+            machine: hello.machine,
+            peer,
+            writer,
+            reader,
+            closer,
+            messages,
+            welcome,
+        })
     }
 }
 
@@ -249,16 +261,16 @@ impl Greeted {
     }
 }
 
-/// What speaks against a source that is driven as `theirs` at a destination that is driven as `ours`.
-fn wrong_mode(theirs: Mode, ours: Mode) -> Option<String> {
+/// What speaks against a source that is driven as `theirs` at a destination that is driven as `ours`, another way.
+fn wrong_mode(theirs: Mode, ours: Mode) -> String {
     let said = |mode| match mode {
         Mode::Owner => ("owns a QEMU", "`sterna send` and `sterna receive`"),
+        Mode::Direct => ("moves a QEMU's memory from outside", "`sterna send` and `sterna receive` of one version"),
         Mode::Proxy => ("is a proxy for a QEMU", "`sterna proxy send` and `sterna proxy receive`"),
         Mode::Embedded => ("is a monitor with Sterna in it", "two monitors of the same kind"),
     };
     let ((source, _), (destination, both)) = (said(theirs), said(ours));
-    (theirs != ours)
-        .then(|| format!("the source {source}, the destination {destination}: use the same on both sides, here {both}"))
+    format!("the source {source}, the destination {destination}: use the same on both sides, here {both}")
 }
 
 #[cfg(test)]
@@ -282,7 +294,7 @@ mod tests {
         let waiting = std::thread::spawn({
             let cancel = cancel.clone();
             move || {
-                let greeting = Greeting { mode: Mode::Owner, features: FEATURES, refusal: &|_| None };
+                let greeting = Greeting { takes: &[(Mode::Owner, FEATURES)], refusal: &|_| None };
                 greeting.first(&incoming, &cancel, |_| {})
             }
         });
@@ -317,13 +329,7 @@ mod tests {
 
     #[test]
     fn sides_that_are_driven_differently_are_told_apart() {
-        let modes = [Mode::Owner, Mode::Proxy, Mode::Embedded];
-        for theirs in modes {
-            for ours in modes {
-                assert_eq!(wrong_mode(theirs, ours).is_none(), theirs == ours);
-            }
-        }
-        let words = wrong_mode(Mode::Proxy, Mode::Owner).unwrap();
+        let words = wrong_mode(Mode::Proxy, Mode::Owner);
         assert!(words.contains("the source is a proxy") && words.contains("`sterna receive`"), "{words}");
     }
 

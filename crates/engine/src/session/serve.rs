@@ -209,7 +209,7 @@ mod tests {
         let to = listener.local_address();
         let incoming = listener.start(Security::Insecure, Limits::default()).unwrap();
         let sessions = Sessions::new(&incoming);
-        let greeting = Greeting { mode: Mode::Proxy, features: FEATURES, refusal: &|_| None };
+        let greeting = Greeting { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
         let (end, ended) = channel::<()>();
         let ended = Mutex::new(ended);
         // Each is served until the test lets one end.

@@ -36,6 +36,7 @@ use sterna_wire::limits::{DEFAULT_PACKET_SIZE, MAX_CONTENT, MAX_RAM_CHANNELS};
 pub use self::convergence::{NotConverging, Throttle};
 use crate::cancel::Cancel;
 use crate::device_state::{DeviceChannels, DeviceId, SaveDevice};
+pub use crate::ledger::MonitorRecord;
 use crate::migration::MigrationError;
 use crate::report::{Observer, Report};
 use crate::session::DIAL_PAUSE;
@@ -120,6 +121,7 @@ struct Settings {
     delta_cache: u64,
     accelerator_weight: u32,
     device_channels: DeviceChannels,
+    monitor: MonitorRecord,
 }
 
 impl std::fmt::Debug for Source {
@@ -153,6 +155,7 @@ impl Source {
             delta_cache: 0,
             accelerator_weight: 1,
             device_channels: DeviceChannels::default(),
+            monitor: MonitorRecord::default(),
         };
         Self { ram, log, devices: Vec::new(), settings }
     }
@@ -293,6 +296,14 @@ impl Source {
     #[must_use]
     pub fn device_channels(mut self, channels: DeviceChannels) -> Self {
         self.settings.device_channels = channels;
+        self
+    }
+
+    /// The monitor is not this process, which drives it from outside: what the record says of it, and the destination hears.
+    /// This process embeds it unless said otherwise.
+    #[must_use]
+    pub fn monitor(mut self, monitor: MonitorRecord) -> Self {
+        self.settings.monitor = monitor;
         self
     }
 

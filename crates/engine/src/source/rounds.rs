@@ -1,7 +1,8 @@
 //! The rounds over the dirty pages, on a thread of their own: which pages go, and when the guest may be stopped.
 //!
 //! The order is what makes it right. Tracking is on before holes are searched, so that what is written meanwhile is sent
-//! all the same; the log is collected, and so cleared, before the pages that it names are read; the last collecting comes
+//! all the same; the log is collected, and so cleared, before the pages that it names are read; in between the monitor waits until
+//! what was under way has written guest RAM ([`SourceVmm::settle_io`](crate::vmm::SourceVmm::settle_io)); the last collecting comes
 //! after the guest has stopped.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -44,6 +45,8 @@ const FIRST_COLLECTING: Duration = Duration::from_millis(250);
 pub(super) enum Order {
     /// The destination permits the switchover.
     MayStop,
+    /// What was under way when it was asked for has written guest RAM.
+    Settled,
     /// The guest has stopped: send the rest, or in post-copy say what it is.
     LastRound,
     /// In post-copy: the guest belongs to the destination, send the rest after it.
@@ -53,6 +56,8 @@ pub(super) enum Order {
 /// What this thread tells the driver.
 #[derive(Debug)]
 pub(super) enum RoundNews {
+    /// The log was collected: let what is under way write guest RAM before the pages are read.
+    Settle,
     /// The rest fits the downtime: stop the guest and order the last round.
     SwitchOver,
     /// The guest, stopped for the last round, had dirtied so much until then that it would stand far too long: let it run on.
@@ -215,6 +220,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         let mut pending = no_pages(&self.ram);
         self.log.start().map_err(|error| Ended::Failed(format!("the dirty log cannot be started: {error}")))?;
         self.told.lock().expect("nobody panics with it").to_deliver = self.ram.bytes() / PAGE_SIZE as u64;
+        self.settle()?;
         self.find_populated(&mut pending)?;
         let (mut round, mut has_pages) = (0, true);
         loop {
@@ -233,6 +239,10 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                 self.wait(pause)?;
             };
             has_pages = found > 0;
+            let goes_on = matches!(decision, Decision::Next | Decision::Throttle(_));
+            if goes_on && has_pages {
+                self.settle()?;
+            }
             match decision {
                 Decision::Wait => unreachable!("waited for above"),
                 Decision::Next if found == 0 => self.wait(pause)?,
@@ -254,6 +264,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                     }
                     self.tried += 1;
                     has_pages = found > 0;
+                    // Nothing is under way: the guest has been stopped since the log was collected.
                     (self.news)(RoundNews::RunOn);
                 }
             }
@@ -401,6 +412,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         let collects = now >= self.looks.next_collecting;
         if collects {
             self.collect(pending)?;
+            self.settle()?;
             self.looks.next_collecting = now + (now - self.looks.began);
         }
         let measure = self.measure(self.looks.left);
@@ -534,6 +546,18 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         })
     }
 
+    /// Waits until what was under way has written guest RAM. Afterwards the pages that the log has named may be read.
+    fn settle(&mut self) -> Result<(), Ended> {
+        (self.news)(RoundNews::Settle);
+        loop {
+            match self.order()? {
+                Order::Settled => return Ok(()),
+                Order::MayStop => self.may_stop = true,
+                Order::LastRound | Order::Stream => unreachable!("neither was asked for"),
+            }
+        }
+    }
+
     /// The next order; the driver is gone when there is none.
     fn order(&mut self) -> Result<Order, Ended> {
         self.orders.recv().map_err(|_| Ended::TakenDown)
@@ -548,7 +572,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         self.go_on()?;
         match self.orders.recv_timeout(pause) {
             Ok(Order::MayStop) => self.may_stop = true,
-            Ok(Order::LastRound | Order::Stream) | Err(RecvTimeoutError::Timeout) => {}
+            Ok(Order::LastRound | Order::Stream | Order::Settled) | Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Err(Ended::TakenDown),
         }
         Ok(())

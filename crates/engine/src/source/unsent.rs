@@ -184,7 +184,8 @@ impl PageServer {
     /// Sends pages as they are: compressing takes longer than one page's way.
     fn send(&mut self, block: u16, first: u64, count: u32) -> io::Result<()> {
         self.reading.begin(block);
-        self.reading.read(&self.ram, &[Run { kind: RunKind::Normal, first, count }]);
+        let read = self.reading.read(&self.ram, &[Run { kind: RunKind::Normal, first, count }]);
+        read.map_err(io::Error::other)?;
         let batch = self.reading.batch();
         self.table.clear();
         batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));

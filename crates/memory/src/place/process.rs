@@ -66,6 +66,19 @@ impl TargetProcess {
         }
     }
 
+    /// Says whether the process still has the address space that it had when it was found: reads one byte at `address`, which
+    /// is mapped there.
+    pub(crate) fn check_address_space(&self, address: usize) -> Result<(), PlaceError> {
+        loop {
+            match self.memory()?.read_at(&mut [0], address as u64) {
+                Ok(0) => return Err(PlaceError::Gone { pid: self.pid }),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // The address space is there, whatever has become of the address.
+                Ok(_) | Err(_) => return self.check_alive(),
+            }
+        }
+    }
+
     fn memory(&self) -> Result<&File, PlaceError> {
         match &self.memory {
             Ok(file) => Ok(file),

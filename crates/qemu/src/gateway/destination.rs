@@ -96,7 +96,7 @@ pub fn receive(
     let guest = Guest::of(&qmp);
     // QEMU's own stream has no place for deltas.
     let features = if options.placement == Placement::InStream { FEATURES } else { WITH_DELTAS };
-    let greeting = Greeting { mode: Mode::Owner, features, refusal: &|hello| guest.refusal(hello) };
+    let greeting = Greeting { takes: &[(Mode::Owner, features)], refusal: &|hello| guest.refusal(hello) };
     let waiting = Waiting::start(options.wait, cancel);
     let first = greeting.first(&incoming, &waiting.cancel, |reason| observer.note(&format!("refused: {reason}")));
     let nobody = || match options.wait {

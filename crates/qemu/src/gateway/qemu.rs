@@ -9,7 +9,7 @@ use serde_json::json;
 use sterna::process;
 use sterna::record_file::{now_ms, prepare, unsettled};
 use sterna::session::Session;
-use sterna_wire::control::Machine;
+use sterna_wire::control::{Machine, Mode};
 use sterna_wire::switchover::{
     ProcessIdentity, RECORD_VERSION, Record, RecordState, SourceAfter, SourceEvent, SourceGuest,
 };
@@ -153,10 +153,12 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
         state,
         fenced_peer: false,
         peer,
+        mode: Mode::Owner,
         qmp: socket.display().to_string(),
         qemu: identity(qmp),
         settings_before: None,
         completion_permitted: false,
+        pausing: false,
         source_after: SourceAfter::Keep,
         key: session.key.clone(),
         pid: std::process::id(),

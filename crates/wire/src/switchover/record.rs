@@ -2,6 +2,7 @@
 //!
 //! Data only. Writing it durably, locking it and finding it again is the driver's work (see the module's contract).
 
+use crate::control::Mode;
 use crate::identity::{MigrationId, MigrationKey};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -106,7 +107,10 @@ pub struct Record {
     pub fenced_peer: bool,
     /// Source: where to dial the destination (`host:port`). Destination: where it listens.
     pub peer: String,
-    /// Path of the QMP socket of this side's QEMU.
+    /// How the virtual machine monitor is driven.
+    #[serde(default = "owner")]
+    pub mode: Mode,
+    /// Path of the QMP socket of this side's QEMU; empty for a monitor that embeds the library.
     pub qmp: String,
     /// The QEMU process behind that socket when the migration began, where it could be told.
     #[serde(default)]
@@ -119,6 +123,10 @@ pub struct Record {
     /// then can the monitor have completed this migration: a guest moved away without it was moved by somebody else.
     #[serde(default)]
     pub completion_permitted: bool,
+    /// Source, in direct mode: the guest was about to be stopped by this migration. Only then may a guest that stands be let
+    /// run on: one that stood without it was stopped by somebody else.
+    #[serde(default)]
+    pub pausing: bool,
     /// Source: what becomes of its monitor when the guest runs at the destination.
     #[serde(default)]
     pub source_after: SourceAfter,
@@ -131,6 +139,11 @@ pub struct Record {
     pub created_ms: u64,
     /// When the record was last written, in milliseconds since 1970-01-01 UTC.
     pub updated_ms: u64,
+}
+
+/// Records of before there were others are of QEMUs that move their own RAM.
+fn owner() -> Mode {
+    Mode::Owner
 }
 
 /// Why a record cannot be used.
@@ -226,10 +239,12 @@ mod tests {
             state: RecordState::Source(SourceState::Started),
             fenced_peer: false,
             peer: "dst-host:4920".into(),
+            mode: Mode::Owner,
             qmp: "src.qmp".into(),
             qemu: Some(ProcessIdentity { pid: 7, start_ticks: 99 }),
             settings_before: None,
             completion_permitted: false,
+            pausing: false,
             source_after: SourceAfter::Quit,
             key: MigrationKey::from_bytes([0xab; 32]),
             pid: 11,

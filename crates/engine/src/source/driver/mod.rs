@@ -11,10 +11,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use sterna_memory::ram::GuestRam;
-use sterna_wire::control::{ControlMessage, DestinationFigures, DeviceChannels, Machine, Mode};
+use sterna_wire::control::{ControlMessage, DestinationFigures, DeviceChannels, Machine};
 use sterna_wire::handshake::check_devices;
 use sterna_wire::header::ChannelKind;
-use sterna_wire::switchover::{RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState};
+use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState};
 
 use self::devices::Devices;
 use self::post_copy::PostCopy;
@@ -46,7 +46,7 @@ use crate::session::{
 };
 use crate::state::{Part, StateWriter};
 use crate::transport::{Address, Security};
-use crate::vmm::{SourceVmm, VmmError};
+use crate::vmm::{AfterMove, SourceVmm, VmmError};
 use crate::window::Window;
 
 /// Batches that wait for each channel or are being filled for it. They say which pages, nothing has been read yet.
@@ -88,6 +88,7 @@ pub(super) fn run(
     let serial = settings.device_channels == DeviceChannels::Serial;
     let known = Arc::new(SavingDevices::new(ids.clone(), serial, settings.downtime));
     let machine = Machine {
+        machine_type: vmm.machine_type().map_err(untouched)?,
         devices: ids,
         device_channels: if known.is_empty() { DeviceChannels::default() } else { settings.device_channels },
         ..machine(vmm.name(), &ram, settings.downtime.as_millis() as u64)
@@ -114,7 +115,7 @@ pub(super) fn run(
         channels: settings.channels,
         packet_size: settings.packet_size,
         machine,
-        mode: Mode::Embedded,
+        mode: settings.monitor.mode,
         features: Features { offered: &offered, required: &wanted },
         method: settings.method.method(),
         patience: Duration::ZERO,
@@ -146,7 +147,7 @@ pub(super) fn run(
         return Err(cancelled());
     }
     let state = RecordState::Source(SourceState::Started);
-    let ledger = Ledger::new(settings.state_dir.as_deref(), &session, state, to.to_string());
+    let ledger = Ledger::new(settings.state_dir.as_deref(), &session, state, to.to_string(), &settings.monitor);
     let ledger = ledger.map_err(MigrationError::untouched)?;
 
     let tell_cancelled = events_in.clone();
@@ -198,6 +199,8 @@ pub(super) fn run(
         figures: DestinationFigures::default(),
         placement: Vec::new(),
         throttled: false,
+        ended: false,
+        left: None,
     };
     driver.tell_if_broken();
     let end = lead_source(&mut driver, &events, first);
@@ -288,6 +291,9 @@ struct Driver<'a> {
     figures: DestinationFigures,
     placement: Vec<String>,
     throttled: bool,
+    /// The monitor has ended after its guest was moved, or why it could not be ended.
+    ended: bool,
+    left: Option<String>,
 }
 
 impl SourceDriver for Driver<'_> {
@@ -299,57 +305,11 @@ impl SourceDriver for Driver<'_> {
 
     fn perform(&mut self, action: SourceAction) -> Option<SourceEvent> {
         tracing::debug!(?action, "switchover");
-        match action {
-            SourceAction::WriteRecord(state) => Some(self.write(state)),
-            SourceAction::StartMigration => match self.begin_rounds() {
-                Ok(()) => None,
-                Err(reason) => {
-                    // The event may still lie in the queue.
-                    self.lead.cancelled |= self.cancel.is_cancelled();
-                    Some(SourceEvent::Failed { reason })
-                }
-            },
-            SourceAction::Send(message) => {
-                self.lead.peer.say(&ControlMessage::Switchover(message));
-                None
-            }
-            // The guest has stopped and nothing of it will go on by itself.
-            SourceAction::RelayShut => Some(SourceEvent::Guest(SourceGuest::Completed)),
-            SourceAction::EndMigration => {
-                self.lead.abort.raise(self.lead.switchover.reason());
-                if let Some(moving) = &mut self.moving {
-                    moving.end_rounds();
-                }
-                self.end_devices();
-                let stands = self.lead.moments.pausing.is_some();
-                Some(SourceEvent::Guest(if stands { SourceGuest::Completed } else { SourceGuest::Running }))
-            }
-            SourceAction::Cont => Some(match self.resume_guest() {
-                Ok(()) => SourceEvent::Guest(SourceGuest::Running),
-                Err(reason) => SourceEvent::Failed { reason },
-            }),
-            SourceAction::AnnounceSelf => {
-                if self.throttled
-                    && let Err(error) = self.vmm.throttle(0)
-                {
-                    self.observer.note(&format!("the guest stays slowed down: {error}"));
-                }
-                None
-            }
-            // The monitor decides what becomes of its own guest, which it may still need: pages follow after a post-copy.
-            SourceAction::EndGuest => Some(SourceEvent::Guest(SourceGuest::Completed)),
-            SourceAction::Connect => {
-                self.lead.peer.hang_up();
-                if self.lead.switchover.decided() {
-                    self.lead.give_up = self.lead.give_up.or_else(|| self.delivery_deadline());
-                } else {
-                    self.lead.give_up.get_or_insert(after(self.settings.limits.telling));
-                }
-                self.reconnect();
-                None
-            }
-            SourceAction::Done(_) => unreachable!("it is not asked for the end"),
-        }
+        let step = action.step();
+        step.iter().for_each(|step| self.observer.step(Moment::Before, *step));
+        let answer = self.act(action);
+        step.iter().for_each(|step| self.observer.step(Moment::After, *step));
+        answer
     }
 
     fn translate(&mut self, event: Event) -> Option<SourceEvent> {
@@ -418,6 +378,88 @@ impl SourceDriver for Driver<'_> {
 }
 
 impl Driver<'_> {
+    /// Performs an action; gives what the machine must be told at once.
+    fn act(&mut self, action: SourceAction) -> Option<SourceEvent> {
+        match action {
+            SourceAction::WriteRecord(state) => Some(self.write(state)),
+            SourceAction::StartMigration => match self.begin_rounds() {
+                Ok(()) => None,
+                Err(reason) => {
+                    // The event may still lie in the queue.
+                    self.lead.cancelled |= self.cancel.is_cancelled();
+                    Some(SourceEvent::Failed { reason })
+                }
+            },
+            SourceAction::Send(message) => {
+                self.lead.peer.say(&ControlMessage::Switchover(message));
+                None
+            }
+            // The guest has stopped and nothing of it will go on by itself.
+            SourceAction::RelayShut => Some(SourceEvent::Guest(SourceGuest::Completed)),
+            SourceAction::EndMigration => {
+                self.lead.abort.raise(self.lead.switchover.reason());
+                if let Some(moving) = &mut self.moving {
+                    moving.end_rounds();
+                }
+                self.end_devices();
+                let stands = self.lead.moments.pausing.is_some();
+                Some(SourceEvent::Guest(match () {
+                    () if self.vmm.has_ended() => SourceGuest::Gone,
+                    () if stands => SourceGuest::Completed,
+                    () => SourceGuest::Running,
+                }))
+            }
+            SourceAction::Cont => Some(match self.resume_guest() {
+                Ok(()) => SourceEvent::Guest(SourceGuest::Running),
+                Err(_) if self.vmm.has_ended() => SourceEvent::Guest(SourceGuest::Gone),
+                Err(reason) => SourceEvent::Failed { reason },
+            }),
+            SourceAction::AnnounceSelf => {
+                if self.throttled
+                    && let Err(error) = self.vmm.throttle(0)
+                {
+                    self.observer.note(&format!("the guest stays slowed down: {error}"));
+                }
+                if let Err(error) = self.vmm.stays() {
+                    self.observer.note(&error.to_string());
+                }
+                None
+            }
+            // Pages follow after a post-copy: the monitor is still needed for them.
+            SourceAction::EndGuest if self.post_copy.begun().is_some() => {
+                Some(SourceEvent::Guest(SourceGuest::Completed))
+            }
+            SourceAction::EndGuest => Some(self.end_guest()),
+            SourceAction::Connect => {
+                self.lead.peer.hang_up();
+                if self.lead.switchover.decided() {
+                    self.lead.give_up = self.lead.give_up.or_else(|| self.delivery_deadline());
+                } else {
+                    self.lead.give_up.get_or_insert(after(self.settings.limits.telling));
+                }
+                self.reconnect();
+                None
+            }
+            SourceAction::Done(_) => unreachable!("it is not asked for the end"),
+        }
+    }
+
+    /// The guest runs at the destination: what becomes of the monitor here.
+    fn end_guest(&mut self) -> SourceEvent {
+        match self.vmm.moved() {
+            Ok(AfterMove::Kept) => SourceEvent::Guest(SourceGuest::Completed),
+            Ok(AfterMove::Ended) => {
+                self.ended = true;
+                SourceEvent::Guest(SourceGuest::Gone)
+            }
+            Ok(AfterMove::RunsHere) => SourceEvent::Guest(SourceGuest::Running),
+            Err(error) => {
+                self.left = Some(error.to_string());
+                SourceEvent::Failed { reason: error.to_string() }
+            }
+        }
+    }
+
     fn write(&mut self, state: SourceState) -> SourceEvent {
         if state == SourceState::Aborted {
             // Before the channels are closed, which says less.
@@ -505,6 +547,7 @@ impl Driver<'_> {
                 self.throttle(percent);
                 Ok(())
             }
+            RoundNews::Settle => self.settle_io(),
             RoundNews::SwitchOver => self.switch_over(),
             RoundNews::Stopped => self.send_state(),
             RoundNews::RunOn => self.run_on(),
@@ -664,12 +707,24 @@ impl Driver<'_> {
         }
     }
 
+    /// Has the monitor wait until what was under way has written guest RAM.
+    fn settle_io(&mut self) -> Result<(), String> {
+        let inside = self.occupied.enter(&self.lead.abort, None);
+        let settled = self.vmm.settle_io();
+        drop(inside);
+        settled.map_err(|error| format!("the guest's input and output does not settle: {error}"))?;
+        self.moving.iter().for_each(|moving| moving.order(Order::Settled));
+        Ok(())
+    }
+
     /// Stops the guest, has the last round sent, and sends the state meanwhile.
     fn switch_over(&mut self) -> Result<(), String> {
         let Some(moving) = &self.moving else { return Ok(()) };
         if self.lead.abort.is_over() {
             return Ok(());
         }
+        // `recover` lets only a guest run on that was stopped by its migration.
+        self.ledger.note_pausing().map_err(|error| error.to_string())?;
         self.phase = Phase::SwitchingOver;
         self.observer.note("stopping the guest");
         // Also where it fails: it may have stopped after all.

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::ControlMessage;
-use sterna_wire::switchover::SourceEnd;
+use sterna_wire::switchover::{SourceAfter, SourceEnd};
 
 use super::{CANCELLED, Driver};
 use crate::accelerator::Accelerator;
@@ -176,8 +176,8 @@ impl Driver<'_> {
             no_deltas: no_deltas.map(str::to_owned),
             refused_packets: self.again.packets(),
             devices: self.devices.known.report(),
-            source_after: None,
-            warnings: Vec::new(),
+            source_after: self.ended.then_some(SourceAfter::Quit),
+            warnings: self.left.take().into_iter().collect(),
         }
     }
 }

@@ -74,7 +74,7 @@ pub fn proxy_receive(
     };
     let _obeying = under_way::obey(stop, &proxy.under_way, drain, || ());
     let refused = |reason: &str| observer.note(&format!("refused: {reason}"));
-    let greeting = Greeting { mode: Mode::Proxy, features: FEATURES, refusal: &|_| None };
+    let greeting = Greeting { takes: &[(Mode::Proxy, FEATURES)], refusal: &|_| None };
     sessions.serve(&incoming, &greeting, refused, |greeted| proxy.serve(greeted));
     Ok(!proxy.under_way.was_cut())
 }
