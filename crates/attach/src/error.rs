@@ -176,9 +176,7 @@ pub enum AttachError {
         first: String,
     },
     /// What stands under a number in the process is not what was made there.
-    #[error(
-        "descriptor {number} of process {pid} is {found}, not {expected}: another thread of the process put it there; it was left as it is"
-    )]
+    #[error("descriptor {number} of process {pid} is {found}, not {expected}; it was left as it is")]
     WrongDescriptor {
         /// The process.
         pid: i32,
