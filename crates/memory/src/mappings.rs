@@ -1,4 +1,4 @@
-//! What is mapped where in this process, as the kernel lists it: the judge of what a caller says about guest RAM.
+//! What is mapped where in a process, as the kernel lists it: the judge of what a caller says about guest RAM.
 //!
 //! A wrong word about the backing of a RAM block is silent and costs memory: of a private file mapping that is called shared,
 //! the pages that were written lie beside the file, so whoever asks the file for its data never sees them.
@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::ops::Range;
 
-/// A line of `/proc/self/maps` (proc_pid_maps(5)): `start-end rwxp offset major:minor inode path`.
+/// A line of `/proc/PID/maps` (proc_pid_maps(5)): `start-end rwxp offset major:minor inode path`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mapping<'a> {
     pub(crate) start: usize,
@@ -59,7 +59,7 @@ impl<'a> Mapping<'a> {
     }
 }
 
-/// All mappings of this process, at one moment.
+/// All mappings of a process, at one moment.
 #[derive(Debug)]
 pub(crate) struct Mappings(String);
 
@@ -67,6 +67,11 @@ impl Mappings {
     /// Those that there are now.
     pub(crate) fn own() -> io::Result<Self> {
         fs::read_to_string("/proc/self/maps").map(Self)
+    }
+
+    /// Those of the process that has the number `pid` now.
+    pub(crate) fn of_process(pid: i32) -> io::Result<Self> {
+        fs::read_to_string(format!("/proc/{pid}/maps")).map(Self)
     }
 
     /// Checks that all of `addresses` is mapped, and every mapping in that range as `is` wants it.
@@ -94,6 +99,13 @@ impl Mappings {
 }
 
 #[cfg(test)]
+impl From<&str> for Mappings {
+    fn from(lines: &str) -> Self {
+        Self(lines.to_owned())
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -115,7 +127,7 @@ mod tests {
     fn a_range_is_checked_mapping_by_mapping_and_for_gaps() {
         let lines =
             "1000-3000 rw-p 00000000 00:00 0 \n3000-4000 rw-p 00005000 00:01 7 /file\n6000-7000 rw-p 0 00:00 0 \n";
-        let mappings = Mappings(lines.to_owned());
+        let mappings = Mappings::from(lines);
         let check = |range, is: fn(&Mapping<'_>) -> bool| mappings.check(range, is);
         assert_eq!(check(0x1000..0x3000, |mapping| mapping.is_anonymous()), Ok(()));
         assert_eq!(check(0x2000..0x3000, |mapping| mapping.is_anonymous()), Ok(()));
