@@ -4,7 +4,7 @@
 //!
 //! | log | sees writes of | cost |
 //! |---|---|---|
-//! | [`write_protect`] | this process, and KVM vCPUs that run on its memory | a fault per page and round |
+//! | [`write_protect`] | a process, this one or another, and KVM vCPUs that run on its memory | a fault per page and round |
 //! | [`kvm_log`] | KVM vCPUs | a fault per page and round (or the CPU's own log); a bitmap of the guest's size per round |
 //! | [`kvm_ring`] | KVM vCPUs | as above, but by what is dirty, not by the size of the guest |
 //! | [`handed_in`] | whoever says so: device models, DMA | an atomic operation per write |
@@ -91,11 +91,44 @@ pub enum DirtyLogError {
         range: Range<usize>,
     },
     /// Part of a block is not mapped.
-    #[error("RAM block {block} at addresses {:#x}..{:#x} is not mapped in this process, or not all of it", .range.start, .range.end)]
+    #[error("RAM block {block} at addresses {:#x}..{:#x} is not mapped in process {pid}, or not all of it", .range.start, .range.end)]
     Unmapped {
         /// The block.
         block: usize,
         /// Its addresses.
+        range: Range<usize>,
+        /// The process.
+        pid: i32,
+    },
+    /// A part of a block lies outside the block, or where another part lies.
+    #[error("the part of RAM block {block} at addresses {:#x}..{:#x} {problem}", .range.start, .range.end)]
+    Part {
+        /// The block.
+        block: usize,
+        /// Its addresses.
+        range: Range<usize>,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The process whose memory is tracked has ended.
+    #[error(
+        "process {pid}, whose memory is tracked, has ended or has replaced its program: its memory is gone, and what it \
+         wrote last is not known"
+    )]
+    Gone {
+        /// The process.
+        pid: i32,
+    },
+    /// Memory is not watched by the log's userfaultfd.
+    #[error(
+        "addresses {:#x}..{:#x} of process {pid} are not watched, or not all of them: they were mapped anew since the dirty \
+         log was started, or the userfaultfd belongs to another process; what was written there is not known",
+        .range.start, .range.end
+    )]
+    NotWatched {
+        /// The process.
+        pid: i32,
+        /// The addresses.
         range: Range<usize>,
     },
     /// A KVM memory slot does not fit its RAM block.

@@ -73,6 +73,11 @@ impl Mappings {
         .map(Self)
     }
 
+    /// Those of the process that has the number `pid` now.
+    pub(crate) fn of_process(pid: i32) -> io::Result<Self> {
+        fs::read_to_string(format!("/proc/{pid}/maps")).map(Self)
+    }
+
     /// Checks that all of `addresses` is mapped, and every mapping in that range as `is` wants it.
     ///
     /// # Errors
@@ -98,6 +103,13 @@ impl Mappings {
 }
 
 #[cfg(test)]
+impl From<&str> for Mappings {
+    fn from(lines: &str) -> Self {
+        Self(lines.to_owned())
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -119,7 +131,7 @@ mod tests {
     fn a_range_is_checked_mapping_by_mapping_and_for_gaps() {
         let lines =
             "1000-3000 rw-p 00000000 00:00 0 \n3000-4000 rw-p 00005000 00:01 7 /file\n6000-7000 rw-p 0 00:00 0 \n";
-        let mappings = Mappings(lines.to_owned());
+        let mappings = Mappings::from(lines);
         let check = |range, is: fn(&Mapping<'_>) -> bool| mappings.check(range, is);
         assert_eq!(check(0x1000..0x3000, |mapping| mapping.is_anonymous()), Ok(()));
         assert_eq!(check(0x2000..0x3000, |mapping| mapping.is_anonymous()), Ok(()));

@@ -7,9 +7,14 @@
 //! without `CAP_SYS_PTRACE` or `vm.unprivileged_userfaultfd=1` only for faults of user space (Linux 5.11); container
 //! run times often forbid the call. The device is tried first, then the call.
 //!
+//! A userfaultfd belongs to the address space in which it was made. Every operation acts on that address space, also when
+//! another process holds the descriptor: so a process can watch the memory of another one by a descriptor that was made
+//! there ([`Userfault::from_descriptor`]).
+//!
 //! Source: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`, `userfaultfd(2)`.
 
-use std::fs::File;
+use rustix::io::FdFlags;
+use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -69,18 +74,19 @@ pub enum UserfaultError {
     /// The kernel refused the handshake.
     #[error("the userfaultfd handshake failed: {0}")]
     Handshake(io::Error),
+    /// A descriptor that was given cannot be used.
+    #[error("the given userfaultfd cannot be used: {0}")]
+    Given(String),
 }
 
 /// What usually is behind an error number of a range operation.
 fn advice(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::EBUSY) => " (another userfaultfd watches part of it: close that one first)",
-        Some(libc::EINVAL) => {
-            " (unmapped, not aligned to its page size, or neither anonymous, shared memory nor hugetlb)"
-        }
+        Some(libc::EINVAL) => " (unmapped, not aligned to its page size, or of a kind that userfaultfd cannot watch)",
         Some(libc::EPERM) => " (the mapping is of a file that may not be written)",
         Some(libc::ENOENT) => " (unmapped, more than one mapping, or not watched by this userfaultfd)",
-        Some(libc::ESRCH) => " (the process of this memory has ended)",
+        Some(libc::ESRCH) => " (the process of this memory has ended or has replaced its program)",
         Some(libc::ENOMEM) => " (out of memory, of the memory limit of this cgroup, or of huge pages in the pool)",
         Some(libc::EFAULT) => " (past the end of the file, or the content is not readable)",
         _ => "",
@@ -117,6 +123,9 @@ const FEATURES: [(u64, &str, &str); 5] = [
     (WP_ASYNC, "WP_ASYNC", "6.7"),
 ];
 
+/// Events of the address space besides page faults: fork, mremap, madvise, munmap. Who causes one waits until it is read.
+const EVENTS: u64 = 1 << 1 | 1 << 2 | 1 << 3 | 1 << 6;
+
 /// What the kernel can do in a range that is watched for missing pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Registered {
@@ -124,11 +133,12 @@ pub struct Registered {
     pub zero_page: bool,
 }
 
-/// An open userfaultfd. Closing it ends every registration and protection, and wakes who waits: missing pages read as
-/// zero from then on.
+/// An open userfaultfd. Closing its last descriptor ends every registration and protection, and wakes who waits: missing
+/// pages read as zero from then on.
 #[derive(Debug)]
 pub struct Userfault {
     fd: OwnedFd,
+    features: u64,
 }
 
 impl Userfault {
@@ -138,22 +148,79 @@ impl Userfault {
             Ok(fd) => fd,
             Err(device) => open_by_call(faults).map_err(|call| UserfaultError::NotAllowed { device, call })?,
         };
-        let userfault = Self { fd };
+        let userfault = Self { fd, features };
         match userfault.handshake(features) {
             Ok(_) => Ok(userfault),
-            // The refused handshake left the descriptor as it was: ask what there is.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                let offered = userfault.handshake(0).map_err(UserfaultError::Handshake)?;
-                let missing = FEATURES.iter().filter(|(bit, ..)| features & !offered & bit != 0);
-                match missing.clone().next_back() {
-                    Some((_, _, since)) => Err(UserfaultError::Features {
-                        missing: missing.map(|(_, name, _)| *name).collect::<Vec<_>>().join(" and "),
-                        since,
-                    }),
-                    None => Err(UserfaultError::Handshake(error)),
-                }
-            }
-            Err(error) => Err(UserfaultError::Handshake(error)),
+            Err(error) => Err(userfault.handshake_refused(error)),
+        }
+    }
+
+    /// Takes a userfaultfd that another program has made: the process whose memory it watches, or a helper that acted in
+    /// that process. `features` is a sum of this module's constants.
+    ///
+    /// The handshake (`UFFDIO_API`) is made here, unless it was made before. A giver that has made it must have asked for
+    /// all of `features`, and for no events (fork, mremap, remove, unmap): the threads of that process that cause an event
+    /// would wait until it is read. More features than `features` are allowed otherwise.
+    ///
+    /// What holds of the last descriptor ([`Userfault`]) holds of all copies together: a giver that keeps a copy keeps the
+    /// registrations and protections alive when this value is dropped or this process dies. The giver closes its copies.
+    ///
+    /// # Errors
+    /// [`UserfaultError::Given`] where the descriptor is no userfaultfd, or its handshake was made with other features;
+    /// [`UserfaultError::Features`] where the kernel lacks some.
+    pub fn from_descriptor(fd: OwnedFd, features: u64) -> Result<Self, UserfaultError> {
+        // A copy that a child of this process inherits would outlive this one.
+        rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|error| UserfaultError::Handshake(error.into()))?;
+        let made = made_with(fd.as_fd())?;
+        let mut userfault = Self { fd, features };
+        if made == 0 {
+            return match userfault.handshake(features) {
+                Ok(_) => Ok(userfault),
+                Err(error) => Err(userfault.handshake_refused(error)),
+            };
+        }
+        let missing = features & !made;
+        if missing != 0 {
+            let (names, _) = names_of(missing);
+            return Err(UserfaultError::Given(format!(
+                "its handshake was made without {names}; make it with these features, or leave it to Sterna"
+            )));
+        }
+        if made & EVENTS & !features != 0 {
+            return Err(UserfaultError::Given(
+                "its handshake asked for events of fork, mremap, madvise or munmap, and threads that cause one wait until \
+                 it is read; make it without events"
+                    .to_owned(),
+            ));
+        }
+        userfault.features = made;
+        Ok(userfault)
+    }
+
+    /// The features of its handshake.
+    pub fn features(&self) -> u64 {
+        self.features
+    }
+
+    /// Whether the address space that it belongs to is gone: its process has ended or has replaced its program (execve).
+    pub(crate) fn is_orphaned(&self) -> bool {
+        // Registering and its reverse answer ENOMEM then, which has other reasons too; this operation answers ESRCH. A
+        // range below all mappings (`vm.mmap_min_addr`), so that nothing changes.
+        let nowhere = self.write_protect(crate::PAGE_SIZE..2 * crate::PAGE_SIZE, false);
+        matches!(nowhere, Err(UserfaultError::Range { source, .. }) if source.raw_os_error() == Some(libc::ESRCH))
+    }
+
+    /// Why a handshake that ended in `error` was refused. It left the descriptor as it was: ask what there is.
+    fn handshake_refused(&self, error: io::Error) -> UserfaultError {
+        if error.raw_os_error() != Some(libc::EINVAL) {
+            return UserfaultError::Handshake(error);
+        }
+        match self.handshake(0) {
+            Ok(offered) => match names_of(self.features & !offered) {
+                (missing, Some(since)) => UserfaultError::Features { missing, since },
+                (_, None) => UserfaultError::Handshake(error),
+            },
+            Err(error) => UserfaultError::Handshake(error),
         }
     }
 
@@ -223,6 +290,32 @@ impl AsFd for Userfault {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+}
+
+/// Names of features, and the first version that has all of them; none where this module knows none of them.
+fn names_of(features: u64) -> (String, Option<&'static str>) {
+    let known = FEATURES.iter().filter(|(bit, ..)| features & bit != 0);
+    let names: Vec<&str> = known.clone().map(|(_, name, _)| *name).collect();
+    (names.join(" and "), known.map(|(_, _, since)| *since).next_back())
+}
+
+/// The features of the handshake that was made by a userfaultfd, with internal bits of the kernel; 0 where none was made.
+///
+/// `UFFDIO_API` answers `EINVAL` both for a handshake that was made before and for an unknown feature, so the kernel's
+/// description of the descriptor is read: `API:\taa:FEATURES:OPERATIONS`, in hexadecimal (`userfaultfd_show_fdinfo` in
+/// `fs/userfaultfd.c`). Any handshake sets a bit there.
+fn made_with(fd: BorrowedFd<'_>) -> Result<u64, UserfaultError> {
+    let path = format!("/proc/self/fdinfo/{}", fd.as_raw_fd());
+    let info = fs::read_to_string(&path)
+        .map_err(|error| UserfaultError::Given(format!("its features cannot be read from {path}: {error}")))?;
+    parse_fdinfo(&info).ok_or_else(|| UserfaultError::Given("it is no userfaultfd".to_owned()))
+}
+
+fn parse_fdinfo(info: &str) -> Option<u64> {
+    let line = info.lines().find_map(|line| line.strip_prefix("API:"))?;
+    // One protocol so far; more would be separated by spaces.
+    let mut fields = line.split_whitespace().find_map(|api| api.strip_prefix("aa:"))?.split(':');
+    u64::from_str_radix(fields.next()?, 16).ok()
 }
 
 /// The flags of the device's operation and of the system call are the same.
@@ -333,6 +426,54 @@ mod tests {
         assert!(matches!(unknown, UserfaultError::Handshake(_) | UserfaultError::NotAllowed { .. }), "{unknown}");
         let missing = UserfaultError::Features { missing: "WP_ASYNC".to_owned(), since: "6.7" };
         assert_eq!(missing.to_string(), "this kernel's userfaultfd lacks WP_ASYNC; it needs Linux 6.7 or newer");
+    }
+
+    #[test]
+    fn a_given_descriptor_is_used_with_its_handshake_or_gets_one_and_others_are_refused() {
+        let raw = || match open_by_call(Faults::OfUserSpace) {
+            Ok(fd) => Some(fd),
+            Err(error) => {
+                println!("skipped: the userfaultfd system call is not to be had here: {error}");
+                None
+            }
+        };
+        let wanted = WP_ASYNC | WP_UNPOPULATED;
+        let Some(fd) = raw() else { return };
+        let fresh = match Userfault::from_descriptor(fd, wanted) {
+            Err(error @ UserfaultError::Features { .. }) => return println!("skipped: {error}"),
+            fresh => fresh.unwrap(),
+        };
+        assert_eq!(fresh.features() & wanted, wanted);
+
+        let given = |features| {
+            let made = Userfault { fd: raw().unwrap(), features };
+            made.handshake(features).unwrap();
+            Userfault::from_descriptor(made.fd, wanted)
+        };
+        assert_eq!(given(wanted | MISSING_SHMEM).unwrap().features() & wanted, wanted);
+        let error = given(0).unwrap_err().to_string();
+        assert!(error.contains("made without WP_UNPOPULATED and WP_ASYNC"), "{error}");
+        let error = given(WP_HUGETLBFS_SHMEM | WP_UNPOPULATED).unwrap_err().to_string();
+        assert!(error.contains("made without WP_ASYNC"), "{error}");
+        let remove = 1 << 3;
+        let error = given(wanted | remove).unwrap_err().to_string();
+        assert!(error.contains("asked for events"), "{error}");
+
+        let file = File::open("/proc/self/exe").unwrap();
+        let error = Userfault::from_descriptor(file.into(), wanted).unwrap_err();
+        assert_eq!(error.to_string(), "the given userfaultfd cannot be used: it is no userfaultfd");
+        let unknown = Userfault::from_descriptor(raw().unwrap(), 1 << 63).unwrap_err();
+        assert!(matches!(unknown, UserfaultError::Handshake(_)), "{unknown}");
+    }
+
+    #[test]
+    fn what_the_kernel_tells_of_a_descriptor_is_understood() {
+        let info = "pos:\t0\nflags:\t02004002\nmnt_id:\t17\nino:\t1062\npending:\t0\ntotal:\t0\n";
+        assert_eq!(parse_fdinfo(&format!("{info}API:\taa:8000a000:8000000000000ffb\n")), Some(0x8000_A000));
+        assert_eq!(parse_fdinfo(&format!("{info}API:\taa:0:8000000000000ffb\n")), Some(0));
+        for unknown in ["", "API:\t\n", "API:\tab:1:2\n", "API:\taa:x:2\n"] {
+            assert_eq!(parse_fdinfo(&format!("{info}{unknown}")), None, "{unknown:?}");
+        }
     }
 
     #[test]

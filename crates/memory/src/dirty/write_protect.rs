@@ -1,11 +1,16 @@
-//! The dirty log of any memory of this process: asynchronous userfaultfd write protection and `PAGEMAP_SCAN` (Linux 6.7).
+//! The dirty log of any memory of a process: asynchronous userfaultfd write protection and `PAGEMAP_SCAN` (Linux 6.7).
 //!
 //! Pages are write-protected; a write lifts the protection of its page, in the kernel, without waiting for anyone; the
 //! scan finds the unprotected pages and protects them again in one step under the page table lock. So no write is between
-//! two answers. Works on anonymous memory, transparent huge pages, shared memory (memfd, tmpfs) and hugetlb, and needs no
-//! privilege. KVM follows the page tables of the process, so vCPUs on this memory are seen too.
+//! two answers. Works on anonymous memory, transparent huge pages, shared memory (memfd, tmpfs), hugetlb and mappings of
+//! files on a disk, and needs no privilege. KVM follows the page tables of the process, so vCPUs on this memory are seen
+//! too.
 //!
-//! **Not seen**: writes through another mapping or another process, by system calls on the file of shared memory, and by
+//! The memory is this process's ([`WriteProtectLog::new`]) or that of another one ([`WriteProtectLog::of_process`]): of a
+//! monitor that Sterna migrates from outside, or of a vhost-user back end that maps the guest's RAM. One log sees the
+//! writes of one process; the [union](super::union) of all that map the memory is the guest's.
+//!
+//! **Not seen**: writes by another process or through another mapping, by system calls on the file of shared memory, and by
 //! devices or system calls into memory they had pinned before (VFIO, `O_DIRECT` under way). Hand those in.
 //!
 //! **What may be named without being written**:
@@ -22,26 +27,64 @@
 use super::{DirtyLog, DirtyLogError, check_collect};
 use crate::PAGE_SIZE;
 use crate::bitmap::PageBitmap;
+use crate::mappings::Mappings;
 use crate::pagemap_scan::{
     PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, PageRegion, Query,
     Scanner,
 };
-use crate::userfault::{Faults, Userfault, WP_ASYNC, WP_HUGETLBFS_SHMEM, WP_UNPOPULATED};
-use std::fs::{self, File};
+use crate::place::{PlaceError, TargetProcess};
+use crate::userfault::{Faults, Userfault, UserfaultError, WP_ASYNC, WP_HUGETLBFS_SHMEM, WP_UNPOPULATED};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
-/// The dirty log of this process's memory. See the [module](self).
+/// A RAM block as a process maps it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MappedBlock {
+    /// Pages of the whole block.
+    pub pages: u64,
+    /// The parts of it that the process maps, in any order. Pages that lie in no part are never named; pages that lie in
+    /// several parts are named when they are written through any of them.
+    pub parts: Vec<MappedPart>,
+}
+
+/// Where a process maps a part of a RAM block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MappedPart {
+    /// Addresses in that process: whole pages, of hugetlb whole huge pages.
+    pub addresses: Range<usize>,
+    /// The page of the block that lies at the first address.
+    pub first_page: u64,
+}
+
+impl MappedPart {
+    fn pages(&self) -> u64 {
+        (self.addresses.len() / PAGE_SIZE) as u64
+    }
+}
+
+/// The dirty log of a process's memory. See the [module](self).
 #[derive(Debug)]
 pub struct WriteProtectLog {
-    blocks: Vec<Range<usize>>,
+    memory: Memory,
+    blocks: Vec<MappedBlock>,
+    /// Of each block.
     pages: Vec<u64>,
     started: Option<Started>,
 }
 
+/// Whose memory is tracked.
+#[derive(Debug)]
+enum Memory {
+    Own,
+    OfProcess { process: Arc<TargetProcess>, userfault: Arc<Userfault> },
+}
+
 #[derive(Debug)]
 struct Started {
-    userfault: Userfault,
+    userfault: Arc<Userfault>,
     scanner: Scanner,
     /// Of each block.
     parts: Vec<Vec<Part>>,
@@ -50,22 +93,128 @@ struct Started {
 /// A part of a block within one mapping: all of it has one kind of backing.
 #[derive(Debug)]
 struct Part {
+    pid: i32,
     addresses: Range<usize>,
+    first_page: u64,
     shared: bool,
 }
 
 impl WriteProtectLog {
-    /// For the RAM blocks at these addresses, mapped from `start` to `stop` and not remapped meanwhile. Ranges are of
-    /// whole pages, for hugetlb of whole huge pages.
+    /// The features that a [given userfaultfd](Self::of_process) has.
+    pub const FEATURES: u64 = WP_ASYNC | WP_UNPOPULATED;
+
+    /// For the RAM blocks at these addresses of this process, mapped from `start` to `stop` and not remapped meanwhile.
+    /// Ranges are of whole pages, for hugetlb of whole huge pages.
     pub fn new(blocks: Vec<Range<usize>>) -> Result<Self, DirtyLogError> {
-        for (block, range) in blocks.iter().enumerate() {
-            let whole = range.start.is_multiple_of(PAGE_SIZE) && range.end.is_multiple_of(PAGE_SIZE);
-            if range.is_empty() || !whole {
-                return Err(DirtyLogError::Unaligned { block, range: range.clone() });
-            }
+        let blocks = blocks.into_iter().map(|addresses| MappedBlock {
+            pages: (addresses.len() / PAGE_SIZE) as u64,
+            parts: vec![MappedPart { addresses, first_page: 0 }],
+        });
+        Self::of(Memory::Own, blocks.collect())
+    }
+
+    /// For memory of another process, mapped there from `start` to `stop` and not remapped meanwhile.
+    ///
+    /// `userfault` was made in that process and has [`Self::FEATURES`] ([`Userfault::from_descriptor`]). One for faults of
+    /// user space only is enough, since the kernel answers all faults by itself. What it watched in these ranges before
+    /// ends with `start`: a range that was registered for missing pages too would make threads of that process wait for
+    /// pages that nobody puts in place. This process needs the right to trace the other one (`/proc/PID/pagemap`,
+    /// ptrace(2)).
+    ///
+    /// The log keeps the descriptor from `stop` to the next `start`. When the log is dropped, or this process dies, nothing
+    /// is left in the other process, provided that no other copy of the descriptor is open.
+    ///
+    /// # Errors
+    /// When the parts overlap in addresses or do not fit their blocks, or the userfaultfd lacks a feature. `start`,
+    /// `collect` and `stop` report [`DirtyLogError::Gone`] and [`DirtyLogError::NotWatched`]; `stop` is no error when the
+    /// process has ended.
+    pub fn of_process(
+        process: Arc<TargetProcess>,
+        userfault: Userfault,
+        blocks: Vec<MappedBlock>,
+    ) -> Result<Self, DirtyLogError> {
+        if userfault.features() & Self::FEATURES != Self::FEATURES {
+            let problem = "it was opened without WP_ASYNC and WP_UNPOPULATED, which a dirty log needs";
+            return Err(UserfaultError::Given(problem.to_owned()).into());
         }
-        let pages = blocks.iter().map(|range| (range.len() / PAGE_SIZE) as u64).collect();
-        Ok(Self { blocks, pages, started: None })
+        Self::of(Memory::OfProcess { process, userfault: Arc::new(userfault) }, blocks)
+    }
+
+    fn of(memory: Memory, blocks: Vec<MappedBlock>) -> Result<Self, DirtyLogError> {
+        check_blocks(&blocks)?;
+        let pages = blocks.iter().map(|block| block.pages).collect();
+        Ok(Self { memory, blocks, pages, started: None })
+    }
+
+    fn pid(&self) -> i32 {
+        match &self.memory {
+            Memory::Own => std::process::id() as i32,
+            Memory::OfProcess { process, .. } => process.pid(),
+        }
+    }
+
+    /// Opens the page map of the process, and reads its mappings.
+    fn look_up(&self) -> Result<(File, Mappings), DirtyLogError> {
+        let of_process = match &self.memory {
+            Memory::Own => "self".to_owned(),
+            Memory::OfProcess { process, .. } => process.pid().to_string(),
+        };
+        let path = format!("/proc/{of_process}/pagemap");
+        let page_map = File::open(&path).map_err(DirtyLogError::system(format!("open {path}")));
+        let mappings = match &self.memory {
+            Memory::Own => Mappings::own(),
+            Memory::OfProcess { process, .. } => Mappings::of_process(process.pid()),
+        };
+        let mappings = mappings.map_err(DirtyLogError::system(format!("read /proc/{of_process}/maps")));
+        // Before the answers are looked at: a process that has ended is the reason for what is missing in them, and what
+        // was read of the next process that has its number is no answer.
+        if let Memory::OfProcess { process, .. } = &self.memory {
+            check_alive(process)?;
+        }
+        Ok((page_map?, mappings?))
+    }
+
+    /// Registers and protects all parts. `watched` is what was registered, also after an error.
+    fn watch(
+        &self,
+        scanner: &mut Scanner,
+        userfault: &Userfault,
+        mappings: &Mappings,
+        watched: &mut Vec<Range<usize>>,
+    ) -> Result<Vec<Vec<Part>>, DirtyLogError> {
+        let pid = self.pid();
+        let mut parts = Vec::new();
+        for (block, mapped) in self.blocks.iter().enumerate() {
+            let mut of_block = Vec::new();
+            for part in &mapped.parts {
+                let range = part.addresses.clone();
+                let cut = parts_of(pid, part, mappings);
+                of_block.extend(cut.ok_or_else(|| DirtyLogError::Unmapped { block, range: range.clone(), pid })?);
+                userfault.register_write_protect(range.clone())?;
+                watched.push(range.clone());
+                if matches!(self.memory, Memory::OfProcess { .. }) {
+                    // The range is watched by no other userfaultfd, as registering it would have failed. What this one
+                    // had it registered for before is not changed by that.
+                    userfault.unregister(range.clone())?;
+                    userfault.register_write_protect(range)?;
+                }
+            }
+            for part in &of_block {
+                part.protect(scanner, userfault)?;
+            }
+            parts.push(of_block);
+        }
+        Ok(parts)
+    }
+
+    /// The error, or what is behind it: that the process has ended.
+    fn explain(&self, error: DirtyLogError) -> DirtyLogError {
+        match &self.memory {
+            Memory::OfProcess { process, userfault } if userfault.is_orphaned() => {
+                DirtyLogError::Gone { pid: process.pid() }
+            }
+            _ => error,
+        }
     }
 }
 
@@ -74,56 +223,122 @@ impl DirtyLog for WriteProtectLog {
         if self.started.is_some() {
             return Err(DirtyLogError::AlreadyStarted);
         }
-        let page_map = File::open("/proc/self/pagemap").map_err(DirtyLogError::system("open /proc/self/pagemap"))?;
+        let (page_map, mappings) = self.look_up()?;
         let mut scanner = Scanner::new(page_map);
         if scanner.scan(0..0, Query::default()).is_err() {
             return Err(DirtyLogError::Missing {
                 what: "PAGEMAP_SCAN",
-                instead: "it needs Linux 6.7 or newer; use a KVM dirty log",
+                instead: match self.memory {
+                    Memory::Own => "it needs Linux 6.7 or newer; use a KVM dirty log",
+                    Memory::OfProcess { .. } => "it needs Linux 6.7 or newer; use the migration of the monitor itself",
+                },
             });
         }
-        // All faults are answered by the kernel, so those of user space are enough, and need no privilege. When dropped
-        // on an error below, it takes its registrations and protections with it.
-        let userfault = Userfault::open(Faults::OfUserSpace, WP_ASYNC | WP_UNPOPULATED | WP_HUGETLBFS_SHMEM)?;
-        let maps = fs::read_to_string("/proc/self/maps").map_err(DirtyLogError::system("read /proc/self/maps"))?;
-        let mut parts = Vec::new();
-        for (block, range) in self.blocks.iter().enumerate() {
-            let of_block =
-                parts_of(range, &maps).ok_or_else(|| DirtyLogError::Unmapped { block, range: range.clone() })?;
-            userfault.register_write_protect(range.clone())?;
-            for part in &of_block {
-                part.protect(&mut scanner, &userfault)?;
+        let userfault = match &self.memory {
+            // All faults are answered by the kernel, so those of user space are enough, and need no privilege.
+            Memory::Own => {
+                Arc::new(Userfault::open(Faults::OfUserSpace, WP_ASYNC | WP_UNPOPULATED | WP_HUGETLBFS_SHMEM)?)
             }
-            parts.push(of_block);
+            Memory::OfProcess { userfault, .. } => Arc::clone(userfault),
+        };
+        let mut watched = Vec::new();
+        match self.watch(&mut scanner, &userfault, &mappings, &mut watched) {
+            Ok(parts) => self.started = Some(Started { userfault, scanner, parts }),
+            Err(error) => {
+                // The first error says why.
+                let _ = release(&userfault, watched);
+                return Err(self.explain(error));
+            }
         }
-        self.started = Some(Started { userfault, scanner, parts });
         Ok(())
     }
 
     fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
         check_collect(self.started.is_some(), &self.pages, block, dirty)?;
         let Started { userfault, scanner, parts } = self.started.as_mut().ok_or(DirtyLogError::NotStarted)?;
-        let base = self.blocks[block].start;
         for part in &parts[block] {
-            part.collect(scanner, userfault, |region| {
-                let page = |address: u64| (address as usize - base) as u64 / PAGE_SIZE as u64;
-                dirty.set(page(region.start)..page(region.end));
-            })?;
+            if let Err(error) = part.collect(scanner, userfault, |pages| dirty.set(pages)) {
+                return Err(self.explain(error));
+            }
+        }
+        if let (Memory::OfProcess { process, .. }, Some(part)) = (&self.memory, parts[block].first()) {
+            // An address space that is gone has no page that was written, and the scan says no more. Reading its page map
+            // does: nothing is read (`pagemap_read` in `fs/proc/task_mmu.c`).
+            let mut entry = [0; 8];
+            let at = (part.addresses.start / PAGE_SIZE * entry.len()) as u64;
+            let read = scanner.file().read_at(&mut entry, at);
+            if read.map_err(DirtyLogError::system(format!("read /proc/{}/pagemap", process.pid())))? == 0 {
+                return Err(DirtyLogError::Gone { pid: process.pid() });
+            }
         }
         Ok(())
     }
 
     fn stop(&mut self) -> Result<(), DirtyLogError> {
-        let Some(started) = self.started.take() else { return Ok(()) };
-        let mut result = Ok(());
-        for range in &self.blocks {
-            // Unprotected first: older kernels leave protections behind when only the registration ends.
-            let lifted = started.userfault.write_protect(range.clone(), false);
-            let ended = started.userfault.unregister(range.clone());
-            result = result.and(lifted).and(ended);
-        }
-        Ok(result?)
+        let Some(Started { userfault, .. }) = self.started.take() else { return Ok(()) };
+        let parts = self.blocks.iter().flat_map(|block| &block.parts);
+        Ok(release(&userfault, parts.map(|part| part.addresses.clone()))?)
     }
+}
+
+impl Drop for WriteProtectLog {
+    fn drop(&mut self) {
+        // A given descriptor may have other copies, and then closing this one ends nothing.
+        let _ = self.stop();
+    }
+}
+
+/// Ends protections and registrations: of all ranges, whatever happens with one of them.
+fn release(userfault: &Userfault, ranges: impl IntoIterator<Item = Range<usize>>) -> Result<(), UserfaultError> {
+    let mut result = Ok(());
+    for range in ranges {
+        // Unprotected first: older kernels leave protections behind when only the registration ends.
+        let lifted = userfault.write_protect(range.clone(), false);
+        let ended = userfault.unregister(range);
+        result = result.and(lifted).and(ended);
+    }
+    // With the address space everything has ended.
+    if result.is_err() && userfault.is_orphaned() {
+        return Ok(());
+    }
+    result
+}
+
+fn check_alive(process: &TargetProcess) -> Result<(), DirtyLogError> {
+    process.check_alive().map_err(|error| match error {
+        PlaceError::Gone { pid } => DirtyLogError::Gone { pid },
+        error => DirtyLogError::system(format!("look at process {}", process.pid()))(io::Error::other(error)),
+    })
+}
+
+/// Checks that parts are whole pages within their blocks, and that no two lie at the same addresses: a write there would be
+/// named for the first of them only.
+fn check_blocks(blocks: &[MappedBlock]) -> Result<(), DirtyLogError> {
+    let mut all = Vec::new();
+    for (block, mapped) in blocks.iter().enumerate() {
+        for part in &mapped.parts {
+            let range = part.addresses.clone();
+            let whole = range.start.is_multiple_of(PAGE_SIZE) && range.end.is_multiple_of(PAGE_SIZE);
+            if range.is_empty() || !whole {
+                return Err(DirtyLogError::Unaligned { block, range });
+            }
+            if part.first_page.checked_add(part.pages()).is_none_or(|end| end > mapped.pages) {
+                let (first, pages) = (part.first_page, part.pages());
+                let problem = format!("is {pages} pages from page {first}, but the block has {}", mapped.pages);
+                return Err(DirtyLogError::Part { block, range, problem });
+            }
+            all.push((range, block));
+        }
+    }
+    all.sort_unstable_by_key(|(range, _)| range.start);
+    for pair in all.windows(2) {
+        let [(before, _), (range, block)] = pair else { continue };
+        if range.start < before.end {
+            let problem = "lies where another part of RAM lies; give each address once".to_owned();
+            return Err(DirtyLogError::Part { block: *block, range: range.clone(), problem });
+        }
+    }
+    Ok(())
 }
 
 impl Part {
@@ -132,26 +347,29 @@ impl Part {
     fn protect(&self, scanner: &mut Scanner, userfault: &Userfault) -> Result<(), DirtyLogError> {
         let all = self.addresses.clone();
         // Very large pages are left out by the scan, see `collect`.
-        if self.shared || scanner.apply(all.clone(), self.query()).map_err(scan_failed(&all))? < all.end {
-            userfault.write_protect(all, true)?;
+        if self.shared || scanner.apply(all.clone(), self.query()).map_err(self.scan_failed(&all))? < all.end {
+            userfault.write_protect(all.clone(), true)?;
         }
+        // Nothing so far has failed if the userfaultfd belongs to another process, with memory at these addresses too.
+        let watched = Query { flags: PM_SCAN_CHECK_WPASYNC, all_of: PAGE_IS_WRITTEN, ..Query::default() };
+        scanner.apply(all.start..all.start + PAGE_SIZE, watched).map_err(self.scan_failed(&all))?;
         Ok(())
     }
 
-    /// Calls `written` for each run of pages written, all of them protected again when this returns.
+    /// Calls `written` for each run of pages of the block that were written, all of them protected again when this returns.
     fn collect(
         &self,
         scanner: &mut Scanner,
         userfault: &Userfault,
-        mut written: impl FnMut(&PageRegion),
+        mut written: impl FnMut(Range<u64>),
     ) -> Result<(), DirtyLogError> {
         let end = self.addresses.end;
         let mut at = self.addresses.start;
         let mut query = self.query();
         while at < end {
-            let (regions, walked_to) = scanner.scan(at..end, query).map_err(scan_failed(&(at..end)))?;
+            let (regions, walked_to) = scanner.scan(at..end, query).map_err(self.scan_failed(&(at..end)))?;
             for region in regions {
-                written(region);
+                written(self.pages_of(region));
             }
             let protects = query.flags & PM_SCAN_WP_MATCHING != 0;
             if !protects {
@@ -166,12 +384,30 @@ impl Part {
                 // is protected before this returns and is read later: nothing is lost.
                 query.flags &= !PM_SCAN_WP_MATCHING;
             } else if walked_to <= at {
-                return Err(scan_failed(&(at..end))(io::Error::other("PAGEMAP_SCAN made no progress")));
+                return Err(self.scan_failed(&(at..end))(io::Error::other("PAGEMAP_SCAN made no progress")));
             } else {
                 at = walked_to;
             }
         }
         Ok(())
+    }
+
+    fn pages_of(&self, region: &PageRegion) -> Range<u64> {
+        let page = |address: u64| self.first_page + (address as usize - self.addresses.start) as u64 / PAGE_SIZE as u64;
+        page(region.start)..page(region.end)
+    }
+
+    /// For `map_err`.
+    fn scan_failed(&self, range: &Range<usize>) -> impl FnOnce(io::Error) -> DirtyLogError + use<> {
+        let (pid, range) = (self.pid, range.clone());
+        move |error| match error.raw_os_error() {
+            Some(libc::EPERM) => DirtyLogError::NotWatched { pid, range },
+            Some(libc::ESRCH) => DirtyLogError::Gone { pid },
+            _ => DirtyLogError::system(format!(
+                "scan addresses {:#x}..{:#x} of process {pid} for written pages",
+                range.start, range.end
+            ))(error),
+        }
     }
 
     /// Finds written pages, tells and protects them.
@@ -190,34 +426,17 @@ impl Part {
     }
 }
 
-/// Cuts `range` by the mappings of `/proc/self/maps`; none where part of it is not mapped.
-fn parts_of(range: &Range<usize>, maps: &str) -> Option<Vec<Part>> {
+/// Cuts a part by the mappings of its process; none where part of it is not mapped.
+fn parts_of(pid: i32, part: &MappedPart, mappings: &Mappings) -> Option<Vec<Part>> {
     let mut parts = Vec::new();
-    let mut at = range.start;
-    // Lines are sorted: `start-end rwxp offset device inode path` (proc_pid_maps(5)).
-    for line in maps.lines() {
-        let (start, rest) = line.split_once('-')?;
-        let (end, rest) = rest.split_once(' ')?;
-        let start = usize::from_str_radix(start, 16).ok()?;
-        let end = usize::from_str_radix(end, 16).ok()?.min(range.end);
-        if end <= at {
-            continue;
-        }
-        if start > at {
-            return None;
-        }
-        parts.push(Part { addresses: at..end, shared: rest.as_bytes().get(3) == Some(&b's') });
-        at = end;
-        if at == range.end {
-            return Some(parts);
-        }
-    }
-    None
-}
-
-/// For `map_err`.
-fn scan_failed(range: &Range<usize>) -> impl FnOnce(io::Error) -> DirtyLogError + use<> {
-    DirtyLogError::system(format!("scan addresses {:#x}..{:#x} for written pages", range.start, range.end))
+    let range = &part.addresses;
+    let mapped = mappings.check(range.clone(), |mapping| {
+        let addresses = mapping.start.max(range.start)..mapping.end.min(range.end);
+        let first_page = part.first_page + ((addresses.start - range.start) / PAGE_SIZE) as u64;
+        parts.push(Part { pid, addresses, first_page, shared: !mapping.private });
+        true
+    });
+    mapped.ok().map(|()| parts)
 }
 
 #[cfg(test)]
@@ -229,15 +448,33 @@ mod tests {
                         5000-6000 r--p 00000000 08:01 9 /usr/lib/x\n";
 
     #[test]
-    fn a_block_is_cut_by_mappings_and_one_with_a_gap_is_not_mapped() {
-        let cut = |range: Range<usize>| {
-            let parts = parts_of(&range, MAPS)?;
-            Some(parts.into_iter().map(|part| (part.addresses, part.shared)).collect::<Vec<_>>())
+    fn a_part_is_cut_by_mappings_and_one_with_a_gap_is_not_mapped() {
+        let mappings = Mappings::from(MAPS);
+        let cut = |addresses: Range<usize>| {
+            let parts = parts_of(1, &MappedPart { addresses, first_page: 7 }, &mappings)?;
+            Some(parts.into_iter().map(|part| (part.addresses, part.first_page, part.shared)).collect::<Vec<_>>())
         };
-        assert_eq!(cut(0x2000..0x4000), Some(vec![(0x2000..0x3000, false), (0x3000..0x4000, true)]));
-        assert_eq!(cut(0x1000..0x2000), Some(vec![(0x1000..0x2000, false)]));
+        assert_eq!(cut(0x2000..0x4000), Some(vec![(0x2000..0x3000, 7, false), (0x3000..0x4000, 8, true)]));
+        assert_eq!(cut(0x1000..0x2000), Some(vec![(0x1000..0x2000, 7, false)]));
         for unmapped in [0x3000..0x6000, 0x5000..0x7000, 0x0..0x2000, 0x4000..0x5000, 0x8000..0x9000] {
             assert_eq!(cut(unmapped), None);
         }
+    }
+
+    #[test]
+    fn parts_are_within_their_blocks_and_at_addresses_of_their_own() {
+        let part = |addresses: Range<usize>, first_page| MappedPart { addresses, first_page };
+        let check = |parts: Vec<Vec<MappedPart>>| {
+            check_blocks(&parts.into_iter().map(|parts| MappedBlock { pages: 4, parts }).collect::<Vec<_>>())
+        };
+        // The same page at two places, and a block that the process does not map.
+        check(vec![vec![part(0x1000..0x3000, 2), part(0x5000..0x6000, 3)], vec![], vec![part(0x3000..0x4000, 0)]])
+            .unwrap();
+        let error = check(vec![vec![part(0x1000..0x3000, 3)]]).unwrap_err().to_string();
+        assert!(error.contains("0x1000..0x3000 is 2 pages from page 3, but the block has 4"), "{error}");
+        assert!(matches!(check(vec![vec![part(0x1000..0x3000, u64::MAX)]]), Err(DirtyLogError::Part { block: 0, .. })));
+        let error = check(vec![vec![part(0x4000..0x6000, 0)], vec![part(0x3000..0x5000, 0)]]).unwrap_err().to_string();
+        assert!(error.contains("RAM block 0 at addresses 0x4000..0x6000 lies where another part"), "{error}");
+        assert!(matches!(check(vec![vec![part(0x1000..0x1800, 0)]]), Err(DirtyLogError::Unaligned { block: 0, .. })));
     }
 }

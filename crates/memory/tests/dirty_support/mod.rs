@@ -3,7 +3,9 @@
 // Each test file uses a part of this.
 #![allow(dead_code, unreachable_pub)]
 
+#[cfg(target_arch = "x86_64")]
 pub mod guest;
+pub mod process;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
@@ -62,21 +64,28 @@ impl Memory {
     }
 
     pub fn shared_file(file: impl AsFd, pages: usize) -> Self {
-        let len = pages * PAGE_SIZE;
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: as in `anonymous`.
-        let base: *mut u8 =
-            unsafe { mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, file, 0).unwrap().cast() };
-        Self { base, len, mapped: (base, len) }
+        Self::file(file, pages, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED)
     }
 
     /// Shared, of a file opened for reading.
     pub fn read_only_file(file: impl AsFd, pages: usize) -> Self {
+        Self::file(file, pages, ProtFlags::READ, MapFlags::SHARED)
+    }
+
+    fn file(file: impl AsFd, pages: usize, protection: ProtFlags, sharing: MapFlags) -> Self {
         let len = pages * PAGE_SIZE;
         // SAFETY: as in `anonymous`.
-        let base: *mut u8 =
-            unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, file, 0).unwrap().cast() };
+        let base: *mut u8 = unsafe { mmap(std::ptr::null_mut(), len, protection, sharing, file, 0).unwrap().cast() };
         Self { base, len, mapped: (base, len) }
+    }
+
+    /// Maps other pages in place of some: private, anonymous, zero.
+    pub fn map_anew(&self, pages: Range<u64>) {
+        assert!(pages.end <= self.pages());
+        let (start, len) = (pages.start as usize * PAGE_SIZE, (pages.end - pages.start) as usize * PAGE_SIZE);
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED;
+        // SAFETY: within our own mapping, which tests access by atomics only.
+        unsafe { mmap_anonymous(self.base.add(start).cast(), len, ProtFlags::READ | ProtFlags::WRITE, flags).unwrap() };
     }
 
     /// A shared file on a disk, or whatever the build directory is on.
@@ -87,9 +96,12 @@ impl Memory {
     }
 
     pub fn memfd(pages: usize) -> Self {
-        let file = File::from(memfd_create("dirty", MemfdFlags::CLOEXEC).unwrap());
-        file.set_len((pages * PAGE_SIZE) as u64).unwrap();
-        Self::shared_file(file, pages)
+        Self::shared_file(memory_file(pages), pages)
+    }
+
+    /// A private mapping of a memory file.
+    pub fn private_file(pages: usize) -> Self {
+        Self::file(memory_file(pages), pages, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
     }
 
     /// With huge pages where the kernel gives them to shared memory on advice.
@@ -111,6 +123,12 @@ impl Memory {
     pub fn hugetlb(pages: usize) -> Option<Self> {
         let _surplus = Surplus::allow(pages * PAGE_SIZE / HUGE);
         Self::hugetlb_of(pages, libc::MAP_HUGE_2MB | libc::MAP_PRIVATE)
+    }
+
+    /// As [`Self::hugetlb`], shared.
+    pub fn hugetlb_shared(pages: usize) -> Option<Self> {
+        let _surplus = Surplus::allow(pages * PAGE_SIZE / HUGE);
+        Self::hugetlb_of(pages, libc::MAP_HUGE_2MB | libc::MAP_SHARED)
     }
 
     /// hugetlb pages of 1 GiB, from the pool: the kernel finds room for them only early.
@@ -176,6 +194,13 @@ impl Memory {
     pub fn bytes(&self) -> *mut u8 {
         self.base
     }
+}
+
+/// Shared memory without a name, all of it a hole.
+pub fn memory_file(pages: usize) -> File {
+    let file = File::from(memfd_create("dirty", MemfdFlags::CLOEXEC).unwrap());
+    file.set_len((pages * PAGE_SIZE) as u64).unwrap();
+    file
 }
 
 /// More huge pages allowed, until dropped: those that are mapped by then stay.

@@ -1,0 +1,200 @@
+//! What can go wrong, in words: what happened, to which process, in which state the process is, and what to do.
+
+use std::io;
+use std::time::Duration;
+
+/// Why nothing could be run in the other process. Unless the error says otherwise, the process runs on as if nothing had happened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AttachError {
+    /// There is no process of this number.
+    #[error("there is no process {pid}")]
+    NoProcess {
+        /// The number that was given.
+        pid: i32,
+    },
+    /// The number is that of a thread which is not the main thread of its process.
+    #[error("{pid} is a thread, not a process: give the number of its process (Tgid in /proc/{pid}/status)")]
+    NotAProcess {
+        /// The number that was given.
+        pid: i32,
+    },
+    /// The process is the caller's own.
+    #[error("process {pid} is this process itself: a process cannot trace its own threads")]
+    Myself {
+        /// The number that was given.
+        pid: i32,
+    },
+    /// This kernel lacks a system call.
+    #[error("this kernel has no {call}: Linux {since} or newer is needed")]
+    Kernel {
+        /// The system call.
+        call: &'static str,
+        /// The release that has it.
+        since: &'static str,
+    },
+    /// This program was built for a CPU on which nothing of this exists.
+    #[error("system calls in another process are written for x86-64 only; this program was built for {0}")]
+    Architecture(&'static str),
+    /// The kernel does not permit to trace the process.
+    #[error("it is not permitted to trace process {pid}: {reason}")]
+    NotPermitted {
+        /// The process.
+        pid: i32,
+        /// What forbids it, as far as it can be told, and what to do.
+        reason: String,
+    },
+    /// Another process traces this one already: a debugger, `strace`.
+    #[error(
+        "process {pid} is traced by process {tracer} ({name}) already, and a process has one tracer: end that one first"
+    )]
+    AlreadyTraced {
+        /// The process.
+        pid: i32,
+        /// The tracer's number.
+        tracer: i32,
+        /// The tracer's name.
+        name: String,
+    },
+    /// The main thread of the process has ended; only its other threads run.
+    #[error("the main thread of process {pid} has ended, only its other threads run: there is no thread to stop")]
+    MainThreadEnded {
+        /// The process.
+        pid: i32,
+    },
+    /// The thread did not come to a stop in time: it waits in the kernel where it cannot be interrupted.
+    #[error(
+        "the main thread of process {pid} did not stop within {limit:?} (state {state}{place}): it waits in the kernel where nothing interrupts it, \
+         as after vfork or on a disk. It was left alone; try again later"
+    )]
+    DoesNotStop {
+        /// The process.
+        pid: i32,
+        /// How long was waited.
+        limit: Duration,
+        /// The thread's state, from `/proc/PID/status`.
+        state: String,
+        /// Where in the kernel it waits, where that can be read: `, in FUNCTION`, or empty.
+        place: String,
+    },
+    /// Signals, or user code, kept the thread from the place where a system call can be put in.
+    #[error(
+        "the main thread of process {pid} was not found at a place where a system call can be put in within {limit:?} ({why}); it runs on unchanged, try again later"
+    )]
+    Unsettled {
+        /// The process.
+        pid: i32,
+        /// How long was tried.
+        limit: Duration,
+        /// What it was that came in between each time.
+        why: &'static str,
+    },
+    /// The thread runs 32-bit code.
+    #[error("the main thread of process {pid} runs 32-bit code: only 64-bit processes are supported")]
+    ThirtyTwoBit {
+        /// The process.
+        pid: i32,
+    },
+    /// A seccomp filter guards the process, and it could not be put out of action for our call.
+    #[error(
+        "process {pid} is under seccomp, whose filter might kill it for a system call that it does not expect, and the kernel does not let us \
+         suspend the filter ({source}): CAP_SYS_ADMIN is needed, no seccomp filter on this program itself, and a kernel with CONFIG_CHECKPOINT_RESTORE"
+    )]
+    Seccomp {
+        /// The process.
+        pid: i32,
+        /// The kernel's answer to `PTRACE_O_SUSPEND_SECCOMP`.
+        source: io::Error,
+    },
+    /// The process ended, or its main thread did, while it was being worked on.
+    #[error("process {pid} ended while {during}")]
+    Ended {
+        /// The process.
+        pid: i32,
+        /// What was being done.
+        during: &'static str,
+    },
+    /// Another thread of the process executed a new program, which ended the thread that was held.
+    #[error("process {pid} executed another program while {during}; the new program runs untouched")]
+    Replaced {
+        /// The process.
+        pid: i32,
+        /// What was being done.
+        during: &'static str,
+    },
+    /// No `syscall` instruction was found in the executable mappings of the process, or the one found could not be executed.
+    #[error("no `syscall` instruction can be executed in process {pid}: {why}")]
+    NoInstruction {
+        /// The process.
+        pid: i32,
+        /// What was found instead.
+        why: String,
+    },
+    /// The system call would not come back to where it was put in, or would make a second process there.
+    #[error("{call} is not run in another process: it does not return, or makes a second process there")]
+    Unsuitable {
+        /// The call.
+        call: String,
+    },
+    /// The system call ran there, and failed.
+    #[error("{call} in process {pid} failed: {source}")]
+    Refused {
+        /// The call.
+        call: String,
+        /// The process.
+        pid: i32,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The system call did not come back in time.
+    #[error(
+        "{call} in process {pid} did not return within {limit:?}: its main thread is in that call. As soon as the call returns, and while this program runs, \
+         the thread is put back and released"
+    )]
+    Stuck {
+        /// The call.
+        call: String,
+        /// The process.
+        pid: i32,
+        /// How long was waited.
+        limit: Duration,
+    },
+    /// A descriptor that was made in the process could not be closed there.
+    #[error(
+        "descriptor {number} ({what}) is left open in process {pid}, where it does nothing until the process ends: it could not be closed: {close}; {first}"
+    )]
+    DescriptorLeft {
+        /// The process.
+        pid: i32,
+        /// The descriptor's number there.
+        number: i32,
+        /// What the descriptor is.
+        what: &'static str,
+        /// Why it could not be closed.
+        close: Box<AttachError>,
+        /// What had happened before: an error, or that nothing had.
+        first: String,
+    },
+    /// What stands under a number in the process is not what was made there.
+    #[error("descriptor {number} of process {pid} is {found}, not {expected}; it was left as it is")]
+    WrongDescriptor {
+        /// The process.
+        pid: i32,
+        /// The number there.
+        number: i32,
+        /// What it is.
+        found: String,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// Something else failed.
+    #[error("process {pid}: cannot {what}: {source}")]
+    Io {
+        /// The process.
+        pid: i32,
+        /// What failed.
+        what: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,648 @@
+//! One thread of another process under ptrace(2): brought to rest, lent for a system call, put back, released.
+//!
+//! A [`Tracee`] lives in the thread that attached it ([`crate::thread`]), because the kernel takes requests from that one only. It
+//! knows two states in which the thread stands still. **At rest** is a ptrace-stop in the kernel's signal code (`PTRACE_EVENT_STOP`)
+//! with the thread's own registers: from there, however the stop ends, the kernel restarts an interrupted system call and delivers
+//! signals as if there had been no stop. **Lent** is everything from the first change of the registers until they are put back;
+//! [`Lent`] has the registers, and while there is one, whatever ends the `Tracee` puts them back first.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::time::{Duration, Instant};
+
+use libc::{c_int, c_long, user_regs_struct};
+
+use crate::process::read_memory;
+use crate::system::{self, Resume, Tid};
+use crate::{AttachError, Process};
+
+/// How long anything may take: the thread's stop, the search for a place, one system call.
+pub(crate) const LIMIT: Duration = Duration::from_secs(2);
+/// How long a thread is looked at again and again, running in between, until it stands in a system call of its own.
+const PATIENCE: Duration = Duration::from_millis(30);
+/// How long it runs in between.
+const BETWEEN: Duration = Duration::from_millis(1);
+/// How often a signal may come in between before the thread is let run for a while.
+const MAX_SIGNALS_IN_A_ROW: u32 = 8;
+
+/// `syscall`.
+const SYSCALL: [u8; 2] = [0x0f, 0x05];
+/// The kernel's "run this call again unless a handler runs" (`include/linux/errno.h`), which programs never see.
+const ERESTARTNOHAND: i64 = 514;
+/// The largest of the kernel's own numbers of that kind, `ERESTART_RESTARTBLOCK`; the smallest is `ERESTARTSYS`, 512.
+const RESTARTS: std::ops::RangeInclusive<i64> = 512..=516;
+/// Code segments of 64-bit programs: on hardware, and under Xen without it (`USER_CS`, `FLAT_USER_CS64`).
+const LONG_MODE: [u64; 2] = [0x33, 0xe033];
+/// The trap flag, by which a program steps through itself.
+const TRAP_FLAG: u64 = 1 << 8;
+
+/// A thread that this thread traces.
+pub(crate) struct Tracee {
+    process: Process,
+    tid: Tid,
+    /// The thread's own registers, as of its last rest.
+    own: user_regs_struct,
+    /// `Some` while the thread's registers are not its own.
+    lent: Option<Lent>,
+    /// Whether the thread stands in a stop that was taken note of.
+    standing: bool,
+    /// Whether the process is stopped by job control (SIGSTOP), so that its thread must not run code of its own.
+    group_stopped: bool,
+    /// Since when the thread has been asked to stand still, while it is.
+    since: Option<Instant>,
+    /// How long it stood before that.
+    stood: Duration,
+    /// Until when a thread that runs user code is let run on.
+    patient_until: Instant,
+    /// An instruction that was found in the maps.
+    found: Option<u64>,
+}
+
+/// What must be put back.
+struct Lent {
+    own: user_regs_struct,
+}
+
+/// Why a thread stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stop {
+    /// For our interrupt, or for job control.
+    Event,
+    /// Because this signal is about to be delivered.
+    Signal(c_int),
+    /// On its way into a system call, or out of it.
+    SystemCall,
+    /// It did not, until the deadline.
+    TimedOut,
+}
+
+/// How an attempt to enter a system call ended, where it did not fail.
+enum Entry {
+    Entered,
+    /// A signal came before it, and has been delivered.
+    Signalled,
+}
+
+impl Tracee {
+    /// Attaches to the process's main thread and brings it to rest.
+    pub(crate) fn attach(process: &Process) -> Result<Tracee, AttachError> {
+        let tid = process.pid();
+        system::seize(tid, system::MARK_SYSTEM_CALLS).map_err(|error| not_seized(process, error))?;
+        let now = Instant::now();
+        let mut tracee = Tracee {
+            process: process.clone(),
+            tid,
+            own: blank(),
+            lent: None,
+            standing: false,
+            group_stopped: false,
+            since: None,
+            stood: Duration::ZERO,
+            patient_until: now + PATIENCE,
+            found: None,
+        };
+        // A number that has come to mean another process by now: seized, not stopped, and let go with this thread's end.
+        if process.has_ended() {
+            return Err(AttachError::Ended { pid: tid, during: "it was attached to" });
+        }
+        tracee.stop("its main thread was stopped", now + LIMIT)?;
+        if LONG_MODE.contains(&tracee.own.cs) { Ok(tracee) } else { Err(AttachError::ThirtyTwoBit { pid: tid }) }
+    }
+
+    /// Runs a system call in the thread, which is at rest before and after, also where the call failed.
+    pub(crate) fn system_call(&mut self, number: c_long, arguments: [u64; 6]) -> Result<u64, AttachError> {
+        let call = name(number);
+        if is_unsuitable(number) {
+            return Err(AttachError::Unsuitable { call });
+        }
+        let deadline = Instant::now() + LIMIT;
+        let mut signals = 0;
+        let mut why = "it ran code of its own each time it was looked at";
+        loop {
+            if Instant::now() >= deadline {
+                return Err(AttachError::Unsettled { pid: self.tid, limit: LIMIT, why });
+            }
+            let Some(instruction) = self.instruction()? else {
+                if self.group_stopped {
+                    let why = "it was stopped by a signal within a restartable sequence";
+                    return Err(AttachError::Unsettled { pid: self.tid, limit: LIMIT, why });
+                }
+                self.run_a_little(deadline)?;
+                continue;
+            };
+            self.lend(number, &arguments, instruction)?;
+            match self.enter(&call, instruction, deadline)? {
+                Entry::Entered => break,
+                Entry::Signalled => {
+                    why = "signals came in between each time";
+                    signals += 1;
+                    if signals % MAX_SIGNALS_IN_A_ROW == 0 && !self.group_stopped {
+                        // Each signal may have put a frame on the stack. The handlers take them off when they run.
+                        self.run_a_little(deadline)?;
+                    }
+                }
+            }
+        }
+        let result = self.leave(&call)?;
+        self.put_back()?;
+        // Only from the kernel's signal code does an interrupted call go on.
+        self.ask("stop it")?;
+        self.resume(Resume::Continue, 0)?;
+        self.settle("it was put back", Instant::now() + LIMIT)?;
+        let errno = -(result as i64);
+        match errno {
+            1..=4095 => {
+                let errno = if RESTARTS.contains(&errno) { libc::EINTR } else { errno as i32 };
+                Err(AttachError::Refused { call, pid: self.tid, source: io::Error::from_raw_os_error(errno) })
+            }
+            _ => Ok(result),
+        }
+    }
+
+    /// Detaches the thread, which runs on; returns how long it stood in all.
+    pub(crate) fn release(mut self) -> Result<Duration, AttachError> {
+        self.undo()?;
+        self.stands_no_more();
+        Ok(self.stood)
+    }
+
+    /// Whether the thread's registers are not its own, because it is inside a system call of ours that has not returned.
+    pub(crate) fn is_lent(&self) -> bool {
+        self.lent.is_some()
+    }
+
+    /// Interrupts the thread, which runs, and brings it to rest.
+    fn stop(&mut self, during: &'static str, deadline: Instant) -> Result<(), AttachError> {
+        self.since = Some(Instant::now());
+        self.ask("stop it")?;
+        self.settle(during, deadline)
+    }
+
+    /// Waits for the rest that was asked for. Signals that come before are delivered: each may end the process, stop it, or have the
+    /// thread stand at the beginning of a handler.
+    fn settle(&mut self, during: &'static str, deadline: Instant) -> Result<(), AttachError> {
+        loop {
+            match self.wait(during, deadline)? {
+                Stop::Event => break,
+                Stop::Signal(signal) => self.deliver(signal)?,
+                Stop::SystemCall => self.resume(Resume::Continue, 0)?,
+                Stop::TimedOut => return Err(self.does_not_stop()),
+            }
+        }
+        self.own = self.registers()?;
+        if self.own.rax as i64 == -i64::from(libc::EINTR) && waits_without_end(&self.own) {
+            // The kernel ended the call for our stop alone. Had no handler run, the program would not expect that, so it is run again;
+            // where a handler is about to run, the kernel makes EINTR of it.
+            self.own.rax = (-ERESTARTNOHAND) as u64;
+            let own = self.own;
+            self.set_registers(&own)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the thread, which is at rest, run for a moment, and brings it to rest again.
+    fn run_a_little(&mut self, deadline: Instant) -> Result<(), AttachError> {
+        self.resume(Resume::Continue, 0)?;
+        self.stands_no_more();
+        std::thread::sleep(BETWEEN);
+        self.stop("its main thread was stopped again", deadline)
+    }
+
+    /// Ends a stop for a signal: the signal does what it does, and the thread comes to rest before it runs any code.
+    fn deliver(&mut self, signal: c_int) -> Result<(), AttachError> {
+        self.ask("stop it")?;
+        self.resume(Resume::Continue, signal)
+    }
+
+    /// Finds the `syscall` instruction to execute, or `None` where the thread should run on a little first.
+    ///
+    /// A thread that was interrupted in a system call executes the instruction of that call again. Should this program die amid it,
+    /// the thread then goes on behind its own instruction, as if its call had returned what ours did.
+    fn instruction(&mut self) -> Result<Option<u64>, AttachError> {
+        let pid = self.tid;
+        let failed = |what| move |source| AttachError::Io { pid, what, source };
+        // Opened each time: the file goes with the address space that the process had when it was opened.
+        let memory = self.process.open_file("mem").map_err(failed("open its memory for reading"))?;
+        let own = self.own.rip.wrapping_sub(SYSCALL.len() as u64);
+        if self.own.orig_rax as i64 >= 0 && is_syscall(&memory, own) {
+            return Ok(Some(own));
+        }
+        // Job control forbids to let it run.
+        if !self.group_stopped && Instant::now() < self.patient_until {
+            return Ok(None);
+        }
+        if self.is_in_restartable_sequence(&memory) {
+            return Ok(None);
+        }
+        if self.found.is_none_or(|found| !is_syscall(&memory, found)) {
+            let maps = self.process.open_file("maps").map_err(failed("read its mappings"))?;
+            self.found = find_syscall(&memory, maps).map_err(failed("read its mappings"))?;
+        }
+        let Some(found) = self.found else {
+            let why = "there is none in its vDSO and in the libraries that it has mapped".into();
+            return Err(AttachError::NoInstruction { pid, why });
+        };
+        Ok(Some(found))
+    }
+
+    /// Whether the thread stands in a critical section of rseq(2). The kernel aborts such a section when it finds the thread in it after
+    /// a pause; with other registers it would not find it there, and the section would go on as if it had not been interrupted.
+    fn is_in_restartable_sequence(&self, memory: &File) -> bool {
+        let word = |at: u64| {
+            let mut bytes = [0; 8];
+            read_memory(memory, at, &mut bytes).ok().map(|()| u64::from_ne_bytes(bytes))
+        };
+        // struct rseq has its pointer to struct rseq_cs at 8; that has start and length at 8 and 16 (include/uapi/linux/rseq.h).
+        let section =
+            system::rseq_area(self.tid).and_then(|area| word(area.wrapping_add(8))).filter(|&section| section != 0);
+        let bounds =
+            section.and_then(|section| Some((word(section.wrapping_add(8))?, word(section.wrapping_add(16))?)));
+        bounds.is_some_and(|(start, length)| self.own.rip.wrapping_sub(start) < length)
+    }
+
+    /// Sets the thread's registers for a system call.
+    fn lend(&mut self, number: c_long, arguments: &[u64; 6], instruction: u64) -> Result<(), AttachError> {
+        self.suspend_seccomp()?;
+        let own = self.own;
+        let [rdi, rsi, rdx, r10, r8, r9] = *arguments;
+        // No number of a call in orig_rax: the kernel would take it for a call to restart.
+        let ours = user_regs_struct {
+            rax: number as u64,
+            orig_rax: u64::MAX,
+            rip: instruction,
+            rdi,
+            rsi,
+            rdx,
+            r10,
+            r8,
+            r9,
+            eflags: own.eflags & !TRAP_FLAG,
+            ..own
+        };
+        self.lent = Some(Lent { own });
+        self.set_registers(&ours)
+    }
+
+    /// Puts the thread's own registers back; it stands in a stop.
+    fn put_back(&mut self) -> Result<(), AttachError> {
+        if let Some(Lent { own }) = &self.lent {
+            let own = *own;
+            self.set_registers(&own)?;
+            self.lent = None;
+            let tid = self.tid;
+            system::set_options(tid, system::MARK_SYSTEM_CALLS)
+                .map_err(|error| self.lost(error, "resume its seccomp filter"))?;
+        }
+        Ok(())
+    }
+
+    /// Runs the thread, its registers lent, to the entry of the system call.
+    fn enter(&mut self, call: &str, instruction: u64, deadline: Instant) -> Result<Entry, AttachError> {
+        let during = "a system call was put in";
+        loop {
+            self.resume(Resume::UntilSystemCall, 0)?;
+            match self.wait(during, deadline)? {
+                Stop::SystemCall => return Ok(Entry::Entered),
+                // Job control; nothing was executed.
+                Stop::Event => {}
+                Stop::Signal(signal) => {
+                    let ours = self.is_fault_of_ours(signal, instruction)?;
+                    self.put_back()?;
+                    self.deliver(if ours { 0 } else { signal })?;
+                    self.settle(during, Instant::now() + LIMIT)?;
+                    if ours {
+                        let why = format!("the one at {instruction:#x} raised signal {signal}");
+                        return Err(AttachError::NoInstruction { pid: self.tid, why });
+                    }
+                    return Ok(Entry::Signalled);
+                }
+                Stop::TimedOut => {
+                    // It does not run: its cgroup is frozen, or no CPU time is left to it.
+                    self.ask("stop it")?;
+                    return match self.wait(during, Instant::now() + LIMIT)? {
+                        Stop::SystemCall => Ok(Entry::Entered),
+                        Stop::TimedOut => {
+                            Err(AttachError::Stuck { call: call.to_owned(), pid: self.tid, limit: 2 * LIMIT })
+                        }
+                        stop @ (Stop::Event | Stop::Signal(_)) => {
+                            self.put_back()?;
+                            if let Stop::Signal(signal) = stop {
+                                self.deliver(signal)?;
+                                self.settle(during, Instant::now() + LIMIT)?;
+                            }
+                            let why = "it is not run: its control group is frozen, or has no CPU time left";
+                            Err(AttachError::Unsettled { pid: self.tid, limit: LIMIT, why })
+                        }
+                    };
+                }
+            }
+        }
+    }
+
+    /// Runs the thread from the entry of the system call to its end; returns what the call returned.
+    fn leave(&mut self, call: &str) -> Result<u64, AttachError> {
+        let during = "a system call ran in it";
+        self.resume(Resume::UntilSystemCall, 0)?;
+        let mut stop = self.wait(during, Instant::now() + LIMIT)?;
+        if stop == Stop::TimedOut {
+            self.ask("stop it")?;
+            stop = self.wait(during, Instant::now() + LIMIT)?;
+        }
+        match stop {
+            Stop::TimedOut => Err(AttachError::Stuck { call: call.to_owned(), pid: self.tid, limit: 2 * LIMIT }),
+            // Nothing but the call's end can come first; were it otherwise, the call would still be over.
+            Stop::SystemCall | Stop::Event | Stop::Signal(_) => Ok(self.registers()?.rax),
+        }
+    }
+
+    /// Whether a signal was raised by the instruction that we chose, and not by anything of the process.
+    fn is_fault_of_ours(&self, signal: c_int, instruction: u64) -> Result<bool, AttachError> {
+        let fault = [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGTRAP, libc::SIGSYS].contains(&signal);
+        if !fault || !system::signal_is_a_fault(self.tid).map_err(|error| self.lost(error, "read its signal"))? {
+            return Ok(false);
+        }
+        // At the instruction, or behind it where a system call was sent back (prctl(2), PR_SET_SYSCALL_USER_DISPATCH).
+        Ok(self.registers()?.rip.wrapping_sub(instruction) <= SYSCALL.len() as u64)
+    }
+
+    /// Keeps seccomp from judging our call. Where the kernel does not let us, a thread without seccomp needs none of it.
+    fn suspend_seccomp(&self) -> Result<(), AttachError> {
+        match system::set_options(self.tid, system::MARK_SYSTEM_CALLS | system::SUSPEND_SECCOMP) {
+            Ok(()) => Ok(()),
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
+                Err(self.lost(error, "suspend its seccomp filter"))
+            }
+            // Kernels without seccomp have no such line.
+            Err(_) if matches!(&*self.process.status("Seccomp"), "0" | "") => Ok(()),
+            Err(source) => Err(AttachError::Seccomp { pid: self.tid, source }),
+        }
+    }
+
+    /// Waits for the thread's next stop.
+    fn wait(&mut self, during: &'static str, deadline: Instant) -> Result<Stop, AttachError> {
+        let pid = self.tid;
+        for round in 0_u32.. {
+            match system::take_stop(pid) {
+                Ok(Some(status)) => {
+                    self.standing = true;
+                    let (signal, event) = (status & 0xff, status >> 8);
+                    if event == libc::PTRACE_EVENT_STOP {
+                        self.group_stopped = signal != libc::SIGTRAP;
+                        return Ok(Stop::Event);
+                    }
+                    return Ok(if signal == libc::SIGTRAP | 0x80 { Stop::SystemCall } else { Stop::Signal(signal) });
+                }
+                Ok(None) => {}
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                Err(error) if error.raw_os_error() == Some(libc::ECHILD) => return Err(self.gone(during)),
+                Err(source) => return Err(AttachError::Io { pid, what: "wait for its stop", source }),
+            }
+            // The thread is stopped within microseconds, as a rule; what takes longer need not be looked at so often.
+            if round < 100 {
+                std::thread::yield_now();
+                continue;
+            }
+            if self.process.has_ended() {
+                return Err(AttachError::Ended { pid, during });
+            }
+            if Instant::now() >= deadline {
+                return if self.process.main_thread_has_ended() { Err(self.gone(during)) } else { Ok(Stop::TimedOut) };
+            }
+            std::thread::sleep(Duration::from_micros(if round < 1000 { 50 } else { 1000 }));
+        }
+        unreachable!("the deadline comes first")
+    }
+
+    fn ask(&self, what: &'static str) -> Result<(), AttachError> {
+        system::interrupt(self.tid).map_err(|error| self.lost(error, what))
+    }
+
+    fn resume(&mut self, how: Resume, signal: c_int) -> Result<(), AttachError> {
+        self.standing = false;
+        system::resume(self.tid, how, signal).map_err(|error| self.lost(error, "run it on"))
+    }
+
+    fn registers(&self) -> Result<user_regs_struct, AttachError> {
+        system::registers(self.tid).map_err(|error| self.lost(error, "read its registers"))
+    }
+
+    fn set_registers(&self, registers: &user_regs_struct) -> Result<(), AttachError> {
+        system::set_registers(self.tid, registers).map_err(|error| self.lost(error, "set its registers"))
+    }
+
+    fn stands_no_more(&mut self) {
+        if let Some(since) = self.since.take() {
+            self.stood += since.elapsed();
+        }
+    }
+
+    /// What a failed request means. `ESRCH` from a thread that stood in a stop: it was killed.
+    fn lost(&self, error: io::Error, what: &'static str) -> AttachError {
+        if error.raw_os_error() == Some(libc::ESRCH) {
+            self.gone(what)
+        } else {
+            AttachError::Io { pid: self.tid, what, source: error }
+        }
+    }
+
+    /// Why the thread is no more: its process ended, or executed another program, or only this thread ended.
+    fn gone(&self, during: &'static str) -> AttachError {
+        let pid = self.tid;
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            if self.process.has_ended() {
+                return AttachError::Ended { pid, during };
+            }
+            if system::take_stop(pid).is_err_and(|error| error.raw_os_error() == Some(libc::ECHILD)) {
+                // The process may have ended, and its parent heard of it, since the line before.
+                return if self.process.has_ended() {
+                    AttachError::Ended { pid, during }
+                } else {
+                    AttachError::Replaced { pid, during }
+                };
+            }
+            if Instant::now() >= deadline {
+                return AttachError::MainThreadEnded { pid };
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn does_not_stop(&self) -> AttachError {
+        let place = self.process.read(&format!("task/{}/wchan", self.tid)).unwrap_or_default();
+        let place = match String::from_utf8_lossy(&place).trim() {
+            "" | "0" => String::new(),
+            function => format!(", in {function}"),
+        };
+        AttachError::DoesNotStop { pid: self.tid, limit: LIMIT, state: self.process.status("State"), place }
+    }
+
+    /// Puts back what is lent, however long it takes, and detaches.
+    fn undo(&mut self) -> Result<(), AttachError> {
+        let mut signal = 0;
+        while self.lent.is_some() {
+            if self.standing {
+                self.put_back()?;
+                break;
+            }
+            // Inside a call of ours that has not returned.
+            self.ask("stop it")?;
+            if let Stop::Signal(number) = self.wait("it was put back", Instant::now() + LIMIT)? {
+                signal = number;
+            }
+        }
+        if !self.standing {
+            // It runs with its own registers; the end of this thread detaches it.
+            return Ok(());
+        }
+        // Detaching wakes the thread as a signal does, so the kernel's signal code sees the registers and restarts what it interrupted.
+        self.resume(Resume::Detach, signal)
+    }
+}
+
+impl Drop for Tracee {
+    fn drop(&mut self) {
+        if self.lent.is_some()
+            && let Err(error) = self.undo()
+        {
+            tracing::debug!(pid = self.tid, %error, "the thread could not be put back");
+        }
+    }
+}
+
+/// Why a process could not be attached to.
+fn not_seized(process: &Process, error: io::Error) -> AttachError {
+    let pid = process.pid();
+    let during = "it was attached to";
+    match error.raw_os_error() {
+        _ if process.has_ended() => AttachError::Ended { pid, during },
+        Some(libc::ESRCH) => AttachError::MainThreadEnded { pid },
+        Some(libc::EPERM) => {
+            let tracer = process.tracer();
+            if tracer != 0 {
+                let name = std::fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
+                AttachError::AlreadyTraced { pid, tracer, name: name.trim().to_owned() }
+            } else if process.main_thread_has_ended() {
+                AttachError::MainThreadEnded { pid }
+            } else {
+                AttachError::NotPermitted { pid, reason: process.why_not_permitted() }
+            }
+        }
+        _ => AttachError::Io { pid, what: "attach to it", source: error },
+    }
+}
+
+fn is_syscall(memory: &File, at: u64) -> bool {
+    let mut bytes = [0; SYSCALL.len()];
+    read_memory(memory, at, &mut bytes).is_ok() && bytes == SYSCALL
+}
+
+/// Looks for a `syscall` instruction in executable mappings that cannot be written: the vDSO before all others, then files.
+fn find_syscall(memory: &File, maps: File) -> io::Result<Option<u64>> {
+    let mut candidates = Vec::new();
+    for line in BufReader::new(maps).lines() {
+        let line = line?;
+        let mut words = line.split_whitespace();
+        let (Some(range), Some("r-xp"), Some(name)) = (words.next(), words.next(), words.nth(3)) else { continue };
+        let Some((start, end)) = range.split_once('-') else { continue };
+        let (Ok(start), Ok(end)) = (u64::from_str_radix(start, 16), u64::from_str_radix(end, 16)) else { continue };
+        match name {
+            "[vdso]" => candidates.insert(0, (start, end)),
+            _ if name.starts_with('/') => candidates.push((start, end)),
+            _ => {}
+        }
+    }
+    // The two bytes may lie across two pieces.
+    const PIECE: usize = 64 << 10;
+    let mut buffer = vec![0; PIECE + 1];
+    for (start, end) in candidates {
+        for at in (start..end).step_by(PIECE) {
+            let length = (end - at).min(buffer.len() as u64) as usize;
+            let piece = &mut buffer[..length];
+            if read_memory(memory, at, piece).is_ok()
+                && let Some(offset) = piece.windows(2).position(|pair| pair == SYSCALL)
+            {
+                return Ok(Some(at + offset as u64));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Whether registers are those of a call that the kernel ends with `EINTR` for a stop alone (signal(7), "Interruption of system calls
+/// and library functions by stop signals"), that had done nothing yet, and that waits without end: it can be run again and nobody sees
+/// a difference. One that has a time limit keeps its `EINTR`, because the time that is left is not known.
+fn waits_without_end(registers: &user_regs_struct) -> bool {
+    let no_limit = match registers.orig_rax as c_long {
+        // Arguments in order: rdi, rsi, rdx, r10, r8, r9.
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => (registers.r10 as i32) < 0,
+        libc::SYS_epoll_pwait2 | libc::SYS_semtimedop => registers.r10 == 0,
+        libc::SYS_rt_sigtimedwait => registers.rdx == 0,
+        libc::SYS_io_getevents => registers.r8 == 0,
+        // IORING_ENTER_EXT_ARG may bring a limit.
+        libc::SYS_io_uring_enter => registers.r10 & 1 << 3 == 0,
+        libc::SYS_semop => true,
+        _ => false,
+    };
+    no_limit && registers.orig_rax as i64 >= 0
+}
+
+/// Calls that do not come back to where they were put in, or come back twice.
+fn is_unsuitable(number: c_long) -> bool {
+    let calls = [
+        libc::SYS_clone,
+        libc::SYS_clone3,
+        libc::SYS_fork,
+        libc::SYS_vfork,
+        libc::SYS_execve,
+        libc::SYS_execveat,
+        libc::SYS_exit,
+        libc::SYS_exit_group,
+        libc::SYS_rt_sigreturn,
+        libc::SYS_restart_syscall,
+    ];
+    number < 0 || calls.contains(&number)
+}
+
+/// A call's name, for words.
+fn name(number: c_long) -> String {
+    match number {
+        libc::SYS_userfaultfd => "userfaultfd".into(),
+        libc::SYS_ioctl => "ioctl".into(),
+        libc::SYS_close => "close".into(),
+        number => format!("system call {number}"),
+    }
+}
+
+/// Registers before any were read.
+fn blank() -> user_regs_struct {
+    user_regs_struct {
+        r15: 0,
+        r14: 0,
+        r13: 0,
+        r12: 0,
+        rbp: 0,
+        rbx: 0,
+        r11: 0,
+        r10: 0,
+        r9: 0,
+        r8: 0,
+        rax: 0,
+        rcx: 0,
+        rdx: 0,
+        rsi: 0,
+        rdi: 0,
+        orig_rax: 0,
+        rip: 0,
+        cs: 0,
+        eflags: 0,
+        rsp: 0,
+        ss: 0,
+        fs_base: 0,
+        gs_base: 0,
+        ds: 0,
+        es: 0,
+        fs: 0,
+        gs: 0,
+    }
+}

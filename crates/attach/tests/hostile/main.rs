@@ -1,0 +1,78 @@
+//! System calls put into processes that do everything to make that hard: they wait in the kernel or never enter it, are shot at with
+//! signals, stop, fork, execute programs, forbid, die. Each is this very program, started again in a role ([`roles`]); after each case it
+//! is looked whether the process got everything right that it did, and whether anything was left in it.
+
+#[cfg(target_arch = "x86_64")]
+mod deaths;
+#[cfg(target_arch = "x86_64")]
+mod refusals;
+#[cfg(target_arch = "x86_64")]
+mod roles;
+#[cfg(target_arch = "x86_64")]
+mod signals;
+#[cfg(target_arch = "x86_64")]
+mod target;
+#[cfg(target_arch = "x86_64")]
+mod tracking;
+#[cfg(target_arch = "x86_64")]
+mod waiting;
+
+#[cfg(not(target_arch = "x86_64"))]
+fn main() {
+    println!("skipped: written for x86-64 only");
+}
+
+/// Runs the cases one after the other, as `cargo test` asks: words are parts of names, `--list`, `--exact`, `--skip`; the rest is for a
+/// harness with threads and is ignored.
+#[cfg(target_arch = "x86_64")]
+fn main() {
+    let mut words = std::env::args().skip(1);
+    let (mut filters, mut skips, mut exact, mut list) = (Vec::new(), Vec::new(), false, false);
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--role" => return roles::play(&words.collect::<Vec<_>>()),
+            "--exact" => exact = true,
+            "--list" => list = true,
+            "--skip" => skips.extend(words.next()),
+            "--test-threads" | "--color" | "--format" | "--logfile" | "-Z" => drop(words.next()),
+            option if option.starts_with('-') => {}
+            _ => filters.push(word),
+        }
+    }
+    let cases: Vec<(&str, fn())> =
+        [waiting::CASES, signals::CASES, refusals::CASES, deaths::CASES, tracking::CASES].concat();
+    let fits = |name: &str, word: &String| if exact { name == word } else { name.contains(word) };
+    let mut failed = Vec::new();
+    let mut passed = 0;
+    for (name, case) in cases {
+        if !filters.is_empty() && !filters.iter().any(|word| fits(name, word))
+            || skips.iter().any(|word| fits(name, word))
+        {
+            continue;
+        }
+        if list {
+            println!("{name}: test");
+            continue;
+        }
+        println!("test {name} ...");
+        if std::panic::catch_unwind(case).is_ok() {
+            println!("test {name} ... ok");
+            passed += 1;
+        } else {
+            failed.push(name);
+            println!("test {name} ... FAILED");
+        }
+    }
+    if list {
+        return;
+    }
+    target::print_stops();
+    println!(
+        "\ntest result: {}. {passed} passed; {} failed: {failed:?}",
+        if failed.is_empty() { "ok" } else { "FAILED" },
+        failed.len()
+    );
+    if !failed.is_empty() {
+        std::process::exit(101);
+    }
+}

@@ -1,0 +1,178 @@
+//! A process in a role, seen from the test: started, asked, and compared with what it was before.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use sterna_attach::{AttachError, Process, TakenUserfault, UserfaultOrigin, take_userfault};
+
+/// How long each stop of a target's thread took, over all cases.
+static STOPS: Mutex<Vec<Duration>> = Mutex::new(Vec::new());
+
+/// A process in a role. Killed when dropped.
+pub(crate) struct Target {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    stdout: BufReader<ChildStdout>,
+    /// What the role printed when it was ready.
+    pub(crate) ready: String,
+}
+
+impl Target {
+    /// Starts a role and waits until it is ready.
+    pub(crate) fn start(role: &[&str]) -> Target {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.arg("--role").args(role);
+        Target::start_command(command)
+    }
+
+    pub(crate) fn start_command(mut command: Command) -> Target {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let stdin = child.stdin.take();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut target = Target { child, stdin, stdout, ready: String::new() };
+        let ready = target.line();
+        target.ready = ready.strip_prefix("ready").unwrap_or_else(|| panic!("not ready: {ready}")).trim().to_owned();
+        target
+    }
+
+    pub(crate) fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    pub(crate) fn hold(&self) -> Process {
+        Process::open(self.pid()).unwrap()
+    }
+
+    /// The next line that the role prints; empty at its end.
+    pub(crate) fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+
+    /// Sends the role a line.
+    pub(crate) fn tell(&mut self, line: &str) {
+        self.stdin.as_mut().unwrap().write_all(format!("{line}\n").as_bytes()).unwrap();
+    }
+
+    /// Sends the role a line and returns its answer.
+    pub(crate) fn ask(&mut self, line: &str) -> String {
+        self.tell(line);
+        self.line()
+    }
+
+    /// Waits until the main thread waits in this system call; 219, `restart_syscall`, counts as any that has a time limit.
+    pub(crate) fn wait_for_call(&self, number: libc::c_long) {
+        self.wait_until(|target| {
+            let call = target.file("syscall");
+            let call = call.split(' ').next().unwrap_or("");
+            call == number.to_string() || call == libc::SYS_restart_syscall.to_string()
+        });
+    }
+
+    /// Looks again and again until something is so.
+    pub(crate) fn wait_until(&self, so: impl Fn(&Target) -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !so(self) {
+            assert!(Instant::now() < deadline, "waited too long: {} {}", self.file("status"), self.file("syscall"));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// A file of its directory in /proc.
+    pub(crate) fn file(&self, name: &str) -> String {
+        std::fs::read_to_string(format!("/proc/{}/{name}", self.pid())).unwrap_or_default()
+    }
+
+    /// A line of its status.
+    pub(crate) fn status(&self, field: &str) -> String {
+        let status = self.file("status");
+        let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        line.unwrap_or_default().trim().to_owned()
+    }
+
+    /// Its open descriptors, and what each is.
+    pub(crate) fn descriptors(&self) -> Vec<(String, String)> {
+        let directory = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
+        let mut found: Vec<_> = directory
+            .filter_map(|entry| {
+                let entry = entry.ok()?;
+                let link = std::fs::read_link(entry.path()).ok()?;
+                Some((entry.file_name().into_string().unwrap(), link.to_string_lossy().into_owned()))
+            })
+            .collect();
+        found.sort();
+        found
+    }
+
+    /// Takes a userfaultfd of it `rounds` times, and proves each time that nothing is left there.
+    pub(crate) fn take(&self, rounds: usize) {
+        let process = self.hold();
+        let before = self.descriptors();
+        for round in 0..rounds {
+            let taken = take_userfault(&process, UserfaultOrigin::SystemCall);
+            self.note(&taken.unwrap_or_else(|error| panic!("round {round}: {error}")));
+            assert_eq!(self.status("TracerPid"), "0");
+            assert_eq!(self.descriptors(), before);
+        }
+    }
+
+    /// Takes a userfaultfd of it, which must fail; proves that nothing is left there.
+    pub(crate) fn cannot_take(&self) -> AttachError {
+        let before = self.descriptors();
+        let error = take_userfault(&self.hold(), UserfaultOrigin::SystemCall).unwrap_err();
+        println!("  {error}");
+        assert_eq!(self.descriptors(), before);
+        error
+    }
+
+    pub(crate) fn note(&self, taken: &TakenUserfault) {
+        STOPS.lock().unwrap().push(taken.stopped);
+    }
+
+    pub(crate) fn signal(&self, signal: libc::c_int) {
+        crate::roles::kill(self.pid(), signal);
+    }
+
+    /// Whether it has ended.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
+    }
+
+    /// Tells the role to come to its end, and returns what it printed there. It must end by itself and well.
+    pub(crate) fn finish(mut self) -> String {
+        self.stdin = None;
+        let result = self.line();
+        let status = self.child.wait().unwrap();
+        assert!(status.success(), "{status}: {result}");
+        result.strip_prefix("result ").unwrap_or_else(|| panic!("no result: {result}")).to_owned()
+    }
+
+    /// Kills it.
+    pub(crate) fn kill(mut self) -> ExitStatus {
+        self.child.kill().unwrap();
+        let status = self.child.wait().unwrap();
+        assert!(status.signal().is_some());
+        status
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Prints how long threads stood.
+pub(crate) fn print_stops() {
+    let mut stops = STOPS.lock().unwrap().clone();
+    stops.sort();
+    if let Some(longest) = stops.last() {
+        let at = |part: usize| stops[(stops.len() - 1) * part / 100];
+        println!("\nstops: {}, median {:?}, 99 % within {:?}, longest {longest:?}", stops.len(), at(50), at(99));
+    }
+}
