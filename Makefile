@@ -6,7 +6,7 @@ TEST_THREADS ?= 2
 
 .PHONY: demo test test-libvirt check bench soak mutants setup clean
 
-## Everything that tests and benchmarks need: QEMU 7.2 and 10.0, a guest kernel, accel-config, QATzip and virtiofsd, under target/tools.
+## Everything that tests and benchmarks need: QEMU 7.2, 10.0 and 11.1, a guest kernel, accel-config, QATzip and virtiofsd, under target/tools.
 setup:
 	scripts/setup
 

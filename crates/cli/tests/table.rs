@@ -12,7 +12,7 @@ use support::moving::{Backing, Move, backings, kernel_words, tried};
 use support::pair::Pair;
 
 use Backing::{Anonymous, HugeTmpfs as Tmpfs, Hugetlb, Memfd};
-use QemuVersion::{V7_2, V10_0};
+use QemuVersion::{V7_2, V10_0, V11_1};
 
 const MEMORY: u64 = 384 << 20;
 const FILLED: u64 = 160 << 20;
@@ -112,4 +112,8 @@ table! {
     row_14_hugetlb:             V10_0 V10_0 "pc-q35-9.0"       2  tls   "lz4"  Anonymous Hugetlb     "auto";
     row_15_old_stream:          V10_0 V10_0 "pc-q35-7.2"       8  plain "lz4"  Anonymous Tmpfs       "auto";
     row_16_old_in_stream:       V10_0 V10_0 "pc-i440fx-7.2"    2  tls   "zstd" Anonymous Memfd       "in-stream";
+    row_17_to_11_1:             V10_0 V11_1 "pc-q35-10.0"      2  tls   "zstd" Memfd     Anonymous   "auto";
+    row_18_11_1:                V11_1 V11_1 "pc-q35-11.1"      2  plain "lz4"  Anonymous Memfd       "auto";
+    row_19_11_1_in_stream:      V11_1 V11_1 "pc-q35-11.1"      8  tls   "none" Memfd     Anonymous   "in-stream";
+    row_20_7_2_to_11_1:         V7_2  V11_1 "pc-q35-7.2"       1  plain "lz4"  Anonymous Anonymous   "auto";
 }

@@ -1,4 +1,4 @@
-//! How fast the test guest is on this machine: boot, fill, dirty and verify, under both releases of QEMU.
+//! How fast the test guest is on this machine: boot, fill, dirty and verify, under each release of QEMU.
 //! `cargo run --release -p sterna-lab --example guest_speed`
 
 use std::time::{Duration, Instant};

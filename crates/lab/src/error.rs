@@ -17,6 +17,14 @@ pub enum Error {
         /// Where.
         looked: String,
     },
+    /// `scripts/setup` looked for something and recorded that this machine's mirrors lack it.
+    #[error("{what} cannot be had here: {reason}")]
+    NotInMirrors {
+        /// What was looked for.
+        what: String,
+        /// What `scripts/setup` found instead.
+        reason: String,
+    },
     /// This machine or this user cannot do it (no root, no huge pages, no network namespaces).
     #[error("{what}: {reason}")]
     Unavailable {
@@ -92,7 +100,7 @@ impl Error {
     /// Whether the machine lacks what a test needs, rather than something being wrong.
     #[must_use]
     pub fn is_absence(&self) -> bool {
-        matches!(self, Error::ToolsMissing { .. } | Error::Unavailable { .. })
+        matches!(self, Error::ToolsMissing { .. } | Error::NotInMirrors { .. } | Error::Unavailable { .. })
     }
 }
 

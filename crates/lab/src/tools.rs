@@ -1,4 +1,4 @@
-//! Finds what `scripts/setup` left (two QEMU releases, a kernel, accel-config, virtiofsd) and builds the guests' init.
+//! Finds what `scripts/setup` left (three QEMU releases, a kernel, accel-config, virtiofsd) and builds the guests' init.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,11 +14,13 @@ pub enum QemuVersion {
     V7_2,
     /// 10.0, of Debian 12's backports.
     V10_0,
+    /// 11.1, of Debian's testing suite. Mirrors may lack this release ([`Error::NotInMirrors`]).
+    V11_1,
 }
 
 impl QemuVersion {
-    /// Both.
-    pub const ALL: [QemuVersion; 2] = [QemuVersion::V7_2, QemuVersion::V10_0];
+    /// All, the oldest first.
+    pub const ALL: [QemuVersion; 3] = [QemuVersion::V7_2, QemuVersion::V10_0, QemuVersion::V11_1];
 
     /// The newest machine type of this release that the laboratory uses.
     #[must_use]
@@ -26,6 +28,7 @@ impl QemuVersion {
         match self {
             QemuVersion::V7_2 => "pc-q35-7.2",
             QemuVersion::V10_0 => "pc-q35-10.0",
+            QemuVersion::V11_1 => "pc-q35-11.1",
         }
     }
 
@@ -33,7 +36,14 @@ impl QemuVersion {
         match self {
             QemuVersion::V7_2 => "qemu-7.2",
             QemuVersion::V10_0 => "qemu-10.0",
+            QemuVersion::V11_1 => "qemu-11.1",
         }
+    }
+
+    /// Whether this release needs newer libraries than the machine has, libc included. Its tree then has all of them, and the loader
+    /// that starts the program.
+    fn has_its_own_loader(self) -> bool {
+        self == QemuVersion::V11_1
     }
 }
 
@@ -42,6 +52,7 @@ impl std::fmt::Display for QemuVersion {
         f.write_str(match self {
             QemuVersion::V7_2 => "7.2",
             QemuVersion::V10_0 => "10.0",
+            QemuVersion::V11_1 => "11.1",
         })
     }
 }
@@ -107,10 +118,11 @@ impl Tools {
     }
 
     /// The program of a release with what it needs to run from where it was unpacked: libraries and modules in the
-    /// environment, firmware by `-L`.
+    /// environment, firmware by `-L`. QEMU 11.1 is started by the loader of its own libc, so the command's program is that loader, and
+    /// `/proc/PID/exe` names the loader too.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] where it was not unpacked.
+    /// [`Error::ToolsMissing`] where it was not unpacked, [`Error::NotInMirrors`] where `scripts/setup` could not have it.
     pub fn qemu(&self, version: QemuVersion) -> Result<Command, Error> {
         Ok(command(&self.qemu_words(version)?))
     }
@@ -125,17 +137,31 @@ impl Tools {
     /// [`Tools::qemu`] as words, for a command line that begins with other programs.
     pub(crate) fn qemu_words(&self, version: QemuVersion) -> Result<QemuWords, Error> {
         let tree = self.directory.join(version.directory());
-        let program = existing(&format!("QEMU {version}"), tree.join("usr/bin/qemu-system-x86_64"))?;
-        let firmware = ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"];
-        Ok(QemuWords {
-            environment: vec![
-                ("LD_LIBRARY_PATH", libraries(&tree)),
-                ("QEMU_MODULE_DIR", tree.join("usr/lib/x86_64-linux-gnu/qemu").display().to_string()),
-            ],
-            words: std::iter::once(program.display().to_string())
-                .chain(firmware.iter().flat_map(|path| ["-L".to_owned(), tree.join(path).display().to_string()]))
-                .collect(),
-        })
+        let what = format!("QEMU {version}");
+        let program = tree.join("usr/bin/qemu-system-x86_64");
+        if !program.exists() {
+            // scripts/setup writes this file where the machine's mirrors lack the release.
+            let reason = self.directory.join(format!("{}-absent", version.directory()));
+            if let Ok(reason) = std::fs::read_to_string(reason) {
+                return Err(Error::NotInMirrors { what, reason: reason.trim().into() });
+            }
+        }
+        let program = existing(&what, program)?;
+        let mut environment =
+            vec![("QEMU_MODULE_DIR", tree.join("usr/lib/x86_64-linux-gnu/qemu").display().to_string())];
+        let mut words = Vec::new();
+        if version.has_its_own_loader() {
+            let loader = existing(&what, tree.join("usr/lib64/ld-linux-x86-64.so.2"))?;
+            words.extend([loader.display().to_string(), "--inhibit-cache".into(), "--library-path".into()]);
+            words.push(libraries(&tree));
+        } else {
+            environment.push(("LD_LIBRARY_PATH", libraries(&tree)));
+        }
+        words.push(program.display().to_string());
+        for firmware in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
+            words.extend(["-L".to_owned(), tree.join(firmware).display().to_string()]);
+        }
+        Ok(QemuWords { environment, words })
     }
 }
 
@@ -151,7 +177,7 @@ fn command(words: &QemuWords) -> Command {
     command
 }
 
-/// The directories of shared libraries in an unpacked tree, as `LD_LIBRARY_PATH` has them.
+/// The directories of shared libraries in an unpacked tree, as `LD_LIBRARY_PATH` and the loader's `--library-path` have them.
 fn libraries(tree: &Path) -> String {
     let [first, second] = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|path| tree.join(path));
     format!("{}:{}", first.display(), second.display())
@@ -214,15 +240,39 @@ fn which_cargo_is_missing() -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::or_skip;
+    use crate::{Guest, Qemu, QemuOptions, or_skip};
 
     #[test]
-    fn both_releases_start_from_where_they_were_unpacked() {
+    fn every_release_starts_from_where_it_was_unpacked() {
         let Some(tools) = or_skip(Tools::locate()) else { return };
         for version in QemuVersion::ALL {
             let Some(mut qemu) = or_skip(tools.qemu(version)) else { return };
             let said = run(qemu.arg("--version")).expect("QEMU starts");
             assert!(said.contains(&format!("version {version}.")), "{said}");
         }
+    }
+
+    #[test]
+    fn qemu_11_1_maps_no_library_of_this_machine() {
+        let Some(qemu) = or_skip(Qemu::start(&QemuOptions::new(QemuVersion::V11_1, Guest::None))) else { return };
+        let tree = Tools::locate().unwrap().directory().canonicalize().unwrap().join("qemu-11.1");
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", qemu.pid())).unwrap();
+        let mapped: Vec<&str> = maps.lines().filter(|line| line.contains(".so")).collect();
+        assert!(mapped.iter().any(|line| line.contains("libc.so")), "{maps}");
+        let foreign = mapped.iter().find(|line| !line.contains(&tree.display().to_string()));
+        assert_eq!(foreign, None);
+    }
+
+    #[test]
+    fn a_release_that_the_mirrors_lack_is_reported_with_the_reason() {
+        let directory = tempfile::tempdir().unwrap();
+        let tools = Tools { directory: directory.path().into() };
+        assert!(matches!(tools.qemu(QemuVersion::V11_1), Err(Error::ToolsMissing { .. })));
+        std::fs::write(directory.path().join("qemu-11.1-absent"), "the testing suite has QEMU 12.0, not 11.1\n")
+            .unwrap();
+        let error = tools.qemu(QemuVersion::V11_1).unwrap_err();
+        assert!(matches!(error, Error::NotInMirrors { .. }) && error.is_absence());
+        assert_eq!(error.to_string(), "QEMU 11.1 cannot be had here: the testing suite has QEMU 12.0, not 11.1");
+        assert!(matches!(tools.qemu(QemuVersion::V10_0), Err(Error::ToolsMissing { .. })));
     }
 }

@@ -1,4 +1,4 @@
-//! Real machines: both guests boot under both releases of QEMU, and a plain QEMU-to-QEMU migration leaves memory right,
+//! Real machines: both guests boot under each release of QEMU, and a plain QEMU-to-QEMU migration leaves memory right,
 //! as the guests themselves and a look from outside say.
 
 use std::io::{BufRead, BufReader, Write};

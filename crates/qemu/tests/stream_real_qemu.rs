@@ -442,3 +442,18 @@ fn from_10_0_to_10_0_with_multifd_only_at_the_destination() {
 fn from_10_0_to_10_0_with_multifd() {
     migrate(QemuVersion::V10_0, QemuVersion::V10_0, "pc-q35-10.0", (2, 1));
 }
+
+#[test]
+fn from_10_0_to_11_1_with_multifd() {
+    migrate(QemuVersion::V10_0, QemuVersion::V11_1, "pc-q35-10.0", (2, 1));
+}
+
+#[test]
+fn from_11_1_to_11_1_with_multifd() {
+    migrate(QemuVersion::V11_1, QemuVersion::V11_1, "pc-q35-11.1", (1, 2));
+}
+
+#[test]
+fn from_11_1_to_11_1_on_one_stream() {
+    migrate(QemuVersion::V11_1, QemuVersion::V11_1, "pc-q35-11.1", (0, 0));
+}
