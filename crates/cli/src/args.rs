@@ -11,7 +11,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use sterna_codec::{METHODS, Qatzip, QatzipSoftware};
-use sterna_qemu::gateway::{Placement, SocketDirectory, WaitLimits};
+use sterna_qemu::gateway::{Placement, SendMode, SocketDirectory, WaitLimits};
 use sterna_wire::identity::MigrationId;
 use sterna_wire::limits::{MAX_NAME, MAX_RAM_CHANNELS};
 use sterna_wire::switchover::SourceAfter;
@@ -95,6 +95,9 @@ pub(crate) struct SendArgs {
     /// Keep up to so much of what was sent, such as 1GiB, and send of a page that changed since only what changed [default: none]
     #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]
     pub(crate) delta_cache: u64,
+    /// How the guest's memory is taken: direct (read from outside QEMU) where that is possible, else by QEMU's own migration stream
+    #[arg(long, value_enum, value_name = "MODE", default_value_t = ModeArg::Auto)]
+    pub(crate) mode: ModeArg,
     /// What becomes of the source QEMU, which keeps a stopped copy of the guest, when the guest runs at the destination
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = SourceAfterArg::Quit)]
     pub(crate) source_after: SourceAfterArg,
@@ -282,6 +285,27 @@ pub(crate) struct WaitArgs {
 impl From<&WaitArgs> for WaitLimits {
     fn from(args: &WaitArgs) -> Self {
         Self { stall: args.stall_limit, total: args.time_limit }
+    }
+}
+
+/// `--mode`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModeArg {
+    /// Direct where that is possible, else by QEMU's stream; a line says which, and why
+    Auto,
+    /// Direct, or not at all
+    Direct,
+    /// By QEMU's own migration stream
+    Stream,
+}
+
+impl From<ModeArg> for SendMode {
+    fn from(mode: ModeArg) -> Self {
+        match mode {
+            ModeArg::Auto => Self::Auto,
+            ModeArg::Direct => Self::Direct,
+            ModeArg::Stream => Self::Stream,
+        }
     }
 }
 

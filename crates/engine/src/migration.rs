@@ -7,7 +7,7 @@ use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_wire::control::{Block, DeviceChannels, Machine};
 use sterna_wire::packet::BlockShape;
 
-use crate::report::Report;
+use crate::report::{ReceiveReport, Report};
 
 /// State of the monitor as a byte stream, version 1 of the records in `state`.
 pub(crate) const GUEST_STATE: &str = "guest-state-1";
@@ -120,10 +120,14 @@ pub struct MigrationError {
     pub guest: GuestState,
     /// Whether it was cancelled.
     pub cancelled: bool,
+    /// At the source: the destination was reached and has refused the migration, before anything was done.
+    pub refused: bool,
     /// What happened.
     pub reason: String,
-    /// The account of what was done until then, where something was.
+    /// The account of what was done until then, where something was: at the source.
     pub report: Option<Box<Report>>,
+    /// The same at the destination.
+    pub received: Option<Box<ReceiveReport>>,
 }
 
 impl MigrationError {
@@ -138,7 +142,16 @@ impl MigrationError {
     }
 
     fn of(side: Side, guest: GuestState, reason: impl fmt::Display) -> Self {
-        Self { side, phase: Phase::SettingUp, guest, cancelled: false, reason: reason.to_string(), report: None }
+        Self {
+            side,
+            phase: Phase::SettingUp,
+            guest,
+            cancelled: false,
+            refused: false,
+            reason: reason.to_string(),
+            report: None,
+            received: None,
+        }
     }
 }
 

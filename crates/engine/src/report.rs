@@ -213,6 +213,21 @@ pub struct Report {
     /// What somebody must know or do now: one sentence each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
+    /// How QEMU's guest was moved: `direct` or `stream`; none of a monitor that embeds the library.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<String>,
+    /// Why it was not moved directly, where it was not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub not_direct: Option<String>,
+    /// In direct mode: how the guest's writes were tracked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracking: Option<String>,
+    /// In direct mode: the longest time that a thread of QEMU was stopped for the tracking to be made possible, ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub injection_ms: Option<f64>,
+    /// In direct mode: the longest wait for QEMU's block layer to have nothing under way, ms. The guest's devices wait meanwhile.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub longest_settling_ms: Option<f64>,
 }
 
 /// How the state of one device travelled.
@@ -614,6 +629,11 @@ mod tests {
             devices: Vec::new(),
             source_after: None,
             warnings: Vec::new(),
+            mode: None,
+            not_direct: None,
+            tracking: None,
+            injection_ms: None,
+            longest_settling_ms: None,
         }
     }
 

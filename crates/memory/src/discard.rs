@@ -185,7 +185,7 @@ impl Discardable {
         if start >= end || !size.is_power_of_two() || !start.is_multiple_of(size) || !end.is_multiple_of(size) {
             return Err(different(format!("they are not whole pages of {size} bytes")));
         }
-        let mappings = Mappings::of(None).map_err(|source| DiscardError::System {
+        let mappings = Mappings::own().map_err(|source| DiscardError::System {
             what: "read /proc/self/maps for",
             addresses: self.addresses.clone(),
             source,

@@ -64,13 +64,9 @@ impl<'a> Mapping<'a> {
 pub(crate) struct Mappings(String);
 
 impl Mappings {
-    /// Those that there are now, of this process or of another one.
-    pub(crate) fn of(process: Option<i32>) -> io::Result<Self> {
-        match process {
-            None => fs::read_to_string("/proc/self/maps"),
-            Some(pid) => fs::read_to_string(format!("/proc/{pid}/maps")),
-        }
-        .map(Self)
+    /// Those that this process has now.
+    pub(crate) fn own() -> io::Result<Self> {
+        fs::read_to_string("/proc/self/maps").map(Self)
     }
 
     /// Those of the process that has the number `pid` now.

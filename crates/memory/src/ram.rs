@@ -15,7 +15,7 @@ use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::mm::Advice;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 use thiserror::Error;
 
 use crate::PAGE_SIZE;
@@ -119,6 +119,25 @@ pub enum RamError {
     },
 }
 
+/// A mapping that belongs to a block.
+struct OwnMapping {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: the address is used only to end the mapping, once.
+unsafe impl Send for OwnMapping {}
+// SAFETY: as above.
+unsafe impl Sync for OwnMapping {}
+
+impl Drop for OwnMapping {
+    fn drop(&mut self) {
+        // SAFETY: the block that used the mapping is gone, and nothing else knows of it.
+        let unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+    }
+}
+
 /// Where a block's memory lies.
 #[derive(Clone, Debug)]
 enum Home {
@@ -183,6 +202,28 @@ impl RamBlock {
     ) -> Self {
         let home = Home::Process(ProcessMemory::new(Arc::clone(process), address, bytes));
         Self { name: name.into(), home, bytes, page_size: PAGE_SIZE, backing, _owner: None }
+    }
+
+    /// `bytes` bytes of a file in memory (memfd, tmpfs, hugetlbfs) from `offset` on, such as that of another process's guest RAM:
+    /// mapped here, shared, as long as the block or a clone lives. `page_size`: bytes in a page of the file.
+    ///
+    /// # Errors
+    /// The file cannot be mapped.
+    pub fn of_file(
+        name: impl Into<String>,
+        file: Arc<File>,
+        offset: u64,
+        bytes: usize,
+        page_size: usize,
+    ) -> io::Result<Self> {
+        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, access, flags, &*file, offset)? };
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let owner = Arc::new(OwnMapping { start, bytes });
+        // SAFETY: the mapping was made just now for the block alone, which keeps it; what the file is of is compared by `GuestRam`.
+        let block = unsafe { Self::new(name, start, bytes, Backing::Shared(file, offset)) };
+        Ok(block.with_page_size(page_size).kept_by(owner))
     }
 
     /// The same block, backed by huge pages of `bytes` each (hugetlb; transparent huge pages are not meant).
@@ -558,11 +599,12 @@ impl GuestRam {
         for block in &blocks {
             let pid = block.process().map(|process| process.pid());
             if !seen.iter().any(|(of, _)| *of == pid) {
-                let mappings = Mappings::of(pid).and_then(|mappings| match block.process() {
+                let mappings = match block.process() {
+                    None => Mappings::own(),
                     // Only of the process that was found first are they of use.
-                    Some(process) => process.check_alive().map(|()| mappings).map_err(io::Error::other),
-                    None => Ok(mappings),
-                });
+                    Some(process) => Mappings::of_process(process.pid())
+                        .and_then(|mappings| process.check_alive().map(|()| mappings).map_err(io::Error::other)),
+                };
                 let not_seen =
                     |source| RamError::NotSeen { name: block.name.clone(), what: "reading /proc/PID/maps", source };
                 seen.push((pid, mappings.map_err(not_seen)?));

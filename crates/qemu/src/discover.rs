@@ -25,7 +25,8 @@ use crate::qmp::{Qmp, QmpError};
 
 pub use fresh::Freshness;
 use maps::{Area, Maps};
-use monitor::{Listed, Memdev};
+pub use monitor::ListedBlock;
+use monitor::Memdev;
 
 /// A RAM block of QEMU.
 #[derive(Debug)]
@@ -147,8 +148,74 @@ pub fn discover(qmp: &Qmp) -> Result<Vec<RamBlock>, DiscoverError> {
     Ok(blocks)
 }
 
+/// Lists the RAM blocks of the QEMU behind `qmp`, as QEMU tells of them.
+pub fn list(qmp: &Qmp) -> Result<Vec<ListedBlock>, DiscoverError> {
+    monitor::ram_blocks(&qmp.human("info ramblock")?)
+}
+
+/// All RAM blocks of a QEMU with what is mapped at each, ROMs and video memory included.
+#[derive(Debug)]
+pub struct MappedRam {
+    process: Arc<TargetProcess>,
+    blocks: Vec<MappedBlock>,
+}
+
+/// A RAM block with what is mapped at its address.
+#[derive(Debug)]
+pub struct MappedBlock {
+    /// Name as in the migration stream.
+    pub name: String,
+    /// Bytes in use.
+    pub used: u64,
+    /// Address of the block's first byte in QEMU's process.
+    pub address: u64,
+    /// What is mapped there.
+    pub backing: Backing,
+    /// Inode and device of the file, where there is one.
+    file: Option<(u64, (u32, u32))>,
+}
+
+impl MappedBlock {
+    /// Inode, device and the block's name, where it is a file that other processes may have mapped too.
+    pub fn file_identity(&self) -> Option<(u64, (u32, u32), &str)> {
+        let (inode, device) = self.file.filter(|_| matches!(self.backing, Backing::Shared { .. }))?;
+        Some((inode, device, &self.name))
+    }
+}
+
+impl MappedRam {
+    /// Finds `listed` in the process behind `qmp`.
+    ///
+    /// # Errors
+    /// The process or one of the blocks cannot be found for sure; the reason.
+    pub fn find(qmp: &Qmp, listed: &[ListedBlock]) -> Result<Self, String> {
+        let process = Process::behind(qmp)?;
+        let find = |block: &ListedBlock| -> Result<MappedBlock, String> {
+            let failed = |reason: String| format!("RAM block {}: {reason}", block.name);
+            let no_address = || failed(format!("QEMU {} does not tell its address (8.0 and newer do)", qmp.version()));
+            let address = block.address.ok_or_else(no_address)?;
+            let area = process.maps.area(address, block.total).map_err(failed)?;
+            let file = (area.inode != 0).then(|| (area.inode, area.device()));
+            let backing = process.backing(&area).map_err(failed)?;
+            Ok(MappedBlock { name: block.name.clone(), used: block.used, address, backing, file })
+        };
+        let blocks = listed.iter().map(find).collect::<Result<_, _>>()?;
+        Ok(Self { process: process.target, blocks })
+    }
+
+    /// The process that they lie in.
+    pub fn process(&self) -> &Arc<TargetProcess> {
+        &self.process
+    }
+
+    /// The blocks, in the order in which they were listed.
+    pub fn blocks(&self) -> &[MappedBlock] {
+        &self.blocks
+    }
+}
+
 /// The memory backend of a block that may be filled from outside, or why it may not.
-fn judge<'a>(block: &Listed, memdevs: &'a [Memdev], owned: &[(String, String)]) -> Result<&'a Memdev, String> {
+fn judge<'a>(block: &ListedBlock, memdevs: &'a [Memdev], owned: &[(String, String)]) -> Result<&'a Memdev, String> {
     // Machine types up to 4.0 name the block of a backend by its path.
     let id = block.name.strip_prefix("/objects/").unwrap_or(&block.name);
     let mut named = memdevs.iter().filter(|memdev| memdev.id == id);
@@ -205,7 +272,7 @@ impl Process {
     }
 
     /// Finds out what is mapped at a block's address.
-    fn locate(&self, address: u64, block: &Listed, memdev: &Memdev) -> Result<Location, String> {
+    fn locate(&self, address: u64, block: &ListedBlock, memdev: &Memdev) -> Result<Location, String> {
         let area = self.maps.area(address, block.total)?;
         if area.shared != memdev.share {
             return Err(format!(
@@ -214,21 +281,25 @@ impl Process {
                 if area.shared { "shared" } else { "private" }
             ));
         }
-        let backing = match (area.shared, area.inode) {
-            (false, 0) => Backing::Anonymous,
-            (false, _) => Backing::PrivateFile,
-            (true, _) => {
-                let file = self.open(&area)?;
-                let kind = maps::file_kind(&file, &area, self.target.pid())?;
-                Backing::Shared { file, offset: area.offset, kind }
-            }
-        };
+        let backing = self.backing(&area)?;
         Ok(Location {
             process: Arc::clone(&self.target),
             address,
             backing,
             preallocated: memdev.prealloc,
             pinned: self.pinned,
+        })
+    }
+
+    fn backing(&self, area: &Area) -> Result<Backing, String> {
+        Ok(match (area.shared, area.inode) {
+            (false, 0) => Backing::Anonymous,
+            (false, _) => Backing::PrivateFile,
+            (true, _) => {
+                let file = self.open(area)?;
+                let kind = maps::file_kind(&file, area, self.target.pid())?;
+                Backing::Shared { file, offset: area.offset, kind }
+            }
         })
     }
 

@@ -14,14 +14,17 @@ mod answers;
 mod tests;
 
 use std::collections::{HashMap, VecDeque};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
 use std::net::Shutdown;
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 use sterna::transport::peer_process;
 use sterna_wire::text::cleaned;
@@ -239,6 +242,26 @@ impl Qmp {
 
     /// Executes a command that may take longer (or must not take as long) as the connection's time limit.
     pub fn execute_within(&self, command: &str, arguments: Value, timeout: Duration) -> Result<Value, QmpError> {
+        self.execute_with(command, arguments, timeout, None)
+    }
+
+    /// Executes a command that takes a descriptor (`add-fd`, `getfd`), which goes with it.
+    pub fn execute_with_descriptor(
+        &self,
+        command: &str,
+        arguments: Value,
+        descriptor: BorrowedFd<'_>,
+    ) -> Result<Value, QmpError> {
+        self.execute_with(command, arguments, self.connection.timeout, Some(descriptor))
+    }
+
+    fn execute_with(
+        &self,
+        command: &str,
+        arguments: Value,
+        timeout: Duration,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<Value, QmpError> {
         let shared = &self.connection.shared;
         let id = {
             let mut state = shared.lock();
@@ -259,7 +282,10 @@ impl Qmp {
         line.push('\n');
         let sent = {
             let mut writer = self.connection.writer.lock().unwrap_or_else(PoisonError::into_inner);
-            writer.write_all(line.as_bytes())
+            match descriptor {
+                None => writer.write_all(line.as_bytes()),
+                Some(descriptor) => write_with_descriptor(&mut writer, line.as_bytes(), descriptor),
+            }
         };
         if let Err(error) = sent {
             // Perhaps half a line went out: nothing sent after it could be understood.
@@ -369,6 +395,18 @@ impl Drop for Connection {
             let _ = reader.join();
         }
     }
+}
+
+/// Writes `bytes`, the first of them with `descriptor` (SCM_RIGHTS, unix(7)).
+fn write_with_descriptor(writer: &mut UnixStream, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [descriptor];
+    if !ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)) {
+        return Err(io::Error::other("there is no room for one descriptor"));
+    }
+    let sent = sendmsg(&*writer, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)?;
+    writer.write_all(&bytes[sent..])
 }
 
 /// Connects, giving up after `timeout`: on a unix socket the send time limit covers the wait for a place in the queue.

@@ -30,6 +30,7 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         packet_size: args.link.packet_size,
         delta_cache: args.delta_cache,
         normal_page_ratio: args.normal_page_ratio,
+        mode: args.mode.into(),
         source_after: args.source_after.into(),
         waits: (&args.waits).into(),
         state_dir: state_dir::choose(&args.state)?,

@@ -891,8 +891,10 @@ impl Driver<'_> {
                 phase: self.phase,
                 guest,
                 cancelled: outcome == Outcome::Cancelled,
+                refused: false,
                 reason: reason.unwrap_or_else(|| "no reason given".into()),
                 report: None,
+                received: Some(Box::new(report)),
             }),
         }
     }

@@ -48,6 +48,8 @@ pub enum Before {
     /// Anything: it is given back to the system where that is possible, which makes it zero, and otherwise cleared where
     /// it is not zero already.
     Anything,
+    /// Zeros but for pages that somebody has written: those are cleared, and nothing is given back.
+    Written,
 }
 
 /// A migration to be taken. Settings have defaults; [`Destination::listen`] opens the door.

@@ -140,8 +140,13 @@ impl Target {
 
     /// Makes all of RAM read as zero, and populates it if that is wished.
     pub(super) fn prepare(&self, before: Before, prefault: bool) -> Result<(), String> {
-        if before == Before::Anything {
-            self.for_all_parts(clear)?;
+        match before {
+            Before::Zero => {}
+            Before::Anything => self.for_all_parts(clear)?,
+            Before::Written => {
+                let clear = |block: &RamBlock| block.clear_written(0..block.pages());
+                self.ram.blocks().iter().try_for_each(clear).map_err(|error| error.to_string())?;
+            }
         }
         if prefault {
             self.for_all_parts(populate)?;

@@ -68,7 +68,7 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
         capabilities: offered.clone(),
         machine: offer.machine.clone(),
     };
-    let lost = |error| SessionError(format!("{} was lost during the handshake: {error}", offer.to));
+    let lost = |error| SessionError::new(format_args!("{} was lost during the handshake: {error}", offer.to));
     let said = say(&mut writer, &ControlMessage::Hello(Box::new(hello)));
     // The destination asks its monitor before it answers: that may take longer than a bare handshake.
     let mut messages = ControlReader::default();
@@ -77,18 +77,22 @@ pub fn dial(offer: &Offer<'_>, cancel: &Cancel, tell: &TellPeer) -> Result<(Cont
     let welcome: Welcome = match heard.map_err(|unheard| lost(said.err().unwrap_or(unheard)))? {
         ControlMessage::Welcome(welcome) => welcome,
         ControlMessage::Refused { reason } | ControlMessage::Failed { reason } => {
-            return Err(SessionError(format!("{} refuses: {}", offer.to, sterna_wire::text::cleaned(&reason))));
+            return Err(SessionError::refused(format_args!(
+                "{} refuses: {}",
+                offer.to,
+                sterna_wire::text::cleaned(&reason)
+            )));
         }
         unexpected => {
             tracing::warn!(?unexpected, "not an answer to a hello");
-            return Err(SessionError(format!(
+            return Err(SessionError::new(format_args!(
                 "{} answers neither yes nor no to the offer of a migration: is the program there a `sterna receive`?",
                 offer.to
             )));
         }
     };
     let chosen = conclude(&offered, &welcome).map_err(SessionError::new)?;
-    decodable(offer.method, &chosen.methods).map_err(|why| SessionError(format!("{} {why}", offer.to)))?;
+    decodable(offer.method, &chosen.methods).map_err(|why| SessionError::new(format_args!("{} {why}", offer.to)))?;
     drop(interrupting);
     let link = ControlLink::start(writer, reader, closer, messages, link_events(tell, 1)).map_err(SessionError::new)?;
     let session = Session {
@@ -146,7 +150,7 @@ impl Session {
         cancel: &Cancel,
     ) -> Result<Vec<SendChannel>, SessionError> {
         let open = |index| match cancel.is_cancelled() {
-            true => Err(SessionError("cancelled".into())),
+            true => Err(SessionError::new("cancelled")),
             false => self.open(security, to, ChannelKind::Ram, index, context),
         };
         (0..self.channels).map(open).collect()
@@ -275,7 +279,7 @@ fn wait(pause: Duration, cancel: &Cancel) -> Result<(), SessionError> {
         let _ = cancelled.send(());
     });
     match waiting.recv_timeout(pause) {
-        Ok(()) => Err(SessionError("cancelled".into())),
+        Ok(()) => Err(SessionError::new("cancelled")),
         Err(_) => Ok(()),
     }
 }
@@ -284,7 +288,7 @@ fn new_identity() -> Result<(MigrationId, MigrationKey), SessionError> {
     let mut random = [0; 48];
     File::open("/dev/urandom")
         .and_then(|mut source| source.read_exact(&mut random))
-        .map_err(|error| SessionError(format!("no random numbers for the migration's key: {error}")))?;
+        .map_err(|error| SessionError::new(format_args!("no random numbers for the migration's key: {error}")))?;
     let (id, key) = random.split_at(16);
     let id = MigrationId::from_bytes(id.try_into().expect("16 bytes"));
     Ok((id, MigrationKey::from_bytes(key.try_into().expect("32 bytes"))))

@@ -46,12 +46,21 @@ pub const LAST_WORDS: Duration = Duration::from_millis(300);
 
 /// Why there is no migration with the other side, in words.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct SessionError(pub String);
+#[error("{reason}")]
+pub struct SessionError {
+    /// What happened.
+    pub reason: String,
+    /// The destination was reached, and has refused this migration; it may take another one.
+    pub refused: bool,
+}
 
 impl SessionError {
     fn new(what: impl std::fmt::Display) -> Self {
-        Self(what.to_string())
+        Self { reason: what.to_string(), refused: false }
+    }
+
+    fn refused(what: impl std::fmt::Display) -> Self {
+        Self { refused: true, ..Self::new(what) }
     }
 }
 

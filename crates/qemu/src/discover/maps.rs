@@ -36,6 +36,11 @@ pub(super) struct Area {
 }
 
 impl Area {
+    /// Major and minor number of the file's device.
+    pub(super) fn device(&self) -> (u32, u32) {
+        self.device
+    }
+
     /// Whether the file is on this device (`st_dev`).
     pub(super) fn is_device(&self, device: u64) -> bool {
         self.device == (rustix::fs::major(device), rustix::fs::minor(device))

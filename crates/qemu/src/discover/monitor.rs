@@ -8,17 +8,21 @@ use serde_json::Value;
 use super::DiscoverError;
 use crate::qmp::QmpError;
 
-/// A line of `info ramblock`.
+/// A RAM block as QEMU tells of it: a line of `info ramblock`.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Listed {
-    pub(super) name: String,
-    pub(super) page_size: u64,
-    pub(super) used: u64,
-    pub(super) total: u64,
+pub struct ListedBlock {
+    /// Name as in the migration stream.
+    pub name: String,
+    /// Size of a page of its backing, bytes.
+    pub page_size: u64,
+    /// Bytes in use.
+    pub used: u64,
+    /// Bytes that it may grow to.
+    pub total: u64,
     /// Host address; from 8.0 on.
-    pub(super) address: Option<u64>,
-    /// From 8.0 on.
-    pub(super) read_only: Option<bool>,
+    pub address: Option<u64>,
+    /// Whether the guest may only read it; from 8.0 on.
+    pub read_only: Option<bool>,
 }
 
 /// An entry of `query-memdev`.
@@ -30,7 +34,7 @@ pub(super) struct Memdev {
     pub(super) prealloc: bool,
 }
 
-pub(super) fn ram_blocks(text: &str) -> Result<Vec<Listed>, DiscoverError> {
+pub(super) fn ram_blocks(text: &str) -> Result<Vec<ListedBlock>, DiscoverError> {
     let not_understood =
         |line: &str| DiscoverError::NotUnderstood { command: "info ramblock", line: line.chars().take(200).collect() };
     let mut lines = text.lines().filter(|line| !line.trim().is_empty());
@@ -44,7 +48,7 @@ pub(super) fn ram_blocks(text: &str) -> Result<Vec<Listed>, DiscoverError> {
     lines.map(|line| ram_block(line, has_address).ok_or_else(|| not_understood(line))).collect()
 }
 
-fn ram_block(line: &str, has_address: bool) -> Option<Listed> {
+fn ram_block(line: &str, has_address: bool) -> Option<ListedBlock> {
     // From the right, since a name may contain blanks.
     let mut words = line.split_whitespace().rev();
     let (read_only, address) = if has_address {
@@ -75,7 +79,7 @@ fn ram_block(line: &str, has_address: bool) -> Option<Listed> {
     // What remains in front of the page size is the name, right-aligned.
     let before_unit = &line[..line.rfind(&format!("{psize} "))?];
     let name = before_unit.trim();
-    (!name.is_empty()).then(|| Listed { name: name.to_owned(), page_size, used, total, address, read_only })
+    (!name.is_empty()).then(|| ListedBlock { name: name.to_owned(), page_size, used, total, address, read_only })
 }
 
 fn hexadecimal(text: &str) -> Option<u64> {
@@ -119,7 +123,7 @@ const CROSS_CHECKS: usize = 4;
 /// addresses. The inner error is the reason why it cannot be told.
 pub(super) fn address_from_view(
     view: &str,
-    block: &Listed,
+    block: &ListedBlock,
     gpa2hva: impl Fn(u64) -> Result<String, QmpError>,
 ) -> Result<Result<u64, String>, DiscoverError> {
     let seen: Vec<(u64, u64)> = guest_addresses(view, &block.name);

@@ -32,8 +32,8 @@ FlatView #1\r
   0000000100000000-000000017fffffff (prio 0, ram): pc.ram @0000000080000000 KVM\r
 ";
 
-fn block(name: &str) -> Listed {
-    Listed { name: name.into(), page_size: 4096, used: 1 << 28, total: 1 << 28, address: None, read_only: None }
+fn block(name: &str) -> ListedBlock {
+    ListedBlock { name: name.into(), page_size: 4096, used: 1 << 28, total: 1 << 28, address: None, read_only: None }
 }
 
 #[test]
@@ -114,16 +114,16 @@ fn only_plain_memory_backends_are_filled_from_outside() {
         {"type": "virtio-mem", "data": {"memdev": "/objects/vmem"}},
         {"type": "new", "data": {}}
     ]));
-    let judge = |block: &Listed| judge(block, &devs, &owned).map(|memdev| memdev.id.clone());
+    let judge = |block: &ListedBlock| judge(block, &devs, &owned).map(|memdev| memdev.id.clone());
     assert_eq!(judge(&block("ram0")).unwrap(), "ram0");
     assert_eq!(judge(&block("/objects/ram0")).unwrap(), "ram0");
     for (block, expected) in [
         (block("pc.bios"), "device or the firmware"),
         (block("vmem"), "device of type virtio-mem"),
         (block("twin"), "several memory backends"),
-        (Listed { used: 4096, ..block("ram0") }, "resized"),
-        (Listed { read_only: Some(true), ..block("ram0") }, "read-only"),
-        (Listed { used: 4096, total: 4096, ..block("ram0") }, "size"),
+        (ListedBlock { used: 4096, ..block("ram0") }, "resized"),
+        (ListedBlock { read_only: Some(true), ..block("ram0") }, "read-only"),
+        (ListedBlock { used: 4096, total: 4096, ..block("ram0") }, "size"),
     ] {
         let reason = judge(&block).unwrap_err();
         assert!(reason.contains(expected), "{reason}");

@@ -13,6 +13,7 @@ use serde_json::json;
 use sterna::abort::Abort;
 use sterna::cancel::Cancel;
 use sterna::control_link::{ControlLink, say};
+use sterna::destination::Destination;
 use sterna::migration::{DELTA, SEND_AGAIN};
 use sterna::process;
 use sterna::record_file::RecordFile;
@@ -34,7 +35,7 @@ use super::features::{FEATURES, WITH_DELTAS};
 use super::feeder::{Agreed, Feeder, FeederNews, FeederSinks};
 use super::qemu::{self, QemuEvent};
 use super::sockets::{Listens, SocketDir, SocketPlace};
-use super::{GatewayError, Placement, ReceiveOptions, WaitLimits, fault};
+use super::{GatewayError, Placement, ReceiveOptions, WaitLimits, direct, fault};
 use crate::discover::discover;
 use crate::qmp::Qmp;
 use crate::settings::{Restore, Role, Settings, Wanted};
@@ -89,14 +90,18 @@ pub fn receive(
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
     qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Qemu, &qmp)?;
     let listener = Listener::bind(&options.listen).map_err(GatewayError::new)?;
-    let address = listener.local_address().to_string();
+    let listens_at = listener.local_address();
+    let address = listens_at.to_string();
     let incoming = listener.start(options.security.clone(), Limits::default()).map_err(GatewayError::new)?;
     observer.listening(&address);
 
     let guest = Guest::of(&qmp);
     // QEMU's own stream has no place for deltas.
     let features = if options.placement == Placement::InStream { FEATURES } else { WITH_DELTAS };
-    let greeting = Greeting { takes: &[(Mode::Owner, features)], refusal: &|hello| guest.refusal(hello) };
+    // Pages that are to go through QEMU's own stream do not go directly.
+    let takes = [(Mode::Owner, features), (Mode::Direct, Destination::FEATURES)];
+    let takes = if options.placement == Placement::InStream { &takes[..1] } else { &takes[..] };
+    let greeting = Greeting { takes, refusal: &|hello| guest.refusal(hello) };
     let waiting = Waiting::start(options.wait, cancel);
     let first = greeting.first(&incoming, &waiting.cancel, |reason| observer.note(&format!("refused: {reason}")));
     let nobody = || match options.wait {
@@ -115,6 +120,9 @@ pub fn receive(
         return Err(error);
     }
     drop(waiting);
+    if greeted.mode == Mode::Direct {
+        return direct::receive(greeted, options, &listens_at, qmp, incoming, cancel, observer);
+    }
     observer.note(&format!("migration {} from {}", greeted.session.id, greeted.peer));
     run_session(greeted, options, &address, qmp, incoming, cancel, observer)
 }
@@ -174,7 +182,7 @@ fn run_session(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let Greeted { session, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
+    let Greeted { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
     let placing = Placing::new(machine.ram);
     let refused = |writer: &mut _, error: String| {
         // The peer may be gone; then nobody misses the answer.

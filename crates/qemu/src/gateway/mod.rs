@@ -23,6 +23,7 @@ mod applied;
 mod backlog;
 mod claim;
 mod destination;
+mod direct;
 mod fault;
 mod features;
 mod feeder;
@@ -67,6 +68,8 @@ pub struct SendOptions {
     pub delta_cache: u64,
     /// For tests: this share of the zero pages, in percent, is sent as if they were not zero.
     pub normal_page_ratio: u8,
+    /// How the guest's memory is taken.
+    pub mode: SendMode,
     /// What becomes of the source QEMU when the destination has confirmed that the guest runs there.
     pub source_after: SourceAfter,
     /// What is waited for at most before the guest is stopped for its switchover.
@@ -75,6 +78,18 @@ pub struct SendOptions {
     pub state_dir: PathBuf,
     /// Where the private sockets for QEMU are made.
     pub socket_dir: SocketDirectory,
+}
+
+/// How the guest's memory is taken from the source's QEMU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SendMode {
+    /// Directly where that is possible, else by QEMU's stream.
+    #[default]
+    Auto,
+    /// Directly: read and tracked from outside. Where that is not possible, the migration is refused.
+    Direct,
+    /// By QEMU's own migration stream.
+    Stream,
 }
 
 /// How long one side waits for the other before the switchover. After that the limits are fixed (docs/operating.md).

@@ -29,7 +29,7 @@ const CANCELLING_TIME: Duration = Duration::from_secs(5);
 /// How long QEMU may take to clean up after a migration that was yanked.
 const YANK_TIME: Duration = Duration::from_secs(2);
 /// How long a QMP `quit` of the source may take: a guest's huge pages are given back one by one.
-const SOURCE_QUIT_TIME: Duration = Duration::from_secs(30);
+pub(super) const SOURCE_QUIT_TIME: Duration = Duration::from_secs(30);
 /// How long a QEMU whose QMP connection has ended may take to exit.
 const EXIT_TIME: Duration = Duration::from_secs(5);
 /// Pause between two looks at a state that QEMU tells by no event.
@@ -131,7 +131,7 @@ pub(super) fn identity(qmp: &Qmp) -> Option<ProcessIdentity> {
 }
 
 /// Whether the process has ended, where its QMP connection has: the connection can fail alone, and an exit takes a moment.
-pub(super) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
+pub(in crate::gateway) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
     let Some(identity) = identity else { return false };
     let deadline = Instant::now() + EXIT_TIME;
     while process::lives(identity) {

@@ -42,7 +42,7 @@ use super::qemu::{self, QemuEvent};
 use super::recovery::LONGEST_PAUSE;
 use super::sockets::{Listens, SocketDir, SocketPlace};
 use super::source_stream::{NormalPageRatio, StreamNews, read_start};
-use super::{GatewayError, SendOptions, fault};
+use super::{GatewayError, SendMode, SendOptions, direct, fault};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{Plan, Restore, Role, Settings, Wanted};
 use crate::stream::{MainReader, ReturnMessage};
@@ -97,6 +97,10 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     // Before a destination is told: a `migrate` that QEMU refuses would end the destination's QEMU.
     qemu::wait_cleaned_up(&qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
+    let not_direct = match directly(&qmp, options, cancel, observer)? {
+        Direct::Done(report) => return Ok(*report),
+        Direct::Not(why) => why,
+    };
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
     let engines = options.qatzip.engines(options.method, options.channels);
     let (engines, line) = engines.map_err(GatewayError::untouched)?;
@@ -194,10 +198,52 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         until: options.waits.total.map(session::after),
         moved: (0, 0),
         machine_name: format!("{} {}", machine.monitor, machine.machine_type),
+        not_direct,
         backlog,
     };
     let end = lead_source(&mut driver, &events, first);
     Ok(driver.finish(end))
+}
+
+/// What has come of moving the guest directly.
+enum Direct {
+    /// It was tried, and this came of it.
+    Done(Box<Report>),
+    /// The guest was not touched, and QEMU's stream is taken instead: why.
+    Not(String),
+}
+
+/// Moves the guest directly, where that is possible and wanted.
+fn directly(
+    qmp: &Qmp,
+    options: &SendOptions,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<Direct, GatewayError> {
+    let stream = |why: String| {
+        observer.note(&format!("mode: stream, by QEMU's own migration; not direct: {why}"));
+        Ok(Direct::Not(why))
+    };
+    if options.mode == SendMode::Stream {
+        return stream("--mode stream was given".into());
+    }
+    let must = options.mode == SendMode::Direct;
+    let ready = match direct::prepare(qmp) {
+        Ok(ready) => ready,
+        Err(why) if must => {
+            return Err(GatewayError::untouched(format_args!(
+                "the guest cannot be moved directly (--mode direct): {why}"
+            )));
+        }
+        Err(why) => return stream(why),
+    };
+    observer.note(&format!("mode: direct, by {}", ready.tracking()));
+    match direct::send(ready, qmp, options, cancel, observer) {
+        Ok(report) => Ok(Direct::Done(Box::new(report))),
+        // What the destination alone can know. The guest was not touched.
+        Err(direct::NotSent { refused: true, reason }) if !must => stream(reason),
+        Err(direct::NotSent { reason, .. }) => Err(GatewayError(reason)),
+    }
 }
 
 /// The data plane, and what of QEMU's sockets the driver itself needs.
@@ -253,6 +299,8 @@ struct Driver<'a> {
     /// Bytes on the wire and in flight when they last changed.
     moved: (u64, u64),
     machine_name: String,
+    /// Why the guest is not moved directly.
+    not_direct: String,
     /// Events of QEMU that have not been handled.
     backlog: Backlog,
 }

@@ -57,7 +57,7 @@ impl Arrivals {
         for page in 0..self.pages {
             let last = if in_working_set(page) { ROUNDS - 1 } else { 0 };
             let expected = self.content(page, last).map_or(&zero, |number| &contents[number]);
-            let at = block.start().as_ptr().wrapping_add(page as usize * PAGE_SIZE);
+            let at = block.start().expect("mapped here").as_ptr().wrapping_add(page as usize * PAGE_SIZE);
             // SAFETY: the page is in the block, and the expected content is a page; nobody writes either of them now.
             let differs =
                 unsafe { sterna_memory::compare::first_difference_raw(at, expected.as_ptr(), expected.len()) };

@@ -214,12 +214,12 @@ impl<'a> Receiver<'a> {
         let received = setting.bitmap.then(|| ReceivedBitmap::new(block.pages()));
         // SAFETY: the guest's memory is unmapped after offload has shut down, which waits for devices; nobody has a
         // reference to it.
-        let region = unsafe { Region::new(block.start(), block.bytes() as usize, None) };
+        let region = unsafe { Region::new(block.start().expect("mapped here"), block.bytes() as usize, None) };
         let channel = offload.channel();
         // The pools are made before anything is counted.
         let pools: Vec<_> = (0..=setting.way.in_flight()).map(|_| channel.batch(setting.way.operation())).collect();
         drop(pools);
-        let watch = Watch::new(block.start().as_ptr().addr() as u64, block.bytes() as usize);
+        let watch = Watch::new(block.start().expect("mapped here").as_ptr().addr() as u64, block.bytes() as usize);
         let watch = watch.map_err(doing("the page tables"))?;
         Ok(Self { setting, ram, contents, received, region, channel, watch, changed: 0, watching_ns: 0.0 })
     }

@@ -149,7 +149,7 @@ fn read_piece(stream: &TcpStream, block: &RamBlock, piece: &Range<u64>) -> io::R
 /// The address of `piece`, which is checked to lie inside the block.
 fn at(block: &RamBlock, piece: &Range<u64>) -> *const u8 {
     assert!(piece.start <= piece.end && piece.end <= block.bytes(), "{piece:?} is not in the block");
-    block.start().as_ptr().wrapping_add(piece.start as usize)
+    block.start().expect("mapped here").as_ptr().wrapping_add(piece.start as usize)
 }
 
 /// What a system call has moved; nothing where it was interrupted.

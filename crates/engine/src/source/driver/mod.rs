@@ -140,8 +140,10 @@ pub(super) fn run(
     });
     let dialled = session::dial(&offer, cancel, &tell_peer);
     // Which also is what interrupts dialling.
-    let (link, session) =
-        dialled.map_err(|error| if cancel.is_cancelled() { cancelled() } else { MigrationError::untouched(error) })?;
+    let (link, session) = dialled.map_err(|error| match cancel.is_cancelled() {
+        true => cancelled(),
+        false => MigrationError { refused: error.refused, ..MigrationError::untouched(error) },
+    })?;
     observer.note(&format!("migration {}: {to} accepted it", session.id));
     if cancel.is_cancelled() {
         return Err(cancelled());

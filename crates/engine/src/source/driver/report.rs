@@ -64,8 +64,10 @@ impl Driver<'_> {
                 phase: self.phase,
                 guest,
                 cancelled: outcome == Outcome::Cancelled,
+                refused: false,
                 reason,
                 report: Some(Box::new(report)),
+                received: None,
             }),
         }
     }
@@ -178,6 +180,11 @@ impl Driver<'_> {
             devices: self.devices.known.report(),
             source_after: self.ended.then_some(SourceAfter::Quit),
             warnings: self.left.take().into_iter().collect(),
+            mode: None,
+            not_direct: None,
+            tracking: None,
+            injection_ms: None,
+            longest_settling_ms: None,
         }
     }
 }

@@ -195,6 +195,11 @@ impl Driver<'_> {
             refused_packets: self.deltas.as_ref().map_or(0, |deltas| deltas.packets()),
             source_after,
             warnings,
+            mode: Some("stream".into()),
+            not_direct: Some(self.not_direct.clone()),
+            tracking: None,
+            injection_ms: None,
+            longest_settling_ms: None,
         }
     }
 }

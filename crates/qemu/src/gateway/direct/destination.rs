@@ -1,0 +1,202 @@
+//! The destination's QEMU as the library drives it.
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use sterna::cancel::Cancel;
+use sterna::control_link::say;
+use sterna::destination::Destination;
+use sterna::migration::MigrationError;
+use sterna::report::{Observer, ReceiveReport};
+use sterna::session::Greeted;
+use sterna::source::MonitorRecord;
+use sterna::transport::{Address, Incoming};
+use sterna::vmm::{DestinationVmm, VmmError};
+use sterna_wire::control::{ControlMessage, Machine, Mode};
+use sterna_wire::switchover::{ProcessIdentity, SourceAfter};
+
+use super::stream::{self, BlockLength, PING_VALUE};
+use super::{WithFaultPoints, ram};
+use crate::gateway::destination::QUIT_TIME;
+use crate::gateway::{GatewayError, ReceiveOptions, qemu};
+use crate::qmp::{Qmp, QmpError};
+use crate::settings::{Restore, Role, Settings, Wanted};
+use crate::stream::{ReturnMessage, ReturnPathReader};
+
+/// How long QEMU may take to read the beginning of its stream.
+const OPENING_TIME: Duration = Duration::from_secs(10);
+/// How long QEMU may take to load the devices.
+const LOADING_TIME: Duration = Duration::from_secs(60);
+/// How long QEMU may take from having loaded everything to saying that it is paused.
+const PAUSE_TIME: Duration = Duration::from_secs(10);
+/// Pause between two looks at a state that QEMU tells by no event.
+const LOOK_PAUSE: Duration = Duration::from_millis(1);
+/// What QEMU knows its end of the stream by.
+const DESCRIPTOR: &str = "sterna-incoming";
+
+/// Takes the migration of a source that moves its guest directly.
+///
+/// # Errors
+/// Only for what is found before the migration was accepted; every other end is told by the report.
+pub(in crate::gateway) fn receive(
+    mut greeted: Greeted,
+    options: &ReceiveOptions,
+    address: &Address,
+    qmp: Qmp,
+    incoming: Incoming,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<ReceiveReport, GatewayError> {
+    let identity = qemu::identity(&qmp);
+    let begun = QemuDestination::begin(qmp.clone(), &greeted.machine);
+    let (mut vmm, guest) = match begun.and_then(|vmm| Ok((ram::of_destination(&qmp, &greeted.machine.blocks)?, vmm))) {
+        Ok((guest, vmm)) => (vmm, guest),
+        Err(reason) => {
+            // The source may be gone; then nobody misses the answer.
+            let _ = say(&mut greeted.writer, &ControlMessage::Refused { reason: reason.clone() });
+            // It may have read the beginning of a stream: it is of no use any more.
+            let left = match qemu::quit(&qmp, identity, QUIT_TIME) {
+                Ok(()) => "its QEMU was ended".to_owned(),
+                Err(error) => format!("its QEMU could not be ended: {error}"),
+            };
+            return Err(GatewayError(format!("this QEMU cannot take the guest: {reason} ({left})")));
+        }
+    };
+    let socket = std::path::absolute(&options.qmp).unwrap_or_else(|_| options.qmp.clone());
+    let record = MonitorRecord {
+        mode: Mode::Direct,
+        qmp: socket.display().to_string(),
+        process: identity,
+        source_after: SourceAfter::Keep,
+    };
+    let taken = Destination::new(guest)
+        .memory_before(sterna::destination::Before::Written)
+        .monitor(record)
+        .state_dir(&options.state_dir)
+        .take(greeted, incoming, address, &mut vmm, cancel, &WithFaultPoints(observer));
+    match taken {
+        Ok(report) => Ok(report),
+        Err(MigrationError { received: Some(report), .. }) => Ok(*report),
+        Err(error) => Err(GatewayError(error.to_string())),
+    }
+}
+
+/// A destination QEMU that waits for the state of its devices.
+pub(super) struct QemuDestination {
+    qmp: Qmp,
+    identity: Option<ProcessIdentity>,
+    /// What its settings were.
+    restore: Option<Restore>,
+    stream: UnixStream,
+    answers: ReturnPathReader<UnixStream>,
+}
+
+impl QemuDestination {
+    /// Has QEMU read the beginning of its stream: the machine type and the RAM blocks.
+    ///
+    /// # Errors
+    /// QEMU does not take it: the reason.
+    fn begin(qmp: Qmp, machine: &Machine) -> Result<Self, String> {
+        let wanted =
+            Wanted { role: Role::Destination, channels: 0, downtime_limit: None, pause_before_switchover: false };
+        let plan = Settings::plan(&qmp, &wanted).map_err(|error| error.to_string())?;
+        let restore = plan.carry_out().map_err(|error| error.to_string())?;
+        let (ours, theirs) = UnixStream::pair().map_err(|error| format!("no socket pair for QEMU: {error}"))?;
+        let failed = |error: QmpError| format!("QEMU does not take the migration: {error}");
+        qmp.execute_with_descriptor("getfd", json!({ "fdname": DESCRIPTOR }), theirs.as_fd()).map_err(failed)?;
+        drop(theirs);
+        qmp.execute("migrate-incoming", json!({ "uri": format!("fd:{DESCRIPTOR}") })).map_err(failed)?;
+        // Accepted while `inmigrate`: it clears the autostart flag and changes nothing else.
+        qmp.execute("stop", json!({})).map_err(failed)?;
+        match qmp.status().map_err(failed)?.as_str() {
+            "inmigrate" => {}
+            status => return Err(format!("QEMU is {status} where it should wait for the migration")),
+        }
+        let blocks: Vec<_> =
+            machine.blocks.iter().map(|block| BlockLength { name: &block.name, used: block.bytes }).collect();
+        let opening = stream::opening(&machine.machine_type, &blocks)?;
+        let broken = |error: std::io::Error| format!("QEMU's migration socket: {error}");
+        let answers = ours.try_clone().map_err(broken)?;
+        answers.set_read_timeout(Some(OPENING_TIME)).map_err(broken)?;
+        ours.set_write_timeout(Some(LOADING_TIME)).map_err(broken)?;
+        let mut this = Self {
+            identity: qemu::identity(&qmp),
+            qmp,
+            restore: Some(restore),
+            stream: ours,
+            answers: ReturnPathReader::new(answers),
+        };
+        let written = this.stream.write_all(&opening);
+        match this.answers.next_message() {
+            Ok(Some(ReturnMessage::Pong(PING_VALUE))) if written.is_ok() => Ok(this),
+            answer => {
+                let why = this.failure();
+                Err(why.unwrap_or_else(|| format!("QEMU does not take the machine and its RAM blocks: {answer:?}")))
+            }
+        }
+    }
+
+    /// Why QEMU says that loading failed.
+    fn failure(&self) -> Option<String> {
+        let info = self.qmp.query_migrate().ok()?;
+        Some(format!("QEMU could not load the guest: {}", info.error_desc.as_deref().unwrap_or("see its output")))
+    }
+
+    fn wait_paused(&self) -> Result<(), VmmError> {
+        let deadline = Instant::now() + PAUSE_TIME;
+        loop {
+            match self.qmp.status()?.as_str() {
+                "paused" => return Ok(()),
+                "inmigrate" if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
+                status => return Err(format!("QEMU is {status} where it should be loaded and paused").into()),
+            }
+        }
+    }
+}
+
+impl DestinationVmm for QemuDestination {
+    fn name(&self) -> String {
+        format!("QEMU {}", self.qmp.version())
+    }
+
+    fn load(&mut self, state: &mut dyn Read) -> Result<(), VmmError> {
+        self.answers.get_ref().set_read_timeout(Some(LOADING_TIME))?;
+        let sent = stream::close(state, &self.stream);
+        let answer = if sent.is_ok() { self.answers.next_message() } else { Ok(None) };
+        match (sent, answer) {
+            (Ok(()), Ok(Some(ReturnMessage::Shut(0)))) => self.wait_paused(),
+            (sent, answer) => {
+                let why = self.failure().or_else(|| sent.err().map(|error| error.to_string()));
+                Err(why.unwrap_or_else(|| format!("QEMU could not load the guest: {answer:?}")).into())
+            }
+        }
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        Ok(qemu::cont(&self.qmp)?)
+    }
+
+    fn has_ended(&mut self) -> bool {
+        matches!(self.qmp.status(), Err(QmpError::Closed { .. })) && qemu::has_ended(self.identity)
+    }
+
+    fn arrived(&mut self) {
+        qemu::announce(&self.qmp);
+        if let Some(Err(error)) = self.restore.take().map(Restore::restore) {
+            tracing::warn!(%error, "QEMU's migration settings could not be put back");
+        }
+    }
+
+    fn discard(&mut self) -> Result<(), VmmError> {
+        // One that has exited, or holds part of a guest, needs nothing put back.
+        self.restore.take().into_iter().for_each(Restore::keep);
+        Ok(qemu::quit(&self.qmp, self.identity, QUIT_TIME)?)
+    }
+
+    fn post_copy_refusal(&self) -> Option<String> {
+        Some("a QEMU that is filled from outside cannot wait for its memory yet".into())
+    }
+}

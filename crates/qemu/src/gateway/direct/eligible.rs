@@ -1,0 +1,118 @@
+//! Whether a source QEMU can be moved directly: everything that is known before anything of it is touched. What cannot be told counts as no.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use crate::qmp::Qmp;
+
+/// The releases whose `transaction` without actions drains the block layer, and whose device state loads as it was saved, as major and
+/// minor number: the first and the last that are known.
+const RELEASES: ((u32, u32), (u32, u32)) = ((8, 0), (11, 1));
+
+/// Devices whose files QEMU holds open where they write guest RAM past QEMU's page tables: the beginning of the path, and what it is.
+const WRITERS: &[(&str, &str)] = &[
+    ("/dev/vfio", "an assigned device (VFIO) writes guest RAM by DMA"),
+    ("/dev/iommu", "an assigned device (iommufd) writes guest RAM by DMA"),
+    ("/dev/vhost-vdpa", "a vDPA device writes guest RAM by DMA"),
+    ("/dev/vhost-scsi", "vhost-scsi writes guest RAM that it has pinned"),
+    ("/dev/infiniband", "RDMA writes guest RAM that it has pinned"),
+    ("/dev/sev", "guest RAM is encrypted"),
+];
+
+/// Devices that save their state while the guest runs, besides RAM, or that write guest RAM from elsewhere: the beginning of their
+/// type, and what it is.
+const DEVICES: &[(&str, &str)] = &[
+    ("vfio-", "saves its state while the guest runs, or writes guest RAM by DMA"),
+    ("vhost-vdpa", "writes guest RAM by DMA"),
+    ("vhost-scsi", "writes guest RAM that it has pinned"),
+    ("ivshmem", "has memory that other guests write"),
+    ("cxl-type3", "has memory of its own that the guest shares"),
+];
+
+/// # Errors
+/// Why the guest cannot be moved directly, and what would make it so.
+pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
+    if !cfg!(target_arch = "x86_64") {
+        return Err("it works on x86-64 hosts so far".into());
+    }
+    let version = qmp.version();
+    let (first, last) = RELEASES;
+    if !version.at_least(first.0, first.1) {
+        return Err(format!("QEMU {version} does not tell where its RAM lies ({}.{} and newer do)", first.0, first.1));
+    }
+    if version.at_least(last.0, last.1 + 1) {
+        return Err(format!(
+            "QEMU {version} is newer than the last that this is known to work with ({}.{})",
+            last.0, last.1
+        ));
+    }
+    let commands = query(qmp, "query-commands")?;
+    let has = |name: &str| commands.as_array().is_some_and(|all| all.iter().any(|one| one["name"] == name));
+    for needed in ["xen-save-devices-state", "transaction", "add-fd", "remove-fd"] {
+        if !has(needed) {
+            return Err(format!("this QEMU has no command {needed}"));
+        }
+    }
+    let migration = query(qmp, "query-migrate")?;
+    if let Some(reason) = migration["blocked-reasons"].as_array().and_then(|all| all.first()) {
+        return Err(format!("QEMU says that the guest cannot be migrated: {}", reason.as_str().unwrap_or("no reason")));
+    }
+    let cgs = qmp.execute("qom-get", json!({ "path": "/machine", "property": "confidential-guest-support" }));
+    if cgs.is_ok_and(|object| object.as_str().is_some_and(|path| !path.is_empty())) {
+        return Err("guest RAM is encrypted (confidential-guest-support)".into());
+    }
+    check_devices(&qmp.human("info qtree").map_err(|error| error.to_string())?)?;
+    check_files(qmp)
+}
+
+fn query(qmp: &Qmp, command: &str) -> Result<Value, String> {
+    qmp.execute(command, json!({})).map_err(|error| error.to_string())
+}
+
+/// The devices by their types, as `info qtree` lists them: `dev: TYPE, id "…"`.
+fn check_devices(tree: &str) -> Result<(), String> {
+    for line in tree.lines() {
+        let Some(device) = line.trim_start().strip_prefix("dev: ") else { continue };
+        let kind = device.split(',').next().unwrap_or(device);
+        if let Some((_, what)) = DEVICES.iter().find(|(beginning, _)| kind.starts_with(beginning)) {
+            let name = device.replace(", id \"\"", "");
+            return Err(format!("device {name} {what}"));
+        }
+    }
+    Ok(())
+}
+
+/// What QEMU's process has open tells of devices that its monitor does not name.
+fn check_files(qmp: &Qmp) -> Result<(), String> {
+    let pid = qmp.peer_pid().ok_or("the QEMU process cannot be seen from here (another pid namespace)")?;
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).map_err(|error| {
+        format!("the files of process {pid} cannot be seen ({error}): run as root, or with CAP_SYS_PTRACE")
+    })?;
+    for file in files.filter_map(Result::ok) {
+        // One that was closed meanwhile.
+        let Ok(path) = fs::read_link(file.path()) else { continue };
+        let path = path.to_string_lossy();
+        if let Some((_, what)) = WRITERS.iter().find(|(beginning, _)| path.starts_with(beginning)) {
+            return Err(format!("{what} (QEMU has {path} open)"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_that_cannot_be_moved_directly_are_named() {
+        let tree = "bus: main-system-bus\n  type System\n  dev: q35-pcihost, id \"\"\n    bus: pcie.0\n      \
+                    dev: virtio-blk-pci, id \"disk\"\n      dev: vfio-pci, id \"vfio0\"\n";
+        let reason = check_devices(tree).unwrap_err();
+        assert_eq!(
+            reason,
+            "device vfio-pci, id \"vfio0\" saves its state while the guest runs, or writes guest RAM by DMA"
+        );
+        assert_eq!(check_devices(&tree.replace("vfio-pci", "virtio-net-pci")), Ok(()));
+    }
+}

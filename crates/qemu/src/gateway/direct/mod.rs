@@ -1,0 +1,149 @@
+//! Direct mode: a QEMU's guest is moved from outside, by the library's own source and destination. QEMU's migration of RAM is not used.
+//!
+//! ```text
+//!  QEMU (source)                        sterna send                   sterna receive                QEMU (destination)
+//!  RAM ── process_vm_readv, mapping ──> Source ═══ RAM channels ═══> Destination ── mapping, /proc/PID/mem ──> RAM
+//!  userfaultfd ── PAGEMAP_SCAN ───────> dirty log
+//!  stop, xen-save-devices-state ──────> SourceVmm ═ stream channel ═> DestinationVmm ── a stream without pages ──> -incoming
+//! ```
+//! The tracking is asynchronous write protection by a userfaultfd that is made in QEMU's process and taken out of it (`sterna-attach`).
+//! When this process ends, however, the kernel closes that descriptor and QEMU is as it was before.
+//!
+//! **What makes it right.** Each round is: scan for written pages and protect them again; wait until QEMU's block layer has nothing under
+//! way (`transaction` without actions, which drains); read the pages. A disk that reads into guest RAM by `O_DIRECT` pins pages: what it
+//! writes after they were protected again takes no page fault, and no later scan sees it ([`SourceVmm::settle_io`]
+//! (sterna::vmm::SourceVmm::settle_io)). QEMU's `stop` drains as well, and the devices are saved before the last scan, so that what
+//! saving writes is sent too.
+//!
+//! `eligible` finds out whether a QEMU can be moved so, before anything of it is touched; `ram` finds its memory and tracks it; `source` and
+//! `destination` are the two monitors as the library drives them; `stream` puts together what the destination's QEMU reads.
+
+mod destination;
+mod eligible;
+mod ram;
+mod source;
+mod stream;
+
+use std::time::Duration;
+
+use sterna::cancel::Cancel;
+use sterna::migration::MigrationError;
+use sterna::report::{Observer, Progress, ReceiveProgress, Report};
+use sterna::source::{MonitorRecord, Source, TimeLimits};
+use sterna::transport::Address;
+use sterna_wire::control::Mode;
+use sterna_wire::switchover::{Moment, Step};
+
+pub(super) use self::destination::receive;
+use self::ram::DirectRam;
+use self::source::QemuSource;
+use super::{SendOptions, fault, qemu};
+use crate::qmp::Qmp;
+
+/// A source QEMU that can be moved directly: nothing of it was changed yet but that its writes can be tracked.
+#[derive(Debug)]
+pub(super) struct Ready {
+    ram: DirectRam,
+    machine_type: String,
+}
+
+impl Ready {
+    /// How its writes are tracked, for people.
+    pub(super) fn tracking(&self) -> String {
+        self.ram.tracking()
+    }
+}
+
+/// Finds out whether the guest of this QEMU can be moved directly, and takes hold of its memory.
+///
+/// # Errors
+/// Why it cannot, and what would make it so. QEMU is as it was.
+pub(super) fn prepare(qmp: &Qmp) -> Result<Ready, String> {
+    eligible::check(qmp)?;
+    let ram = DirectRam::of_source(qmp)?;
+    let machine_type = qemu::machine(qmp, Duration::ZERO).machine_type;
+    Ok(Ready { ram, machine_type })
+}
+
+/// Why the guest was not sent. It was not touched.
+pub(super) struct NotSent {
+    /// The destination was reached, and has refused this migration; it may take another one.
+    pub(super) refused: bool,
+    pub(super) reason: String,
+}
+
+/// Moves the guest.
+///
+/// # Errors
+/// Only for what is found before the guest is touched; every other end is told by the report.
+pub(super) fn send(
+    ready: Ready,
+    qmp: &Qmp,
+    options: &SendOptions,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<Report, NotSent> {
+    let Ready { ram, machine_type } = ready;
+    let tracking = ram.tracking();
+    let stopped = ram.stopped();
+    // `recover` may be started in another directory.
+    let socket = std::path::absolute(&options.qmp).unwrap_or_else(|_| options.qmp.clone());
+    let record = MonitorRecord {
+        mode: Mode::Direct,
+        qmp: socket.display().to_string(),
+        process: qemu::identity(qmp),
+        source_after: options.source_after,
+    };
+    let mut vmm = QemuSource::new(qmp.clone(), machine_type, ram.listed().to_vec(), record.clone());
+    let (guest, log) = ram.into_parts();
+    let source = Source::new(guest, log)
+        .monitor(record.clone())
+        .channels(options.channels)
+        .method(options.method)
+        .qatzip(options.qatzip.clone())
+        .cpu(options.cpu)
+        .bandwidth(options.bandwidth)
+        .downtime(options.downtime)
+        .packet_size(options.packet_size)
+        .delta_cache(options.delta_cache)
+        .give_up_after(options.waits.total)
+        .time_limits(TimeLimits::default())
+        .state_dir(&options.state_dir);
+    let to = Address::from(&options.to);
+    let moved = source.run(to, &options.security, &mut vmm, cancel, &WithFaultPoints(observer));
+    let mut report = match moved {
+        Ok(report) => report,
+        Err(MigrationError { report: Some(report), .. }) => *report,
+        Err(error) => return Err(NotSent { refused: error.refused, reason: error.to_string() }),
+    };
+    report.mode = Some("direct".into());
+    report.tracking = Some(tracking);
+    report.injection_ms = Some(stopped.as_secs_f64() * 1e3);
+    report.longest_settling_ms = Some(vmm.longest_settling().as_secs_f64() * 1e3);
+    Ok(report)
+}
+
+/// Hands everything on, and stops or kills the process where a test asks for it.
+struct WithFaultPoints<'a>(&'a dyn Observer);
+
+impl Observer for WithFaultPoints<'_> {
+    fn progress(&self, progress: &Progress) {
+        self.0.progress(progress);
+    }
+
+    fn received(&self, progress: &ReceiveProgress) {
+        self.0.received(progress);
+    }
+
+    fn note(&self, text: &str) {
+        self.0.note(text);
+    }
+
+    fn listening(&self, address: &str) {
+        self.0.listening(address);
+    }
+
+    fn step(&self, moment: Moment, step: Step) {
+        fault::point(moment, Some(step));
+    }
+}

@@ -1,0 +1,162 @@
+//! The source's QEMU as the library drives it.
+
+use std::fs::File;
+use std::io::{Seek, Write};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{MemfdFlags, Mode, OFlags};
+use serde_json::json;
+use sterna::source::MonitorRecord;
+use sterna::vmm::{AfterMove, SourceVmm, VmmError};
+use sterna_wire::switchover::SourceAfter;
+
+use super::stream::has_nested_guest;
+use crate::discover::{ListedBlock, list};
+use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
+use crate::qmp::{Qmp, QmpError};
+
+/// How long the block layer may take to have nothing under way: reads from a network store that is slow, not one that hangs.
+const SETTLING_TIME: Duration = Duration::from_secs(30);
+/// About as many bytes is the state of the devices of a small machine.
+const USUAL_STATE: u64 = 128 << 10;
+
+/// A source QEMU whose memory is read from outside.
+pub(super) struct QemuSource {
+    qmp: Qmp,
+    machine_type: String,
+    /// Its RAM blocks when their reading began.
+    blocks: Vec<ListedBlock>,
+    record: MonitorRecord,
+    /// The guest was stopped by this migration.
+    stopped: bool,
+    /// The state of its devices, once it was stopped.
+    state: Option<Vec<u8>>,
+    longest_settling: Duration,
+}
+
+impl QemuSource {
+    pub(super) fn new(qmp: Qmp, machine_type: String, blocks: Vec<ListedBlock>, record: MonitorRecord) -> Self {
+        Self { qmp, machine_type, blocks, record, stopped: false, state: None, longest_settling: Duration::ZERO }
+    }
+
+    /// The longest that the block layer took to have nothing under way.
+    pub(super) fn longest_settling(&self) -> Duration {
+        self.longest_settling
+    }
+
+    fn save_devices(&self) -> Result<Vec<u8>, VmmError> {
+        let file = File::from(rustix::fs::memfd_create("sterna-devices", MemfdFlags::CLOEXEC)?);
+        // QEMU takes a descriptor of its set only where the access mode is the very same.
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
+        let for_qemu = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let added = self.qmp.execute_with_descriptor("add-fd", json!({ "opaque": "sterna" }), for_qemu.as_fd())?;
+        let set = added["fdset-id"].as_u64().ok_or("QEMU does not say where it has put a descriptor")?;
+        let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": true });
+        let saved = self.qmp.execute("xen-save-devices-state", arguments);
+        if let Err(error) = self.qmp.execute("remove-fd", json!({ "fdset-id": set })) {
+            tracing::debug!(%error, "remove-fd");
+        }
+        saved?;
+        let mut file = file;
+        let mut state = Vec::new();
+        file.rewind()?;
+        std::io::Read::read_to_end(&mut file, &mut state)?;
+        Ok(state)
+    }
+}
+
+impl SourceVmm for QemuSource {
+    fn name(&self) -> String {
+        format!("QEMU {}", self.qmp.version())
+    }
+
+    fn machine_type(&self) -> String {
+        self.machine_type.clone()
+    }
+
+    fn settle_io(&mut self) -> Result<(), VmmError> {
+        let begun = Instant::now();
+        // It drains all of the block layer before it looks at its actions (`qmp_transaction` in blockdev.c).
+        self.qmp.execute_within("transaction", json!({ "actions": [] }), SETTLING_TIME)?;
+        self.longest_settling = self.longest_settling.max(begun.elapsed());
+        Ok(())
+    }
+
+    fn pause(&mut self) -> Result<(), VmmError> {
+        match self.qmp.status()?.as_str() {
+            "running" => {}
+            // The destination starts what it is given, so a guest that somebody paused meanwhile, or that stopped of itself, is not
+            // given to it.
+            other => {
+                return Err(format!(
+                    "the guest stopped during the migration (QEMU: {other}); only a running guest is moved"
+                )
+                .into());
+            }
+        }
+        self.stopped = true;
+        self.qmp.execute("stop", json!({}))?;
+        if list(&self.qmp)? != self.blocks {
+            return Err(
+                "the guest's RAM blocks are not those that the migration began with: memory was plugged in or out"
+                    .into(),
+            );
+        }
+        let state = self.save_devices()?;
+        if has_nested_guest(&state) {
+            return Err(
+                "the guest runs guests of its own, whose hardware pages are not tracked: use --mode stream".into()
+            );
+        }
+        self.state = Some(state);
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), VmmError> {
+        self.state = None;
+        if self.stopped {
+            qemu::cont(&self.qmp)?;
+            self.stopped = false;
+        }
+        Ok(())
+    }
+
+    fn save(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
+        let saved = self.state.as_ref().ok_or("the guest was not stopped")?;
+        Ok(state.write_all(saved)?)
+    }
+
+    fn state_size(&self) -> u64 {
+        USUAL_STATE
+    }
+
+    fn has_ended(&mut self) -> bool {
+        matches!(self.qmp.status(), Err(QmpError::Closed { .. })) && qemu::has_ended(self.record.process)
+    }
+
+    fn stays(&mut self) {
+        qemu::announce(&self.qmp);
+    }
+
+    fn moved(&mut self) -> Result<AfterMove, VmmError> {
+        match self.qmp.status().as_deref() {
+            Ok("running") => return Ok(AfterMove::RunsHere),
+            // A QEMU that says nothing is ended as well.
+            Ok("paused") | Err(_) => {}
+            Ok(other) => {
+                return Err(format!(
+                    "the source's QEMU is {other} (somebody else has been at it), so that it was not ended"
+                )
+                .into());
+            }
+        }
+        match self.record.source_after {
+            SourceAfter::Keep => Ok(AfterMove::Kept),
+            SourceAfter::Quit => {
+                qemu::quit(&self.qmp, self.record.process, SOURCE_QUIT_TIME)?;
+                Ok(AfterMove::Ended)
+            }
+        }
+    }
+}
