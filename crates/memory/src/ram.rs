@@ -346,19 +346,27 @@ impl RamBlock {
     }
 
     /// Calls `run` with the runs of pages that may hold anything but zeros: those that were ever populated, in rising
-    /// order. `map` is the page map of the process that the block lies in.
+    /// order. `own` is the page map of this process.
     ///
     /// The answer is of the moment it is taken: dirty tracking must be on before.
-    pub fn populated(&self, map: &mut PageMap, mut run: impl FnMut(Range<u64>)) -> Result<(), RamError> {
+    pub fn populated(&self, own: &mut PageMap, mut run: impl FnMut(Range<u64>)) -> Result<(), RamError> {
         let failed = |source| RamError::Holes { name: self.name.clone(), source };
         let first = self.addresses().start;
         let page = |offset: u64| offset / PAGE_SIZE as u64;
         match &self.backing {
-            Backing::Anonymous => map
-                .populated(self.addresses(), |part| {
+            Backing::Anonymous => {
+                let of_process = self.process().map(|process| {
+                    let map = PageMap::of_process(process.pid() as u32).map_err(failed)?;
+                    let alive = process.check_alive().map_err(|source| self.not_read(source));
+                    alive.map(|()| map)
+                });
+                let mut of_process = of_process.transpose()?;
+                let map = of_process.as_mut().unwrap_or(own);
+                let populated = map.populated(self.addresses(), |part| {
                     run(page((part.start - first) as u64)..page((part.end - first) as u64));
-                })
-                .map_err(failed),
+                });
+                populated.map_err(failed)
+            }
             Backing::Shared(file, offset) => {
                 let bytes = *offset..*offset + self.bytes();
                 // A hole may begin within a page only where the file ends; the rest of that page is zero.
@@ -372,6 +380,11 @@ impl RamBlock {
                 Ok(())
             }
         }
+    }
+
+    /// The error where the process that it lies in has ended.
+    fn not_read(&self, source: PlaceError) -> RamError {
+        RamError::Read { name: self.name.clone(), source: source.into() }
     }
 
     /// Reads the pages of `run` into `snapshot`, once each.
@@ -483,10 +496,8 @@ impl RamBlock {
     /// When they are not in the block.
     pub fn clear_written(&self, run: Range<u64>) -> Result<(), RamError> {
         self.check_run(run.start, run.end - run.start);
-        let name = || self.name.clone();
-        let place = |source: PlaceError| RamError::Read { name: name(), source: source.into() };
-        let pid = self.process().map_or_else(std::process::id, |process| process.pid() as u32);
-        let mut map = PageMap::of_process(pid).map_err(|source| RamError::Holes { name: name(), source })?;
+        let place = |source: PlaceError| self.not_read(source);
+        let mut map = PageMap::own().map_err(|source| RamError::Holes { name: self.name.clone(), source })?;
         let mut written = Vec::new();
         self.populated(&mut map, |part| written.push(part.start.max(run.start)..part.end.min(run.end)))?;
         let process = self.process_write().map_err(place)?;

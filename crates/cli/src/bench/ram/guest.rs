@@ -211,7 +211,7 @@ impl Guest {
     pub(crate) fn sum(&self, content: Content) -> u64 {
         let mut page: Page = [0; PAGE_BYTES];
         pages_of(&content.filled(self.bytes as u64)).into_iter().flatten().fold(0, |sum, number| {
-            self.block().read_page(number, &mut page);
+            self.block().read_page(number, &mut page).expect("its own memory is read");
             let words = page.as_chunks::<8>().0.iter();
             words.fold(mix(sum), |sum, word| (sum.rotate_left(5) ^ u64::from_le_bytes(*word)).wrapping_mul(FACTOR))
         })
@@ -264,7 +264,7 @@ impl Guest {
             chunks(corpus, bytes, |page, chunk| {
                 let pages = copy.as_chunks_mut::<PAGE_BYTES>().0.iter_mut().zip(chunk.as_chunks::<PAGE_BYTES>().0);
                 for ((copy, expected), page) in pages.zip(page..) {
-                    block.read_page(page, copy);
+                    block.read_page(page, copy).expect("its own memory is read");
                     if copy != expected {
                         return Err(format!("page {page} is not as it was"));
                     }
@@ -277,7 +277,7 @@ impl Guest {
             let mut copy: Page = [0; PAGE_BYTES];
             let mut zero = [0];
             let mut snapshot = Snapshot::new(&mut copy, &mut zero);
-            block.read(page..page + 1, &mut snapshot);
+            block.read(page..page + 1, &mut snapshot).expect("its own memory is read");
             if snapshot.finish().normal == 0 {
                 return Err(format!("page {page} was lost"));
             }

@@ -220,7 +220,7 @@ impl<'a> Memory<'a> {
         let touched = (within + Slabs::CHUNK).div_ceil(PAGE_BYTES);
         // Nobody else writes these pages.
         for (number, copy) in around.as_chunks_mut::<PAGE_BYTES>().0.iter_mut().take(touched).enumerate() {
-            self.block.read_page(page + number as u64, copy);
+            self.block.read_page(page + number as u64, copy).expect("its own memory is read");
         }
         around[within..within + Slabs::CHUNK].copy_from_slice(&chunk);
         self.block.write(page, &around[..touched * PAGE_BYTES]);
