@@ -160,10 +160,21 @@ pub(crate) fn receive(qmp: &Path, state: &Path) -> Command {
     command
 }
 
-/// `sterna send` for the QEMU at `qmp`, with its report in `json`.
+/// `sterna send` for the QEMU at `qmp`, by its own migration stream, with the report in `json`.
 pub(crate) fn send(qmp: &Path, to: &str, state: &Path, json: &Path) -> Command {
+    send_by("stream", qmp, to, state, json)
+}
+
+/// `sterna send --mode MODE` for the QEMU at `qmp`, with its report in `json`.
+pub(crate) fn send_by(mode: &str, qmp: &Path, to: &str, state: &Path, json: &Path) -> Command {
     let mut command = sterna();
-    command.args(["send", "--to", to, "--qmp"]).arg(qmp).arg("--state-dir").arg(state).arg("--json").arg(json);
+    command
+        .args(["send", "--mode", mode, "--to", to, "--qmp"])
+        .arg(qmp)
+        .arg("--state-dir")
+        .arg(state)
+        .arg("--json")
+        .arg(json);
     command
 }
 

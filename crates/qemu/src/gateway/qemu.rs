@@ -200,11 +200,13 @@ pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration)
 /// The source's QEMU after the destination has confirmed that the guest runs there: ends it, unless the record says that it
 /// is kept. One whose state says that somebody else has been at it is left alone.
 pub(super) fn end_source(qmp: &Qmp, record: &Record) -> SourceEvent {
+    let left_behind = if record.mode == Mode::Direct { "paused" } else { "postmigrate" };
     match qmp.status().as_deref() {
         // Somebody has started by hand what was given away: a contradiction, which no `quit` may hide.
         Ok("running") => return SourceEvent::Guest(SourceGuest::Running),
         // A QEMU that says nothing is ended as well.
-        Ok("postmigrate") | Err(_) => {}
+        Ok(status) if status == left_behind => {}
+        Err(_) => {}
         Ok(other) => {
             let reason = format!(
                 "in the state {other}, in which no migration leaves it (somebody else has been at it), so that it was not ended"
@@ -261,6 +263,16 @@ pub(super) fn source_state(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
         "finish-migrate" => SourceGuest::Migrating,
         _ => SourceGuest::Running,
     })
+}
+
+/// As [`source_state`], by how the record's migration moves its guest.
+pub(super) fn recorded_state(qmp: &Qmp, record: &Record) -> Result<SourceGuest, QmpError> {
+    if record.mode != Mode::Direct {
+        return source_state(qmp);
+    }
+    // QEMU knows of no migration. A guest that stands and was not about to be stopped by this one was stopped by somebody else.
+    let stands = record.pausing && qmp.status()? == "paused";
+    Ok(if stands { SourceGuest::Completed } else { SourceGuest::Running })
 }
 
 /// Whether the migration under way still sends after a while. One whose sockets went with the process that crashed does

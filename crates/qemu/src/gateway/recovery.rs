@@ -18,7 +18,7 @@ use sterna::record_file::{RecordFile, RecordFileError, Side};
 use sterna::report::Observer;
 use sterna::session::{Backoff, DIAL_PAUSE, Heard, Peer, PeerNews, Redial, Session, TellPeer, after, link_events};
 use sterna::transport::{Address, Limits, Listener, Security, Stop, accept_channel, refuse_channel};
-use sterna_wire::control::{ControlMessage, ControlReader};
+use sterna_wire::control::{ControlMessage, ControlReader, Mode};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
@@ -215,7 +215,8 @@ impl Common<'_> {
     /// to end it, or to let its guest go on, would make two guests of one.
     fn refuse_if_not_ours(&self, state: SourceGuest) -> Result<(), GatewayError> {
         let Some(qmp) = &self.qmp else { return Ok(()) };
-        let permitted = self.record.record().completion_permitted;
+        let record = self.record.record();
+        let permitted = record.completion_permitted || record.mode == Mode::Direct;
         let whose = match state {
             SourceGuest::Completed if !permitted => {
                 "was moved away by another migration; end this QEMU if it runs there"
@@ -233,7 +234,7 @@ impl Common<'_> {
         let qemu_state = match &self.qmp {
             None if settled => SourceGuest::Running,
             _ if self.qemu_gone()? => SourceGuest::Gone,
-            Some(qmp) => qemu::source_state(qmp).map_err(GatewayError::new)?,
+            Some(qmp) => qemu::recorded_state(qmp, self.record.record()).map_err(GatewayError::new)?,
             None => SourceGuest::Gone,
         };
         tracing::info!(?state, ?qemu_state, "recovering the source");
@@ -334,7 +335,11 @@ impl Common<'_> {
             }
             SourceAction::EndMigration => {
                 let qmp = self.qmp.as_ref().ok_or_else(|| self.no_qemu())?;
-                Some(match qemu::end_migration(qmp) {
+                let direct = self.record.record().mode == Mode::Direct;
+                // Whatever tracked a directly moved guest's writes has ended with the process that died.
+                let ended =
+                    if direct { qemu::recorded_state(qmp, self.record.record()) } else { qemu::end_migration(qmp) };
+                Some(match ended {
                     Ok(state) => SourceEvent::Guest(state),
                     Err(QmpError::Closed { .. }) if qemu::has_ended(self.record.record().qemu) => {
                         SourceEvent::Guest(SourceGuest::Gone)

@@ -30,6 +30,10 @@ const DEVICES: &[(&str, &str)] = &[
     ("cxl-type3", "has memory of its own that the guest shares"),
 ];
 
+/// Of QEMU's block/nvme.c (over util/vfio-helpers.c) and block/blkio.c.
+const DMA_DRIVERS: &[&str] =
+    &["nvme", "io_uring", "nvme-io_uring", "virtio-blk-vfio-pci", "virtio-blk-vhost-user", "virtio-blk-vhost-vdpa"];
+
 /// # Errors
 /// Why the guest cannot be moved directly, and what would make it so.
 pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
@@ -63,7 +67,20 @@ pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
         return Err("guest RAM is encrypted (confidential-guest-support)".into());
     }
     check_devices(&qmp.human("info qtree").map_err(|error| error.to_string())?)?;
+    check_disks(&query(qmp, "query-named-block-nodes")?)?;
     check_files(qmp)
+}
+
+/// Block drivers that have all of guest RAM mapped for a device, so that no draining of the block layer says what the device has written.
+fn check_disks(nodes: &Value) -> Result<(), String> {
+    for node in nodes.as_array().into_iter().flatten() {
+        let driver = node["drv"].as_str().unwrap_or_default();
+        if DMA_DRIVERS.contains(&driver) {
+            let name = node["node-name"].as_str().unwrap_or_default();
+            return Err(format!("disk {name} is driven by {driver}, whose device writes guest RAM by DMA"));
+        }
+    }
+    Ok(())
 }
 
 fn query(qmp: &Qmp, command: &str) -> Result<Value, String> {
@@ -103,6 +120,16 @@ fn check_files(qmp: &Qmp) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn disks_whose_devices_write_by_dma_are_named() {
+        let nodes = |driver: &str| json!([{ "drv": "raw", "node-name": "d0" }, { "drv": driver, "node-name": "d1" }]);
+        assert_eq!(
+            check_disks(&nodes("nvme")).unwrap_err(),
+            "disk d1 is driven by nvme, whose device writes guest RAM by DMA"
+        );
+        assert_eq!(check_disks(&nodes("file")), Ok(()));
+    }
 
     #[test]
     fn devices_that_cannot_be_moved_directly_are_named() {
