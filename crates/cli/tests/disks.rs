@@ -3,6 +3,8 @@
 
 mod support;
 
+use std::time::Duration;
+
 use sterna_lab::{
     Aio, Cache, Disk, DiskImage, DiskLoad, Guest, HeldDisk, LinuxGuest, Qemu, QemuOptions, QemuVersion, or_skip,
 };
@@ -51,7 +53,10 @@ fn all_is_right(qemu: &Qemu) {
 
 #[test]
 fn a_guest_that_reads_and_writes_its_disks_moves_and_has_read_nothing_wrong() {
-    let images: Vec<DiskImage> = (0..3).map(|number| DiskImage::new(number, IMAGE).unwrap()).collect();
+    let images: Vec<DiskImage> = (0..4).map(|number| DiskImage::new(number, IMAGE).unwrap()).collect();
+    let Some(slow) = or_skip(HeldDisk::serve(&images[3].path())) else { return };
+    // So long that reads of this disk are in flight whenever something happens.
+    slow.delay(Duration::from_millis(20));
     let disk = |number: usize| Disk::new(&images[number].path());
     let machine = machine(
         10 * MIB,
@@ -59,6 +64,7 @@ fn a_guest_that_reads_and_writes_its_disks_moves_and_has_read_nothing_wrong() {
             Disk { aio: Aio::Native, iothread: true, ..disk(0) },
             Disk { aio: Aio::Threads, ..disk(1) },
             Disk { cache: Cache::Writeback, ..disk(2) },
+            Disk { aio: Aio::IoUring, ..Disk::on(&slow) },
         ],
     );
     let Some(pair) = Pair::start(&machine, &machine.incoming()) else { return };

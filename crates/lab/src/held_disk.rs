@@ -1,5 +1,5 @@
 //! A file whose reads can be held: each waits, with the reader's pages pinned where the reader opened the file with `O_DIRECT`, until a test
-//! lets it go on. That is what a slow disk does, with the moment chosen by the test.
+//! lets it go on. That is what a slow disk does, with the moment chosen by the test; or, by a delay, as a slow disk does it.
 //!
 //! The file lies in a file system of its own that this process serves by FUSE. The protocol is that of `linux/fuse.h` (7.31), as far as one
 //! file in one directory needs it. Needs root, `/dev/fuse` and the right to mount.
@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use rustix::time::Timespec;
 use tempfile::TempDir;
 
 use crate::Error;
@@ -128,6 +129,12 @@ impl HeldDisk {
         self.hold(usize::MAX, 0..u64::MAX);
     }
 
+    /// From now on, answers reads that are not held `delay` after their arrival, in the order of their arrival: where a guest reads by several
+    /// threads, reads are in flight nearly all the while. Zero is no delay.
+    pub fn delay(&self, delay: Duration) {
+        self.state().delay = delay;
+    }
+
     /// Holds no further read. Those that are held stay held.
     pub fn stop_holding(&self) {
         self.state().order = None;
@@ -174,11 +181,15 @@ impl HeldDisk {
         true
     }
 
-    /// Answers all reads that are held now; returns how many. An order to [hold](HeldDisk::hold) further reads stays in force.
+    /// Answers all reads that are held or delayed now; returns how many. An order to [hold](HeldDisk::hold) further reads stays in force,
+    /// and so does a [delay](HeldDisk::delay).
     pub fn release_all(&self) -> usize {
-        let held = std::mem::take(&mut self.state().held);
-        held.iter().for_each(|&read| self.served.server.answer_read(read));
-        held.len()
+        let mut state = self.state();
+        let mut reads = std::mem::take(&mut state.held);
+        reads.extend(state.delayed.drain(..).map(|(_, read)| read));
+        drop(state);
+        reads.iter().for_each(|&read| self.served.server.answer_read(read));
+        reads.len()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -211,6 +222,9 @@ struct Server {
 struct State {
     order: Option<(usize, Range<u64>)>,
     held: VecDeque<HeldRead>,
+    delay: Duration,
+    /// With the moment at which each is answered.
+    delayed: VecDeque<(Instant, HeldRead)>,
     answered: u64,
 }
 
@@ -272,8 +286,11 @@ impl Server {
     fn serve(&self, stop: &OwnedFd) {
         let mut request = vec![0; REQUEST_BYTES];
         loop {
+            let next = self
+                .answer_delayed()
+                .map(|next| Timespec { tv_sec: next.as_secs().cast_signed(), tv_nsec: next.subsec_nanos().into() });
             let mut events = [PollFd::new(&self.device, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-            match poll(&mut events, None) {
+            match poll(&mut events, next.as_ref()) {
                 Err(Errno::INTR) => continue,
                 Err(error) => return tracing::error!(%error, "a held disk ends: its thread cannot wait"),
                 Ok(_) if !events[1].revents().is_empty() => return,
@@ -287,6 +304,21 @@ impl Server {
                 // ENODEV: unmounted.
                 Err(error) => return tracing::debug!(%error, "a held disk ends"),
             }
+        }
+    }
+
+    /// Answers the delayed reads whose time has come; returns how long it is until the next one's.
+    fn answer_delayed(&self) -> Option<Duration> {
+        loop {
+            let mut state = self.state();
+            let &(when, read) = state.delayed.front()?;
+            let left = when.saturating_duration_since(Instant::now());
+            if !left.is_zero() {
+                return Some(left);
+            }
+            state.delayed.pop_front();
+            drop(state);
+            self.answer_read(read);
         }
     }
 
@@ -366,6 +398,10 @@ impl Server {
             state.held.push_back(read);
             drop(state);
             return self.changed.notify_all();
+        }
+        if !state.delay.is_zero() {
+            let when = Instant::now() + state.delay;
+            return state.delayed.push_back((when, read));
         }
         drop(state);
         self.answer_read(read);

@@ -7,6 +7,7 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::time::Duration;
 
 use qmp::{LONG, Qmp};
 use rustix::fs::OFlags;
@@ -186,6 +187,16 @@ fn a_held_disk_holds_the_reads_that_it_is_told_to_and_no_others() {
     assert_eq!(std::fs::read(image.path()).expect("the image")[MIB as usize], 7);
     assert_eq!(held.answered(), 5);
 
+    held.delay(Duration::from_millis(1));
+    assert_eq!(get(&read(4096)), expected(4096), "late, but right");
+    held.delay(Duration::from_secs(3600));
+    let late = read(8192);
+    while held.release_all() == 0 {
+        std::thread::yield_now();
+    }
+    assert_eq!(get(&late), expected(8192), "released before its time");
+    held.delay(Duration::ZERO);
+
     held.hold_all();
     let third = read(0);
     held.wait_held(1, LONG).expect("held");
@@ -209,8 +220,9 @@ fn no_write_protection_sees_what_a_held_read_brings() {
     let mut memory = vec![1; (PAGES + 1) * PAGE_BYTES];
     let start = memory.as_ptr().align_offset(PAGE_BYTES);
     let buffer = &mut memory[start..start + PAGES * PAGE_BYTES];
-    let address = buffer.as_ptr().addr();
-    let mut log = WriteProtectLog::new(vec![address..address + buffer.len()]).expect("whole pages");
+    let addresses = buffer.as_ptr_range();
+    let blocks = [addresses].map(|range| range.start.addr()..range.end.addr());
+    let mut log = WriteProtectLog::new(blocks.into()).expect("whole pages");
     match log.start() {
         Ok(()) => {}
         Err(error @ (DirtyLogError::Missing { .. } | DirtyLogError::Userfault(_))) => {
