@@ -110,13 +110,13 @@ impl Disks {
         Ok(disks)
     }
 
-    /// Begins no read and no write until [`Disks::go_on`]; those under way end.
+    /// Begins no read and no write until [`Disks::resume`]; those under way end.
     pub fn pause(&self) {
         self.shared.paused.store(true, Ordering::SeqCst);
     }
 
     /// Ends a pause.
-    pub fn go_on(&self) {
+    pub fn resume(&self) {
         self.shared.paused.store(false, Ordering::SeqCst);
     }
 

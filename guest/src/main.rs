@@ -250,7 +250,7 @@ impl Worker {
                     console.line(format_args!("disks-checked {checked}"));
                 }
                 ("pause-disks", "") => self.disks.iter().for_each(Disks::pause),
-                ("resume-disks", "") => self.disks.iter().for_each(Disks::go_on),
+                ("resume-disks", "") => self.disks.iter().for_each(Disks::resume),
                 ("rate", value) => match size(value) {
                     Some(rate) => self.dirty.bytes_per_second = rate,
                     None => console.line(format_args!("error rate {value}: expected bytes a second, as 50M")),

@@ -20,6 +20,8 @@ use crate::{
 /// How long QEMU may take to greet on its QMP socket. It takes a tenth of a second; preallocating memory takes longer.
 const GREETING: Duration = Duration::from_secs(60);
 
+/// What QEMU reports where the kernel refuses a ring for [`crate::Aio::IoUring`].
+const NO_IO_URING: &str = "failed to init linux io_uring ring";
 /// How long a killed QEMU may take to end while a disk of it holds reads, before these are answered.
 const END_WITHOUT_READS: Duration = Duration::from_millis(500);
 
@@ -94,8 +96,13 @@ impl Qemu {
             .map_err(|error| Error::Io { action: "watching QEMU".into(), source: error.into() })?;
         let held_disks = options.disks.iter().filter_map(|disk| disk.held.clone()).collect();
         let qemu = Qemu { child, pidfd, console, directory, qmp_path, accel, memory: options.memory, held_disks };
-        qemu.wait_greeting()?;
-        Ok(qemu)
+        match qemu.wait_greeting() {
+            Ok(()) => Ok(qemu),
+            Err(Error::QemuEnded { output, .. }) if output.contains(NO_IO_URING) => {
+                Err(Error::Unavailable { what: "a disk by io_uring".into(), reason: output })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Connects once and reads the greeting: QEMU has then taken all its options. The socket takes one client at a time and
@@ -269,6 +276,10 @@ fn guest_words(options: &QemuOptions, tools: &Tools, directory: &Path) -> Result
             let init = std::fs::read(&program).map_err(Error::path("reading", &program))?;
             let needed = settings.share.is_some() || settings.disk_load.is_some();
             let modules = if needed { tools.modules()? } else { Vec::new() };
+            let is_disk_module = |path: &PathBuf| path.to_string_lossy().ends_with("virtio_blk.ko");
+            if settings.disk_load.is_some() && !modules.iter().any(is_disk_module) {
+                return Err(Error::missing("the guests' module virtio_blk", &modules));
+            }
             let named = |path: &PathBuf| format!("modules/{}", path.file_name().unwrap_or_default().display());
             let files = settings.files.iter().enumerate().map(|(number, path)| (format!("file-{number}"), path));
             let files = files.chain(modules.iter().map(|path| (named(path), path)));

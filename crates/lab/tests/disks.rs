@@ -153,7 +153,7 @@ fn read_directly(path: &Path, offset: u64, length: usize) -> Receiver<std::io::R
 }
 
 #[test]
-fn a_held_disk_holds_the_reads_that_it_is_told_to_and_no_others() {
+fn a_held_disk_holds_the_reads_that_were_ordered_and_no_others() {
     let image = DiskImage::new(0, IMAGE).expect("an image");
     let content = std::fs::read(image.path()).expect("an image");
     let Some(held) = or_skip(HeldDisk::serve(&image.path())) else { return };
