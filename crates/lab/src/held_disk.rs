@@ -30,7 +30,7 @@ const MAX_TRANSFER: usize = 1 << 20;
 /// A request is the header, its arguments, and what is written.
 const REQUEST_BYTES: usize = MAX_TRANSFER + 4096;
 
-/// A read that is held.
+/// A read that is held or delayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeldRead {
     /// Where in the file it begins, in bytes.
@@ -144,6 +144,13 @@ impl HeldDisk {
     #[must_use]
     pub fn held(&self) -> Vec<HeldRead> {
         self.state().held.iter().copied().collect()
+    }
+
+    /// The reads that wait for their answer now, whether they are held or delayed: first the held ones.
+    #[must_use]
+    pub fn in_flight(&self) -> Vec<HeldRead> {
+        let state = self.state();
+        state.held.iter().chain(state.delayed.iter().map(|(_, read)| read)).copied().collect()
     }
 
     /// How many reads were answered since the start.

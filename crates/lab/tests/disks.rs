@@ -27,7 +27,7 @@ const IMAGE: u64 = 16 * MIB;
 
 /// A machine with these disks, of which each gets two threads.
 fn machine(disks: Vec<Disk>) -> QemuOptions {
-    let load = DiskLoad { buffers: 8 * MIB, threads: 2, rate: 16 * MIB };
+    let load = DiskLoad { buffers: 16 * MIB, threads: 2, rate: 16 * MIB };
     let guest = LinuxGuest {
         fill: Fill::Mixed,
         memory: Some(32 * MIB),
@@ -279,6 +279,48 @@ fn a_guest_waits_for_the_reads_that_its_disk_holds_and_goes_on() {
         guest.wait_disks("more reads", LONG, |done| done.reads > ended.reads + 20).expect("a line");
         assert_eq!(guest.check_disks(LONG).expect("an answer").bad, 0);
         assert_eq!(guest.bad_lines(), [""; 0]);
+    }
+}
+
+/// The barrier of direct mode: QEMU drains all block I/O before a transaction, also one of nothing.
+#[test]
+fn an_empty_transaction_ends_after_all_reads_that_were_in_flight() {
+    for version in QemuVersion::ALL {
+        let kinds = Aio::ALL.into_iter().flat_map(|aio| [(aio, false), (aio, true)]);
+        let (mut images, mut served, mut disks) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, (aio, iothread)) in (0..).zip(kinds) {
+            let image = DiskImage::new(number, IMAGE).expect("an image");
+            let Some(held) = or_skip(HeldDisk::serve(&image.path())) else { return };
+            disks.push(Disk { aio, iothread, ..Disk::on(&held) });
+            served.push(held);
+            images.push(image);
+        }
+        let machine = QemuOptions { version, machine: version.machine().into(), ..machine(disks) };
+        let Some(qemu) = or_skip(Qemu::start(&machine)) else { return };
+        qemu.guest().wait_ready(LONG).expect("the guest boots");
+        // Far longer than a transaction takes that does not wait.
+        served.iter().for_each(|disk| disk.delay(Duration::from_millis(300)));
+        let mut qmp = Qmp::connect(qemu.qmp_path());
+        for round in 0..5 {
+            let before: Vec<_> = served
+                .iter()
+                .map(|disk| {
+                    loop {
+                        let reads = disk.in_flight();
+                        if !reads.is_empty() {
+                            return reads;
+                        }
+                        std::thread::park_timeout(Duration::from_millis(1));
+                    }
+                })
+                .collect();
+            qmp.run("transaction", &json!({ "actions": [] }));
+            for (number, (disk, before)) in served.iter().zip(before).enumerate() {
+                let after = disk.in_flight();
+                let left = before.iter().find(|read| after.contains(read));
+                assert_eq!(left, None, "{version}, disk {number}, round {round}");
+            }
+        }
     }
 }
 
