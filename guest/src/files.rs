@@ -38,14 +38,8 @@ struct Shared {
 }
 
 impl Files {
-    /// Mounts the directory, opens its files and begins; with `deleted` also in one that has no name any more.
+    /// Mounts the directory, opens its files and begins; the modules are loaded. With `deleted` also in one that has no name any more.
     pub fn begin(tag: &str, deleted: bool) -> Result<Files> {
-        let mut modules: Vec<_> = fs::read_dir("/modules")?.flatten().map(|entry| entry.path()).collect();
-        modules.sort();
-        for module in modules {
-            system::load_module(&Opened::open(&module)?)
-                .map_err(|error| Error::other(format!("{}: {error}", module.display())))?;
-        }
         system::mount_shared(tag, DIRECTORY)?;
         let mut files = Files { shared: Arc::default(), threads: Vec::new() };
         let directory = Path::new(DIRECTORY);

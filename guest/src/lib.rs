@@ -5,6 +5,7 @@
 #![cfg_attr(not(test), no_std)]
 
 pub mod content;
+pub mod disk;
 pub mod memory;
 pub mod page;
 pub mod record;

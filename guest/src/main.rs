@@ -19,10 +19,20 @@
 //! sterna-guest BAD file NAME STEP: WHAT
 //! ```
 //!
-//! What it reads: `verify`, `stop`, `go`, `rate BYTES`, `close`, `quit`. Times are the guest's own; a generation counts writings.
+//! and where it works with disks, what was done with all of them; `in-flight` counts threads that are in a read or a write:
+//!
+//! ```text
+//! sterna-guest disks reads=N writes=N bytes=N checked=PAGES in-flight=N bad=N  with every tick
+//! sterna-guest disks-checked buffers=N busy=N pages=N bad=N                    the answer to 'check-disks'
+//! sterna-guest BAD disk NAME offset BYTES page I expected generation G found WHAT, at once|later
+//! sterna-guest BAD disk NAME read or write N: ERROR                            of that thread the last
+//! ```
+//!
+//! What it reads: `verify`, `stop`, `go`, `rate BYTES`, `close`, `check-disks`, `pause-disks`, `resume-disks`, `quit`. Times are the guest's own; a generation counts writings.
 //!
 //! On a host, `sterna-guest dump FILL PAGES` writes such memory to its output, for measuring codecs.
 
+mod disks;
 mod files;
 mod settings;
 mod system;
@@ -30,6 +40,7 @@ mod system;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use disks::Disks;
 use files::Files;
 use settings::{Settings, size};
 use sterna_guest::content::PAGE_BYTES;
@@ -93,6 +104,14 @@ fn live(console: &mut Console) -> Result<(), String> {
     system::mount_basics().map_err(|error| format!("cannot mount: {error}"))?;
     let command_line = std::fs::read_to_string("/proc/cmdline").map_err(|error| format!("/proc/cmdline: {error}"))?;
     let settings = Settings::parse(&command_line)?;
+    if settings.share.is_some() || settings.disks.disks > 0 {
+        system::load_modules().map_err(|error| format!("cannot load the modules: {error}"))?;
+    }
+    // Before free memory is counted: the disks' buffers are beside what is filled.
+    let disks = match settings.disks.disks {
+        0 => None,
+        _ => Some(Disks::begin(settings.disks).map_err(|error| format!("disks: {error}"))?),
+    };
     let bytes = match settings.memory {
         Some(bytes) => bytes,
         None => system::free_memory().map_err(|error| format!("/proc/meminfo: {error}"))? / 4 * 3,
@@ -125,6 +144,7 @@ fn live(console: &mut Console) -> Result<(), String> {
         verify: Pace::new(settings.verify_rate),
         bad: 0,
         files,
+        disks,
     }
     .work(console);
     Ok(())
@@ -164,6 +184,7 @@ struct Worker {
     verify: Pace,
     bad: u64,
     files: Option<Files>,
+    disks: Option<Disks>,
 }
 
 impl Worker {
@@ -211,6 +232,7 @@ impl Worker {
                     self.bad
                 ));
                 self.say_files("files", console);
+                self.report_disks(console);
             }
             let rest = SLICE.saturating_sub(self.dirty.last.elapsed());
             let Some(command) = console.command(rest) else { continue };
@@ -222,13 +244,22 @@ impl Worker {
                     self.files.iter_mut().for_each(Files::close);
                     self.say_files("closed", console);
                 }
+                ("check-disks", "") => {
+                    let checked = self.disks.as_ref().map(Disks::check_all).unwrap_or_default();
+                    self.report_disks(console);
+                    console.line(format_args!("disks-checked {checked}"));
+                }
+                ("pause-disks", "") => self.disks.iter().for_each(Disks::pause),
+                ("resume-disks", "") => self.disks.iter().for_each(Disks::resume),
                 ("rate", value) => match size(value) {
                     Some(rate) => self.dirty.bytes_per_second = rate,
                     None => console.line(format_args!("error rate {value}: expected bytes a second, as 50M")),
                 },
                 ("quit", "") => return,
                 ("", "") => {}
-                _ => console.line(format_args!("error {command}: expected verify, stop, go, rate BYTES, close, quit")),
+                _ => console.line(format_args!(
+                    "error {command}: expected verify, stop, go, rate BYTES, close, check-disks, pause-disks, resume-disks, quit"
+                )),
             }
         }
     }
@@ -247,6 +278,14 @@ impl Worker {
             console.line(format_args!("BAD file {wrong}"));
         }
         console.line(format_args!("{word} {files}"));
+    }
+
+    fn report_disks(&self, console: &mut Console) {
+        let Some(disks) = &self.disks else { return };
+        for wrong in disks.wrong() {
+            console.line(format_args!("BAD disk {wrong}"));
+        }
+        console.line(format_args!("disks {disks}"));
     }
 
     fn verify_all(&mut self, console: &mut Console) {

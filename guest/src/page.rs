@@ -172,7 +172,7 @@ pub struct Pages {
 
 impl Pages {
     /// Pages as `fill` says.
-    pub fn new(fill: Fill) -> Self {
+    pub const fn new(fill: Fill) -> Self {
         Pages { fill }
     }
 

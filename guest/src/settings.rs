@@ -1,7 +1,11 @@
 //! What the kernel's command line tells the guest: words of the form `sterna.NAME=VALUE`.
 
+use std::ops::RangeInclusive;
+
 use sterna_guest::memory::Pattern;
 use sterna_guest::page::Fill;
+
+use crate::disks::Load;
 
 /// The guest's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,6 +28,11 @@ pub struct Settings {
     pub share: Option<String>,
     /// `sterna.deleted=on|off`: there also with a file that was deleted while it is open. Off if not given.
     pub deleted: bool,
+    /// `sterna.disks`: how many disks, from `/dev/vda` on, the guest reads, writes and verifies; 0 if not given, 8 at most.
+    /// `sterna.disk-buffers`: bytes of memory that they are read into. 64 MiB if not given.
+    /// `sterna.disk-threads`: threads for each disk. 4 if not given.
+    /// `sterna.disk-rate`: bytes a second that are read and written. 16 MiB if not given.
+    pub disks: Load,
 }
 
 impl Default for Settings {
@@ -38,6 +47,7 @@ impl Default for Settings {
             verify_rate: 8 << 20,
             share: None,
             deleted: false,
+            disks: Load { disks: 0, buffers: 64 << 20, threads: 4, rate: 16 << 20 },
         }
     }
 }
@@ -64,6 +74,10 @@ impl Settings {
                 "dirty" => settings.dirty_whole = choice(word, value, &[("page", true), ("stamp", false)])?,
                 "verify" => settings.verify_rate = size(value).ok_or_else(|| not_a_size(word))?,
                 "share" => settings.share = Some(value.to_owned()),
+                "disks" => settings.disks.disks = number(word, value, 0..=8)? as u8,
+                "disk-buffers" => settings.disks.buffers = size(value).ok_or_else(|| not_a_size(word))?,
+                "disk-threads" => settings.disks.threads = number(word, value, 1..=64)?,
+                "disk-rate" => settings.disks.rate = size(value).ok_or_else(|| not_a_size(word))?,
                 "deleted" => settings.deleted = choice(word, value, &[("on", true), ("off", false)])?,
                 _ => return Err(format!("{word}: no such setting")),
             }
@@ -78,6 +92,11 @@ fn choice<T: Copy>(word: &str, value: &str, choices: &[(&str, T)]) -> Result<T, 
         let names: Vec<&str> = choices.iter().map(|&(name, _)| name).collect();
         format!("{word}: expected one of {}", names.join(", "))
     })
+}
+
+fn number(word: &str, value: &str, range: RangeInclusive<u64>) -> Result<u64, String> {
+    let found = value.parse().ok().filter(|number| range.contains(number));
+    found.ok_or_else(|| format!("{word}: expected a number from {} to {}", range.start(), range.end()))
 }
 
 fn not_a_size(word: &str) -> String {
@@ -102,7 +121,8 @@ mod tests {
     #[test]
     fn a_command_line_is_read_and_the_kernels_own_words_are_left_alone() {
         let line = "console=ttyS0 quiet sterna.fill=mixed sterna.memory=512M sterna.dirty-rate=20M sterna.pattern=hot \
-                    sterna.verify=0 sterna.dirty=stamp sterna.dirty-span=64K sterna.share=data panic=-1";
+                    sterna.verify=0 sterna.dirty=stamp sterna.dirty-span=64K sterna.share=data panic=-1 \
+                    sterna.disks=2 sterna.disk-buffers=8M sterna.disk-threads=3 sterna.disk-rate=1M";
         let expected = Settings {
             fill: Fill::Mixed,
             memory: Some(512 << 20),
@@ -113,6 +133,7 @@ mod tests {
             verify_rate: 0,
             share: Some("data".into()),
             deleted: false,
+            disks: Load { disks: 2, buffers: 8 << 20, threads: 3, rate: 1 << 20 },
         };
         assert_eq!(Settings::parse(line), Ok(expected));
         assert_eq!(Settings::parse("console=ttyS0"), Ok(Settings::default()));
@@ -123,6 +144,8 @@ mod tests {
         for (line, part) in [
             ("sterna.fill=snow", "zeros, ones"),
             ("sterna.memory=lots", "expected bytes"),
+            ("sterna.disks=9", "from 0 to 8"),
+            ("sterna.disk-threads=0", "from 1 to 64"),
             ("sterna.colour=red", "no such setting"),
             ("sterna.memory=99999999999999G", "expected bytes"),
         ] {

@@ -41,8 +41,16 @@ pub fn mount_shared(tag: &str, path: &str) -> Result<()> {
     if done == 0 { Ok(()) } else { Err(Error::last_os_error()) }
 }
 
-/// Gives the kernel a module.
-pub fn load_module(file: &File) -> Result<()> {
+/// Gives the kernel the modules that the guest was given, in the order of their names.
+pub fn load_modules() -> Result<()> {
+    let mut modules: Vec<_> = std::fs::read_dir("/modules")?.flatten().map(|entry| entry.path()).collect();
+    modules.sort();
+    modules.iter().try_for_each(|module| {
+        load_module(&File::open(module)?).map_err(|error| Error::other(format!("{}: {error}", module.display())))
+    })
+}
+
+fn load_module(file: &File) -> Result<()> {
     // SAFETY: the descriptor is open, and the empty string of parameters is terminated and live.
     let done = unsafe { libc::syscall(libc::SYS_finit_module, file.as_raw_fd(), c"".as_ptr(), 0) };
     if done == 0 { Ok(()) } else { Err(Error::last_os_error()) }

@@ -246,6 +246,36 @@ pub struct Verified {
     pub table_whole: bool,
 }
 
+/// What the test guest has done with all its disks together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DisksDone {
+    /// Reads that ended and were checked.
+    pub reads: u64,
+    /// Writes that ended.
+    pub writes: u64,
+    /// Bytes read and written.
+    pub bytes: u64,
+    /// Pages that were checked, each counted as often as it was.
+    pub checked: u64,
+    /// Threads that are in a read or a write.
+    pub in_flight: u64,
+    /// Wrong pages, and reads and writes that failed.
+    pub bad: u64,
+}
+
+/// The answer to [`GuestConsole::check_disks`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CheckedDisks {
+    /// Buffers that were looked at.
+    pub buffers: u64,
+    /// Buffers that were not, because a read or write was using them.
+    pub busy: u64,
+    /// Pages in those that were looked at.
+    pub pages: u64,
+    /// Wrong ones among these pages: not those that were found wrong before.
+    pub bad: u64,
+}
+
 /// What the test guest (`guest/`) says and understands.
 pub struct GuestConsole<'a> {
     console: &'a Console,
@@ -359,6 +389,62 @@ impl<'a> GuestConsole<'a> {
         self.console.wait_for("answer to 'close'", from, limit, |line| files(said(line, "closed")?))
     }
 
+    /// What the guest has done with its disks, by its latest line about them.
+    #[must_use]
+    pub fn last_disks(&self) -> Option<DisksDone> {
+        self.console.shared.log().lines.iter().rev().find_map(|line| disks(said(line, "disks")?))
+    }
+
+    /// Waits for a line about disks, from the latest one on, that `accept` accepts, or that counts something bad.
+    ///
+    /// # Errors
+    /// As [`Console::wait_for`].
+    pub fn wait_disks(
+        &self,
+        what: &str,
+        limit: Duration,
+        accept: impl Fn(&DisksDone) -> bool,
+    ) -> Result<DisksDone, Error> {
+        self.console.wait_for(what, self.console.line_count(), limit, |line| {
+            disks(said(line, "disks")?).filter(|done| done.bad > 0 || accept(done))
+        })
+    }
+
+    /// Has the guest check all that it has read from its disks and still has in its buffers.
+    ///
+    /// # Errors
+    /// As [`Console::wait_for`].
+    pub fn check_disks(&self, limit: Duration) -> Result<CheckedDisks, Error> {
+        let from = self.console.line_count();
+        self.console.send("check-disks")?;
+        self.console.wait_for("answer to 'check-disks'", from, limit, |line| {
+            let rest = said(line, "disks-checked")?;
+            Some(CheckedDisks {
+                buffers: field(rest, "buffers")?,
+                busy: field(rest, "busy")?,
+                pages: field(rest, "pages")?,
+                bad: field(rest, "bad")?,
+            })
+        })
+    }
+
+    /// Has the guest begin no read and no write of its disks. Those that are under way end; a line with
+    /// [`DisksDone::in_flight`] 0 tells when.
+    ///
+    /// # Errors
+    /// As [`Console::send`].
+    pub fn pause_disks(&self) -> Result<(), Error> {
+        self.console.send("pause-disks")
+    }
+
+    /// Has the guest go on with its disks.
+    ///
+    /// # Errors
+    /// As [`Console::send`].
+    pub fn resume_disks(&self) -> Result<(), Error> {
+        self.console.send("resume-disks")
+    }
+
     /// Has the guest power its machine off.
     ///
     /// # Errors
@@ -385,6 +471,17 @@ fn files(text: &str) -> Option<FilesDone> {
         slots: field(text, "slots")?,
         deleted: field(text, "deleted")?,
         made: field(text, "made")?,
+        bad: field(text, "bad")?,
+    })
+}
+
+fn disks(text: &str) -> Option<DisksDone> {
+    Some(DisksDone {
+        reads: field(text, "reads")?,
+        writes: field(text, "writes")?,
+        bytes: field(text, "bytes")?,
+        checked: field(text, "checked")?,
+        in_flight: field(text, "in-flight")?,
         bad: field(text, "bad")?,
     })
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::{Accel, QemuVersion};
+use crate::{Accel, Disk, QemuVersion};
 
 /// What guest RAM is in the QEMU process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,6 +91,25 @@ pub struct Share {
     pub deleted: bool,
 }
 
+/// How a Linux guest uses its disks: threads read them past the guest's page cache into buffers, keep what they have read, and check it at
+/// once and again before a buffer is used anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskLoad {
+    /// Bytes of memory for the buffers of all disks together, beside [`LinuxGuest::memory`]. At least 1 MiB for each thread of each disk.
+    pub buffers: u64,
+    /// Threads for each disk, from 1 to 64. Each has one read or write under way at a time, of at most 1 MiB.
+    pub threads: u64,
+    /// Bytes a second that are read and written in all; not 0. A read has 75 KiB on average.
+    pub rate: u64,
+}
+
+impl Default for DiskLoad {
+    /// What keeps some hundred reads a second under way in an emulated guest.
+    fn default() -> Self {
+        DiskLoad { buffers: 64 << 20, threads: 4, rate: 16 << 20 }
+    }
+}
+
 /// The test guest's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinuxGuest {
@@ -114,6 +133,8 @@ pub struct LinuxGuest {
     pub files: Vec<PathBuf>,
     /// A directory in which it works with files all the while.
     pub share: Option<Share>,
+    /// How it uses the machine's disks ([`QemuOptions::disks`]); `None`: it does not.
+    pub disk_load: Option<DiskLoad>,
 }
 
 impl Default for LinuxGuest {
@@ -129,13 +150,14 @@ impl Default for LinuxGuest {
             kernel_words: String::new(),
             files: Vec::new(),
             share: None,
+            disk_load: None,
         }
     }
 }
 
 impl LinuxGuest {
-    /// The kernel's command line. What it leaves out costs an emulated guest seconds of booting.
-    pub(crate) fn command_line(&self) -> String {
+    /// The kernel's command line, in a machine of so many disks. What it leaves out costs an emulated guest seconds of booting.
+    pub(crate) fn command_line(&self, disks: usize) -> String {
         let mut line = String::from(
             "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr no_timer_check audit=0 apparmor=0 \
              init_on_alloc=0 cryptomgr.notests pci=nomsi,noaer 8250.nr_uarts=1",
@@ -158,6 +180,10 @@ impl LinuxGuest {
             ("pattern", Some(pattern.to_owned())),
             ("verify", Some(self.verify_rate.to_string())),
             ("share", self.share.as_ref().map(|share| share.tag.clone())),
+            ("disks", self.disk_load.map(|_| disks.to_string())),
+            ("disk-buffers", self.disk_load.map(|load| load.buffers.to_string())),
+            ("disk-threads", self.disk_load.map(|load| load.threads.to_string())),
+            ("disk-rate", self.disk_load.map(|load| load.rate.to_string())),
             ("deleted", self.share.as_ref().filter(|share| share.deleted).map(|_| "on".to_owned())),
         ];
         for (name, value) in settings {
@@ -205,6 +231,8 @@ pub struct QemuOptions {
     pub role: Role,
     /// What runs in it.
     pub guest: Guest,
+    /// Disks, which a Linux guest finds as `/dev/vda` and so on. Source and destination open the same files.
+    pub disks: Vec<Disk>,
     /// The machine's UUID: migration refuses a destination with another one.
     pub uuid: Option<String>,
     /// Where the QMP socket is to be; `None`: `qmp.sock` in the QEMU's private directory.
@@ -235,6 +263,7 @@ impl QemuOptions {
             accel: Accel::Auto,
             role: Role::Source,
             guest,
+            disks: Vec::new(),
             uuid: None,
             qmp_path: None,
             extra: Vec::new(),
@@ -302,12 +331,14 @@ mod tests {
     #[test]
     fn the_guests_settings_are_on_the_command_line() {
         let guest = LinuxGuest { dirty_rate: 5, memory: Some(4096), dirty: Dirty::Stamp, ..LinuxGuest::default() };
-        let line = guest.command_line();
+        let line = guest.command_line(1);
         for word in
             ["sterna.fill=mixed", "sterna.memory=4096", "sterna.dirty-rate=5", "sterna.dirty=stamp", "console=ttyS0"]
         {
             assert!(line.split(' ').any(|found| found == word), "{word} in {line}");
         }
-        assert!(!line.contains("dirty-span"));
+        assert!(!line.contains("dirty-span") && !line.contains("sterna.disk"));
+        let guest = LinuxGuest { disk_load: Some(DiskLoad { threads: 7, ..DiskLoad::default() }), ..guest };
+        assert!(guest.command_line(2).contains("sterna.disks=2 sterna.disk-buffers=67108864 sterna.disk-threads=7"));
     }
 }

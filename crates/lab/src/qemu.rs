@@ -13,10 +13,17 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use tempfile::TempDir;
 
 use crate::tools::guest_program;
-use crate::{Accel, Console, Error, Guest, GuestConsole, QemuOptions, Role, Tools, boot_sector, initramfs, process};
+use crate::{
+    Accel, Console, Error, Guest, GuestConsole, HeldDisk, QemuOptions, Role, Tools, boot_sector, initramfs, process,
+};
 
 /// How long QEMU may take to greet on its QMP socket. It takes a tenth of a second; preallocating memory takes longer.
 const GREETING: Duration = Duration::from_secs(60);
+
+/// What QEMU reports where the kernel refuses a ring for [`crate::Aio::IoUring`].
+const NO_IO_URING: &str = "failed to init linux io_uring ring";
+/// How long a killed QEMU may take to end while a disk of it holds reads, before these are answered.
+const END_WITHOUT_READS: Duration = Duration::from_millis(500);
 
 /// A QEMU process with its console. Killed when dropped.
 pub struct Qemu {
@@ -27,6 +34,7 @@ pub struct Qemu {
     qmp_path: PathBuf,
     accel: Accel,
     memory: u64,
+    held_disks: Vec<HeldDisk>,
 }
 
 impl Qemu {
@@ -68,7 +76,8 @@ impl Qemu {
         let qemu = tools.qemu_words(options.version)?;
         words.extend(qemu.words);
         words.extend(machine_words(options, accel, &inherited));
-        words.extend(guest_words(&options.guest, &tools, directory.path())?);
+        words.extend(options.disks.iter().enumerate().flat_map(|(number, disk)| disk.qemu_words(number)));
+        words.extend(guest_words(options, &tools, directory.path())?);
         words.extend(options.extra.iter().cloned());
 
         let errors = directory.path().join("stderr");
@@ -85,9 +94,15 @@ impl Qemu {
         let child = process::spawn(command, inherited).map_err(Error::io(format!("starting {}", words[0])))?;
         let pidfd = pidfd_open(pid_of(&child), PidfdFlags::empty())
             .map_err(|error| Error::Io { action: "watching QEMU".into(), source: error.into() })?;
-        let qemu = Qemu { child, pidfd, console, directory, qmp_path, accel, memory: options.memory };
-        qemu.wait_greeting()?;
-        Ok(qemu)
+        let held_disks = options.disks.iter().filter_map(|disk| disk.held.clone()).collect();
+        let qemu = Qemu { child, pidfd, console, directory, qmp_path, accel, memory: options.memory, held_disks };
+        match qemu.wait_greeting() {
+            Ok(()) => Ok(qemu),
+            Err(Error::QemuEnded { output, .. }) if output.contains(NO_IO_URING) => {
+                Err(Error::Unavailable { what: "a disk by io_uring".into(), reason: output })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Connects once and reads the greeting: QEMU has then taken all its options. The socket takes one client at a time and
@@ -197,11 +212,17 @@ impl Qemu {
         }
     }
 
-    /// Kills the process at once, as a host that loses power would, and waits until it is gone.
+    /// Kills the process at once, as a host that loses power would, and waits until it is gone. Reads that a [`HeldDisk`] of it holds are
+    /// answered where the process does not end without: the kernel ends no process before its direct reads.
     pub fn kill(&mut self) {
         // Not reaped yet, so the group is still this process's own.
         if let Ok(None) = self.child.try_wait() {
             let _ = kill_process_group(pid_of(&self.child), Signal::KILL);
+            while !self.held_disks.is_empty() && matches!(self.poll_exit(END_WITHOUT_READS), Ok(false)) {
+                for disk in &self.held_disks {
+                    disk.release_all();
+                }
+            }
             let _ = self.child.wait();
         }
     }
@@ -242,8 +263,8 @@ fn machine_words(options: &QemuOptions, accel: Accel, inherited: &[OwnedFd]) -> 
 }
 
 /// The words that give the machine its guest. A destination gets the same: its firmware blocks must be of the same sizes.
-fn guest_words(guest: &Guest, tools: &Tools, directory: &Path) -> Result<Vec<String>, Error> {
-    match guest {
+fn guest_words(options: &QemuOptions, tools: &Tools, directory: &Path) -> Result<Vec<String>, Error> {
+    match &options.guest {
         Guest::None => Ok(Vec::new()),
         Guest::BootSector => {
             let image = directory.join("boot-sector");
@@ -253,7 +274,12 @@ fn guest_words(guest: &Guest, tools: &Tools, directory: &Path) -> Result<Vec<Str
         Guest::Linux(settings) => {
             let program = guest_program()?;
             let init = std::fs::read(&program).map_err(Error::path("reading", &program))?;
-            let modules = if settings.share.is_some() { tools.modules()? } else { Vec::new() };
+            let needed = settings.share.is_some() || settings.disk_load.is_some();
+            let modules = if needed { tools.modules()? } else { Vec::new() };
+            let is_disk_module = |path: &PathBuf| path.to_string_lossy().ends_with("virtio_blk.ko");
+            if settings.disk_load.is_some() && !modules.iter().any(is_disk_module) {
+                return Err(Error::missing("the guests' module virtio_blk", &modules));
+            }
             let named = |path: &PathBuf| format!("modules/{}", path.file_name().unwrap_or_default().display());
             let files = settings.files.iter().enumerate().map(|(number, path)| (format!("file-{number}"), path));
             let files = files.chain(modules.iter().map(|path| (named(path), path)));
@@ -268,7 +294,7 @@ fn guest_words(guest: &Guest, tools: &Tools, directory: &Path) -> Result<Vec<Str
                 "-initrd".into(),
                 archive.display().to_string(),
                 "-append".into(),
-                settings.command_line(),
+                settings.command_line(options.disks.len()),
             ])
         }
     }

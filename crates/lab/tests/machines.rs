@@ -1,65 +1,16 @@
 //! Real machines: both guests boot under each release of QEMU, and a plain QEMU-to-QEMU migration leaves memory right,
 //! as the guests themselves and a look from outside say.
 
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
-use std::path::Path;
-use std::time::Duration;
+mod qmp;
 
-use serde_json::{Value, json};
+use std::path::Path;
+
+use qmp::{LONG, Qmp};
+use serde_json::json;
 use sterna_lab::{
     Backend, Dirty, Error, Fill, Guest, LinuxGuest, Pattern, Qemu, QemuOptions, QemuVersion, boot_sector, huge, net,
     or_skip, ram,
 };
-
-const LONG: Duration = Duration::from_secs(120);
-
-/// As much QMP as these tests need. The laboratory itself needs none.
-struct Qmp {
-    reader: BufReader<UnixStream>,
-}
-
-impl Qmp {
-    fn connect(path: &Path) -> Qmp {
-        let stream = UnixStream::connect(path).expect("the QMP socket is free");
-        stream.set_read_timeout(Some(LONG)).expect("a timeout");
-        let mut qmp = Qmp { reader: BufReader::new(stream) };
-        qmp.receive();
-        qmp.run("qmp_capabilities", &json!({}));
-        qmp
-    }
-
-    fn receive(&mut self) -> Value {
-        let mut line = String::new();
-        self.reader.read_line(&mut line).expect("QEMU answers");
-        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"))
-    }
-
-    fn run(&mut self, command: &str, arguments: &Value) -> Value {
-        let order = json!({ "execute": command, "arguments": arguments });
-        writeln!(self.reader.get_mut(), "{order}").expect("QEMU listens");
-        loop {
-            let mut answer = self.receive();
-            assert!(answer.get("error").is_none(), "{command}: {answer}");
-            if let Some(value) = answer.get_mut("return") {
-                return value.take();
-            }
-        }
-    }
-
-    /// Waits for the migration's status, told by events.
-    fn wait_migration(&mut self, status: &str) {
-        loop {
-            let message = self.receive();
-            if message["event"] == "MIGRATION" {
-                assert_ne!(message["data"]["status"], "failed", "{message}");
-                if message["data"]["status"] == status {
-                    return;
-                }
-            }
-        }
-    }
-}
 
 /// Moves the running guest by QEMU alone; returns with both machines stopped and the destination loaded.
 fn migrate(source: &Qemu, destination: &Qemu) -> (Qmp, Qmp) {

@@ -140,7 +140,7 @@ impl<'a> LibvirtGuest<'a> {
     fn description(&self, options: &LibvirtGuestOptions) -> String {
         let LibvirtGuest { name, .. } = self;
         let (memory, machine) = (options.memory, QemuVersion::V10_0.machine());
-        let command_line = options.linux.command_line();
+        let command_line = options.linux.command_line(0);
         // The name's last letters: both hosts must have the same number.
         let letters = name.bytes().rev().take(6).fold(String::new(), |text, byte| format!("{byte:02x}{text}"));
         let uuid = format!("6a9e0d3c-5b7c-4a51-9d53-{letters:0>12}");
