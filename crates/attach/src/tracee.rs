@@ -20,10 +20,16 @@ use crate::{AttachError, Process};
 pub(crate) const LIMIT: Duration = Duration::from_secs(2);
 /// How long a thread is looked at again and again, running in between, until it stands in a system call of its own.
 const PATIENCE: Duration = Duration::from_millis(30);
-/// How long it runs in between.
-const BETWEEN: Duration = Duration::from_millis(1);
+/// How long it runs in between, at first; twice as long each time.
+const MIN_BETWEEN: Duration = Duration::from_millis(1);
+/// How long it runs in between at most.
+const MAX_BETWEEN: Duration = Duration::from_millis(8);
 /// How long a process may take to die, or to become another program, once it has begun: until then the kernel says no to all requests.
 const TRANSITION: Duration = Duration::from_millis(250);
+/// How long a stop is waited for without sleeping.
+const SPIN: Duration = Duration::from_micros(20);
+/// The longest sleep between two looks for a stop.
+const MAX_PAUSE: Duration = Duration::from_millis(1);
 /// How often a signal may come in between before the thread is let run for a while.
 const MAX_SIGNALS_IN_A_ROW: u32 = 8;
 
@@ -52,12 +58,14 @@ pub(crate) struct Tracee {
     standing: bool,
     /// Whether the process is stopped by job control (SIGSTOP), so that its thread must not run code of its own.
     group_stopped: bool,
-    /// Since when the thread has been asked to stand still, while it is.
+    /// Since when the thread stands still, or runs for us only: the last moment when it was seen not to.
     since: Option<Instant>,
     /// How long it stood before that.
     stood: Duration,
     /// Until when a thread that runs user code is let run on.
     patient_until: Instant,
+    /// How long it runs before it is looked at next.
+    between: Duration,
     /// An instruction that was found in the maps.
     found: Option<u64>,
 }
@@ -104,6 +112,7 @@ impl Tracee {
             since: None,
             stood: Duration::ZERO,
             patient_until: now + PATIENCE,
+            between: MIN_BETWEEN,
             found: None,
         };
         // A number that has come to mean another process by now: seized, not stopped, and let go with this thread's end.
@@ -178,7 +187,6 @@ impl Tracee {
 
     /// Interrupts the thread, which runs, and brings it to rest.
     fn stop(&mut self, during: &'static str, deadline: Instant) -> Result<(), AttachError> {
-        self.since = Some(Instant::now());
         self.ask("stop it")?;
         self.settle(during, deadline)
     }
@@ -209,7 +217,8 @@ impl Tracee {
     fn run_a_little(&mut self, deadline: Instant) -> Result<(), AttachError> {
         self.resume(Resume::Continue, 0)?;
         self.stands_no_more();
-        std::thread::sleep(BETWEEN);
+        std::thread::sleep(self.between);
+        self.between = (self.between * 2).min(MAX_BETWEEN);
         self.stop("its main thread was stopped again", deadline)
     }
 
@@ -386,10 +395,15 @@ impl Tracee {
     /// Waits for the thread's next stop.
     fn wait(&mut self, during: &'static str, deadline: Instant) -> Result<Stop, AttachError> {
         let pid = self.tid;
-        for round in 0_u32.. {
+        let asked = Instant::now();
+        let mut seen_running = asked;
+        let mut pause = SPIN;
+        loop {
+            let now = Instant::now();
             match system::take_stop(pid) {
                 Ok(Some(status)) => {
                     self.standing = true;
+                    self.since.get_or_insert(seen_running);
                     let (signal, event) = (status & 0xff, status >> 8);
                     if event == libc::PTRACE_EVENT_STOP {
                         self.group_stopped = signal != libc::SIGTRAP;
@@ -397,29 +411,29 @@ impl Tracee {
                     }
                     return Ok(if signal == libc::SIGTRAP | 0x80 { Stop::SystemCall } else { Stop::Signal(signal) });
                 }
-                Ok(None) => {}
+                Ok(None) => seen_running = now,
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
                 Err(error) if error.raw_os_error() == Some(libc::ECHILD) => return Err(self.gone(during)),
                 Err(source) => return Err(AttachError::Io { pid, what: "wait for its stop", source }),
             }
-            // The thread is stopped within microseconds, as a rule; what takes longer need not be looked at so often.
-            if round < 100 {
-                std::thread::yield_now();
+            // The thread is stopped within microseconds, as a rule. No yielding: on a busy CPU that gives away a whole time slice.
+            if asked.elapsed() < SPIN {
+                std::hint::spin_loop();
                 continue;
             }
             if self.process.has_ended() {
                 return Err(AttachError::Ended { pid, during });
             }
             // Where this program is the process's parent, it may wait for the thread that has taken the number, in vain.
-            if round % 16 == 0 && !self.is_ours() {
+            if pause == MAX_PAUSE && !self.is_ours() {
                 return Err(self.gone(during));
             }
-            if Instant::now() >= deadline {
+            if now >= deadline {
                 return if self.process.main_thread_has_ended() { Err(self.gone(during)) } else { Ok(Stop::TimedOut) };
             }
-            std::thread::sleep(Duration::from_micros(if round < 1000 { 50 } else { 1000 }));
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(MAX_PAUSE);
         }
-        unreachable!("the deadline comes first")
     }
 
     fn ask(&self, what: &'static str) -> Result<(), AttachError> {

@@ -16,6 +16,8 @@ pub(crate) const CASES: &[(&str, fn())] = &[
     ("without_the_right_to_trace_the_words_say_what_to_do", not_permitted),
     ("a_process_of_32_bits_is_refused", thirty_two_bits),
     ("a_process_that_may_open_no_descriptor_is_refused", no_descriptor_there),
+    ("a_descriptor_that_cannot_be_taken_is_closed_there", descriptor_cannot_be_taken),
+    ("a_frozen_process_is_put_back_after_a_time_limit", frozen),
     ("a_process_whose_main_thread_has_ended_is_refused", main_thread_ended),
     ("a_program_whose_calls_are_sent_back_to_it_is_refused", dispatched),
 ];
@@ -166,6 +168,52 @@ fn no_descriptor_there() {
     assert!(matches!(&error, AttachError::Refused { source, .. } if source.raw_os_error() == Some(libc::EMFILE)));
     target.tell("go");
     assert_eq!(target.finish(), "done");
+}
+
+fn descriptor_cannot_be_taken() {
+    for (how, expected) in [("without-getfd", "Kernel: this kernel has no pidfd_getfd"), ("without-room", "Refused: ")]
+    {
+        let mut target = Target::start(&["endless", "read"]);
+        let before = target.descriptors();
+        let result = Target::start(&["attacher", how, &target.pid().to_string()]).finish();
+        println!("  {result}");
+        assert!(result.starts_with(expected), "{result}");
+        assert_eq!(target.descriptors(), before);
+        assert_eq!(target.status("TracerPid"), "0");
+        target.tell("go");
+        assert_eq!(target.finish(), "3 0");
+    }
+}
+
+fn frozen() {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    let hierarchy = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>()).find(|words| words[2] == "cgroup2");
+    let Some(hierarchy) = hierarchy else {
+        println!("skipped: no control groups of version 2 are mounted");
+        return;
+    };
+    let group = std::path::Path::new(hierarchy[1]).join(format!("sterna-attach-{}", std::process::id()));
+    if let Err(error) = std::fs::create_dir(&group) {
+        println!("skipped: no control group can be made: {error}");
+        return;
+    }
+    let set = |file: &str, value: &str| std::fs::write(group.join(file), value);
+    let mut target = Target::start(&["endless", "read"]);
+    target.wait_for_call(libc::SYS_read);
+    if let Err(error) = set("cgroup.procs", &target.pid().to_string()).and_then(|()| set("cgroup.freeze", "1")) {
+        std::fs::remove_dir(&group).unwrap();
+        println!("skipped: no process can be frozen: {error}");
+        return;
+    }
+    target.wait_until(|_| std::fs::read_to_string(group.join("cgroup.events")).unwrap().contains("frozen 1"));
+    let error = target.cannot_take();
+    assert_eq!(target.status("TracerPid"), "0");
+    set("cgroup.freeze", "0").unwrap();
+    target.tell("go");
+    let result = target.finish();
+    std::fs::remove_dir(&group).unwrap();
+    assert_eq!(result, "3 0");
+    assert!(matches!(error, AttachError::Unsettled { .. }), "{error}");
 }
 
 fn main_thread_ended() {

@@ -18,6 +18,7 @@ pub(crate) fn play(words: &[String]) {
         ("endless", [kind]) => endless(kind),
         ("busy", []) => busy(false),
         ("dispatched", []) => busy(true),
+        ("sequence", []) => sequence(),
         ("storm", [count]) => storm(count.parse().unwrap()),
         ("masked", []) => masked(),
         ("threads", []) => threads(),
@@ -334,6 +335,75 @@ fn busy(dispatched: bool) {
     say(&format!("result {wrong}"));
 }
 
+/// User code that is in a restartable sequence (rseq(2)) half of the time, and looks whether it still is one: the kernel must not have
+/// forgotten the sequence while the thread is in it. The result: whether it had, and how often the kernel aborted it.
+fn sequence() {
+    // SAFETY: names that end with zero.
+    let (offset, size) = unsafe {
+        let symbol = |name: &std::ffi::CStr| libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr());
+        (symbol(c"__rseq_offset").cast::<isize>(), symbol(c"__rseq_size").cast::<u32>())
+    };
+    // SAFETY: variables of the C library, where it has them.
+    if offset.is_null() || size.is_null() || unsafe { *size } == 0 {
+        say("ready none");
+        wait_for_line();
+        return say("result 0 0");
+    }
+    let waker = std::thread::spawn(|| {
+        say("ready");
+        wait_for_line();
+        STOP.store(true, Ordering::SeqCst);
+    });
+    let (lost, aborts): (u64, u64);
+    // SAFETY: changes the registers that it names and this thread's pointer to its sequence, which is none in the end. It reads STOP.
+    unsafe {
+        std::arch::asm!(
+            ".pushsection .data.sequence, \"aw\"",
+            ".balign 32",
+            "29:",
+            ".long 0, 0",
+            ".quad 22f, 25f - 22f, 28f",
+            ".popsection",
+            "xor eax, eax",
+            "mov r8, fs:[0]",
+            "add r8, rsi",
+            "lea r9, [rip + 29b]",
+            "2:",
+            "mov ecx, 300000",
+            "21:",
+            "dec ecx",
+            "jnz 21b",
+            "mov ecx, 300000",
+            "mov [r8 + 8], r9",
+            "22:",
+            "cmp [r8 + 8], r9",
+            "jne 26f",
+            "dec ecx",
+            "jnz 22b",
+            "25:",
+            "mov qword ptr [r8 + 8], 0",
+            "cmp byte ptr [rdi], 0",
+            "je 2b",
+            "xor edx, edx",
+            "jmp 27f",
+            "26:",
+            "mov edx, 1",
+            "mov qword ptr [r8 + 8], 0",
+            "jmp 27f",
+            // The signature that glibc registers (RSEQ_SIG).
+            ".long 0x53053053",
+            "28:",
+            "inc rax",
+            "jmp 2b",
+            "27:",
+            in("rdi") address(&STOP), in("rsi") *offset,
+            out("rax") aborts, out("rdx") lost, out("rcx") _, out("r8") _, out("r9") _,
+        );
+    }
+    waker.join().unwrap();
+    say(&format!("result {lost} {aborts}"));
+}
+
 /// A main thread that does everything by turns while another thread sends it `count` real-time signals with numbers, and anybody may
 /// send more. The result: for each signal how many came, and the sum of their numbers.
 fn storm(count: u64) {
@@ -352,7 +422,7 @@ fn storm(count: u64) {
             let which = (number % 5) as i32;
             let info = [
                 libc::SIGRTMIN() as u64 + which as u64,
-                libc::SI_QUEUE as u32 as u64,
+                u64::from(libc::SI_QUEUE as u32),
                 0,
                 number,
                 0,
@@ -510,24 +580,33 @@ fn seccomp(action: &str) {
         "kill-process" => libc::SECCOMP_RET_KILL_PROCESS,
         _ => panic!("{action}"),
     };
-    let statement = |code, k, jt, jf| libc::sock_filter { code, jt, jf, k };
-    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
-    const EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
-    let mut program = [
-        statement(LOAD, 0, 0, 0),
-        statement(EQUAL, libc::SYS_userfaultfd as u32, 2, 0),
-        statement(EQUAL, libc::SYS_close as u32, 1, 0),
-        statement(RETURN, libc::SECCOMP_RET_ALLOW, 0, 0),
-        statement(RETURN, action, 0, 0),
-    ];
-    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    assert_eq!(system_call(libc::SYS_prctl, [libc::PR_SET_NO_NEW_PRIVS as usize, 1, 0, 0, 0, 0]), (0, 0));
-    assert_eq!(system_call(libc::SYS_seccomp, [1, 0, address(&filter), 0, 0, 0]), (0, 0));
+    filter(&[libc::SYS_userfaultfd, libc::SYS_close], action);
     say("armed");
     system_call(libc::SYS_read, [0, place(&mut byte), 1, 0, 0, 0]);
     say("result alive");
     system_call(libc::SYS_exit_group, [0; 6]);
+}
+
+/// Has a system call fail in this program.
+fn refuse_here(call: c_long, errno: i32) {
+    filter(&[call], libc::SECCOMP_RET_ERRNO | errno as u32);
+}
+
+/// Puts this thread, and those that it starts, under a seccomp filter that does `action` for some calls.
+fn filter(calls: &[c_long], action: u32) {
+    let statement = |code, k, jt, jf| libc::sock_filter { code, jt, jf, k };
+    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let mut program = vec![statement(LOAD, 0, 0, 0)];
+    for &call in calls {
+        program.push(statement(EQUAL, call as u32, 0, 1));
+        program.push(statement(RETURN, action, 0, 0));
+    }
+    program.push(statement(RETURN, libc::SECCOMP_RET_ALLOW, 0, 0));
+    let mut filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    assert_eq!(system_call(libc::SYS_prctl, [libc::PR_SET_NO_NEW_PRIVS as usize, 1, 0, 0, 0, 0]), (0, 0));
+    assert_eq!(system_call(libc::SYS_seccomp, [1, 0, place(&mut filter), 0, 0, 0]), (0, 0));
 }
 
 /// Executes itself `left` times more, from its main thread or from another one.
@@ -604,6 +683,9 @@ fn attacher(how: &str, pid: i32) {
             sets[1] &= !(1 << CAP_SYS_ADMIN);
             assert_eq!(system_call(libc::SYS_capset, [place(&mut header), address(&sets), 0, 0, 0, 0]), (0, 0));
         }
+        // As on a kernel before 5.6.
+        "without-getfd" => refuse_here(libc::SYS_pidfd_getfd, libc::ENOSYS),
+        "without-room" => refuse_here(libc::SYS_pidfd_getfd, libc::EMFILE),
         "loop" => {
             say("ready");
             loop {

@@ -10,6 +10,7 @@ pub(crate) const CASES: &[(&str, fn())] = &[
     ("a_call_with_a_time_limit_keeps_the_time_that_is_left", time_is_kept),
     ("a_call_without_a_time_limit_goes_on_and_returns_what_it_waited_for", endless_calls_go_on),
     ("user_code_finds_every_register_and_all_memory_as_it_was", registers_are_kept),
+    ("a_restartable_sequence_is_not_forgotten", sequences_are_kept),
     ("the_registers_of_a_waiting_thread_are_the_same_after", waiting_registers_are_kept),
     ("threads_that_come_and_go_do_not_matter", threads_come_and_go),
     ("a_thread_in_vfork_is_left_alone_after_a_time_limit", vfork_is_left_alone),
@@ -92,6 +93,17 @@ fn registers_are_kept() {
     let target = Target::start(&["busy"]);
     target.take(30);
     assert_eq!(target.finish(), "0");
+}
+
+fn sequences_are_kept() {
+    let target = Target::start(&["sequence"]);
+    if target.ready == "none" {
+        println!("skipped: the C library registers no restartable sequences");
+    }
+    target.take(40);
+    let result = target.finish();
+    println!("  {result}");
+    assert!(result.starts_with("0 "), "{result}");
 }
 
 fn waiting_registers_are_kept() {
