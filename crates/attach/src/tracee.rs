@@ -416,9 +416,10 @@ impl Tracee {
                 Err(error) if error.raw_os_error() == Some(libc::ECHILD) => return Err(self.gone(during)),
                 Err(source) => return Err(AttachError::Io { pid, what: "wait for its stop", source }),
             }
-            // The thread is stopped within microseconds, as a rule. No yielding: on a busy CPU that gives away a whole time slice.
+            // The thread stops within microseconds, as a rule, and sooner if it may have this CPU. For longer, yielding is no good: where
+            // others want the CPU too, it gives away whole time slices.
             if asked.elapsed() < SPIN {
-                std::hint::spin_loop();
+                std::thread::yield_now();
                 continue;
             }
             if self.process.has_ended() {
