@@ -41,6 +41,16 @@ pub trait DirtyLog: Send {
     /// After an error nothing is noted and memory is as before.
     fn start(&mut self) -> Result<(), DirtyLogError>;
 
+    /// Tells the log which pages of RAM block `block` the first round sends: those that a search after `start`, and before
+    /// the first `collect`, has found populated. Needed by logs that name memory given back; others do nothing.
+    ///
+    /// Without it such a log knows only of what was populated when it was started. A page that is populated between that
+    /// moment and the search, and given back before the first `collect`, is then not named.
+    fn found_populated(&mut self, block: usize, populated: &PageBitmap) -> Result<(), DirtyLogError> {
+        let _ = (block, populated);
+        Ok(())
+    }
+
     /// Adds to `dirty` the pages of RAM block `block` written since `start` or the last call, and notes them anew. Pages
     /// already set in `dirty` stay set.
     ///
