@@ -5,6 +5,7 @@
 
 #[cfg(target_arch = "x86_64")]
 pub mod guest;
+pub mod held_disk;
 pub mod process;
 
 use rustix::fs::{MemfdFlags, memfd_create};
