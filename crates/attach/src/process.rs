@@ -37,7 +37,9 @@ impl Process {
     /// [`AttachError::NoProcess`], [`AttachError::NotAProcess`] and [`AttachError::Myself`] for a number that cannot be worked with;
     /// [`AttachError::Kernel`] before Linux 5.3; [`AttachError::Io`].
     pub fn open(pid: i32) -> Result<Process, AttachError> {
-        let Some(number) = Pid::from_raw(pid).filter(|_| pid > 0) else { return Err(AttachError::NoProcess { pid }) };
+        let Some(number) = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw) else {
+            return Err(AttachError::NoProcess { pid });
+        };
         if number == rustix::process::getpid() {
             return Err(AttachError::Myself { pid });
         }

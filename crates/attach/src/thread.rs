@@ -57,7 +57,7 @@ impl Process {
         let tracer = std::thread::Builder::new()
             .name("attach".into())
             .spawn(move || {
-                system::block_signals();
+                system::be_prompt();
                 trace(&process, &requests, &report);
                 system::this_thread()
             })
@@ -114,8 +114,7 @@ impl StoppedThread<'_> {
         self.process.take_descriptor(number)
     }
 
-    /// Lets the thread run on, and returns how long it was stopped: from the moment when it was asked to stop, so a little too much.
-    /// What it ran between two stops does not count.
+    /// Lets the thread run on, and returns how long it was stopped. What it ran between two stops does not count.
     ///
     /// # Errors
     /// [`AttachError::Ended`] and [`AttachError::Replaced`]: there is no such thread any more.

@@ -20,8 +20,16 @@ use crate::{AttachError, Process};
 pub(crate) const LIMIT: Duration = Duration::from_secs(2);
 /// How long a thread is looked at again and again, running in between, until it stands in a system call of its own.
 const PATIENCE: Duration = Duration::from_millis(30);
-/// How long it runs in between.
-const BETWEEN: Duration = Duration::from_millis(1);
+/// How long it runs in between, at first; twice as long each time.
+const MIN_BETWEEN: Duration = Duration::from_millis(1);
+/// How long it runs in between at most.
+const MAX_BETWEEN: Duration = Duration::from_millis(8);
+/// How long a process may take to die, or to become another program, once it has begun: until then the kernel says no to all requests.
+const TRANSITION: Duration = Duration::from_millis(250);
+/// How long a stop is waited for without sleeping.
+const SPIN: Duration = Duration::from_micros(20);
+/// The longest sleep between two looks for a stop.
+const MAX_PAUSE: Duration = Duration::from_millis(1);
 /// How often a signal may come in between before the thread is let run for a while.
 const MAX_SIGNALS_IN_A_ROW: u32 = 8;
 
@@ -40,6 +48,8 @@ const TRAP_FLAG: u64 = 1 << 8;
 pub(crate) struct Tracee {
     process: Process,
     tid: Tid,
+    /// The thread of this program that traces it.
+    tracer: Tid,
     /// The thread's own registers, as of its last rest.
     own: user_regs_struct,
     /// `Some` while the thread's registers are not its own.
@@ -48,12 +58,14 @@ pub(crate) struct Tracee {
     standing: bool,
     /// Whether the process is stopped by job control (SIGSTOP), so that its thread must not run code of its own.
     group_stopped: bool,
-    /// Since when the thread has been asked to stand still, while it is.
+    /// Since when the thread stands still, or runs for us only: the last moment when it was seen not to.
     since: Option<Instant>,
     /// How long it stood before that.
     stood: Duration,
     /// Until when a thread that runs user code is let run on.
     patient_until: Instant,
+    /// How long it runs before it is looked at next.
+    between: Duration,
     /// An instruction that was found in the maps.
     found: Option<u64>,
 }
@@ -87,11 +99,12 @@ impl Tracee {
     /// Attaches to the process's main thread and brings it to rest.
     pub(crate) fn attach(process: &Process) -> Result<Tracee, AttachError> {
         let tid = process.pid();
-        system::seize(tid, system::MARK_SYSTEM_CALLS).map_err(|error| not_seized(process, error))?;
+        seize(process)?;
         let now = Instant::now();
         let mut tracee = Tracee {
             process: process.clone(),
             tid,
+            tracer: system::this_thread(),
             own: blank(),
             lent: None,
             standing: false,
@@ -99,6 +112,7 @@ impl Tracee {
             since: None,
             stood: Duration::ZERO,
             patient_until: now + PATIENCE,
+            between: MIN_BETWEEN,
             found: None,
         };
         // A number that has come to mean another process by now: seized, not stopped, and let go with this thread's end.
@@ -173,7 +187,6 @@ impl Tracee {
 
     /// Interrupts the thread, which runs, and brings it to rest.
     fn stop(&mut self, during: &'static str, deadline: Instant) -> Result<(), AttachError> {
-        self.since = Some(Instant::now());
         self.ask("stop it")?;
         self.settle(during, deadline)
     }
@@ -204,7 +217,8 @@ impl Tracee {
     fn run_a_little(&mut self, deadline: Instant) -> Result<(), AttachError> {
         self.resume(Resume::Continue, 0)?;
         self.stands_no_more();
-        std::thread::sleep(BETWEEN);
+        std::thread::sleep(self.between);
+        self.between = (self.between * 2).min(MAX_BETWEEN);
         self.stop("its main thread was stopped again", deadline)
     }
 
@@ -222,7 +236,7 @@ impl Tracee {
         let pid = self.tid;
         let failed = |what| move |source| AttachError::Io { pid, what, source };
         // Opened each time: the file goes with the address space that the process had when it was opened.
-        let memory = self.process.open_file("mem").map_err(failed("open its memory for reading"))?;
+        let memory = self.process.open_file("mem").map_err(|error| self.lost(error, "open its memory for reading"))?;
         let own = self.own.rip.wrapping_sub(SYSCALL.len() as u64);
         if self.own.orig_rax as i64 >= 0 && is_syscall(&memory, own) {
             return Ok(Some(own));
@@ -235,7 +249,7 @@ impl Tracee {
             return Ok(None);
         }
         if self.found.is_none_or(|found| !is_syscall(&memory, found)) {
-            let maps = self.process.open_file("maps").map_err(failed("read its mappings"))?;
+            let maps = self.process.open_file("maps").map_err(|error| self.lost(error, "read its mappings"))?;
             self.found = find_syscall(&memory, maps).map_err(failed("read its mappings"))?;
         }
         let Some(found) = self.found else {
@@ -381,10 +395,15 @@ impl Tracee {
     /// Waits for the thread's next stop.
     fn wait(&mut self, during: &'static str, deadline: Instant) -> Result<Stop, AttachError> {
         let pid = self.tid;
-        for round in 0_u32.. {
+        let asked = Instant::now();
+        let mut seen_running = asked;
+        let mut pause = SPIN;
+        loop {
+            let now = Instant::now();
             match system::take_stop(pid) {
                 Ok(Some(status)) => {
                     self.standing = true;
+                    self.since.get_or_insert(seen_running);
                     let (signal, event) = (status & 0xff, status >> 8);
                     if event == libc::PTRACE_EVENT_STOP {
                         self.group_stopped = signal != libc::SIGTRAP;
@@ -392,25 +411,30 @@ impl Tracee {
                     }
                     return Ok(if signal == libc::SIGTRAP | 0x80 { Stop::SystemCall } else { Stop::Signal(signal) });
                 }
-                Ok(None) => {}
+                Ok(None) => seen_running = now,
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
                 Err(error) if error.raw_os_error() == Some(libc::ECHILD) => return Err(self.gone(during)),
                 Err(source) => return Err(AttachError::Io { pid, what: "wait for its stop", source }),
             }
-            // The thread is stopped within microseconds, as a rule; what takes longer need not be looked at so often.
-            if round < 100 {
+            // The thread stops within microseconds, as a rule, and sooner if it may have this CPU. For longer, yielding is no good: where
+            // others want the CPU too, it gives away whole time slices.
+            if asked.elapsed() < SPIN {
                 std::thread::yield_now();
                 continue;
             }
             if self.process.has_ended() {
                 return Err(AttachError::Ended { pid, during });
             }
-            if Instant::now() >= deadline {
+            // Where this program is the process's parent, it may wait for the thread that has taken the number, in vain.
+            if pause == MAX_PAUSE && !self.is_ours() {
+                return Err(self.gone(during));
+            }
+            if now >= deadline {
                 return if self.process.main_thread_has_ended() { Err(self.gone(during)) } else { Ok(Stop::TimedOut) };
             }
-            std::thread::sleep(Duration::from_micros(if round < 1000 { 50 } else { 1000 }));
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(MAX_PAUSE);
         }
-        unreachable!("the deadline comes first")
     }
 
     fn ask(&self, what: &'static str) -> Result<(), AttachError> {
@@ -445,27 +469,27 @@ impl Tracee {
         }
     }
 
-    /// Why the thread is no more: its process ended, or executed another program, or only this thread ended.
+    /// Why the thread is no more: its process ended, or executed another program, or only this thread ended. Which of these, shows a
+    /// little later than that the thread is gone.
     fn gone(&self, during: &'static str) -> AttachError {
         let pid = self.tid;
         let deadline = Instant::now() + LIMIT;
-        loop {
+        while Instant::now() < deadline {
             if self.process.has_ended() {
                 return AttachError::Ended { pid, during };
             }
-            if system::take_stop(pid).is_err_and(|error| error.raw_os_error() == Some(libc::ECHILD)) {
-                // The process may have ended, and its parent heard of it, since the line before.
-                return if self.process.has_ended() {
-                    AttachError::Ended { pid, during }
-                } else {
-                    AttachError::Replaced { pid, during }
-                };
-            }
-            if Instant::now() >= deadline {
-                return AttachError::MainThreadEnded { pid };
+            // The thread that executes a program takes the main thread's number, and is not traced.
+            if !self.process.main_thread_has_ended() && !self.is_ours() {
+                return AttachError::Replaced { pid, during };
             }
             std::thread::sleep(Duration::from_millis(1));
         }
+        AttachError::MainThreadEnded { pid }
+    }
+
+    /// Whether the thread of this number is the one that was attached to.
+    fn is_ours(&self) -> bool {
+        self.process.tracer() == self.tracer
     }
 
     fn does_not_stop(&self) -> AttachError {
@@ -510,25 +534,33 @@ impl Drop for Tracee {
     }
 }
 
-/// Why a process could not be attached to.
-fn not_seized(process: &Process, error: io::Error) -> AttachError {
+/// Attaches to the process's main thread, which runs on.
+fn seize(process: &Process) -> Result<(), AttachError> {
     let pid = process.pid();
     let during = "it was attached to";
-    match error.raw_os_error() {
-        _ if process.has_ended() => AttachError::Ended { pid, during },
-        Some(libc::ESRCH) => AttachError::MainThreadEnded { pid },
-        Some(libc::EPERM) => {
-            let tracer = process.tracer();
-            if tracer != 0 {
-                let name = std::fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
-                AttachError::AlreadyTraced { pid, tracer, name: name.trim().to_owned() }
-            } else if process.main_thread_has_ended() {
-                AttachError::MainThreadEnded { pid }
-            } else {
-                AttachError::NotPermitted { pid, reason: process.why_not_permitted() }
-            }
+    let deadline = Instant::now() + TRANSITION;
+    loop {
+        let Err(error) = system::seize(pid, system::MARK_SYSTEM_CALLS) else { return Ok(()) };
+        let code = error.raw_os_error();
+        if process.has_ended() {
+            return Err(AttachError::Ended { pid, during });
         }
-        _ => AttachError::Io { pid, what: "attach to it", source: error },
+        if !matches!(code, Some(libc::EPERM | libc::ESRCH)) {
+            return Err(AttachError::Io { pid, what: "attach to it", source: error });
+        }
+        let tracer = process.tracer();
+        if tracer != 0 {
+            let name = std::fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
+            return Err(AttachError::AlreadyTraced { pid, tracer, name: name.trim().to_owned() });
+        }
+        // A thread that has ended, or is about to be another one (execve(2)), may not be traced either: for how long, is up to others.
+        if Instant::now() >= deadline {
+            if process.main_thread_has_ended() {
+                return Err(AttachError::MainThreadEnded { pid });
+            }
+            return Err(AttachError::NotPermitted { pid, reason: process.why_not_permitted() });
+        }
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 

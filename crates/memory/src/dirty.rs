@@ -8,6 +8,7 @@
 //! | [`kvm_log`] | KVM vCPUs | a fault per page and round (or the CPU's own log); a bitmap of the guest's size per round |
 //! | [`kvm_ring`] | KVM vCPUs | as above, but by what is dirty, not by the size of the guest |
 //! | [`handed_in`] | whoever says so: device models, DMA | an atomic operation per write |
+//! | [`punched`] | what was given back of shared memory, and what the log sees that it wraps | a mapping of the memory; a walk of its page tables per round |
 //! | [`union`] | all of several logs | their sum |
 //!
 //! The log of a guest is the union of every writer's. What no log sees is lost to the destination: the monitor's own
@@ -22,6 +23,7 @@ mod kvm;
 pub mod handed_in;
 pub mod kvm_log;
 pub mod kvm_ring;
+pub mod punched;
 pub mod union;
 pub mod write_protect;
 
@@ -40,6 +42,16 @@ pub trait DirtyLog: Send {
     ///
     /// After an error nothing is noted and memory is as before.
     fn start(&mut self) -> Result<(), DirtyLogError>;
+
+    /// Tells the log which pages of RAM block `block` the first round sends: those that a search after `start`, and before
+    /// the first `collect`, has found populated. Needed by logs that name memory given back; others do nothing.
+    ///
+    /// Without it such a log knows only of what was populated when it was started. A page that is populated between that
+    /// moment and the search, and given back before the first `collect`, is then not named.
+    fn found_populated(&mut self, block: usize, populated: &PageBitmap) -> Result<(), DirtyLogError> {
+        let _ = (block, populated);
+        Ok(())
+    }
 
     /// Adds to `dirty` the pages of RAM block `block` written since `start` or the last call, and notes them anew. Pages
     /// already set in `dirty` stay set.

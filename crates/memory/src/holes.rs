@@ -12,7 +12,7 @@
 //! all the same.
 
 use crate::PAGE_SIZE;
-use crate::pagemap_scan::{PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, Query, Scanner};
+use crate::pagemap_scan::{Query, Scanner};
 use rustix::fs::{SeekFrom, seek};
 use std::fs::File;
 use std::io;
@@ -87,7 +87,7 @@ impl PageMap {
         let file = File::open(&path).map_err(|source| HoleError::Open { path, source })?;
         let mut map = Self { scanner: Scanner::new(file), way: Way::Scan, entries: Box::new([0; ENTRIES * ENTRY]) };
         // An empty range asks only whether the operation exists: older kernels answer ENOTTY.
-        if map.scanner.scan(0..0, POPULATED).is_err() {
+        if map.scanner.scan(0..0, Query::POPULATED).is_err() {
             map.way = Way::Read;
         }
         Ok(map)
@@ -126,7 +126,7 @@ impl PageMap {
     /// One step by `PAGEMAP_SCAN`; returns where to go on.
     fn scan(&mut self, range: Range<usize>, populated: &mut impl FnMut(Range<usize>)) -> io::Result<usize> {
         let start = range.start;
-        let (regions, walked_to) = self.scanner.scan(range, POPULATED)?;
+        let (regions, walked_to) = self.scanner.scan(range, Query::POPULATED)?;
         for region in regions {
             populated(region.start as usize..region.end as usize);
         }
@@ -192,14 +192,6 @@ pub fn file_data(file: impl AsFd, range: Range<u64>, mut data: impl FnMut(Range<
     Ok(())
 }
 
-/// Wanted: not the zero page, and either present or swapped.
-const POPULATED: Query = Query {
-    flags: 0,
-    inverted: PAGE_IS_PFNZERO,
-    all_of: PAGE_IS_PFNZERO,
-    any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-    returned: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-};
 /// Entries read by one call.
 const ENTRIES: usize = 4096;
 /// Bytes of an entry of `/proc/PID/pagemap`.

@@ -23,6 +23,25 @@ pub(crate) struct Query {
     pub(crate) returned: u64,
 }
 
+impl Query {
+    /// Populated pages: not the zero page, and either present or swapped.
+    pub(crate) const POPULATED: Self = Self {
+        flags: 0,
+        inverted: PAGE_IS_PFNZERO,
+        all_of: PAGE_IS_PFNZERO,
+        any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        returned: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+    };
+    /// Pages without a page table entry. A mark that userfaultfd has left in place of a page is an entry.
+    pub(crate) const ABSENT: Self = Self {
+        flags: 0,
+        inverted: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        all_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+        any_of: 0,
+        returned: PAGE_IS_PRESENT,
+    };
+}
+
 /// An open page map with room for one call's answer.
 #[derive(Debug)]
 pub(crate) struct Scanner {
@@ -50,6 +69,33 @@ impl Scanner {
         let regions = (self.regions.as_mut_ptr().expose_provenance() as u64, Self::REGIONS);
         let (found, walked_to) = self.call(range, query, regions)?;
         Ok((&self.regions[..found.min(Self::REGIONS)], walked_to))
+    }
+
+    /// Calls `found` for each region of `range` that the query finds, in rising order. Only for queries without flags: one
+    /// that protects may end early.
+    ///
+    /// # Errors
+    /// The range that is left, with the system's answer; what `found` returns.
+    pub(crate) fn each<E>(
+        &mut self,
+        range: Range<usize>,
+        query: Query,
+        failed: impl Fn(Range<usize>, io::Error) -> E,
+        mut found: impl FnMut(Range<usize>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut at = range.start;
+        while at < range.end {
+            let rest = at..range.end;
+            let (regions, walked_to) = self.scan(rest.clone(), query).map_err(|error| failed(rest.clone(), error))?;
+            for region in regions {
+                found(region.start as usize..region.end as usize)?;
+            }
+            if walked_to <= at {
+                return Err(failed(rest, io::Error::other("PAGEMAP_SCAN made no progress")));
+            }
+            at = walked_to;
+        }
+        Ok(())
     }
 
     /// One call that only does what the query's flags say, without telling the pages. Returns the address up to which the

@@ -142,10 +142,23 @@ fn exactly_what_the_other_process_writes_is_named_and_nothing_is_left_after_stop
     }
 }
 
+#[test]
+fn anonymous_pages_that_the_other_process_gives_back_are_named() {
+    let Some((mut process, mut log)) = started("small:1000") else { return };
+    process.ask("populate 0");
+    log.start().unwrap();
+    process.ask("discard 0 100 16");
+    assert_eq!(collected(&mut log, 0, 1000), (100..116).collect::<Vec<_>>());
+    assert_eq!(process.ask("read 0 100"), "0");
+    assert_eq!(collected(&mut log, 0, 1000), []);
+    log.stop().unwrap();
+    assert_eq!(process.ask("protected"), "0");
+}
+
 /// As a vhost-user back end maps guest RAM: the parts below and above 4 GiB each at an address of their own, one twice.
 #[test]
 fn parts_of_a_block_are_numbered_by_the_block() {
-    let Some(mut process) = Process::start("small:40 small:60 small:60") else { return };
+    let Some(mut process) = Process::start("small:40 memfd:60 memfd:60") else { return };
     let part = |process: &Process, memory, first_page| MappedPart { addresses: process.addresses(memory), first_page };
     let parts = vec![part(&process, 1, 100), part(&process, 0, 20), part(&process, 2, 100)];
     let blocks = vec![MappedBlock { pages: 7, parts: vec![] }, MappedBlock { pages: 160, parts }];

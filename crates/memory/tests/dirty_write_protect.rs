@@ -202,17 +202,53 @@ fn a_written_shared_page_that_loses_its_page_table_entry_is_named_all_the_same()
     log.stop().unwrap();
 }
 
+/// Whether they are touched again or not, and once for each time: small pages, and huge ones whose page tables go too.
 #[test]
-fn a_discarded_private_page_is_named_when_it_is_touched_again() {
-    let memory = Memory::small(1024);
+fn anonymous_pages_that_were_given_back_are_named() {
+    let pages = 6 * (HUGE / PAGE_SIZE) as u64;
+    for memory in [Memory::small(pages as usize), Memory::transparent_huge(pages as usize)] {
+        let Some(mut log) = log_of(&[&memory]) else { return };
+        (0..4 * 512).for_each(|page| memory.write(page));
+        log.start().unwrap();
+        assert_eq!(collected(&mut log, 0, pages), []);
+        memory.advise(100..200, Advice::LinuxDontNeed).unwrap();
+        memory.advise(512..1536, Advice::LinuxDontNeed).unwrap();
+        // Never populated: nothing is given back there.
+        memory.advise(2100..2200, Advice::LinuxDontNeed).unwrap();
+        assert_eq!(memory.word(150, 0).load(Ordering::Relaxed), 0);
+        memory.write(160);
+        let expected: Vec<u64> = (100..200).chain(512..1536).collect();
+        assert_eq!(collected(&mut log, 0, pages), expected);
+        assert_eq!(collected(&mut log, 0, pages), []);
+        // Given back again, read again, written after it was given back, written and given back.
+        memory.advise(110..115, Advice::LinuxDontNeed).unwrap();
+        assert_eq!(memory.word(170, 0).load(Ordering::Relaxed), 0);
+        memory.write(600);
+        memory.write(700);
+        memory.advise(700..701, Advice::LinuxDontNeed).unwrap();
+        assert_eq!(collected(&mut log, 0, pages), [110, 111, 112, 113, 114, 600, 700]);
+        assert_eq!(collected(&mut log, 0, pages), []);
+        log.stop().unwrap();
+    }
+}
+
+/// A page that was not there at the start, was sent by the first round, and is gone before the first collecting.
+#[test]
+fn pages_that_the_first_round_sends_and_that_are_given_back_meanwhile_are_named() {
+    let memory = Memory::small(1000);
     let Some(mut log) = log_of(&[&memory]) else { return };
-    memory.populate();
     log.start().unwrap();
-    memory.advise(100..200, Advice::LinuxDontNeed).unwrap();
-    assert_eq!(memory.word(150, 0).load(Ordering::Relaxed), 0);
-    memory.write(160);
-    assert_eq!(collected(&mut log, 0, 1024), [150, 160]);
+    memory.write(300);
+    let mut populated = PageBitmap::new(1000);
+    populated.set(300..301);
+    log.found_populated(0, &populated).unwrap();
+    memory.advise(300..301, Advice::LinuxDontNeed).unwrap();
+    // Nobody has seen this one.
+    memory.write(400);
+    memory.advise(400..401, Advice::LinuxDontNeed).unwrap();
+    assert_eq!(collected(&mut log, 0, 1000), [300]);
     log.stop().unwrap();
+    assert!(matches!(log.found_populated(0, &populated), Err(DirtyLogError::NotStarted)));
 }
 
 /// In KiB, of this process.

@@ -58,6 +58,11 @@ impl Target {
         self.stdin.as_mut().unwrap().write_all(format!("{line}\n").as_bytes()).unwrap();
     }
 
+    /// Sends the role a line, unless it has come to its end already.
+    pub(crate) fn tell_if_it_lives(&mut self, line: &str) {
+        let _ = writeln!(self.stdin.as_mut().unwrap(), "{line}");
+    }
+
     /// Sends the role a line and returns its answer.
     pub(crate) fn ask(&mut self, line: &str) -> String {
         self.tell(line);

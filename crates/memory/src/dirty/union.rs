@@ -30,6 +30,10 @@ impl DirtyLog for UnionLog {
         Ok(())
     }
 
+    fn found_populated(&mut self, block: usize, populated: &PageBitmap) -> Result<(), DirtyLogError> {
+        self.logs.iter_mut().try_for_each(|log| log.found_populated(block, populated))
+    }
+
     fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
         self.logs.iter_mut().try_for_each(|log| log.collect(block, dirty))
     }

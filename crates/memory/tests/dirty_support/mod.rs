@@ -5,6 +5,7 @@
 
 #[cfg(target_arch = "x86_64")]
 pub mod guest;
+pub mod held_disk;
 pub mod process;
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -203,8 +204,22 @@ pub fn memory_file(pages: usize) -> File {
     file
 }
 
+/// As [`memory_file`], of huge pages of 2 MiB; they can be had while the second value lives.
+pub fn huge_memory_file(pages: usize) -> Option<(File, Surplus)> {
+    let surplus = Surplus::allow(pages * PAGE_SIZE / HUGE);
+    let file =
+        File::from(memfd_create("dirty", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).ok()?);
+    file.set_len((pages * PAGE_SIZE) as u64).ok()?;
+    // The kernel says when it is mapped whether there are enough.
+    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    let mapped = unsafe { mmap(std::ptr::null_mut(), pages * PAGE_SIZE, ProtFlags::READ, MapFlags::SHARED, &file, 0) };
+    // SAFETY: just mapped, used by nobody.
+    unsafe { munmap(mapped.ok()?, pages * PAGE_SIZE).unwrap() };
+    Some((file, surplus))
+}
+
 /// More huge pages allowed, until dropped: those that are mapped by then stay.
-struct Surplus {
+pub struct Surplus {
     before: Option<u64>,
 }
 

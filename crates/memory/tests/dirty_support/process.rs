@@ -2,6 +2,7 @@
 //!
 //! The test file that uses this has a test `as_a_child` that calls [`serve`]. Commands and answers are lines.
 
+use super::held_disk::Read;
 use super::{HUGE, Memory, Random, Writers};
 use rustix::mm::Advice;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
@@ -54,6 +55,7 @@ pub fn serve() {
     println!("{ANSWER}{:#x} {places}", (&raw const writers.writes).expose_provenance());
     std::thread::scope(|scope| {
         let mut racing = Vec::new();
+        let mut reads = Vec::new();
         for line in std::io::stdin().lines() {
             let line = line.unwrap();
             let words: Vec<&str> = line.split(' ').collect();
@@ -108,6 +110,11 @@ pub fn serve() {
                         memories.iter().try_for_each(|memory| own.register_write_protect(memory.addresses()));
                     answer = tried.is_err().to_string();
                 }
+                // SAFETY: memory of ours, accessed by atomics, mapped until `end-read` or the end.
+                "begin-read" => {
+                    reads.push(unsafe { Read::begin(words[2].as_ref(), memory().addresses().start).unwrap() })
+                }
+                "end-read" => answer = reads.pop().unwrap().end().to_string(),
                 "map-anew" => memory().map_anew(number(2)..number(2) + number(3)),
                 // Reads its input until that ends, and so does what replaces it.
                 "exec" => panic!("{}", Command::new("cat").stdout(Stdio::null()).exec()),

@@ -1,0 +1,325 @@
+//! Names the pages of shared memory that were given back: holes punched into its file (balloons, free page reporting,
+//! virtio-mem), which read as zero afterwards.
+//!
+//! No other log has them. A write-protecting log sees writes only, and the kernel leaves its protection in place of a page
+//! that was punched out; KVM's logs see what vCPUs write. Without this log the destination keeps the old content of such
+//! pages where the guest reads zeros.
+//!
+//! **How**: the log has a mapping of its own of each file, in which all data of the file is mapped, read-only, and which
+//! nobody else uses. The kernel takes a page out of every mapping when the page leaves the file, so a page that was mapped
+//! here and is no more was punched out, also where it was read or written since and the file has data there again. Asking
+//! the file for its holes (`SEEK_HOLE`) would miss the former: of a hole that is read through a mapping the kernel makes
+//! data.
+//!
+//! **Order**: the log wraps the one that sees the writes, and looks after it. A page that is written after one answer of
+//! that log is named in its next answer, even if the page was punched out in between; so what this log must find is only
+//! what was data at its last look. What is read before both have answered is not sent.
+//!
+//! **Named without being punched**: pages that left the mapping for another reason, such as being swapped out or made part
+//! of a huge page, and the whole of a huge page that was punched in part.
+//!
+//! **Not seen**: content that is removed by other means than punching: writes by system calls on the file, of which zeroing
+//! a part of a page by `fallocate` is one.
+//!
+//! **Cost**: the mapping has page tables, 2 MiB per GiB of data in pages of 4 KiB. `cargo run --release -p sterna-memory
+//! --example given_back` measures `start`, which fills the mapping while the guest runs, and a look, of which the last one
+//! is made while the guest is paused. A file on hugetlbfs does not tell its holes: there `start` populates the file.
+
+use super::{DirtyLog, DirtyLogError};
+use crate::PAGE_SIZE;
+use crate::bitmap::PageBitmap;
+use crate::holes::file_data;
+use crate::pagemap_scan::{PAGE_IS_PRESENT, PAGE_IS_SWAPPED, Query, Scanner};
+use crate::userfault::{Faults, Userfault, WP_ASYNC, WP_HUGETLBFS_SHMEM, WP_UNPOPULATED};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The part of a file that is a RAM block: of one in memory (memfd, tmpfs, hugetlbfs), or on a disk.
+#[derive(Clone, Debug)]
+pub struct SharedFile {
+    /// The file, opened for reading and writing. Nothing is written.
+    pub file: Arc<File>,
+    /// Where the block begins, in bytes; a multiple of its page size.
+    pub offset: u64,
+    /// Pages of the block.
+    pub pages: u64,
+}
+
+/// The log that names what another one does and what was punched out. See the [module](self).
+pub struct PunchedLog {
+    writes: Box<dyn DirtyLog>,
+    files: Vec<Option<SharedFile>>,
+    started: Option<Started>,
+}
+
+struct Started {
+    scanner: Scanner,
+    /// Of each block with a file.
+    views: Vec<Option<View>>,
+    /// Registered for the views, so that the kernel maps there only what was asked for (`uffd_disable_fault_around` in
+    /// `include/linux/userfaultfd_k.h`). Nothing is protected by it.
+    _userfault: Userfault,
+}
+
+impl PunchedLog {
+    /// For the RAM blocks of `writes`, the log of who writes them. `files`: of each block its file, or none where it is
+    /// not shared memory; blocks beyond are not.
+    pub fn new(writes: Box<dyn DirtyLog>, files: Vec<Option<SharedFile>>) -> Self {
+        Self { writes, files, started: None }
+    }
+
+    fn look_first(&self) -> Result<Started, DirtyLogError> {
+        let page_map = File::open("/proc/self/pagemap").map_err(DirtyLogError::system("open /proc/self/pagemap"))?;
+        let mut scanner = Scanner::new(page_map);
+        if scanner.scan(0..0, Query::default()).is_err() {
+            return Err(DirtyLogError::Missing {
+                what: "PAGEMAP_SCAN",
+                instead: "it needs Linux 6.7 or newer; before that, keep balloons and free page reporting still",
+            });
+        }
+        let userfault = Userfault::open(Faults::OfUserSpace, WP_ASYNC | WP_UNPOPULATED | WP_HUGETLBFS_SHMEM)?;
+        let mut views = Vec::new();
+        for (block, file) in self.files.iter().enumerate() {
+            let Some(file) = file else {
+                views.push(None);
+                continue;
+            };
+            let mut view = View::new(block, file)?;
+            // Before the registration: now the kernel may map neighbours too, which is faster.
+            view.for_each_data(0..file.pages, |view, pages| populate(&view.addresses, &pages))?;
+            userfault.register_write_protect(view.addresses.clone())?;
+            view.remember(&mut scanner, 0..file.pages)?;
+            views.push(Some(view));
+        }
+        Ok(Started { scanner, views, _userfault: userfault })
+    }
+}
+
+impl DirtyLog for PunchedLog {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        self.writes.start()?;
+        match self.look_first() {
+            Ok(started) => self.started = Some(started),
+            Err(error) => {
+                // The first error says why.
+                let _ = self.writes.stop();
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn found_populated(&mut self, block: usize, populated: &PageBitmap) -> Result<(), DirtyLogError> {
+        self.writes.found_populated(block, populated)
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        let started = self.started.as_mut().ok_or(DirtyLogError::NotStarted)?;
+        if let Some(Some(view)) = started.views.get(block) {
+            let (pages, given) = (view.file.pages, dirty.pages());
+            if pages != given {
+                return Err(DirtyLogError::BitmapSize { block, pages, given });
+            }
+        }
+        self.writes.collect(block, dirty)?;
+        match started.views.get_mut(block) {
+            Some(Some(view)) => view.look(&mut started.scanner, dirty),
+            _ => Ok(()),
+        }
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.started = None;
+        self.writes.stop()
+    }
+}
+
+/// A mapping of a block's file that nobody else uses.
+struct View {
+    block: usize,
+    file: SharedFile,
+    addresses: Range<usize>,
+    /// Pages that were mapped at the end of the last look.
+    mapped: PageBitmap,
+    /// Room for those that are mapped at this one.
+    now: PageBitmap,
+}
+
+impl Drop for View {
+    fn drop(&mut self) {
+        let start = std::ptr::with_exposed_provenance_mut(self.addresses.start);
+        // SAFETY: mapped by `new` with this length, and nothing has a pointer into it. It fails only for a wrong range.
+        let _ = unsafe { munmap(start, self.addresses.len()) };
+    }
+}
+
+impl View {
+    fn new(block: usize, file: &SharedFile) -> Result<Self, DirtyLogError> {
+        let failed = DirtyLogError::system(format!("map the file of RAM block {block} once more"));
+        let len = usize::try_from(file.pages).ok().and_then(|pages| pages.checked_mul(PAGE_SIZE));
+        let Some(len) = len else {
+            return Err(failed(io::Error::other("it is larger than an address space")));
+        };
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        let mapped =
+            unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ, MapFlags::SHARED, &*file.file, file.offset) };
+        let start = mapped.map_err(|error| failed(error.into()))?.expose_provenance();
+        Ok(Self {
+            block,
+            file: file.clone(),
+            addresses: start..start + len,
+            mapped: PageBitmap::new(file.pages),
+            now: PageBitmap::new(file.pages),
+        })
+    }
+
+    /// Names what was mapped and is no more, and maps the data among what is named now.
+    fn look(&mut self, scanner: &mut Scanner, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        let all = 0..self.file.pages;
+        self.now.clear(all.clone());
+        let (addresses, now) = (&self.addresses, &mut self.now);
+        find_mapped(scanner, addresses, all, |pages| now.set(pages))?;
+        let mut from = 0;
+        while let Some(run) = self.mapped.next_run(from, u64::MAX) {
+            while let Some(gone) = next_gap(&self.now, run.start.max(from)..run.end) {
+                from = gone.end;
+                dirty.set(gone);
+            }
+            from = run.end;
+        }
+        std::mem::swap(&mut self.mapped, &mut self.now);
+        self.map_data(scanner, dirty)
+    }
+
+    /// Maps the pages among `wanted` that are not mapped and are data, and remembers them.
+    ///
+    /// Others stay as they are: mapping one of them could hide that it was punched out since it was looked at.
+    fn map_data(&mut self, scanner: &mut Scanner, wanted: &PageBitmap) -> Result<(), DirtyLogError> {
+        let mut from = 0;
+        while let Some(run) = wanted.next_run(from, u64::MAX) {
+            from = run.end;
+            let mut rest = run;
+            while let Some(gap) = next_gap(&self.mapped, rest.clone()) {
+                rest.start = gap.end;
+                self.for_each_data(gap, |view, pages| {
+                    populate(&view.addresses, &pages)?;
+                    view.remember(scanner, pages)
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Remembers which of `pages` are mapped.
+    fn remember(&mut self, scanner: &mut Scanner, pages: Range<u64>) -> Result<(), DirtyLogError> {
+        let mapped = &mut self.mapped;
+        find_mapped(scanner, &self.addresses, pages, |pages| mapped.set(pages))
+    }
+
+    /// Calls `data` for each run of `pages` that is data in the file.
+    fn for_each_data(
+        &mut self,
+        pages: Range<u64>,
+        mut data: impl FnMut(&mut Self, Range<u64>) -> Result<(), DirtyLogError>,
+    ) -> Result<(), DirtyLogError> {
+        let (file, offset, page) = (Arc::clone(&self.file.file), self.file.offset, PAGE_SIZE as u64);
+        let mut outcome = Ok(());
+        let found = file_data(&*file, offset + pages.start * page..offset + pages.end * page, |bytes| {
+            if outcome.is_ok() {
+                outcome = data(self, (bytes.start - offset) / page..(bytes.end - offset).div_ceil(page));
+            }
+        });
+        let what = format!("search the file of RAM block {} for data", self.block);
+        found.map_err(|error| DirtyLogError::system(what)(io::Error::other(error)))?;
+        outcome
+    }
+}
+
+/// Maps `pages` of a view at `addresses`.
+fn populate(addresses: &Range<usize>, pages: &Range<u64>) -> Result<(), DirtyLogError> {
+    let start = addresses.start + pages.start as usize * PAGE_SIZE;
+    let len = (pages.end - pages.start) as usize * PAGE_SIZE;
+    loop {
+        let pointer = std::ptr::with_exposed_provenance_mut(start);
+        // SAFETY: within our own mapping of the file, which is only read; the advice changes no content.
+        match unsafe { madvise(pointer, len, Advice::LinuxPopulateRead) } {
+            Ok(()) => return Ok(()),
+            Err(Errno::INTR | Errno::AGAIN) => {}
+            // Past the end of a file that was cut off, or a hole of hugetlb for which there is no huge page: nothing that
+            // was sent with content can be there.
+            Err(Errno::FAULT) => return Ok(()),
+            Err(error) => {
+                let what = format!("map {len} bytes of shared memory at {start:#x}");
+                return Err(DirtyLogError::system(what)(error.into()));
+            }
+        }
+    }
+}
+
+/// Calls `found` for each run among `pages` of a view at `addresses` that is mapped.
+fn find_mapped(
+    scanner: &mut Scanner,
+    addresses: &Range<usize>,
+    pages: Range<u64>,
+    mut found: impl FnMut(Range<u64>),
+) -> Result<(), DirtyLogError> {
+    let address = |page: u64| addresses.start + page as usize * PAGE_SIZE;
+    let page = |address: usize| ((address - addresses.start) / PAGE_SIZE) as u64;
+    let failed = |rest: Range<usize>, error| {
+        DirtyLogError::system(format!("scan addresses {:#x}..{:#x} for pages that are mapped", rest.start, rest.end))(
+            error,
+        )
+    };
+    scanner.each(address(pages.start)..address(pages.end), MAPPED, failed, |region| {
+        found(page(region.start)..page(region.end));
+        Ok(())
+    })
+}
+
+/// A page that is being moved to another place in memory counts as swapped meanwhile.
+const MAPPED: Query = Query {
+    any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+    returned: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+    flags: 0,
+    inverted: 0,
+    all_of: 0,
+};
+
+/// The first run of `range` that is not in `pages`.
+fn next_gap(pages: &PageBitmap, range: Range<u64>) -> Option<Range<u64>> {
+    let mut at = range.start;
+    while at < range.end {
+        match pages.next_run(at, u64::MAX) {
+            Some(run) if run.start == at => at = run.end,
+            Some(run) => return Some(at..run.start.min(range.end)),
+            None => return Some(at..range.end),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_of_a_range_are_what_is_not_set() {
+        let mut pages = PageBitmap::new(300);
+        pages.set(10..20);
+        pages.set(100..200);
+        let gaps = |range: Range<u64>| {
+            let mut rest = range;
+            let next = || next_gap(&pages, rest.clone()).inspect(|gap| rest.start = gap.end);
+            std::iter::from_fn(next).map(|gap| (gap.start, gap.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(gaps(0..300), [(0, 10), (20, 100), (200, 300)]);
+        assert_eq!(gaps(10..200), [(20, 100)]);
+        assert_eq!(gaps(15..18), []);
+        assert_eq!(gaps(30..40), [(30, 40)]);
+        assert_eq!(gaps(5..5), []);
+    }
+}
