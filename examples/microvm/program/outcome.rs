@@ -145,8 +145,10 @@ mod tests {
             phase: sterna::migration::Phase::Rounds,
             guest: GuestState::NotHere,
             cancelled: false,
+            refused: false,
             reason: "for a reason".to_owned(),
             report: None,
+            received: None,
         };
         let first = Some(WrongBlock { block: 7, fault: Fault::Lost });
         let cases =
