@@ -85,13 +85,13 @@
 //!
 //! The kernel detaches whatever a dead tracer traced, and the process goes on (`PTRACE_O_EXITKILL` is not set). At rest that is as good as
 //! a release. What cannot be undone then is what was lent: from the change of the registers until they are put back, once for
-//! `userfaultfd` and once for `close`, about 50 µs each (median of 991 calls on two busy cores, one in a hundred took more than 270 µs). A
-//! SIGKILL in that time leaves the thread behind its own `syscall` instruction, with its own stack and program: its interrupted call seems
+//! `userfaultfd` and once for `close`, about 50 µs each (median of 991 calls on two busy cores, one in a hundred took more than 270 µs). An
+//! end of this program in that time leaves the thread behind its own `syscall` instruction, with its own stack and program: its interrupted call seems
 //! to have returned the number of a descriptor, or 0, and up to three argument registers differ. An event loop in `ppoll`, which is where a
 //! QEMU's main thread stands, takes that for a time-out or for a wake-up for nothing; a `read` would be taken for that many bytes, and a thread that was found in user
 //! code for 30 ms goes on behind an instruction that is not its own, and crashes. Between the
-//! two calls a userfaultfd stays open in the process, to which nothing is registered. Errors, panics and other signals of this program do not
-//! matter, as all of them put the thread back. Whoever must exclude the rest runs [`take_userfault`] in a process of its own that no one
+//! two calls a userfaultfd stays open in the process, to which nothing is registered. An error or a panic in
+//! this program does not matter, as the thread is put back then; the end of the whole program does, of whatever cause. Whoever must exclude the rest runs [`take_userfault`] in a process of its own that no one
 //! kills, and has the descriptor sent over a socket. `tests/hostile/deaths.rs` kills tracers at random moments: each process went on.
 
 mod error;
