@@ -208,3 +208,38 @@ fn check_collect(started: bool, blocks: &[u64], block: usize, dirty: &PageBitmap
     }
     Ok(())
 }
+
+/// The first run of `range` that is not in `pages`.
+fn next_gap(pages: &PageBitmap, range: Range<u64>) -> Option<Range<u64>> {
+    let mut at = range.start;
+    while at < range.end {
+        match pages.next_run(at, u64::MAX) {
+            Some(run) if run.start == at => at = run.end,
+            Some(run) => return Some(at..run.start.min(range.end)),
+            None => return Some(at..range.end),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_of_a_range_are_what_is_not_set() {
+        let mut pages = PageBitmap::new(300);
+        pages.set(10..20);
+        pages.set(100..200);
+        let gaps = |range: Range<u64>| {
+            let mut rest = range;
+            let next = || next_gap(&pages, rest.clone()).inspect(|gap| rest.start = gap.end);
+            std::iter::from_fn(next).map(|gap| (gap.start, gap.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(gaps(0..300), [(0, 10), (20, 100), (200, 300)]);
+        assert_eq!(gaps(10..200), [(20, 100)]);
+        assert_eq!(gaps(15..18), []);
+        assert_eq!(gaps(30..40), [(30, 40)]);
+        assert_eq!(gaps(5..5), []);
+    }
+}

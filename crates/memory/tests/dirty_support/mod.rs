@@ -102,7 +102,11 @@ impl Memory {
 
     /// A private mapping of a memory file.
     pub fn private_file(pages: usize) -> Self {
-        Self::file(memory_file(pages), pages, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        Self::private_mapping(memory_file(pages), pages)
+    }
+
+    pub fn private_mapping(file: impl AsFd, pages: usize) -> Self {
+        Self::file(file, pages, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
     }
 
     /// With huge pages where the kernel gives them to shared memory on advice.
