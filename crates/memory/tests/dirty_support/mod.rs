@@ -222,24 +222,32 @@ pub fn huge_memory_file(pages: usize) -> Option<(File, Surplus)> {
     Some((file, surplus))
 }
 
-/// More huge pages allowed, until dropped: those that are mapped by then stay.
+/// More huge pages allowed, until dropped: those that are mapped by then stay. One at a time, of all processes: who sets
+/// the number back takes pages from those who count on it.
 pub struct Surplus {
-    before: Option<u64>,
+    /// Locked, and what was in it.
+    allowed: Option<(File, u64)>,
 }
 
 const OVERCOMMIT: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
 impl Surplus {
     fn allow(pages: usize) -> Self {
-        let before = std::fs::read_to_string(OVERCOMMIT).ok().and_then(|text| text.trim().parse::<u64>().ok());
-        let allowed = before.and_then(|b| std::fs::write(OVERCOMMIT, (b + pages as u64).to_string()).ok());
-        Self { before: allowed.and(before) }
+        Self { allowed: Self::try_allow(pages as u64) }
+    }
+
+    fn try_allow(pages: u64) -> Option<(File, u64)> {
+        let file = File::options().read(true).write(true).open(OVERCOMMIT).ok()?;
+        file.lock().ok()?;
+        let before: u64 = std::fs::read_to_string(OVERCOMMIT).ok()?.trim().parse().ok()?;
+        std::fs::write(OVERCOMMIT, (before + pages).to_string()).ok()?;
+        Some((file, before))
     }
 }
 
 impl Drop for Surplus {
     fn drop(&mut self) {
-        if let Some(before) = self.before {
+        if let Some((_locked, before)) = self.allowed.take() {
             let _ = std::fs::write(OVERCOMMIT, before.to_string());
         }
     }
