@@ -222,10 +222,10 @@ pub fn huge_memory_file(pages: usize) -> Option<(File, Surplus)> {
     Some((file, surplus))
 }
 
-/// More huge pages allowed, until dropped: those that are mapped by then stay. One at a time, of all processes: who sets
-/// the number back takes pages from those who count on it.
+/// More huge pages allowed, until dropped: those that are mapped by then stay. One at a time, of all processes with these
+/// tests: taking pages back that another one counts on would end it by SIGBUS.
 pub struct Surplus {
-    /// Locked, and what was in it.
+    /// Locked, and how many.
     allowed: Option<(File, u64)>,
 }
 
@@ -233,22 +233,22 @@ const OVERCOMMIT: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommi
 
 impl Surplus {
     fn allow(pages: usize) -> Self {
-        Self { allowed: Self::try_allow(pages as u64) }
+        let locked = File::options().read(true).write(true).open(OVERCOMMIT).ok();
+        let locked = locked.filter(|file| file.lock().is_ok());
+        let allowed = locked.filter(|_| Self::change(|now| now + pages as u64).is_some());
+        Self { allowed: allowed.map(|file| (file, pages as u64)) }
     }
 
-    fn try_allow(pages: u64) -> Option<(File, u64)> {
-        let file = File::options().read(true).write(true).open(OVERCOMMIT).ok()?;
-        file.lock().ok()?;
-        let before: u64 = std::fs::read_to_string(OVERCOMMIT).ok()?.trim().parse().ok()?;
-        std::fs::write(OVERCOMMIT, (before + pages).to_string()).ok()?;
-        Some((file, before))
+    fn change(by: impl FnOnce(u64) -> u64) -> Option<()> {
+        let now = std::fs::read_to_string(OVERCOMMIT).ok()?.trim().parse().ok()?;
+        std::fs::write(OVERCOMMIT, by(now).to_string()).ok()
     }
 }
 
 impl Drop for Surplus {
     fn drop(&mut self) {
-        if let Some((_locked, before)) = self.allowed.take() {
-            let _ = std::fs::write(OVERCOMMIT, before.to_string());
+        if let Some((_locked, pages)) = self.allowed.take() {
+            let _ = Self::change(|now| now.saturating_sub(pages));
         }
     }
 }
