@@ -32,8 +32,9 @@
 //!
 //! **Cost besides faults**: each scan walks the page tables twice, once for what was written and once for what was given
 //! back: together 3 ms per GiB in pages of 4 KiB (1.7 to 5.8), 0.04 ms in huge pages, as the example `given_back` measures
-//! on a virtual machine with two CPUs. Private memory that was never touched costs nothing. Shared memory gets page tables for all of it, 2 MiB per GiB: its pages can lose their page table entries to
-//! reclaim, and only where every other page has a mark does a missing entry tell that the page was written.
+//! on a virtual machine with two CPUs. Private memory that was never touched costs nothing. Shared memory gets page tables
+//! for all of it, 2 MiB per GiB: its pages can lose their page table entries to reclaim, and only where every other page
+//! has a mark does a missing entry tell that the page was written.
 
 use super::{DirtyLog, DirtyLogError, check_collect, next_gap};
 use crate::PAGE_SIZE;
@@ -204,7 +205,8 @@ impl WriteProtectLog {
             Memory::OfProcess { process, .. } => process.pid().to_string(),
         };
         let path = format!("/proc/{of_process}/pagemap");
-        let page_map = File::open(&path).map_err(DirtyLogError::system(format!("open {path}")));
+        let page_map = File::open(&path);
+        let page_map = page_map.map_err(DirtyLogError::system(format!("open {path} (who may trace the process may)")));
         let mappings = match &self.memory {
             Memory::Own => Mappings::own(),
             Memory::OfProcess { process, .. } => Mappings::of_process(process.pid()),
