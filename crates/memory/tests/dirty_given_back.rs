@@ -4,7 +4,9 @@
 mod dirty_support;
 
 use dirty_support::process::{Process, serve};
-use dirty_support::{HUGE, Memory, collected, huge_memory_file, memory_file, misuse_is_refused};
+use dirty_support::{
+    HUGE, Memory, Random, Writer, collected, huge_memory_file, memory_file, misuse_is_refused, rounds_against_writers,
+};
 use proptest::prelude::*;
 use proptest::test_runner::contextualize_config;
 use rustix::fs::{FallocateFlags, fallocate};
@@ -209,6 +211,53 @@ proptest! {
             None => println!("skipped: no huge pages are free, and none can be added"),
         }
     }
+}
+
+/// A thread that writes pages and gives others back.
+fn writer<'a>(memory: &'a Memory, seed: u64, advice: Advice) -> Writer<'a> {
+    Box::new(move |writers| {
+        let mut random = Random(seed);
+        while !writers.stopped() {
+            let page = random.next() % memory.pages();
+            if random.next().is_multiple_of(8) {
+                memory.advise(page..(page + random.next() % 8).min(memory.pages()), advice).unwrap();
+            } else {
+                memory.word(page, random.next() as usize % 512).store(random.next(), Ordering::Relaxed);
+            }
+            writers.writes.fetch_add(1, Ordering::Relaxed);
+        }
+    })
+}
+
+#[test]
+fn while_threads_write_anonymous_memory_and_give_it_back_nothing_is_lost() {
+    for memory in [Memory::small(600), Memory::transparent_huge(2048)] {
+        let mut log = WriteProtectLog::new(vec![memory.addresses()]).unwrap();
+        if !works(&mut log) {
+            return;
+        }
+        log.stop().unwrap();
+        println!("seeds 5EED0011 5EED0012");
+        let writers = [0x5EED_0011, 0x5EED_0012].map(|seed| writer(&memory, seed, Advice::LinuxDontNeed));
+        rounds_against_writers(&mut log, &[&memory], 100, 300, writers.into());
+        log.stop().unwrap();
+    }
+}
+
+#[test]
+fn while_threads_write_shared_memory_and_punch_holes_nothing_is_lost() {
+    let file = memory_file(600);
+    let memory = Memory::shared_file(&file, 600);
+    let writes = WriteProtectLog::new(vec![memory.addresses()]).unwrap();
+    let mut log = PunchedLog::new(Box::new(writes), vec![file_of(&file, 600)]);
+    if !works(&mut log) {
+        return;
+    }
+    log.stop().unwrap();
+    println!("seeds 5EED0013 5EED0014");
+    let writers = [0x5EED_0013, 0x5EED_0014].map(|seed| writer(&memory, seed, Advice::LinuxRemove));
+    rounds_against_writers(&mut log, &[&memory], 100, 300, writers.into());
+    log.stop().unwrap();
 }
 
 /// What the kernel does, and why there is a log of holes: the log of writes names none of them.

@@ -332,7 +332,10 @@ pub fn rounds_against_writers(
         let stop = StopOnDrop(&writers);
         wait_for(&writers, writes_per_round, &handles);
         log.start().unwrap();
-        for (memory, copy) in memories.iter().zip(&mut copies) {
+        for (block, (memory, copy)) in memories.iter().zip(&mut copies).enumerate() {
+            let mut all = PageBitmap::new(memory.pages());
+            all.set(0..memory.pages());
+            log.found_populated(block, &all).unwrap();
             copy_pages(memory, 0..memory.pages(), copy);
         }
         for _ in 0..rounds {
