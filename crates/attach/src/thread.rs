@@ -45,8 +45,8 @@ enum Answer {
 impl Process {
     /// Stops the main thread of the process. All other threads run on.
     ///
-    /// The thread is looked at again for some milliseconds, running in between, until it stands in a system call of its own; see the
-    /// crate's documentation for why. It is stopped for as long as the answer is held.
+    /// The thread is stopped for as long as the answer is held, but for moments within [`StoppedThread::system_call`]: a thread that was
+    /// found in user code is let run on for up to 30 ms, until it stands in a system call of its own.
     ///
     /// # Errors
     /// Whatever keeps the thread from being stopped, within 2 s; the process runs on as before.

@@ -130,6 +130,9 @@ impl Tracee {
             return Err(AttachError::Unsuitable { call });
         }
         let deadline = Instant::now() + LIMIT;
+        if !self.standing {
+            self.stop("its main thread was stopped again", deadline)?;
+        }
         let mut signals = 0;
         let mut why = "it ran code of its own each time it was looked at";
         loop {
@@ -160,9 +163,12 @@ impl Tracee {
         let result = self.leave(&call)?;
         self.put_back()?;
         // Only from the kernel's signal code does an interrupted call go on.
-        self.ask("stop it")?;
-        self.resume(Resume::Continue, 0)?;
-        self.settle("it was put back", Instant::now() + LIMIT)?;
+        let rested = self.ask("stop it").and_then(|()| self.resume(Resume::Continue, 0));
+        match rested.and_then(|()| self.settle("it was put back", Instant::now() + LIMIT)) {
+            // Our call has been made, and may have to be undone by the next one: that one waits for the thread again.
+            Ok(()) | Err(AttachError::DoesNotStop { .. }) => {}
+            Err(error) => return Err(error),
+        }
         let errno = -(result as i64);
         match errno {
             1..=4095 => {
@@ -253,6 +259,8 @@ impl Tracee {
             self.found = find_syscall(&memory, maps).map_err(failed("read its mappings"))?;
         }
         let Some(found) = self.found else {
+            // Mappings that went away with the thread are another matter.
+            self.registers()?;
             let why = "there is none in its vDSO and in the libraries that it has mapped".into();
             return Err(AttachError::NoInstruction { pid, why });
         };
@@ -386,9 +394,18 @@ impl Tracee {
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
                 Err(self.lost(error, "suspend its seccomp filter"))
             }
-            // Kernels without seccomp have no such line.
-            Err(_) if matches!(&*self.process.status("Seccomp"), "0" | "") => Ok(()),
+            Err(_) if self.has_no_seccomp() => Ok(()),
             Err(source) => Err(AttachError::Seccomp { pid: self.tid, source }),
+        }
+    }
+
+    /// Whether nothing judges the thread's system calls. What cannot be told counts as no.
+    fn has_no_seccomp(&self) -> bool {
+        match &*self.process.status("Seccomp") {
+            "0" => true,
+            // Kernels without seccomp have no such line.
+            "" => !self.process.status("State").is_empty(),
+            _ => false,
         }
     }
 

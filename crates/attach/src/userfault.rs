@@ -69,7 +69,8 @@ fn make_and_take(thread: &mut StoppedThread<'_>, pid: i32, origin: UserfaultOrig
     let number = match made {
         Ok(number) => number as i32,
         Err(AttachError::Refused { source, .. })
-            if matches!(source.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL)) =>
+            if origin == UserfaultOrigin::SystemCall
+                && matches!(source.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL)) =>
         {
             return Err(AttachError::Kernel {
                 call: "userfaultfd with UFFD_USER_MODE_ONLY",

@@ -15,8 +15,23 @@
 //! threads and vhost devices where a KVM log is used (it sees vCPUs only), memory pinned for device DMA always. Those hand
 //! in what they write.
 //!
-//! Order, for whoever reads a log: `start` before searching holes; then for each round `collect` *before* reading the
-//! pages it names; the last `collect` after every writer has stopped.
+//! Order, for whoever reads a log: `start`; the search for what the first round sends, told to the log by
+//! `found_populated`; then for each round `collect`, then **wait** until all writes that were under way have ended, then
+//! read the pages that were named; the last `collect` after every writer has stopped. The first round waits too: between
+//! `start` and its first read.
+//!
+//! **Writes under way**, and why the reader waits. Logs that protect pages (write protection; KVM's, for vCPUs) see a
+//! writer at its page fault. A device or a system call that has *pinned* the page before takes no fault when it writes: a
+//! read by `O_DIRECT` (a disk with `cache=none`), an io_uring with registered buffers, process_vm_writev(2). The pinning
+//! was the fault, so the `collect` after it names the page and protects it again; if the page is read now, its old content
+//! is sent, and then the data lands, and no later `collect` names the page (`tests/dirty_under_way.rs` shows it). Who
+//! waits between `collect` and reading, until all I/O that was in flight has ended, reads the data. What begins after the
+//! `collect` faults again, and the next one names it. Who writes through pinned pages for longer than that (device DMA,
+//! VFIO, registered buffers that stay) hands in what was written, after each write.
+//!
+//! **Memory given back** while the guest runs (balloons, free page reporting, virtio-mem) reads as zero from then on, and
+//! the destination has to be told. It is no write. [`write_protect`] names it for anonymous memory, [`punched`] for shared
+//! memory; KVM's logs never do. A monitor that gives memory back itself can hand it in instead, afterwards.
 
 mod kvm;
 
@@ -57,7 +72,8 @@ pub trait DirtyLog: Send {
     /// already set in `dirty` stay set.
     ///
     /// A page written while this runs is in this answer or in the next. Its content may be read only after this has
-    /// returned: clear, then read. A log may name a page that was not written; each says when.
+    /// returned, and after all writes that were under way then have ended (see the [module](self)): clear, wait, read. A
+    /// log may name a page that was not written; each says when.
     ///
     /// After an error `dirty` may hold part of the answer, and those pages are not told again: keep it, or give up.
     fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError>;
@@ -207,4 +223,39 @@ fn check_collect(started: bool, blocks: &[u64], block: usize, dirty: &PageBitmap
         return Err(DirtyLogError::BitmapSize { block, pages, given: dirty.pages() });
     }
     Ok(())
+}
+
+/// The first run of `range` that is not in `pages`.
+fn next_gap(pages: &PageBitmap, range: Range<u64>) -> Option<Range<u64>> {
+    let mut at = range.start;
+    while at < range.end {
+        match pages.next_run(at, u64::MAX) {
+            Some(run) if run.start == at => at = run.end,
+            Some(run) => return Some(at..run.start.min(range.end)),
+            None => return Some(at..range.end),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_of_a_range_are_what_is_not_set() {
+        let mut pages = PageBitmap::new(300);
+        pages.set(10..20);
+        pages.set(100..200);
+        let gaps = |range: Range<u64>| {
+            let mut rest = range;
+            let next = || next_gap(&pages, rest.clone()).inspect(|gap| rest.start = gap.end);
+            std::iter::from_fn(next).map(|gap| (gap.start, gap.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(gaps(0..300), [(0, 10), (20, 100), (200, 300)]);
+        assert_eq!(gaps(10..200), [(20, 100)]);
+        assert_eq!(gaps(15..18), []);
+        assert_eq!(gaps(30..40), [(30, 40)]);
+        assert_eq!(gaps(5..5), []);
+    }
 }

@@ -32,6 +32,14 @@ impl Query {
         any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
         returned: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
     };
+    /// Pages of a private mapping that are the process's own, and not the file's.
+    pub(crate) const OWN: Self = Self {
+        flags: 0,
+        inverted: PAGE_IS_FILE,
+        all_of: PAGE_IS_PRESENT | PAGE_IS_FILE,
+        any_of: 0,
+        returned: PAGE_IS_PRESENT,
+    };
     /// Pages without a page table entry. A mark that userfaultfd has left in place of a page is an entry.
     pub(crate) const ABSENT: Self = Self {
         flags: 0,
@@ -162,6 +170,7 @@ const _: () = assert!(size_of::<PageRegion>() == 24 && size_of::<ScanArgument>()
 
 /// Page categories of `include/uapi/linux/fs.h`.
 pub(crate) const PAGE_IS_WRITTEN: u64 = 1 << 1;
+pub(crate) const PAGE_IS_FILE: u64 = 1 << 2;
 pub(crate) const PAGE_IS_PRESENT: u64 = 1 << 3;
 pub(crate) const PAGE_IS_SWAPPED: u64 = 1 << 4;
 pub(crate) const PAGE_IS_PFNZERO: u64 = 1 << 5;

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::handed_in::{DirtyMarker, HandedInLog};
 use sterna_memory::dirty::kvm_log::KvmLog;
+use sterna_memory::dirty::punched::PunchedLog;
 use sterna_memory::dirty::union::UnionLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
@@ -104,6 +105,9 @@ impl DirtyLog for Recorder {
     fn start(&mut self) -> Result<(), DirtyLogError> {
         self.call("start")
     }
+    fn found_populated(&mut self, _block: usize, populated: &PageBitmap) -> Result<(), DirtyLogError> {
+        self.call(&format!("found {}", populated.count()))
+    }
     fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
         dirty.set(block as u64..block as u64 + 1);
         self.call("collect")
@@ -134,4 +138,12 @@ fn a_union_that_cannot_start_stops_what_it_started_and_one_that_cannot_stop_stop
     calls.lock().unwrap().clear();
     union(["", "collect", ""]).collect(0, &mut PageBitmap::new(1)).unwrap_err();
     assert_eq!(*calls.lock().unwrap(), ["a collect", "b collect"]);
+
+    calls.lock().unwrap().clear();
+    union(["", "", ""]).found_populated(0, &PageBitmap::new(1)).unwrap();
+    assert_eq!(*calls.lock().unwrap(), ["a found 0", "b found 0", "c found 0"]);
+    calls.lock().unwrap().clear();
+    let mut wrapping = PunchedLog::new(Box::new(union(["", "", ""])), vec![]);
+    wrapping.found_populated(0, &PageBitmap::new(1)).unwrap();
+    assert_eq!(*calls.lock().unwrap(), ["a found 0", "b found 0", "c found 0"]);
 }

@@ -13,6 +13,7 @@ pub(crate) const CASES: &[(&str, fn())] = &[
     ("a_traced_process_is_refused_and_its_tracer_named", traced),
     ("seccomp_is_suspended_for_our_calls", seccomp_is_suspended),
     ("without_the_right_to_suspend_seccomp_nothing_is_run", seccomp_is_respected),
+    ("a_process_without_rights_of_its_own_is_worked_with", confined),
     ("without_the_right_to_trace_the_words_say_what_to_do", not_permitted),
     ("a_process_of_32_bits_is_refused", thirty_two_bits),
     ("a_process_that_may_open_no_descriptor_is_refused", no_descriptor_there),
@@ -38,6 +39,7 @@ fn no_process() {
     println!("  {error}");
     assert!(matches!(error, AttachError::NotAProcess { .. }));
     let process = target.hold();
+    target.wait_for_call(libc::SYS_futex);
     target.tell("go");
     assert_eq!(target.finish(), "0 0");
     assert!(process.has_ended());
@@ -90,6 +92,23 @@ fn seccomp_is_respected() {
     assert_eq!(Target::start(&["attacher", "without-admin", &target.pid().to_string()]).finish(), "taken");
     target.tell("go");
     assert_eq!(target.finish(), "3 0");
+}
+
+fn confined() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: only root may trace such processes");
+        return;
+    }
+    for how in ["nobody", "namespace", "undumpable"] {
+        let mut target = Target::start(&["confined", how]);
+        if target.ready.is_empty() {
+            target.take(3);
+        } else {
+            println!("skipped: {how}: {}", target.ready);
+        }
+        target.tell("go");
+        assert_eq!(target.finish(), "3 0", "{how}");
+    }
 }
 
 fn not_permitted() {

@@ -12,10 +12,14 @@ use sterna_attach::{AttachError, Process, UserfaultOrigin, take_userfault};
 /// Plays a role, with its arguments.
 pub(crate) fn play(words: &[String]) {
     let arguments: Vec<&str> = words.iter().skip(1).map(String::as_str).collect();
+    // One that hangs ends, and its test with it.
+    // SAFETY: takes a number.
+    unsafe { libc::alarm(120) };
     match (words[0].as_str(), arguments.as_slice()) {
         ("memory", []) => memory(),
         ("timed", [kind, milliseconds]) => timed(kind, milliseconds.parse().unwrap()),
         ("endless", [kind]) => endless(kind),
+        ("confined", [how]) => confined(how),
         ("busy", []) => busy(false),
         ("dispatched", []) => busy(true),
         ("sequence", []) => sequence(),
@@ -90,6 +94,12 @@ fn timed(kind: &str, milliseconds: u64) {
             system_call(libc::SYS_clock_nanosleep, [libc::CLOCK_MONOTONIC as usize, 0, time_at, 0, 0, 0])
         }
         "futex" => system_call(libc::SYS_futex, [address(&word), libc::FUTEX_WAIT as usize, 1, time_at, 0, 0]),
+        "epoll_wait" => {
+            let mut event = [0_u8; 16];
+            // SAFETY: takes a number.
+            let epoll = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) } as usize;
+            system_call(libc::SYS_epoll_wait, [epoll, place(&mut event), 1, milliseconds as usize, 0, 0])
+        }
         _ => panic!("{kind}"),
     };
     say(&format!("result {result} {errno} {}", started.elapsed().as_millis()));
@@ -217,6 +227,26 @@ fn endless(kind: &str) {
         system_call(libc::SYS_semctl, [semaphore as usize, 0, libc::IPC_RMID as usize, 0, 0, 0]);
     }
     say(&format!("result {result} {errno}"));
+}
+
+/// Waits as a process that has given up its rights.
+fn confined(how: &str) {
+    // SAFETY: all take numbers.
+    let given_up = unsafe {
+        match how {
+            "nobody" => libc::setresgid(65534, 65534, 65534) == 0 && libc::setresuid(65534, 65534, 65534) == 0,
+            "namespace" => libc::unshare(libc::CLONE_NEWUSER) == 0,
+            "undumpable" => libc::prctl(libc::PR_SET_DUMPABLE, 0) == 0,
+            _ => panic!("{how}"),
+        }
+    };
+    assert_eq!(system_call(libc::SYS_prctl, [libc::PR_SET_NO_NEW_PRIVS as usize, 1, 0, 0, 0, 0]), (0, 0));
+    if given_up {
+        return endless("read");
+    }
+    say("ready not permitted");
+    wait_for_line();
+    say("result 3 0");
 }
 
 static STOP: AtomicBool = AtomicBool::new(false);

@@ -8,6 +8,7 @@ use crate::target::Target;
 
 pub(crate) const CASES: &[(&str, fn())] = &[
     ("a_call_with_a_time_limit_keeps_the_time_that_is_left", time_is_kept),
+    ("a_call_whose_time_left_is_not_known_is_interrupted", time_is_not_known),
     ("a_call_without_a_time_limit_goes_on_and_returns_what_it_waited_for", endless_calls_go_on),
     ("user_code_finds_every_register_and_all_memory_as_it_was", registers_are_kept),
     ("a_restartable_sequence_is_not_forgotten", sequences_are_kept),
@@ -59,6 +60,14 @@ fn time_is_kept() {
         // Had the last stop begun the time anew, it would have ended no earlier than this.
         assert!(took < last + LIMIT, "{kind} ended after {took:?}, the last stop was after {last:?}");
     }
+}
+
+fn time_is_not_known() {
+    let target = Target::start(&["timed", "epoll_wait", "100000"]);
+    target.wait_for_call(libc::SYS_epoll_wait);
+    target.note(&take_userfault(&target.hold(), UserfaultOrigin::SystemCall).unwrap());
+    let result = target.finish();
+    assert!(result.starts_with(&format!("-1 {} ", libc::EINTR)), "{result}");
 }
 
 fn endless_calls_go_on() {

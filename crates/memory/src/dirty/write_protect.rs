@@ -11,14 +11,19 @@
 //! writes of one process; the [union](super::union) of all that map the memory is the guest's.
 //!
 //! **Not seen**: writes by another process or through another mapping, by system calls on the file of shared memory, and by
-//! devices or system calls into memory they had pinned before (VFIO, `O_DIRECT` under way). Hand those in.
+//! devices (VFIO). Hand those in. Writes by system calls into memory that they had pinned before (`O_DIRECT`) are named
+//! when the memory is pinned, **not when the data lands**: collect, wait until what was in flight has ended, then read. The
+//! [module of logs](super) says why.
 //!
 //! **Memory given back** while the log runs (balloons, free page reporting, virtio-mem) reads as zero afterwards. Of
 //! anonymous memory (`MADV_DONTNEED`) it is named: a page that the destination may have and that has no page table entry
 //! any more was given back. What the destination may have is what was populated at the start, what the first round sends
-//! ([`DirtyLog::found_populated`]) and what was named since. **Not named**: pages of shared memory, of private mappings of
-//! files and of hugetlb that are given back and not written again. The kernel leaves the protection in place of the page,
-//! and it does not matter whether the page is read afterwards. For shared memory, [`punched`](super::punched) names them.
+//! ([`DirtyLog::found_populated`]) and what was named since. Of other memory the kernel leaves the protection in place of
+//! the page:
+//! * Private mappings of files: named, as the process's own page is gone. What is there now is the file's content.
+//! * Private hugetlb: named, as above; but **not named** where the page is read before the next scan, since that makes a new
+//!   page of the process. Keep balloons still there, or hand in what they give back.
+//! * Shared memory: **not named**. [`punched`](super::punched) names it.
 //!
 //! **Named without being written**:
 //! * The whole of a huge page, written in any part: always on hugetlb; on transparent huge pages when the huge page is
@@ -26,14 +31,15 @@
 //! * A page of private memory that appeared by being read.
 //!
 //! **Cost besides faults**: each scan walks the page tables twice, once for what was written and once for what was given
-//! back: about 1.5 ms each per GiB in pages of 4 KiB, 0.05 ms in huge pages. Private memory that was never touched costs
-//! nothing. Shared memory gets page tables for all of it, 2 MiB per GiB: its pages can lose their page table entries to
-//! reclaim, and only where every other page has a mark does a missing entry tell that the page was written.
+//! back: together 3 ms per GiB in pages of 4 KiB (1.7 to 5.8), 0.04 ms in huge pages, as the example `given_back` measures
+//! on a virtual machine with two CPUs. Private memory that was never touched costs nothing. Shared memory gets page tables
+//! for all of it, 2 MiB per GiB: its pages can lose their page table entries to reclaim, and only where every other page
+//! has a mark does a missing entry tell that the page was written.
 
-use super::{DirtyLog, DirtyLogError, check_collect};
+use super::{DirtyLog, DirtyLogError, check_collect, next_gap};
 use crate::PAGE_SIZE;
 use crate::bitmap::PageBitmap;
-use crate::mappings::Mappings;
+use crate::mappings::{Mapping, Mappings};
 use crate::pagemap_scan::{
     PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PAGE_IS_WRITTEN, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, Query, Scanner,
 };
@@ -91,10 +97,9 @@ enum Memory {
 struct Started {
     userfault: Arc<Userfault>,
     scanner: Scanner,
-    /// Of each block.
-    parts: Vec<Vec<Part>>,
-    /// Of each block, the pages that the destination may have with another content than zeros.
-    held: Vec<PageBitmap>,
+    blocks: Vec<Known>,
+    /// Room for a block's pages.
+    scratch: PageBitmap,
 }
 
 /// A part of a block within one mapping: all of it has one kind of backing.
@@ -103,7 +108,40 @@ struct Part {
     pid: i32,
     addresses: Range<usize>,
     first_page: u64,
-    shared: bool,
+    kind: Kind,
+}
+
+/// What a mapping is, as far as the kernel treats protections differently.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Private memory without a file, of ordinary or transparent huge pages.
+    Anonymous,
+    /// A private mapping of a file, or private hugetlb.
+    Private,
+    /// Shared memory.
+    Shared,
+}
+
+impl Kind {
+    fn of(mapping: &Mapping<'_>) -> Self {
+        if !mapping.private {
+            Self::Shared
+        } else if mapping.is_anonymous() && !mapping.is_anonymous_hugetlb() {
+            Self::Anonymous
+        } else {
+            Self::Private
+        }
+    }
+}
+
+/// What a log knows of a block.
+#[derive(Debug)]
+struct Known {
+    parts: Vec<Part>,
+    /// Pages that the destination may have with another content than zeros.
+    held: PageBitmap,
+    /// Of [`Kind::Private`] parts: pages that were the process's own at the last look, and not the file's.
+    own: PageBitmap,
 }
 
 impl WriteProtectLog {
@@ -167,7 +205,8 @@ impl WriteProtectLog {
             Memory::OfProcess { process, .. } => process.pid().to_string(),
         };
         let path = format!("/proc/{of_process}/pagemap");
-        let page_map = File::open(&path).map_err(DirtyLogError::system(format!("open {path}")));
+        let page_map = File::open(&path);
+        let page_map = page_map.map_err(DirtyLogError::system(format!("open {path} (who may trace the process may)")));
         let mappings = match &self.memory {
             Memory::Own => Mappings::own(),
             Memory::OfProcess { process, .. } => Mappings::of_process(process.pid()),
@@ -181,22 +220,22 @@ impl WriteProtectLog {
         Ok((page_map?, mappings?))
     }
 
-    /// Registers and protects all parts; returns them, and the pages that are held, of each block. `watched` is what was registered, also after an error.
+    /// Registers and protects all parts; returns what is known then of each block. `watched` is what was registered, also after an error.
     fn watch(
         &self,
         scanner: &mut Scanner,
         userfault: &Userfault,
         mappings: &Mappings,
         watched: &mut Vec<Range<usize>>,
-    ) -> Result<(Vec<Vec<Part>>, Vec<PageBitmap>), DirtyLogError> {
+    ) -> Result<Vec<Known>, DirtyLogError> {
         let pid = self.pid();
-        let (mut parts, mut held) = (Vec::new(), Vec::new());
+        let mut blocks = Vec::new();
         for (block, mapped) in self.blocks.iter().enumerate() {
-            let mut of_block = Vec::new();
+            let mut parts = Vec::new();
             for part in &mapped.parts {
                 let range = part.addresses.clone();
                 let cut = parts_of(pid, part, mappings);
-                of_block.extend(cut.ok_or_else(|| DirtyLogError::Unmapped { block, range: range.clone(), pid })?);
+                parts.extend(cut.ok_or_else(|| DirtyLogError::Unmapped { block, range: range.clone(), pid })?);
                 userfault.register_write_protect(range.clone())?;
                 watched.push(range.clone());
                 if matches!(self.memory, Memory::OfProcess { .. }) {
@@ -206,22 +245,22 @@ impl WriteProtectLog {
                     userfault.register_write_protect(range)?;
                 }
             }
-            let mut of_block_held = PageBitmap::new(mapped.pages);
-            for part in &of_block {
+            let (mut held, mut own) = (PageBitmap::new(mapped.pages), PageBitmap::new(mapped.pages));
+            for part in &parts {
                 part.protect(scanner, userfault)?;
                 // What is populated from now on is found written, or it is given back first and found by nobody: such pages
                 // the caller hands in (`found_populated`).
-                if !part.shared {
+                if part.kind != Kind::Shared {
                     part.find(scanner, Query::POPULATED, |pages| {
-                        of_block_held.set(pages);
+                        held.set(pages);
                         Ok(())
                     })?;
                 }
+                part.find_own(scanner, &mut own)?;
             }
-            parts.push(of_block);
-            held.push(of_block_held);
+            blocks.push(Known { parts, held, own });
         }
-        Ok((parts, held))
+        Ok(blocks)
     }
 
     /// The error, or what is behind it: that the process has ended.
@@ -260,7 +299,10 @@ impl DirtyLog for WriteProtectLog {
         };
         let mut watched = Vec::new();
         match self.watch(&mut scanner, &userfault, &mappings, &mut watched) {
-            Ok((parts, held)) => self.started = Some(Started { userfault, scanner, parts, held }),
+            Ok(blocks) => {
+                let scratch = PageBitmap::new(self.pages.iter().copied().max().unwrap_or(0));
+                self.started = Some(Started { userfault, scanner, blocks, scratch });
+            }
             Err(error) => {
                 // The first error says why.
                 let _ = release(&userfault, watched);
@@ -272,26 +314,19 @@ impl DirtyLog for WriteProtectLog {
 
     fn found_populated(&mut self, block: usize, populated: &PageBitmap) -> Result<(), DirtyLogError> {
         check_collect(self.started.is_some(), &self.pages, block, populated)?;
-        let Started { held, .. } = self.started.as_mut().ok_or(DirtyLogError::NotStarted)?;
-        populated.for_each_run(|run| held[block].set(run));
+        let Started { blocks, .. } = self.started.as_mut().ok_or(DirtyLogError::NotStarted)?;
+        populated.for_each_run(|run| blocks[block].held.set(run));
         Ok(())
     }
 
     fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
         check_collect(self.started.is_some(), &self.pages, block, dirty)?;
-        let Started { userfault, scanner, parts, held } = self.started.as_mut().ok_or(DirtyLogError::NotStarted)?;
-        let held = &mut held[block];
-        for part in &parts[block] {
-            let written = part.collect(scanner, userfault, |pages| {
-                held.set(pages.clone());
-                dirty.set(pages);
-            });
-            let outcome = written.and_then(|()| part.find_given_back(scanner, userfault, held, dirty));
-            if let Err(error) = outcome {
-                return Err(self.explain(error));
-            }
+        let Started { userfault, scanner, blocks, scratch } = self.started.as_mut().ok_or(DirtyLogError::NotStarted)?;
+        let known = &mut blocks[block];
+        if let Err(error) = known.collect(scanner, userfault, scratch, dirty) {
+            return Err(self.explain(error));
         }
-        if let (Memory::OfProcess { process, .. }, Some(part)) = (&self.memory, parts[block].first()) {
+        if let (Memory::OfProcess { process, .. }, Some(part)) = (&self.memory, known.parts.first()) {
             // An address space that is gone has no page that was written, and the scan says no more. Reading its page map
             // does: nothing is read (`pagemap_read` in `fs/proc/task_mmu.c`).
             let mut entry = [0; 8];
@@ -371,13 +406,50 @@ fn check_blocks(blocks: &[MappedBlock]) -> Result<(), DirtyLogError> {
     Ok(())
 }
 
+impl Known {
+    fn collect(
+        &mut self,
+        scanner: &mut Scanner,
+        userfault: &Userfault,
+        scratch: &mut PageBitmap,
+        dirty: &mut PageBitmap,
+    ) -> Result<(), DirtyLogError> {
+        let Self { parts, held, own } = self;
+        for part in &*parts {
+            part.collect(scanner, userfault, |pages| {
+                held.set(pages.clone());
+                dirty.set(pages);
+            })?;
+            part.find_given_back(scanner, userfault, held, dirty)?;
+        }
+        for part in parts.iter().filter(|part| part.kind == Kind::Private) {
+            // The kernel leaves the protection in place of a page that is given back. What it leaves no more is the page.
+            let pages = part.pages_of(&part.addresses);
+            scratch.clear(pages.clone());
+            part.find_own(scanner, scratch)?;
+            own.for_each_run_in(pages.clone(), |run| {
+                let mut rest = run;
+                while let Some(gone) = next_gap(scratch, rest.clone()) {
+                    rest.start = gone.end;
+                    dirty.set(gone);
+                }
+            });
+            own.clear(pages.clone());
+            scratch.for_each_run_in(pages, |run| own.set(run));
+        }
+        Ok(())
+    }
+}
+
 impl Part {
     /// Protects all there is: of shared memory also what is not there yet. What appears later in private memory appears
     /// unprotected, and so as written.
     fn protect(&self, scanner: &mut Scanner, userfault: &Userfault) -> Result<(), DirtyLogError> {
         let all = self.addresses.clone();
         // Very large pages are left out by the scan, see `collect`.
-        if self.shared || scanner.apply(all.clone(), self.query()).map_err(self.scan_failed(&all))? < all.end {
+        if self.kind == Kind::Shared
+            || scanner.apply(all.clone(), self.query()).map_err(self.scan_failed(&all))? < all.end
+        {
             userfault.write_protect(all.clone(), true)?;
         }
         // Nothing so far has failed if the userfaultfd belongs to another process, with memory at these addresses too.
@@ -442,7 +514,7 @@ impl Part {
             Ok::<(), DirtyLogError>(())
         };
         self.find(scanner, Query::ABSENT, |pages| {
-            if self.shared {
+            if self.kind == Kind::Shared {
                 return mark(pages);
             }
             let mut outcome = Ok(());
@@ -452,6 +524,17 @@ impl Part {
                 }
             });
             outcome
+        })
+    }
+
+    /// Adds to `own` the pages of a private mapping that are the process's own.
+    fn find_own(&self, scanner: &mut Scanner, own: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        if self.kind != Kind::Private {
+            return Ok(());
+        }
+        self.find(scanner, Query::OWN, |pages| {
+            own.set(pages);
+            Ok(())
         })
     }
 
@@ -500,7 +583,7 @@ impl Part {
     /// was never used, or was given back (`find_given_back`).
     fn query(&self) -> Query {
         let flags = PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC;
-        let any_of = if self.shared { 0 } else { PAGE_IS_PRESENT | PAGE_IS_SWAPPED };
+        let any_of = if self.kind == Kind::Shared { 0 } else { PAGE_IS_PRESENT | PAGE_IS_SWAPPED };
         Query { flags, all_of: PAGE_IS_WRITTEN, any_of, returned: PAGE_IS_WRITTEN, ..Query::default() }
     }
 }
@@ -512,7 +595,7 @@ fn parts_of(pid: i32, part: &MappedPart, mappings: &Mappings) -> Option<Vec<Part
     let mapped = mappings.check(range.clone(), |mapping| {
         let addresses = mapping.start.max(range.start)..mapping.end.min(range.end);
         let first_page = part.first_page + ((addresses.start - range.start) / PAGE_SIZE) as u64;
-        parts.push(Part { pid, addresses, first_page, shared: !mapping.private });
+        parts.push(Part { pid, addresses, first_page, kind: Kind::of(mapping) });
         true
     });
     mapped.ok().map(|()| parts)
@@ -531,10 +614,12 @@ mod tests {
         let mappings = Mappings::from(MAPS);
         let cut = |addresses: Range<usize>| {
             let parts = parts_of(1, &MappedPart { addresses, first_page: 7 }, &mappings)?;
-            Some(parts.into_iter().map(|part| (part.addresses, part.first_page, part.shared)).collect::<Vec<_>>())
+            Some(parts.into_iter().map(|part| (part.addresses, part.first_page, part.kind)).collect::<Vec<_>>())
         };
-        assert_eq!(cut(0x2000..0x4000), Some(vec![(0x2000..0x3000, 7, false), (0x3000..0x4000, 8, true)]));
-        assert_eq!(cut(0x1000..0x2000), Some(vec![(0x1000..0x2000, 7, false)]));
+        let two = vec![(0x2000..0x3000, 7, Kind::Anonymous), (0x3000..0x4000, 8, Kind::Shared)];
+        assert_eq!(cut(0x2000..0x4000), Some(two));
+        assert_eq!(cut(0x1000..0x2000), Some(vec![(0x1000..0x2000, 7, Kind::Anonymous)]));
+        assert_eq!(cut(0x5000..0x6000), Some(vec![(0x5000..0x6000, 7, Kind::Private)]));
         for unmapped in [0x3000..0x6000, 0x5000..0x7000, 0x0..0x2000, 0x4000..0x5000, 0x8000..0x9000] {
             assert_eq!(cut(unmapped), None);
         }

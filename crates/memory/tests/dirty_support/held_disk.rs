@@ -18,7 +18,8 @@ pub const CONTENT: u8 = b'b';
 const BYTES_PER_SECOND: usize = BYTES / 64;
 
 pub struct HeldDisk {
-    device: File,
+    /// The loop device ends with its last descriptor.
+    _device: File,
     pub path: PathBuf,
     group: PathBuf,
     /// Of the version of cgroups: the file of limits, how to set one, how to lift it.
@@ -29,8 +30,6 @@ pub struct HeldDisk {
 impl Drop for HeldDisk {
     fn drop(&mut self) {
         let _ = self.let_go();
-        // SAFETY: the operation takes no argument; the device is ours.
-        unsafe { libc::ioctl(self.device.as_raw_fd(), LOOP_CLR_FD as _, 0) };
         let _ = fs::remove_dir(&self.group);
     }
 }
@@ -57,7 +56,7 @@ impl HeldDisk {
         } else {
             ("io.max", format!("{number} rbps={BYTES_PER_SECOND}"), format!("{number} rbps=max"))
         };
-        let disk = Self { device, path, group, limit, is_version_1 };
+        let disk = Self { _device: device, path, group, limit, is_version_1 };
         disk.hold().map_err(|error| format!("this cgroup does not limit block I/O ({}): {error}", disk.limit.0))?;
         Ok(disk)
     }
@@ -125,8 +124,12 @@ fn loop_device() -> io::Result<(PathBuf, File)> {
         }
         let path = PathBuf::from(format!("/dev/loop{number}"));
         let device = File::options().read(true).write(true).open(&path)?;
-        // SAFETY: the operation takes a descriptor.
-        if unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_FD as _, file.as_raw_fd()) } == 0 {
+        // `struct loop_config`: the descriptor, and `lo_flags` in the part that is a `struct loop_info64`.
+        let mut config = [0_u32; 76];
+        config[0] = file.as_raw_fd() as u32;
+        config[15] = LO_FLAGS_AUTOCLEAR;
+        // SAFETY: the operation reads one `struct loop_config` of 304 bytes.
+        if unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE as _, config.as_ptr()) } == 0 {
             return Ok((path, device));
         }
         let error = io::Error::last_os_error();
@@ -212,6 +215,6 @@ const _: () = assert!(size_of::<Request>() == 64);
 const IOCB_CMD_PREAD: u16 = 0;
 
 // `include/uapi/linux/loop.h`.
-const LOOP_SET_FD: u64 = 0x4C00;
-const LOOP_CLR_FD: u64 = 0x4C01;
+const LOOP_CONFIGURE: u64 = 0x4C0A;
+const LO_FLAGS_AUTOCLEAR: u32 = 4;
 const LOOP_CTL_GET_FREE: u64 = 0x4C82;

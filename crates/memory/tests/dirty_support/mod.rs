@@ -102,7 +102,11 @@ impl Memory {
 
     /// A private mapping of a memory file.
     pub fn private_file(pages: usize) -> Self {
-        Self::file(memory_file(pages), pages, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        Self::private_mapping(memory_file(pages), pages)
+    }
+
+    pub fn private_mapping(file: impl AsFd, pages: usize) -> Self {
+        Self::file(file, pages, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
     }
 
     /// With huge pages where the kernel gives them to shared memory on advice.
@@ -218,25 +222,33 @@ pub fn huge_memory_file(pages: usize) -> Option<(File, Surplus)> {
     Some((file, surplus))
 }
 
-/// More huge pages allowed, until dropped: those that are mapped by then stay.
+/// More huge pages allowed, until dropped: those that are mapped by then stay. One at a time, of all processes with these
+/// tests: taking pages back that another one counts on would end it by SIGBUS.
 pub struct Surplus {
-    before: Option<u64>,
+    /// Locked, and how many.
+    allowed: Option<(File, u64)>,
 }
 
 const OVERCOMMIT: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages";
 
 impl Surplus {
     fn allow(pages: usize) -> Self {
-        let before = std::fs::read_to_string(OVERCOMMIT).ok().and_then(|text| text.trim().parse::<u64>().ok());
-        let allowed = before.and_then(|b| std::fs::write(OVERCOMMIT, (b + pages as u64).to_string()).ok());
-        Self { before: allowed.and(before) }
+        let locked = File::options().read(true).write(true).open(OVERCOMMIT).ok();
+        let locked = locked.filter(|file| file.lock().is_ok());
+        let allowed = locked.filter(|_| Self::change(|now| now + pages as u64).is_some());
+        Self { allowed: allowed.map(|file| (file, pages as u64)) }
+    }
+
+    fn change(by: impl FnOnce(u64) -> u64) -> Option<()> {
+        let now = std::fs::read_to_string(OVERCOMMIT).ok()?.trim().parse().ok()?;
+        std::fs::write(OVERCOMMIT, by(now).to_string()).ok()
     }
 }
 
 impl Drop for Surplus {
     fn drop(&mut self) {
-        if let Some(before) = self.before {
-            let _ = std::fs::write(OVERCOMMIT, before.to_string());
+        if let Some((_locked, pages)) = self.allowed.take() {
+            let _ = Self::change(|now| now.saturating_sub(pages));
         }
     }
 }
@@ -320,7 +332,10 @@ pub fn rounds_against_writers(
         let stop = StopOnDrop(&writers);
         wait_for(&writers, writes_per_round, &handles);
         log.start().unwrap();
-        for (memory, copy) in memories.iter().zip(&mut copies) {
+        for (block, (memory, copy)) in memories.iter().zip(&mut copies).enumerate() {
+            let mut all = PageBitmap::new(memory.pages());
+            all.set(0..memory.pages());
+            log.found_populated(block, &all).unwrap();
             copy_pages(memory, 0..memory.pages(), copy);
         }
         for _ in 0..rounds {

@@ -110,9 +110,10 @@ pub fn serve() {
                         memories.iter().try_for_each(|memory| own.register_write_protect(memory.addresses()));
                     answer = tried.is_err().to_string();
                 }
-                // SAFETY: memory of ours, accessed by atomics, mapped until `end-read` or the end.
                 "begin-read" => {
-                    reads.push(unsafe { Read::begin(words[2].as_ref(), memory().addresses().start).unwrap() })
+                    // SAFETY: memory of ours, accessed by atomics, mapped until `end-read` or the end.
+                    let read = unsafe { Read::begin(words[2].as_ref(), memory().addresses().start) };
+                    reads.push(read.unwrap());
                 }
                 "end-read" => answer = reads.pop().unwrap().end().to_string(),
                 "map-anew" => memory().map_anew(number(2)..number(2) + number(3)),
