@@ -13,7 +13,7 @@ use sterna_lab::{
     Backend, FilesDone, Guest, LinuxGuest, QemuOptions, QemuVersion, Share, SharedDirectory, Virtiofsd, or_skip,
 };
 use support::pair::{Pair, Watched, eventually};
-use support::{Hold, LONG, Sterna, receive, report, send};
+use support::{Hold, LONG, Sterna, receive, report, send, send_by};
 use tempfile::TempDir;
 
 const MEMORY: u64 = 384 << 20;
@@ -57,20 +57,25 @@ impl Hosts {
         self.pair.source.qemu.guest().last_files().expect("it says so with every tick")
     }
 
-    /// Starts `receive`, held before the destination's guest starts, and `send`, held until the guest has worked with its files while
-    /// QEMU and virtiofsd already log what they write.
+    /// Starts `receive`, held before the destination's guest starts, and `send` by QEMU's stream, held until the guest has worked with
+    /// its files while QEMU and virtiofsd already log what they write.
     fn begin(&self) -> Moving {
+        self.begin_by("stream")
+    }
+
+    /// The same by this mode.
+    fn begin_by(&self, mode: &str) -> Moving {
         let Pair { source, destination, .. } = &self.pair;
         let scratch = tempfile::tempdir_in(self.pair.scratch.path()).unwrap();
         let mut command = receive(destination.qemu.qmp_path(), &self.pair.destination_state());
         let loaded = Hold::at("destination.before-cont", scratch.path(), command.arg("--insecure"));
         let receiver = Sterna::start("receive", &mut command);
         let mut command =
-            send(source.qemu.qmp_path(), &receiver.address(), &self.pair.source_state(), &self.pair.report());
+            send_by(mode, source.qemu.qmp_path(), &receiver.address(), &self.pair.source_state(), &self.pair.report());
         let begun = Hold::at("source.after-start-migration", scratch.path(), command.arg("--insecure"));
         let sender = Sterna::start("send", &mut command);
         let held = begun.reached(&sender);
-        assert!(eventually(LONG, || source.migration_status().as_deref() == Some("active")));
+        assert!(mode == "direct" || eventually(LONG, || source.migration_status().as_deref() == Some("active")));
         self.source_goes_on(&self.done_at_source());
         drop(held);
         Moving { sender, receiver, loaded, _scratch: scratch }
@@ -78,8 +83,12 @@ impl Hosts {
 
     /// Moves the guest; all memory is compared before it starts at the destination, where it then does more with each file.
     fn moves(&self) {
+        self.moves_by("stream");
+    }
+
+    fn moves_by(&self, mode: &str) {
         let Pair { source, destination, .. } = &self.pair;
-        let Moving { sender, receiver, loaded, _scratch } = self.begin();
+        let Moving { sender, receiver, loaded, _scratch } = self.begin_by(mode);
         let held = loaded.reached(&receiver);
         let mut differing = compare(source.qemu.pid(), destination.qemu.pid(), MEMORY).unwrap();
         differing.retain(|page| !CHANGED_BY_LOADING.contains(page));
@@ -127,6 +136,33 @@ fn a_guest_goes_on_with_its_open_files_behind_another_virtiofsd() {
     let done = hosts.closed();
     assert_eq!(hosts.pair.destination.qemu.guest().bad_lines(), [""; 0]);
     shared.check(&done).unwrap();
+}
+
+#[test]
+fn a_guest_moves_directly_and_what_its_virtiofsd_writes_into_its_memory_is_tracked() {
+    let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
+    let side = (shared.path(), &[][..]);
+    let Some(hosts) = Hosts::start(side, side, false) else { return };
+    hosts.moves_by("direct");
+    let report = report(&hosts.pair.report());
+    let tracking = report["tracking"].as_str().unwrap();
+    assert!(report["mode"] == "direct" && tracking.contains("(virtiofsd)"), "{report}");
+    let done = hosts.closed();
+    assert_eq!(hosts.pair.destination.qemu.guest().bad_lines(), [""; 0]);
+    shared.check(&done).unwrap();
+}
+
+#[test]
+fn a_virtiofsd_that_reads_files_past_the_page_cache_is_not_moved_directly() {
+    let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
+    let side = (shared.path(), &["--allow-direct-io"][..]);
+    let Some(hosts) = Hosts::start(side, side, false) else { return };
+    let (state, report) = (hosts.pair.source_state(), hosts.pair.report());
+    let mut command = send_by("direct", hosts.pair.source.qemu.qmp_path(), "127.0.0.1:1", &state, &report);
+    let (sent, said) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
+    assert_eq!(sent.code(), Some(1));
+    assert!(said.iter().any(|line| line.contains("--allow-direct-io") && line.contains("was not touched")), "{said:?}");
+    hosts.source_goes_on(&hosts.done_at_source());
 }
 
 #[test]

@@ -192,6 +192,10 @@ impl DirtyLog for CaughtLog {
         self.call("start", |log| log.start())
     }
 
+    fn found_populated(&mut self, block: usize, populated: &PageBitmap) -> Result<(), DirtyLogError> {
+        self.call("found_populated", |log| log.found_populated(block, populated))
+    }
+
     fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
         self.call("collect", |log| log.collect(block, dirty))
     }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::bitmap::PageBitmap;
-use sterna_memory::dirty::DirtyLog;
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 use sterna_memory::holes::PageMap;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, Totals};
@@ -119,6 +119,10 @@ impl Ended {
     fn failed(error: impl std::fmt::Display) -> Self {
         Self::Failed(error.to_string())
     }
+}
+
+fn log_failed(error: DirtyLogError) -> Ended {
+    Ended::Failed(format!("the dirty log failed: {error}"))
 }
 
 /// None of the pages of `ram`, by block.
@@ -341,10 +345,12 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     }
 
     /// The first round: everything that was ever populated.
-    fn find_populated(&self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
+    fn find_populated(&mut self, pending: &mut [PageBitmap]) -> Result<(), Ended> {
         let mut map = PageMap::own().map_err(Ended::failed)?;
-        for (block, pending) in self.ram.blocks().iter().zip(pending) {
+        for (number, (block, pending)) in self.ram.blocks().iter().zip(pending).enumerate() {
             block.populated(&mut map, |run| pending.set(run)).map_err(Ended::failed)?;
+            // What is given back from here on is known to have been there.
+            self.log.found_populated(number, pending).map_err(log_failed)?;
         }
         Ok(())
     }
@@ -439,7 +445,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         let doubts = self.doubts();
         let mut found = 0;
         for (number, (pending, named)) in pending.iter_mut().zip(&mut self.looks.named).enumerate() {
-            self.log.collect(number, named).map_err(|error| Ended::Failed(format!("the dirty log failed: {error}")))?;
+            self.log.collect(number, named).map_err(log_failed)?;
             self.looks.logged += named.count();
             pending.merge_words(0, named.words());
             found += pending.count();

@@ -94,8 +94,8 @@ pub(super) fn send(
         process: qemu::identity(qmp),
         source_after: options.source_after,
     };
-    let mut vmm = QemuSource::new(qmp.clone(), machine_type, ram.listed().to_vec(), record.clone());
-    let (guest, log) = ram.into_parts();
+    let (guest, log, watched) = ram.into_parts();
+    let mut vmm = QemuSource::new(qmp.clone(), machine_type, guest.clone(), watched, record.clone());
     let source = Source::new(guest, log)
         .monitor(record.clone())
         .channels(options.channels)

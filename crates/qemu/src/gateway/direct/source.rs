@@ -9,10 +9,11 @@ use rustix::fs::{MemfdFlags, Mode, OFlags};
 use serde_json::json;
 use sterna::source::MonitorRecord;
 use sterna::vmm::{AfterMove, SourceVmm, VmmError};
+use sterna_memory::ram::GuestRam;
 use sterna_wire::switchover::SourceAfter;
 
+use super::ram::Watched;
 use super::stream::has_nested_guest;
-use crate::discover::{ListedBlock, list};
 use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
 use crate::qmp::{Qmp, QmpError};
 
@@ -25,8 +26,9 @@ const USUAL_STATE: u64 = 128 << 10;
 pub(super) struct QemuSource {
     qmp: Qmp,
     machine_type: String,
-    /// Its RAM blocks when their reading began.
-    blocks: Vec<ListedBlock>,
+    /// Its RAM, and what must still be so of it when the guest has stopped.
+    guest: GuestRam,
+    watched: Watched,
     record: MonitorRecord,
     /// The guest was stopped by this migration.
     stopped: bool,
@@ -36,8 +38,23 @@ pub(super) struct QemuSource {
 }
 
 impl QemuSource {
-    pub(super) fn new(qmp: Qmp, machine_type: String, blocks: Vec<ListedBlock>, record: MonitorRecord) -> Self {
-        Self { qmp, machine_type, blocks, record, stopped: false, state: None, longest_settling: Duration::ZERO }
+    pub(super) fn new(
+        qmp: Qmp,
+        machine_type: String,
+        guest: GuestRam,
+        watched: Watched,
+        record: MonitorRecord,
+    ) -> Self {
+        Self {
+            qmp,
+            machine_type,
+            guest,
+            watched,
+            record,
+            stopped: false,
+            state: None,
+            longest_settling: Duration::ZERO,
+        }
     }
 
     /// The longest that the block layer took to have nothing under way.
@@ -97,12 +114,7 @@ impl SourceVmm for QemuSource {
         }
         self.stopped = true;
         self.qmp.execute("stop", json!({}))?;
-        if list(&self.qmp)? != self.blocks {
-            return Err(
-                "the guest's RAM blocks are not those that the migration began with: memory was plugged in or out"
-                    .into(),
-            );
-        }
+        self.watched.check(&self.qmp, &self.guest)?;
         let state = self.save_devices()?;
         if has_nested_guest(&state) {
             return Err(
