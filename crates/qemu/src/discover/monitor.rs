@@ -45,7 +45,9 @@ pub(super) fn ram_blocks(text: &str) -> Result<Vec<ListedBlock>, DiscoverError> 
         ["Block", "Name", "PSize", "Offset", "Used", "Total", "HVA", "RO"] => true,
         _ => return Err(not_understood(header)),
     };
-    lines.map(|line| ram_block(line, has_address).ok_or_else(|| not_understood(line))).collect()
+    let blocks = lines.map(|line| ram_block(line, has_address).ok_or_else(|| not_understood(line)));
+    // A block without a name is one that QEMU does not migrate (`vmstate_register_ram` gives the name): a backend that nothing uses.
+    blocks.filter(|block| block.as_ref().map_or(true, |block| !block.name.is_empty())).collect()
 }
 
 fn ram_block(line: &str, has_address: bool) -> Option<ListedBlock> {
@@ -79,7 +81,7 @@ fn ram_block(line: &str, has_address: bool) -> Option<ListedBlock> {
     // What remains in front of the page size is the name, right-aligned.
     let before_unit = &line[..line.rfind(&format!("{psize} "))?];
     let name = before_unit.trim();
-    (!name.is_empty()).then(|| ListedBlock { name: name.to_owned(), page_size, used, total, address, read_only })
+    Some(ListedBlock { name: name.to_owned(), page_size, used, total, address, read_only })
 }
 
 fn hexadecimal(text: &str) -> Option<u64> {

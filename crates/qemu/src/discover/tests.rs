@@ -60,6 +60,12 @@ fn ram_block_names_may_contain_blanks() {
 }
 
 #[test]
+fn a_block_without_a_name_is_not_migrated_and_left_out() {
+    let text = RAMBLOCK_7_2.replace("                  pc.ram", "                        ");
+    assert_eq!(ram_blocks(&text).unwrap().len(), ram_blocks(RAMBLOCK_7_2).unwrap().len() - 1);
+}
+
+#[test]
 fn unknown_tables_are_not_guessed_at() {
     for text in [
         "",

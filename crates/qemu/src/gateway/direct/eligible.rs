@@ -62,6 +62,11 @@ pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
     if let Some(reason) = migration["blocked-reasons"].as_array().and_then(|all| all.first()) {
         return Err(format!("QEMU says that the guest cannot be migrated: {}", reason.as_str().unwrap_or("no reason")));
     }
+    let parameters = query(qmp, "query-migrate-parameters")?;
+    // What blocks a migration is told for the mode that is set (since 8.2).
+    if let Some(mode) = parameters["mode"].as_str().filter(|mode| *mode != "normal") {
+        return Err(format!("QEMU's migration mode is {mode}: set it to normal"));
+    }
     let cgs = qmp.execute("qom-get", json!({ "path": "/machine", "property": "confidential-guest-support" }));
     if cgs.is_ok_and(|object| object.as_str().is_some_and(|path| !path.is_empty())) {
         return Err("guest RAM is encrypted (confidential-guest-support)".into());
