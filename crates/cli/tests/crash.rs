@@ -1,6 +1,6 @@
-//! Every named crash point of the switchover, of either sterna: the process dies there as by SIGKILL, with the other one
-//! and both real QEMUs living on. Then `sterna recover` is run where it died. Never do both guests run; in the end exactly
-//! one does, and its memory is whole.
+//! Every named crash point of the switchover, of either sterna, in either mode: the process dies there as by SIGKILL, with the
+//! other one and both real QEMUs living on. Then `sterna recover` is run where it died. Never do both guests run; in the end
+//! exactly one does, and its memory is whole; nothing that tracked its writes is left in QEMU.
 
 mod support;
 
@@ -32,7 +32,8 @@ enum Way {
     RecoveryWithoutSource(&'static str),
 }
 
-/// The way to each step. No step is without one: where a new one is added, this does not compile.
+/// The way to each step, the same in both modes: the library's drivers, which move a guest directly, go by the same state machine
+/// as those of QEMU's stream, and pass every step of it. No step is without a way: where a new one is added, this does not compile.
 fn way(step: Step) -> Way {
     use Step::*;
     match step {
@@ -69,27 +70,27 @@ fn side(point: CrashPoint) -> Side {
     if point.to_string().starts_with("source.") { Side::Source } else { Side::Destination }
 }
 
-fn start(pair: Pair, words: &[&str], side: Side, fault: &str) -> Migration {
+fn start(mode: &str, pair: Pair, words: &[&str], side: Side, fault: &str) -> Migration {
     let (source, destination) = match side {
         Side::Source => (Some(fault), None),
         Side::Destination => (None, Some(fault)),
     };
-    Migration::start(pair, words, source, destination)
+    Migration::start_by(mode, pair, words, source, destination)
 }
 
 /// Crashes at `point`, recovers, and says who runs the guest in the end.
-fn case(pair: Pair, point: CrashPoint) -> Result<Side, String> {
+fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
     let crashing = side(point);
     let fault = format!("{point}:crash");
     let settings = pair.source.migration_settings();
     let mut migration;
     match way(point.step) {
         Way::Migration => {
-            migration = start(pair, &[], crashing, &fault);
+            migration = start(mode, pair, &[], crashing, &fault);
             migration.wait_crash(crashing)?;
         }
         Way::Cancelled => {
-            migration = start(pair, SLOW, crashing, &fault);
+            migration = start(mode, pair, SLOW, crashing, &fault);
             let (Some(sender), Some(receiver)) = (&migration.sender, &migration.receiver) else { unreachable!() };
             sender.wait_for("placement: ");
             if crashing == Side::Source {
@@ -100,13 +101,13 @@ fn case(pair: Pair, point: CrashPoint) -> Result<Side, String> {
             migration.wait_crash(crashing)?;
         }
         Way::Recovery(first) => {
-            migration = start(pair, &[], crashing, &format!("{first}:crash"));
+            migration = start(mode, pair, &[], crashing, &format!("{first}:crash"));
             migration.wait_crash(crashing)?;
             let recovery = crashing.recover(&migration.pair, &[], Some(&fault)).ok_or("no record was left")?;
             killed(recovery.finish().0)?;
         }
         Way::RecoveryWithoutQemu(first) => {
-            migration = start(pair, &[], crashing, &format!("{first}:crash"));
+            migration = start(mode, pair, &[], crashing, &format!("{first}:crash"));
             migration.wait_crash(crashing)?;
             migration.pair.destination.kill();
             let recovery = crashing.recover(&migration.pair, &[], Some(&fault)).ok_or("no record was left")?;
@@ -114,7 +115,7 @@ fn case(pair: Pair, point: CrashPoint) -> Result<Side, String> {
             return without_qemu(migration);
         }
         Way::RecoveryWithoutSource(first) => {
-            migration = start(pair, &[], crashing, &format!("{first}:crash"));
+            migration = start(mode, pair, &[], crashing, &format!("{first}:crash"));
             migration.wait_crash(crashing)?;
             migration.pair.source.kill();
             let recovery = crashing.recover(&migration.pair, &[], Some(&fault)).ok_or("no record was left")?;
@@ -173,6 +174,16 @@ fn without_source(mut migration: Migration) -> Result<Side, String> {
 
 #[test]
 fn after_a_crash_at_any_point_exactly_one_guest_runs_and_is_whole() {
+    table("stream");
+}
+
+#[test]
+fn after_a_crash_at_any_point_of_a_direct_migration_exactly_one_guest_runs_and_is_whole() {
+    table("direct");
+}
+
+/// Crashes at each point, in migrations of this mode.
+fn table(mode: &str) {
     let Some(probe) = Pair::boot_sector(QemuVersion::V10_0) else { return };
     drop(probe);
     // One case alone: STERNA_CRASH_POINT=source.before-cont.
@@ -186,7 +197,7 @@ fn after_a_crash_at_any_point_exactly_one_guest_runs_and_is_whole() {
                 loop {
                     let Some(point) = queue.lock().unwrap().next() else { return };
                     let pair = Pair::boot_sector(QemuVersion::V10_0).expect("there were tools before");
-                    let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| case(pair, *point)))
+                    let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| case(mode, pair, *point)))
                         .unwrap_or_else(|_| Err("the test panicked, see above".into()));
                     ends.lock().unwrap().insert(*point, end);
                 }
@@ -196,8 +207,8 @@ fn after_a_crash_at_any_point_exactly_one_guest_runs_and_is_whole() {
     let ends = ends.into_inner().unwrap();
     for (point, end) in &ends {
         match end {
-            Ok(side) => println!("{point}: the guest runs at the {}", side.name()),
-            Err(error) => println!("{point}: FAILED: {error}"),
+            Ok(side) => println!("{mode}: {point}: the guest runs at the {}", side.name()),
+            Err(error) => println!("{mode}: {point}: FAILED: {error}"),
         }
     }
     let failed: Vec<_> = ends.iter().filter(|(_, end)| end.is_err()).map(|(point, _)| point.to_string()).collect();

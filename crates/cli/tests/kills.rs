@@ -1,7 +1,9 @@
-//! Random kills: any of the four processes of a migration, at any moment of it. Never do both guests run, and nothing is
-//! corrupted; exactly one guest runs in the end, unless the killed QEMU held the only copy.
+//! Random kills: any of the four processes of a migration, in either mode, at any moment of it. Never do both guests run, and
+//! nothing is corrupted; exactly one guest runs in the end, unless the killed QEMU held the only copy. The same for processes that
+//! are stopped for a while (SIGSTOP), after which exactly one guest runs whichever it was.
 //!
-//! `STERNA_KILLS=200` for the full proof; `STERNA_SEED=…` repeats a run.
+//! `STERNA_KILLS=200` for the full proof; `STERNA_SEED=…` repeats a run. `STERNA_STOPS=40 STERNA_STOPPED=30` stops 40 processes
+//! for 30 seconds each.
 
 mod support;
 
@@ -13,8 +15,11 @@ use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 use support::pair::{Pair, eventually};
 use support::settle::{Migration, Side, outcome};
 
-/// Kills in an ordinary test run.
+/// Kills in an ordinary test run, in each mode.
 const FEW: u64 = 20;
+/// Processes that are stopped in an ordinary test run, and for how many seconds.
+const FEW_STOPS: u64 = 4;
+const STOPPED: u64 = 2;
 /// Cases at once; most of each is waiting.
 const WORKERS: u64 = 3;
 /// Such that a migration of the 100 MiB takes about as long as [`LONGEST`].
@@ -44,8 +49,8 @@ impl Random {
 }
 
 /// One kill; says how it ended.
-fn case(pair: Pair, victim: Victim, moment: Duration) -> Result<String, String> {
-    let mut migration = Migration::start(pair, BANDWIDTH, None, None);
+fn kill(mode: &str, pair: Pair, victim: Victim, moment: Duration) -> Result<String, String> {
+    let mut migration = Migration::start_by(mode, pair, BANDWIDTH, None, None);
     // The moment is the point of the test: nothing is waited for, and a migration that ends earlier is none the worse.
     eventually(moment, || false);
     match victim {
@@ -147,17 +152,40 @@ fn without_destination(mut migration: Migration) -> Result<String, String> {
     }
 }
 
-#[test]
-fn a_kill_of_any_process_at_any_moment_leaves_one_whole_guest() {
+/// One process that is stopped for `time`, and then goes on; says where the guest is.
+fn stop(mode: &str, pair: Pair, victim: Victim, moment: Duration, time: Duration) -> Result<String, String> {
+    let mut migration = Migration::start_by(mode, pair, BANDWIDTH, None, None);
+    eventually(moment, || false);
+    let process = match victim {
+        Victim::Send => migration.sender.as_ref().expect("it was started").pid(),
+        Victim::Receive => migration.receiver.as_ref().expect("it was started").pid(),
+        Victim::SourceGuest => migration.pair.source.qemu.pid(),
+        Victim::DestinationGuest => migration.pair.destination.qemu.pid(),
+    };
+    let process = rustix::process::Pid::from_raw(process as i32).expect("a process number");
+    // One that has ended by itself cannot be stopped, and need not be.
+    let stopped = rustix::process::kill_process(process, rustix::process::Signal::STOP).is_ok();
+    if stopped {
+        eventually(time, || false);
+        let _ = rustix::process::kill_process(process, rustix::process::Signal::CONT);
+    }
+    migration.settle()?;
+    Ok(format!("guest at the {}", migration.exactly_one()?.name()))
+}
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().expect("a number"))
+}
+
+/// Does `case` to `count` processes of migrations, at random moments.
+fn at_random_moments(what: &str, count: u64, case: impl Fn(Pair, Victim, Duration) -> Result<String, String> + Sync) {
     let Some(probe) = Pair::boot_sector(QemuVersion::V10_0) else { return };
     drop(probe);
-    let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
     let seed = number("STERNA_SEED").unwrap_or_else(|| u64::from(std::process::id()) << 20);
-    let kills = number("STERNA_KILLS").unwrap_or(FEW);
-    println!("STERNA_SEED={seed} STERNA_KILLS={kills}");
+    println!("{what}: STERNA_SEED={seed}, {count} of them");
     let mut random = Random(seed);
     let victims = [Victim::Send, Victim::Receive, Victim::SourceGuest, Victim::DestinationGuest];
-    let cases: Vec<_> = (0..kills)
+    let cases: Vec<_> = (0..count)
         .map(|number| {
             let victim = victims[random.below(4) as usize];
             (number, victim, Duration::from_micros(random.below(LONGEST.as_micros() as u64)))
@@ -182,8 +210,39 @@ fn a_kill_of_any_process_at_any_moment_leaves_one_whole_guest() {
     let mut failed = 0;
     for (number, victim, moment, end) in &ends {
         failed += usize::from(end.is_err());
-        println!("kill {number}: {victim:?} after {moment:?}: {end:?}");
+        println!("{what} {number}: {victim:?} after {moment:?}: {end:?}");
     }
-    assert_eq!(failed, 0, "{failed} of {kills} kills failed; STERNA_SEED={seed} repeats them");
-    assert_eq!(ends.len() as u64, kills);
+    assert_eq!(failed, 0, "{failed} of {count} failed; STERNA_SEED={seed} repeats them");
+    assert_eq!(ends.len() as u64, count);
+}
+
+fn kills(mode: &str) {
+    let count = number("STERNA_KILLS").unwrap_or(FEW);
+    at_random_moments("kill", count, |pair, victim, moment| kill(mode, pair, victim, moment));
+}
+
+fn stops(mode: &str) {
+    let count = number("STERNA_STOPS").unwrap_or(FEW_STOPS);
+    let time = Duration::from_secs(number("STERNA_STOPPED").unwrap_or(STOPPED));
+    at_random_moments("stop", count, |pair, victim, moment| stop(mode, pair, victim, moment, time));
+}
+
+#[test]
+fn a_kill_of_any_process_at_any_moment_leaves_one_whole_guest() {
+    kills("stream");
+}
+
+#[test]
+fn a_kill_of_any_process_at_any_moment_of_a_direct_migration_leaves_one_whole_guest() {
+    kills("direct");
+}
+
+#[test]
+fn a_process_that_is_stopped_for_a_while_leaves_one_whole_guest() {
+    stops("stream");
+}
+
+#[test]
+fn a_process_that_is_stopped_for_a_while_during_a_direct_migration_leaves_one_whole_guest() {
+    stops("direct");
 }

@@ -28,6 +28,12 @@ struct Row {
     source: Backing,
     destination: Backing,
     placement: &'static str,
+    mode: &'static str,
+    cpus: u32,
+    /// More words for both QEMUs.
+    devices: &'static [&'static str],
+    /// More words for `send`.
+    send: &'static [&'static str],
 }
 
 /// Moves a guest as the row says. An error where RAM differs before the destination's guest starts, none where it was skipped.
@@ -37,6 +43,8 @@ fn moved(row: &Row) -> Option<Result<(), String>> {
     let mut options = QemuOptions::new(row.from, Guest::Linux(linux));
     options.machine = row.machine.into();
     options.memory = MEMORY;
+    options.cpus = row.cpus;
+    options.extra.extend(row.devices.iter().map(|word| (*word).to_owned()));
     let mut incoming = options.incoming();
     incoming.version = row.to;
     let [source, destination] = backings([row.source, row.destination], MEMORY)?;
@@ -45,19 +53,21 @@ fn moved(row: &Row) -> Option<Result<(), String>> {
     pair.source.qemu.guest().wait_ready(LONG).unwrap();
     pair.source.qemu.guest().wait_tick_after(0, LONG).unwrap();
 
-    let send = ["--channels", &row.channels.to_string(), "--method", row.method].map(str::to_owned).to_vec();
+    let mut send = ["--channels", &row.channels.to_string(), "--method", row.method].map(str::to_owned).to_vec();
+    send.extend(row.send.iter().map(|word| (*word).to_owned()));
     let receive = ["--placement", row.placement].map(str::to_owned).to_vec();
-    let report = match (Move { memory: MEMORY, tls: row.tls, send, receive }).run(&pair, |address| address) {
-        Ok(report) => report,
-        Err(differing) => return Some(Err(differing)),
-    };
+    let report =
+        match (Move { mode: row.mode, memory: MEMORY, tls: row.tls, send, receive }).run(&pair, |address| address) {
+            Ok(report) => report,
+            Err(differing) => return Some(Err(differing)),
+        };
     assert_eq!(report["channels"], row.channels);
     // The firmware's small blocks may go in-stream; guest RAM goes the way that was asked for.
-    let direct = report["placement"].as_array().unwrap().iter().any(|line| {
+    let in_place = report["placement"].as_array().unwrap().iter().any(|line| {
         let line = line.as_str().unwrap();
         line.starts_with("pc.ram: ") && !line.contains("in-stream")
     });
-    assert_eq!(direct, row.placement == "auto", "placement: {}", report["placement"]);
+    assert!(row.mode == "direct" || in_place == (row.placement == "auto"), "placement: {}", report["placement"]);
 
     let tick = pair.destination.qemu.guest().last_tick().map_or(0, |tick| tick.number);
     let tick = pair.destination.qemu.guest().wait_tick_after(tick, LONG).unwrap();
@@ -87,6 +97,10 @@ macro_rules! table {
                 source: $source,
                 destination: $destination,
                 placement: $placement,
+                mode: "stream",
+                cpus: 1,
+                devices: &[],
+                send: &[],
             };
             tried(row.from, || moved(&row));
         }
@@ -116,4 +130,63 @@ table! {
     row_18_11_1:                V11_1 V11_1 "pc-q35-11.1"      2  plain "lz4"  Anonymous Memfd       "auto";
     row_19_11_1_in_stream:      V11_1 V11_1 "pc-q35-11.1"      8  tls   "none" Memfd     Anonymous   "in-stream";
     row_20_7_2_to_11_1:         V7_2  V11_1 "pc-q35-7.2"       1  plain "lz4"  Anonymous Anonymous   "auto";
+}
+
+macro_rules! direct_table {
+    ($($name:ident: $from:ident $to:ident $machine:literal $channels:literal $protection:ident $method:literal
+        $source:ident $destination:ident $cpus:literal $devices:ident $send:ident;)*) => {$(
+        #[test]
+        fn $name() {
+            let row = Row {
+                from: $from,
+                to: $to,
+                machine: $machine,
+                channels: $channels,
+                tls: stringify!($protection) == "tls",
+                method: $method,
+                source: $source,
+                destination: $destination,
+                placement: "auto",
+                mode: "direct",
+                cpus: $cpus,
+                devices: $devices,
+                send: $send,
+            };
+            tried(row.from, || moved(&row));
+        }
+    )*};
+}
+
+const NONE: &[&str] = &[];
+/// Devices with memory or state of their own, besides the machine's.
+const DEVICES: &[&str] = &[
+    "-device",
+    "VGA",
+    "-device",
+    "qemu-xhci",
+    "-device",
+    "usb-tablet",
+    "-netdev",
+    "user,id=net",
+    "-device",
+    "virtio-net-pci,netdev=net",
+    "-device",
+    "virtio-balloon-pci",
+    "-device",
+    "virtio-rng-pci",
+];
+const DELTAS: &[&str] = &["--delta-cache", "256MiB", "--bandwidth", "150MB/s"];
+
+// Every backing at each side, and what else could get in the way of reading and tracking from outside.
+direct_table! {
+//  row                           from  to    machine       N  wire  method source    destination cpus devices send
+    direct_01_anonymous:          V10_0 V10_0 "pc-q35-10.0" 2  plain "none" Anonymous Anonymous   1    NONE    NONE;
+    direct_02_memfd_tls:          V10_0 V10_0 "pc-q35-10.0" 1  tls   "zstd" Memfd     Memfd       4    NONE    NONE;
+    direct_03_tmpfs_to_anonymous: V10_0 V10_0 "pc-q35-9.0"  2  plain "lz4"  Tmpfs     Anonymous   1    NONE    NONE;
+    direct_04_hugetlb:            V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Hugetlb   Hugetlb     1    NONE    NONE;
+    direct_05_anonymous_hugetlb:  V10_0 V10_0 "pc-q35-10.0" 8  tls   "none" Anonymous Hugetlb     4    NONE    NONE;
+    direct_06_devices:            V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Anonymous Tmpfs       1    DEVICES NONE;
+    direct_07_deltas:             V10_0 V10_0 "pc-q35-10.0" 2  tls   "lz4"  Memfd     Anonymous   1    NONE    DELTAS;
+    direct_08_to_11_1:            V10_0 V11_1 "pc-q35-10.0" 2  plain "zstd" Anonymous Memfd       1    DEVICES NONE;
+    direct_09_11_1:               V11_1 V11_1 "pc-q35-11.1" 2  tls   "lz4"  Memfd     Memfd       4    NONE    NONE;
 }

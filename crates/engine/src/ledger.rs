@@ -23,13 +23,21 @@ pub struct MonitorRecord {
     pub process: Option<ProcessIdentity>,
     /// What becomes of the source's when its guest runs at the destination.
     pub source_after: SourceAfter,
+    /// What its settings were before the migration, which `sterna recover` puts back where the guest runs here.
+    pub settings_before: Option<serde_json::Value>,
 }
 
 impl Default for MonitorRecord {
     /// A monitor that embeds the library: this process.
     fn default() -> Self {
         let process = process::identity(std::process::id());
-        Self { mode: Mode::Embedded, qmp: String::new(), process, source_after: SourceAfter::Keep }
+        Self {
+            mode: Mode::Embedded,
+            qmp: String::new(),
+            process,
+            source_after: SourceAfter::Keep,
+            settings_before: None,
+        }
     }
 }
 
@@ -59,7 +67,7 @@ impl Ledger {
             mode: monitor.mode,
             qmp: monitor.qmp.clone(),
             qemu: monitor.process,
-            settings_before: None,
+            settings_before: monitor.settings_before.clone(),
             completion_permitted: false,
             pausing: false,
             source_after: monitor.source_after,
@@ -79,13 +87,29 @@ impl Ledger {
         }
     }
 
-    /// Writes to the record of a source that its guest is about to be stopped.
-    pub(crate) fn note_pausing(&mut self) -> Result<(), RecordFileError> {
+    /// Whether nothing is left to settle. What is kept in memory ends with the process.
+    pub(crate) fn settled(&self) -> bool {
+        match self {
+            Self::Memory => true,
+            Self::Disk(file) => file.record().state.settled(),
+        }
+    }
+
+    /// The state that is on the disk; none where nothing is.
+    pub(crate) fn on_disk(&self) -> Option<RecordState> {
+        match self {
+            Self::Disk(file) if file.written() => Some(file.record().state),
+            Self::Disk(_) | Self::Memory => None,
+        }
+    }
+
+    /// Writes to the record of a source that its guest is about to be stopped by this migration, or that it runs on.
+    pub(crate) fn note_pausing(&mut self, pausing: bool) -> Result<(), RecordFileError> {
         let Self::Disk(file) = self else { return Ok(()) };
-        if file.record().pausing {
+        if file.record().pausing == pausing {
             return Ok(());
         }
-        file.amend(|record| record.pausing = true);
+        file.amend(|record| record.pausing = pausing);
         let state = file.record().state;
         file.write(state)
     }

@@ -91,6 +91,14 @@ impl<'a> SourceMonitor<'a> {
         self.monitor.call("moved", |vmm| vmm.moved())?
     }
 
+    pub(crate) fn may_pause(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("may_pause", |vmm| vmm.may_pause())?
+    }
+
+    pub(crate) fn stood_still(&mut self) -> Result<(), VmmError> {
+        self.monitor.call("stood_still", |vmm| vmm.stood_still())?
+    }
+
     pub(crate) fn pause(&mut self) -> Result<(), VmmError> {
         self.monitor.call("pause", |vmm| vmm.pause())?
     }

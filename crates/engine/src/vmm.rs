@@ -46,6 +46,25 @@ pub trait SourceVmm {
         Ok(())
     }
 
+    /// Looks whether the guest may be stopped for the switchover. Called before the record says that this migration stops the guest, by
+    /// which `sterna recover` lets the guest run on: a guest that somebody else has stopped is to stay as it is. Permits it unless
+    /// overridden, which is right where only the monitor stops its guest.
+    ///
+    /// # Errors
+    /// The migration fails; the guest stays as it is.
+    fn may_pause(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    /// Looks whether the guest has stood still since [`SourceVmm::pause`] returned. Called right before the decision that the guest
+    /// belongs to the destination. Believes it unless overridden, which is right where only the monitor lets its guest run.
+    ///
+    /// # Errors
+    /// The guest has run meanwhile, so that the destination's copy is of no use. The migration fails; [`SourceVmm::resume`] is called.
+    fn stood_still(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
     /// Stops the guest. When this returns, no vCPU runs, no device and no thread of the monitor writes guest RAM, no input or output
     /// that writes guest RAM is under way, and the dirty log has, or will have when it is collected next, every page that was written
     /// before. A monitor whose saving of devices writes guest RAM saves them here, and hands the bytes over in [`SourceVmm::save`]:

@@ -1,5 +1,5 @@
-//! Explores the switchover exhaustively: the production machines of both sides, driven as the gateway drives them,
-//! between a model of two QEMUs, two disks, a network and an operator, with every crash, loss and failure at every step.
+//! Explores the switchover exhaustively: the production machines of both sides, driven as the gateway drives them in stream mode
+//! and as the library drives a QEMU from outside in direct mode, between a model of two QEMUs, two disks, a network and an operator, with every crash, loss and failure at every step.
 //!
 //! What must hold is in `properties.rs`. That the check can fail at all is shown by `Mutant`: drivers that are wrong in one
 //! plausible way each, every one of which must be caught.
@@ -11,13 +11,13 @@ mod properties;
 #[path = "switchover_model/world.rs"]
 mod world;
 
-use properties::{MUTANTS, Mutant};
+use properties::{DIRECT_MUTANTS, MUTANTS, Mutant};
 use stateright::{Checker, HasDiscoveries, Model};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::time::Instant;
 use sterna_wire::switchover::CrashPoint;
-use world::{Budget, Happens, State, World};
+use world::{Budget, Happens, Mode, State, World};
 
 /// Every kind of trouble.
 const ANY: Budget = Budget {
@@ -28,23 +28,33 @@ const ANY: Budget = Budget {
     cancels: 1,
     qemu_failures: 1,
     qemu_deaths: 1,
+    strangers: 1,
     hosts: 1,
     stale_recovers: 1,
     silent_devices: 1,
 };
 
 /// Only what `sterna` and the network do.
-const CRASHES_AND_LOSSES: Budget =
-    Budget { total: 5, failures: 0, cancels: 0, qemu_failures: 0, qemu_deaths: 0, hosts: 0, silent_devices: 0, ..ANY };
+const CRASHES_AND_LOSSES: Budget = Budget {
+    total: 5,
+    failures: 0,
+    cancels: 0,
+    qemu_failures: 0,
+    qemu_deaths: 0,
+    strangers: 0,
+    hosts: 0,
+    silent_devices: 0,
+    ..ANY
+};
 
 fn threads() -> usize {
     std::thread::available_parallelism().map_or(2, usize::from)
 }
 
 /// Every step of `budget`'s worth of trouble; returns the crash points passed.
-fn explore(name: &str, budget: Budget) -> HashSet<CrashPoint> {
+fn explore(name: &str, mode: Mode, budget: Budget) -> HashSet<CrashPoint> {
     let begun = Instant::now();
-    let checker = World::new(budget, Mutant::None).checker().threads(threads()).spawn_bfs().join();
+    let checker = World::new(mode, budget, Mutant::None).checker().threads(threads()).spawn_bfs().join();
     println!(
         "{name}: {} states, {} steps, longest history {}, {:.1} s",
         checker.unique_state_count(),
@@ -58,14 +68,17 @@ fn explore(name: &str, budget: Budget) -> HashSet<CrashPoint> {
 
 #[test]
 fn two_crashes_and_two_lost_connections() {
-    explore("two crashes, two lost connections, a recover too many", CRASHES_AND_LOSSES);
+    explore("two crashes, two lost connections, a recover too many", Mode::Stream, CRASHES_AND_LOSSES);
+    explore("the same, directly", Mode::Direct, CRASHES_AND_LOSSES);
 }
 
 #[test]
 fn any_three_troubles() {
-    let passed = explore("any three troubles", ANY);
-    for point in CrashPoint::ALL {
-        assert!(passed.contains(point), "the model never comes past {point}");
+    for mode in [Mode::Stream, Mode::Direct] {
+        let passed = explore("any three troubles", mode, ANY);
+        for point in CrashPoint::ALL {
+            assert!(passed.contains(point), "the model never comes past {point} ({mode:?})");
+        }
     }
 }
 
@@ -73,6 +86,7 @@ fn any_three_troubles() {
 fn four_troubles() {
     explore(
         "four troubles",
+        Mode::Stream,
         Budget { total: 4, hosts: 0, stale_recovers: 0, cancels: 0, qemu_failures: 0, silent_devices: 0, ..ANY },
     );
 }
@@ -81,10 +95,12 @@ fn four_troubles() {
 /// of the states in which nothing is left to do this says: in the end exactly one guest runs.
 #[test]
 fn every_history_ends() {
-    for only in [CRASHES_AND_LOSSES, Budget { total: 2, ..ANY }] {
-        let states = without_circles(&World::new(only.clone(), Mutant::None));
-        println!("{states} states and no circle: {only:?}");
-        assert!(states > 1000);
+    for mode in [Mode::Stream, Mode::Direct] {
+        for only in [CRASHES_AND_LOSSES, Budget { total: 2, ..ANY }] {
+            let states = without_circles(&World::new(mode, only.clone(), Mutant::None));
+            println!("{mode:?}: {states} states and no circle: {only:?}");
+            assert!(states > 1000);
+        }
     }
 }
 
@@ -128,20 +144,25 @@ fn without_circles(world: &World) -> usize {
 #[test]
 fn wrong_drivers_are_caught() {
     let budget = Budget { total: 2, crashes: 1, qemu_deaths: 0, hosts: 0, cancels: 0, stale_recovers: 0, ..ANY };
-    for &(mutant, property) in MUTANTS {
+    let direct = DIRECT_MUTANTS.iter().map(|mutant| (Mode::Direct, mutant));
+    for (mode, &(mutant, property)) in MUTANTS.iter().map(|mutant| (Mode::Stream, mutant)).chain(direct) {
         let begun = Instant::now();
         let caught = HasDiscoveries::AnyOf(BTreeSet::from([property]));
         // Without a lock nothing else need go wrong, and there is much more to explore.
         let total = if mutant == Mutant::NoLock { 0 } else { budget.total };
-        let checker = World::new(Budget { total, ..budget.clone() }, mutant)
+        let checker = World::new(mode, Budget { total, ..budget.clone() }, mutant)
             .checker()
             .threads(threads())
             .finish_when(caught)
             .spawn_bfs()
             .join();
-        let path = checker.discovery(property).unwrap_or_else(|| panic!("{mutant:?} is not caught: {property}"));
+        let path =
+            checker.discovery(property).unwrap_or_else(|| panic!("{mutant:?} is not caught ({mode:?}): {property}"));
         let steps = path.into_actions();
         let seconds = begun.elapsed().as_secs_f64();
-        println!("{mutant:?}: broken after {} steps, found in {seconds:.1} s: {property}\n    {steps:?}", steps.len());
+        println!(
+            "{mode:?}, {mutant:?}: broken after {} steps, found in {seconds:.1} s: {property}\n    {steps:?}",
+            steps.len()
+        );
     }
 }

@@ -160,6 +160,9 @@ pub(crate) fn receive(qmp: &Path, state: &Path) -> Command {
     command
 }
 
+/// Both ways of moving a guest, as `--mode` names them.
+pub(crate) const MODES: [&str; 2] = ["stream", "direct"];
+
 /// `sterna send` for the QEMU at `qmp`, by its own migration stream, with the report in `json`.
 pub(crate) fn send(qmp: &Path, to: &str, state: &Path, json: &Path) -> Command {
     send_by("stream", qmp, to, state, json)

@@ -10,7 +10,7 @@ use sterna_lab::or_skip;
 use sterna_lab::ram::{CHANGED_BY_LOADING, compare};
 
 use super::pair::Pair;
-use super::{Hold, Sterna, certificates, receive, report, send};
+use super::{Hold, Sterna, certificates, receive, report, send_by};
 
 /// What guest RAM is.
 #[derive(Clone, Copy, PartialEq)]
@@ -63,6 +63,8 @@ fn protection(tls: bool, certs: &Path, receiver: bool) -> Vec<String> {
 
 /// How a guest is moved.
 pub(crate) struct Move {
+    /// As `send --mode` names it.
+    pub(crate) mode: &'static str,
     /// Bytes of its RAM.
     pub(crate) memory: u64,
     pub(crate) tls: bool,
@@ -84,12 +86,14 @@ impl Move {
         let hold = Hold::at("destination.before-cont", pair.scratch.path(), &mut command);
         let receiver = Sterna::start("receive", &mut command);
         let address = relay(receiver.address());
-        let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
+        let mut command =
+            send_by(self.mode, pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
         command.args(protection(self.tls, &certs, false)).args(&self.send);
         let sender = Sterna::start("send", &mut command);
 
         let held = hold.reached(&receiver);
-        assert_eq!(pair.source.status().as_deref(), Some("postmigrate"));
+        let left = if self.mode == "direct" { "paused" } else { "postmigrate" };
+        assert_eq!(pair.source.status().as_deref(), Some(left));
         assert_eq!(pair.destination.status().as_deref(), Some("paused"));
         let mut differing = compare(pair.source.qemu.pid(), pair.destination.qemu.pid(), self.memory).unwrap();
         differing.retain(|page| !CHANGED_BY_LOADING.contains(page));
@@ -104,6 +108,7 @@ impl Move {
         let report = report(&pair.report());
         assert_eq!(report["outcome"], "completed");
         assert_eq!(report["encrypted"], self.tls);
+        assert_eq!(report["mode"], self.mode);
         Ok(report)
     }
 }

@@ -89,6 +89,35 @@ impl Watched {
             .map(|command| self.monitor.execute(command, json!({})).expect("QEMU answers"))
     }
 
+    /// Fails where anything of another process is left in this one: a tracer, a userfaultfd, or memory that one still protects.
+    pub(crate) fn untouched(&self) -> Result<(), String> {
+        let pid = self.qemu.pid();
+        let read = |file: &str| {
+            std::fs::read_to_string(format!("/proc/{pid}/{file}"))
+                .map_err(|error| format!("/proc/{pid}/{file}: {error}"))
+        };
+        let status = read("status")?;
+        let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:")).map(str::trim);
+        if tracer != Some("0") {
+            return Err(format!("process {tracer:?} traces QEMU"));
+        }
+        let files = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|error| error.to_string())?;
+        for file in files.flatten() {
+            // One that was closed meanwhile.
+            let Ok(target) = std::fs::read_link(file.path()) else { continue };
+            if target.to_string_lossy().contains("[userfaultfd]") {
+                return Err(format!("{} is left in QEMU: {}", file.path().display(), target.display()));
+            }
+        }
+        // proc_pid_smaps(5): `um`, `uw` and `ui` are of a userfaultfd that is registered, in whatever process it lies.
+        let protected = read("smaps")?
+            .lines()
+            .filter_map(|line| line.strip_prefix("VmFlags:"))
+            .filter(|flags| flags.split_whitespace().any(|flag| matches!(flag, "um" | "uw" | "ui")))
+            .count();
+        if protected == 0 { Ok(()) } else { Err(format!("{protected} mappings of QEMU are still tracked")) }
+    }
+
     /// Stops the boot-sector guest and checks its memory; gives the passes that it had begun.
     pub(crate) fn checked_passes(&self) -> Result<u32, String> {
         self.monitor.execute("stop", json!({})).map_err(|error| error.to_string())?;

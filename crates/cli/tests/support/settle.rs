@@ -7,7 +7,7 @@ use serde_json::Value;
 use sterna_wire::switchover::{Record, RecordState};
 
 use super::pair::{Pair, eventually};
-use super::{LONG, Sterna, receive, recover, send};
+use super::{LONG, Sterna, receive, recover, send_by};
 
 /// How long a process may work before the other side is recovered as well: longer than one that has a partner needs.
 const PATIENCE: Duration = Duration::from_secs(7);
@@ -100,8 +100,19 @@ pub(crate) struct Migration {
 const DOWNTIME: &str = "2s";
 
 impl Migration {
-    /// Starts `receive` and `send`; `words` are more of send's options, each side may be given a fault.
+    /// Starts `receive` and `send --mode stream`; `words` are more of send's options, each side may be given a fault.
     pub(crate) fn start(pair: Pair, words: &[&str], source: Option<&str>, destination: Option<&str>) -> Self {
+        Self::start_by("stream", pair, words, source, destination)
+    }
+
+    /// As [`Migration::start`], with `send --mode MODE`.
+    pub(crate) fn start_by(
+        mode: &str,
+        pair: Pair,
+        words: &[&str],
+        source: Option<&str>,
+        destination: Option<&str>,
+    ) -> Self {
         let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
         command.arg("--insecure");
         if let Some(fault) = destination {
@@ -109,7 +120,7 @@ impl Migration {
         }
         let receiver = Sterna::start("receive", &mut command);
         let address = receiver.address();
-        let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
+        let mut command = send_by(mode, pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
         command.args(["--insecure", "--downtime", DOWNTIME]).args(words);
         if let Some(fault) = source {
             command.env("STERNA_FAULT", fault).args(["--log", "warn"]);
@@ -192,6 +203,7 @@ impl Migration {
         };
         self.pair.never_both()?;
         let runs = if side == Side::Source { source } else { destination };
+        runs.untouched()?;
         runs.wait_progress()?;
         let passes = runs.checked_passes().map_err(|error| format!("CORRUPTED at the {}: {error}", side.name()))?;
         if passes == 0 { Err("the guest has lost its passes".into()) } else { Ok(side) }

@@ -154,7 +154,7 @@ fn take<'a>(
     cancel: &Cancel,
     observer: &'a dyn Observer,
 ) -> Result<ReceiveReport, MigrationError> {
-    let Taking { target, devices, device_share, state_dir, linger, monitor, fence } = taking;
+    let Taking { target, devices, device_share, state_dir, linger, stall, give_up_after, monitor, fence } = taking;
     let Greeted { session, mode: _, machine, peer, mut writer, reader, closer, messages, welcome } = greeted;
     observer.note(&format!("migration {} from {peer}", session.id));
 
@@ -248,6 +248,11 @@ fn take<'a>(
         hang_up_at: None,
         linger,
         cancelled: false,
+        unwritten: None,
+        until: give_up_after.map(after),
+        stall,
+        stalled_at: stall.map(after),
+        received: 0,
     };
     driver.run(&events, first);
     // The word of it may still lie in the queue.
@@ -333,6 +338,14 @@ pub(super) struct Driver<'a> {
     hang_up_at: Option<Instant>,
     linger: Duration,
     cancelled: bool,
+    /// Why the record could not be written, where the last attempt failed.
+    unwritten: Option<String>,
+    /// When the guest must be prepared.
+    until: Option<Instant>,
+    /// How long nothing may arrive; when something must have, and how many packets had when that was set.
+    stall: Option<Duration>,
+    stalled_at: Option<Instant>,
+    received: u64,
 }
 
 /// What the guest's missing memory has come to.
@@ -370,6 +383,11 @@ impl Driver<'_> {
             }
             let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
             self.tell_progress();
+            if let Some(reason) = self.overdue() {
+                self.tell_failure(&reason);
+                actions = self.switchover.on(DestinationEvent::Failed { reason });
+                continue;
+            }
             let waits = self.hang_up_at.map_or(IDLE, left).min(self.broken.map_or(IDLE, left)).min(self.placing.left());
             if self.broken.take_if(|deadline| left(*deadline).is_zero()).is_some() {
                 if let Some(event) = self.channels_failed() {
@@ -418,6 +436,24 @@ impl Driver<'_> {
         self.settled || Instant::now() >= hang_up_at
     }
 
+    /// Why the source has had its time, where it has. Only as long as this side may give up.
+    fn overdue(&mut self) -> Option<String> {
+        if !self.switchover.may_give_up() {
+            return None;
+        }
+        let received = self.doorman.received();
+        if received != self.received {
+            (self.received, self.stalled_at) = (received, self.stall.map(after));
+        }
+        let passed = |at: Instant| Instant::now() >= at;
+        if self.until.is_some_and(passed) {
+            return Some("the guest was not here in time (the destination's time limit)".into());
+        }
+        self.stalled_at
+            .is_some_and(passed)
+            .then(|| "nothing of the guest arrived for too long (the destination's stall limit)".into())
+    }
+
     /// Whether the guest runs here and lacks part of its memory.
     fn runs_short(&self) -> bool {
         self.end == Some(DestinationEnd::Running) && self.lacks_memory == Some(Lacks::Awaited)
@@ -432,9 +468,13 @@ impl Driver<'_> {
                     self.phase = Phase::Committed;
                 }
                 match self.ledger.write(RecordState::Destination(state)) {
-                    Ok(()) => Some(DestinationEvent::RecordWritten),
+                    Ok(()) => {
+                        self.unwritten = None;
+                        Some(DestinationEvent::RecordWritten)
+                    }
                     Err(error) => {
                         self.observer.note(&error.to_string());
+                        self.unwritten = Some(error.to_string());
                         Some(DestinationEvent::RecordFailed)
                     }
                 }
@@ -471,6 +511,8 @@ impl Driver<'_> {
             }
             DestinationAction::Quit => {
                 self.abort.raise("the migration was aborted");
+                // The channel of the state may be waiting for its readers.
+                (self.ahead, self.last) = (None, None);
                 // No channel's thread writes the memory of a monitor that is being ended.
                 self.doorman.join();
                 Some(match self.vmm.discard() {
@@ -847,7 +889,13 @@ impl Driver<'_> {
         };
         let (outcome, guest, reason) = match end {
             _ if lost.is_some() => (Outcome::Lost, GuestState::LacksMemory, lost),
-            Some(DestinationEnd::Running) => (Outcome::Completed, GuestState::BelongsToDestination, None),
+            Some(DestinationEnd::Running) => match self.unwritten.take().filter(|_| !self.ledger.settled()) {
+                None => (Outcome::Completed, GuestState::BelongsToDestination, None),
+                Some(why) => {
+                    let reason = format!("the guest runs here, but the record could not be written: {why}");
+                    (Outcome::Unconfirmed, GuestState::BelongsToDestination, Some(reason))
+                }
+            },
             // Whichever came first is the reason, and the source may have cancelled too.
             Some(DestinationEnd::Discarded { reason }) if self.cancelled && reason == CANCELLED => {
                 (Outcome::Cancelled, GuestState::NotHere, Some(reason))

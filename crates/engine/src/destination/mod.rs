@@ -61,6 +61,8 @@ pub struct Destination {
     prefault: bool,
     state_dir: Option<PathBuf>,
     linger: Duration,
+    stall: Option<Duration>,
+    give_up_after: Option<Duration>,
     monitor: MonitorRecord,
 }
 
@@ -84,6 +86,8 @@ struct Taking {
     device_share: u64,
     state_dir: Option<PathBuf>,
     linger: Duration,
+    stall: Option<Duration>,
+    give_up_after: Option<Duration>,
     monitor: MonitorRecord,
     fence: Fence,
 }
@@ -116,6 +120,8 @@ impl Destination {
             prefault: false,
             state_dir: None,
             linger: LINGER,
+            stall: None,
+            give_up_after: None,
             monitor: MonitorRecord::default(),
         }
     }
@@ -162,6 +168,22 @@ impl Destination {
         self
     }
 
+    /// How long nothing of the guest may arrive, from the acceptance of the migration until the guest is prepared, before it is given
+    /// up; for ever unless said otherwise.
+    #[must_use]
+    pub fn stall_limit(mut self, time: Option<Duration>) -> Self {
+        self.stall = time;
+        self
+    }
+
+    /// How long the guest may take to be prepared, from the acceptance of the migration, before it is given up; for ever unless said
+    /// otherwise.
+    #[must_use]
+    pub fn give_up_after(mut self, time: Option<Duration>) -> Self {
+        self.give_up_after = time;
+        self
+    }
+
     /// Where the record of the migration is kept on disk; in memory unless said otherwise.
     #[must_use]
     pub fn state_dir(mut self, dir: impl Into<PathBuf>) -> Self {
@@ -193,13 +215,24 @@ impl Destination {
     }
 
     fn prepare(self) -> Result<Taking, MigrationError> {
-        let Self { ram, devices, device_queue, before, prefault, state_dir, linger, monitor } = self;
+        let Self { ram, devices, device_queue, before, prefault, state_dir, linger, stall, give_up_after, monitor } =
+            self;
         let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_taken)?;
         let ids = devices.iter().map(|(id, _)| id.clone()).collect();
         check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_taken)?;
         let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_taken)?);
         target.prepare(before, prefault).map_err(MigrationError::not_taken)?;
-        Ok(Taking { target, devices, device_share, state_dir, linger, monitor, fence: Fence::default() })
+        Ok(Taking {
+            target,
+            devices,
+            device_share,
+            state_dir,
+            linger,
+            stall,
+            give_up_after,
+            monitor,
+            fence: Fence::default(),
+        })
     }
 
     /// Takes the migration of a source that was greeted already: where only its hello says what RAM there is to be. `address`: where

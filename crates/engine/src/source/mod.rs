@@ -54,6 +54,8 @@ pub struct Source {
 /// How long a source waits for what, before it takes it for lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TimeLimits {
+    /// Without a byte of the guest sent or taken while its memory is sent; none: no limit.
+    pub stall: Option<Duration>,
     /// For each step while the guest stands: the last pages, loading at the destination. Ten times the downtime that is
     /// aimed at if that is longer.
     pub step: Duration,
@@ -68,9 +70,10 @@ pub struct TimeLimits {
 }
 
 impl Default for TimeLimits {
-    /// 30 s, 60 s, 5 s, and 100 ms.
+    /// No limit, 30 s, 60 s, 5 s, and 100 ms.
     fn default() -> Self {
         Self {
+            stall: None,
             step: Duration::from_secs(30),
             delivery: Duration::from_secs(60),
             telling: Duration::from_secs(5),

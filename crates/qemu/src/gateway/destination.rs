@@ -55,7 +55,7 @@ const IDLE: Duration = Duration::from_millis(250);
 pub(super) const LINGER: Duration = SILENCE_LIMIT;
 /// How long a source may take, from the start of the guest here, to hang up, or to come back where its connection was lost: until it notices
 /// the loss, and some attempts to dial.
-const RETURN_TIME: Duration = SILENCE_LIMIT.saturating_add(Duration::from_secs(12));
+pub(super) const RETURN_TIME: Duration = SILENCE_LIMIT.saturating_add(Duration::from_secs(12));
 /// What the end of a control channel is called that the source closed itself (`ControlLink`): not a loss.
 const CLOSED: &str = "the peer closed the control channel";
 

@@ -224,9 +224,9 @@ pub(super) fn end_source(qmp: &Qmp, record: &Record) -> SourceEvent {
 }
 
 /// What somebody must know where the source's QEMU still lives after its guest has moved.
-pub(super) fn kept_warning(record: &Record, why: Option<&str>) -> String {
-    let process = record.qemu.map_or(String::new(), |qemu| format!(" (process {})", qemu.pid));
-    let why = why.unwrap_or(match record.source_after {
+pub(super) fn kept_warning(qemu: Option<ProcessIdentity>, source_after: SourceAfter, why: Option<&str>) -> String {
+    let process = qemu.map_or(String::new(), |qemu| format!(" (process {})", qemu.pid));
+    let why = why.unwrap_or(match source_after {
         SourceAfter::Keep => "as --source-after keep asked for",
         SourceAfter::Quit => "although it was to be ended, which has failed",
     });
@@ -234,6 +234,13 @@ pub(super) fn kept_warning(record: &Record, why: Option<&str>) -> String {
         "the source's QEMU{process} still holds a stopped copy of the guest, {why}: never resume it (`virsh resume`, QMP \
          `cont`), or the guest runs on both hosts and its disks are lost; end it (QMP `quit`, `virsh destroy`)"
     )
+}
+
+/// What somebody must know where it is not confirmed that the guest runs at the destination.
+pub(super) fn unconfirmed_warning() -> String {
+    "the guest may run at the destination: until `sterna recover` has settled this migration, never resume it in the source's QEMU \
+     (`virsh resume`, QMP `cont`)"
+        .into()
 }
 
 /// Has QEMU announce the guest's network addresses, so that switches learn where it is. QEMU's own values for timing.

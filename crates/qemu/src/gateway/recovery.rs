@@ -150,7 +150,10 @@ impl Common<'_> {
                 // Also one that an earlier run could not end. Of a QEMU that is not known, only that it was not ended counts.
                 let kept = self.source_left.is_some() || record.source_after == SourceAfter::Keep;
                 if record.qemu.map_or(kept, process::lives) {
-                    text += &format!("; WARNING: {}", qemu::kept_warning(record, self.source_left.as_deref()));
+                    text += &format!(
+                        "; WARNING: {}",
+                        qemu::kept_warning(record.qemu, record.source_after, self.source_left.as_deref())
+                    );
                 }
             }
             SourceEnd::Aborted { .. } => self.warn_of_held_migration(&mut text),

@@ -71,6 +71,20 @@ pub enum RecordState {
 }
 
 impl RecordState {
+    /// The name of the state, as it stands in the record.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Source(SourceState::Started) | Self::Destination(DestinationState::Started) => "started",
+            Self::Source(SourceState::Committed) | Self::Destination(DestinationState::Committed) => "committed",
+            Self::Source(SourceState::Aborted) | Self::Destination(DestinationState::Aborted) => "aborted",
+            Self::Source(SourceState::Resumed) => "resumed",
+            Self::Source(SourceState::Finished) => "finished",
+            Self::Source(SourceState::Gone) => "gone",
+            Self::Destination(DestinationState::Prepared) => "prepared",
+            Self::Destination(DestinationState::Running) => "running",
+        }
+    }
+
     /// Whether `recover` would leave QEMU alone, so that a new migration may use the same QEMU. An aborted destination
     /// is settled as soon as its QEMU process is gone, which the caller sees.
     pub fn settled(self) -> bool {

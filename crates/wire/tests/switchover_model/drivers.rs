@@ -1,7 +1,7 @@
 //! The drivers: they perform actions on the world and tell the machines what happened, as the gateway does.
 
 use super::properties::Mutant;
-use super::world::{DestinationProcess, DestinationSterna, Device, SourceProcess, SourceSterna, State, World};
+use super::world::{DestinationProcess, DestinationSterna, Device, Mode, SourceProcess, SourceSterna, State, World};
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationState, DestinationSwitchover, Outcome,
     SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState, SourceSwitchover, SwitchoverMessage as Message,
@@ -26,6 +26,12 @@ impl World {
                 sterna.late = None;
                 sterna.written = Some(true);
             }
+            SourceAction::StartMigration if self.mode == Mode::Direct => {
+                if state.source_qemu == SourceProcess::Idle {
+                    state.source_qemu = SourceProcess::Tracked;
+                    sterna.seen = Some(SourceGuest::Running);
+                }
+            }
             SourceAction::StartMigration => {
                 if state.source_qemu == SourceProcess::Idle {
                     state.source_qemu = SourceProcess::Migrating;
@@ -44,10 +50,18 @@ impl World {
                 }
             }
             SourceAction::EndGuest => {
-                if state.source_qemu == SourceProcess::Completed {
+                if matches!(state.source_qemu, SourceProcess::Completed | SourceProcess::Stopped) {
                     end_source_qemu(state);
                 }
                 sterna.seen = None;
+            }
+            SourceAction::RelayShut if self.mode == Mode::Direct => {
+                state.looked = true;
+                sterna.seen = None;
+                if self.mutant == Mutant::BelievesThatItStands {
+                    sterna.seen = Some(SourceGuest::Completed);
+                    sterna.todo = sterna.machine.on(SourceEvent::Guest(SourceGuest::Completed));
+                }
             }
             SourceAction::RelayShut => {
                 if state.source_qemu == SourceProcess::Finishing && !state.return_path_closed {
@@ -64,11 +78,14 @@ impl World {
                     sterna.todo.push(SourceAction::Send(Message::Abort { reason: String::new() }));
                 }
             }
-            SourceAction::Cont => {
-                if state.source_qemu == SourceProcess::Completed {
+            SourceAction::Cont => match state.source_qemu {
+                SourceProcess::Completed | SourceProcess::Stopped => state.source_qemu = SourceProcess::Resumed,
+                SourceProcess::PausedByOthers => {
+                    state.paused_guest_resumed = true;
                     state.source_qemu = SourceProcess::Resumed;
                 }
-            }
+                _ => {}
+            },
             SourceAction::Connect => sterna.dials = self.mutant != Mutant::NeverReconnects,
             SourceAction::AnnounceSelf => {}
             SourceAction::Done(end) => {
@@ -143,7 +160,10 @@ impl World {
         } else if let Some(old) = state.source[0].take() {
             crash_source(state, &old);
         }
-        let qemu = state.source_qemu.shown();
+        let mut qemu = state.source_qemu.shown();
+        if self.mutant == Mutant::RecoverTakesAnyPause && state.source_qemu == SourceProcess::PausedByOthers {
+            qemu = SourceGuest::Completed;
+        }
         let mut record = state.source_disk;
         if self.mutant == Mutant::RecoverPresumesCommit && record == Some(SourceState::Started) {
             record = Some(SourceState::Committed);

@@ -1,6 +1,6 @@
 //! What must always hold, and the drivers that break it: one is worth nothing without the other.
 
-use super::world::{DestinationProcess, SourceProcess, State, World};
+use super::world::{DestinationProcess, Mode, SourceProcess, State, World};
 use stateright::{Model, Property};
 use sterna_wire::switchover::{SourceEnd, SourceState};
 
@@ -45,6 +45,10 @@ pub(crate) enum Mutant {
     EndsUnconfirmed,
     /// Tells the destination to give up together with the order to end QEMU's migration.
     AbortsBlindly,
+    /// In direct mode: decides without looking whether the guest still stands.
+    BelievesThatItStands,
+    /// In direct mode: `recover` takes a guest that somebody else paused for one that the migration stopped.
+    RecoverTakesAnyPause,
 }
 
 const NEVER_BOTH: &str = "never do both run";
@@ -55,7 +59,19 @@ const NOT_LOST: &str = "the destination never loses the guest unless its QEMU di
 const NO_LATE_WRITE: &str = "no accelerator writes guest RAM under the running guest";
 const NOT_ENDED_EARLY: &str = "the source's QEMU is not ended before the guest has run at the destination";
 const NOT_ABORTED_BLINDLY: &str = "the destination is told to give up only once the guest runs at the source";
+const NOT_LET_RUN: &str = "a guest that somebody else paused is not let run";
 const NO_CONFLICT: &str = "no machine ever meets a contradiction";
+
+/// As [`MUTANTS`], in direct mode.
+pub(crate) const DIRECT_MUTANTS: &[(Mutant, &str)] = &[
+    (Mutant::ResumesWithoutRecord, NO_CONFLICT),
+    (Mutant::CommitsBeforeDurable, NEVER_BOTH),
+    (Mutant::ResumesAfterDecision, NEVER_BOTH),
+    (Mutant::NoRecover, EXACTLY_ONE),
+    (Mutant::EndsUnconfirmed, NOT_ENDED_EARLY),
+    (Mutant::BelievesThatItStands, NEVER_BOTH),
+    (Mutant::RecoverTakesAnyPause, NOT_LET_RUN),
+];
 
 /// Each mutant and the property that must catch it.
 pub(crate) const MUTANTS: &[(Mutant, &str)] = &[
@@ -102,6 +118,13 @@ pub(crate) fn properties() -> Vec<Property<World>> {
             actions.iter().any(|action| !action.trouble())
                 || !copies
                 || state.source_qemu.runs() != destination_runs(state)
+                || (state.source_qemu == SourceProcess::PausedByOthers && !destination_runs(state))
+        }),
+        Property::always(NOT_LET_RUN, |_, state: &State| !state.paused_guest_resumed),
+        Property::sometimes("somebody else lets the guest run, and it stays", |world: &World, state: &State| {
+            state.source_qemu == SourceProcess::ResumedByOthers && state.source_disk == Some(SourceState::Resumed)
+                || world.mode == Mode::Stream
+                || world.budget.strangers == 0
         }),
         Property::always(NOT_LOST, |world: &World, state: &State| {
             !matches!(state.source_end, Some(SourceEnd::DestinationLost { .. }))

@@ -28,12 +28,23 @@ pub(crate) struct Budget {
     pub(crate) qemu_failures: u8,
     /// A QEMU process dies.
     pub(crate) qemu_deaths: u8,
+    /// Somebody else pauses the guest at the source, or lets it run.
+    pub(crate) strangers: u8,
     /// A host goes, with disk and everything, and never comes back.
     pub(crate) hosts: u8,
     /// `recover` is called where everything is settled.
     pub(crate) stale_recovers: u8,
     /// An accelerator that writes guest RAM at the destination falls silent.
     pub(crate) silent_devices: u8,
+}
+
+/// How the guest is moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// By QEMU's own migration: QEMU stops the guest, and lets it run again where SHUT does not come.
+    Stream,
+    /// From outside: QEMU knows of no migration. The driver stops the guest and lets it run again, and so may others by QMP.
+    Direct,
 }
 
 /// What an accelerator does with guest RAM at the destination that it was given to write.
@@ -61,20 +72,30 @@ pub(crate) enum SourceProcess {
     /// Runs again.
     Resumed,
     Gone,
+    /// In direct mode: runs, its writes are tracked.
+    Tracked,
+    /// In direct mode: stopped by the driver.
+    Stopped,
+    /// In direct mode: stopped by somebody else.
+    PausedByOthers,
+    /// In direct mode: let run by somebody else after the driver had stopped it.
+    ResumedByOthers,
 }
 
 impl SourceProcess {
     pub(crate) fn shown(self) -> SourceGuest {
         match self {
-            Self::Idle | Self::Resumed => SourceGuest::Running,
+            Self::Idle | Self::Resumed | Self::Tracked | Self::PausedByOthers | Self::ResumedByOthers => {
+                SourceGuest::Running
+            }
             Self::Migrating | Self::Finishing | Self::ShutGiven => SourceGuest::Migrating,
-            Self::Completed => SourceGuest::Completed,
+            Self::Completed | Self::Stopped => SourceGuest::Completed,
             Self::Gone => SourceGuest::Gone,
         }
     }
 
     pub(crate) fn runs(self) -> bool {
-        matches!(self, Self::Idle | Self::Migrating | Self::Resumed)
+        matches!(self, Self::Idle | Self::Migrating | Self::Resumed | Self::Tracked | Self::ResumedByOthers)
     }
 }
 
@@ -149,6 +170,10 @@ pub(crate) struct State {
     pub(crate) destination_qemu: DestinationProcess,
     /// QEMU's migration sockets at the source are closed, or it was told to cancel.
     pub(crate) return_path_closed: bool,
+    /// In direct mode: the driver has looked for the last time whether the guest stands, and decides.
+    pub(crate) looked: bool,
+    /// History: a guest that somebody else had paused was let run.
+    pub(crate) paused_guest_resumed: bool,
     /// The whole stream is on its way.
     pub(crate) stream_sent: bool,
     /// The destination QEMU's stream was opened.
@@ -195,6 +220,7 @@ pub(crate) enum Happens {
     SourceRecovers { fenced: bool },
     SourceRecoversAgain,
     SourceHostLost,
+    SourceFindsGuestPaused,
     // The destination's driver.
     DestinationPerforms,
     DestinationWriteFails { new_content: bool },
@@ -219,6 +245,8 @@ pub(crate) enum Happens {
     SourceQemuResumes,
     SourceQemuFails,
     SourceQemuDies,
+    SomebodyPauses,
+    SomebodyResumes,
     // The destination's QEMU.
     StreamArrives,
     DestinationQemuLoads,
@@ -252,6 +280,8 @@ impl Happens {
                 | LinkBreaks
                 | SourceQemuFails
                 | SourceQemuDies
+                | SomebodyPauses
+                | SomebodyResumes
                 | DestinationQemuDies
                 | DeviceFallsSilent
         )
@@ -260,14 +290,15 @@ impl Happens {
 
 /// The model.
 pub(crate) struct World {
+    pub(crate) mode: Mode,
     pub(crate) budget: Budget,
     pub(crate) mutant: Mutant,
     pub(crate) passed: Mutex<HashSet<CrashPoint>>,
 }
 
 impl World {
-    pub(crate) fn new(budget: Budget, mutant: Mutant) -> Self {
-        Self { budget, mutant, passed: Mutex::new(HashSet::new()) }
+    pub(crate) fn new(mode: Mode, budget: Budget, mutant: Mutant) -> Self {
+        Self { mode, budget, mutant, passed: Mutex::new(HashSet::new()) }
     }
 
     /// The crash points around actions that were performed while a crash was possible.
@@ -320,10 +351,16 @@ impl World {
             actions.push(SourceTold(at));
         }
         let shown = state.source_qemu.shown();
-        if sterna.seen != Some(shown) && (shown != SourceGuest::Migrating) {
+        // Of a QEMU that is driven from outside only what was asked, or that it is gone, is known.
+        let looks = self.mode == Mode::Stream || sterna.seen.is_none() || shown == SourceGuest::Gone;
+        if looks && sterna.seen != Some(shown) && (shown != SourceGuest::Migrating) {
             actions.push(SourceSeesQemu(at));
         }
-        if state.source_qemu == SourceProcess::Finishing && !sterna.final_state_sent && !state.return_path_closed {
+        let all_out = matches!(
+            state.source_qemu,
+            SourceProcess::Finishing | SourceProcess::Stopped | SourceProcess::ResumedByOthers
+        );
+        if all_out && !sterna.final_state_sent && !state.return_path_closed {
             actions.push(SourceSendsFinalState(at));
         }
         if sterna.connected {
@@ -422,7 +459,7 @@ impl World {
                 _ => {}
             }
             let waits = state.source[0].as_ref().is_none_or(|sterna| sterna.machine.decided());
-            let stopped = state.source_qemu != SourceProcess::Gone
+            let stopped = !matches!(state.source_qemu, SourceProcess::Gone | SourceProcess::PausedByOthers)
                 && !state.source_qemu.runs()
                 && state.source_disk != Some(SourceState::Finished);
             if waits && stopped && self.may_fence_destination(state) {
@@ -466,6 +503,23 @@ impl World {
                     actions.push(SourceQemuFails);
                 }
             }
+            SourceProcess::Tracked => {
+                let free = state.source[0].as_ref().is_some_and(|sterna| sterna.todo.is_empty());
+                if served && free {
+                    actions.push(SourceQemuFinishes);
+                }
+                if state.left.strangers > 0 {
+                    actions.push(SomebodyPauses);
+                }
+            }
+            SourceProcess::PausedByOthers => {
+                let free = state.source[0].as_ref().is_some_and(|sterna| sterna.todo.is_empty());
+                if served && free {
+                    actions.push(SourceFindsGuestPaused);
+                }
+            }
+            // Who lets it run after the decision makes two of it, whatever the driver does.
+            SourceProcess::Stopped if state.left.strangers > 0 && !state.looked => actions.push(SomebodyResumes),
             _ => {}
         }
         if state.left.qemu_deaths > 0 && state.source_qemu != SourceProcess::Gone {
@@ -526,6 +580,8 @@ impl Model for World {
             source_qemu: SourceProcess::Idle,
             destination_qemu: DestinationProcess::Incoming { autostart: true, whole: false },
             return_path_closed: false,
+            looked: false,
+            paused_guest_resumed: false,
             stream_sent: false,
             feeding: false,
             device: Device::Quiet,
@@ -752,6 +808,23 @@ impl Model for World {
             LinkBreaks => {
                 state.left.losses -= 1;
                 state.link = false;
+            }
+            SourceFindsGuestPaused => {
+                let reason = "the guest stopped during the migration".into();
+                self.source_event(state, 0, SourceEvent::Failed { reason });
+            }
+            SomebodyPauses => {
+                state.left.strangers -= 1;
+                state.source_qemu = SourceProcess::PausedByOthers;
+            }
+            SomebodyResumes => {
+                state.left.strangers -= 1;
+                state.source_qemu = SourceProcess::ResumedByOthers;
+            }
+            SourceQemuFinishes if self.mode == Mode::Direct => {
+                state.source_qemu = SourceProcess::Stopped;
+                state.source[0].as_mut()?.seen = Some(SourceGuest::Completed);
+                state.stream_sent = state.link;
             }
             SourceQemuFinishes => {
                 state.source_qemu = SourceProcess::Finishing;

@@ -15,6 +15,7 @@ use sterna_wire::control::{ControlMessage, DestinationFigures, DeviceChannels, M
 use sterna_wire::handshake::check_devices;
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEnd, SourceEvent, SourceGuest, SourceState};
+use sterna_wire::text::cleaned;
 
 use self::devices::Devices;
 use self::post_copy::PostCopy;
@@ -203,6 +204,8 @@ pub(super) fn run(
         throttled: false,
         ended: false,
         left: None,
+        unwritten: None,
+        moved: (0, 0),
     };
     driver.tell_if_broken();
     let end = lead_source(&mut driver, &events, first);
@@ -296,6 +299,10 @@ struct Driver<'a> {
     /// The monitor has ended after its guest was moved, or why it could not be ended.
     ended: bool,
     left: Option<String>,
+    /// Why the record could not be written, where the last attempt failed.
+    unwritten: Option<String>,
+    /// Bytes on the wire and in flight when they last changed.
+    moved: (u64, u64),
 }
 
 impl SourceDriver for Driver<'_> {
@@ -366,6 +373,7 @@ impl SourceDriver for Driver<'_> {
     }
 
     fn tick(&mut self) {
+        self.watch_progress();
         self.tell_progress();
     }
 
@@ -397,7 +405,11 @@ impl Driver<'_> {
                 None
             }
             // The guest has stopped and nothing of it will go on by itself.
-            SourceAction::RelayShut => Some(SourceEvent::Guest(SourceGuest::Completed)),
+            SourceAction::RelayShut => Some(match self.vmm.stood_still() {
+                Ok(()) => SourceEvent::Guest(SourceGuest::Completed),
+                Err(_) if self.vmm.has_ended() => SourceEvent::Guest(SourceGuest::Gone),
+                Err(error) => SourceEvent::Failed { reason: error.to_string() },
+            }),
             SourceAction::EndMigration => {
                 self.lead.abort.raise(self.lead.switchover.reason());
                 if let Some(moving) = &mut self.moving {
@@ -471,6 +483,7 @@ impl Driver<'_> {
         }
         match self.ledger.write(RecordState::Source(state)) {
             Ok(()) => {
+                self.unwritten = None;
                 self.lead.due = None;
                 if state == SourceState::Committed {
                     self.phase = Phase::Committed;
@@ -484,6 +497,7 @@ impl Driver<'_> {
             }
             Err(error) => {
                 self.observer.note(&error.to_string());
+                self.unwritten = Some(error.to_string());
                 SourceEvent::RecordFailed
             }
         }
@@ -513,7 +527,11 @@ impl Driver<'_> {
 
     fn heard(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
-            ControlMessage::Ready { placement, .. } => self.placement = placement,
+            ControlMessage::Ready { placement, .. } => {
+                let placement: Vec<String> = placement.iter().map(|line| cleaned(line)).collect();
+                placement.iter().for_each(|line| self.observer.note(&format!("placement: {line}")));
+                self.placement = placement;
+            }
             ControlMessage::SwitchoverAck => self.monitor_taken(),
             ControlMessage::DeviceTaken { device } => self.device_taken(device),
             ControlMessage::DeviceCredit { device, up_to } => {
@@ -640,11 +658,34 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// When the rounds must be over, if they may not take as long as they want. Between two rounds they give up by
-    /// themselves, and say why; a round that lasts is not waited for.
+    /// When the rounds must be over, if they may not take as long as they want, or something of the guest must have moved. Between
+    /// two rounds they give up by themselves, and say why; a round that lasts is not waited for.
     fn rounds_due(&self) -> Option<(Instant, &'static str)> {
-        let left = self.settings.give_up_after?.saturating_sub(self.started.elapsed());
-        Some((after(left.saturating_add(ROUND_GRACE)), "sending the guest's memory"))
+        let over = self.settings.give_up_after.map(|time| {
+            let left = time.saturating_sub(self.started.elapsed());
+            (after(left.saturating_add(ROUND_GRACE)), "sending the guest's memory (time limit)")
+        });
+        let stalled = self.settings.limits.stall;
+        let stalled = stalled.map(|time| (after(time), "waiting for anything of the guest to move (stall limit)"));
+        [over, stalled].into_iter().flatten().min_by_key(|(deadline, _)| *deadline)
+    }
+
+    /// Gives what is waited for in the rounds its time anew where something has moved.
+    fn watch_progress(&mut self) {
+        let moved = (self.sent().wire_bytes, self.window.in_flight());
+        if moved != self.moved {
+            self.moved = moved;
+            self.await_progress();
+        }
+    }
+
+    /// From now on something must move before long. From the stop of the guest on, in post-copy, and where the migration is being
+    /// taken down, other limits hold.
+    fn await_progress(&mut self) {
+        let rounds = self.phase == Phase::Rounds && self.moving.is_some() && matches!(self.post_copy, PostCopy::No);
+        if rounds && self.lead.moments.pausing.is_none() && !self.lead.abort.is_over() {
+            self.lead.due = self.rounds_due();
+        }
     }
 
     /// Tells this thread when the data channels of this incarnation have failed.
@@ -715,6 +756,8 @@ impl Driver<'_> {
         let settled = self.vmm.settle_io();
         drop(inside);
         settled.map_err(|error| format!("the guest's input and output does not settle: {error}"))?;
+        // Nothing could move meanwhile, however long that took.
+        self.await_progress();
         self.moving.iter().for_each(|moving| moving.order(Order::Settled));
         Ok(())
     }
@@ -725,8 +768,9 @@ impl Driver<'_> {
         if self.lead.abort.is_over() {
             return Ok(());
         }
+        self.vmm.may_pause().map_err(|error| error.to_string())?;
         // `recover` lets only a guest run on that was stopped by its migration.
-        self.ledger.note_pausing().map_err(|error| error.to_string())?;
+        self.ledger.note_pausing(true).map_err(|error| error.to_string())?;
         self.phase = Phase::SwitchingOver;
         self.observer.note("stopping the guest");
         // Also where it fails: it may have stopped after all.
@@ -747,6 +791,7 @@ impl Driver<'_> {
     fn run_on(&mut self) -> Result<(), String> {
         self.observer.note("the guest had dirtied too much until it stood: it runs on");
         self.resume_guest()?;
+        self.ledger.note_pausing(false).map_err(|error| error.to_string())?;
         (self.phase, self.lead.due) = (Phase::Rounds, self.rounds_due());
         Ok(())
     }

@@ -79,11 +79,19 @@ impl Driver<'_> {
         let not_moved = if self.lead.cancelled || cancelled { Outcome::Cancelled } else { Outcome::Failed };
         let (outcome, guest, reason) = match outcome {
             SourceOutcome::Machine(SourceEnd::Finished) => {
-                return (Outcome::Completed, GuestState::BelongsToDestination, None);
+                // That this is settled must be on the disk before it is told.
+                let Some(why) = self.unwritten.as_ref().filter(|_| !self.ledger.settled()) else {
+                    return (Outcome::Completed, GuestState::BelongsToDestination, None);
+                };
+                let reason = format!(
+                    "the destination has confirmed that the guest runs there, but the record could not be written: {why}"
+                );
+                (Outcome::Unconfirmed, GuestState::BelongsToDestination, reason)
             }
             SourceOutcome::Machine(SourceEnd::Aborted { reason }) => (not_moved, GuestState::RunsAtSource, reason),
             SourceOutcome::Machine(SourceEnd::NotStarted) => {
-                (Outcome::Failed, GuestState::Untouched, "the migration's record could not be written".to_owned())
+                let why = self.unwritten.as_deref().unwrap_or_default();
+                (Outcome::Failed, GuestState::Untouched, format!("the migration's record could not be written: {why}"))
             }
             SourceOutcome::Machine(SourceEnd::GuestGone) => {
                 (Outcome::Lost, GuestState::StandsAtSource, "the guest is gone".to_owned())
@@ -116,6 +124,20 @@ impl Driver<'_> {
             }
         };
         (outcome, guest, Some(reason))
+    }
+
+    /// What somebody must know or do now.
+    fn warnings(&mut self, outcome: Outcome) -> Vec<String> {
+        let mut warnings: Vec<_> = self.left.take().into_iter().collect();
+        let unwritten = self.unwritten.as_ref().filter(|_| !self.ledger.settled()).zip(self.ledger.on_disk());
+        if let (Outcome::Failed | Outcome::Cancelled, Some((why, state))) = (outcome, unwritten) {
+            let (id, state) = (self.session.id, state.name());
+            warnings.push(format!(
+                "this end could not be written to the record, which still holds the state `{state}`: {why}. Put that right, then run \
+                 `sterna recover {id}` here: until then this guest takes part in no other migration"
+            ));
+        }
+        warnings
     }
 
     /// The account, once the data plane has ended.
@@ -179,7 +201,7 @@ impl Driver<'_> {
             refused_packets: self.again.packets(),
             devices: self.devices.known.report(),
             source_after: self.ended.then_some(SourceAfter::Quit),
-            warnings: self.left.take().into_iter().collect(),
+            warnings: self.warnings(outcome),
             mode: None,
             not_direct: None,
             tracking: None,

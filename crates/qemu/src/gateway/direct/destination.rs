@@ -16,11 +16,12 @@ use sterna::source::MonitorRecord;
 use sterna::transport::{Address, Incoming};
 use sterna::vmm::{DestinationVmm, VmmError};
 use sterna_wire::control::{ControlMessage, Machine, Mode};
+use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{ProcessIdentity, SourceAfter};
 
 use super::stream::{self, BlockLength, PING_VALUE};
 use super::{WithFaultPoints, ram};
-use crate::gateway::destination::QUIT_TIME;
+use crate::gateway::destination::{QUIT_TIME, RETURN_TIME};
 use crate::gateway::{GatewayError, ReceiveOptions, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{Restore, Role, Settings, Wanted};
@@ -71,10 +72,15 @@ pub(in crate::gateway) fn receive(
         qmp: socket.display().to_string(),
         process: identity,
         source_after: SourceAfter::Keep,
+        settings_before: vmm.settings_before.take(),
     };
     let taken = Destination::new(guest)
         .memory_before(sterna::destination::Before::Written)
         .monitor(record)
+        // A source that is connected, as far as is known, has the time of a silence more.
+        .linger(RETURN_TIME.saturating_sub(SILENCE_LIMIT))
+        .stall_limit(Some(options.waits.stall))
+        .give_up_after(options.waits.total)
         .state_dir(&options.state_dir)
         .take(greeted, incoming, address, &mut vmm, cancel, &WithFaultPoints(observer));
     match taken {
@@ -88,7 +94,8 @@ pub(in crate::gateway) fn receive(
 pub(super) struct QemuDestination {
     qmp: Qmp,
     identity: Option<ProcessIdentity>,
-    /// What its settings were.
+    /// What its settings were, for the record and for this process.
+    settings_before: Option<serde_json::Value>,
     restore: Option<Restore>,
     stream: UnixStream,
     answers: ReturnPathReader<UnixStream>,
@@ -103,6 +110,7 @@ impl QemuDestination {
         let wanted =
             Wanted { role: Role::Destination, channels: 0, downtime_limit: None, pause_before_switchover: false };
         let plan = Settings::plan(&qmp, &wanted).map_err(|error| error.to_string())?;
+        let settings_before = serde_json::to_value(plan.before()).ok();
         let restore = plan.carry_out().map_err(|error| error.to_string())?;
         let (ours, theirs) = UnixStream::pair().map_err(|error| format!("no socket pair for QEMU: {error}"))?;
         let failed = |error: QmpError| format!("QEMU does not take the migration: {error}");
@@ -125,6 +133,7 @@ impl QemuDestination {
         let mut this = Self {
             identity: qemu::identity(&qmp),
             qmp,
+            settings_before,
             restore: Some(restore),
             stream: ours,
             answers: ReturnPathReader::new(answers),

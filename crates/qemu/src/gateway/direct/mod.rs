@@ -28,11 +28,11 @@ use std::time::Duration;
 
 use sterna::cancel::Cancel;
 use sterna::migration::MigrationError;
-use sterna::report::{Observer, Progress, ReceiveProgress, Report};
+use sterna::report::{Observer, Outcome, Progress, ReceiveProgress, Report};
 use sterna::source::{MonitorRecord, Source, TimeLimits};
 use sterna::transport::Address;
 use sterna_wire::control::Mode;
-use sterna_wire::switchover::{Moment, Step};
+use sterna_wire::switchover::{Moment, SourceAfter, Step};
 
 pub(super) use self::destination::receive;
 use self::ram::DirectRam;
@@ -93,6 +93,7 @@ pub(super) fn send(
         qmp: socket.display().to_string(),
         process: qemu::identity(qmp),
         source_after: options.source_after,
+        settings_before: None,
     };
     let (guest, log, watched) = ram.into_parts();
     let mut vmm = QemuSource::new(qmp.clone(), machine_type, guest.clone(), watched, record.clone());
@@ -107,7 +108,7 @@ pub(super) fn send(
         .packet_size(options.packet_size)
         .delta_cache(options.delta_cache)
         .give_up_after(options.waits.total)
-        .time_limits(TimeLimits::default())
+        .time_limits(TimeLimits { stall: Some(options.waits.stall), ..TimeLimits::default() })
         .state_dir(&options.state_dir);
     let to = Address::from(&options.to);
     let moved = source.run(to, &options.security, &mut vmm, cancel, &WithFaultPoints(observer));
@@ -116,11 +117,28 @@ pub(super) fn send(
         Err(MigrationError { report: Some(report), .. }) => *report,
         Err(error) => return Err(NotSent { refused: error.refused, reason: error.to_string() }),
     };
+    settle_source(&mut report, &record);
     report.mode = Some("direct".into());
     report.tracking = Some(tracking);
     report.injection_ms = Some(stopped.as_secs_f64() * 1e3);
     report.longest_settling_ms = Some(vmm.longest_settling().as_secs_f64() * 1e3);
     Ok(report)
+}
+
+/// What became of the source's QEMU, and what somebody must know of it.
+fn settle_source(report: &mut Report, record: &MonitorRecord) {
+    let lives = record.process.is_none_or(sterna::process::lives);
+    match report.outcome {
+        Outcome::Completed => {
+            let ended = report.source_after == Some(SourceAfter::Quit);
+            report.source_after = Some(if ended { SourceAfter::Quit } else { SourceAfter::Keep });
+            if lives && !ended {
+                report.warnings.push(qemu::kept_warning(record.process, record.source_after, None));
+            }
+        }
+        Outcome::Unconfirmed if lives => report.warnings.push(qemu::unconfirmed_warning()),
+        _ => {}
+    }
 }
 
 /// Hands everything on, and stops or kills the process where a test asks for it.

@@ -100,18 +100,33 @@ impl SourceVmm for QemuSource {
         Ok(())
     }
 
-    fn pause(&mut self) -> Result<(), VmmError> {
+    fn may_pause(&mut self) -> Result<(), VmmError> {
         match self.qmp.status()?.as_str() {
-            "running" => {}
+            "running" => Ok(()),
             // The destination starts what it is given, so a guest that somebody paused meanwhile, or that stopped of itself, is not
             // given to it.
             other => {
-                return Err(format!(
-                    "the guest stopped during the migration (QEMU: {other}); only a running guest is moved"
-                )
-                .into());
+                Err(format!("the guest stopped during the migration (QEMU: {other}); only a running guest is moved")
+                    .into())
             }
         }
+    }
+
+    fn stood_still(&mut self) -> Result<(), VmmError> {
+        // QEMU says RESUME before the guest's processors start, and in order with its answers.
+        let status = self.qmp.status()?;
+        let resumed = self.qmp.wait_event("RESUME", |_| true, Instant::now())?;
+        if status == "paused" && resumed.is_none() {
+            return Ok(());
+        }
+        // Whether it runs now is for whoever let it run to say.
+        self.stopped = false;
+        Err(format!("somebody else let the guest run while it was stopped for its switchover (QEMU: {status})").into())
+    }
+
+    fn pause(&mut self) -> Result<(), VmmError> {
+        self.may_pause()?;
+        self.qmp.clear_events();
         self.stopped = true;
         self.qmp.execute("stop", json!({}))?;
         self.watched.check(&self.qmp, &self.guest)?;

@@ -7,7 +7,7 @@ use sterna::report::{Outcome, Progress, Report};
 use sterna::send::Sent;
 use sterna::session::SourceOutcome;
 use sterna::transport::Security;
-use sterna_wire::switchover::{RecordState, SourceAfter, SourceEnd, SourceState};
+use sterna_wire::switchover::{SourceAfter, SourceEnd};
 
 use super::{COMMIT_ESTIMATE, Driver};
 use crate::gateway::qemu::{self, PAGE_SIZE};
@@ -89,21 +89,17 @@ impl Driver<'_> {
         let mut warnings = Vec::new();
         let left = record.qemu.is_none_or(sterna::process::lives);
         if outcome == Outcome::Completed && left && self.source_after() == SourceAfter::Keep {
-            warnings.push(qemu::kept_warning(record, self.source_left.as_deref()));
+            warnings.push(qemu::kept_warning(record.qemu, record.source_after, self.source_left.as_deref()));
         }
         if outcome == Outcome::Unconfirmed && left {
-            warnings.push(
-                "the guest may run at the destination: until `sterna recover` has settled this migration, never resume it in \
-                 the source's QEMU (`virsh resume`, QMP `cont`)"
-                    .into(),
-            );
+            warnings.push(qemu::unconfirmed_warning());
         }
         if matches!(outcome, Outcome::Failed | Outcome::Cancelled) {
             if let Some(why) = self.unwritten.as_ref().filter(|_| self.record.written() && !self.settled()) {
                 warnings.push(format!(
-                    "this end could not be written to the record, which still holds the state {}: {why}. Put that right, then \
+                    "this end could not be written to the record, which still holds the state `{}`: {why}. Put that right, then \
                      run `sterna recover {}` here: until then this QEMU takes part in no other migration",
-                    state_name(record.state),
+                    record.state.name(),
                     self.session.id
                 ));
             }
@@ -201,15 +197,5 @@ impl Driver<'_> {
             injection_ms: None,
             longest_settling_ms: None,
         }
-    }
-}
-
-/// The name of a source's state as it stands in the record.
-fn state_name(state: RecordState) -> &'static str {
-    match state {
-        RecordState::Source(SourceState::Started) => "`started`",
-        RecordState::Source(SourceState::Aborted) => "`aborted`",
-        RecordState::Source(SourceState::Committed) => "`committed`",
-        _ => "of before",
     }
 }
