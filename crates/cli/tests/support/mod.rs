@@ -69,16 +69,26 @@ impl Sterna {
 
     /// Waits for a line that contains `text`, and gives it.
     pub(crate) fn wait_for(&self, text: &str) -> String {
+        self.wait_until(text, |lines| lines.iter().find(|line| line.contains(text)).cloned())
+    }
+
+    /// Waits until `found` finds in the lines so far what it looks for, which is `what`, and gives it.
+    pub(crate) fn wait_until<T>(&self, what: &str, found: impl Fn(&[String]) -> Option<T>) -> T {
         let mut said = self.said.lines.lock().unwrap();
         loop {
-            if let Some(line) = said.0.iter().find(|line| line.contains(text)) {
-                return line.clone();
+            if let Some(found) = found(&said.0) {
+                return found;
             }
-            assert!(!said.1, "sterna ended without saying {text:?}");
+            assert!(!said.1, "sterna ended without saying {what:?}");
             let timeout;
             (said, timeout) = self.said.more.wait_timeout(said, LONG).unwrap();
-            assert!(!timeout.timed_out(), "sterna does not say {text:?}");
+            assert!(!timeout.timed_out(), "sterna does not say {what:?}");
         }
+    }
+
+    /// How many lines so far contain `text`.
+    pub(crate) fn count(&self, text: &str) -> usize {
+        self.said.lines.lock().unwrap().0.iter().filter(|line| line.contains(text)).count()
     }
 
     /// The address that `sterna receive` listens on.

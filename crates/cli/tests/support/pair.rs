@@ -161,6 +161,14 @@ impl Pair {
         Some(Self { source, destination, scratch })
     }
 
+    /// The pair of the next move: the destination is the source now, and a `destination` waits for its guest. The source's QEMU is killed
+    /// where it has not ended.
+    pub(crate) fn next(self, destination: &QemuOptions) -> Self {
+        let scratch = tempfile::tempdir().expect("a directory for the test");
+        let destination = Watched::start(destination, scratch.path(), "destination").expect("another QEMU");
+        Self { source: self.destination, destination, scratch }
+    }
+
     /// Where the source's records lie.
     pub(crate) fn source_state(&self) -> PathBuf {
         self.scratch.path().join("source-state")

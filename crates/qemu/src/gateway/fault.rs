@@ -3,6 +3,11 @@
 //! Only in builds with the feature `fault-points`; others contain none of it. `STERNA_FAULT=NAME:crash` kills the
 //! process at the crash point of that name as SIGKILL would, `STERNA_FAULT=NAME:hold:PATH` opens the FIFO at `PATH` for
 //! writing, which tells the test that the point is reached, and waits until the test closes its end.
+//!
+//! In direct mode, too: `STERNA_WITHOUT_SETTLING=1` takes out the wait between the scan for written pages and their reading, so that a test
+//! can show what that wait is for; `STERNA_SETTLING_TIME=MILLISECONDS` shortens it.
+
+use std::time::Duration;
 
 use sterna_wire::switchover::{CrashPoint, Moment, Step};
 
@@ -11,6 +16,29 @@ pub(super) fn point(moment: Moment, step: Option<Step>) {
     if let Some(step) = step {
         reached(CrashPoint { moment, step });
     }
+}
+
+/// Whether pages are to be read without waiting for writes that are under way, which loses what these write.
+#[cfg(not(feature = "fault-points"))]
+pub(super) fn without_settling() -> bool {
+    false
+}
+
+#[cfg(feature = "fault-points")]
+pub(super) fn without_settling() -> bool {
+    std::env::var("STERNA_WITHOUT_SETTLING").is_ok_and(|value| value == "1")
+}
+
+/// How long to wait for writes that are under way: `usual`, unless a test wants another time.
+#[cfg(not(feature = "fault-points"))]
+pub(super) fn settling_time(usual: Duration) -> Duration {
+    usual
+}
+
+#[cfg(feature = "fault-points")]
+pub(super) fn settling_time(usual: Duration) -> Duration {
+    let Ok(wanted) = std::env::var("STERNA_SETTLING_TIME") else { return usual };
+    Duration::from_millis(wanted.parse().expect("STERNA_SETTLING_TIME is a number of milliseconds"))
 }
 
 #[cfg(not(feature = "fault-points"))]

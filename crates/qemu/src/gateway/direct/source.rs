@@ -11,9 +11,11 @@ use sterna::source::MonitorRecord;
 use sterna::vmm::{AfterMove, SourceVmm, VmmError};
 use sterna_memory::ram::GuestRam;
 use sterna_wire::switchover::SourceAfter;
+use sterna_wire::text::cleaned;
 
 use super::ram::Watched;
 use super::stream::has_nested_guest;
+use crate::gateway::fault;
 use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
 use crate::qmp::{Qmp, QmpError};
 
@@ -29,6 +31,8 @@ pub(super) struct QemuSource {
     /// Its RAM, and what must still be so of it when the guest has stopped.
     guest: GuestRam,
     watched: Watched,
+    /// The files of its disks when their reading began, for people.
+    disks: String,
     record: MonitorRecord,
     /// The guest was stopped by this migration.
     stopped: bool,
@@ -45,16 +49,10 @@ impl QemuSource {
         watched: Watched,
         record: MonitorRecord,
     ) -> Self {
-        Self {
-            qmp,
-            machine_type,
-            guest,
-            watched,
-            record,
-            stopped: false,
-            state: None,
-            longest_settling: Duration::ZERO,
-        }
+        // QEMU answers no more once its storage does not.
+        let disks = disk_files(&qmp);
+        let longest_settling = Duration::ZERO;
+        Self { qmp, machine_type, guest, watched, disks, record, stopped: false, state: None, longest_settling }
     }
 
     /// The longest that the block layer took to have nothing under way.
@@ -93,11 +91,30 @@ impl SourceVmm for QemuSource {
     }
 
     fn settle_io(&mut self) -> Result<(), VmmError> {
+        if fault::without_settling() {
+            return Ok(());
+        }
         let begun = Instant::now();
+        let limit = fault::settling_time(SETTLING_TIME);
+        tracing::debug!("waiting until QEMU's block layer has nothing under way");
         // It drains all of the block layer before it looks at its actions (`qmp_transaction` in blockdev.c).
-        self.qmp.execute_within("transaction", json!({ "actions": [] }), SETTLING_TIME)?;
-        self.longest_settling = self.longest_settling.max(begun.elapsed());
-        Ok(())
+        let settled = self.qmp.execute_within("transaction", json!({ "actions": [] }), limit);
+        let took = begun.elapsed();
+        self.longest_settling = self.longest_settling.max(took);
+        match settled {
+            Ok(_) => {
+                tracing::debug!(?took, "QEMU's block layer has nothing under way");
+                Ok(())
+            }
+            Err(QmpError::Timeout { .. }) => Err(format!(
+                "the storage of the guest's disks has not answered within {:.1} s ({}); the guest is not stopped, but it and QEMU's \
+                 monitor wait for this storage whenever they use a device; see to the storage and send again, or use --mode stream",
+                limit.as_secs_f64(),
+                self.disks
+            )
+            .into()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn may_pause(&mut self) -> Result<(), VmmError> {
@@ -186,4 +203,12 @@ impl SourceVmm for QemuSource {
             }
         }
     }
+}
+
+/// The files of QEMU's disks as its monitor names them, for people.
+fn disk_files(qmp: &Qmp) -> String {
+    let nodes = qmp.execute("query-block", json!({})).unwrap_or_default();
+    let files = nodes.as_array().into_iter().flatten().filter_map(|disk| disk["inserted"]["file"].as_str());
+    let files: Vec<String> = files.map(cleaned).collect();
+    if files.is_empty() { "QEMU names no disks".into() } else { files.join(", ") }
 }
