@@ -74,6 +74,7 @@ pub(in crate::gateway) fn receive(
     };
     let taken = Destination::new(guest)
         .memory_before(sterna::destination::Before::Written)
+        .prefault(options.prefault)
         .monitor(record)
         .state_dir(&options.state_dir)
         .take(greeted, incoming, address, &mut vmm, cancel, &WithFaultPoints(observer));
