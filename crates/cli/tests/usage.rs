@@ -111,6 +111,37 @@ fn missing_unknown_and_contradicting_options_are_one_line() {
 }
 
 #[test]
+fn what_needs_direct_mode_is_refused_where_that_was_excluded() {
+    for option in
+        ["--accel auto", "--accel iaa --iaa-verify always", "--checksums off", "--on-no-convergence throttle:10,10,90"]
+    {
+        let text = one_line(&run(&format!("send --qmp q --to h:1 --insecure --mode stream {option}")), 2);
+        let name = option.split(' ').next().unwrap();
+        assert_eq!(text, format!("{name}: it needs direct mode, and --mode stream was given"));
+    }
+    let text = one_line(&run("receive --qmp q --listen h:1 --insecure --placement in-stream --prefault"), 2);
+    assert_eq!(text, "--prefault: it needs direct mode, and --placement in-stream was given");
+    let text = one_line(&run("send --qmp q --to h:1 --insecure --iaa-verify always"), 2);
+    assert!(text.contains("--accel"), "{text}");
+}
+
+#[test]
+fn what_decides_about_the_guest_is_refused_where_it_cannot_be_moved_directly() {
+    // This release does not tell where its RAM lies.
+    let Some(qemu) = qemu() else { return };
+    let line = format!("send --qmp {} --to 127.0.0.1:1 --insecure --quiet", qemu.qmp_path().display());
+    let text = one_line(&run(&format!("{line} --on-no-convergence give-up")), 1);
+    let words = "--on-no-convergence needs direct mode, and the guest cannot be moved directly: QEMU 7.2";
+    assert!(text.starts_with(words) && text.ends_with("(the guest was not touched)"), "{text}");
+    assert_eq!(status(&qemu), "running");
+
+    // What is for speed only does not keep the guest from moving: here nothing listens at the other end.
+    let text = one_line(&run(&format!("{line} --accel auto --checksums off")), 1);
+    assert!(text.contains("127.0.0.1:1") && !text.contains("--accel"), "{text}");
+    assert_eq!(status(&qemu), "running");
+}
+
+#[test]
 fn help_and_version_go_to_stdout_and_explain_the_exit_codes() {
     for line in
         ["--help", "send --help", "receive --help", "proxy send --help", "proxy receive --help", "recover --help"]

@@ -6,6 +6,7 @@ use std::io;
 
 use arrayvec::ArrayVec;
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_memory::ram::{GuestRam, RamBlock};
 use sterna_memory::raw::KernelPart;
 use sterna_wire::packet::{Run, RunKind};
@@ -16,12 +17,13 @@ use crate::transport::Writer;
 /// Parts given to the kernel with one system call.
 const PARTS: usize = 64;
 
-/// Says which of the pages of `runs` are zero, in the runs of `batch`, which gets no content.
-pub(crate) fn look(ram: &GuestRam, runs: &[Run], batch: &mut Batch) {
+/// Says which of the pages of `runs` are zero, in the runs of `batch`, which gets no content. Of the zero pages, those of `ratio` count as
+/// normal.
+pub(crate) fn look(ram: &GuestRam, runs: &[Run], batch: &mut Batch, ratio: &mut NormalPageRatio) {
     let block = &ram.blocks()[usize::from(batch.block)];
     let mut normal = 0;
     for page in runs.iter().flat_map(|run| run.first..run.end()) {
-        if block.is_zero(page) {
+        if block.is_zero(page) && !ratio.takes_next() {
             batch.push_zero(page, 1);
         } else {
             batch.push_normal(page, 1, 0);

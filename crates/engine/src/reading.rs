@@ -1,6 +1,7 @@
 //! Guest RAM read into a batch: once per page, with the zero test and the checksum in the same pass.
 
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_memory::ram::{GuestRam, RamBlock, RamError};
 use sterna_memory::snapshot::Snapshot;
 
@@ -18,6 +19,8 @@ pub(crate) struct Reading {
     /// One bit per page of a batch.
     zero_map: Vec<u64>,
     checksums: bool,
+    /// Zero pages that count as normal.
+    ratio: NormalPageRatio,
     /// What is in the batch is sent from where it lies in this RAM.
     in_place: Option<GuestRam>,
 }
@@ -30,8 +33,14 @@ impl Reading {
             batch: Batch::new(rules.packet_size),
             zero_map: vec![0; pages.div_ceil(64)],
             checksums: rules.checksums,
+            ratio: NormalPageRatio::default(),
             in_place: None,
         }
+    }
+
+    /// The same, where those of `ratio` of the zero pages count as normal.
+    pub(crate) fn with_ratio(self, ratio: NormalPageRatio) -> Self {
+        Self { ratio, ..self }
     }
 
     /// Begins a batch of pages of `block`.
@@ -46,7 +55,7 @@ impl Reading {
         if self.in_place.is_none() {
             self.in_place = Some(ram.clone());
         }
-        in_place::look(ram, runs, &mut self.batch);
+        in_place::look(ram, runs, &mut self.batch, &mut self.ratio);
     }
 
     /// The block that the batch's content lies in, where that was not read.
@@ -96,6 +105,9 @@ impl Reading {
         let mut snapshot = Snapshot::new(self.batch.spare_mut(), &mut self.zero_map);
         if !self.checksums {
             snapshot = snapshot.unchecked();
+        }
+        if !self.ratio.is_none() {
+            snapshot = snapshot.keeping(&mut self.ratio);
         }
         for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
             block.read(run.first..run.end(), &mut snapshot)?;

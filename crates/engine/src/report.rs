@@ -313,6 +313,9 @@ impl Report {
             line("WARNING", warning.clone());
         }
         line("machine", self.machine.clone());
+        if let Some(mode) = &self.mode {
+            line("mode", self.mode_text(mode));
+        }
         line("total time", format!("{:.0} ms", self.total_ms));
         if self.outcome == Outcome::Completed {
             let parts = &self.downtime;
@@ -398,6 +401,24 @@ impl Report {
         }
         if let Some(more) = self.placement.len().checked_sub(MOST_PLACEMENTS).filter(|more| *more > 0) {
             line("placement", format!("and {more} more, in the report of --json"));
+        }
+        text
+    }
+}
+
+impl Report {
+    /// How a QEMU's guest was moved, in one line.
+    fn mode_text(&self, mode: &str) -> String {
+        let mut text = match (&self.tracking, &self.not_direct) {
+            (Some(tracking), _) => format!("{mode}: {tracking}"),
+            (None, Some(why)) => format!("{mode}; not direct: {why}"),
+            (None, None) => mode.to_owned(),
+        };
+        if let Some(ms) = self.injection_ms {
+            text.push_str(&format!("; one thread of QEMU was stopped for {ms:.1} ms to begin it"));
+        }
+        if let Some(ms) = self.longest_settling_ms {
+            text.push_str(&format!("; disks had nothing under way after at most {ms:.1} ms"));
         }
         text
     }
@@ -646,6 +667,34 @@ mod tests {
             warned.text()
         );
         assert!(!report(Outcome::Completed).text().contains("WARNING"));
+    }
+
+    #[test]
+    fn the_mode_is_one_line_with_what_it_cost_the_guest_or_why_it_was_not_direct() {
+        let of = |report: Report| {
+            let text = report.text();
+            let line = text.lines().find_map(|line| line.strip_prefix("  mode         ")).map(str::to_owned);
+            line
+        };
+        let direct = Report {
+            mode: Some("direct".into()),
+            tracking: Some("write protection from outside".into()),
+            injection_ms: Some(1.25),
+            longest_settling_ms: Some(0.31),
+            ..report(Outcome::Completed)
+        };
+        assert_eq!(
+            of(direct).unwrap(),
+            "direct: write protection from outside; one thread of QEMU was stopped for 1.2 ms to begin it; disks had nothing under way \
+             after at most 0.3 ms"
+        );
+        let stream = Report {
+            mode: Some("stream".into()),
+            not_direct: Some("the kernel is 6.1: 6.7 is needed\n".into()),
+            ..report(Outcome::Completed)
+        };
+        assert_eq!(of(stream).unwrap(), "stream; not direct: the kernel is 6.1: 6.7 is needed ");
+        assert_eq!(of(report(Outcome::Completed)), None, "a monitor that embeds the library has no such modes");
     }
 
     #[test]

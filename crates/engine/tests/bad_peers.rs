@@ -47,6 +47,7 @@ impl Source {
             let _ = raised.send(());
         });
         let context = SendContext {
+            normal_page_ratio: Default::default(),
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),

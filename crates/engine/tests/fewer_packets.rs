@@ -39,6 +39,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
         let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO));
         let abort = Arc::new(Abort::default());
         let context = SendContext {
+            normal_page_ratio: Default::default(),
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),

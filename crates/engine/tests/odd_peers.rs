@@ -406,6 +406,7 @@ impl OddSource {
     /// Opens its channels: two for RAM, and the stream.
     fn open(&self) -> (Vec<SendChannel>, SendChannel) {
         let context = SendContext {
+            normal_page_ratio: Default::default(),
             window: Arc::new(Window::new(64 << 10, Duration::ZERO, Duration::ZERO)),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.abort),

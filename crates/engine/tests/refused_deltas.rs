@@ -50,6 +50,7 @@ impl Source {
         let kept = blocks.set(vec![shape, shape], &[TAKEN, 77], cache, 1);
         assert_eq!(kept, cache.min(PAGES * PAGE as u64), "no more than the block has of which deltas are taken");
         let context = SendContext {
+            normal_page_ratio: Default::default(),
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),

@@ -35,6 +35,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
     assert_eq!(window.size(), WINDOW as u64);
     let abort = Arc::new(Abort::default());
     let context = SendContext {
+        normal_page_ratio: Default::default(),
         window: Arc::clone(&window),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::clone(&abort),

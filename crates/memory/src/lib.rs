@@ -14,6 +14,7 @@ pub mod huge;
 mod mappings;
 pub mod missing;
 pub mod node;
+pub mod normal_page_ratio;
 mod pagemap_scan;
 pub mod place;
 mod process_memory;

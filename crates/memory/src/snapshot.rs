@@ -13,6 +13,7 @@ use crate::PAGE_SIZE;
 use crate::checksum::Crc32c;
 use crate::copy::Way;
 use crate::fold::Folded;
+use crate::normal_page_ratio::NormalPageRatio;
 use crate::scan::is_zero;
 
 /// What one snapshot found.
@@ -45,6 +46,8 @@ pub struct Snapshot<'a> {
     normal: usize,
     way: Way,
     checksums: bool,
+    /// Zero pages that count as normal.
+    kept: Option<&'a mut NormalPageRatio>,
     /// The checksum, where the way makes it with the copy.
     folded: Folded,
     /// The checksum, where it goes over the copy.
@@ -69,6 +72,7 @@ impl<'a> Snapshot<'a> {
             normal: 0,
             way: Way::best(true),
             checksums: true,
+            kept: None,
             folded: Folded::new(),
             behind: Crc32c::new(),
         }
@@ -78,6 +82,12 @@ impl<'a> Snapshot<'a> {
     #[must_use]
     pub fn unchecked(self) -> Self {
         Self { checksums: false, way: Way::best(false), ..self }
+    }
+
+    /// The same, where some of the zero pages count as normal: they are in the copy and in the checksum.
+    #[must_use]
+    pub fn keeping(self, ratio: &'a mut NormalPageRatio) -> Self {
+        Self { kept: Some(ratio), ..self }
     }
 
     /// How many more pages there is room for.
@@ -101,9 +111,14 @@ impl<'a> Snapshot<'a> {
             let ahead = source.wrapping_add((page + 1).min(pages - 1) * PAGE_SIZE);
             // SAFETY: the source page is within what the caller vouches for; the target is a whole page of our own buffer;
             // the way is one of those that this CPU has.
-            let zero = unsafe {
+            let mut zero = unsafe {
                 (self.way.copy_page)(source.add(page * PAGE_SIZE), target.as_mut_ptr(), ahead, &mut self.folded)
             };
+            if zero && self.keeps_next() {
+                zero = false;
+                self.copy[self.normal * PAGE_SIZE..][..PAGE_SIZE].fill(0);
+                self.fold(self.normal, self.normal + 1);
+            }
             self.note(zero);
             self.normal += usize::from(!zero);
             if self.normal - first_normal >= CHECKSUM_PAGES {
@@ -129,7 +144,7 @@ impl<'a> Snapshot<'a> {
         fill(&mut self.copy[start..start + pages * PAGE_SIZE])?;
         for page in 0..pages {
             let at = start + page * PAGE_SIZE;
-            let zero = is_zero(&self.copy[at..at + PAGE_SIZE]);
+            let zero = is_zero(&self.copy[at..at + PAGE_SIZE]) && !self.keeps_next();
             let target = self.normal * PAGE_SIZE;
             if !zero && at != target {
                 self.copy.copy_within(at..at + PAGE_SIZE, target);
@@ -137,17 +152,8 @@ impl<'a> Snapshot<'a> {
             self.note(zero);
             self.normal += usize::from(!zero);
         }
-        if self.checksums {
-            let normal = &self.copy[first_normal * PAGE_SIZE..self.normal * PAGE_SIZE];
-            match self.way.folds {
-                true => {
-                    let mut all = Crc32c::after(self.folded.finish());
-                    all.update(normal);
-                    self.folded = Folded::after(all.finish());
-                }
-                false => self.behind.update(normal),
-            }
-        }
+        self.fold(first_normal, self.normal);
+        self.add_to_checksum(first_normal);
         Ok(())
     }
 
@@ -172,6 +178,20 @@ impl<'a> Snapshot<'a> {
         let before = if bit == 0 { 0 } else { self.zero_map[word] };
         self.zero_map[word] = before | u64::from(zero) << bit;
         self.pages += 1;
+    }
+
+    /// Whether the next zero page counts as normal.
+    fn keeps_next(&mut self) -> bool {
+        self.kept.as_deref_mut().is_some_and(NormalPageRatio::takes_next)
+    }
+
+    /// Adds the normal pages `first..end` to the checksum where that is made with the copy, which these were not part of.
+    fn fold(&mut self, first: usize, end: usize) {
+        if self.checksums && self.way.folds {
+            let mut all = Crc32c::after(self.folded.finish());
+            all.update(&self.copy[first * PAGE_SIZE..end * PAGE_SIZE]);
+            self.folded = Folded::after(all.finish());
+        }
     }
 
     fn add_to_checksum(&mut self, first_normal: usize) {
@@ -239,6 +259,37 @@ mod tests {
             for (page, (value, _)) in kinds.iter().enumerate() {
                 prop_assert_eq!(map[page / 64] >> (page % 64) & 1 == 1, *value == 0, "page {}", page);
             }
+        }
+    }
+
+    #[test]
+    fn zero_pages_that_count_as_normal_are_in_the_copy_and_in_the_checksum() {
+        let kinds: Vec<_> = [0, 7, 0, 0, 9, 0, 0].map(|value| (value, 5)).into();
+        let guest = pages_of(&kinds);
+        let kept = [1, 2, 4, 5];
+        let expected: Vec<u8> =
+            kept.iter().flat_map(|page| guest.bytes()[page * PAGE_SIZE..][..PAGE_SIZE].to_vec()).collect();
+        for filled in [false, true] {
+            // Every second one of pages 0, 2, 3, 5 and 6.
+            let mut ratio = NormalPageRatio::new(50);
+            let (mut copy, mut map) = (vec![0xaa; kinds.len() * PAGE_SIZE], [0; 1]);
+            let mut taking = Snapshot::new(&mut copy, &mut map).keeping(&mut ratio);
+            match filled {
+                false => {
+                    // SAFETY: the area has as many pages as there are kinds.
+                    unsafe { taking.read(guest.ptr(), kinds.len()) }
+                }
+                true => {
+                    let fill = |target: &mut [u8]| -> Result<(), ()> {
+                        target.copy_from_slice(guest.bytes());
+                        Ok(())
+                    };
+                    taking.fill(kinds.len(), fill).unwrap();
+                }
+            }
+            let result = taking.finish();
+            assert_eq!((result.normal, result.checksum), (kept.len(), crc32c(&expected)));
+            assert_eq!((&copy[..expected.len()], map[0]), (&expected[..], 0b100_1001));
         }
     }
 

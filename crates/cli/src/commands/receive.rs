@@ -1,7 +1,7 @@
 //! `sterna receive`: the destination's side of a migration.
 
 use sterna::report::{Outcome, ReceiveReport};
-use sterna_qemu::gateway::{ReceiveOptions, receive};
+use sterna_qemu::gateway::{Placement, ReceiveOptions, receive};
 
 use super::{Exit, Failure, Summary, migration, security, state_dir};
 use crate::args::ReceiveArgs;
@@ -17,11 +17,17 @@ impl Summary for ReceiveReport {
 }
 
 pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
+    let placement = Placement::from(args.placement);
+    if args.prefault && placement == Placement::InStream {
+        // Nobody should believe that it is used.
+        return Err(Failure::usage(&"--prefault: it needs direct mode, and --placement in-stream was given"));
+    }
     let options = ReceiveOptions {
         qmp: args.qmp.clone(),
         listen: args.listen.clone(),
         security: security::destination(&args.tls)?,
-        placement: args.placement.into(),
+        placement,
+        prefault: args.prefault,
         wait: args.wait,
         waits: (&args.waits).into(),
         state_dir: state_dir::choose(&args.state)?,

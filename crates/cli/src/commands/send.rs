@@ -1,10 +1,10 @@
 //! `sterna send`: the source's side of a migration.
 
 use sterna::report::{Outcome, Report};
-use sterna_qemu::gateway::{SendOptions, send};
+use sterna_qemu::gateway::{DirectOptions, SendOptions, send};
 
 use super::{Exit, Failure, Summary, method_choice, migration, security, state_dir};
-use crate::args::SendArgs;
+use crate::args::{ModeArg, SendArgs};
 
 impl Summary for Report {
     fn outcome(&self) -> Outcome {
@@ -31,10 +31,23 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
         delta_cache: args.delta_cache,
         normal_page_ratio: args.normal_page_ratio,
         mode: args.mode.into(),
+        direct: direct(args)?,
         source_after: args.source_after.into(),
         waits: (&args.waits).into(),
         state_dir: state_dir::choose(&args.state)?,
         socket_dir: args.sockets.directory(),
     };
     migration(&args.screen, &args.report, logging, |cancel, screen| send(&options, cancel, screen))
+}
+
+/// What only direct mode does, unless that was excluded.
+fn direct(args: &SendArgs) -> Result<DirectOptions, Failure> {
+    let direct = DirectOptions::from(&args.direct);
+    match direct.given() {
+        // Nobody should believe that it is used.
+        Some(option) if args.mode == ModeArg::Stream => {
+            Err(Failure::usage(&format!("{option}: it needs direct mode, and --mode stream was given")))
+        }
+        _ => Ok(direct),
+    }
 }

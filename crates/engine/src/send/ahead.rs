@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 
 use sterna_memory::PAGE_SIZE;
 use sterna_memory::checksum::crc32c_combine;
+use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_memory::ram::GuestRam;
 use sterna_offload::{Batch, Channel, Delta, Done, Maker, Nanos, Operation, Outcome, Ticket, TicketId};
 
@@ -145,6 +146,8 @@ pub(super) struct Ahead {
     content: Content,
     /// Whether deltas are asked for.
     deltas: bool,
+    /// Zero pages that count as normal.
+    ratio: NormalPageRatio,
     /// Most pages of a piece.
     pages: usize,
     /// Oldest first.
@@ -158,8 +161,8 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    /// For packets of at most so many pages.
-    pub(super) fn new(accelerator: Accelerator, content: Content, packet_pages: u64) -> Self {
+    /// For packets of at most so many pages; of the zero pages, those of `ratio` count as normal.
+    pub(super) fn new(accelerator: Accelerator, content: Content, packet_pages: u64, ratio: NormalPageRatio) -> Self {
         let channel = accelerator.channel();
         let pages = accelerator.offload().batch_pages().min(packet_pages as usize);
         let deltas = accelerator.offload().accelerates(Operation::CreateDelta);
@@ -170,6 +173,7 @@ impl Ahead {
             channel,
             content,
             deltas,
+            ratio,
             pages,
             pieces: VecDeque::with_capacity(DEPTH),
             spare,
@@ -379,7 +383,7 @@ impl Ahead {
             }
             Stage::Copied(_) => piece.stage = Stage::Here(Copy { batch, maker, deltas: None, deltas_maker: None }),
             _ => {
-                piece.split(&batch);
+                piece.split(&batch, &mut self.ratio);
                 if let Some(maker) = maker {
                     self.accelerator.heard(piece.block, &piece.runs);
                     let mut pages = piece.asked.iter().flat_map(|run| run.first..run.end());
@@ -416,12 +420,12 @@ impl Piece {
     }
 
     /// It is known which pages are zero: as the zero map of `batch` says.
-    fn split(&mut self, batch: &Batch) {
+    fn split(&mut self, batch: &Batch, ratio: &mut NormalPageRatio) {
         std::mem::swap(&mut self.runs, &mut self.asked);
         self.runs.clear();
         let pages = self.asked.iter().flat_map(|run| run.first..run.end());
         for (index, page) in pages.enumerate() {
-            let kind = if batch.is_zero(index) { RunKind::Zero } else { RunKind::Normal };
+            let kind = if batch.is_zero(index) && !ratio.takes_next() { RunKind::Zero } else { RunKind::Normal };
             self.normal += if kind == RunKind::Normal { PAGE_SIZE as u64 } else { 0 };
             match self.runs.last_mut() {
                 Some(last) if last.kind == kind && last.end() == page && last.count < Run::MAX_COUNT => last.count += 1,
@@ -479,7 +483,7 @@ mod tests {
 
     #[test]
     fn pieces_come_out_in_order_with_their_runs_content_and_checksum() {
-        let mut ahead = Ahead::new(of_cpu(&ram()), Content::Checked, PAGES as u64);
+        let mut ahead = Ahead::new(of_cpu(&ram()), Content::Checked, PAGES as u64, NormalPageRatio::default());
         let out = through(&mut ahead, &[0, 1, 2, 0]);
         let every_second: Vec<Run> = (0..PAGES as u64)
             .map(|page| run(if page % 2 == 0 { RunKind::Zero } else { RunKind::Normal }, page, 1))
@@ -495,7 +499,7 @@ mod tests {
 
     #[test]
     fn lists_of_runs_never_grow() {
-        let mut ahead = Ahead::new(of_cpu(&ram()), Content::Checked, PAGES as u64);
+        let mut ahead = Ahead::new(of_cpu(&ram()), Content::Checked, PAGES as u64, NormalPageRatio::default());
         let places = |ahead: &Ahead| {
             let lists = ahead.spare.iter().flat_map(|piece| [&piece.runs, &piece.asked]);
             lists.map(|list| (list.as_ptr(), list.capacity())).collect::<std::collections::BTreeSet<_>>()
@@ -512,7 +516,7 @@ mod tests {
     fn no_piece_enters_the_window_before_an_older_one() {
         let accelerator = of_cpu(&ram());
         accelerator.region(1).unwrap().retire().unwrap();
-        let mut ahead = Ahead::new(accelerator, Content::Copied, PAGES as u64);
+        let mut ahead = Ahead::new(accelerator, Content::Copied, PAGES as u64, NormalPageRatio::default());
         for block in [0, 1, 0, 0] {
             ahead.look(block, &[run(RunKind::Normal, 0, PAGES as u32)]);
         }
@@ -566,7 +570,7 @@ mod tests {
         // It lives, as far as anybody can tell.
         settings.patience = std::time::Duration::from_secs(1000);
         let offload = Offload::start(&sterna_offload::Accelerators::model(file), &settings).unwrap();
-        let mut ahead = Ahead::new(over(&offload, &ram()), Content::Checked, PAGES as u64);
+        let mut ahead = Ahead::new(over(&offload, &ram()), Content::Checked, PAGES as u64, NormalPageRatio::default());
         let mut through = || {
             let before = offload.now();
             ahead.look(0, &[run(RunKind::Normal, 0, PAGES as u32)]);
@@ -594,7 +598,7 @@ mod tests {
         settings.lateness = std::time::Duration::from_secs(10);
         let offload = Offload::start(&sterna_offload::Accelerators::model(file), &settings).unwrap();
         let ram = ram();
-        let mut ahead = Ahead::new(over(&offload, &ram), Content::Checked, PAGES as u64);
+        let mut ahead = Ahead::new(over(&offload, &ram), Content::Checked, PAGES as u64, NormalPageRatio::default());
         let mut deltas = Deltas::new(4 * PAGES * PAGE_SIZE, PAGES * PAGE_SIZE);
         let costs = deltas.whole(None);
         let all = [run(RunKind::Normal, 0, PAGES as u32)];
@@ -626,7 +630,7 @@ mod tests {
     #[test]
     fn after_a_shutdown_pieces_are_the_threads_own_and_still_in_order() {
         let accelerator = of_cpu(&ram());
-        let mut ahead = Ahead::new(accelerator.clone(), Content::Checked, PAGES as u64);
+        let mut ahead = Ahead::new(accelerator.clone(), Content::Checked, PAGES as u64, NormalPageRatio::default());
         ahead.look(0, &[run(RunKind::Normal, 0, PAGES as u32)]);
         ahead.look(1, &[run(RunKind::Normal, 0, PAGES as u32)]);
         Offload::shutdown(accelerator.offload());

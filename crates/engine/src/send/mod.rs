@@ -22,6 +22,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
+use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_memory::ram::GuestRam;
 use sterna_offload::Maker;
 use sterna_wire::device::Piece;
@@ -324,6 +325,8 @@ struct Shared {
 /// What the channels of one migration have in common.
 #[derive(Debug, Clone)]
 pub struct SendContext {
+    /// Zero pages of guest ranges that count as normal: for tests and measurements.
+    pub normal_page_ratio: NormalPageRatio,
     /// The window.
     pub window: Arc<Window>,
     /// The bandwidth limit.

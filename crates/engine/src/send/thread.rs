@@ -273,12 +273,15 @@ impl Sending {
                 () => ahead::Content::Copied,
             };
             let ahead = self.ahead.take();
-            let mut ahead = ahead.unwrap_or_else(|| Ahead::new(accelerator.clone(), content, self.packet_pages()));
+            let mut ahead = ahead.unwrap_or_else(|| {
+                let ratio = self.context.normal_page_ratio.clone();
+                Ahead::new(accelerator.clone(), content, self.packet_pages(), ratio)
+            });
             let sent = self.runs_ahead(&mut ahead, block, runs);
             self.ahead = Some(ahead);
             return sent;
         }
-        let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
+        let mut reading = self.take_reading();
         let mut rest = Piecewise::new(runs);
         let mut piece = std::mem::take(&mut self.piece);
         let in_place = self.in_place();
@@ -288,6 +291,12 @@ impl Sending {
         self.piece = piece;
         self.reading = Some(reading);
         Ok(())
+    }
+
+    fn take_reading(&mut self) -> Reading {
+        let context = &self.context;
+        let new = || Reading::new(context.rules).with_ratio(context.normal_page_ratio.clone());
+        self.reading.take().unwrap_or_else(new)
     }
 
     /// Whether pages are sent from where they lie. A limit is kept by small pieces, which are easier cut from a copy.
@@ -377,7 +386,7 @@ impl Sending {
 
     /// Sends the oldest of the pieces that are under way, or holds it if all of it is zero.
     fn send_oldest(&mut self, ahead: &mut Ahead) -> Result<(), Box<dyn std::error::Error>> {
-        let mut reading = self.reading.take().unwrap_or_else(|| Reading::new(self.context.rules));
+        let mut reading = self.take_reading();
         let needs = ahead.needs();
         if needs > 0 {
             self.enter_window(&mut reading, needs)?;

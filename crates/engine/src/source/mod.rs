@@ -123,6 +123,7 @@ struct Settings {
     iaa_verify: IaaVerify,
     delta_cache: u64,
     accelerator_weight: u32,
+    normal_page_ratio: u8,
     device_channels: DeviceChannels,
     monitor: MonitorRecord,
 }
@@ -157,6 +158,7 @@ impl Source {
             iaa_verify: IaaVerify::default(),
             delta_cache: 0,
             accelerator_weight: 1,
+            normal_page_ratio: 0,
             device_channels: DeviceChannels::default(),
             monitor: MonitorRecord::default(),
         };
@@ -283,6 +285,14 @@ impl Source {
     #[must_use]
     pub fn accelerator_weight(mut self, weight: u32) -> Self {
         self.settings.accelerator_weight = weight;
+        self
+    }
+
+    /// For tests and measurements: this share of the zero pages that are looked at, in percent, is sent as if they were not zero; 0 unless
+    /// said otherwise. Pages that the guest never used are not looked at.
+    #[must_use]
+    pub fn normal_page_ratio(mut self, percent: u8) -> Self {
+        self.settings.normal_page_ratio = percent;
         self
     }
 

@@ -124,6 +124,9 @@ pub fn receive(
         return direct::receive(greeted, options, &listens_at, qmp, incoming, cancel, observer);
     }
     observer.note(&format!("migration {} from {}", greeted.session.id, greeted.peer));
+    if options.prefault {
+        observer.note("--prefault is not used: it needs direct mode, and the source sends QEMU's own stream");
+    }
     run_session(greeted, options, &address, qmp, incoming, cancel, observer)
 }
 

@@ -14,8 +14,10 @@ use std::time::Duration;
 
 use sterna::record_file::Side;
 use sterna::session::SessionError;
+use sterna::source::{IaaVerify, NotConverging};
 use sterna::transport::Security;
 use sterna_codec::{MethodChoice, Qatzip};
+use sterna_offload::Accelerators;
 use sterna_wire::identity::MigrationId;
 use sterna_wire::switchover::SourceAfter;
 
@@ -66,10 +68,13 @@ pub struct SendOptions {
     pub packet_size: usize,
     /// Most bytes of what was sent that are kept to make deltas against, all channels together; 0: none are made.
     pub delta_cache: u64,
-    /// For tests: this share of the zero pages, in percent, is sent as if they were not zero.
+    /// For tests and measurements: this share of the zero pages, in percent, is sent as if they were not zero. In direct mode pages that
+    /// the guest never used are not looked at.
     pub normal_page_ratio: u8,
     /// How the guest's memory is taken.
     pub mode: SendMode,
+    /// What only direct mode does.
+    pub direct: DirectOptions,
     /// What becomes of the source QEMU when the destination has confirmed that the guest runs there.
     pub source_after: SourceAfter,
     /// What is waited for at most before the guest is stopped for its switchover.
@@ -78,6 +83,58 @@ pub struct SendOptions {
     pub state_dir: PathBuf,
     /// Where the private sockets for QEMU are made.
     pub socket_dir: SocketDirectory,
+}
+
+/// Settings of [`send`] that need direct mode: QEMU's own stream has no place for them.
+#[derive(Clone, Debug)]
+pub struct DirectOptions {
+    /// What looks for zero pages, copies and compresses beside the CPU.
+    pub accelerators: Accelerators,
+    /// How much of an accelerator this guest may have beside others ([`Source::accelerator_weight`](sterna::source::Source)).
+    pub accelerator_weight: u32,
+    /// When what an IAA device has compressed is read again.
+    pub iaa_verify: IaaVerify,
+    /// Whether the content of packets is checked from end to end.
+    pub checksums: bool,
+    /// What is done when the rounds do not converge.
+    pub not_converging: NotConverging,
+}
+
+impl Default for DirectOptions {
+    /// The CPU alone, a weight of 1, checksums; that rounds do not converge is only told.
+    fn default() -> Self {
+        Self {
+            accelerators: Accelerators::cpu(),
+            accelerator_weight: 1,
+            iaa_verify: IaaVerify::default(),
+            checksums: true,
+            not_converging: NotConverging::default(),
+        }
+    }
+}
+
+impl DirectOptions {
+    /// Those that were given and are for speed only: without them the same guest moves, and the same becomes of it.
+    fn for_speed(&self) -> Vec<&'static str> {
+        let default = Self::default();
+        let given = [
+            (self.accelerators != default.accelerators, "--accel"),
+            (self.accelerator_weight != default.accelerator_weight, "--accel-weight"),
+            (self.iaa_verify != default.iaa_verify, "--iaa-verify"),
+            (self.checksums != default.checksums, "--checksums"),
+        ];
+        given.into_iter().filter(|(given, _)| *given).map(|(_, name)| name).collect()
+    }
+
+    /// The one that was given and decides what becomes of a guest that is not moved as it is.
+    fn for_the_guest(&self) -> Option<&'static str> {
+        (self.not_converging != NotConverging::default()).then_some("--on-no-convergence")
+    }
+
+    /// The first that was given of all of them.
+    pub fn given(&self) -> Option<&'static str> {
+        self.for_the_guest().or_else(|| self.for_speed().first().copied())
+    }
 }
 
 /// How the guest's memory is taken from the source's QEMU.
@@ -112,6 +169,8 @@ pub struct ReceiveOptions {
     pub security: Security,
     /// How pages reach guest RAM.
     pub placement: Placement,
+    /// Whether all of guest RAM is populated before a source that moves its guest directly may begin.
+    pub prefault: bool,
     /// How long a source is waited for; none: no limit.
     pub wait: Option<Duration>,
     /// What is waited for at most between a source's hello and the guest prepared.

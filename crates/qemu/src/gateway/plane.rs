@@ -15,11 +15,12 @@ use sterna::entry::Pipeline;
 use sterna::send::{SendChannel, SendContext, Sent};
 use sterna::session::Session;
 use sterna::transport::Security;
+use sterna_memory::normal_page_ratio::NormalPageRatio;
 
 use super::GatewayError;
 use super::layout::Start;
 use super::qemu::PAGE_SIZE;
-use super::source_stream::{MainContext, NormalPageRatio, StreamNews, SyncPoints, read_main, read_multifd};
+use super::source_stream::{MainContext, StreamNews, SyncPoints, read_main, read_multifd};
 use crate::stream::{MainReader, MultifdInit};
 
 /// What becomes of QEMU's connections when the migration is taken down.

@@ -28,6 +28,7 @@ use sterna::session::{
 };
 use sterna::transport::Address;
 use sterna::window::Window;
+use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::control::{ControlMessage, DestinationFigures, ReturnPath, Totals};
 use sterna_wire::switchover::{Moment, RecordState, SourceAction, SourceEvent, SourceGuest, SourceState};
 use sterna_wire::text::cleaned;
@@ -41,7 +42,7 @@ use super::plane::{Plane, WhenAborted};
 use super::qemu::{self, QemuEvent};
 use super::recovery::LONGEST_PAUSE;
 use super::sockets::{Listens, SocketDir, SocketPlace};
-use super::source_stream::{NormalPageRatio, StreamNews, read_start};
+use super::source_stream::{StreamNews, read_start};
 use super::{GatewayError, SendMode, SendOptions, direct, fault};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::{Plan, Restore, Role, Settings, Wanted};
@@ -221,6 +222,15 @@ fn directly(
     observer: &dyn Observer,
 ) -> Result<Direct, GatewayError> {
     let stream = |why: String| {
+        if let Some(option) = options.direct.for_the_guest() {
+            return Err(GatewayError::untouched(format_args!(
+                "{option} needs direct mode, and the guest cannot be moved directly: {why}"
+            )));
+        }
+        let unused = options.direct.for_speed();
+        if !unused.is_empty() {
+            observer.note(&format!("{}: not used, because it needs direct mode", unused.join(", ")));
+        }
         observer.note(&format!("mode: stream, by QEMU's own migration; not direct: {why}"));
         Ok(Direct::Not(why))
     };
@@ -238,7 +248,11 @@ fn directly(
         Err(why) => return stream(why),
     };
     observer.note(&format!("mode: direct, by {}", ready.tracking()));
-    match direct::send(ready, qmp, options, cancel, observer) {
+    let offload = direct::offload(&options.direct).map_err(GatewayError::untouched)?;
+    if let Some(offload) = &offload {
+        observer.note(&offload.summary().to_string());
+    }
+    match direct::send(ready, qmp, options, offload, cancel, observer) {
         Ok(report) => Ok(Direct::Done(Box::new(report))),
         // What the destination alone can know. The guest was not touched.
         Err(direct::NotSent { refused: true, reason }) if !must => stream(reason),
@@ -586,6 +600,7 @@ impl Driver<'_> {
             .and_then(|place| SocketDir::listening(&place, self.session.id))
             .map_err(|error| GatewayError(format!("cannot make the private socket for QEMU: {error}")))?;
         let context = SendContext {
+            normal_page_ratio: Default::default(),
             window: Arc::clone(&self.window),
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
             abort: Arc::clone(&self.lead.abort),

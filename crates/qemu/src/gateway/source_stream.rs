@@ -14,6 +14,7 @@ use std::time::Instant;
 use sterna::entry::{Entry, Pipeline};
 use sterna::send::{Item, SendChannel};
 use sterna::window::WindowClosed;
+use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::packet::{BlockShape, RunKind};
 
 use super::layout::{self, LONGEST_START, Prologue, Start, record};
@@ -163,29 +164,6 @@ impl SyncPoints {
     }
 }
 
-/// Turns a share of the zero pages into normal ones, so that tests can dial the network's load.
-#[derive(Debug, Clone)]
-pub(super) struct NormalPageRatio {
-    percent: u8,
-    owed: u8,
-}
-
-impl NormalPageRatio {
-    /// `percent` of the zero pages count as normal.
-    pub(super) fn new(percent: u8) -> Self {
-        Self { percent: percent.min(100), owed: 0 }
-    }
-
-    fn is_normal(&mut self) -> bool {
-        self.owed += self.percent;
-        let normal = self.owed >= 100;
-        if normal {
-            self.owed -= 100;
-        }
-        normal
-    }
-}
-
 /// What every reader needs.
 #[derive(Debug)]
 struct Common {
@@ -197,12 +175,12 @@ struct Common {
 
 impl Common {
     fn new(pipeline: &Arc<Pipeline>, sync: &Arc<SyncPoints>, ratio: NormalPageRatio) -> Self {
-        let zeros = if ratio.percent > 0 { vec![0; pipeline.page_size] } else { Vec::new() };
+        let zeros = if ratio.is_none() { Vec::new() } else { vec![0; pipeline.page_size] };
         Self { entry: Entry::new(Arc::clone(pipeline)), sync: Arc::clone(sync), ratio, zeros }
     }
 
     fn zero_page(&mut self, block: u16, offset: u64) -> Result<(), WindowClosed> {
-        if !self.ratio.is_normal() {
+        if !self.ratio.takes_next() {
             return self.entry.zero_page(block, offset);
         }
         self.entry.enter(self.zeros.len() as u64)?;
@@ -293,7 +271,7 @@ fn read_pages(
     let page_size = common.entry.pipeline().page_size;
     let length = packet.payload_len;
     // Where tests have some zero pages sent as normal ones, all of them go one by one.
-    let zeros_apart = common.ratio.percent > 0;
+    let zeros_apart = !common.ratio.is_none();
     let pages = &mut scratch.pages;
     pages.clear();
     pages.extend(packet.normal.iter().enumerate().map(|(position, offset)| (*offset, Some(position))));

@@ -47,6 +47,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
         round_trip: Duration::ZERO,
     };
     let context = SendContext {
+        normal_page_ratio: Default::default(),
         window: Arc::new(Window::new(DEFAULT_PACKET_SIZE as u64, Duration::ZERO, DOWNTIME)),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::new(Abort::default()),

@@ -22,6 +22,7 @@ fn sending(delta_cache: usize, delta_blocks: Option<Arc<DeltaBlocks>>) -> (Sendi
     let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let far = listener.accept().unwrap().0;
     let context = SendContext {
+        normal_page_ratio: Default::default(),
         window: Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO)),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::new(Abort::default()),

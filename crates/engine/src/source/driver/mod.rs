@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_memory::ram::GuestRam;
 use sterna_wire::control::{ControlMessage, DestinationFigures, DeviceChannels, Machine};
 use sterna_wire::handshake::check_devices;
@@ -696,6 +697,7 @@ impl Driver<'_> {
 
     fn send_context(&self) -> SendContext {
         SendContext {
+            normal_page_ratio: NormalPageRatio::new(self.settings.normal_page_ratio),
             window: Arc::clone(&self.window),
             pacer: Arc::clone(&self.pacer),
             abort: Arc::clone(&self.lead.abort),

@@ -140,6 +140,22 @@ impl Driver<'_> {
         warnings
     }
 
+    /// What accelerators did, and where there were some, which RAM they could not reach.
+    fn accelerators(&self) -> Vec<String> {
+        let Some(offload) = &self.settings.offload else { return Vec::new() };
+        let mut lines = offload.report().lines();
+        let blocks = self.ram.blocks().iter().filter(|block| block.process().is_some());
+        let names: Vec<_> = blocks.map(|block| block.name()).collect();
+        if let Some((first, others)) = names.split_first().filter(|_| self.accelerator.is_some()) {
+            let more = if others.is_empty() { String::new() } else { format!(" and {} more RAM blocks", others.len()) };
+            lines.push(format!(
+                "RAM block {first}{more} could not be mapped here, because the memory is not shared: no accelerator reaches it, and the \
+                 CPU looked for zero pages and copied the others"
+            ));
+        }
+        lines
+    }
+
     /// The account, once the data plane has ended.
     fn report(&mut self, outcome: Outcome, reason: Option<String>) -> Report {
         let sent = self.sent();
@@ -192,7 +208,7 @@ impl Driver<'_> {
             destination_cpu_seconds: self.figures.cpu_seconds,
             destination_faults: self.figures.faults,
             placement: std::mem::take(&mut self.placement),
-            accelerators: self.settings.offload.as_ref().map(|offload| offload.report().lines()).unwrap_or_default(),
+            accelerators: self.accelerators(),
             delta_pages: sent.delta_pages,
             same_pages: sent.same_pages,
             device_deltas: sent.device_deltas,

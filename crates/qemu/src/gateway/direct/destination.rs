@@ -76,6 +76,7 @@ pub(in crate::gateway) fn receive(
     };
     let taken = Destination::new(guest)
         .memory_before(sterna::destination::Before::Written)
+        .prefault(options.prefault)
         .monitor(record)
         // A source that is connected, as far as is known, has the time of a silence more.
         .linger(RETURN_TIME.saturating_sub(SILENCE_LIMIT))

@@ -24,6 +24,7 @@ mod ram;
 mod source;
 mod stream;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use sterna::cancel::Cancel;
@@ -31,13 +32,14 @@ use sterna::migration::MigrationError;
 use sterna::report::{Observer, Outcome, Progress, ReceiveProgress, Report};
 use sterna::source::{MonitorRecord, Source, TimeLimits};
 use sterna::transport::Address;
+use sterna_offload::{Accelerators, LEDGERS, Offload, Settings, Shares, StartError};
 use sterna_wire::control::Mode;
 use sterna_wire::switchover::{Moment, SourceAfter, Step};
 
 pub(super) use self::destination::receive;
 use self::ram::DirectRam;
 use self::source::QemuSource;
-use super::{SendOptions, fault, qemu};
+use super::{DirectOptions, SendOptions, fault, qemu};
 use crate::qmp::Qmp;
 
 /// A source QEMU that can be moved directly: nothing of it was changed yet but that its writes can be tracked.
@@ -65,6 +67,20 @@ pub(super) fn prepare(qmp: &Qmp) -> Result<Ready, String> {
     Ok(Ready { ram, machine_type })
 }
 
+/// What was asked for to help the CPU, opened; none where that is nothing.
+///
+/// # Errors
+/// It is not there, or cannot be used.
+pub(super) fn offload(options: &DirectOptions) -> Result<Option<Arc<Offload>>, StartError> {
+    if options.accelerators == Accelerators::cpu() {
+        return Ok(None);
+    }
+    // Settings may get more fields.
+    let mut settings = Settings::default();
+    settings.shares = Shares::of_host(LEDGERS);
+    Offload::start(&options.accelerators, &settings).map(Some)
+}
+
 /// Why the guest was not sent. It was not touched.
 pub(super) struct NotSent {
     /// The destination was reached, and has refused this migration; it may take another one.
@@ -80,6 +96,7 @@ pub(super) fn send(
     ready: Ready,
     qmp: &Qmp,
     options: &SendOptions,
+    offload: Option<Arc<Offload>>,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Report, NotSent> {
@@ -97,7 +114,8 @@ pub(super) fn send(
     };
     let (guest, log, watched) = ram.into_parts();
     let mut vmm = QemuSource::new(qmp.clone(), machine_type, guest.clone(), watched, record.clone());
-    let source = Source::new(guest, log)
+    let direct = &options.direct;
+    let mut source = Source::new(guest, log)
         .monitor(record.clone())
         .channels(options.channels)
         .method(options.method)
@@ -107,9 +125,17 @@ pub(super) fn send(
         .downtime(options.downtime)
         .packet_size(options.packet_size)
         .delta_cache(options.delta_cache)
+        .normal_page_ratio(options.normal_page_ratio)
+        .accelerator_weight(direct.accelerator_weight)
+        .iaa_verify(direct.iaa_verify)
+        .checksums(direct.checksums)
+        .when_not_converging(direct.not_converging)
         .give_up_after(options.waits.total)
         .time_limits(TimeLimits { stall: Some(options.waits.stall), ..TimeLimits::default() })
         .state_dir(&options.state_dir);
+    if let Some(offload) = offload {
+        source = source.offload(offload);
+    }
     let to = Address::from(&options.to);
     let moved = source.run(to, &options.security, &mut vmm, cancel, &WithFaultPoints(observer));
     let mut report = match moved {

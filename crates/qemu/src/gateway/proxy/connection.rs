@@ -121,6 +121,7 @@ impl LocalEnd {
 
     fn context(&self) -> SendContext {
         SendContext {
+            normal_page_ratio: Default::default(),
             window: Arc::new(Window::new(self.packet_size as u64, Duration::ZERO, Duration::ZERO)),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.outward),

@@ -22,6 +22,7 @@ use sterna::send::{SendContext, Sent};
 use sterna::session::{LAST_WORDS, Session};
 use sterna::transport::Security;
 use sterna::window::Window;
+use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::control::{ControlMessage, RelayContent};
 use sterna_wire::text::cleaned;
 
@@ -32,7 +33,7 @@ use super::under_way::Carried;
 use crate::gateway::GatewayError;
 use crate::gateway::layout::Start;
 use crate::gateway::plane::{Plane, WhenAborted};
-use crate::gateway::source_stream::{NormalPageRatio, StreamNews, closer, read_start};
+use crate::gateway::source_stream::{StreamNews, closer, read_start};
 use crate::stream::{MainReader, MultifdInit, ReturnMessage};
 
 /// How long the destination's proxy may take, at the end of a migration that was delivered, to close the channels. Then they are
@@ -227,6 +228,7 @@ impl Migration {
         let options = proxy.options;
         let rules = session.rules();
         let context = SendContext {
+            normal_page_ratio: Default::default(),
             window: Arc::new(Window::new(rules.packet_size as u64, session.round_trip, options.downtime)),
             pacer: Arc::new(Pacer::new(options.bandwidth)),
             abort: Arc::clone(&self.abort),

@@ -1,0 +1,110 @@
+//! Where to, and how the pages get there.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::{PossibleValue, PossibleValuesParser};
+use clap::{Args, ValueEnum};
+use sterna_codec::{METHODS, Qatzip, QatzipSoftware};
+use sterna_wire::limits::MAX_RAM_CHANNELS;
+
+use crate::units;
+
+/// Where to, and how the pages get there.
+#[derive(Debug, Args)]
+pub(crate) struct LinkArgs {
+    /// Where `sterna receive` (or `sterna proxy receive`) listens
+    #[arg(long, value_name = "HOST:PORT", value_parser = peer_address)]
+    pub(crate) to: String,
+    /// Connections that carry pages, 1 to 64
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 2,
+        value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_RAM_CHANNELS))
+    )]
+    pub(crate) channels: u16,
+    /// How pages are compressed
+    #[arg(long, default_value = "auto", value_parser = method_names())]
+    pub(crate) method: String,
+    /// Level of the method, higher is smaller and slower; zstd: -5 to 9, zlib and qatzip: 1 to 9 [default for all: 1]
+    #[arg(long, allow_hyphen_values = true, requires = "method")]
+    pub(crate) level: Option<String>,
+    /// The method qatzip's library, or its directory [default: what STERNA_QATZIP names, else the system's]
+    #[arg(long, value_name = "PATH", requires = "method")]
+    pub(crate) qatzip_library: Option<PathBuf>,
+    /// What the method qatzip may do in software
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t = QatzipSoftwareArg::WhenBusy, requires = "method")]
+    pub(crate) qatzip_software: QatzipSoftwareArg,
+    /// CPUs that the sending threads may use together, such as 1.5, where the method is auto [default: no limit]
+    #[arg(long, value_name = "CORES", value_parser = units::cores)]
+    pub(crate) cpu: Option<f64>,
+    /// Most bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
+    #[arg(long, value_name = "RATE", allow_hyphen_values = true, value_parser = units::rate)]
+    pub(crate) bandwidth: Option<u64>,
+    /// Longest time without a running guest that is aimed at
+    #[arg(long, value_name = "DURATION", default_value = "300ms", allow_hyphen_values = true, value_parser = units::downtime)]
+    pub(crate) downtime: Duration,
+    /// Most bytes of pages in one packet
+    #[arg(long, value_name = "SIZE", default_value = "512KiB", allow_hyphen_values = true, value_parser = units::packet_size)]
+    pub(crate) packet_size: usize,
+}
+
+/// `--qatzip-software`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum QatzipSoftwareArg {
+    /// Nothing: without QAT hardware nothing is begun, and what it does not do goes uncompressed
+    Forbidden,
+    /// What no hardware does, by the CPU
+    WhenBusy,
+    /// Without hardware all of it, by QATzip's own software, which is slow
+    Always,
+}
+
+impl LinkArgs {
+    /// How the method `qatzip` does its work.
+    pub(crate) fn qatzip(&self) -> Qatzip {
+        let software = match self.qatzip_software {
+            QatzipSoftwareArg::Forbidden => QatzipSoftware::Forbidden,
+            QatzipSoftwareArg::WhenBusy => QatzipSoftware::WhenBusy,
+            QatzipSoftwareArg::Always => QatzipSoftware::Always,
+        };
+        Qatzip { library: self.qatzip_library.clone(), software, ..Qatzip::default() }
+    }
+}
+
+fn method_names() -> PossibleValuesParser {
+    PossibleValuesParser::new(METHODS.iter().map(|row| PossibleValue::new(row.name).help(row.summary)))
+}
+
+pub(super) fn peer_address(text: &str) -> Result<String, String> {
+    address(text, "dst-host:4920, 192.0.2.7:4920 or [2001:db8::7]:4920", 1)
+}
+
+pub(super) fn listen_address(text: &str) -> Result<String, String> {
+    address(text, "0.0.0.0:4920 or [::]:4920 for all addresses of this host", 0)
+}
+
+/// `text` if it is a name or an address, a colon and a port of at least `least_port`.
+fn address(text: &str, example: &str, least_port: u16) -> Result<String, String> {
+    let (host, port) = text.rsplit_once(':').ok_or_else(|| format!("the port is missing; write it as {example}"))?;
+    let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    match bracketed {
+        // A zone (`fe80::1%eth0`) is the resolver's business.
+        Some(inner) if inner.split('%').next().is_some_and(|ip| ip.parse::<std::net::Ipv6Addr>().is_ok()) => {}
+        Some(_) => return Err(format!("what stands in brackets is no IPv6 address; write it as {example}")),
+        None if host.is_empty() => return Err(format!("the host is missing; write it as {example}")),
+        None if host.contains(':') => {
+            return Err(format!("an IPv6 address must be in brackets; write it as {example}"));
+        }
+        None if host.contains(['[', ']', '/', ' ']) => {
+            return Err(format!("this is no host and port; write it as {example}"));
+        }
+        None => {}
+    }
+    // `u16` alone would also take `+4920`.
+    match port.parse::<u16>() {
+        Ok(number) if number >= least_port && port.bytes().all(|digit| digit.is_ascii_digit()) => Ok(text.to_owned()),
+        _ => Err(format!("the port must be a number from {least_port} to 65535; write it as {example}")),
+    }
+}

@@ -1,0 +1,140 @@
+//! What can be typed: every option of every command, its default and its help.
+//!
+//! The option's own help text is the documentation; values that cannot work are refused here, before any socket is
+//! opened, by an error that names the option. What the options amount to is made in `commands`.
+//!
+//! One file for each command; `link` and `common` have the groups of options that several commands share.
+
+mod common;
+mod link;
+mod proxy;
+mod receive;
+mod recover;
+mod send;
+
+use std::str::FromStr;
+
+use clap::error::ErrorKind;
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+pub(crate) use self::common::{ReportArgs, ScreenArgs, StateArgs, TlsAllowArgs, TlsArgs};
+pub(crate) use self::link::LinkArgs;
+pub(crate) use self::proxy::{ProxyReceiveArgs, ProxyReportArgs, ProxySendArgs, each_name_once};
+pub(crate) use self::receive::ReceiveArgs;
+pub(crate) use self::recover::{RecoverArgs, SideArg};
+pub(crate) use self::send::{ModeArg, SendArgs};
+use crate::bench::BenchArgs;
+use crate::cert::CertArgs;
+use crate::commands::accel::AccelCommand;
+use crate::demo::DemoArgs;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  completed; recover: settled
+  1  failed or refused, the guest runs on at the source; recover: not settled
+  2  the options are wrong, nothing was done
+  3  cancelled (Ctrl-C, SIGTERM, SIGHUP), the guest runs on at the source
+  4  unconfirmed: the switchover was begun, but not confirmed; run `sterna recover ID` on both hosts
+  5  lost: the source's QEMU died during the migration; the report says what can be done
+A report file that cannot be written is an error message, but does not change the code.";
+
+/// Moves running virtual machines between hosts.
+#[derive(Debug, Parser)]
+#[command(name = "sterna", version, after_help = EXIT_CODES)]
+pub(crate) struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: Command,
+    /// Log to stderr: off, error, warn, info, debug or trace, also by module, such as warn,sterna_qemu=debug
+    #[arg(long, global = true, value_name = "LEVEL", value_parser = log_filter, display_order = 900)]
+    pub(crate) log: Option<LogFilter>,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// On the source host: move the guest of a QEMU to where `sterna receive` runs
+    Send(Box<SendArgs>),
+    /// On the destination host: receive a guest into a QEMU that was started with -incoming defer
+    Receive(Box<ReceiveArgs>),
+    /// Carry a migration that someone else drives, such as libvirt; no guarantee about the switchover
+    #[command(subcommand)]
+    Proxy(ProxyCommand),
+    /// After a crash during the switchover: bring back exactly one guest
+    Recover(RecoverArgs),
+    /// Make certificates for --tls, for a trial or a small site
+    Cert(CertArgs),
+    /// Move a real Linux guest between two QEMUs on this machine, and prove that it came through whole
+    Demo(DemoArgs),
+    /// Look at the accelerators of this host, try them, plan their queues
+    #[command(subcommand)]
+    Accel(AccelCommand),
+    /// Measure Sterna beside what it is compared with, and say which targets are met
+    Bench(BenchArgs),
+    /// One side of a benchmark, which starts it itself
+    #[command(hide = true)]
+    BenchSide,
+}
+
+/// The two sides of `sterna proxy`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ProxyCommand {
+    /// On the source host: listen on a unix socket that the source QEMU is told to migrate to
+    Send(Box<ProxySendArgs>),
+    /// On the destination host: connect to the unix socket that the destination QEMU listens on
+    Receive(Box<ProxyReceiveArgs>),
+}
+
+/// A value of `--log`, known to be good.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LogFilter(String);
+
+impl LogFilter {
+    /// The filter for the subscriber.
+    pub(crate) fn filter(&self) -> EnvFilter {
+        EnvFilter::new(&self.0)
+    }
+}
+
+fn log_filter(text: &str) -> Result<LogFilter, String> {
+    const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+    // EnvFilter takes any word alone for the name of a module, so a mistyped level would log nothing.
+    let stray = text.split(',').find(|part| !part.contains('=') && !LEVELS.contains(part));
+    if let Some(stray) = stray {
+        return Err(format!("'{stray}' is no level; the levels are off, error, warn, info, debug, trace"));
+    }
+    EnvFilter::from_str(text).map_err(|error| error.to_string())?;
+    Ok(LogFilter(text.to_owned()))
+}
+
+/// What clap says about wrong options, on one line; none where it is help that was asked for (or is all there is to say).
+pub(crate) fn usage_error(error: &clap::Error) -> Option<String> {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            return None;
+        }
+        _ => {}
+    }
+    let rendered = error.render().to_string();
+    let lines = rendered.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:"));
+    let mut text = String::new();
+    for line in lines.filter(|line| !line.is_empty() && !line.starts_with("For more information")) {
+        if let Some(tip) = line.strip_prefix("tip: ") {
+            text.push_str(&format!(" ({tip})"));
+        } else {
+            let separator = match text.chars().last() {
+                None => "",
+                Some(':') => " ",
+                Some(_) if line.starts_with('[') => " ",
+                Some(_) => ", ",
+            };
+            text.push_str(separator);
+            text.push_str(line.strip_prefix("error: ").unwrap_or(line));
+        }
+    }
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,50 @@
+//! `sterna recover`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use sterna_wire::identity::MigrationId;
+
+use super::EXIT_CODES;
+use super::common::StateArgs;
+use crate::units;
+
+/// `sterna recover`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct RecoverArgs {
+    /// The migration's id, as `sterna send` and `sterna receive` printed it
+    #[arg(value_name = "ID")]
+    pub(crate) id: MigrationId,
+    /// Which side's record, where this host has both
+    #[arg(long, value_enum)]
+    pub(crate) side: Option<SideArg>,
+    /// You assert that the other host is gone for good: its guest does not run and never will again
+    #[arg(long)]
+    pub(crate) fenced_peer: bool,
+    /// Directory with certificates, to ask the other host; with --allow this host's server certificate is used,
+    /// without it the client certificate
+    #[arg(long, value_name = "DIR", conflicts_with = "insecure")]
+    pub(crate) tls: Option<PathBuf>,
+    /// Name in the certificate of a host that may connect here; on the host that received, as with `sterna receive`
+    #[arg(long, value_name = "NAME", requires = "tls")]
+    pub(crate) allow: Vec<String>,
+    /// Ask the other host without TLS
+    #[arg(long)]
+    pub(crate) insecure: bool,
+    /// On the host that received: end where the source has not said in this time what was decided [default: no limit]
+    #[arg(long, value_name = "DURATION", allow_hyphen_values = true, value_parser = units::wait)]
+    pub(crate) wait: Option<Duration>,
+    #[command(flatten)]
+    pub(crate) state: StateArgs,
+}
+
+/// A side of a migration.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum SideArg {
+    /// Where the guest came from
+    Source,
+    /// Where it was going
+    Destination,
+}

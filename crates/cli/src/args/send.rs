@@ -1,0 +1,196 @@
+//! `sterna send`.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use sterna::source::{IaaVerify, NotConverging, Throttle};
+use sterna_offload::Accelerators;
+use sterna_offload::share::MAX_WEIGHT;
+use sterna_qemu::gateway::{DirectOptions, SendMode};
+use sterna_wire::switchover::SourceAfter;
+
+use super::EXIT_CODES;
+use super::common::{ReportArgs, ScreenArgs, SocketArgs, StateArgs, TlsArgs, WaitArgs};
+use super::link::LinkArgs;
+use crate::units;
+
+/// `sterna send`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct SendArgs {
+    /// QMP socket of the source QEMU; nobody else may use it meanwhile
+    #[arg(long, value_name = "PATH")]
+    pub(crate) qmp: PathBuf,
+    #[command(flatten)]
+    pub(crate) link: LinkArgs,
+    /// Keep up to so much of what was sent, such as 1GiB, and send of a page that changed since only what changed [default: none]
+    #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]
+    pub(crate) delta_cache: u64,
+    /// How the guest's memory is taken: direct (read from outside QEMU) where that is possible, else by QEMU's own migration stream
+    #[arg(long, value_enum, value_name = "MODE", default_value_t = ModeArg::Auto)]
+    pub(crate) mode: ModeArg,
+    #[command(flatten)]
+    pub(crate) direct: DirectArgs,
+    /// What becomes of the source QEMU, which keeps a stopped copy of the guest, when the guest runs at the destination
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = SourceAfterArg::Quit)]
+    pub(crate) source_after: SourceAfterArg,
+    #[command(flatten)]
+    pub(crate) waits: WaitArgs,
+    /// For tests and measurements: send this share of the zero pages, in percent, as if they were not zero
+    #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=100))]
+    pub(crate) normal_page_ratio: u8,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+    #[command(flatten)]
+    pub(crate) state: StateArgs,
+    #[command(flatten)]
+    pub(crate) sockets: SocketArgs,
+    #[command(flatten)]
+    pub(crate) report: ReportArgs,
+    #[command(flatten)]
+    pub(crate) screen: ScreenArgs,
+}
+
+/// What only direct mode does.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Direct mode only")]
+pub(crate) struct DirectArgs {
+    /// What helps to look for zero pages and to copy (dsa), and to compress (iaa): cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y,
+    /// iaa:/dev/iax/wqX.Y, model:FILE; several separated by commas
+    #[arg(long, value_name = "LIST", default_value = "cpu")]
+    accel: Accelerators,
+    /// How much of an accelerator this guest may have beside others that want it at the same time, 1 to 1000: of weights 3 and 1 the
+    /// one gets three quarters
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        requires = "accel",
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_WEIGHT))
+    )]
+    accel_weight: u32,
+    /// When what an iaa has compressed is read again and compared
+    #[arg(long, value_enum, value_name = "WHEN", default_value_t = IaaVerifyArg::WithoutChecksums, requires = "accel")]
+    iaa_verify: IaaVerifyArg,
+    /// Check the content of packets from end to end; off: what a codec, an accelerator or bad memory damages goes unnoticed
+    #[arg(long, value_enum, value_name = "ON|OFF", default_value_t = OnOff::On)]
+    checksums: OnOff,
+    /// Where the guest writes faster than its pages can be sent: tell (say so and go on), throttle (slow it down, by default at first for
+    /// 20 % of the time, then 10 % more each time, up to 99 %), post-copy (at once, or after so many rounds at the latest), give-up
+    #[arg(
+        long,
+        value_name = "tell|throttle[:FIRST,STEP,MOST]|post-copy[:ROUNDS]|give-up",
+        default_value = "tell",
+        value_parser = no_convergence
+    )]
+    on_no_convergence: NotConverging,
+}
+
+impl From<&DirectArgs> for DirectOptions {
+    fn from(args: &DirectArgs) -> Self {
+        Self {
+            accelerators: args.accel.clone(),
+            accelerator_weight: args.accel_weight,
+            iaa_verify: args.iaa_verify.into(),
+            checksums: args.checksums == OnOff::On,
+            not_converging: args.on_no_convergence,
+        }
+    }
+}
+
+/// `--checksums`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum OnOff {
+    On,
+    Off,
+}
+
+/// `--iaa-verify`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum IaaVerifyArg {
+    /// Where packets have no checksums, which would find a wrong stream at the destination
+    WithoutChecksums,
+    /// Always
+    Always,
+    /// Never
+    Never,
+}
+
+impl From<IaaVerifyArg> for IaaVerify {
+    fn from(when: IaaVerifyArg) -> Self {
+        match when {
+            IaaVerifyArg::WithoutChecksums => Self::WithoutChecksums,
+            IaaVerifyArg::Always => Self::Always,
+            IaaVerifyArg::Never => Self::Never,
+        }
+    }
+}
+
+/// A value of `--on-no-convergence`.
+fn no_convergence(text: &str) -> Result<NotConverging, String> {
+    let (what, with) = text.split_once(':').map_or((text, None), |(what, with)| (what, Some(with)));
+    match (what, with) {
+        ("tell", None) => Ok(NotConverging::GoOn),
+        ("throttle", None) => Ok(NotConverging::Throttle(Throttle::default())),
+        ("throttle", Some(percents)) => throttle(percents).map(NotConverging::Throttle),
+        ("post-copy", None) => Ok(NotConverging::PostCopy),
+        ("post-copy", Some(rounds)) => match rounds.parse() {
+            Ok(rounds) if rounds > 0 => Ok(NotConverging::PostCopyAfter(rounds)),
+            _ => Err("post-copy: is followed by a number of rounds from 1 on, such as post-copy:3".into()),
+        },
+        ("give-up", None) => Ok(NotConverging::GiveUp),
+        _ => Err("expected tell, throttle, throttle:FIRST,STEP,MOST, post-copy, post-copy:ROUNDS or give-up".into()),
+    }
+}
+
+/// Three numbers of percent.
+fn throttle(text: &str) -> Result<Throttle, String> {
+    let percents: Result<Vec<u8>, _> = text.split(',').map(str::parse).collect();
+    match percents.as_deref() {
+        Ok(&[initial, step, most]) if (1..=most).contains(&initial) && step > 0 && most <= 99 => {
+            Ok(Throttle { initial, step, most })
+        }
+        _ => Err("throttle: is followed by three numbers of percent: at first, more with each step, at most (up to 99), such as \
+                  throttle:20,10,99"
+            .into()),
+    }
+}
+
+/// `--mode`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModeArg {
+    /// Direct where that is possible, else by QEMU's stream; a line says which, and why
+    Auto,
+    /// Direct, or not at all
+    Direct,
+    /// By QEMU's own migration stream
+    Stream,
+}
+
+impl From<ModeArg> for SendMode {
+    fn from(mode: ModeArg) -> Self {
+        match mode {
+            ModeArg::Auto => Self::Auto,
+            ModeArg::Direct => Self::Direct,
+            ModeArg::Stream => Self::Stream,
+        }
+    }
+}
+
+/// `--source-after`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SourceAfterArg {
+    /// It is ended
+    Quit,
+    /// It is kept; whoever resumes its guest runs the guest twice
+    Keep,
+}
+
+impl From<SourceAfterArg> for SourceAfter {
+    fn from(after: SourceAfterArg) -> Self {
+        match after {
+            SourceAfterArg::Quit => Self::Quit,
+            SourceAfterArg::Keep => Self::Keep,
+        }
+    }
+}
