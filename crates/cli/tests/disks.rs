@@ -72,8 +72,15 @@ fn all_is_right(qemu: &Qemu) {
     assert_eq!(qemu.guest().bad_lines(), [""; 0]);
 }
 
-/// Four disks, each of another kind, on new images: with an IOThread where `iothreads` has it. What must be kept while they are used.
-fn four_kinds(iothreads: [bool; 4]) -> Option<(Vec<Disk>, (HeldDisk, Vec<DiskImage>))> {
+/// Four disks, each of another kind, with what must stay as long as they are used.
+struct FourKinds {
+    disks: Vec<Disk>,
+    _slow: HeldDisk,
+    _images: Vec<DiskImage>,
+}
+
+/// Disks on new images, with an IOThread where `iothreads` has it; none where they cannot be had.
+fn four_kinds(iothreads: [bool; 4]) -> Option<FourKinds> {
     let images: Vec<DiskImage> = (0..4).map(|number| DiskImage::new(number, IMAGE).unwrap()).collect();
     let slow = or_skip(HeldDisk::serve(&images[3].path()))?;
     // So long that reads of this disk are in flight whenever something happens.
@@ -85,7 +92,7 @@ fn four_kinds(iothreads: [bool; 4]) -> Option<(Vec<Disk>, (HeldDisk, Vec<DiskIma
         Disk { cache: Cache::Writeback, ..disk(2) },
         Disk { aio: Aio::IoUring, iothread: iothreads[3], ..Disk::on(&slow) },
     ];
-    Some((disks, (slow, images)))
+    Some(FourKinds { disks, _slow: slow, _images: images })
 }
 
 /// Waits until the guest, which has just been moved there, has read and written more, and all of that right.
@@ -99,8 +106,8 @@ fn goes_on(pair: &Pair) {
 
 /// A guest with disks of all kinds is moved while it uses them.
 fn moves_with_all_kinds_of_disks(mode: &str, iothreads: [bool; 4]) {
-    let Some((disks, _kept)) = four_kinds(iothreads) else { return };
-    let machine = machine(10 * MIB, disks);
+    let Some(kinds) = four_kinds(iothreads) else { return };
+    let machine = machine(10 * MIB, kinds.disks.clone());
     let Some(pair) = Pair::start(&machine, &machine.incoming()) else { return };
     let source = pair.source.qemu.guest();
     source.wait_ready(LONG).unwrap();
@@ -129,7 +136,8 @@ fn a_guest_with_iothreads_for_the_other_disks_moves_directly_and_has_read_nothin
 #[test]
 fn a_guest_is_moved_directly_again_and_again_and_has_read_nothing_wrong() {
     let moves = std::env::var("STERNA_DISK_MOVES").map_or(FEW, |text| text.parse().expect("a number of moves"));
-    let Some((disks, _kept)) = four_kinds([true, false, false, true]) else { return };
+    let Some(kinds) = four_kinds([true, false, false, true]) else { return };
+    let disks = kinds.disks.clone();
     let linux = LinuxGuest {
         memory: Some(32 * MIB),
         dirty_rate: 10 * MIB,

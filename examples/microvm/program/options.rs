@@ -259,7 +259,7 @@ impl Options {
         };
         let blocks = vec![BlockConfig { name: "ram".to_owned(), bytes: memory.saturating_mul(1 << 20), backing }];
         let devices = vec![device_state << 20; devices as usize];
-        Config { blocks, vcpus, execution, tracking, devices, workload }
+        Config { blocks, vcpus, execution, tracking, devices, disk: None, workload }
     }
 
     /// Whether and how the connections are protected.

@@ -1,5 +1,7 @@
 //! What a machine is made of and what its guest does.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 use sterna_guest::memory::Pattern;
 use sterna_guest::page::Fill;
@@ -18,8 +20,17 @@ pub struct Config {
     /// Devices with a state of their own ([`crate::scratch`]): the bytes of each, whole blocks of 4 KiB. They are no part of
     /// [`Machine::save`](crate::Machine::save).
     pub devices: Vec<u64>,
+    /// The file of a disk ([`crate::disk`]), whole blocks of 4 KiB; the disk gets a block of RAM of its own behind the others.
+    pub disk: Option<PathBuf>,
     /// What the guest does. A machine that a state is loaded into takes it from there.
     pub workload: Workload,
+}
+
+impl Config {
+    /// Bytes of RAM that the guest uses.
+    pub(crate) fn guest_bytes(&self) -> u64 {
+        self.blocks.iter().map(|block| block.bytes).sum()
+    }
 }
 
 /// A block of RAM.

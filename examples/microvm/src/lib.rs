@@ -13,12 +13,14 @@
 //! | pause, resume, throttle | `gate.rs` |
 //! | state of vCPUs and devices, written and read again | `state.rs`, `kvm/state.rs` |
 //! | devices with a large state of their own, saved ahead and loaded beside all else | [`scratch`] |
+//! | a disk that is read into guest RAM past the dirty log, and the wait for its reads | [`disk`] |
 //! | all of it handed to the library | [`migration`] |
 //!
 //! [`Machine`] puts them together; everything else is the guest's work and who tells it what to do.
 
 mod clock;
 mod config;
+pub mod disk;
 mod error;
 mod gate;
 #[cfg(has_kvm)]

@@ -1,6 +1,7 @@
 //! The machine: RAM, vCPUs, serial ports and devices put together, and what a migration asks of them.
 
-use crate::config::{Config, Execution, Rate, Tracking, Workload};
+use crate::config::{Backing, BlockConfig, Config, Execution, Rate, Tracking, Workload};
+use crate::disk::{DISK_RAM, DISK_RAM_NAME, Disk};
 use crate::error::Error;
 use crate::gate::Gate;
 use crate::layout::{GuestLayout, PAGE};
@@ -16,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use sterna_guest::memory::Bad;
-use sterna_guest::share::Counters;
+use sterna_guest::share::{Counters, RAM_START};
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::handed_in::HandedInLog;
 use sterna_memory::dirty::union::UnionLog;
@@ -31,6 +32,7 @@ pub struct Machine {
     common: Arc<Common>,
     vcpus: Vec<SharedVcpu>,
     devices: Vec<Arc<Scratch>>,
+    disk: Option<Arc<Disk>>,
     on_kvm: bool,
     description: String,
     tracking: Tracking,
@@ -52,8 +54,12 @@ impl Machine {
     /// # Errors
     /// What cannot be as configured, or is not to be had here.
     pub fn new(config: &Config, output: Box<dyn Write + Send>) -> Result<Self, Error> {
-        let ram = Arc::new(GuestRam::new(&config.blocks)?);
-        let layout = GuestLayout::new(ram.bytes(), config.vcpus, &config.workload)?;
+        let mut blocks = config.blocks.clone();
+        if config.disk.is_some() {
+            blocks.push(BlockConfig { name: DISK_RAM_NAME.to_owned(), bytes: DISK_RAM, backing: Backing::Anonymous });
+        }
+        let ram = Arc::new(GuestRam::new(&blocks)?);
+        let layout = GuestLayout::new(config.guest_bytes(), config.vcpus, &config.workload)?;
         let device = |(number, bytes)| Scratch::new(number, bytes).map(Arc::new);
         let devices = (0..).zip(config.devices.iter().copied()).map(device).collect::<Result<_, _>>()?;
         let gate = Gate::new(config.vcpus)?;
@@ -74,10 +80,13 @@ impl Machine {
         let output = Arc::new(Mutex::new(output));
         let serial = (0..config.vcpus).map(|_| SerialPort::new(&output)).collect();
         let common = Arc::new(Common { gate, ram, serial, rates: Rates::default(), marker });
+        let behind = RAM_START + config.guest_bytes();
+        let disk = config.disk.as_ref().map(|path| Disk::new(&common, behind, path).map(Arc::new)).transpose()?;
         let machine = Self {
             common,
             vcpus,
             devices,
+            disk,
             on_kvm,
             description,
             tracking,
@@ -108,6 +117,11 @@ impl Machine {
         &self.devices
     }
 
+    /// The disk, where there is one.
+    pub fn disk(&self) -> Option<&Disk> {
+        self.disk.as_deref()
+    }
+
     /// RAM, for whoever moves it.
     pub fn blocks(&self) -> &[Block] {
         self.common.ram.blocks()
@@ -131,7 +145,7 @@ impl Machine {
     pub fn boot(&self) -> Result<(), Error> {
         let mut guest = self.no_guest()?;
         let workload = self.config.workload;
-        let layout = GuestLayout::new(self.common.ram.bytes(), self.vcpus.len(), &workload)?;
+        let layout = GuestLayout::new(self.config.guest_bytes(), self.vcpus.len(), &workload)?;
         for share in &layout.shares {
             self.common.ram.write(share.layout, share.share);
         }
@@ -162,6 +176,7 @@ impl Machine {
         }
         self.common.gate.resume()?;
         self.devices.iter().for_each(|device| device.resume());
+        self.disk.iter().for_each(|disk| disk.resume());
         Ok(())
     }
 
@@ -173,6 +188,7 @@ impl Machine {
     pub fn pause(&self) -> Result<(), Error> {
         let paused = self.common.gate.pause();
         self.devices.iter().for_each(|device| device.pause());
+        self.disk.iter().for_each(|disk| disk.pause());
         paused
     }
 
@@ -219,7 +235,7 @@ impl Machine {
             let (was, is) = (saved.vcpus.len(), self.vcpus.len());
             return Err(Error::State(format!("it is of {was} vCPUs, this machine has {is}")));
         }
-        let layout = GuestLayout::new(self.common.ram.bytes(), self.vcpus.len(), &saved.workload)
+        let layout = GuestLayout::new(self.config.guest_bytes(), self.vcpus.len(), &saved.workload)
             .map_err(|error| Error::State(error.to_string()))?;
         for (port, saved) in self.common.serial.iter().zip(&saved.serial) {
             port.load(saved)?;
@@ -325,6 +341,9 @@ impl Machine {
             let (number, device) = (device.number(), Arc::clone(device));
             spawned = spawned.and_then(|()| spawn(format!("scratch-{number}"), Box::new(move || device.run())));
         }
+        if let Some(disk) = self.disk.clone() {
+            spawned = spawned.and_then(|()| spawn("disk".to_owned(), Box::new(move || disk.run())));
+        }
         if let Err(error) = spawned {
             self.quit();
             return Err(error);
@@ -336,6 +355,7 @@ impl Machine {
     fn quit(&self) {
         self.common.gate.quit();
         self.devices.iter().for_each(|device| device.quit());
+        self.disk.iter().for_each(|disk| disk.quit());
     }
 }
 

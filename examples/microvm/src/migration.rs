@@ -37,6 +37,11 @@ impl SourceVmm for Movable {
         name()
     }
 
+    fn settle_io(&mut self) -> Result<(), VmmError> {
+        self.0.disk().into_iter().for_each(|disk| disk.settle());
+        Ok(())
+    }
+
     fn pause(&mut self) -> Result<(), VmmError> {
         Ok(self.0.pause()?)
     }

@@ -4,6 +4,7 @@
 
 mod devices;
 mod dirty;
+mod disk;
 mod faults;
 mod moves;
 mod running;

@@ -36,6 +36,7 @@ pub(crate) fn config(kind: (Execution, Tracking), vcpus: usize, workload: Worklo
         blocks: vec![block("low", 6, Backing::Memfd), block("high", 4, Backing::Anonymous)],
         vcpus,
         devices: Vec::new(),
+        disk: None,
         execution: kind.0,
         tracking: kind.1,
         workload,

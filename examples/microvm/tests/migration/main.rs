@@ -5,5 +5,6 @@
 mod devices;
 mod failures;
 mod moves;
+mod outside;
 mod post_copy;
 mod process;

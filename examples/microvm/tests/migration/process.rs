@@ -83,7 +83,19 @@ impl Microvm {
     /// Starts one with these options, separated by spaces. Its guest has 32 MiB, unless they say otherwise, and verifies as
     /// fast as it can; the program ends when it has verified all of its memory twice more.
     pub(crate) fn start(options: &str) -> Self {
-        Self::spawn(Command::new(PROGRAM), tempfile::tempdir().unwrap(), options)
+        Self::start_with(options, Stdio::inherit())
+    }
+
+    /// As [`Microvm::start`], with this as its standard input, which it does not read.
+    pub(crate) fn start_with(options: &str, input: impl Into<Stdio>) -> Self {
+        let mut command = Command::new(PROGRAM);
+        command.stdin(input);
+        Self::spawn(command, tempfile::tempdir().unwrap(), options)
+    }
+
+    /// Its process number.
+    pub(crate) fn pid(&self) -> rustix::process::Pid {
+        rustix::process::Pid::from_child(&self.child)
     }
 
     /// A destination that runs as a user without rights, as [`Microvm::destination`]. To be asked for as root.
@@ -102,7 +114,8 @@ impl Microvm {
     fn spawn(mut command: Command, dir: TempDir, options: &str) -> Self {
         let json = dir.path().join("report.json");
         let memory = if options.contains("--memory") { "" } else { "--memory 32 " };
-        let usual = format!("{memory}--passes 2 --check-rate unlimited --silent");
+        let passes = if options.contains("--passes") { "" } else { "--passes 2 " };
+        let usual = format!("{memory}{passes}--check-rate unlimited --silent");
         let mut child = command
             .args(usual.split(' ').chain(options.split_whitespace()))
             .arg("--json")
