@@ -45,7 +45,16 @@ pub(super) fn ram_blocks(text: &str) -> Result<Vec<ListedBlock>, DiscoverError> 
         ["Block", "Name", "PSize", "Offset", "Used", "Total", "HVA", "RO"] => true,
         _ => return Err(not_understood(header)),
     };
-    lines.map(|line| ram_block(line, has_address).ok_or_else(|| not_understood(line))).collect()
+    let mut blocks = Vec::new();
+    for line in lines {
+        let block = ram_block(line, has_address).ok_or_else(|| not_understood(line))?;
+        // QEMU names the blocks that it migrates (`vmstate_register_ram` in migration/savevm.c), and moves no other: a memory backend that
+        // no device uses, for instance.
+        if !block.name.is_empty() {
+            blocks.push(block);
+        }
+    }
+    Ok(blocks)
 }
 
 fn ram_block(line: &str, has_address: bool) -> Option<ListedBlock> {
@@ -79,7 +88,7 @@ fn ram_block(line: &str, has_address: bool) -> Option<ListedBlock> {
     // What remains in front of the page size is the name, right-aligned.
     let before_unit = &line[..line.rfind(&format!("{psize} "))?];
     let name = before_unit.trim();
-    (!name.is_empty()).then(|| ListedBlock { name: name.to_owned(), page_size, used, total, address, read_only })
+    Some(ListedBlock { name: name.to_owned(), page_size, used, total, address, read_only })
 }
 
 fn hexadecimal(text: &str) -> Option<u64> {
