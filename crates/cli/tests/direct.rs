@@ -145,6 +145,7 @@ fn another_machine_type_and_other_memory_are_refused_while_the_guest_runs() {
         assert!(told.contains(word), "{told}");
         assert!(pair.source.runs());
         assert_eq!(pair.source.untouched(), Ok(()));
+        assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"), "it can still take another guest");
         drop(receiver);
         pair.source.wait_progress().unwrap();
     }
@@ -152,14 +153,19 @@ fn another_machine_type_and_other_memory_are_refused_while_the_guest_runs() {
 
 #[test]
 fn memory_that_is_plugged_in_during_the_move_ends_it_and_the_guest_runs_on() {
-    let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
+    let mut options = boot_sector();
+    // QEMU merges it with the one that says how much there is.
+    options.extra.extend(["-m".into(), "slots=2,maxmem=1G".into()]);
+    let Some(pair) = pair(&options, &options.incoming()) else { return };
     // All of memory fits the downtime, so that the guest is stopped after the first round, which takes more than a second.
     let words = ["--bandwidth", "80MB/s", "--method", "none"];
     let mut migration = Migration::start_by("direct", pair, &words, None, None);
     let sender = migration.sender.take().unwrap();
     sender.wait_for("placement: ");
-    let plugged = json!({ "qom-type": "memory-backend-ram", "id": "plugged", "size": 16 << 20, "prealloc": true });
+    let plugged = json!({ "qom-type": "memory-backend-ram", "id": "plugged", "size": 256 << 20 });
     migration.pair.source.monitor.execute("object-add", plugged).unwrap();
+    let plugged = json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "plugged" });
+    migration.pair.source.monitor.execute("device_add", plugged).unwrap();
     assert_eq!(sender.finish().0.code(), FAILED);
     let reason = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
     assert!(reason.contains("memory was plugged in or out"), "{reason}");
@@ -299,5 +305,18 @@ fn the_destinations_settings_are_put_back_by_a_recovery_that_starts_the_guest() 
     migration.wait_crash(Side::Destination).unwrap();
     migration.settle().unwrap();
     assert_eq!(migration.pair.destination.migration_settings(), before);
+    assert_eq!(migration.exactly_one(), Ok(Side::Destination));
+}
+
+#[test]
+fn a_memory_backend_that_no_device_uses_does_not_stand_in_the_way() {
+    let mut options = boot_sector();
+    options.extra.extend(["-object".into(), "memory-backend-ram,id=unused,size=16M".into()]);
+    let Some(pair) = pair(&options, &boot_sector().incoming()) else { return };
+    let receiver = receiver(&pair, &[]);
+    let (code, lines) = sent(&pair, "direct", &receiver);
+    assert_eq!(code, Some(0), "{lines:?}");
+    assert!(receiver.finish().0.success());
+    let migration = Migration { pair, sender: None, receiver: None };
     assert_eq!(migration.exactly_one(), Ok(Side::Destination));
 }

@@ -22,10 +22,13 @@ const FEW_STOPS: u64 = 4;
 const STOPPED: u64 = 2;
 /// Cases at once; most of each is waiting.
 const WORKERS: u64 = 3;
-/// Such that a migration of the 100 MiB takes about as long as [`LONGEST`].
+/// Such that a migration of the 100 MiB takes about as long as [`longest`] says.
 const BANDWIDTH: &[&str] = &["--bandwidth", "150MB/s", "--method", "none"];
-/// The last moment at which a process is killed, after `send` was started; some migrations are over by then.
-const LONGEST: Duration = Duration::from_millis(1600);
+/// The last moment at which a process is killed, after `send` was started; some migrations are over by then. All of memory is sent twice
+/// directly, where it is written all the while.
+fn longest(mode: &str) -> Duration {
+    Duration::from_millis(if mode == "direct" { 3000 } else { 1600 })
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Victim {
@@ -178,7 +181,12 @@ fn number(name: &str) -> Option<u64> {
 }
 
 /// Does `case` to `count` processes of migrations, at random moments.
-fn at_random_moments(what: &str, count: u64, case: impl Fn(Pair, Victim, Duration) -> Result<String, String> + Sync) {
+fn at_random_moments(
+    what: &str,
+    count: u64,
+    longest: Duration,
+    case: impl Fn(Pair, Victim, Duration) -> Result<String, String> + Sync,
+) {
     let Some(probe) = Pair::boot_sector(QemuVersion::V10_0) else { return };
     drop(probe);
     let seed = number("STERNA_SEED").unwrap_or_else(|| u64::from(std::process::id()) << 20);
@@ -188,7 +196,7 @@ fn at_random_moments(what: &str, count: u64, case: impl Fn(Pair, Victim, Duratio
     let cases: Vec<_> = (0..count)
         .map(|number| {
             let victim = victims[random.below(4) as usize];
-            (number, victim, Duration::from_micros(random.below(LONGEST.as_micros() as u64)))
+            (number, victim, Duration::from_micros(random.below(longest.as_micros() as u64)))
         })
         .collect();
     let (queue, ends) = (Mutex::new(cases.into_iter()), Mutex::new(Vec::new()));
@@ -218,13 +226,13 @@ fn at_random_moments(what: &str, count: u64, case: impl Fn(Pair, Victim, Duratio
 
 fn kills(mode: &str) {
     let count = number("STERNA_KILLS").unwrap_or(FEW);
-    at_random_moments("kill", count, |pair, victim, moment| kill(mode, pair, victim, moment));
+    at_random_moments("kill", count, longest(mode), |pair, victim, moment| kill(mode, pair, victim, moment));
 }
 
 fn stops(mode: &str) {
     let count = number("STERNA_STOPS").unwrap_or(FEW_STOPS);
     let time = Duration::from_secs(number("STERNA_STOPPED").unwrap_or(STOPPED));
-    at_random_moments("stop", count, |pair, victim, moment| stop(mode, pair, victim, moment, time));
+    at_random_moments("stop", count, longest(mode), |pair, victim, moment| stop(mode, pair, victim, moment, time));
 }
 
 #[test]

@@ -175,6 +175,8 @@ const DEVICES: &[&str] = &[
     "-device",
     "virtio-rng-pci",
 ];
+/// A huge page is dirty as a whole, whatever little of it was written.
+const LONG_STOP: &[&str] = &["--downtime", "2s"];
 const DELTAS: &[&str] = &["--delta-cache", "256MiB", "--bandwidth", "150MB/s"];
 
 // Every backing at each side, and what else could get in the way of reading and tracking from outside.
@@ -183,7 +185,7 @@ direct_table! {
     direct_01_anonymous:          V10_0 V10_0 "pc-q35-10.0" 2  plain "none" Anonymous Anonymous   1    NONE    NONE;
     direct_02_memfd_tls:          V10_0 V10_0 "pc-q35-10.0" 1  tls   "zstd" Memfd     Memfd       4    NONE    NONE;
     direct_03_tmpfs_to_anonymous: V10_0 V10_0 "pc-q35-9.0"  2  plain "lz4"  Tmpfs     Anonymous   1    NONE    NONE;
-    direct_04_hugetlb:            V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Hugetlb   Hugetlb     1    NONE    NONE;
+    direct_04_hugetlb:            V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Hugetlb   Hugetlb     1    NONE    LONG_STOP;
     direct_05_anonymous_hugetlb:  V10_0 V10_0 "pc-q35-10.0" 8  tls   "none" Anonymous Hugetlb     4    NONE    NONE;
     direct_06_devices:            V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Anonymous Tmpfs       1    DEVICES NONE;
     direct_07_deltas:             V10_0 V10_0 "pc-q35-10.0" 2  tls   "lz4"  Memfd     Anonymous   1    NONE    DELTAS;

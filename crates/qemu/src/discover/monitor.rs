@@ -45,9 +45,16 @@ pub(super) fn ram_blocks(text: &str) -> Result<Vec<ListedBlock>, DiscoverError> 
         ["Block", "Name", "PSize", "Offset", "Used", "Total", "HVA", "RO"] => true,
         _ => return Err(not_understood(header)),
     };
-    let blocks = lines.map(|line| ram_block(line, has_address).ok_or_else(|| not_understood(line)));
-    // A block without a name is one that QEMU does not migrate (`vmstate_register_ram` gives the name): a backend that nothing uses.
-    blocks.filter(|block| block.as_ref().map_or(true, |block| !block.name.is_empty())).collect()
+    let mut blocks = Vec::new();
+    for line in lines {
+        let block = ram_block(line, has_address).ok_or_else(|| not_understood(line))?;
+        // QEMU names the blocks that it migrates (`vmstate_register_ram` in migration/savevm.c), and moves no other: a memory backend that
+        // no device uses, for instance.
+        if !block.name.is_empty() {
+            blocks.push(block);
+        }
+    }
+    Ok(blocks)
 }
 
 fn ram_block(line: &str, has_address: bool) -> Option<ListedBlock> {

@@ -21,7 +21,7 @@ use sterna::report::{Observer, Outcome, ReceiveReport};
 use sterna::session::{Doorman, Greeted, Greeting, Heard, Peer, PeerNews, Placing, TellPeer, after, link_events};
 use sterna::transport::{Limits, Listener};
 use sterna::wakers::Registration;
-use sterna_wire::control::{ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
+use sterna_wire::control::{Block, ControlMessage, DestinationFigures, Hello, Mode, Totals, Welcome};
 use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
@@ -36,13 +36,15 @@ use super::feeder::{Agreed, Feeder, FeederNews, FeederSinks};
 use super::qemu::{self, QemuEvent};
 use super::sockets::{Listens, SocketDir, SocketPlace};
 use super::{GatewayError, Placement, ReceiveOptions, WaitLimits, direct, fault};
-use crate::discover::discover;
+use crate::discover::{ListedBlock, discover, list};
 use crate::qmp::Qmp;
 use crate::settings::{Restore, Role, Settings, Wanted};
 use crate::stream::{ReturnMessage, ReturnPathReader};
 
 /// How long QEMU may take from having loaded everything to saying that it is paused.
 const PAUSE_TIME: Duration = Duration::from_secs(10);
+/// Bytes of a page, to which a source rounds the lengths of its blocks.
+const PAGE_SIZE: u64 = qemu::PAGE_SIZE as u64;
 /// Pause between two looks at a state that QEMU tells by no event.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 /// How long QEMU may take to exit.
@@ -159,19 +161,45 @@ impl Waiting {
 /// What the destination's QEMU must have in common with the source's.
 struct Guest {
     machine_type: String,
+    /// None where QEMU does not tell.
+    blocks: Vec<ListedBlock>,
 }
 
 impl Guest {
     fn of(qmp: &Qmp) -> Self {
-        Self { machine_type: qemu::machine(qmp, Duration::ZERO).machine_type }
+        Self { machine_type: qemu::machine(qmp, Duration::ZERO).machine_type, blocks: list(qmp).unwrap_or_default() }
     }
 
     fn refusal(&self, hello: &Hello) -> Option<String> {
         // It is shown in the log here and on the terminal there.
         let theirs = cleaned(&hello.machine.machine_type);
-        (theirs != self.machine_type && !theirs.is_empty() && !self.machine_type.is_empty()).then(|| {
+        if theirs != self.machine_type && !theirs.is_empty() && !self.machine_type.is_empty() {
             let ours = &self.machine_type;
-            format!("the source's machine type is {theirs}, the destination's {ours}: start it with -M {theirs}")
+            return Some(format!(
+                "the source's machine type is {theirs}, the destination's {ours}: start it with -M {theirs}"
+            ));
+        }
+        // Only a source that moves its guest directly names its blocks.
+        hello.machine.blocks.iter().find_map(|block| self.block_refusal(block))
+    }
+
+    /// Why QEMU would refuse a block of the source; it says so only in its own output, and ends.
+    fn block_refusal(&self, theirs: &Block) -> Option<String> {
+        let name = cleaned(&theirs.name);
+        if self.blocks.is_empty() {
+            return None;
+        }
+        let Some(ours) = self.blocks.iter().find(|ours| ours.name == theirs.name) else {
+            return Some(format!(
+                "the source's RAM block {name} is missing at the destination: start it with the same devices"
+            ));
+        };
+        // QEMU resizes a block that may grow, within what it may have.
+        let resizable = ours.total > ours.used;
+        let fits = theirs.bytes == ours.used.next_multiple_of(PAGE_SIZE) || (resizable && theirs.bytes <= ours.total);
+        (!fits).then(|| {
+            let (theirs, ours) = (theirs.bytes, ours.used);
+            format!("RAM block {name} has {theirs} bytes at the source and {ours} at the destination: give both the same memory and devices")
         })
     }
 }

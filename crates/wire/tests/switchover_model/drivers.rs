@@ -160,10 +160,7 @@ impl World {
         } else if let Some(old) = state.source[0].take() {
             crash_source(state, &old);
         }
-        let mut qemu = state.source_qemu.shown();
-        if self.mutant == Mutant::RecoverTakesAnyPause && state.source_qemu == SourceProcess::PausedByOthers {
-            qemu = SourceGuest::Completed;
-        }
+        let qemu = self.source_shown(state);
         let mut record = state.source_disk;
         if self.mutant == Mutant::RecoverPresumesCommit && record == Some(SourceState::Started) {
             record = Some(SourceState::Committed);

@@ -314,6 +314,14 @@ impl World {
         }
     }
 
+    /// What the driver takes the source's QEMU for.
+    pub(crate) fn source_shown(&self, state: &State) -> SourceGuest {
+        match state.source_qemu {
+            SourceProcess::PausedByOthers if self.mutant == Mutant::RecoverTakesAnyPause => SourceGuest::Completed,
+            qemu => qemu.shown(),
+        }
+    }
+
     /// Whether an operator may say that the destination's guest is gone for good.
     pub(crate) fn may_fence_destination(&self, state: &State) -> bool {
         state.destination_qemu == DestinationProcess::Gone || self.mutant == Mutant::SourceFencesLiving
@@ -350,7 +358,7 @@ impl World {
         if sterna.written.is_some() || sterna.failed {
             actions.push(SourceTold(at));
         }
-        let shown = state.source_qemu.shown();
+        let shown = self.source_shown(state);
         // Of a QEMU that is driven from outside only what was asked, or that it is gone, is known.
         let looks = self.mode == Mode::Stream || sterna.seen.is_none() || shown == SourceGuest::Gone;
         if looks && sterna.seen != Some(shown) && (shown != SourceGuest::Migrating) {
@@ -655,7 +663,7 @@ impl Model for World {
                 self.source_event(state, at, event);
             }
             SourceSeesQemu(at) => {
-                let shown = state.source_qemu.shown();
+                let shown = self.source_shown(state);
                 let resumed = shown == SourceGuest::Running && state.source_qemu != SourceProcess::Idle;
                 let sterna = state.source[at].as_mut()?;
                 sterna.seen = Some(shown);
