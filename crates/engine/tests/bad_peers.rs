@@ -48,6 +48,7 @@ impl Source {
         });
         let context = SendContext {
             normal_page_ratio: Default::default(),
+            hash_key: None,
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::within_a_minute;
-use guest::{Behind, Memory, Monitor, Running, Workload, both_sides};
+use guest::{Behind, Memory, Monitor, PAGE, Running, Workload, both_sides};
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
 use sterna::migration::{GuestState, MigrationError};
@@ -20,6 +20,10 @@ use sterna::report::{ReceiveReport, Report};
 use sterna::source::{NotConverging, Source};
 use sterna::transport::Security;
 use sterna_codec::MethodChoice;
+use sterna_memory::bitmap::PageBitmap;
+use sterna_memory::dirty::handed_in::HandedInLog;
+use sterna_memory::dirty::{DirtyLog, DirtyLogError};
+use sterna_memory::ram::GuestRam;
 use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind, REPLY_PREFIX_LENGTH};
 use sterna_wire::limits::MAX_CONTENT;
@@ -130,6 +134,34 @@ fn without_refusals(mut from: TcpStream, mut to: TcpStream) {
     let _ = to.shutdown(Shutdown::Write);
 }
 
+/// Names what was written as write protection does: by pages of the size that the block's have.
+struct ByPage {
+    log: HandedInLog,
+    ram: GuestRam,
+}
+
+impl DirtyLog for ByPage {
+    fn start(&mut self) -> Result<(), DirtyLogError> {
+        self.log.start()
+    }
+
+    fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
+        let (pages, size) = (self.ram.blocks()[block].pages(), (self.ram.blocks()[block].page_size() / PAGE) as u64);
+        let mut named = PageBitmap::new(pages);
+        self.log.collect(block, &mut named)?;
+        let mut at = 0;
+        while let Some(run) = named.next_run(at, u64::MAX) {
+            at = run.end;
+            dirty.set(run.start / size * size..run.end.next_multiple_of(size));
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<(), DirtyLogError> {
+        self.log.stop()
+    }
+}
+
 type Outcome<T> = Result<T, MigrationError>;
 
 /// Moves a guest that writes over a path that damages packets.
@@ -139,16 +171,17 @@ fn migrate(
     settings: impl FnOnce(Source) -> Source,
     look: impl FnOnce(&Memory, &mut Monitor, &mut Monitor, &Running),
 ) -> (Outcome<Report>, Outcome<ReceiveReport>, u64) {
-    migrate_by(|to| Damaging::start(to, plan, false), workload, settings, look)
+    let memory = [0; 2].map(|_| Memory::new(1500, 700));
+    migrate_by(memory, |to| Damaging::start(to, plan, false), workload, settings, look)
 }
 
 fn migrate_by(
+    [source, destination]: [Arc<Memory>; 2],
     relay: impl FnOnce(SocketAddr) -> Damaging,
     workload: Workload,
     settings: impl FnOnce(Source) -> Source,
     look: impl FnOnce(&Memory, &mut Monitor, &mut Monitor, &Running),
 ) -> (Outcome<Report>, Outcome<ReceiveReport>, u64) {
-    let (source, destination) = (Memory::new(1500, 700), Memory::new(1500, 700));
     let running = Running::default();
     let (mut from, log) = Monitor::new(&source, &running, workload);
     let (mut to, _) = Monitor::new(&destination, &running, workload);
@@ -158,6 +191,7 @@ fn migrate_by(
     from.start();
     let listening = Destination::new(destination.ram()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
     let relay = relay(listening.address().to_string().parse().unwrap());
+    let log = ByPage { log, ram: source.ram() };
     let migration = settings(Source::new(source.ram(), Box::new(log)).method(MethodChoice::default()));
     let address = sterna::transport::Address::from(relay.address);
     let (sent, received) =
@@ -189,6 +223,46 @@ fn damaged_packets_are_sent_again_and_the_guest_arrives_whole() {
                 refused > damaged / 2 && (method != "none" || refused == damaged),
                 "{method}: {refused} of {damaged}"
             );
+        }
+    });
+}
+
+#[test]
+fn of_large_pages_only_what_has_changed_is_sent_again_and_the_guest_arrives_whole() {
+    within_a_minute(|| {
+        let plans: [(&str, u16, usize, Plan); 4] = [
+            ("none", 1, 0, |_| false),
+            ("none", 2, 0, |number| number % 9 == 2 && number < 300),
+            ("zstd", 3, 0, |number| number % 5 == 1 && number < 150),
+            ("lz4", 2, 32 << 20, |number| number % 9 == 2 && number < 300),
+        ];
+        for (method, channels, deltas, plan) in plans {
+            let choice = MethodChoice::parse(method, None).unwrap();
+            let settings = |source: Source| {
+                source.method(choice).channels(channels).packet_size(64 << 10).delta_cache(deltas as u64)
+            };
+            // Here and there in all of memory.
+            let workload = Workload { span: 4096, ..WRITES };
+            let memory = [0; 2].map(|_| Memory::of_huge_pages(8, true).unwrap());
+            // Each region has content from the beginning.
+            memory[0].words(0).chunks(PAGE / 8).enumerate().for_each(|(page, words)| {
+                words[3].store(page as u64 + 1, Ordering::Relaxed);
+            });
+            let pages = memory[0].pages()[0];
+            // The destination's monitor compares memory with what the source's stopped with before it starts the guest.
+            let (sent, received, _) = migrate_by(
+                memory,
+                |to| Damaging::start(to, plan, false),
+                workload,
+                settings,
+                |_, from, to, running| {
+                    assert!(to.runs() && !from.runs() && !running.ever_twice(), "{method}");
+                },
+            );
+            let sent = sent.unwrap_or_else(|error| panic!("{method}: {error}"));
+            received.unwrap_or_else(|error| panic!("{method}: {error}"));
+            assert!(sent.same_pages > pages / 2, "{method}: {sent:?}");
+            assert!(sent.normal_pages >= pages + sent.same_pages, "{method}: {sent:?}");
         }
     });
 }
@@ -230,6 +304,7 @@ fn a_source_that_does_not_send_again_what_was_refused_does_not_get_its_guest_sta
     within_a_minute(|| {
         let relay = |to| Damaging::start(to, |_| true, true);
         let (sent, received, damaged) = migrate_by(
+            [0; 2].map(|_| Memory::new(1500, 700)),
             relay,
             WRITES,
             |source| source,

@@ -40,6 +40,7 @@ fn zero_pages_of_several_batches_share_a_packet_and_go_when_nothing_follows() {
         let abort = Arc::new(Abort::default());
         let context = SendContext {
             normal_page_ratio: Default::default(),
+            hash_key: None,
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),

@@ -93,6 +93,7 @@ fn move_memory(method: &str, checksums: bool) {
     let window = Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::from_millis(100)));
     let context = SendContext {
         normal_page_ratio: Default::default(),
+        hash_key: None,
         window: Arc::clone(&window),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::clone(&abort),

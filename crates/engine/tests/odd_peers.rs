@@ -407,6 +407,7 @@ impl OddSource {
     fn open(&self) -> (Vec<SendChannel>, SendChannel) {
         let context = SendContext {
             normal_page_ratio: Default::default(),
+            hash_key: None,
             window: Arc::new(Window::new(64 << 10, Duration::ZERO, Duration::ZERO)),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.abort),

@@ -51,6 +51,7 @@ impl Source {
         assert_eq!(kept, cache.min(PAGES * PAGE as u64), "no more than the block has of which deltas are taken");
         let context = SendContext {
             normal_page_ratio: Default::default(),
+            hash_key: None,
             window: Arc::clone(&window),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&abort),

@@ -36,6 +36,7 @@ fn all_pages_arrive(channels: usize, give: impl FnOnce(&mut Entry)) {
     let abort = Arc::new(Abort::default());
     let context = SendContext {
         normal_page_ratio: Default::default(),
+        hash_key: None,
         window: Arc::clone(&window),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::clone(&abort),

@@ -51,18 +51,21 @@ pub(crate) struct SendArgs {
     pub(crate) screen: ScreenArgs,
 }
 
+/// Heading of the options that need direct mode.
+const DIRECT: &str = "Direct mode only";
+
 /// What only direct mode does.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Direct mode only")]
 pub(crate) struct DirectArgs {
     /// What helps to look for zero pages and to copy (dsa), and to compress (iaa): cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y,
     /// iaa:/dev/iax/wqX.Y, model:FILE; several separated by commas
-    #[arg(long, value_name = "LIST", default_value = "cpu")]
+    #[arg(long, help_heading = DIRECT, value_name = "LIST", default_value = "cpu")]
     accel: Accelerators,
     /// How much of an accelerator this guest may have beside others that want it at the same time, 1 to 1000: of weights 3 and 1 the
     /// one gets three quarters
     #[arg(
         long,
+        help_heading = DIRECT,
         value_name = "N",
         default_value_t = 1,
         requires = "accel",
@@ -70,15 +73,16 @@ pub(crate) struct DirectArgs {
     )]
     accel_weight: u32,
     /// When what an iaa has compressed is read again and compared
-    #[arg(long, value_enum, value_name = "WHEN", default_value_t = IaaVerifyArg::WithoutChecksums, requires = "accel")]
+    #[arg(long, help_heading = DIRECT, value_enum, value_name = "WHEN", default_value_t = IaaVerifyArg::WithoutChecksums, requires = "accel")]
     iaa_verify: IaaVerifyArg,
     /// Check the content of packets from end to end; off: what a codec, an accelerator or bad memory damages goes unnoticed
-    #[arg(long, value_enum, value_name = "ON|OFF", default_value_t = OnOff::On)]
+    #[arg(long, help_heading = DIRECT, value_enum, value_name = "ON|OFF", default_value_t = OnOff::On)]
     checksums: OnOff,
     /// Where the guest writes faster than its pages can be sent: tell (say so and go on), throttle (slow it down, by default at first for
     /// 20 % of the time, then 10 % more each time, up to 99 %), post-copy (at once, or after so many rounds at the latest), give-up
     #[arg(
         long,
+        help_heading = DIRECT,
         value_name = "tell|throttle[:FIRST,STEP,MOST]|post-copy[:ROUNDS]|give-up",
         default_value = "tell",
         value_parser = no_convergence

@@ -12,6 +12,7 @@ mod choices;
 mod coding;
 mod compression;
 mod delta;
+mod sent_pages;
 mod thread;
 
 use std::collections::VecDeque;
@@ -33,6 +34,7 @@ pub use self::again::{MOST_REFUSED, SendAgain, TooManyRefused};
 pub use self::blocks::DeltaBlocks;
 pub use self::compression::Compression;
 use self::delta::Deltas;
+pub use self::sent_pages::HashKey;
 use self::thread::Sending;
 use crate::abort::Abort;
 use crate::accelerator::Accelerator;
@@ -327,6 +329,8 @@ struct Shared {
 pub struct SendContext {
     /// Zero pages of guest ranges that count as normal: for tests and measurements.
     pub normal_page_ratio: NormalPageRatio,
+    /// With it, of RAM blocks with pages larger than 4 KiB only those 4 KiB are sent again that have changed.
+    pub hash_key: Option<HashKey>,
     /// The window.
     pub window: Arc<Window>,
     /// The bandwidth limit.

@@ -19,6 +19,7 @@ use super::ahead::{self, Ahead, Copy, Ready};
 use super::blocks::NotInIt;
 use super::coding::{Coding, Kernel, Seen, Times};
 use super::delta::{Against, Deltas, Normal, Wrong};
+use super::sent_pages::SentPages;
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Suspect, Way};
 use crate::batch::Batch;
 use crate::in_place;
@@ -103,6 +104,9 @@ pub(super) struct Sending {
     left: Vec<Run>,
     /// How pages of guest RAM are read and sent now.
     way: Way,
+    /// What was sent last of blocks with large pages: made when the first pages are to be read from guest RAM, unless what the destination has
+    /// is not known any more.
+    sent_pages: Option<SentPages>,
     /// Where deltas are made.
     deltas: Option<Deltas>,
     /// Where an accelerator is used: made when the first pages are to be read from guest RAM.
@@ -167,6 +171,7 @@ impl Sending {
             piece: Vec::with_capacity(MAX_RUNS),
             left: Vec::with_capacity(MAX_RUNS),
             way: Way::Usual,
+            sent_pages: None,
             deltas,
             ahead: None,
         })
@@ -211,11 +216,12 @@ impl Sending {
         self.table.clear();
         match item {
             Item::Guest(..) => unreachable!("done above"),
-            Item::Pages(batch) => self.pages(&batch, &Lies::There),
+            Item::Pages(batch) => self.all_pages(&batch, &Lies::There),
             Item::Again => self.refused().map(drop),
             Item::Discard(batch) => {
                 // Post-copy begins: what the destination has is not known any more.
                 self.deltas = None;
+                (self.sent_pages, self.context.hash_key) = (None, None);
                 batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
                 self.packet(PacketKind::Discard, batch.block, 0, &Content::of(&[]))
             }
@@ -249,6 +255,9 @@ impl Sending {
     /// one that follows.
     fn guest(&mut self, wanted: &GuestPages) -> Result<(), Box<dyn std::error::Error>> {
         let GuestPages { ram, pages: wanted, overtaken, way } = wanted;
+        if let Some(key) = self.context.hash_key.take() {
+            self.sent_pages = SentPages::new(key, ram, self.context.rules.packet_size);
+        }
         if *way != self.way {
             // One packet goes one way.
             self.send_all()?;
@@ -303,6 +312,7 @@ impl Sending {
     fn in_place(&self) -> bool {
         self.coding.is_none()
             && self.deltas.is_none()
+            && self.sent_pages.is_none()
             && !self.context.rules.checksums
             && self.writer.passes_on()
             && self.context.pacer.limit().is_none()
@@ -462,8 +472,53 @@ impl Sending {
         Ok(())
     }
 
-    /// Sends `batch`.
+    /// Sends `batch`, which was read from guest RAM; of blocks with large pages only what has changed since it was sent.
     fn pages(&mut self, batch: &Batch, lies: &Lies<'_>) -> Result<(), Box<dyn std::error::Error>> {
+        let Some(mut sent_pages) = self.sent_pages.take() else { return self.all_pages(batch, lies) };
+        let sent = self.changed_pages(&mut sent_pages, batch, lies);
+        self.sent_pages = Some(sent_pages);
+        sent
+    }
+
+    fn changed_pages(
+        &mut self,
+        sent_pages: &mut SentPages,
+        batch: &Batch,
+        lies: &Lies<'_>,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        let again = self.context.again.as_deref();
+        let content = match lies {
+            Lies::There => batch.content(),
+            Lies::Copied(copy, _) => copy.bytes(),
+            Lies::InPlace(_) => {
+                sent_pages.forget(batch.block, batch.runs());
+                return self.all_pages(batch, lies);
+            }
+        };
+        if self.way != Way::Usual {
+            sent_pages.forget(batch.block, batch.runs());
+            if let Some(again) = again {
+                // Before they are on their way: they may be refused once more.
+                batch.runs().iter().for_each(|run| again.freshen(batch.block, run.first..run.end()));
+            }
+            return self.all_pages(batch, lies);
+        }
+        let same = sent_pages.look(batch.block, batch.runs(), content, again);
+        // What deltas are made against is told by the place in the batch; they leave out what is the same themselves.
+        if same == 0 || matches!(lies, Lies::Copied(_, against) if !against.is_empty()) {
+            return self.all_pages(batch, lies);
+        }
+        let counters = &self.shared.counters;
+        counters.normal_pages.fetch_add(same, Ordering::Relaxed);
+        counters.same_pages.fetch_add(same, Ordering::Relaxed);
+        self.context.window.give_back(same * PAGE_SIZE as u64);
+        self.context.window.was_there(same);
+        let changed = sent_pages.changed(batch, content);
+        if changed.is_empty() { Ok(()) } else { self.all_pages(changed, &Lies::There) }
+    }
+
+    /// Sends `batch`.
+    fn all_pages(&mut self, batch: &Batch, lies: &Lies<'_>) -> Result<(), Box<dyn std::error::Error>> {
         self.table.clear();
         batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
         let pages @ (normal, zero) = pages_of(batch.runs());

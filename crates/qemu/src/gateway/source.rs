@@ -601,6 +601,7 @@ impl Driver<'_> {
             .map_err(|error| GatewayError(format!("cannot make the private socket for QEMU: {error}")))?;
         let context = SendContext {
             normal_page_ratio: Default::default(),
+            hash_key: None,
             window: Arc::clone(&self.window),
             pacer: Arc::new(Pacer::new(self.options.bandwidth)),
             abort: Arc::clone(&self.lead.abort),

@@ -48,6 +48,7 @@ pub(crate) fn send(ram: &GuestRam, to: &str, channels: u16) -> Result<u64, Strin
     };
     let context = SendContext {
         normal_page_ratio: Default::default(),
+        hash_key: None,
         window: Arc::new(Window::new(DEFAULT_PACKET_SIZE as u64, Duration::ZERO, DOWNTIME)),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::new(Abort::default()),

@@ -23,6 +23,7 @@ fn sending(delta_cache: usize, delta_blocks: Option<Arc<DeltaBlocks>>) -> (Sendi
     let far = listener.accept().unwrap().0;
     let context = SendContext {
         normal_page_ratio: Default::default(),
+        hash_key: None,
         window: Arc::new(Window::new(PACKET as u64, Duration::ZERO, Duration::ZERO)),
         pacer: Arc::new(Pacer::new(None)),
         abort: Arc::new(Abort::default()),

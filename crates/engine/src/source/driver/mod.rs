@@ -41,7 +41,7 @@ use crate::monitor::{self, CaughtLog, CaughtObserver, SourceMonitor};
 use crate::occupied::Occupied;
 use crate::pacer::Pacer;
 use crate::report::{Observer, Progress, Report};
-use crate::send::{Compression, SendAgain, SendChannel, SendContext, Sent};
+use crate::send::{Compression, HashKey, SendAgain, SendChannel, SendContext, Sent};
 use crate::session::{
     self, Features, Heard, Offer, Peer, PeerNews, Redial, Session, SourceDriver, SourceLead, TellPeer, UNCHECKED,
     after, lead_source, too_long,
@@ -167,6 +167,8 @@ pub(super) fn run(
         Some(accelerator) => accelerator.engines(engines, settings.iaa_verify.verifies(session.rules().checksums)),
         None => engines,
     };
+    let hash_key = HashKey::random()
+        .map_err(|error| MigrationError::untouched(format!("no random numbers for hashes of pages: {error}")))?;
     let mut driver = Driver {
         lead,
         accelerator,
@@ -203,6 +205,7 @@ pub(super) fn run(
         figures: DestinationFigures::default(),
         placement: Vec::new(),
         throttled: false,
+        hash_key,
         ended: false,
         left: None,
         unwritten: None,
@@ -297,6 +300,8 @@ struct Driver<'a> {
     figures: DestinationFigures,
     placement: Vec<String>,
     throttled: bool,
+    /// For what was sent of blocks with large pages.
+    hash_key: HashKey,
     /// The monitor has ended after its guest was moved, or why it could not be ended.
     ended: bool,
     left: Option<String>,
@@ -698,6 +703,8 @@ impl Driver<'_> {
     fn send_context(&self) -> SendContext {
         SendContext {
             normal_page_ratio: NormalPageRatio::new(self.settings.normal_page_ratio),
+            // In post-copy a page goes once, and what of it was lost with a connection must go again.
+            hash_key: self.post_copy.begun().is_none().then(|| self.hash_key.clone()),
             window: Arc::clone(&self.window),
             pacer: Arc::clone(&self.pacer),
             abort: Arc::clone(&self.lead.abort),

@@ -122,6 +122,7 @@ impl LocalEnd {
     fn context(&self) -> SendContext {
         SendContext {
             normal_page_ratio: Default::default(),
+            hash_key: None,
             window: Arc::new(Window::new(self.packet_size as u64, Duration::ZERO, Duration::ZERO)),
             pacer: Arc::new(Pacer::new(None)),
             abort: Arc::clone(&self.outward),

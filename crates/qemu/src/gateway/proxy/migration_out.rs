@@ -229,6 +229,7 @@ impl Migration {
         let rules = session.rules();
         let context = SendContext {
             normal_page_ratio: Default::default(),
+            hash_key: None,
             window: Arc::new(Window::new(rules.packet_size as u64, session.round_trip, options.downtime)),
             pacer: Arc::new(Pacer::new(options.bandwidth)),
             abort: Arc::clone(&self.abort),

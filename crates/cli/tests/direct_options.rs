@@ -1,0 +1,208 @@
+//! `sterna send --mode direct` with what only direct mode has: accelerators (those of a model), and what is done about a guest that writes too
+//! fast. Each guest verifies its own memory after the move.
+
+mod support;
+
+use std::path::Path;
+use std::process::ExitStatus;
+
+use serde_json::Value;
+use sterna_lab::huge::HugePages;
+use sterna_lab::{Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, or_skip};
+use support::{LONG, Sterna, receive, report, send_by};
+
+const MEMORY: u64 = 256 << 20;
+const FILLED: u64 = 64 << 20;
+
+/// A DSA and an IAA.
+const MODEL: &str = r#"{"devices":[{"name":"dsa0","queues":[{"name":"wq0.0","size":64,"max_batch_size":128}]},
+    {"name":"iax1","kind":"iaa","engines":8,"queues":[{"name":"wq1.0","size":64}]}]}"#;
+
+/// A guest, and how it is moved.
+struct Case<'a> {
+    backend: Backend,
+    fill: Fill,
+    send: &'a str,
+    receive: &'a str,
+}
+
+const CASE: Case<'_> = Case { backend: Backend::Memfd, fill: Fill::Mixed, send: "", receive: "" };
+
+/// What has come of it.
+struct Moved {
+    status: ExitStatus,
+    /// What `send` said on standard error.
+    lines: Vec<String>,
+    report: Value,
+    source: Qemu,
+    destination: Qemu,
+}
+
+impl Case<'_> {
+    /// Has it moved while it writes; none where there is no QEMU. In `send`, `MODEL` stands for the file of a model.
+    fn run(&self) -> Option<Moved> {
+        let linux = LinuxGuest {
+            fill: self.fill,
+            memory: Some(FILLED),
+            dirty_rate: 16 << 20,
+            dirty: Dirty::Stamp,
+            ..LinuxGuest::default()
+        };
+        let mut machine = QemuOptions::new(QemuVersion::V10_0, Guest::Linux(linux));
+        (machine.memory, machine.backend) = (MEMORY, self.backend.clone());
+        let source = or_skip(Qemu::start(&machine))?;
+        let destination = Qemu::start(&machine.incoming()).unwrap();
+        source.guest().wait_ready(LONG).unwrap();
+        source.guest().wait_tick_after(0, LONG).unwrap();
+        let scratch = tempfile::tempdir().unwrap();
+        let model = scratch.path().join("model.json");
+        std::fs::write(&model, MODEL).unwrap();
+        let json = scratch.path().join("report.json");
+
+        let mut command = receive(destination.qmp_path(), &scratch.path().join("destination"));
+        let receiver = Sterna::start("receive", command.arg("--insecure").args(self.receive.split_whitespace()));
+        let state = scratch.path().join("source");
+        let mut command = send_by("direct", source.qmp_path(), &receiver.address(), &state, &json);
+        let words = self.send.replace("MODEL", &format!("model:{}", model.display()));
+        let sender = Sterna::start("send", command.arg("--insecure").args(words.split_whitespace()));
+        let (status, lines) = sender.finish_with_lines();
+        // One that was refused leaves `receive` waiting for another; it is ended with the test.
+        if status.success() {
+            let (received, _) = receiver.finish();
+            assert!(received.success(), "{received}");
+        }
+        Some(Moved { status, lines, report: report(&json), source, destination })
+    }
+
+    /// Has it moved, and the guest verify its memory.
+    fn moved(&self) -> Option<Moved> {
+        let moved = self.run()?;
+        assert!(moved.status.success(), "{}", moved.report);
+        assert_eq!((&moved.report["mode"], &moved.report["outcome"]), (&"direct".into(), &"completed".into()));
+        let verified = moved.destination.guest().verify(LONG).unwrap();
+        assert!(verified.bad == 0 && verified.table_whole, "{verified:?}");
+        Some(moved)
+    }
+}
+
+impl Moved {
+    fn number(&self, name: &str) -> u64 {
+        self.report[name].as_u64().unwrap_or_else(|| panic!("{name} in {}", self.report))
+    }
+
+    /// What the report says of accelerators, in one text.
+    fn accelerators(&self) -> String {
+        let lines = self.report["accelerators"].as_array().map(Vec::as_slice).unwrap_or_default();
+        lines.iter().map(|line| line.as_str().unwrap()).collect::<Vec<_>>().join("\n")
+    }
+}
+
+const OUT_OF_REACH: &str = "could not be mapped here";
+
+#[test]
+fn shared_memory_is_searched_copied_and_compared_by_a_dsa() {
+    let send = "--accel MODEL --method none --delta-cache 512MiB --bandwidth 40MB/s --channels 1";
+    let Some(moved) = (Case { fill: Fill::Random, send, ..CASE }).moved() else { return };
+    assert!(moved.number("device_deltas") > 0, "{}", moved.report);
+    let accelerators = moved.accelerators();
+    assert!(accelerators.contains("dsa0"), "{accelerators}");
+    // Firmware and video memory are not shared; guest RAM is.
+    assert!(!accelerators.contains("RAM block pc.ram "), "{accelerators}");
+    for field in ["tracking", "injection_ms", "longest_settling_ms"] {
+        assert!(!moved.report[field].is_null(), "{field}: {}", moved.report);
+    }
+}
+
+#[test]
+fn an_iaa_compresses_what_a_dsa_has_copied() {
+    let Some(moved) =
+        (Case { send: "--accel MODEL --accel-weight 3 --method iaa --iaa-verify always", ..CASE }).moved()
+    else {
+        return;
+    };
+    let accelerators = moved.accelerators();
+    assert!(accelerators.contains("iax1") && accelerators.contains("deflate"), "{accelerators}");
+    assert!(moved.report["ratio"].as_f64().unwrap() > 1.5, "{}", moved.report);
+}
+
+#[test]
+fn zstd_and_larger_packets_take_what_a_dsa_has_copied() {
+    let send = "--accel MODEL --method zstd --packet-size 2MiB --delta-cache 256MiB";
+    let Some(moved) = (Case { send, ..CASE }).moved() else { return };
+    assert!(moved.accelerators().contains("dsa0"), "{}", moved.report);
+    assert!(moved.report["method"].as_str().unwrap().starts_with("zstd"), "{}", moved.report);
+}
+
+#[test]
+fn the_report_names_memory_that_no_accelerator_reaches() {
+    let backend = Backend::Anonymous;
+    let Some(moved) = (Case { backend, send: "--accel MODEL --method iaa", ..CASE }).moved() else { return };
+    let accelerators = moved.accelerators();
+    assert!(accelerators.contains("RAM block pc.ram") && accelerators.contains(OUT_OF_REACH), "{accelerators}");
+    // What the CPU has copied is compressed by the IAA all the same.
+    assert!(accelerators.contains("iax1"), "{accelerators}");
+}
+
+#[test]
+fn of_huge_pages_only_what_has_changed_is_sent_again() {
+    let Some(_pages) = or_skip(HugePages::reserve(2 * MEMORY)) else { return };
+    let send = "--method none --bandwidth 40MB/s";
+    let Some(moved) = (Case { backend: Backend::MemfdHuge, fill: Fill::Random, send, ..CASE }).moved() else { return };
+    // Each stamp makes 512 pages dirty.
+    let (same, normal) = (moved.number("same_pages"), moved.number("normal_pages"));
+    assert!(same > FILLED / 4096 && normal > same, "{}", moved.report);
+    assert!(moved.number("content_bytes") < (normal - same) * 4096 + (4 << 20), "{}", moved.report);
+}
+
+#[test]
+fn zero_pages_go_as_normal_ones_by_cpu_and_by_dsa_as_was_asked_for() {
+    for (backend, send) in [
+        (Backend::Anonymous, "--method none --normal-page-ratio 100"),
+        (Backend::Memfd, "--method none --normal-page-ratio 100 --accel MODEL"),
+        (Backend::Memfd, "--method none --normal-page-ratio 100 --checksums off"),
+    ] {
+        let Some(moved) = (Case { backend, send, ..CASE }).moved() else { return };
+        assert_eq!(moved.number("zero_pages"), 0, "{send}: {}", moved.report);
+    }
+    let send = "--method none --normal-page-ratio 0";
+    let Some(moved) = (Case { send, ..CASE }).moved() else { return };
+    assert!(moved.number("zero_pages") > 0, "{}", moved.report);
+}
+
+#[test]
+fn all_of_the_destinations_memory_is_there_before_the_source_begins_where_that_was_asked_for() {
+    let allocated = |qemu: &Qemu| {
+        let of = |file: &Path| {
+            let memfd = std::fs::read_link(file).is_ok_and(|target| target.starts_with("/memfd:"));
+            memfd.then(|| std::os::linux::fs::MetadataExt::st_blocks(&std::fs::metadata(file).unwrap()) * 512)
+        };
+        let files = std::fs::read_dir(format!("/proc/{}/fd", qemu.pid())).unwrap();
+        files.filter_map(|file| of(&file.unwrap().path())).max().expect("guest RAM is a memfd")
+    };
+    let Some(moved) = (Case { receive: "--prefault", ..CASE }).moved() else { return };
+    assert!(allocated(&moved.destination) >= MEMORY);
+    let Some(moved) = CASE.moved() else { return };
+    assert!(allocated(&moved.destination) < MEMORY);
+}
+
+#[test]
+fn a_guest_that_writes_too_fast_stays_where_that_was_asked_for_and_runs_on() {
+    let send = "--method none --bandwidth 10MB/s --downtime 10ms --on-no-convergence give-up";
+    let Some(moved) = (Case { fill: Fill::Random, send, ..CASE }).run() else { return };
+    assert_eq!(moved.status.code(), Some(1));
+    assert_eq!(moved.report["outcome"], "failed", "{}", moved.report);
+    let convergence = moved.report["convergence"].as_str().expect("why it did not converge");
+    assert!(convergence.contains("10 ms"), "{convergence}");
+    let verified = moved.source.guest().verify(LONG).unwrap();
+    assert_eq!(verified.bad, 0);
+}
+
+#[test]
+fn post_copy_is_refused_before_the_guest_is_touched() {
+    let Some(moved) = (Case { send: "--on-no-convergence post-copy", ..CASE }).run() else { return };
+    assert_eq!(moved.status.code(), Some(1));
+    let reason = moved.report["reason"].as_str().unwrap();
+    assert!(reason.contains("cannot be waited for yet") && reason.contains("the guest was not touched"), "{reason}");
+    assert!(moved.lines.iter().any(|line| line.contains("sterna: ")), "{:?}", moved.lines);
+    assert_eq!(moved.source.guest().verify(LONG).unwrap().bad, 0);
+}
