@@ -97,9 +97,8 @@ impl Reading {
         if !self.checksums {
             snapshot = snapshot.unchecked();
         }
-        for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
-            block.read(run.first..run.end(), &mut snapshot)?;
-        }
+        let normal = runs.iter().filter(|run| run.kind == RunKind::Normal);
+        block.read(normal.map(|run| run.first..run.end()), &mut snapshot)?;
         let result = snapshot.finish();
         let mut seen = 0;
         for run in runs {
