@@ -109,9 +109,8 @@ impl Reading {
         if !self.ratio.is_none() {
             snapshot = snapshot.keeping(&mut self.ratio);
         }
-        for run in runs.iter().filter(|run| run.kind == RunKind::Normal) {
-            block.read(run.first..run.end(), &mut snapshot)?;
-        }
+        let normal = runs.iter().filter(|run| run.kind == RunKind::Normal);
+        block.read(normal.map(|run| run.first..run.end()), &mut snapshot)?;
         let result = snapshot.finish();
         let mut seen = 0;
         for run in runs {

@@ -59,38 +59,111 @@ impl ProcessMemory {
         ProcessWrite::new(&self.process, self.start as u64, self.bytes as u64)
     }
 
-    /// Fills `buffer` with the bytes from `offset` on, which the process may be writing.
+    /// Fills `buffer` with the bytes of `parts`, one part after another, which the process may be writing. `parts` are offsets in the memory.
     ///
     /// # Panics
-    /// When the range is not within the memory.
-    pub(crate) fn read(&self, offset: usize, buffer: &mut [u8]) -> Result<(), ProcessReadError> {
-        assert!(offset.checked_add(buffer.len()).is_some_and(|end| end <= self.bytes), "not within the memory");
-        let (mut filled, end) = (0, self.start + offset + buffer.len());
+    /// When a part is not within the memory, or the parts together are not as long as `buffer`.
+    pub(crate) fn read(
+        &self,
+        mut parts: impl Iterator<Item = Range<usize>>,
+        buffer: &mut [u8],
+    ) -> Result<(), ProcessReadError> {
+        let (mut filled, mut remote) = (0, Remote::default());
         while filled < buffer.len() {
-            let at = self.start + offset + filled;
-            let refused = |source| ProcessReadError::Refused { pid: self.process.pid(), range: at..end, source };
-            match read_once(self.process.pid(), at, &mut buffer[filled..]) {
+            if remote.is_empty() {
+                for part in parts.by_ref().filter(|part| !part.is_empty()).take(READ_PARTS) {
+                    assert!(part.start < part.end && part.end <= self.bytes, "not within the memory");
+                    remote.push(self.start + part.start..self.start + part.end);
+                }
+                assert!(!remote.is_empty(), "the parts are shorter than the buffer");
+            }
+            let (at, bytes) = (remote.first(), remote.bytes());
+            let refused = |source| ProcessReadError::Refused { pid: self.process.pid(), range: at.clone(), source };
+            match read_once(self.process.pid(), remote.left(), &mut buffer[filled..][..bytes]) {
                 Ok(0) => return Err(refused(io::ErrorKind::UnexpectedEof.into())),
-                Ok(read) => filled += read,
+                Ok(read) => {
+                    filled += read;
+                    remote.advance(read);
+                }
                 Err(Errno::INTR) => {}
                 Err(errno) => {
-                    self.process.check_address_space(at)?;
+                    self.process.check_address_space(at.start)?;
                     return Err(refused(errno.into()));
                 }
             }
         }
-        // The page was read just now, so this populates nothing.
-        Ok(self.process.check_address_space(self.start + offset)?)
+        // Once for all parts: a number that had come to mean another process would go on meaning it.
+        Ok(self.process.check_address_space(self.start)?)
     }
 }
 
-/// One process_vm_readv(2): returns how many bytes it has copied.
-fn read_once(pid: i32, address: usize, buffer: &mut [u8]) -> Result<usize, Errno> {
+/// Parts of another process's memory that one call reads: the array stays on the stack (2 KiB).
+const READ_PARTS: usize = 128;
+
+/// Addresses that are still to be read, in order.
+struct Remote {
+    parts: [libc::iovec; READ_PARTS],
+    next: usize,
+    end: usize,
+}
+
+impl Default for Remote {
+    fn default() -> Self {
+        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        Self { parts: [none; READ_PARTS], next: 0, end: 0 }
+    }
+}
+
+impl Remote {
+    fn is_empty(&self) -> bool {
+        self.next == self.end
+    }
+
+    /// Adds a part. All of the parts before were read, or there is room behind them.
+    fn push(&mut self, addresses: Range<usize>) {
+        if self.is_empty() {
+            (self.next, self.end) = (0, 0);
+        }
+        let iov_base = std::ptr::without_provenance_mut(addresses.start);
+        self.parts[self.end] = libc::iovec { iov_base, iov_len: addresses.len() };
+        self.end += 1;
+    }
+
+    fn left(&self) -> &[libc::iovec] {
+        &self.parts[self.next..self.end]
+    }
+
+    fn bytes(&self) -> usize {
+        self.left().iter().map(|part| part.iov_len).sum()
+    }
+
+    /// The addresses that are read next.
+    fn first(&self) -> Range<usize> {
+        self.left().first().map_or(0..0, |part| part.iov_base.addr()..part.iov_base.addr() + part.iov_len)
+    }
+
+    /// So many bytes were read.
+    fn advance(&mut self, mut read: usize) {
+        while let Some(part) = self.parts[self.next..self.end].first_mut() {
+            let step = read.min(part.iov_len);
+            part.iov_base = part.iov_base.wrapping_byte_add(step);
+            part.iov_len -= step;
+            read -= step;
+            if part.iov_len > 0 {
+                return;
+            }
+            self.next += 1;
+        }
+    }
+}
+
+/// One process_vm_readv(2) of `remote`, which is as long as `buffer`: returns how many bytes it has copied.
+fn read_once(pid: i32, remote: &[libc::iovec], buffer: &mut [u8]) -> Result<usize, Errno> {
     let local = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-    let remote = libc::iovec { iov_base: std::ptr::without_provenance_mut(address), iov_len: buffer.len() };
-    // SAFETY: the kernel writes at most the bytes of `buffer`, which is borrowed for the call; the other address is of
-    // another process, whose memory is only read.
-    let read = unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };
+    // SAFETY: the kernel writes at most the bytes of `buffer`, which is borrowed for the call; the other addresses are of
+    // another process, whose memory is only read, and `remote` is as many as is said.
+    let read =
+        unsafe { libc::process_vm_readv(pid, &raw const local, 1, remote.as_ptr(), remote.len() as libc::c_ulong, 0) };
     if read < 0 {
         let error = io::Error::last_os_error();
         return Err(Errno::from_io_error(&error).unwrap_or(Errno::IO));
@@ -117,9 +190,39 @@ mod tests {
         area.bytes_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = (at / 7) as u8);
         let memory = own(&area, 4);
         let mut read = vec![0; 3 * PAGE_SIZE];
-        memory.read(100, &mut read).unwrap();
+        memory.read(std::iter::once(100..100 + 3 * PAGE_SIZE), &mut read).unwrap();
         assert_eq!(read, area.bytes()[100..][..3 * PAGE_SIZE]);
-        memory.read(4 * PAGE_SIZE, &mut []).unwrap();
+        memory.read(std::iter::empty(), &mut []).unwrap();
+    }
+
+    #[test]
+    fn more_parts_than_one_call_takes_are_read_one_after_another() {
+        const PAGES: usize = 3 * READ_PARTS + 7;
+        let area = Area::small_pages(2 * PAGES * PAGE_SIZE);
+        area.bytes_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = (at / 4099) as u8);
+        // Every other page, and an empty part now and then.
+        let parts = (0..PAGES).flat_map(|page| {
+            let start = 2 * page * PAGE_SIZE;
+            [start..start + PAGE_SIZE, start..start + if page % 5 == 0 { 0 } else { 1 }]
+        });
+        let expected: Vec<u8> = parts.clone().flat_map(|part| area.bytes()[part].to_vec()).collect();
+        let mut read = vec![0; expected.len()];
+        own(&area, 2 * PAGES).read(parts, &mut read).unwrap();
+        assert!(read == expected);
+    }
+
+    #[test]
+    fn a_part_that_is_not_mapped_is_named_also_behind_others() {
+        let area = Area::small_pages(4 * PAGE_SIZE);
+        let memory = own(&area, 4);
+        let start = memory.addresses().start;
+        let process = Arc::clone(memory.process());
+        // From the null page to the end of the area: its beginning is mapped nowhere.
+        let all = ProcessMemory::new(process, PAGE_SIZE, start + 4 * PAGE_SIZE - PAGE_SIZE);
+        let at = start - PAGE_SIZE;
+        let parts = [at..at + PAGE_SIZE, 0..PAGE_SIZE, at + PAGE_SIZE..at + 2 * PAGE_SIZE];
+        let error = all.read(parts.into_iter(), &mut [0; 3 * PAGE_SIZE]).unwrap_err().to_string();
+        assert!(error.contains("0x1000..0x2000"), "{error}");
     }
 
     #[test]
@@ -127,7 +230,7 @@ mod tests {
         let area = Area::small_pages(4 * PAGE_SIZE);
         let process = Arc::new(TargetProcess::open(std::process::id() as i32).unwrap());
         let nowhere = ProcessMemory::new(process, PAGE_SIZE, area.bytes().len());
-        let error = nowhere.read(0, &mut [0; 16]).unwrap_err().to_string();
+        let error = nowhere.read(std::iter::once(0..16), &mut [0; 16]).unwrap_err().to_string();
         assert!(error.contains("0x1000"), "{error}");
     }
 
@@ -135,7 +238,7 @@ mod tests {
     #[should_panic(expected = "not within the memory")]
     fn nothing_is_read_behind_its_end() {
         let area = Area::small_pages(PAGE_SIZE);
-        let _ = own(&area, 1).read(1, &mut [0; PAGE_SIZE]);
+        let _ = own(&area, 1).read(std::iter::once(1..1 + PAGE_SIZE), &mut [0; PAGE_SIZE]);
     }
 
     /// A process that waits for its input, and a page of it.
@@ -154,7 +257,7 @@ mod tests {
         let memory = ProcessMemory::new(process, start, PAGE_SIZE);
         child.kill().unwrap();
         child.wait().unwrap();
-        let error = memory.read(0, &mut [0; 16]).unwrap_err().to_string();
+        let error = memory.read(std::iter::once(0..16), &mut [0; 16]).unwrap_err().to_string();
         assert!(error.contains("has ended or runs another program"), "{error}");
     }
 }

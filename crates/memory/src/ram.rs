@@ -387,27 +387,36 @@ impl RamBlock {
         RamError::Read { name: self.name.clone(), source: source.into() }
     }
 
-    /// Reads the pages of `run` into `snapshot`, once each.
+    /// Reads the pages of `runs` into `snapshot`, once each, in as few system calls as there need be.
     ///
     /// # Errors
     /// They lie in another process and cannot be read: that has ended, or has unmapped them.
     ///
     /// # Panics
     /// When the pages are not in the block, or the snapshot has no room for them.
-    pub fn read(&self, run: Range<u64>, snapshot: &mut Snapshot<'_>) -> Result<(), RamError> {
-        let pages = run.end - run.start;
-        self.check_run(run.start, pages);
+    pub fn read(
+        &self,
+        runs: impl Iterator<Item = Range<u64>> + Clone,
+        snapshot: &mut Snapshot<'_>,
+    ) -> Result<(), RamError> {
         match &self.home {
             Home::Here(_) => {
-                let at = self.at(run.start, pages);
-                // SAFETY: the pages were checked to lie inside the block, which is readable by the contract of `new`; what the
-                // snapshot copies to is a buffer, and so not part of it.
-                unsafe { snapshot.read(at, pages as usize) };
+                for run in runs {
+                    let pages = run.end - run.start;
+                    let at = self.at(run.start, pages);
+                    // SAFETY: the pages were checked to lie inside the block, which is readable by the contract of `new`; what the
+                    // snapshot copies to is a buffer, and so not part of it.
+                    unsafe { snapshot.read(at, pages as usize) };
+                }
                 Ok(())
             }
             Home::Process(memory) => {
-                let offset = run.start as usize * PAGE_SIZE;
-                let read = snapshot.fill(pages as usize, |buffer| memory.read(offset, buffer));
+                let pages = runs.clone().map(|run| run.end - run.start).sum::<u64>();
+                let parts = runs.map(|run| {
+                    self.check_run(run.start, run.end - run.start);
+                    run.start as usize * PAGE_SIZE..run.end as usize * PAGE_SIZE
+                });
+                let read = snapshot.fill(pages as usize, |buffer| memory.read(parts, buffer));
                 read.map_err(|source| RamError::Read { name: self.name.clone(), source })
             }
         }
@@ -449,7 +458,7 @@ impl RamBlock {
     pub fn read_page(&self, page: u64, copy: &mut [u8]) -> Result<(), RamError> {
         let mut zero = [0];
         let mut snapshot = Snapshot::new(copy, &mut zero).unchecked();
-        self.read(page..page + 1, &mut snapshot)?;
+        self.read(std::iter::once(page..page + 1), &mut snapshot)?;
         if snapshot.finish().normal_bytes() == 0 {
             copy.fill(0);
         }
@@ -665,7 +674,7 @@ mod tests {
         let (mut copy, mut zero) = (vec![0; 64 * PAGE_SIZE], [0]);
         let mut read = |run| {
             let mut snapshot = Snapshot::new(&mut copy, &mut zero);
-            block.read(run, &mut snapshot).unwrap();
+            block.read(std::iter::once(run), &mut snapshot).unwrap();
             snapshot.finish().normal
         };
         assert_eq!((read(40..42), read(3..5)), (1, 2));

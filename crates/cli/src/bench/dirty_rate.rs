@@ -1,9 +1,11 @@
 //! `sterna bench dirty-rate`: the largest rate at which a guest may write its memory and still be moved.
 //!
 //! Guests of `examples/microvm` write page after page at a set rate. For each way of moving them the rate is searched at which
-//! that just ends in time ([`mod@search`]); each rate is tried with two processes of their own ([`attempt`]).
+//! that just ends in time ([`mod@search`]); each rate is tried with two processes of their own ([`attempt`]). The same is searched for guests
+//! of QEMU ([`qemu`]).
 
 pub(super) mod attempt;
+mod qemu;
 mod search;
 
 use std::time::{Duration, Instant};
@@ -141,30 +143,27 @@ fn is_quick(cell: &Cell) -> bool {
 
 /// The names of all cells.
 pub(crate) fn cells() -> Vec<String> {
-    all_cells().iter().map(Cell::name).collect()
+    all_cells().iter().map(Cell::name).chain(qemu::cells()).collect()
 }
 
 /// Measures all cells and judges the targets.
 pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) -> Result<Findings, HostsError> {
     let half = std::thread::available_parallelism().map_or(1, usize::from) / 2;
-    let site = Site::new(args.cpus.max(half.clamp(1, 64) as u16), cancel)?;
     let runs = args.rounds.unwrap_or(if args.quick { 1 } else { 3 }).max(1);
-    let mut findings = Findings {
-        name: "dirty-rate",
-        columns: COLUMNS,
-        rows: Vec::new(),
-        targets: Vec::new(),
-        notes: notes(&site, runs, args.quick),
-    };
-    for cell in all_cells() {
-        let chosen = if args.only.is_empty() { !args.quick || is_quick(&cell) } else { args.wants(&cell.name()) };
-        if !chosen {
-            continue;
-        }
+    let mut findings =
+        Findings { name: "dirty-rate", columns: COLUMNS, rows: Vec::new(), targets: Vec::new(), notes: Vec::new() };
+    let mut chosen = all_cells();
+    chosen.retain(|cell| if args.only.is_empty() { !args.quick || is_quick(cell) } else { args.wants(&cell.name()) });
+    // Guests of QEMU need no microvm.
+    let site = (!chosen.is_empty()).then(|| Site::new(args.cpus.max(half.clamp(1, 64) as u16), cancel)).transpose()?;
+    if let Some(site) = &site {
+        findings.notes = notes(site, runs, args.quick);
+    }
+    for (cell, site) in chosen.iter().zip(site.iter().cycle()) {
         let mut row = Row { name: cell.name(), detail: String::new(), runs: Vec::new(), void: None };
         let measured = match cell.way {
-            Way::PostCopy => post_copy(&site, &cell, args.quick, runs, tell),
-            _ => boundary(&site, &cell, args.quick, runs, tell),
+            Way::PostCopy => post_copy(site, cell, args.quick, runs, tell),
+            _ => boundary(site, cell, args.quick, runs, tell),
         };
         if cancel.is_cancelled() {
             return Err(HostsError("cancelled".into()));
@@ -175,7 +174,9 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
         }
         findings.rows.push(row);
     }
+    findings.rows.extend(qemu::measure(args, runs, cancel, tell)?);
     judge(&mut findings);
+    qemu::judge(&mut findings);
     Ok(findings)
 }
 

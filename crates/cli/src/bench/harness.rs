@@ -135,8 +135,9 @@ impl Findings {
         self.columns.iter().position(|column| column.name == name).expect("a column of this benchmark")
     }
 
+    /// A row that counts.
     fn row(&self, name: &str) -> Option<&Row> {
-        self.rows.iter().find(|row| row.name == name)
+        self.rows.iter().find(|row| row.name == name && row.void.is_none())
     }
 
     /// A figure of a cell.

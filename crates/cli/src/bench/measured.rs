@@ -28,6 +28,8 @@ pub(crate) struct Measured {
     pub(crate) wire_bytes: f64,
     /// Pages sent that were not zero, in all rounds, where they were counted.
     pub(crate) pages: f64,
+    /// Rounds over guest RAM, where they were counted.
+    pub(crate) rounds: f64,
     /// What a guest that writes at a set rate has achieved of it.
     pub(crate) achieved: Option<f64>,
     /// Why the migration was given up, where it was and that is a result.

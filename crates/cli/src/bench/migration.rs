@@ -3,22 +3,24 @@
 //! The source is used again and again: after a migration its guest is stopped there, complete, and goes on with `cont`.
 //! The destination is a fresh QEMU each time. Both have a second monitor, because Sterna occupies the first; time is that
 //! of QEMU's own events, from the source's `MIGRATION setup` to the destination's `RESUME`, on the one clock of the
-//! machine.
+//! machine. What moves its guest directly causes no event of a migration at the source: its time begins with its process.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 use sterna::cancel::Cancel;
 use sterna_codec::MethodChoice;
 use sterna_lab::usage::Usage;
-use sterna_lab::{Backend, Qemu, QemuOptions, Role, warm_memory};
+use sterna_lab::{Backend, Qemu, QemuOptions, Role, Tick, warm_memory};
 use sterna_qemu::qmp::Qmp;
 use tempfile::TempDir;
 
 use super::measured::{Measured, check_method};
 use super::memory::MemoryWatch;
+use super::ram::side::CLIENT;
 use crate::hosts::{Hosts, HostsError, Side, Sterna, doing, patiently};
 
 /// No step takes longer on a machine that is only slow.
@@ -29,30 +31,70 @@ const DOWNTIME_MS: u64 = 300;
 const SLICE: Duration = Duration::from_millis(200);
 /// What QEMU takes beside guest RAM.
 const BESIDE_RAM: u64 = 128 << 20;
+/// QEMU's name for its certificates, and the name in the destination's.
+const CREDENTIALS: &str = "tls0";
+const TLS_NAME: &str = "localhost";
+/// QEMU's method of its own that is no compression of multifd.
+const XBZRLE: &str = "xbzrle";
+/// What QEMU keeps of pages that it sent, for [`XBZRLE`]: more than any guest here writes again.
+const XBZRLE_CACHE: u64 = 1 << 30;
+const PAGE: f64 = 4096.0;
+/// Ticks of the guest after which it writes at a rate that was set.
+const SETTLED: u64 = 2;
+
+/// What a migration of `sterna send` goes by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Direct,
+    Stream,
+}
 
 /// By whom.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// QEMU's own multifd, over TCP.
+    /// QEMU itself, over TCP: multifd, or one channel with `xbzrle`.
     Qemu {
         /// multifd channels.
         channels: u8,
-        /// `none` or `zstd` (level 1).
+        /// `none`, `zstd` (level 1) or `xbzrle`.
         compression: &'static str,
+        encrypted: bool,
     },
     /// `sterna send` and `sterna receive`.
     Sterna {
-        /// Words for both `--method` and `--level`.
+        mode: Mode,
+        /// Words for `--method`, `--level` and what else belongs to them.
         method: &'static [&'static str],
         channels: u16,
+        encrypted: bool,
         /// Whether pages go through QEMU's sockets even where there is a faster way.
         in_stream: bool,
     },
 }
 
+/// What the guest does meanwhile, and how far the migration may go.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Conditions {
+    /// Bytes a second that the guest writes, in whole pages or stamps as it was started.
+    pub(crate) dirty_rate: u64,
+    /// Bytes a second that may be sent.
+    pub(crate) bandwidth: Option<u64>,
+    /// After this long it is given up, which then is a result.
+    pub(crate) give_up_after: Option<Duration>,
+}
+
+impl Conditions {
+    /// A guest at rest, moved as fast as that goes.
+    pub(crate) const REST: Self = Self { dirty_rate: 0, bandwidth: None, give_up_after: None };
+}
+
 /// A source with its guest running, and where its destinations are.
 pub(crate) struct Bench {
     hosts: Hosts,
+    certificates: PathBuf,
+    conditions: Conditions,
+    /// Bytes of RAM that a destination will populate.
+    populated: u64,
     options: QemuOptions,
     source: Qemu,
     source_monitor: Qmp,
@@ -78,17 +120,25 @@ impl Drop for Destination {
 }
 
 impl Bench {
-    /// Boots the source and waits until its guest has filled its memory.
-    pub(crate) fn start(hosts: Hosts, mut options: QemuOptions, cancel: &Cancel) -> Result<Self, HostsError> {
+    /// Boots the source and waits until its guest has filled its memory, of which it populates at most `populated` bytes. Encrypted migrations use `certificates`.
+    pub(crate) fn start(
+        hosts: Hosts,
+        mut options: QemuOptions,
+        populated: u64,
+        certificates: &Path,
+        cancel: &Cancel,
+    ) -> Result<Self, HostsError> {
         let directory = tempfile::Builder::new().prefix("sterna-bench-").tempdir();
         let directory = directory.map_err(doing("making a directory for sockets and records"))?;
         options.namespace = hosts.namespace(Side::A);
         options.host_cpus = hosts.cpus(Side::A);
         let path = directory.path().join("source.sock");
-        let source = Qemu::start(&QemuOptions { extra: monitor_words(&path), ..options.clone() })?;
+        let extra = words(&path, certificates, "client");
+        let source = Qemu::start(&QemuOptions { extra, ..options.clone() })?;
         let source_monitor = Qmp::connect(&path)?;
         patiently(LONG, cancel, |limit| source.guest().wait_ready(limit))?;
-        Ok(Self { hosts, options, source, source_monitor, directory, number: 0 })
+        let (certificates, conditions) = (certificates.to_owned(), Conditions::REST);
+        Ok(Self { hosts, certificates, conditions, populated, options, source, source_monitor, directory, number: 0 })
     }
 
     /// Moves the guest once to a destination with `backend`, and has the source's guest go on. With `verify` the guest
@@ -97,18 +147,23 @@ impl Bench {
         &mut self,
         way: &Way,
         backend: &Backend,
+        conditions: Conditions,
         verify: bool,
         cancel: &Cancel,
     ) -> Result<Measured, HostsError> {
         self.number += 1;
         let destination = self.destination(backend)?;
+        self.set(conditions, cancel)?;
+        let before = self.source.guest().last_tick();
         let result = match way {
-            Way::Qemu { channels, compression } => self.by_qemu(&destination, *channels, compression, cancel),
-            Way::Sterna { method, channels, in_stream } => {
-                self.through_sterna(&destination, method, *channels, *in_stream, cancel)
-            }
+            Way::Qemu { .. } => self.by_qemu(&destination, way, cancel),
+            Way::Sterna { .. } => self.through_sterna(&destination, way, cancel),
         };
-        if result.is_ok() {
+        let result = result.map(|mut measured| {
+            measured.achieved = achieved(before, self.source.guest().last_tick(), conditions.dirty_rate);
+            measured
+        });
+        if result.as_ref().is_ok_and(|measured| measured.given_up.is_none()) {
             let arrived = destination.qemu.guest();
             patiently(LONG, cancel, |limit| arrived.wait_tick_after(0, limit))?;
             if verify {
@@ -123,8 +178,20 @@ impl Bench {
         result
     }
 
+    /// Has the guest write as it is to, and waits until it does.
+    fn set(&mut self, conditions: Conditions, cancel: &Cancel) -> Result<(), HostsError> {
+        if self.conditions.dirty_rate != conditions.dirty_rate {
+            let guest = self.source.guest();
+            guest.set_dirty_rate(conditions.dirty_rate)?;
+            let last = guest.last_tick().map_or(0, |tick| tick.number);
+            patiently(LONG, cancel, |limit| guest.wait_tick_after(last + SETTLED, limit))?;
+        }
+        self.conditions = conditions;
+        Ok(())
+    }
+
     fn destination(&self, backend: &Backend) -> Result<Destination, HostsError> {
-        warm_memory((self.options.memory + BESIDE_RAM) as usize)?;
+        warm_memory((self.populated + BESIDE_RAM) as usize)?;
         let name = format!("destination-{}", self.number);
         let path = self.directory.path().join(format!("{name}.sock"));
         let (backend, file) = match backend {
@@ -140,7 +207,7 @@ impl Bench {
             backend,
             namespace: self.hosts.namespace(Side::B),
             host_cpus: self.hosts.cpus(Side::B),
-            extra: monitor_words(&path),
+            extra: words(&path, &self.certificates, "server"),
             ..self.options.incoming()
         };
         let qemu = Qemu::start(&options)?;
@@ -155,18 +222,28 @@ impl Bench {
         Ok(())
     }
 
-    fn by_qemu(
-        &self,
-        destination: &Destination,
-        channels: u8,
-        compression: &str,
-        cancel: &Cancel,
-    ) -> Result<Measured, HostsError> {
+    fn by_qemu(&self, destination: &Destination, way: &Way, cancel: &Cancel) -> Result<Measured, HostsError> {
+        let &Way::Qemu { channels, compression, encrypted } = way else { unreachable!("another way") };
+        let xbzrle = compression == XBZRLE;
+        let credentials = if encrypted { CREDENTIALS } else { "" };
         for monitor in [&self.source_monitor, &destination.monitor] {
-            capabilities(monitor, &[("multifd", true), ("return-path", true), ("events", true)])?;
-            parameters(monitor, &json!({ "multifd-channels": channels, "multifd-compression": compression }))?;
+            let wanted = [("multifd", !xbzrle), (XBZRLE, xbzrle), ("return-path", true), ("events", true)];
+            capabilities(monitor, &wanted)?;
+            let compression = if xbzrle { "none" } else { compression };
+            let settings = json!({
+                "multifd-channels": channels,
+                "multifd-compression": compression,
+                "xbzrle-cache-size": XBZRLE_CACHE,
+                "tls-creds": credentials,
+            });
+            parameters(monitor, &settings)?;
         }
-        parameters(&self.source_monitor, &json!({ "max-bandwidth": 0, "downtime-limit": DOWNTIME_MS }))?;
+        let limits = json!({
+            "max-bandwidth": self.conditions.bandwidth.unwrap_or(0),
+            "downtime-limit": DOWNTIME_MS,
+            "tls-hostname": if encrypted { TLS_NAME } else { "" },
+        });
+        parameters(&self.source_monitor, &limits)?;
         let uri = format!("tcp:{}:0", self.hosts.address_b());
         destination.monitor.execute("migrate-incoming", json!({ "uri": uri }))?;
         let listening = destination.monitor.execute("query-migrate", json!({}))?;
@@ -175,28 +252,54 @@ impl Bench {
             return Err(HostsError(format!("the destination QEMU does not say where it listens: {listening}")));
         };
         let before = self.before(destination)?;
+        let begun = Instant::now();
         self.source_monitor.execute("migrate", json!({ "uri": format!("tcp:{host}:{port}") }))?;
-        let resumed = self.resumed(destination, cancel, &AtomicBool::new(false))?;
-        let mut measured = self.measured(destination, &before, &resumed)?;
+        let limit = self.conditions.give_up_after;
+        let Some(resumed) = self.resumed(destination, limit.unwrap_or(LONG), cancel, &AtomicBool::new(false))? else {
+            return match limit {
+                Some(_) => self.give_up_qemu(begun, &before, destination),
+                None => Err(too_long()),
+            };
+        };
+        let mut measured = self.measured(destination, &before, &resumed, None)?;
         measured.wire_bytes = self.hosts.wire_bytes()?.unwrap_or(0.0) - before.wire_bytes;
+        let info = self.source_monitor.execute("query-migrate", json!({}))?;
+        measured.rounds = info["ram"]["dirty-sync-count"].as_f64().unwrap_or(0.0);
         Ok(measured)
     }
 
-    fn through_sterna(
-        &self,
-        destination: &Destination,
-        method: &[&str],
-        channels: u16,
-        in_stream: bool,
-        cancel: &Cancel,
-    ) -> Result<Measured, HostsError> {
-        parameters(&self.source_monitor, &json!({ "multifd-compression": "none" }))?;
-        capabilities(&self.source_monitor, &[("events", true)])?;
+    /// Ends QEMU's migration, which has gone on for too long.
+    fn give_up_qemu(&self, begun: Instant, before: &Before, destination: &Destination) -> Result<Measured, HostsError> {
+        self.source_monitor.execute("migrate_cancel", json!({}))?;
+        let ended = |data: &Value| matches!(data["status"].as_str(), Some("failed" | "cancelled" | "completed"));
+        if self.source_monitor.wait_event("MIGRATION", ended, Instant::now() + LONG)?.is_none() {
+            return Err(HostsError("QEMU does not give its migration up".into()));
+        }
+        let source = Usage::of(self.source.pid())?.since(&before.source);
+        let used = Usage::of(destination.qemu.pid())?.since(&before.destination);
+        Ok(Measured {
+            total_ms: begun.elapsed().as_secs_f64() * 1e3,
+            given_up: Some("it took longer than it was allowed to".into()),
+            ..Measured::using(&source, &used)
+        })
+    }
+
+    fn through_sterna(&self, destination: &Destination, way: &Way, cancel: &Cancel) -> Result<Measured, HostsError> {
+        let &Way::Sterna { mode, method, channels, encrypted, in_stream } = way else { unreachable!("another way") };
+        capabilities(&self.source_monitor, &[("events", true), (XBZRLE, false)])?;
+        parameters(
+            &self.source_monitor,
+            &json!({ "multifd-compression": "none", "tls-creds": "", "tls-hostname": "" }),
+        )?;
         let state = |side: &str| self.directory.path().join(format!("state-{side}-{}", self.number));
         let json_path = self.directory.path().join(format!("report-{}.json", self.number));
         let mut command = self.hosts.sterna(Side::B)?;
-        command.args(["receive", "--insecure", "--listen", &format!("{}:0", self.hosts.address_b()), "--qmp"]);
+        command.args(["receive", "--listen", &format!("{}:0", self.hosts.address_b()), "--qmp"]);
         command.arg(destination.qemu.qmp_path()).arg("--state-dir").arg(state("b"));
+        self.secure(&mut command, encrypted);
+        if encrypted {
+            command.args(["--allow", CLIENT]);
+        }
         if in_stream {
             command.args(["--placement", "in-stream"]);
         }
@@ -205,8 +308,16 @@ impl Bench {
         let before = self.before(destination)?;
 
         let mut command = self.hosts.sterna(Side::A)?;
-        command.args(["send", "--insecure", "--to", &address, "--downtime", &format!("{DOWNTIME_MS}ms")]);
+        command.args(["send", "--to", &address, "--downtime", &format!("{DOWNTIME_MS}ms")]);
         command.args(["--channels", &channels.to_string()]).args(method);
+        command.args(["--mode", if mode == Mode::Direct { "direct" } else { "stream" }]);
+        self.secure(&mut command, encrypted);
+        if let Some(bandwidth) = self.conditions.bandwidth {
+            command.arg(format!("--bandwidth={bandwidth}B/s"));
+        }
+        if let Some(limit) = self.conditions.give_up_after {
+            command.arg(format!("--time-limit={}s", limit.as_secs()));
+        }
         // It is looked at afterwards, and its guest moves again.
         command.args(["--source-after", "keep"]);
         command
@@ -216,11 +327,12 @@ impl Bench {
             .arg(state("a"))
             .arg("--json")
             .arg(&json_path);
+        let started = SystemTime::now();
         let sender = Sterna::start("sterna send", command, false)?;
         let memory = MemoryWatch::start(&[sender.pid(), receiver.pid()]);
         let given_up = AtomicBool::new(false);
         let (resumed, sent) = std::thread::scope(|scope| {
-            let resumed = scope.spawn(|| self.resumed(destination, cancel, &given_up));
+            let resumed = scope.spawn(|| self.resumed(destination, LONG, cancel, &given_up));
             let sent = sender.finish(LONG, cancel);
             if !sent.as_ref().is_ok_and(|ended| ended.status.success()) {
                 given_up.store(true, Ordering::Relaxed);
@@ -228,25 +340,38 @@ impl Bench {
             (resumed.join().unwrap_or_else(|_| Err(HostsError("the watching thread panicked".into()))), sent)
         });
         let sent = sent?;
+        let report = || -> Result<Value, HostsError> {
+            let text = std::fs::read(&json_path).map_err(doing("reading the report of sterna send"))?;
+            serde_json::from_slice(&text).map_err(doing("reading the report of sterna send"))
+        };
         if !sent.status.success() {
             // A report where there is one, else the message at the end.
             let said = sent.output.first().or(sent.errors.last()).map_or("nothing", String::as_str);
-            return Err(HostsError(format!("sterna send: {}: {said}", sent.status)));
+            let late =
+                started.elapsed().ok().zip(self.conditions.give_up_after).filter(|(spent, limit)| spent >= limit);
+            return match late {
+                Some((spent, _)) if self.source_monitor.status()? == "running" => Ok(Measured {
+                    total_ms: spent.as_secs_f64() * 1e3,
+                    given_up: Some(said.to_owned()),
+                    ..Measured::default()
+                }),
+                _ => Err(HostsError(format!("sterna send: {}: {said}", sent.status))),
+            };
         }
-        let resumed = resumed?;
+        let resumed = resumed?.ok_or_else(too_long)?;
         let received = receiver.finish(LONG, cancel)?;
         let peaks = memory.peaks();
 
-        let mut measured = self.measured(destination, &before, &resumed)?;
+        let directly = (mode == Mode::Direct).then_some(started);
+        let mut measured = self.measured(destination, &before, &resumed, directly)?;
         measured.wire_bytes = self.hosts.wire_bytes()?.unwrap_or(0.0) - before.wire_bytes;
-        let report: Value = std::fs::read(&json_path)
-            .map_err(doing("reading the report of sterna send"))
-            .and_then(|text| serde_json::from_slice(&text).map_err(doing("reading the report of sterna send")))?;
+        let report = report()?;
         let chosen = |option| method.iter().skip_while(|word| **word != option).nth(1).copied();
         let asked = MethodChoice::parse(chosen("--method").unwrap_or_default(), chosen("--level"));
         check_method(asked.map_err(doing("choosing a method"))?, report["method"].as_str().unwrap_or_default())?;
         // Sterna's own time begins before QEMU's: it opens its channels first.
         measured.total_ms = measured.total_ms.max(report["total_ms"].as_f64().unwrap_or(0.0));
+        measured.rounds = report["rounds"].as_f64().unwrap_or(0.0);
         if self.hosts.namespace(Side::A).is_none() {
             measured.wire_bytes = report["wire_bytes"].as_f64().unwrap_or(0.0);
         }
@@ -255,6 +380,14 @@ impl Bench {
         measured.faults += (received.usage.minor_faults + received.usage.major_faults) as f64;
         [measured.source_memory, measured.destination_memory] = [peaks[0] as f64, peaks[1] as f64];
         Ok(measured)
+    }
+
+    /// Adds with which certificates `command` encrypts, if it does.
+    fn secure(&self, command: &mut Command, encrypted: bool) {
+        match encrypted {
+            true => command.arg("--tls").arg(&self.certificates),
+            false => command.arg("--insecure"),
+        };
     }
 
     fn before(&self, destination: &Destination) -> Result<Before, HostsError> {
@@ -267,23 +400,24 @@ impl Bench {
         })
     }
 
-    /// Waits until the guest runs at the destination, and looks at once what was used until then.
+    /// Waits until the guest runs at the destination, and looks at once what was used until then; none where it does not within `limit`.
     fn resumed(
         &self,
         destination: &Destination,
+        limit: Duration,
         cancel: &Cancel,
         given_up: &AtomicBool,
-    ) -> Result<Resumed, HostsError> {
-        let deadline = Instant::now() + LONG;
+    ) -> Result<Option<Resumed>, HostsError> {
+        let deadline = Instant::now() + limit;
         loop {
-            let event = destination.monitor.wait_event("RESUME", |_| true, Instant::now() + SLICE)?;
+            let event = destination.monitor.wait_event("RESUME", |_| true, deadline.min(Instant::now() + SLICE))?;
             if let Some(event) = event {
                 let time_us = event.time_us.ok_or_else(|| HostsError("QEMU cannot tell the time".into()))?;
-                return Ok(Resumed {
+                return Ok(Some(Resumed {
                     time_us,
                     source: Usage::of(self.source.pid())?,
                     destination: Usage::of(destination.qemu.pid())?,
-                });
+                }));
             }
             let failed = |data: &Value| matches!(data["status"].as_str(), Some("failed" | "cancelled"));
             if self.source_monitor.wait_event("MIGRATION", failed, Instant::now())?.is_some() {
@@ -294,15 +428,19 @@ impl Bench {
                 return Err(HostsError("cancelled".into()));
             }
             if Instant::now() >= deadline {
-                return Err(HostsError(format!(
-                    "the guest does not run at the destination after {} s",
-                    LONG.as_secs()
-                )));
+                return Ok(None);
             }
         }
     }
 
-    fn measured(&self, destination: &Destination, before: &Before, resumed: &Resumed) -> Result<Measured, HostsError> {
+    /// `directly`: when the process was started that moved the guest without QEMU's migration.
+    fn measured(
+        &self,
+        destination: &Destination,
+        before: &Before,
+        resumed: &Resumed,
+        directly: Option<SystemTime>,
+    ) -> Result<Measured, HostsError> {
         // QEMU's source says that it has completed a little after the destination runs.
         let completed = |data: &Value| data["status"] == "completed";
         let deadline = Instant::now() + LONG;
@@ -311,9 +449,14 @@ impl Bench {
             let time = event.and_then(|event| event.time_us);
             time.ok_or_else(|| HostsError(format!("the source QEMU sent no event {name}")))
         };
-        let setup = at("MIGRATION", &|data| data["status"] == "setup")?;
         let stopped = at("STOP", &|_| true)?;
-        at("MIGRATION", &completed)?;
+        let setup = match directly {
+            Some(started) => started.duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64),
+            None => at("MIGRATION", &|data| data["status"] == "setup")?,
+        };
+        if directly.is_none() {
+            at("MIGRATION", &completed)?;
+        }
         let milliseconds = |from: u64| (resumed.time_us.saturating_sub(from)) as f64 / 1e3;
         let source = resumed.source.since(&before.source);
         let used = resumed.destination.since(&before.destination);
@@ -338,8 +481,29 @@ struct Resumed {
     destination: Usage,
 }
 
-fn monitor_words(path: &std::path::Path) -> Vec<String> {
-    vec!["-qmp".into(), format!("unix:{},server=on,wait=off", path.display())]
+/// A second monitor, and the certificates for the endpoint.
+fn words(monitor: &Path, certificates: &Path, endpoint: &str) -> Vec<String> {
+    // QEMU 10.0 wants certificates to be made for RSA's way of exchanging keys, which TLS 1.3 does not have.
+    let credentials = format!(
+        "tls-creds-x509,id={CREDENTIALS},dir={},endpoint={endpoint},verify-peer=on,sanity-check=off",
+        certificates.display().to_string().replace(',', ",,")
+    );
+    let monitor = format!("unix:{},server=on,wait=off", monitor.display());
+    vec!["-qmp".into(), monitor, "-object".into(), credentials]
+}
+
+fn too_long() -> HostsError {
+    HostsError(format!("the guest does not run at the destination after {} s", LONG.as_secs()))
+}
+
+/// What the guest has achieved of its rate between two of its ticks, by its own clock; 1 where it is to write nothing.
+fn achieved(before: Option<Tick>, after: Option<Tick>, rate: u64) -> Option<f64> {
+    if rate == 0 {
+        return Some(1.0);
+    }
+    let (before, after) = before.zip(after)?;
+    let seconds = after.milliseconds.checked_sub(before.milliseconds).filter(|&ms| ms > 0)? as f64 / 1e3;
+    Some((after.dirtied - before.dirtied) as f64 * PAGE / seconds / rate as f64)
 }
 
 fn capabilities(monitor: &Qmp, wanted: &[(&str, bool)]) -> Result<(), HostsError> {

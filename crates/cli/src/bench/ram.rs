@@ -19,6 +19,7 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 
 use sterna::cancel::Cancel;
+use sterna_lab::net::Network;
 use tempfile::TempDir;
 
 use super::BenchArgs;
@@ -160,7 +161,8 @@ pub(crate) fn certificates() -> Result<TempDir, HostsError> {
     let dir = tempfile::Builder::new().prefix("sterna-bench-").tempdir();
     let dir = dir.map_err(doing("making a directory for certificates"))?;
     let mut command = Hosts::loopback().sterna(Side::A)?;
-    command.args(["cert", "--host", "localhost,127.0.0.1", "--client", CLIENT, "--dir"]).arg(dir.path());
+    let names = format!("localhost,127.0.0.1,{}", Network::ADDRESS_B);
+    command.args(["cert", "--host", &names, "--client", CLIENT, "--dir"]).arg(dir.path());
     let output = command.output().map_err(doing("making certificates"))?;
     if output.status.success() {
         Ok(dir)

@@ -277,7 +277,7 @@ impl Guest {
             let mut copy: Page = [0; PAGE_BYTES];
             let mut zero = [0];
             let mut snapshot = Snapshot::new(&mut copy, &mut zero);
-            block.read(page..page + 1, &mut snapshot).expect("its own memory is read");
+            block.read(std::iter::once(page..page + 1), &mut snapshot).expect("its own memory is read");
             if snapshot.finish().normal == 0 {
                 return Err(format!("page {page} was lost"));
             }

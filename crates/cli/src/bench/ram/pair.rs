@@ -108,6 +108,7 @@ impl Rig<'_> {
             total_ms: (received.ended_ns.saturating_sub(sent.begun_ns)) as f64 / 1e6,
             wire_bytes: wire.unwrap_or(sent.wire_bytes as f64),
             pages: sent.pages as f64,
+            rounds: 0.0,
             achieved: sent.achieved,
             given_up: sent.given_up,
             source_cpu: sent.cpu_seconds,
