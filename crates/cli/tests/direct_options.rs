@@ -172,12 +172,15 @@ fn zero_pages_go_as_normal_ones_by_cpu_and_by_dsa_as_was_asked_for() {
 #[test]
 fn all_of_the_destinations_memory_is_there_before_the_source_begins_where_that_was_asked_for() {
     let allocated = |qemu: &Qemu| {
-        let of = |file: &Path| {
-            let memfd = std::fs::read_link(file).is_ok_and(|target| target.starts_with("/memfd:"));
-            memfd.then(|| std::os::linux::fs::MetadataExt::st_blocks(&std::fs::metadata(file).unwrap()) * 512)
+        let process = Path::new("/proc").join(qemu.pid().to_string());
+        let maps = std::fs::read_to_string(process.join("maps")).unwrap();
+        // Its mapping, by which the file is found whether or not QEMU still has it open.
+        let of = |line: &str| {
+            let range = line.contains("/memfd:").then(|| line.split(' ').next())??.to_owned();
+            let file = std::fs::metadata(process.join("map_files").join(range)).unwrap();
+            Some(std::os::linux::fs::MetadataExt::st_blocks(&file) * 512)
         };
-        let files = std::fs::read_dir(format!("/proc/{}/fd", qemu.pid())).unwrap();
-        files.filter_map(|file| of(&file.unwrap().path())).max().expect("guest RAM is a memfd")
+        maps.lines().filter_map(of).max().expect("guest RAM is a memfd")
     };
     let Some(moved) = (Case { receive: "--prefault", ..CASE }).moved() else { return };
     assert!(allocated(&moved.destination) >= MEMORY);
