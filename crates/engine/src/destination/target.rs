@@ -233,11 +233,11 @@ impl Target {
                     }
                 }
                 RunKind::Zero => {
-                    let mut outcome = Ok(());
-                    received.zero(pages, Freshness::Fresh, |part| {
-                        if outcome.is_ok() {
-                            outcome = zero(block, part);
-                        }
+                    let (place, mut outcome) = (&self.written_by[usize::from(number)], Ok(()));
+                    received.zero(pages, Freshness::Fresh, |part| match place {
+                        Some(place) if outcome.is_ok() => outcome = zero_by(&**place, part),
+                        Some(_) => {}
+                        None => block.zero(part),
                     });
                     outcome?;
                 }
@@ -262,25 +262,18 @@ fn writer(block: &RamBlock, prefault: bool) -> Result<Option<Box<dyn Place>>, Pl
     Ok(file.map(|file| Box::new(file) as Box<dyn Place>))
 }
 
-/// Makes `part` of `block` read as zero, by writing it.
-fn zero(block: &RamBlock, part: Range<u64>) -> Result<(), PlaceError> {
-    let page = PAGE_SIZE as u64;
-    match block.process_write()? {
-        Some(place) => place.zero(part.start * page, (part.end - part.start) * page),
-        None => {
-            block.zero(part);
-            Ok(())
-        }
-    }
+/// Makes the pages of `part` read as zero.
+fn zero_by(place: &dyn Place, part: Range<u64>) -> Result<(), PlaceError> {
+    place.zero(part.start * PAGE_SIZE as u64, (part.end - part.start) * PAGE_SIZE as u64)
 }
 
 /// Populates `part` of `block`.
 fn populate(block: &RamBlock, part: Range<u64>) -> Result<(), String> {
-    if block.process().is_none() {
-        return block.populate(part).map_err(|error| error.to_string());
+    match block.process_write().map_err(|error| error.to_string())? {
+        // Nothing has written it, or it was cleared.
+        Some(place) => zero_by(&place, part).map_err(|error| error.to_string()),
+        None => block.populate(part).map_err(|error| error.to_string()),
     }
-    // Nobody has written it, or it was cleared.
-    zero(block, part).map_err(|error| error.to_string())
 }
 
 /// The file behind a block of ordinary pages of shared memory: the kernel fills a fresh page of it in one go, where through a
