@@ -167,6 +167,8 @@ pub struct MappedBlock {
     pub name: String,
     /// Bytes in use.
     pub used: u64,
+    /// Size of a page of its backing, bytes.
+    pub page_size: u64,
     /// Address of the block's first byte in QEMU's process.
     pub address: u64,
     /// What is mapped there.
@@ -197,7 +199,8 @@ impl MappedRam {
             let area = process.maps.area(address, block.total).map_err(failed)?;
             let file = (area.inode != 0).then(|| (area.inode, area.device()));
             let backing = process.backing(&area).map_err(failed)?;
-            Ok(MappedBlock { name: block.name.clone(), used: block.used, address, backing, file })
+            let &ListedBlock { used, page_size, .. } = block;
+            Ok(MappedBlock { name: block.name.clone(), used, page_size, address, backing, file })
         };
         let blocks = listed.iter().map(find).collect::<Result<_, _>>()?;
         Ok(Self { process: process.target, blocks })

@@ -348,11 +348,14 @@ fn guest_ram(mapped: &MappedRam) -> Result<GuestRam, String> {
     let block = |found: &discover::MappedBlock| -> Result<memory::RamBlock, String> {
         let bytes = found.used.next_multiple_of(PAGE_SIZE as u64) as usize;
         let (name, process, address) = (&found.name, mapped.process(), found.address as usize);
+        // A private mapping may be of huge pages of a pool, too: then its writes are known by such a page.
+        let in_process = |backing| {
+            let block = memory::RamBlock::in_process(name, process, address, bytes, backing);
+            block.with_page_size(found.page_size as usize)
+        };
         Ok(match &found.backing {
-            Backing::Anonymous => {
-                memory::RamBlock::in_process(name, process, address, bytes, memory::Backing::Anonymous)
-            }
-            Backing::PrivateFile => memory::RamBlock::in_process(name, process, address, bytes, memory::Backing::Other),
+            Backing::Anonymous => in_process(memory::Backing::Anonymous),
+            Backing::PrivateFile => in_process(memory::Backing::Other),
             Backing::Shared { kind: FileKind::Disk, .. } => {
                 return Err(format!("RAM block {name} is a file on a disk, which QEMU itself has to write"));
             }
