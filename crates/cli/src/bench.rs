@@ -56,6 +56,10 @@ pub(crate) struct BenchArgs {
     /// CPUs that the source side has to itself, and as many that the destination side has
     #[arg(long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     cpus: u16,
+    /// Hold all of this machine's free memory, and let it go only as migrations take it: for a virtual machine that gives free
+    /// memory back to its hypervisor, where each page that is touched anew is many times slower ('qemu' and 'dirty-rate' only)
+    #[arg(long)]
+    hold_free_memory: bool,
     /// Release of QEMU that is moved and compared with
     #[arg(long, default_value = "10.0", value_parser = release)]
     qemu: QemuVersion,
@@ -100,6 +104,11 @@ fn release(text: &str) -> Result<QemuVersion, String> {
 impl BenchArgs {
     fn rounds(&self) -> usize {
         self.rounds.unwrap_or(if self.quick { 3 } else { 5 })
+    }
+
+    /// How much memory is kept warm for a guest that populates `bytes`: no limit where all that is free is held.
+    fn warmed(&self, bytes: u64) -> Option<u64> {
+        (!self.hold_free_memory).then_some(bytes)
     }
 
     fn wants(&self, cell: &str) -> bool {

@@ -54,4 +54,4 @@ pub use shared::{FilesDone, SharedDirectory};
 pub use skip::or_skip;
 pub use tools::{QemuVersion, Tools, guest_program};
 pub use virtiofsd::Virtiofsd;
-pub use warm::warm_memory;
+pub use warm::WarmMemory;

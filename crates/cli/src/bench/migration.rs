@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use sterna::cancel::Cancel;
 use sterna_codec::MethodChoice;
 use sterna_lab::usage::Usage;
-use sterna_lab::{Backend, Qemu, QemuOptions, Role, Tick, warm_memory};
+use sterna_lab::{Backend, Qemu, QemuOptions, Role, Tick, WarmMemory};
 use sterna_qemu::qmp::Qmp;
 use tempfile::TempDir;
 
@@ -93,8 +93,8 @@ pub(crate) struct Bench {
     hosts: Hosts,
     certificates: PathBuf,
     conditions: Conditions,
-    /// Bytes of RAM that a destination will populate.
-    populated: u64,
+    /// The host's free memory, or as much of it as a destination will populate.
+    warm: WarmMemory,
     options: QemuOptions,
     source: Qemu,
     source_monitor: Qmp,
@@ -120,11 +120,12 @@ impl Drop for Destination {
 }
 
 impl Bench {
-    /// Boots the source and waits until its guest has filled its memory, of which it populates at most `populated` bytes. Encrypted migrations use `certificates`.
+    /// Boots the source and waits until its guest has filled its memory, of which it populates at most `populated` bytes. As much of the
+    /// host's memory is kept warm, or without a figure all that is free. Encrypted migrations use `certificates`.
     pub(crate) fn start(
         hosts: Hosts,
         mut options: QemuOptions,
-        populated: u64,
+        populated: Option<u64>,
         certificates: &Path,
         cancel: &Cancel,
     ) -> Result<Self, HostsError> {
@@ -138,7 +139,8 @@ impl Bench {
         let source_monitor = Qmp::connect(&path)?;
         patiently(LONG, cancel, |limit| source.guest().wait_ready(limit))?;
         let (certificates, conditions) = (certificates.to_owned(), Conditions::REST);
-        Ok(Self { hosts, certificates, conditions, populated, options, source, source_monitor, directory, number: 0 })
+        let warm = WarmMemory::new(populated.map(|bytes| bytes + BESIDE_RAM));
+        Ok(Self { hosts, certificates, conditions, warm, options, source, source_monitor, directory, number: 0 })
     }
 
     /// Moves the guest once to a destination with `backend`, and has the source's guest go on. With `verify` the guest
@@ -191,7 +193,6 @@ impl Bench {
     }
 
     fn destination(&self, backend: &Backend) -> Result<Destination, HostsError> {
-        warm_memory((self.populated + BESIDE_RAM) as usize)?;
         let name = format!("destination-{}", self.number);
         let path = self.directory.path().join(format!("{name}.sock"));
         let (backend, file) = match backend {
@@ -390,7 +391,9 @@ impl Bench {
         };
     }
 
+    /// Looks at what was used until now, with the host's memory warm until the migration is over.
     fn before(&self, destination: &Destination) -> Result<Before, HostsError> {
+        self.warm.fill()?;
         self.source_monitor.clear_events();
         destination.monitor.clear_events();
         Ok(Before {

@@ -223,7 +223,7 @@ pub(crate) fn measure(args: &BenchArgs, cancel: &Cancel, tell: &dyn Fn(&str)) ->
             Backend::File { path } => Backend::File { path: path.join("source") },
             other => other.clone(),
         };
-        let bench = RefCell::new(Bench::start(hosts, options, populated, certificates.path(), cancel)?);
+        let bench = RefCell::new(Bench::start(hosts, options, args.warmed(populated), certificates.path(), cancel)?);
         findings.rows.extend(measure_part(args, plans, &backend, &bench, cancel, tell)?);
     }
     judge(&mut findings, ram_for(fast_fill));

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde_json::Value;
 use sterna::cancel::Cancel;
 use sterna_codec::MethodChoice;
-use sterna_lab::warm_memory;
+use sterna_lab::WarmMemory;
 
 use super::super::measured::check_method;
 use crate::hosts::{Ended, Hosts, HostsError, Side, Sterna, doing};
@@ -143,7 +143,8 @@ impl<'a> Site<'a> {
     /// Moves a guest that writes so many pages per second.
     pub(in super::super) fn attempt(&self, setting: &Setting, pages: f64) -> Result<Attempt, HostsError> {
         let Setting { bandwidth, memory, fill, guest, method, how, throttles, downtime, give_up_after } = *setting;
-        warm_memory((memory << 20) as usize)?;
+        let warm = WarmMemory::new(Some(memory << 20));
+        warm.fill()?;
         let dir = tempfile::tempdir().map_err(doing("making a directory for reports"))?;
         let [sent_json, received_json] = ["source.json", "destination.json"].map(|name| dir.path().join(name));
         let both = format!("--memory {memory} --vcpus 1 --backing anonymous-huge --insecure --silent");

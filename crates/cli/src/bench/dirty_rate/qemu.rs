@@ -111,7 +111,7 @@ fn start(args: &BenchArgs, writing: &Writing, certificates: &Path, cancel: &Canc
     let guest = LinuxGuest { fill, dirty, pattern, memory: Some(SPAN), verify_rate: 0, ..LinuxGuest::default() };
     let mut options = QemuOptions::new(args.qemu, Guest::Linux(guest));
     options.memory = RAM;
-    Bench::start(Hosts::loopback().pinned(args.cpus), options, RAM, certificates, cancel)
+    Bench::start(Hosts::loopback().pinned(args.cpus), options, args.warmed(RAM), certificates, cancel)
 }
 
 /// The largest rate at which `way` moves the guest, a line of figures for each run of it, and what else the table says.
