@@ -228,7 +228,7 @@ impl<'a> Handshake<'a> {
 
     /// Reads a piece; 0 at the end.
     fn hear(&mut self) -> io::Result<usize> {
-        let count = self.socket.read(self.arrived.room().into(), Wait::Until(self.deadline))?;
+        let count = self.socket.read(self.arrived.room().into(), Wait::Until(self.deadline), 1)?;
         self.read += count as u64;
         let came = self.arrived.came(count);
         self.heard.extend(came.iter().take(LONGEST_REPLY - self.heard.len()));
@@ -285,7 +285,7 @@ fn linger(socket: &Socket, deadline: Instant) {
     let deadline = deadline.min(Instant::now() + LINGER);
     let _ = socket.shutdown(Shutdown::Write);
     let mut unread = [0; 4096];
-    while matches!(socket.read((&mut unread[..]).into(), Wait::Until(deadline)), Ok(count) if count > 0) {}
+    while matches!(socket.read((&mut unread[..]).into(), Wait::Until(deadline), 1), Ok(count) if count > 0) {}
 }
 
 fn tls_failed(peer: &str, error: &rustls::Error) -> TransportError {

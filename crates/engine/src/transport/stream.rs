@@ -180,6 +180,15 @@ impl Drop for Writer {
     }
 }
 
+/// What a read is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wants {
+    /// Whatever there is.
+    Some,
+    /// A part of the buffer, and after it the rest: all of it is surely to come.
+    All,
+}
+
 /// The receiving half.
 #[derive(Debug)]
 pub struct Reader {
@@ -209,7 +218,7 @@ impl Reader {
     /// `TimedOut`; `UnexpectedEof` if the connection ends inside of `buffer` or, with TLS, without a goodbye;
     /// `ConnectionAborted` after [`Closer::close`]; those of the socket.
     pub fn read_packet_start(&mut self, buffer: &mut [u8]) -> io::Result<bool> {
-        let have = self.read_waiting(buffer.into(), Wait::Forever)?;
+        let have = self.read_waiting(buffer.into(), Wait::Forever, Wants::Some)?;
         if have == 0 {
             return Ok(buffer.is_empty());
         }
@@ -222,7 +231,7 @@ impl Reader {
     /// Fills `buffer` before `deadline`.
     pub(super) fn read_exact_until(&mut self, mut buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
         while !buffer.is_empty() {
-            match self.read_waiting((&mut *buffer).into(), Wait::Until(deadline))? {
+            match self.read_waiting((&mut *buffer).into(), Wait::Until(deadline), Wants::All)? {
                 0 => return Err(ended_early()),
                 count => buffer = &mut buffer[count..],
             }
@@ -247,7 +256,7 @@ impl Reader {
     /// As there.
     pub fn read_piece(&mut self, mut piece: RawPiece<'_>) -> io::Result<()> {
         while !piece.is_empty() {
-            match self.read_waiting(piece.reborrow(), Wait::Timeout)? {
+            match self.read_waiting(piece.reborrow(), Wait::Timeout, Wants::All)? {
                 0 => return Err(ended_early()),
                 count => piece.advance(count),
             }
@@ -255,13 +264,14 @@ impl Reader {
         Ok(())
     }
 
-    fn read_waiting(&mut self, mut buffer: RawPiece<'_>, wait: Wait) -> io::Result<usize> {
+    fn read_waiting(&mut self, mut buffer: RawPiece<'_>, wait: Wait, wants: Wants) -> io::Result<usize> {
         if buffer.is_empty() {
             return Ok(0);
         }
+        let wanted = if wants == Wants::All { buffer.len() } else { 1 };
         let link = Arc::clone(&self.link);
         let Some(tls) = &link.tls else {
-            return self.receive(Some(buffer), wait);
+            return self.receive(Some(buffer), wait, wanted);
         };
         loop {
             // Small pieces come from one record, and all but the first need no lock.
@@ -276,18 +286,20 @@ impl Reader {
                     return Ok(count);
                 }
             }
-            if self.receive(None, wait)? == 0 {
+            // What is here already is part of one record, and holds less of what is wanted than its length.
+            let coming = wanted.saturating_sub(self.arrived.waiting() as usize);
+            if self.receive(None, wait, coming)? == 0 {
                 let text = "the connection ended without TLS's goodbye: the peer is gone, or data was cut off";
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
             }
         }
     }
 
-    /// One read from the socket, into `buffer` or, with TLS, behind what is left of the bytes that arrived before.
-    fn receive(&mut self, buffer: Option<RawPiece<'_>>, wait: Wait) -> io::Result<usize> {
+    /// One read from the socket, from which at least `coming` bytes are to be had, into `buffer` or, with TLS, behind what is left of the bytes that arrived before.
+    fn receive(&mut self, buffer: Option<RawPiece<'_>>, wait: Wait, coming: usize) -> io::Result<usize> {
         let encrypted = buffer.is_none();
         let into = buffer.unwrap_or_else(|| self.arrived.room().into());
-        let count = match self.link.socket.read(into, wait) {
+        let count = match self.link.socket.read(into, wait, coming) {
             Ok(0) if self.link.closed.load(Ordering::Acquire) => return Err(closed_here()),
             Ok(count) => count,
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
@@ -309,7 +321,7 @@ fn ended_early() -> io::Error {
 
 impl Read for Reader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.read_waiting(buffer.into(), Wait::Timeout)
+        self.read_waiting(buffer.into(), Wait::Timeout, Wants::Some)
     }
 
     fn read_exact(&mut self, buffer: &mut [u8]) -> io::Result<()> {

@@ -117,7 +117,7 @@ fn hear(socket: &Socket) -> Vec<u8> {
     let deadline = Instant::now() + PATIENCE;
     let (mut heard, mut piece) = (Vec::new(), [0; 4096]);
     loop {
-        match socket.read((&mut piece[..]).into(), Wait::Until(deadline)) {
+        match socket.read((&mut piece[..]).into(), Wait::Until(deadline), 1) {
             Ok(count @ 1..) => heard.extend(&piece[..count]),
             Err(error) if error.kind() == io::ErrorKind::TimedOut => panic!("it does not end"),
             Ok(0) | Err(_) => return heard,
