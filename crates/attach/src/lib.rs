@@ -93,7 +93,7 @@
 //!
 //! | what | what is done |
 //! |---|---|
-//! | A thread is where the caller does not want it held | detached at once, stopped again 1 ms later, as long as the slice lasts |
+//! | A thread is where the caller does not want it held | detached at once, stopped again 0.1 to 1 ms later, as long as the slice lasts |
 //! | A signal is about to be delivered when the thread stops | delivered with the detaching. One that comes while the thread is held is delivered after it |
 //! | The interrupted call returns `EINTR` for a stop alone | as above; ioctl(2) with `KVM_RUN` returns it, and every program that makes virtual machines calls it again |
 //! | A thread does not stop: vfork(2), a disk that does not answer | it is not waited for. Detached when it has stopped, or by the end of the tracing thread |

@@ -31,10 +31,12 @@ const STOPPING_TIME: Duration = Duration::from_millis(2);
 /// How long such a wait does without sleeping, and the longest sleep within it.
 const SPIN: Duration = Duration::from_micros(20);
 const MAX_PAUSE: Duration = Duration::from_micros(200);
-/// After so long a thread that could not be held is looked at again.
+/// After so long a thread that could not be held is looked at again, twice as long each time.
+const MIN_BETWEEN_LOOKS: Duration = Duration::from_micros(100);
+/// The longest such time, and the time between two looks at a thread that has not stopped.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(1);
-/// Looking again takes at most this part of the time.
-const MAX_LOOKING: u32 = 4;
+/// The pause before a look is at least so many times as long as the look before it took.
+const MIN_PAUSE_RATIO: u32 = 4;
 /// A thread that has not stopped after this long may have ended, which no report of a stop says.
 const MAY_HAVE_ENDED: Duration = Duration::from_millis(20);
 /// How long a process may take to die, or to become another program, once its threads have begun to end.
@@ -111,7 +113,7 @@ struct Failure {
 impl Process {
     /// Holds these threads of the process for `percent` of the time (0 to 99, more counts as 99) until the answer is dropped. The first
     /// slice begins at once. `may_hold` is asked, in a thread of its own, about each thread that has stopped: one that may not be held
-    /// where it was found runs on, and is stopped again 1 ms later, as long as the slice lasts.
+    /// where it was found runs on, and is stopped again 0.1 to 1 ms later, as long as the slice lasts.
     ///
     /// With 0 % no thread is attached to.
     ///
@@ -378,13 +380,15 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
     /// Holds the threads for so long, each from the moment on at which it is found where it may be held.
     fn hold(&mut self, time: Duration, orders: &Receiver<Order>) -> Result<Woken, Failure> {
         let until = Instant::now() + time;
+        let mut between = MIN_BETWEEN_LOOKS;
         loop {
             let begun = Instant::now();
             self.stop_those_that_run()?;
             let now = Instant::now();
             let left = until.saturating_duration_since(now);
             let all = self.threads.iter().all(|thread| matches!(thread.state, State::Held(_)));
-            let next = if all { left } else { left.min(BETWEEN_LOOKS.max((now - begun) * MAX_LOOKING)) };
+            let next = if all { left } else { left.min(between.max((now - begun) * MIN_PAUSE_RATIO)) };
+            between = (between * 2).min(BETWEEN_LOOKS);
             match wait(orders, next) {
                 Woken::TimeIsUp if Instant::now() < until => {}
                 woken => return Ok(woken),

@@ -13,7 +13,7 @@
 //!   translated code is the executable memory of no file, or of the memfd `tcg-jit` where writing to it is separate (`alloc_code_gen_buffer` in
 //!   tcg/region.c). Helpers, translation and devices are code of QEMU's own file.
 //!
-//! A thread that is elsewhere runs on and is stopped again 1 ms later, as long as the slice lasts. TCG's interpreter translates nothing, so
+//! A thread that is elsewhere runs on and is stopped again 0.1 to 1 ms later, as long as the slice lasts. TCG's interpreter translates nothing, so
 //! a QEMU that was built with it is not slowed down.
 //!
 //! A vCPU that is plugged in or out ends this: the guest runs at full speed, and the migration goes on.
