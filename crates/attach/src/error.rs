@@ -62,6 +62,14 @@ pub enum AttachError {
         /// The process.
         pid: i32,
     },
+    /// A thread that was slowed down has ended, or there never was one of this number.
+    #[error("process {pid} has no thread {tid}: the thread has ended, or the process executed another program")]
+    ThreadEnded {
+        /// The process.
+        pid: i32,
+        /// The thread.
+        tid: i32,
+    },
     /// The thread did not come to a stop in time: it waits in the kernel where it cannot be interrupted.
     #[error(
         "the main thread of process {pid} did not stop within {limit:?} (state {state}{place}): it waits in the kernel where nothing interrupts it, \
@@ -197,4 +205,12 @@ pub enum AttachError {
         /// The kernel's answer.
         source: io::Error,
     },
+}
+
+impl AttachError {
+    /// The process, or a thread of it, has this tracer.
+    pub(crate) fn already_traced(pid: i32, tracer: i32) -> AttachError {
+        let name = std::fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
+        AttachError::AlreadyTraced { pid, tracer, name: name.trim().to_owned() }
+    }
 }

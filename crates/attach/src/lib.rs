@@ -1,5 +1,5 @@
-//! System calls in a thread of another process, and a descriptor taken out of that process. Stands alone: nothing here knows of
-//! migration.
+//! System calls in a thread of another process, a descriptor taken out of that process, and threads of it slowed down. Stands alone:
+//! nothing here knows of migration.
 //!
 //! A program that was not written for Sterna is tracked by a userfaultfd of its own address space, and userfaultfd(2) makes one for
 //! the caller's address space only. So that one call, and the `close` after it, must run in the program itself. [`take_userfault`] does
@@ -15,7 +15,10 @@
 //! # Ok::<(), sterna_attach::AttachError>(())
 //! ```
 //!
-//! x86-64 only. On other CPUs the crate compiles, and [`Process::stop`] answers with [`AttachError::Architecture`].
+//! [`Process::slow_down`] is another use of the same stop: it holds threads for a share of the time, runs nothing in them, and changes
+//! nothing of them. Its rules are those of [`Slowdown`].
+//!
+//! x86-64 only. On other CPUs the crate compiles, and both answer with [`AttachError::Architecture`].
 //!
 //! # How it works
 //!
@@ -81,6 +84,24 @@
 //! | Other code of this program waits for any child (`waitpid(-1)`) without `__WNOTHREAD` | it may take the report of a stop; then this waits until its limit, undoes and says so. Do not do that meanwhile |
 //! | This program gets SIGCHLD for each stop | as any tracer does |
 //!
+//! # Threads that are slowed down
+//!
+//! ```text
+//! PTRACE_SEIZE (all threads), PTRACE_INTERRUPT (all threads) ─> at rest: the caller says whether the thread may be held there
+//!   held until the end of the slice, at most 100 ms ─> PTRACE_DETACH, and 1 to 10 ms without any tracer
+//! ```
+//!
+//! | what | what is done |
+//! |---|---|
+//! | A thread is where the caller does not want it held | detached at once, stopped again 0.1 to 1 ms later, as long as the slice lasts |
+//! | A signal is about to be delivered when the thread stops | delivered with the detaching. One that comes while the thread is held is delivered after it |
+//! | The interrupted call returns `EINTR` for a stop alone | as above; ioctl(2) with `KVM_RUN` returns it, and every program that makes virtual machines calls it again |
+//! | A thread does not stop: vfork(2), a disk that does not answer | it is not waited for. Detached when it has stopped, or by the end of the tracing thread |
+//! | The process is stopped (SIGSTOP), before or amid | it stays stopped, and goes on when it is continued: at the end of the slice at the latest |
+//! | A thread ends, a debugger attaches, the process is killed or executes a program | all threads are let go, and an error says why |
+//! | This program is killed, at any moment | the kernel lets the threads run; nothing of them was changed |
+//! | This program is stopped (SIGSTOP), or gets no CPU, while threads are held | they are held until it runs again. Nothing can be done about it from within |
+//!
 //! # If this program dies amid it
 //!
 //! The kernel detaches whatever a dead tracer traced, and the process goes on (`PTRACE_O_EXITKILL` is not set). At rest that is as good as
@@ -98,6 +119,7 @@ mod error;
 // Elsewhere only its types are of use.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod process;
+mod slowdown;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod system;
 mod thread;
@@ -110,5 +132,6 @@ mod userfault;
 
 pub use error::AttachError;
 pub use process::Process;
+pub use slowdown::{Held, Slowdown, StoppedAt};
 pub use thread::StoppedThread;
 pub use userfault::{TakenUserfault, UserfaultOrigin, take_userfault};

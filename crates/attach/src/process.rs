@@ -8,11 +8,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Access, AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
 use crate::AttachError;
+use crate::system::Tid;
 
 /// A process that is held by a pidfd (pidfd_open(2)) and by its directory in `/proc`: a number that the kernel gives to another
 /// process later is never taken for it.
@@ -115,19 +116,38 @@ impl Process {
 
     /// A line of the main thread's `status`, without its name; empty where there is none.
     pub(crate) fn status(&self, field: &str) -> String {
-        let path = format!("task/{}/status", self.held.pid);
-        field_of(&self.read(&path).unwrap_or_default(), field)
+        self.status_of(self.held.pid, field)
+    }
+
+    /// A line of the `status` of one of its threads, without its name; empty where there is none.
+    fn status_of(&self, tid: Tid, field: &str) -> String {
+        field_of(&self.read(&format!("task/{tid}/status")).unwrap_or_default(), field)
     }
 
     /// Who traces the main thread, or 0.
     pub(crate) fn tracer(&self) -> i32 {
-        self.status("TracerPid").parse().unwrap_or(0)
+        self.tracer_of(self.held.pid)
+    }
+
+    /// Who traces a thread of the process, or 0.
+    pub(crate) fn tracer_of(&self, tid: Tid) -> i32 {
+        self.status_of(tid, "TracerPid").parse().unwrap_or(0)
     }
 
     /// Whether the main thread has ended while other threads of the process run, or all have.
     pub(crate) fn main_thread_has_ended(&self) -> bool {
-        let state = self.status("State");
+        self.thread_has_ended(self.held.pid)
+    }
+
+    /// Whether the process has no thread of this number that runs.
+    pub(crate) fn thread_has_ended(&self, tid: Tid) -> bool {
+        let state = self.status_of(tid, "State");
         state.is_empty() || state.starts_with(['Z', 'X'])
+    }
+
+    /// Whether the process has a thread of this number; one that has ended and is still listed counts.
+    pub(crate) fn has_thread(&self, tid: Tid) -> bool {
+        rustix::fs::accessat(&self.held.directory, format!("task/{tid}"), Access::EXISTS, AtFlags::empty()).is_ok()
     }
 
     /// What forbids to trace the process, as far as it can be told from outside, and what to do (ptrace(2), "Ptrace access mode

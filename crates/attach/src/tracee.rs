@@ -14,7 +14,7 @@ use libc::{c_int, c_long, user_regs_struct};
 
 use crate::process::read_memory;
 use crate::system::{self, Resume, Tid};
-use crate::{AttachError, Process};
+use crate::{AttachError, Process, StoppedAt};
 
 /// How long anything may take: the thread's stop, the search for a place, one system call.
 pub(crate) const LIMIT: Duration = Duration::from_secs(2);
@@ -208,14 +208,7 @@ impl Tracee {
                 Stop::TimedOut => return Err(self.does_not_stop()),
             }
         }
-        self.own = self.registers()?;
-        if self.own.rax as i64 == -i64::from(libc::EINTR) && waits_without_end(&self.own) {
-            // The kernel ended the call for our stop alone. Had no handler run, the program would not expect that, so it is run again;
-            // where a handler is about to run, the kernel makes EINTR of it.
-            self.own.rax = (-ERESTARTNOHAND) as u64;
-            let own = self.own;
-            self.set_registers(&own)?;
-        }
+        self.own = registers_at_rest(self.tid).map_err(|error| self.lost(error, "read its registers"))?;
         Ok(())
     }
 
@@ -551,6 +544,32 @@ impl Drop for Tracee {
     }
 }
 
+/// Whether threads of other processes can be worked with here.
+pub(crate) fn check_architecture() -> Result<(), AttachError> {
+    Ok(())
+}
+
+/// Where a thread was that has come to rest; `None` where it runs 32-bit code.
+pub(crate) fn at_rest(tid: Tid) -> io::Result<Option<StoppedAt>> {
+    let registers = registers_at_rest(tid)?;
+    let user_regs_struct { rdi, rsi, rdx, r10, r8, r9, .. } = registers;
+    let number = registers.orig_rax as c_long;
+    let system_call = (number >= 0).then_some((number, [rdi, rsi, rdx, r10, r8, r9]));
+    Ok(LONG_MODE.contains(&registers.cs).then_some(StoppedAt { instruction: registers.rip, system_call }))
+}
+
+/// The registers of a thread that has come to rest, from which it goes on as if there had been no stop.
+fn registers_at_rest(tid: Tid) -> io::Result<user_regs_struct> {
+    let mut registers = system::registers(tid)?;
+    if registers.rax as i64 == -i64::from(libc::EINTR) && waits_without_end(&registers) {
+        // The kernel ended the call for our stop alone. Had no handler run, the program would not expect that, so it is run again;
+        // where a handler is about to run, the kernel makes EINTR of it.
+        registers.rax = (-ERESTARTNOHAND) as u64;
+        system::set_registers(tid, &registers)?;
+    }
+    Ok(registers)
+}
+
 /// Attaches to the process's main thread, which runs on.
 fn seize(process: &Process) -> Result<(), AttachError> {
     let pid = process.pid();
@@ -567,8 +586,7 @@ fn seize(process: &Process) -> Result<(), AttachError> {
         }
         let tracer = process.tracer();
         if tracer != 0 {
-            let name = std::fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
-            return Err(AttachError::AlreadyTraced { pid, tracer, name: name.trim().to_owned() });
+            return Err(AttachError::already_traced(pid, tracer));
         }
         // A thread that has ended, or is about to be another one (execve(2)), may not be traced either: for how long, is up to others.
         if Instant::now() >= deadline {

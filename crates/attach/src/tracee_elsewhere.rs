@@ -1,11 +1,13 @@
 //! What stands for `tracee` on CPUs for which it is not written: an error in words.
 
 use std::convert::Infallible;
+use std::io;
 use std::time::Duration;
 
 use libc::c_long;
 
-use crate::{AttachError, Process};
+use crate::system::Tid;
+use crate::{AttachError, Process, StoppedAt};
 
 /// How long anything may take.
 pub(crate) const LIMIT: Duration = Duration::from_secs(2);
@@ -29,4 +31,14 @@ impl Tracee {
     pub(crate) fn is_lent(&self) -> bool {
         match self.0 {}
     }
+}
+
+/// Whether threads of other processes can be worked with here.
+pub(crate) fn check_architecture() -> Result<(), AttachError> {
+    Err(AttachError::Architecture(std::env::consts::ARCH))
+}
+
+/// Where a thread was that has come to rest.
+pub(crate) fn at_rest(_tid: Tid) -> io::Result<Option<StoppedAt>> {
+    Err(io::ErrorKind::Unsupported.into())
 }

@@ -6,9 +6,12 @@ mod support;
 use std::path::Path;
 use std::process::ExitStatus;
 
-use serde_json::Value;
+use serde_json::{Value, json};
+use sterna_lab::accel::kvm_runs;
 use sterna_lab::huge::HugePages;
-use sterna_lab::{Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, or_skip};
+use sterna_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, or_skip};
+use support::pair::{Pair, eventually};
+use support::settle::{Migration, Side};
 use support::{LONG, Sterna, receive, report, send_by};
 
 const MEMORY: u64 = 256 << 20;
@@ -22,11 +25,14 @@ const MODEL: &str = r#"{"devices":[{"name":"dsa0","queues":[{"name":"wq0.0","siz
 struct Case<'a> {
     backend: Backend,
     fill: Fill,
+    /// How fast it writes pages, in bytes a second, and how.
+    writes: (u64, Dirty),
     send: &'a str,
     receive: &'a str,
 }
 
-const CASE: Case<'_> = Case { backend: Backend::Memfd, fill: Fill::Mixed, send: "", receive: "" };
+const CASE: Case<'_> =
+    Case { backend: Backend::Memfd, fill: Fill::Mixed, writes: (16 << 20, Dirty::Stamp), send: "", receive: "" };
 
 /// What has come of it.
 struct Moved {
@@ -44,8 +50,8 @@ impl Case<'_> {
         let linux = LinuxGuest {
             fill: self.fill,
             memory: Some(FILLED),
-            dirty_rate: 16 << 20,
-            dirty: Dirty::Stamp,
+            dirty_rate: self.writes.0,
+            dirty: self.writes.1,
             ..LinuxGuest::default()
         };
         let mut machine = QemuOptions::new(QemuVersion::V10_0, Guest::Linux(linux));
@@ -208,4 +214,152 @@ fn post_copy_is_refused_before_the_guest_is_touched() {
     assert!(reason.contains("cannot be waited for yet") && reason.contains("the guest was not touched"), "{reason}");
     assert!(moved.lines.iter().any(|line| line.contains("sterna: ")), "{:?}", moved.lines);
     assert_eq!(moved.source.guest().verify(LONG).unwrap().bad, 0);
+}
+
+/// A migration of the boot-sector guest, which writes 99 MiB again and again, over so little bandwidth that not all of that fits the
+/// downtime.
+struct TooFast {
+    pair: Pair,
+    sender: Sterna,
+    receiver: Sterna,
+}
+
+impl TooFast {
+    /// None where there is no QEMU, or no KVM and KVM is asked for.
+    fn pair(accel: Accel, cpus: u32) -> Option<Pair> {
+        let version = QemuVersion::V10_0;
+        if accel == Accel::Kvm && !kvm_runs(version, &Guest::BootSector) {
+            println!("skipped: KVM runs no guest here");
+            return None;
+        }
+        let mut machine = QemuOptions::new(version, Guest::BootSector);
+        (machine.accel, machine.cpus) = (accel, cpus);
+        let pair = Pair::start(&machine, &machine.incoming())?;
+        pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
+        Some(pair)
+    }
+
+    fn start(pair: Pair, words: &str) -> Self {
+        let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+        let receiver = Sterna::start("receive", command.arg("--insecure"));
+        let (state, json) = (pair.source_state(), pair.report());
+        let mut command = send_by("direct", pair.source.qemu.qmp_path(), &receiver.address(), &state, &json);
+        command.args(["--insecure", "--method", "none", "--bandwidth", "150MB/s"]).args(words.split_whitespace());
+        let sender = Sterna::start("send", &mut command);
+        Self { pair, sender, receiver }
+    }
+
+    /// Waits until the sender holds a thread of the source's QEMU.
+    fn wait_until_held(&self) {
+        self.sender.wait_for("the guest is held for");
+        let holds =
+            || self.pair.source.tracers().iter().any(|(_, tracer)| threads_of(self.sender.pid()).contains(tracer));
+        assert!(eventually(LONG, holds), "no thread of the guest is held");
+    }
+
+    /// The guest runs at the source, at full speed, and its memory is right.
+    fn runs_at_source(&self) {
+        let source = &self.pair.source;
+        source.wait_progress().unwrap();
+        source.untouched().unwrap();
+        assert!(source.runs());
+        assert!(source.checked_passes().unwrap() > 0);
+    }
+}
+
+/// The tracer of a thread is a thread, too.
+fn threads_of(pid: u32) -> Vec<u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
+    let number = |task: std::fs::DirEntry| task.file_name().to_str()?.parse().ok();
+    tasks.map(|tasks| tasks.flatten().filter_map(number).collect()).unwrap_or_default()
+}
+
+/// More than the guest is slowed down for by the tests that want it to stay.
+const NEVER: &str = "--downtime 1ms --on-no-convergence throttle:60,20,80";
+
+fn slowed_down_to_move(accel: Accel, cpus: u32) {
+    let Some(pair) = TooFast::pair(accel, cpus) else { return };
+    let migration = TooFast::start(pair, "--downtime 200ms --on-no-convergence throttle:50,49,99");
+    let (status, lines) = migration.sender.finish_with_lines();
+    let told = report(&migration.pair.report());
+    assert!(status.success(), "{told}");
+    assert!(lines.iter().any(|line| line.contains("the guest is held for 50 % of the time")), "{lines:?}");
+    let convergence = told["convergence"].as_str().expect("why it was slowed down");
+    assert!(convergence.contains("% of the time"), "{convergence}");
+    assert!(migration.receiver.finish().0.success());
+    migration.pair.source.untouched().unwrap();
+    let moved = Migration { pair: migration.pair, sender: None, receiver: None };
+    assert_eq!(moved.exactly_one(), Ok(Side::Destination));
+}
+
+#[test]
+fn a_guest_that_writes_too_fast_does_not_move_and_the_same_guest_does_where_it_is_slowed_down() {
+    let Some(pair) = TooFast::pair(Accel::Tcg, 1) else { return };
+    let migration = TooFast::start(pair, "--downtime 200ms --on-no-convergence give-up");
+    let (status, _) = migration.sender.finish();
+    assert_eq!(status.code(), Some(1));
+    let told = report(&migration.pair.report());
+    assert!(told["reason"].as_str().unwrap().contains("given up after"), "{told}");
+    assert!(migration.pair.source.runs());
+    slowed_down_to_move(Accel::Tcg, 1);
+}
+
+#[test]
+fn a_guest_of_kvm_moves_where_it_is_slowed_down() {
+    slowed_down_to_move(Accel::Kvm, 2);
+}
+
+#[test]
+fn a_linux_guest_that_is_slowed_down_moves_with_all_its_memory_right() {
+    // More than it can write: what it writes depends on the time that its vCPU has.
+    let writes = (2 << 30, Dirty::Page);
+    let send = "--method none --bandwidth 40MB/s --downtime 200ms --on-no-convergence throttle:99,1,99";
+    let Some(moved) = (Case { fill: Fill::Random, writes, send, ..CASE }).moved() else { return };
+    let convergence = moved.report["convergence"].as_str().expect("why it was slowed down");
+    assert!(convergence.contains("it was held for 99 % of the time"), "{convergence}");
+}
+
+#[test]
+fn qemus_monitor_answers_while_its_guest_is_slowed_down() {
+    for accel in [Accel::Tcg, Accel::Kvm] {
+        let Some(pair) = TooFast::pair(accel, 2) else { continue };
+        let migration = TooFast::start(pair, "--downtime 1ms --on-no-convergence throttle:99,1,99");
+        migration.wait_until_held();
+        let monitor = &migration.pair.source.monitor;
+        for _ in 0..20 {
+            monitor.status().unwrap();
+            // The registers come from the vCPU's own thread.
+            let command = json!({ "command-line": "info registers" });
+            let registers = monitor.execute("human-monitor-command", command).unwrap();
+            assert!(registers.as_str().unwrap().contains("EIP="), "{registers}");
+        }
+        migration.sender.interrupt();
+        assert_eq!(migration.sender.finish().0.code(), Some(3));
+        assert!(migration.pair.source.runs());
+    }
+}
+
+#[test]
+fn a_slowed_guest_whose_migration_is_cancelled_runs_at_full_speed() {
+    for accel in [Accel::Tcg, Accel::Kvm] {
+        let Some(pair) = TooFast::pair(accel, 2) else { continue };
+        let mut migration = TooFast::start(pair, NEVER);
+        migration.wait_until_held();
+        migration.sender.terminate();
+        eventually(LONG, || migration.sender.poll().is_some());
+        assert_eq!(migration.sender.poll().and_then(|status| status.code()), Some(3));
+        migration.runs_at_source();
+    }
+}
+
+#[test]
+fn a_slowed_guest_runs_at_full_speed_as_soon_as_its_sterna_is_killed() {
+    for accel in [Accel::Tcg, Accel::Kvm] {
+        let Some(pair) = TooFast::pair(accel, 2) else { continue };
+        let mut migration = TooFast::start(pair, NEVER);
+        migration.wait_until_held();
+        migration.sender.kill();
+        assert!(eventually(LONG, || migration.pair.source.tracers().is_empty()), "a dead process holds threads");
+        migration.runs_at_source();
+    }
 }

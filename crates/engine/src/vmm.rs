@@ -102,10 +102,11 @@ pub trait SourceVmm {
     }
 
     /// Slows the guest down so that it dirties memory more slowly: `percent` of the time, 0 (full speed) to 99, its vCPUs
-    /// are held. Asked only when throttling was chosen; back to 0 at the end if the guest stays.
+    /// are held. Asked only when throttling was chosen; back to 0 at the end if the guest stays. Asked with the same percentage again in
+    /// each round, and after a [`SourceVmm::resume`] with which rounds go on: [`SourceVmm::pause`] may end it.
     ///
     /// # Errors
-    /// The guest is not slowed down; the migration goes on without throttling and says so.
+    /// The guest is not slowed down, or not any more; the migration goes on without throttling and says so.
     fn throttle(&mut self, _percent: u8) -> Result<(), VmmError> {
         Err("this monitor cannot slow its guest down".into())
     }

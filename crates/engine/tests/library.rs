@@ -602,6 +602,49 @@ fn a_guest_is_slowed_down_in_steps_and_let_go_when_it_stays() {
 }
 
 #[test]
+fn a_guest_whose_monitor_cannot_slow_it_down_is_not_said_to_be_held() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+        pair.from.fails = Some("throttle");
+        let source = pair
+            .source()
+            .bandwidth(Some(64 << 20))
+            .downtime(Duration::from_millis(20))
+            .give_up_after(Some(Duration::from_secs(4)))
+            .when_not_converging(NotConverging::Throttle(Throttle::default()));
+        let destination = Destination::new(pair.destination.ram());
+        let (sent, _) = pair.run(source, destination);
+        let convergence = sent.unwrap_err().report.unwrap().convergence.unwrap();
+        assert!(!convergence.contains("% of the time"), "{convergence}");
+        let times = pair.from.called.iter().filter(|name| **name == "throttle").count();
+        assert_eq!(times, 1, "{:?}", pair.from.called);
+        pair.stays_at_source();
+    });
+}
+
+#[test]
+fn a_guest_that_runs_on_after_it_was_paused_is_slowed_down_again() {
+    within_a_minute(|| {
+        let mut pair = Pair::new(Workload { burst: 0, span: 3000, ..CALM });
+        (pair.from.span_when_throttled, pair.from.last_writes) = (Some(10), 2000);
+        let throttle = Throttle { initial: 30, step: 30, most: 90 };
+        let source = pair
+            .source()
+            .bandwidth(Some(16 << 20))
+            .downtime(Duration::from_millis(50))
+            .when_not_converging(NotConverging::Throttle(throttle));
+        let destination = Destination::new(pair.destination.ram());
+        let (sent, received) = pair.run(source, destination);
+        sent.unwrap();
+        received.unwrap();
+        pair.has_moved();
+        let called = &pair.from.called;
+        let after_resume: Vec<_> = called.windows(2).filter(|pair| pair[0] == "resume").map(|pair| pair[1]).collect();
+        assert!(!after_resume.is_empty() && after_resume.iter().all(|name| *name == "throttle"), "{called:?}");
+    });
+}
+
+#[test]
 fn cancelling_at_either_side_leaves_the_guest_at_the_source() {
     within_a_minute(|| {
         for at_source in [true, false] {

@@ -14,17 +14,17 @@ pub(crate) const CASES: &[(&str, fn())] = &[
 ];
 
 /// Numbers that look random (splitmix64), from a seed that is printed; `STERNA_SEED` repeats a run.
-struct Numbers(u64);
+pub(crate) struct Numbers(u64);
 
 impl Numbers {
-    fn new() -> Numbers {
+    pub(crate) fn new() -> Numbers {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
         let seed = std::env::var("STERNA_SEED").ok().map_or(now, |seed| seed.parse().unwrap());
         println!("  STERNA_SEED={seed}");
         Numbers(seed)
     }
 
-    fn below(&mut self, end: u64) -> u64 {
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
         mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -11,6 +11,8 @@ mod roles;
 #[cfg(target_arch = "x86_64")]
 mod signals;
 #[cfg(target_arch = "x86_64")]
+mod slowdown;
+#[cfg(target_arch = "x86_64")]
 mod target;
 #[cfg(target_arch = "x86_64")]
 mod tracking;
@@ -40,7 +42,7 @@ fn main() {
         }
     }
     let cases: Vec<(&str, fn())> =
-        [waiting::CASES, signals::CASES, refusals::CASES, deaths::CASES, tracking::CASES].concat();
+        [waiting::CASES, signals::CASES, refusals::CASES, deaths::CASES, tracking::CASES, slowdown::CASES].concat();
     let fits = |name: &str, word: &String| if exact { name == word } else { name.contains(word) };
     let mut failed = Vec::new();
     let mut passed = 0;

@@ -32,6 +32,9 @@ pub(crate) fn play(words: &[String]) {
         ("execs", [left, by]) => execs(left.parse().unwrap(), by),
         ("main-thread-ended", []) => main_thread_ended(),
         ("full", []) => full(),
+        ("workers", [count]) => workers(count.parse().unwrap()),
+        ("slower", [pid, threads @ ..]) => slower(pid, threads),
+        ("kvm", []) => kvm(),
         ("attacher", [how, pid]) => attacher(how, pid.parse().unwrap()),
         (role, _) => panic!("no role {role}: {arguments:?}"),
     }
@@ -585,7 +588,10 @@ fn vfork() {
 
 /// Traces a process until a line comes.
 fn tracer(pid: i32) {
-    assert_eq!(system_call(libc::SYS_ptrace, [libc::PTRACE_SEIZE as usize, pid as usize, 0, 0, 0, 0]), (0, 0));
+    // Another one may be attached for a moment.
+    while system_call(libc::SYS_ptrace, [libc::PTRACE_SEIZE as usize, pid as usize, 0, 0, 0, 0]) != (0, 0) {
+        std::thread::yield_now();
+    }
     say("ready");
     wait_for_line();
     say("result done");
@@ -637,6 +643,119 @@ fn filter(calls: &[c_long], action: u32) {
     let mut filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
     assert_eq!(system_call(libc::SYS_prctl, [libc::PR_SET_NO_NEW_PRIVS as usize, 1, 0, 0, 0, 0]), (0, 0));
     assert_eq!(system_call(libc::SYS_seccomp, [1, 0, place(&mut filter), 0, 0, 0]), (0, 0));
+}
+
+/// Threads that work in user code, each until it is told to end, and look whether what they have worked out is right.
+fn workers(count: usize) {
+    static WORKERS: [(AtomicU64, AtomicI32, AtomicBool); 8] =
+        [const { (AtomicU64::new(0), AtomicI32::new(0), AtomicBool::new(false)) }; 8];
+    let sum = || (0..5000_u64).fold(0_u64, |sum, value| std::hint::black_box(sum.wrapping_mul(33) ^ value));
+    let right = sum();
+    let work = move |(rounds, tid, ends): &'static (AtomicU64, AtomicI32, AtomicBool)| {
+        tid.store(system_call(libc::SYS_gettid, [0; 6]).0 as i32, Ordering::SeqCst);
+        while !ends.load(Ordering::Relaxed) {
+            assert_eq!(sum(), right);
+            rounds.fetch_add(1, Ordering::Relaxed);
+        }
+    };
+    let mut running: Vec<_> =
+        WORKERS.iter().take(count).map(|worker| Some(std::thread::spawn(move || work(worker)))).collect();
+    let words = |of: &dyn Fn(&(AtomicU64, AtomicI32, AtomicBool)) -> String| {
+        WORKERS.iter().take(count).map(of).collect::<Vec<_>>().join(" ")
+    };
+    while WORKERS.iter().take(count).any(|(_, tid, _)| tid.load(Ordering::SeqCst) == 0) {
+        std::thread::yield_now();
+    }
+    say(&format!("ready {}", words(&|(_, tid, _)| tid.load(Ordering::SeqCst).to_string())));
+    for line in std::io::stdin().lock().lines() {
+        let line = line.unwrap();
+        match line.split(' ').collect::<Vec<_>>()[..] {
+            ["count"] => say(&words(&|(rounds, ..)| rounds.load(Ordering::SeqCst).to_string())),
+            ["end", which] => {
+                let which: usize = which.parse().unwrap();
+                WORKERS[which].2.store(true, Ordering::SeqCst);
+                running[which].take().unwrap().join().unwrap();
+                say("ended");
+            }
+            _ => panic!("{line}"),
+        }
+    }
+    WORKERS.iter().for_each(|(.., ends)| ends.store(true, Ordering::SeqCst));
+    running.into_iter().flatten().for_each(|thread| thread.join().unwrap());
+    say("result right");
+}
+
+/// Slows threads of a process down until it is killed.
+fn slower(pid: &str, threads: &[&str]) {
+    let threads: Vec<i32> = threads.iter().map(|tid| tid.parse().unwrap()).collect();
+    let slowdown = Process::open(pid.parse().unwrap()).unwrap().slow_down(&threads, 90, |_| true).unwrap();
+    say("ready");
+    wait_for_line();
+    drop(slowdown);
+}
+
+/// A virtual machine of KVM whose one vCPU counts in its memory. Says which thread runs the vCPU, and how far it has counted.
+fn kvm() {
+    const MEMORY: usize = 4 * 4096;
+    const COUNTER: usize = 0x2000;
+    /// 16-bit code at 0x1000: `inc dword [0x2000]`, and back.
+    const CODE: [u8; 7] = [0x66, 0xff, 0x06, 0x00, 0x20, 0xeb, 0xf9];
+    let ioctl = |descriptor: i64, request: usize, argument: usize| {
+        let (result, errno) = system_call(libc::SYS_ioctl, [descriptor as usize, request, argument, 0, 0, 0]);
+        if result < 0 { Err(errno) } else { Ok(result) }
+    };
+    // Requests by include/uapi/linux/kvm.h.
+    let make = || -> Result<(i64, *mut u8), i32> {
+        // SAFETY: a name that ends with zero.
+        let kvm = i64::from(unsafe { libc::open(c"/dev/kvm".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) });
+        let machine = ioctl(kvm, 0xAE01, 0)?;
+        // SAFETY: a new mapping, whose address the kernel chooses.
+        let memory = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            libc::mmap(std::ptr::null_mut(), MEMORY, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
+        };
+        assert_ne!(memory, libc::MAP_FAILED);
+        let memory = memory.cast::<u8>();
+        // SAFETY: within the mapping, which nothing else uses yet.
+        unsafe { std::ptr::copy_nonoverlapping(CODE.as_ptr(), memory.add(0x1000), CODE.len()) };
+        // Slot and flags, then where it is in the guest, its length and where it is here.
+        let region = [0_u64, 0, MEMORY as u64, memory as u64];
+        ioctl(machine, 0x4020_AE46, address(&region))?;
+        let vcpu = ioctl(machine, 0xAE41, 0)?;
+        // Before all others the code segment: its base first, its selector at 12.
+        let mut segments = [0_u8; 312];
+        ioctl(vcpu, 0x8138_AE83, place(&mut segments))?;
+        segments[..8].fill(0);
+        segments[12..14].fill(0);
+        ioctl(vcpu, 0x4138_AE84, address(&segments))?;
+        let mut registers = [0_u64; 18];
+        (registers[16], registers[17]) = (0x1000, 2);
+        ioctl(vcpu, 0x4090_AE82, address(&registers))?;
+        Ok((vcpu, memory))
+    };
+    let (vcpu, memory) = match make() {
+        Ok(made) => made,
+        Err(errno) => {
+            say(&format!("ready none: errno {errno}"));
+            wait_for_line();
+            return say("result none");
+        }
+    };
+    std::thread::spawn(move || {
+        say(&format!("ready {}", system_call(libc::SYS_gettid, [0; 6]).0));
+        loop {
+            let ended = ioctl(vcpu, 0xAE80, 0);
+            assert_eq!(ended, Err(libc::EINTR), "the guest has stopped");
+        }
+    });
+    for line in std::io::stdin().lock().lines() {
+        assert_eq!(line.unwrap(), "count");
+        // SAFETY: within the mapping, and aligned; the guest writes it, which a volatile read expects.
+        let count = unsafe { memory.add(COUNTER).cast::<u32>().read_volatile() };
+        say(&count.to_string());
+    }
+    say("result counted");
+    system_call(libc::SYS_exit_group, [0; 6]);
 }
 
 /// Executes itself `left` times more, from its main thread or from another one.

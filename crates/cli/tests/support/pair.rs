@@ -96,10 +96,8 @@ impl Watched {
             std::fs::read_to_string(format!("/proc/{pid}/{file}"))
                 .map_err(|error| format!("/proc/{pid}/{file}: {error}"))
         };
-        let status = read("status")?;
-        let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:")).map(str::trim);
-        if tracer != Some("0") {
-            return Err(format!("process {tracer:?} traces QEMU"));
+        if let Some((thread, tracer)) = self.tracers().first() {
+            return Err(format!("thread {tracer} traces thread {thread} of QEMU"));
         }
         let files = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|error| error.to_string())?;
         for file in files.flatten() {
@@ -116,6 +114,18 @@ impl Watched {
             .filter(|flags| flags.split_whitespace().any(|flag| matches!(flag, "um" | "uw" | "ui")))
             .count();
         if protected == 0 { Ok(()) } else { Err(format!("{protected} mappings of QEMU are still tracked")) }
+    }
+
+    /// QEMU's threads that are traced, each with the thread that traces it. None where QEMU has ended.
+    pub(crate) fn tracers(&self) -> Vec<(String, u32)> {
+        let Ok(tasks) = std::fs::read_dir(format!("/proc/{}/task", self.qemu.pid())) else { return Vec::new() };
+        let traced = |task: std::fs::DirEntry| {
+            // One that has ended meanwhile is not traced.
+            let status = std::fs::read_to_string(task.path().join("status")).ok()?;
+            let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?.trim().parse().ok()?;
+            Some((task.file_name().to_string_lossy().into_owned(), tracer)).filter(|(_, tracer)| *tracer != 0)
+        };
+        tasks.flatten().filter_map(traced).collect()
     }
 
     /// Stops the boot-sector guest and checks its memory; gives the passes that it had begun.

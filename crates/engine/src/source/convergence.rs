@@ -288,6 +288,13 @@ impl Convergence {
         }
     }
 
+    /// The monitor does not slow its guest down: the rounds go on as if nothing had been chosen.
+    pub(super) fn throttling_failed(&mut self) {
+        (self.answer, self.throttle, self.throttled_in_vain) = (NotConverging::GoOn, 0, false);
+        // Each round is compared with those of a guest at full speed.
+        (self.best, self.without_progress) = (LONGEST, 0);
+    }
+
     /// Whether the guest is slowed down as much as it may be, and that is not enough.
     pub(super) fn throttled_in_vain(&self) -> bool {
         self.throttled_in_vain
@@ -870,6 +877,22 @@ mod tests {
         }
         assert!(simulation.convergence.throttled_in_vain());
         assert_eq!(simulation.convergence.throttled(), 40);
+        let consequence = simulation.convergence.consequence();
+        assert!(consequence.contains("go on until that changes"), "{consequence}");
+    }
+
+    #[test]
+    fn a_guest_that_cannot_be_slowed_down_is_not_said_to_be_and_its_rounds_go_on() {
+        let mut simulation = by_a_hair(NotConverging::Throttle(Throttle::default()));
+        simulation.dirty_rate = 1e12;
+        let first = (0..100).find(|_| matches!(simulation.round(true), Decision::Throttle(_)));
+        assert!(first.is_some());
+        simulation.convergence.throttling_failed();
+        for _ in 0..100 {
+            assert_eq!(simulation.round(true), Decision::Next);
+        }
+        assert_eq!(simulation.convergence.throttled(), 0);
+        assert!(!simulation.convergence.throttled_in_vain());
         let consequence = simulation.convergence.consequence();
         assert!(consequence.contains("go on until that changes"), "{consequence}");
     }

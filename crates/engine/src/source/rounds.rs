@@ -45,6 +45,8 @@ const FIRST_COLLECTING: Duration = Duration::from_millis(250);
 pub(super) enum Order {
     /// The destination permits the switchover.
     MayStop,
+    /// The monitor does not slow its guest down, or not any more.
+    NotThrottled,
     /// What was under way when it was asked for has written guest RAM.
     Settled,
     /// The guest has stopped: send the rest, or in post-copy say what it is.
@@ -88,7 +90,6 @@ pub(super) struct Told {
     pub(super) verdict: Option<String>,
     /// Why the guest stands for longer than was wanted, if it does.
     pub(super) out_of_reach: Option<String>,
-    pub(super) throttled: u8,
 }
 
 impl Told {
@@ -502,8 +503,8 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     }
 
     fn decide(&mut self, found: u64) -> (Decision, Duration) {
-        while let Ok(Order::MayStop) = self.orders.try_recv() {
-            self.may_stop = true;
+        while let Ok(order) = self.orders.try_recv() {
+            self.heed(order);
         }
         let measure = self.measure(found);
         let (verdict_before, may_stop) = (self.convergence.verdict().is_some(), self.may_stop);
@@ -516,7 +517,6 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         told.dirty_rate = self.convergence.rates().dirty;
         told.predicted = self.convergence.predicted(&measure);
         told.verdict = self.verdict();
-        told.throttled = self.convergence.throttled();
         drop(told);
         if let (false, Some(verdict)) = (verdict_before, self.verdict()) {
             let consequence = self.convergence.consequence();
@@ -555,18 +555,30 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     /// Waits until what was under way has written guest RAM. Afterwards the pages that the log has named may be read.
     fn settle(&mut self) -> Result<(), Ended> {
         (self.news)(RoundNews::Settle);
+        match self.order()? {
+            Order::Settled => Ok(()),
+            order => unreachable!("{order:?} was not asked for"),
+        }
+    }
+
+    /// The next order that was asked for; the driver is gone when there is none.
+    fn order(&mut self) -> Result<Order, Ended> {
         loop {
-            match self.order()? {
-                Order::Settled => return Ok(()),
-                Order::MayStop => self.may_stop = true,
-                Order::LastRound | Order::Stream => unreachable!("neither was asked for"),
+            let order = self.orders.recv().map_err(|_| Ended::TakenDown)?;
+            if let Some(order) = self.heed(order) {
+                return Ok(order);
             }
         }
     }
 
-    /// The next order; the driver is gone when there is none.
-    fn order(&mut self) -> Result<Order, Ended> {
-        self.orders.recv().map_err(|_| Ended::TakenDown)
+    /// Obeys an order that comes unasked, and returns any other.
+    fn heed(&mut self, order: Order) -> Option<Order> {
+        match order {
+            Order::MayStop => self.may_stop = true,
+            Order::NotThrottled => self.convergence.throttling_failed(),
+            order => return Some(order),
+        }
+        None
     }
 
     fn go_on(&self) -> Result<(), Ended> {
@@ -577,8 +589,8 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     fn wait(&mut self, pause: Duration) -> Result<(), Ended> {
         self.go_on()?;
         match self.orders.recv_timeout(pause) {
-            Ok(Order::MayStop) => self.may_stop = true,
-            Ok(Order::LastRound | Order::Stream | Order::Settled) | Err(RecvTimeoutError::Timeout) => {}
+            Ok(order) => drop(self.heed(order)),
+            Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Err(Ended::TakenDown),
         }
         Ok(())

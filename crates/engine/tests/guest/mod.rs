@@ -214,7 +214,10 @@ pub(crate) struct Monitor {
     /// State beside the counter, so many bytes.
     pub(crate) state_bytes: usize,
     pub(crate) ahead: bool,
+    /// In percent. Pausing the guest ends it.
     pub(crate) throttled: u8,
+    /// As many pages of each block the guest writes once it is slowed down.
+    pub(crate) span_when_throttled: Option<u64>,
     /// So many pages are written between being asked to pause and standing.
     pub(crate) last_writes: u64,
     pub(crate) no_post_copy: Option<&'static str>,
@@ -344,6 +347,7 @@ impl Monitor {
             state_bytes: 100,
             ahead: false,
             throttled: 0,
+            span_when_throttled: None,
             last_writes: 0,
             no_post_copy: None,
             called: Vec::new(),
@@ -472,6 +476,7 @@ impl SourceVmm for Monitor {
         }
         self.marker.mark(0, 0..self.last_writes);
         self.stop();
+        self.throttled = 0;
         self.fails_at("paused")
     }
 
@@ -503,6 +508,13 @@ impl SourceVmm for Monitor {
     fn throttle(&mut self, percent: u8) -> Result<(), VmmError> {
         self.may_fail("throttle")?;
         self.throttled = percent;
+        if percent > 0
+            && let Some(span) = self.span_when_throttled.take()
+        {
+            self.stop();
+            self.workload.span = span;
+            self.start();
+        }
         Ok(())
     }
 

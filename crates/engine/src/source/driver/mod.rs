@@ -204,7 +204,7 @@ pub(super) fn run(
         data_incarnation: 1,
         figures: DestinationFigures::default(),
         placement: Vec::new(),
-        throttled: false,
+        throttled: 0,
         hash_key,
         ended: false,
         left: None,
@@ -299,7 +299,8 @@ struct Driver<'a> {
     data_incarnation: u32,
     figures: DestinationFigures,
     placement: Vec<String>,
-    throttled: bool,
+    /// How much the monitor slows its guest down, in percent.
+    throttled: u8,
     /// For what was sent of blocks with large pages.
     hash_key: HashKey,
     /// The monitor has ended after its guest was moved, or why it could not be ended.
@@ -435,7 +436,7 @@ impl Driver<'_> {
                 Err(reason) => SourceEvent::Failed { reason },
             }),
             SourceAction::AnnounceSelf => {
-                if self.throttled
+                if self.throttled > 0
                     && let Err(error) = self.vmm.throttle(0)
                 {
                     self.observer.note(&format!("the guest stays slowed down: {error}"));
@@ -593,11 +594,26 @@ impl Driver<'_> {
     fn throttle(&mut self, percent: u8) {
         match self.vmm.throttle(percent) {
             Ok(()) => {
-                self.throttled = true;
+                self.throttled = percent;
                 self.observer.note(&format!("the guest is held for {percent} % of the time"));
             }
-            Err(error) => self.observer.note(&format!("the guest is not slowed down: {error}")),
+            Err(error) => self.not_throttled(&error),
         }
+    }
+
+    /// Has the monitor go on slowing its guest down: pausing the guest may have ended that, or something on the host.
+    fn keep_throttled(&mut self) {
+        if self.throttled > 0
+            && let Err(error) = self.vmm.throttle(self.throttled)
+        {
+            self.not_throttled(&error);
+        }
+    }
+
+    fn not_throttled(&mut self, error: &VmmError) {
+        self.throttled = 0;
+        self.observer.note(&format!("the guest is not slowed down: {error}"));
+        self.moving.iter().for_each(|moving| moving.order(Order::NotThrottled));
     }
 
     /// Opens the channels, sends what goes ahead, and starts the rounds.
@@ -768,6 +784,7 @@ impl Driver<'_> {
         // Nothing could move meanwhile, however long that took.
         self.await_progress();
         self.moving.iter().for_each(|moving| moving.order(Order::Settled));
+        self.keep_throttled();
         Ok(())
     }
 
@@ -800,6 +817,7 @@ impl Driver<'_> {
     fn run_on(&mut self) -> Result<(), String> {
         self.observer.note("the guest had dirtied too much until it stood: it runs on");
         self.resume_guest()?;
+        self.keep_throttled();
         self.ledger.note_pausing(false).map_err(|error| error.to_string())?;
         (self.phase, self.lead.due) = (Phase::Rounds, self.rounds_due());
         Ok(())

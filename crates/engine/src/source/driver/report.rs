@@ -175,7 +175,7 @@ impl Driver<'_> {
             downtime_ms: self.lead.moments.downtime_ms(),
             downtime: self.lead.moments.parts(),
             rounds: told.round,
-            convergence: match (told.verdict, told.throttled) {
+            convergence: match (told.verdict, self.throttled) {
                 (None, _) => {
                     let wanted = self.settings.downtime.as_secs_f64() * 1e3;
                     told.out_of_reach.filter(|_| self.lead.moments.downtime_ms() > wanted)

@@ -16,13 +16,15 @@
 //! saving writes is sent too.
 //!
 //! `eligible` finds out whether a QEMU can be moved so, before anything of it is touched; `ram` finds its memory and tracks it; `source` and
-//! `destination` are the two monitors as the library drives them; `stream` puts together what the destination's QEMU reads.
+//! `destination` are the two monitors as the library drives them; `stream` puts together what the destination's QEMU reads; `throttle` slows
+//! the guest down where that was chosen.
 
 mod destination;
 mod eligible;
 mod ram;
 mod source;
 mod stream;
+mod throttle;
 
 use std::sync::Arc;
 use std::time::Duration;

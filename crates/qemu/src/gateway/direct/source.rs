@@ -15,6 +15,7 @@ use sterna_wire::text::cleaned;
 
 use super::ram::Watched;
 use super::stream::has_nested_guest;
+use super::throttle::VcpuThrottle;
 use crate::gateway::fault;
 use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
 use crate::qmp::{Qmp, QmpError};
@@ -39,6 +40,8 @@ pub(super) struct QemuSource {
     /// The state of its devices, once it was stopped.
     state: Option<Vec<u8>>,
     longest_settling: Duration,
+    /// While the guest is slowed down.
+    throttle: Option<VcpuThrottle>,
 }
 
 impl QemuSource {
@@ -52,7 +55,18 @@ impl QemuSource {
         // QEMU answers no more once its storage does not.
         let disks = disk_files(&qmp);
         let longest_settling = Duration::ZERO;
-        Self { qmp, machine_type, guest, watched, disks, record, stopped: false, state: None, longest_settling }
+        Self {
+            qmp,
+            machine_type,
+            guest,
+            watched,
+            disks,
+            record,
+            stopped: false,
+            state: None,
+            longest_settling,
+            throttle: None,
+        }
     }
 
     /// The longest that the block layer took to have nothing under way.
@@ -144,6 +158,8 @@ impl SourceVmm for QemuSource {
     fn pause(&mut self) -> Result<(), VmmError> {
         self.may_pause()?;
         self.qmp.clear_events();
+        // QEMU waits in `stop` until each vCPU thread has come by.
+        self.throttle = None;
         self.stopped = true;
         self.qmp.execute("stop", json!({}))?;
         self.watched.check(&self.qmp, &self.guest)?;
@@ -158,7 +174,7 @@ impl SourceVmm for QemuSource {
     }
 
     fn resume(&mut self) -> Result<(), VmmError> {
-        self.state = None;
+        (self.state, self.throttle) = (None, None);
         if self.stopped {
             qemu::cont(&self.qmp)?;
             self.stopped = false;
@@ -173,6 +189,16 @@ impl SourceVmm for QemuSource {
 
     fn state_size(&self) -> u64 {
         USUAL_STATE
+    }
+
+    fn throttle(&mut self, percent: u8) -> Result<(), VmmError> {
+        let held = self.throttle.take();
+        self.throttle = match (percent, held) {
+            (0, _) => None,
+            (percent, None) => Some(VcpuThrottle::begin(&self.qmp, percent)?),
+            (percent, Some(held)) => Some(held.set(&self.qmp, percent)?),
+        };
+        Ok(())
     }
 
     fn post_copy_refusal(&self) -> Option<String> {

@@ -1,0 +1,346 @@
+//! Threads that are held for a share of the time: they work on and get everything right, run when they are let go, and whatever comes in
+//! between does what it does.
+
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use sterna_attach::{AttachError, Held, Slowdown, StoppedAt};
+
+use crate::deaths::Numbers;
+use crate::target::Target;
+
+pub(crate) const CASES: &[(&str, fn())] = &[
+    ("slowed_threads_are_held_and_run_by_turns_until_they_are_let_go", held_and_run),
+    ("at_no_percent_no_thread_is_attached_to", no_percent),
+    ("a_thread_is_held_only_where_that_is_permitted", places),
+    ("calls_that_are_interrupted_by_slowing_down_go_on", calls_go_on),
+    ("slowed_user_code_keeps_its_registers_and_sequences", registers_are_kept),
+    ("every_signal_of_a_storm_reaches_a_slowed_thread_once", storm),
+    ("a_slowed_process_that_is_stopped_stays_stopped_and_goes_on_when_it_is_continued", job_control),
+    ("threads_that_are_traced_already_are_not_slowed_down", traced_before),
+    ("a_debugger_that_comes_ends_the_slowing_down_of_all_threads", traced_amid),
+    ("a_thread_that_ends_ends_the_slowing_down_of_all_threads", thread_ends),
+    ("a_slowed_process_that_is_killed_is_reported_as_ended", killed),
+    ("a_thread_that_cannot_be_stopped_is_not_waited_for", cannot_be_stopped),
+    ("a_slowing_program_that_is_killed_at_any_moment_leaves_threads_that_run", killed_tracer),
+    ("a_vcpu_of_kvm_is_held_in_kvm_run_and_runs_on", kvm),
+];
+
+fn anywhere(_: &StoppedAt) -> bool {
+    true
+}
+
+/// The threads of the role `workers`.
+fn workers_of(target: &Target) -> Vec<i32> {
+    target.ready.split(' ').map(|word| word.parse().unwrap()).collect()
+}
+
+/// The rounds of work that each has done.
+fn counts(target: &mut Target) -> Vec<u64> {
+    target.ask("count").split(' ').map(|word| word.parse().unwrap()).collect()
+}
+
+fn tracer_of(target: &Target, tid: i32) -> String {
+    let status = target.file(&format!("task/{tid}/status"));
+    let line = status.lines().find_map(|line| line.strip_prefix("TracerPid:"));
+    line.unwrap_or_default().trim().to_owned()
+}
+
+#[track_caller]
+fn assert_free(target: &Target, threads: &[i32]) {
+    for &tid in threads {
+        assert_eq!(tracer_of(target, tid), "0", "thread {tid}");
+    }
+}
+
+/// Waits until so many more slices are over.
+fn wait_for_slices(slowdown: &Slowdown, more: u64) -> Held {
+    let end = slowdown.held().slices + more;
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while slowdown.held().slices < end {
+        assert!(Instant::now() < deadline, "{:?}", slowdown.held());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    slowdown.held()
+}
+
+/// Waits until a slowing down has ended by itself.
+fn wait_for_failure(mut slowdown: Slowdown) -> AttachError {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        slowdown = match slowdown.check() {
+            Ok(slowdown) => slowdown,
+            Err(error) => return error,
+        };
+        assert!(Instant::now() < deadline, "{:?}", slowdown.held());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn held_and_run() {
+    let mut target = Target::start(&["workers", "3"]);
+    let threads = workers_of(&target);
+    let process = target.hold();
+    let mut slowdown = process.slow_down(&threads, 50, anywhere).unwrap();
+    for (percent, hold, slices) in [(50, 10, 20), (90, 90, 5), (99, 100, 5), (10, 1, 20)] {
+        slowdown = slowdown.set(percent).unwrap();
+        let (before, held_before, begun) = (counts(&mut target), wait_for_slices(&slowdown, 1), Instant::now());
+        let held = wait_for_slices(&slowdown, slices);
+        let (after, time) = (counts(&mut target), held.time - held_before.time);
+        let share = time.as_secs_f64() / begun.elapsed().as_secs_f64() / threads.len() as f64;
+        println!("  {percent} %: held for {:.1} % of the time", share * 100.0);
+        // All threads, in each slice.
+        let expected = Duration::from_millis(hold) * (slices * threads.len() as u64) as u32;
+        assert!(time > expected / 2, "{percent} %: {time:?}, not about {expected:?}");
+        assert!(before.iter().zip(&after).all(|(before, after)| before < after), "{before:?} {after:?}");
+    }
+    drop(slowdown);
+    assert_free(&target, &threads);
+    let before = counts(&mut target);
+    let mut after = counts(&mut target);
+    while !before.iter().zip(&after).all(|(before, after)| before < after) {
+        after = counts(&mut target);
+    }
+    assert_eq!(target.finish(), "right");
+}
+
+fn no_percent() {
+    let target = Target::start(&["workers", "2"]);
+    let threads = workers_of(&target);
+    let slowdown = target.hold().slow_down(&threads, 0, anywhere).unwrap();
+    assert_free(&target, &threads);
+    assert_eq!(slowdown.held(), Held::default());
+    let slowdown = slowdown.set(80).unwrap();
+    wait_for_slices(&slowdown, 3);
+    let slowdown = slowdown.set(0).unwrap();
+    assert_free(&target, &threads);
+    let held = slowdown.held();
+    assert!(held.slices >= 3 && held.time > Duration::ZERO, "{held:?}");
+    let slowdown = slowdown.set(99).unwrap();
+    wait_for_slices(&slowdown, 1);
+    drop(slowdown);
+    assert_free(&target, &threads);
+    assert_eq!(target.finish(), "right");
+}
+
+fn places() {
+    // User code that may not be held runs on.
+    let mut target = Target::start(&["workers", "2"]);
+    let threads = workers_of(&target);
+    let (found, places) = mpsc::channel();
+    let nowhere = move |at: &StoppedAt| {
+        found.send(*at).unwrap();
+        false
+    };
+    let slowdown = target.hold().slow_down(&threads, 90, nowhere).unwrap();
+    let before = counts(&mut target);
+    let held = wait_for_slices(&slowdown, 3);
+    let after = counts(&mut target);
+    assert_eq!(held.time, Duration::ZERO);
+    assert!(held.let_run > 0 && before.iter().zip(&after).all(|(before, after)| before < after));
+    drop(slowdown);
+    assert_free(&target, &threads);
+    assert!(places.iter().any(|at| at.system_call.is_none()), "it works in user code");
+    assert_eq!(target.finish(), "right");
+
+    // A call is known by its number and arguments; there it is held.
+    let mut target = Target::start(&["endless", "read"]);
+    target.wait_for_call(libc::SYS_read);
+    let in_read = |at: &StoppedAt| matches!(at.system_call, Some((libc::SYS_read, [0, _, 16, ..])));
+    let slowdown = target.hold().slow_down(&[target.pid()], 90, in_read).unwrap();
+    assert!(wait_for_slices(&slowdown, 3).time > Duration::ZERO);
+    drop(slowdown);
+    target.tell("go");
+    assert_eq!(target.finish(), "3 0");
+}
+
+fn calls_go_on() {
+    let kinds: [(&str, (i64, i64)); 10] = [
+        ("read", (3, 0)),
+        ("poll", (1, 0)),
+        ("ppoll", (1, 0)),
+        ("select", (1, 0)),
+        ("epoll_wait", (1, 0)),
+        ("epoll_pwait2", (1, 0)),
+        ("futex", (0, 0)),
+        ("semop", (0, 0)),
+        ("sigtimedwait", (i64::from(libc::SIGRTMIN()), 0)),
+        ("sigsuspend", (-1, i64::from(libc::EINTR))),
+    ];
+    for (kind, expected) in kinds {
+        let mut target = Target::start(&["endless", kind]);
+        let slowdown = target.hold().slow_down(&[target.pid()], 50, anywhere).unwrap();
+        wait_for_slices(&slowdown, 3);
+        target.tell("go");
+        assert_eq!(target.finish(), format!("{} {}", expected.0, expected.1), "{kind}");
+    }
+}
+
+fn registers_are_kept() {
+    for (role, right) in [("busy", "0"), ("sequence", "0 ")] {
+        let target = Target::start(&[role]);
+        let slowdown = target.hold().slow_down(&[target.pid()], 50, anywhere).unwrap();
+        wait_for_slices(&slowdown, 20);
+        let result = target.finish();
+        assert!(result.starts_with(right), "{role}: {result}");
+    }
+}
+
+fn storm() {
+    const COUNT: u64 = 20_000;
+    let target = Target::start(&["storm", &COUNT.to_string()]);
+    let slowdown = target.hold().slow_down(&[target.pid()], 50, anywhere).unwrap();
+    wait_for_slices(&slowdown, 5);
+    println!("  {:?}", slowdown.held());
+    let result = target.finish();
+    let mut expected = [(0, 0); 6];
+    for number in 0..COUNT {
+        expected[(number % 5) as usize].0 += 1;
+        expected[(number % 5) as usize].1 += number;
+    }
+    let expected: Vec<String> = expected.iter().map(|(count, sum)| format!("{count}:{sum}")).collect();
+    assert_eq!(result, expected.join(" "));
+}
+
+fn job_control() {
+    let mut target = Target::start(&["workers", "2"]);
+    let threads = workers_of(&target);
+    let is_stopped = |target: &Target| {
+        let stopped = |tid: &i32| target.file(&format!("task/{tid}/status")).contains("State:\tT");
+        threads.iter().all(stopped)
+    };
+    let slowdown = target.hold().slow_down(&threads, 50, anywhere).unwrap();
+    wait_for_slices(&slowdown, 2);
+    target.signal(libc::SIGSTOP);
+    target.wait_until(is_stopped);
+    wait_for_slices(&slowdown, 5);
+    target.wait_until(is_stopped);
+    // Continued while it is slowed down.
+    target.signal(libc::SIGCONT);
+    let before = counts(&mut target);
+    wait_for_slices(&slowdown, 3);
+    assert!(before.iter().zip(&counts(&mut target)).all(|(before, after)| before < after));
+    // Let go while it is stopped.
+    target.signal(libc::SIGSTOP);
+    target.wait_until(is_stopped);
+    wait_for_slices(&slowdown, 2);
+    drop(slowdown);
+    assert_free(&target, &threads);
+    target.wait_until(is_stopped);
+    target.signal(libc::SIGCONT);
+    assert_eq!(target.finish(), "right");
+}
+
+fn traced_before() {
+    let target = Target::start(&["workers", "2"]);
+    let threads = workers_of(&target);
+    let tracer = Target::start(&["tracer", &threads[1].to_string()]);
+    let error = target.hold().slow_down(&threads, 50, anywhere).unwrap_err();
+    println!("  {error}");
+    assert!(matches!(&error, AttachError::AlreadyTraced { tracer: found, .. } if *found == tracer.pid()));
+    assert_free(&target, &threads[..1]);
+    // Numbers of other processes' threads are not even attached to.
+    let error = target.hold().slow_down(&[threads[0], 1], 50, anywhere).unwrap_err();
+    println!("  {error}");
+    assert!(matches!(error, AttachError::ThreadEnded { tid: 1, .. }));
+    tracer.finish();
+    assert_eq!(target.finish(), "right");
+}
+
+fn traced_amid() {
+    let target = Target::start(&["workers", "3"]);
+    let threads = workers_of(&target);
+    let slowdown = target.hold().slow_down(&threads, 10, anywhere).unwrap();
+    let tracer = Target::start(&["tracer", &threads[1].to_string()]);
+    let error = wait_for_failure(slowdown);
+    println!("  {error}");
+    assert!(matches!(&error, AttachError::AlreadyTraced { tracer: found, .. } if *found == tracer.pid()));
+    assert_free(&target, &[threads[0], threads[2]]);
+    assert_eq!(tracer_of(&target, threads[1]), tracer.pid().to_string());
+    tracer.finish();
+    assert_eq!(target.finish(), "right");
+}
+
+fn thread_ends() {
+    let mut target = Target::start(&["workers", "3"]);
+    let threads = workers_of(&target);
+    let slowdown = target.hold().slow_down(&threads, 50, anywhere).unwrap();
+    target.tell("end 1");
+    let error = wait_for_failure(slowdown);
+    println!("  {error}");
+    assert!(matches!(error, AttachError::ThreadEnded { tid, .. } if tid == threads[1]));
+    assert_free(&target, &[threads[0], threads[2]]);
+    assert_eq!(target.line(), "ended");
+    assert_eq!(target.finish(), "right");
+}
+
+fn killed() {
+    let mut numbers = Numbers::new();
+    for round in 0..20 {
+        let target = Target::start(&["workers", "2"]);
+        let slowdown = target.hold().slow_down(&workers_of(&target), 90, anywhere).unwrap();
+        let (begun, delay) = (Instant::now(), Duration::from_micros(numbers.below(30_000)));
+        while begun.elapsed() < delay {
+            std::thread::yield_now();
+        }
+        target.kill();
+        let error = wait_for_failure(slowdown);
+        assert!(matches!(error, AttachError::Ended { .. }), "round {round}: {error:?}");
+    }
+}
+
+fn cannot_be_stopped() {
+    let mut target = Target::start(&["vfork"]);
+    target.wait_until(|target| target.status("State").starts_with('D'));
+    let slowdown = target.hold().slow_down(&[target.pid()], 50, anywhere).unwrap();
+    let held = wait_for_slices(&slowdown, 3);
+    assert_eq!(held.time, Duration::ZERO, "it never stopped");
+    drop(slowdown);
+    assert_eq!(target.status("TracerPid"), "0");
+    // What was asked of it while it waited is not heeded later.
+    target.tell("go");
+    assert_eq!(target.finish(), "true 7");
+}
+
+fn killed_tracer() {
+    let mut numbers = Numbers::new();
+    let mut target = Target::start(&["workers", "2"]);
+    let threads = workers_of(&target);
+    let words: Vec<String> = [target.pid()].iter().chain(&threads).map(i32::to_string).collect();
+    let mut amid = 0;
+    for _ in 0..40 {
+        let slower = Target::start(&[&["slower"][..], &words.iter().map(String::as_str).collect::<Vec<_>>()].concat());
+        let (begun, delay) = (Instant::now(), Duration::from_micros(numbers.below(150_000)));
+        while begun.elapsed() < delay {
+            std::thread::yield_now();
+        }
+        amid += u32::from(threads.iter().any(|&tid| tracer_of(&target, tid) != "0"));
+        slower.kill();
+        target.wait_until(|target| threads.iter().all(|&tid| tracer_of(target, tid) == "0"));
+        let before = counts(&mut target);
+        while !before.iter().zip(&counts(&mut target)).all(|(before, after)| before < after) {}
+    }
+    println!("  of 40 that were killed {amid} were holding threads");
+    assert_eq!(target.finish(), "right");
+}
+
+fn kvm() {
+    let mut target = Target::start(&["kvm"]);
+    let Ok(vcpu) = target.ready.parse::<i32>() else {
+        println!("skipped: no virtual machine can be made here: {}", target.ready);
+        return;
+    };
+    // `KVM_RUN` (include/uapi/linux/kvm.h).
+    let in_guest = |at: &StoppedAt| matches!(at.system_call, Some((libc::SYS_ioctl, [_, 0xAE80, ..])));
+    let slowdown = target.hold().slow_down(&[vcpu], 90, in_guest).unwrap();
+    let before = target.ask("count");
+    let held = wait_for_slices(&slowdown, 5);
+    println!("  {held:?}");
+    assert!(held.time > Duration::ZERO);
+    assert_ne!(target.ask("count"), before, "it runs in between");
+    drop(slowdown);
+    assert_free(&target, &[vcpu]);
+    let before = target.ask("count");
+    while target.ask("count") == before {}
+    target.finish();
+}
