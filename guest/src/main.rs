@@ -104,7 +104,7 @@ fn live(console: &mut Console) -> Result<(), String> {
     system::mount_basics().map_err(|error| format!("cannot mount: {error}"))?;
     let command_line = std::fs::read_to_string("/proc/cmdline").map_err(|error| format!("/proc/cmdline: {error}"))?;
     let settings = Settings::parse(&command_line)?;
-    if settings.share.is_some() || settings.disks.disks > 0 {
+    if settings.share.is_some() || settings.disks.disks > 0 || settings.balloon {
         system::load_modules().map_err(|error| format!("cannot load the modules: {error}"))?;
     }
     // Before free memory is counted: the disks' buffers are beside what is filled.
@@ -124,6 +124,11 @@ fn live(console: &mut Console) -> Result<(), String> {
     let mut memory = Memory::new(pages, table, plan, Progress { random: SEED, ..Progress::default() });
     let start = Instant::now();
     memory.fill();
+    if settings.balloon {
+        // What a balloon takes then is not zero, as in a guest that has run for long.
+        let free = system::free_memory().map_err(|error| format!("/proc/meminfo: {error}"))?;
+        drop(std::hint::black_box(vec![0x5a_u8; free as usize / 4 * 3]));
+    }
     let files = match &settings.share {
         Some(tag) => {
             Some(Files::begin(tag, settings.deleted).map_err(|error| format!("shared directory {tag}: {error}"))?)

@@ -28,6 +28,9 @@ pub struct Settings {
     pub share: Option<String>,
     /// `sterna.deleted=on|off`: there also with a file that was deleted while it is open. Off if not given.
     pub deleted: bool,
+    /// `sterna.balloon=on|off`: has the kernel's module for a balloon, so that the host can ask for memory, of which most was used before.
+    /// Off if not given.
+    pub balloon: bool,
     /// `sterna.disks`: how many disks, from `/dev/vda` on, the guest reads, writes and verifies; 0 if not given, 8 at most.
     /// `sterna.disk-buffers`: bytes of memory that they are read into. 64 MiB if not given.
     /// `sterna.disk-threads`: threads for each disk. 4 if not given.
@@ -47,6 +50,7 @@ impl Default for Settings {
             verify_rate: 8 << 20,
             share: None,
             deleted: false,
+            balloon: false,
             disks: Load { disks: 0, buffers: 64 << 20, threads: 4, rate: 16 << 20 },
         }
     }
@@ -78,6 +82,7 @@ impl Settings {
                 "disk-buffers" => settings.disks.buffers = size(value).ok_or_else(|| not_a_size(word))?,
                 "disk-threads" => settings.disks.threads = number(word, value, 1..=64)?,
                 "disk-rate" => settings.disks.rate = size(value).ok_or_else(|| not_a_size(word))?,
+                "balloon" => settings.balloon = choice(word, value, &[("on", true), ("off", false)])?,
                 "deleted" => settings.deleted = choice(word, value, &[("on", true), ("off", false)])?,
                 _ => return Err(format!("{word}: no such setting")),
             }
@@ -133,6 +138,7 @@ mod tests {
             verify_rate: 0,
             share: Some("data".into()),
             deleted: false,
+            balloon: false,
             disks: Load { disks: 2, buffers: 8 << 20, threads: 3, rate: 1 << 20 },
         };
         assert_eq!(Settings::parse(line), Ok(expected));

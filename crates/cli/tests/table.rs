@@ -6,10 +6,14 @@
 
 mod support;
 
-use sterna_lab::{Guest, LinuxGuest, QemuOptions, QemuVersion};
-use support::LONG;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use serde_json::json;
+use sterna_lab::{Disk, DiskImage, DiskLoad, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion};
 use support::moving::{Backing, Move, backings, kernel_words, tried};
-use support::pair::Pair;
+use support::pair::{Pair, eventually};
+use support::{LONG, Sterna};
 
 use Backing::{Anonymous, HugeTmpfs as Tmpfs, Hugetlb, Memfd};
 use QemuVersion::{V7_2, V10_0, V11_1};
@@ -34,17 +38,71 @@ struct Row {
     devices: &'static [&'static str],
     /// More words for `send`.
     send: &'static [&'static str],
+    with: With,
+}
+
+/// What the guest does besides.
+#[derive(Clone, Copy, PartialEq)]
+enum With {
+    Nothing,
+    /// It reads and writes a disk on a raw image that both QEMUs open, and lock while their guest runs.
+    LockedDisk,
+    /// While it is moved, its balloon takes memory and gives part of it back.
+    Balloon,
+}
+
+/// Bytes that the balloon takes, and that it still has in the end.
+const INFLATED: [u64; 2] = [60 << 20, 20 << 20];
+/// So fast does the guest write while its balloon works, and so slowly is it moved, that the move does not end before.
+const MANY_WRITES: u64 = 200 << 20;
+
+/// Whether a QEMU has locks on the image.
+fn locks(qemu: &Qemu, image: &Path) -> bool {
+    let inode = format!(":{} ", std::fs::metadata(image).unwrap().ino());
+    let files = std::fs::read_dir(format!("/proc/{}/fdinfo", qemu.pid())).unwrap();
+    // One that was closed meanwhile has none.
+    let texts = files.flatten().filter_map(|file| std::fs::read_to_string(file.path()).ok());
+    let is_lock = |line: &str| line.starts_with("lock:") && line.contains(&inode);
+    texts.into_iter().any(|text| text.lines().any(is_lock))
+}
+
+/// Has the balloon of the source's guest take memory and give part of it back while the guest is sent.
+fn balloon_works(pair: &Pair, sender: &Sterna) {
+    // Then all of memory was sent, also what the balloon is going to take.
+    sender.wait_until("a second round", |lines| {
+        let round = |line: &String| line.split_once(", round ")?.1.split(',').next()?.parse::<u64>().ok();
+        lines.iter().filter_map(round).any(|round| round >= 2).then_some(())
+    });
+    let monitor = &pair.source.monitor;
+    for taken in INFLATED {
+        let left = MEMORY - taken;
+        monitor.execute("balloon", json!({ "value": left })).unwrap();
+        let reached = || monitor.execute("query-balloon", json!({})).unwrap()["actual"].as_u64() == Some(left);
+        assert!(eventually(LONG, reached), "the balloon does not leave {left} bytes");
+    }
+    assert_eq!(sender.count("stopping the guest"), 0, "the guest was sent before its balloon had worked");
+    pair.source.qemu.guest().set_dirty_rate(0).unwrap();
 }
 
 /// Moves a guest as the row says. An error where RAM differs before the destination's guest starts, none where it was skipped.
 fn moved(row: &Row) -> Option<Result<(), String>> {
     let kernel_words = kernel_words(row.from);
-    let linux = LinuxGuest { memory: Some(FILLED), dirty_rate: DIRTY_RATE, kernel_words, ..LinuxGuest::default() };
+    let balloon = row.with == With::Balloon;
+    let linux = LinuxGuest {
+        memory: Some(FILLED),
+        dirty_rate: if balloon { MANY_WRITES } else { DIRTY_RATE },
+        kernel_words,
+        disk_load: (row.with == With::LockedDisk).then_some(DiskLoad { buffers: 32 << 20, threads: 2, rate: 16 << 20 }),
+        balloon,
+        ..LinuxGuest::default()
+    };
     let mut options = QemuOptions::new(row.from, Guest::Linux(linux));
     options.machine = row.machine.into();
     options.memory = MEMORY;
     options.cpus = row.cpus;
     options.extra.extend(row.devices.iter().map(|word| (*word).to_owned()));
+    let image = (row.with == With::LockedDisk).then(|| DiskImage::new(0, 16 << 20).unwrap());
+    options.disks.extend(image.iter().map(|image| Disk::new(&image.path())));
     let mut incoming = options.incoming();
     incoming.version = row.to;
     let [source, destination] = backings([row.source, row.destination], MEMORY)?;
@@ -52,15 +110,26 @@ fn moved(row: &Row) -> Option<Result<(), String>> {
     let pair = Pair::start(&options, &incoming)?;
     pair.source.qemu.guest().wait_ready(LONG).unwrap();
     pair.source.qemu.guest().wait_tick_after(0, LONG).unwrap();
+    if let Some(image) = &image {
+        pair.source.qemu.guest().wait_disks("reads", LONG, |done| done.reads > 50 && done.writes > 10).unwrap();
+        assert!(locks(&pair.source.qemu, &image.path()) && !locks(&pair.destination.qemu, &image.path()));
+    }
 
     let mut send = ["--channels", &row.channels.to_string(), "--method", row.method].map(str::to_owned).to_vec();
     send.extend(row.send.iter().map(|word| (*word).to_owned()));
     let receive = ["--placement", row.placement].map(str::to_owned).to_vec();
-    let report =
-        match (Move { mode: row.mode, memory: MEMORY, tls: row.tls, send, receive }).run(&pair, |address| address) {
-            Ok(report) => report,
-            Err(differing) => return Some(Err(differing)),
-        };
+    let report = match (Move { mode: row.mode, memory: MEMORY, tls: row.tls, send, receive }).run_while(
+        &pair,
+        |address| address,
+        |sender| {
+            if balloon {
+                balloon_works(&pair, sender);
+            }
+        },
+    ) {
+        Ok(report) => report,
+        Err(differing) => return Some(Err(differing)),
+    };
     assert_eq!(report["channels"], row.channels);
     // The firmware's small blocks may go in-stream; guest RAM goes the way that was asked for.
     let in_place = report["placement"].as_array().unwrap().iter().any(|line| {
@@ -76,6 +145,15 @@ fn moved(row: &Row) -> Option<Result<(), String>> {
     let verified = pair.destination.qemu.guest().verify(LONG).unwrap();
     assert!(verified.bad == 0 && verified.table_whole, "{verified:?}");
     assert_eq!(verified.pages, FILLED / 4096);
+    if let Some(image) = &image {
+        assert!(locks(&pair.destination.qemu, &image.path()));
+        let before = pair.source.qemu.guest().last_disks().unwrap();
+        let guest = pair.destination.qemu.guest();
+        let more = guest.wait_disks("more reads", LONG, |done| done.reads > before.reads + 50).unwrap();
+        let checked = guest.check_disks(LONG).unwrap();
+        assert!(more.bad == 0 && checked.bad == 0 && checked.pages > 0, "{more:?} {checked:?}");
+    }
+    assert_eq!(pair.destination.qemu.guest().bad_lines(), [""; 0]);
     pair.never_both().unwrap();
     assert!(!pair.source.runs() && pair.destination.runs());
     assert_eq!(pair.source.status(), None, "nothing is left of the guest that was given away");
@@ -101,6 +179,7 @@ macro_rules! table {
                 cpus: 1,
                 devices: &[],
                 send: &[],
+                with: With::Nothing,
             };
             tried(row.from, || moved(&row));
         }
@@ -134,7 +213,7 @@ table! {
 
 macro_rules! direct_table {
     ($($name:ident: $from:ident $to:ident $machine:literal $channels:literal $protection:ident $method:literal
-        $source:ident $destination:ident $cpus:literal $devices:ident $send:ident;)*) => {$(
+        $source:ident $destination:ident $cpus:literal $devices:ident $send:ident $with:ident;)*) => {$(
         #[test]
         fn $name() {
             let row = Row {
@@ -151,6 +230,7 @@ macro_rules! direct_table {
                 cpus: $cpus,
                 devices: $devices,
                 send: $send,
+                with: With::$with,
             };
             tried(row.from, || moved(&row));
         }
@@ -175,20 +255,26 @@ const DEVICES: &[&str] = &[
     "-device",
     "virtio-rng-pci",
 ];
+const BALLOON: &[&str] = &["-device", "virtio-balloon-pci"];
 /// A huge page is dirty as a whole, whatever little of it was written.
 const LONG_STOP: &[&str] = &["--downtime", "2s"];
+const SLOWLY: &[&str] = &["--bandwidth", "32MB/s"];
 const DELTAS: &[&str] = &["--delta-cache", "256MiB", "--bandwidth", "150MB/s"];
 
 // Every backing at each side, and what else could get in the way of reading and tracking from outside.
 direct_table! {
-//  row                           from  to    machine       N  wire  method source    destination cpus devices send
-    direct_01_anonymous:          V10_0 V10_0 "pc-q35-10.0" 2  plain "none" Anonymous Anonymous   1    NONE    NONE;
-    direct_02_memfd_tls:          V10_0 V10_0 "pc-q35-10.0" 1  tls   "zstd" Memfd     Memfd       4    NONE    NONE;
-    direct_03_tmpfs_to_anonymous: V10_0 V10_0 "pc-q35-9.0"  2  plain "lz4"  Tmpfs     Anonymous   1    NONE    NONE;
-    direct_04_hugetlb:            V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Hugetlb   Hugetlb     1    NONE    LONG_STOP;
-    direct_05_anonymous_hugetlb:  V10_0 V10_0 "pc-q35-10.0" 8  tls   "none" Anonymous Hugetlb     4    NONE    NONE;
-    direct_06_devices:            V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Anonymous Tmpfs       1    DEVICES NONE;
-    direct_07_deltas:             V10_0 V10_0 "pc-q35-10.0" 2  tls   "lz4"  Memfd     Anonymous   1    NONE    DELTAS;
-    direct_08_to_11_1:            V10_0 V11_1 "pc-q35-10.0" 2  plain "zstd" Anonymous Memfd       1    DEVICES NONE;
-    direct_09_11_1:               V11_1 V11_1 "pc-q35-11.1" 2  tls   "lz4"  Memfd     Memfd       4    NONE    NONE;
+//  row                           from  to    machine       N  wire  method source    destination cpus devices send      with
+    direct_01_anonymous:          V10_0 V10_0 "pc-q35-10.0" 2  plain "none" Anonymous Anonymous   1    NONE    NONE      Nothing;
+    direct_02_memfd_tls:          V10_0 V10_0 "pc-q35-10.0" 1  tls   "zstd" Memfd     Memfd       4    NONE    NONE      Nothing;
+    direct_03_tmpfs_to_anonymous: V10_0 V10_0 "pc-q35-9.0"  2  plain "lz4"  Tmpfs     Anonymous   1    NONE    NONE      Nothing;
+    direct_04_hugetlb:            V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Hugetlb   Hugetlb     1    NONE    LONG_STOP Nothing;
+    direct_05_anonymous_hugetlb:  V10_0 V10_0 "pc-q35-10.0" 8  tls   "none" Anonymous Hugetlb     4    NONE    NONE      Nothing;
+    direct_06_devices:            V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Anonymous Tmpfs       1    DEVICES NONE      Nothing;
+    direct_07_deltas:             V10_0 V10_0 "pc-q35-10.0" 2  tls   "lz4"  Memfd     Anonymous   1    NONE    DELTAS    Nothing;
+    direct_08_to_11_1:            V10_0 V11_1 "pc-q35-10.0" 2  plain "zstd" Anonymous Memfd       1    DEVICES NONE      Nothing;
+    direct_09_11_1:               V11_1 V11_1 "pc-q35-11.1" 2  tls   "lz4"  Memfd     Memfd       4    NONE    NONE      Nothing;
+    direct_10_disk_anonymous:     V10_0 V10_0 "pc-q35-10.0" 2  plain "lz4"  Anonymous Anonymous   1    NONE    NONE      LockedDisk;
+    direct_11_disk_memfd:         V10_0 V10_0 "pc-q35-10.0" 2  plain "none" Memfd     Memfd       1    NONE    NONE      LockedDisk;
+    direct_12_balloon_anonymous:  V10_0 V10_0 "pc-q35-10.0" 2  plain "none" Anonymous Anonymous   1    BALLOON SLOWLY    Balloon;
+    direct_13_balloon_memfd:      V10_0 V10_0 "pc-q35-10.0" 2  plain "none" Memfd     Memfd       1    BALLOON SLOWLY    Balloon;
 }

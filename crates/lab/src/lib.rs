@@ -30,6 +30,7 @@ pub mod huge;
 mod image;
 mod initramfs;
 pub mod libvirt;
+mod memory_group;
 pub mod net;
 mod options;
 mod process;
@@ -48,6 +49,7 @@ pub use console::{CheckedDisks, Console, DisksDone, GuestConsole, Ready, Tick, V
 pub use error::Error;
 pub use held_disk::{HeldDisk, HeldRead};
 pub use image::{Aio, Cache, Disk, DiskImage};
+pub use memory_group::MemoryGroup;
 pub use options::{Backend, Dirty, DiskLoad, Fill, Guest, LinuxGuest, Pattern, QemuOptions, Role, Share};
 pub use qemu::Qemu;
 pub use shared::{FilesDone, SharedDirectory};

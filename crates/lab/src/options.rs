@@ -135,6 +135,8 @@ pub struct LinuxGuest {
     pub share: Option<Share>,
     /// How it uses the machine's disks ([`QemuOptions::disks`]); `None`: it does not.
     pub disk_load: Option<DiskLoad>,
+    /// Whether it has the driver of a balloon (`virtio-balloon-pci` among [`QemuOptions::extra`]).
+    pub balloon: bool,
 }
 
 impl Default for LinuxGuest {
@@ -151,6 +153,7 @@ impl Default for LinuxGuest {
             files: Vec::new(),
             share: None,
             disk_load: None,
+            balloon: false,
         }
     }
 }
@@ -180,6 +183,7 @@ impl LinuxGuest {
             ("pattern", Some(pattern.to_owned())),
             ("verify", Some(self.verify_rate.to_string())),
             ("share", self.share.as_ref().map(|share| share.tag.clone())),
+            ("balloon", self.balloon.then(|| "on".to_owned())),
             ("disks", self.disk_load.map(|_| disks.to_string())),
             ("disk-buffers", self.disk_load.map(|load| load.buffers.to_string())),
             ("disk-threads", self.disk_load.map(|load| load.threads.to_string())),

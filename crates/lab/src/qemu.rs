@@ -274,11 +274,14 @@ fn guest_words(options: &QemuOptions, tools: &Tools, directory: &Path) -> Result
         Guest::Linux(settings) => {
             let program = guest_program()?;
             let init = std::fs::read(&program).map_err(Error::path("reading", &program))?;
-            let needed = settings.share.is_some() || settings.disk_load.is_some();
+            let needed = settings.share.is_some() || settings.disk_load.is_some() || settings.balloon;
             let modules = if needed { tools.modules()? } else { Vec::new() };
-            let is_disk_module = |path: &PathBuf| path.to_string_lossy().ends_with("virtio_blk.ko");
-            if settings.disk_load.is_some() && !modules.iter().any(is_disk_module) {
-                return Err(Error::missing("the guests' module virtio_blk", &modules));
+            for (needed, module) in [(settings.disk_load.is_some(), "virtio_blk"), (settings.balloon, "virtio_balloon")]
+            {
+                let is_it = |path: &PathBuf| path.to_string_lossy().ends_with(&format!("{module}.ko"));
+                if needed && !modules.iter().any(is_it) {
+                    return Err(Error::missing(format!("the guests' module {module}"), &modules));
+                }
             }
             let named = |path: &PathBuf| format!("modules/{}", path.file_name().unwrap_or_default().display());
             let files = settings.files.iter().enumerate().map(|(number, path)| (format!("file-{number}"), path));

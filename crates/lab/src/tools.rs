@@ -97,7 +97,7 @@ impl Tools {
         existing("the guests' kernel", self.directory.join("kernel/vmlinuz"))
     }
 
-    /// The kernel's modules that a guest needs to mount virtiofs, in the order in which they can be loaded.
+    /// The kernel's modules that a guest needs to mount virtiofs, and for disks and a balloon, in the order in which they can be loaded.
     ///
     /// # Errors
     /// [`Error::ToolsMissing`] where they were not unpacked.

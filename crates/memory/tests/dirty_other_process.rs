@@ -259,9 +259,12 @@ fn memory_that_another_userfaultfd_watches_or_that_is_not_mapped_is_refused_and_
     let Some(mut first) = log_of(&mut process, vec![blocks[1].clone()]) else { return };
     let Some(mut log) = log_of(&mut process, blocks.clone()) else { return };
     first.start().unwrap();
-    let error = log.start().unwrap_err().to_string();
-    assert!(error.contains("another userfaultfd watches part of it"), "{error}");
+    for error in [log.check().unwrap_err(), log.start().unwrap_err()] {
+        let error = error.to_string();
+        assert!(error.contains("another userfaultfd watches part of it"), "{error}");
+    }
     first.stop().unwrap();
+    log.check().unwrap();
     assert_eq!(process.ask("protected"), "0");
     assert_eq!(process.ask("watched"), "false");
 

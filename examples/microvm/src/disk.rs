@@ -1,12 +1,13 @@
-//! A disk that is read into guest RAM past the page cache (`O_DIRECT`), as monitors read disks for guests in production.
+//! A disk that is read into guest RAM, and written from it, past the page cache (`O_DIRECT`), as monitors do it for guests in production.
 //!
 //! The kernel pins the pages at the beginning of a read and writes them at its end, without a page fault. So a dirty log by write protection
 //! names them when the read begins, and never again: whoever moves the guest waits for the reads that are under way ([`Disk::settle`])
 //! after each collecting of the log, before the pages are read. KVM's logs do not see such a read at all; they are told when it has ended.
 //!
-//! The disk has a block of RAM of its own behind the guest's. Its first page is a table: how many reads have ended, then for each further
-//! page the number, plus one, of the block of the file that the page holds. So what was read is moved with what it must be, and is checked
-//! before the page is used again, by then perhaps at the destination.
+//! The disk has a block of RAM of its own behind the guest's. Its first page is a table: how many reads and writes have ended, then for each
+//! further page which block of the file the page holds, and in which generation. Its last page has the generations of the blocks that are
+//! written: those in the last half of the file, 512 at most. So what was read, and what the file must hold, is moved with the guest, and is
+//! checked before the page is used again, or when the block is read again: by then perhaps at the destination.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -16,8 +17,8 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use sterna_guest::content::mix;
-use sterna_guest::disk::{check_block, poison};
+use sterna_guest::content::{Page, mix};
+use sterna_guest::disk::{check_block, poison, write_block};
 use sterna_guest::page::FIRST_GENERATION;
 
 use crate::error::Error;
@@ -25,16 +26,22 @@ use crate::layout::PAGE;
 use crate::ram::BLOCK_UNIT;
 use crate::vcpu::Common;
 
-/// Bytes of its block of RAM: a table and 511 pages.
+/// Bytes of its block of RAM: a table, 510 pages, and the generations.
 pub(crate) const DISK_RAM: u64 = BLOCK_UNIT;
 /// The name of that block.
 pub(crate) const DISK_RAM_NAME: &str = "disk";
-/// Pages of a read; 511 is a multiple.
-const RUN: u64 = 7;
-/// Between two reads.
+/// Entries of a page of numbers.
+const ENTRIES: u64 = PAGE / 8;
+/// The page of the generations.
+const GENERATIONS: u64 = ENTRIES - 1;
+/// Pages of a read or a write; 510 is a multiple.
+const RUN: u64 = 6;
+/// Of so many reads and writes one is a write.
+const WRITES: u64 = 4;
+/// Between two reads or writes.
 const REST: Duration = Duration::from_millis(1);
 
-/// A disk. A thread reads it while the guest runs.
+/// A disk. A thread reads and writes it while the guest runs.
 pub struct Disk {
     common: Arc<Common>,
     /// Guest physical address of its block of RAM.
@@ -42,6 +49,8 @@ pub struct Disk {
     file: File,
     /// Of the file, of 4 KiB.
     blocks: u64,
+    /// The first block that is written, and how many are.
+    written: (u64, u64),
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -50,8 +59,8 @@ pub struct Disk {
 struct State {
     runs: bool,
     quit: bool,
-    /// A read is under way.
-    reading: bool,
+    /// A read or a write is under way.
+    working: bool,
     done: DiskReport,
 }
 
@@ -60,23 +69,36 @@ struct State {
 pub struct DiskReport {
     /// Reads that have ended.
     pub reads: u64,
+    /// Writes that have ended.
+    pub writes: u64,
     /// Pages that were compared with what the file holds.
     pub checked: u64,
     /// Pages that did not hold that.
     pub bad: u64,
-    /// Why the disk is read no more.
+    /// Why the disk is used no more.
     pub failed: Option<String>,
+}
+
+impl DiskReport {
+    fn ended(&self) -> u64 {
+        self.reads + self.writes
+    }
 }
 
 impl Disk {
     pub(crate) fn new(common: &Arc<Common>, address: u64, path: &Path) -> Result<Self, Error> {
         let failed = || Error::system(format!("open the disk {}", path.display()));
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path).map_err(failed())?;
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).custom_flags(libc::O_DIRECT).open(path).map_err(failed())?;
         let blocks = file.metadata().map_err(failed())?.size() / PAGE;
-        if blocks < RUN {
-            return Err(Error::Config(format!("the disk {} has fewer than {RUN} blocks of 4 KiB", path.display())));
+        if blocks < 2 * RUN {
+            let least = 2 * RUN;
+            return Err(Error::Config(format!("the disk {} has fewer than {least} blocks of 4 KiB", path.display())));
         }
-        Ok(Self { common: Arc::clone(common), address, file, blocks, state: Mutex::default(), changed: Condvar::new() })
+        let count = (blocks / 2).min(ENTRIES);
+        let written = (blocks - count, count);
+        let (common, state) = (Arc::clone(common), Mutex::default());
+        Ok(Self { common, address, file, blocks, written, state, changed: Condvar::new() })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -88,11 +110,11 @@ impl Disk {
         self.changed.wait_while(state, |state| !until(state)).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the read that is under way, if there is one, has ended. Others may have begun by then.
+    /// Waits until the read or write that is under way, if there is one, has ended. Others may have begun by then.
     pub fn settle(&self) {
         let state = self.lock();
-        let before = state.done.reads;
-        drop(self.wait(state, |state| !state.reading || state.done.reads > before));
+        let before = state.done.ended();
+        drop(self.wait(state, |state| !state.working || state.done.ended() > before));
     }
 
     /// What was done so far.
@@ -100,10 +122,10 @@ impl Disk {
         self.lock().done.clone()
     }
 
-    /// Checks all that was read, between two reads.
+    /// Checks all that was read, between two reads or writes.
     pub fn verify(&self) -> DiskReport {
-        let mut state = self.wait(self.lock(), |state| !state.reading);
-        self.check(1..PAGE / 8, &mut state.done);
+        let mut state = self.wait(self.lock(), |state| !state.working);
+        self.check(1..GENERATIONS, &mut state.done);
         state.done.clone()
     }
 
@@ -112,11 +134,11 @@ impl Disk {
         self.changed.notify_all();
     }
 
-    /// When this returns no read is under way.
+    /// When this returns no read or write is under way.
     pub(crate) fn pause(&self) {
         let mut state = self.lock();
         state.runs = false;
-        drop(self.wait(state, |state| !state.reading));
+        drop(self.wait(state, |state| !state.working));
     }
 
     pub(crate) fn quit(&self) {
@@ -124,22 +146,24 @@ impl Disk {
         self.changed.notify_all();
     }
 
-    /// Reads until [`Self::quit`], or until a read fails; on a thread of its own.
+    /// Reads and writes until [`Self::quit`], or until that fails; on a thread of its own.
     pub(crate) fn run(&self) {
         loop {
             let mut state = self.wait(self.lock(), |state| state.runs || state.quit);
             if state.quit {
                 return;
             }
-            let first = 1 + self.entry(0) % ((PAGE / 8 - 1) / RUN) * RUN;
+            let number = self.entry(0);
+            let first = 1 + number % ((GENERATIONS - 1) / RUN) * RUN;
+            let writes = number % WRITES == WRITES - 1;
             self.check(first..first + RUN, &mut state.done);
-            state.reading = true;
+            state.working = true;
             drop(state);
-            let read = self.read(first);
+            let ended = if writes { self.write(number, first) } else { self.read(number, first) };
             state = self.lock();
-            state.reading = false;
-            state.done.reads += 1;
-            state.done.failed = read.err().map(|error| error.to_string());
+            state.working = false;
+            *(if writes { &mut state.done.writes } else { &mut state.done.reads }) += 1;
+            state.done.failed = ended.err().map(|error| error.to_string());
             let failed = state.done.failed.is_some();
             self.changed.notify_all();
             if failed {
@@ -149,48 +173,90 @@ impl Disk {
         }
     }
 
-    /// Reads blocks of the file into the pages from `first` on.
-    fn read(&self, first: u64) -> io::Result<()> {
-        let number = self.entry(0);
+    /// Reads blocks of the file into the pages from `first` on, as read or write `number`.
+    fn read(&self, number: u64, first: u64) -> io::Result<()> {
         let block = mix(number) % (self.blocks - RUN + 1);
         let mut page = [0; PAGE as usize];
         // A page whose read is lost differs from all that the file holds.
         poison(&mut page, number as u32);
         for at in first..first + RUN {
             self.set_entry(at, 0);
-            for (word, bytes) in (0..).zip(page.as_chunks::<8>().0) {
-                self.common.ram.write(self.address + at * PAGE + word * 8, u64::from_le_bytes(*bytes));
-            }
+            self.set_page(at, &page);
         }
         let to = self.common.ram.at(self.address + first * PAGE, RUN * PAGE);
         // SAFETY: these pages are mapped as long as `common` is held, and nothing refers to them: the kernel writes them as a device would.
         let read = unsafe {
             libc::pread(self.file.as_raw_fd(), to.cast(), (RUN * PAGE) as usize, (block * PAGE).cast_signed())
         };
-        match read {
-            -1 => return Err(io::Error::last_os_error()),
-            read if read as u64 != RUN * PAGE => return Err(io::ErrorKind::UnexpectedEof.into()),
-            _ => {}
+        whole(read)?;
+        (first..first + RUN).zip(block..).for_each(|(at, block)| self.holds(at, block, self.generation(block)));
+        self.ended(number, first);
+        Ok(())
+    }
+
+    /// Writes the next generation of blocks of the file from the pages from `first` on, as read or write `number`.
+    fn write(&self, number: u64, first: u64) -> io::Result<()> {
+        let (first_written, count) = self.written;
+        let block = first_written + mix(number) % (count - RUN + 1);
+        for (at, block) in (first..first + RUN).zip(block..) {
+            let mut page = [0; PAGE as usize];
+            let generation = self.generation(block) + 1;
+            write_block(&mut page, 0, block, generation);
+            self.set_page(at, &page);
+            self.holds(at, block, generation);
         }
-        (first..first + RUN).zip(block + 1..).for_each(|(at, block)| self.set_entry(at, block));
+        let from = self.common.ram.at(self.address + first * PAGE, RUN * PAGE);
+        // SAFETY: these pages are mapped as long as `common` is held; the kernel reads them as a device would.
+        let written = unsafe {
+            libc::pwrite(self.file.as_raw_fd(), from.cast(), (RUN * PAGE) as usize, (block * PAGE).cast_signed())
+        };
+        whole(written)?;
+        for block in block..block + RUN {
+            let generation = self.generation(block) + 1;
+            let at = GENERATIONS * ENTRIES + (block - first_written);
+            self.set_entry(at, u64::from(generation - FIRST_GENERATION));
+        }
+        self.ended(number, first);
+        Ok(())
+    }
+
+    /// In which generation a block of the file is.
+    fn generation(&self, block: u64) -> u32 {
+        let writings = block.checked_sub(self.written.0).map_or(0, |at| self.entry(GENERATIONS * ENTRIES + at));
+        FIRST_GENERATION + writings as u32
+    }
+
+    fn set_page(&self, at: u64, page: &Page) {
+        for (word, bytes) in (0..).zip(page.as_chunks::<8>().0) {
+            self.common.ram.write(self.address + at * PAGE + word * 8, u64::from_le_bytes(*bytes));
+        }
+    }
+
+    /// Notes what page `at` holds.
+    fn holds(&self, at: u64, block: u64, generation: u32) {
+        self.set_entry(at, u64::from(generation) << 32 | (block + 1));
+    }
+
+    /// Notes the end of read or write `number`, and which pages were written meanwhile.
+    fn ended(&self, number: u64, first: u64) {
         self.set_entry(0, number + 1);
-        for at in (first..first + RUN).chain([0]) {
+        for at in (first..first + RUN).chain([0, GENERATIONS]) {
             let (block, page) = self.common.ram.page_of(self.address + at * PAGE);
             self.common.marker.mark(block, page..page + 1);
         }
-        Ok(())
     }
 
     /// Compares pages with what the file holds, by the table.
     fn check(&self, pages: std::ops::Range<u64>, done: &mut DiskReport) {
         for at in pages {
-            let Some(block) = self.entry(at).checked_sub(1) else { continue };
+            let (generation, block) = ((self.entry(at) >> 32) as u32, self.entry(at) as u32);
+            let Some(block) = block.checked_sub(1) else { continue };
             let mut page = [0; PAGE as usize];
             for (word, bytes) in (0..).zip(page.as_chunks_mut::<8>().0) {
                 *bytes = self.common.ram.read::<u64>(self.address + at * PAGE + word * 8).to_le_bytes();
             }
             done.checked += 1;
-            done.bad += u64::from(check_block(&page, 0, block, FIRST_GENERATION).is_err());
+            done.bad += u64::from(check_block(&page, 0, block.into(), generation).is_err());
         }
     }
 
@@ -200,5 +266,14 @@ impl Disk {
 
     fn set_entry(&self, at: u64, value: u64) {
         self.common.ram.write(self.address + at * 8, value);
+    }
+}
+
+/// Whether all of a run was read or written, by what the system call has returned.
+fn whole(moved: isize) -> io::Result<()> {
+    match moved {
+        -1 => Err(io::Error::last_os_error()),
+        moved if moved as u64 != RUN * PAGE => Err(io::ErrorKind::UnexpectedEof.into()),
+        _ => Ok(()),
     }
 }

@@ -77,6 +77,16 @@ impl Move {
     /// Moves the guest of `pair`, and gives the report; `relay` says where `send` connects to, which is given where `receive` listens. An
     /// error where memory differs before the destination's guest starts.
     pub(crate) fn run(&self, pair: &Pair, relay: impl Fn(String) -> String) -> Result<Value, String> {
+        self.run_while(pair, relay, |_| {})
+    }
+
+    /// As [`Move::run`]; `meanwhile` is done once `send` was started.
+    pub(crate) fn run_while(
+        &self,
+        pair: &Pair,
+        relay: impl Fn(String) -> String,
+        meanwhile: impl FnOnce(&Sterna),
+    ) -> Result<Value, String> {
         let certs = pair.scratch.path().join("certs");
         if self.tls {
             certificates(&certs);
@@ -90,6 +100,7 @@ impl Move {
             send_by(self.mode, pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
         command.args(protection(self.tls, &certs, false)).args(&self.send);
         let sender = Sterna::start("send", &mut command);
+        meanwhile(&sender);
 
         let held = hold.reached(&receiver);
         let left = if self.mode == "direct" { "paused" } else { "postmigrate" };

@@ -1,4 +1,4 @@
-//! A hostile network: a relay between `send` and `receive` that spoils one packet of a RAM channel.
+//! A hostile network: a relay between `send` and `receive` that spoils one packet of a RAM channel, or stands still.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -179,4 +179,62 @@ impl Packet {
         far.write_all(&bytes)?;
         io::copy(&mut near, &mut far).map(drop)
     }
+}
+
+/// What stands still.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Still {
+    /// The channels of pages and of the state.
+    Data,
+    /// All connections.
+    All,
+}
+
+/// Starts a relay to `target` that lets nothing more pass of what `still` says, in either direction, from the moment when the second value
+/// is set; its connections stay open. Gives the address to send to.
+pub(crate) fn still_relay(target: &str, still: Still) -> (String, Arc<AtomicBool>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let (target, stands) = (target.to_owned(), Arc::new(AtomicBool::new(false)));
+    let told = Arc::clone(&stands);
+    // What stands still ends with the test's process, all else with its connections.
+    std::thread::spawn(move || {
+        for near in listener.incoming().map_while(Result::ok) {
+            let Ok(far) = TcpStream::connect(&target) else { continue };
+            let told = Arc::clone(&told);
+            std::thread::spawn(move || {
+                let mut header = [0; CHANNEL_HEADER_LENGTH];
+                if (&near).read_exact(&mut header).and_then(|()| (&far).write_all(&header)).is_err() {
+                    return;
+                }
+                let control = ChannelHeader::decode(&header).is_ok_and(|header| header.kind == ChannelKind::Control);
+                let stands = if control && still == Still::Data { Arc::default() } else { told };
+                let (back_in, back_out) = (far.try_clone().unwrap(), near.try_clone().unwrap());
+                let also = Arc::clone(&stands);
+                std::thread::spawn(move || pass(&back_in, &back_out, &also));
+                pass(&near, &far, &stands);
+            });
+        }
+    });
+    (address, stands)
+}
+
+/// Passes on what comes, until `stands` is set; then nothing, for ever.
+fn pass(mut from: &TcpStream, mut to: &TcpStream, stands: &AtomicBool) {
+    let mut bytes = vec![0; 64 << 10];
+    // Ends do not pass either.
+    let wait = || {
+        while stands.load(Ordering::Acquire) {
+            std::thread::park();
+        }
+    };
+    while let Ok(length @ 1..) = from.read(&mut bytes) {
+        wait();
+        if to.write_all(&bytes[..length]).is_err() {
+            break;
+        }
+    }
+    wait();
+    let _ = to.shutdown(Shutdown::Both);
+    let _ = from.shutdown(Shutdown::Both);
 }

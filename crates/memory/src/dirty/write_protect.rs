@@ -185,6 +185,47 @@ impl WriteProtectLog {
         Self::of(Memory::OfProcess { process, userfault: Arc::new(userfault) }, blocks)
     }
 
+    /// Finds out whether the log could be started, and leaves the memory as it was.
+    ///
+    /// # Errors
+    /// Those of [`DirtyLog::start`]: the kernel is too old, part of the memory is watched by another userfaultfd or cannot be watched, the
+    /// process has ended.
+    pub fn check(&self) -> Result<(), DirtyLogError> {
+        if self.started.is_some() {
+            return Err(DirtyLogError::AlreadyStarted);
+        }
+        let userfault = match &self.memory {
+            Memory::Own => Self::open()?,
+            Memory::OfProcess { userfault, .. } => Arc::clone(userfault),
+        };
+        self.scanner(self.look_up()?.0)?;
+        let ranges = self.blocks.iter().flat_map(|block| &block.parts).map(|part| part.addresses.clone());
+        for range in ranges {
+            let watched = userfault.register_write_protect(range.clone());
+            watched.and_then(|()| userfault.unregister(range)).map_err(|error| self.explain(error.into()))?;
+        }
+        Ok(())
+    }
+
+    fn scanner(&self, page_map: File) -> Result<Scanner, DirtyLogError> {
+        let mut scanner = Scanner::new(page_map);
+        match scanner.scan(0..0, Query::default()) {
+            Ok(_) => Ok(scanner),
+            Err(_) => Err(DirtyLogError::Missing {
+                what: "PAGEMAP_SCAN",
+                instead: match self.memory {
+                    Memory::Own => "it needs Linux 6.7 or newer; use a KVM dirty log",
+                    Memory::OfProcess { .. } => "it needs Linux 6.7 or newer; use the migration of the monitor itself",
+                },
+            }),
+        }
+    }
+
+    fn open() -> Result<Arc<Userfault>, DirtyLogError> {
+        // All faults are answered by the kernel, so those of user space are enough, and need no privilege.
+        Ok(Arc::new(Userfault::open(Faults::OfUserSpace, WP_ASYNC | WP_UNPOPULATED | WP_HUGETLBFS_SHMEM)?))
+    }
+
     fn of(memory: Memory, blocks: Vec<MappedBlock>) -> Result<Self, DirtyLogError> {
         check_blocks(&blocks)?;
         let pages = blocks.iter().map(|block| block.pages).collect();
@@ -280,21 +321,9 @@ impl DirtyLog for WriteProtectLog {
             return Err(DirtyLogError::AlreadyStarted);
         }
         let (page_map, mappings) = self.look_up()?;
-        let mut scanner = Scanner::new(page_map);
-        if scanner.scan(0..0, Query::default()).is_err() {
-            return Err(DirtyLogError::Missing {
-                what: "PAGEMAP_SCAN",
-                instead: match self.memory {
-                    Memory::Own => "it needs Linux 6.7 or newer; use a KVM dirty log",
-                    Memory::OfProcess { .. } => "it needs Linux 6.7 or newer; use the migration of the monitor itself",
-                },
-            });
-        }
+        let mut scanner = self.scanner(page_map)?;
         let userfault = match &self.memory {
-            // All faults are answered by the kernel, so those of user space are enough, and need no privilege.
-            Memory::Own => {
-                Arc::new(Userfault::open(Faults::OfUserSpace, WP_ASYNC | WP_UNPOPULATED | WP_HUGETLBFS_SHMEM)?)
-            }
+            Memory::Own => Self::open()?,
             Memory::OfProcess { userfault, .. } => Arc::clone(userfault),
         };
         let mut watched = Vec::new();

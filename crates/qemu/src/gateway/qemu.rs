@@ -112,7 +112,17 @@ pub(super) fn check_directories(
     listens: Listens,
     qmp: &Qmp,
 ) -> Result<(), GatewayError> {
-    prepare(state_dir).map_err(GatewayError::new)?;
+    check_state_directory(state_dir)?;
+    check_sockets(socket_dir, listens, qmp)
+}
+
+/// Whether records can be made.
+pub(super) fn check_state_directory(state_dir: &Path) -> Result<(), GatewayError> {
+    prepare(state_dir).map_err(GatewayError::new)
+}
+
+/// Whether private sockets can be made, and whether QEMU can use them. A source that moves its guest directly needs none.
+pub(super) fn check_sockets(socket_dir: &SocketDirectory, listens: Listens, qmp: &Qmp) -> Result<(), GatewayError> {
     let failed = |error: String| {
         let advice = match socket_dir {
             SocketDirectory::Temporary => "set TMPDIR to another directory, or give --socket-dir DIR",

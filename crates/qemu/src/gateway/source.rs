@@ -93,8 +93,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         )));
     }
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
-    qemu::check_directories(&options.state_dir, &options.socket_dir, Listens::Sterna, &qmp)
-        .map_err(GatewayError::untouched)?;
+    qemu::check_state_directory(&options.state_dir).map_err(GatewayError::untouched)?;
     // Before a destination is told: a `migrate` that QEMU refuses would end the destination's QEMU.
     qemu::wait_cleaned_up(&qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
@@ -102,6 +101,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         Direct::Done(report) => return Ok(*report),
         Direct::Not(why) => why,
     };
+    qemu::check_sockets(&options.socket_dir, Listens::Sterna, &qmp).map_err(GatewayError::untouched)?;
     observer.note(&format!("source: {} ({})", machine.monitor, machine.machine_type));
     let engines = options.qatzip.engines(options.method, options.channels);
     let (engines, line) = engines.map_err(GatewayError::untouched)?;

@@ -1,18 +1,22 @@
 //! A disk whose reads are in flight while its guest is moved: what they bring is at the destination where the monitor waits for them.
+//!
+//! `STERNA_DISK_MOVES=100` for the full proof of moves one after the other.
 
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use sterna::cancel::Cancel;
 use sterna::destination::Destination;
+use sterna::report::Report;
 use sterna::source::Source;
 use sterna::transport::Security;
 use sterna::vmm::{SourceVmm, VmmError};
 use sterna_lab::{DiskImage, HeldDisk, or_skip};
 use sterna_microvm::disk::DiskReport;
 use sterna_microvm::migration::{Movable, guest_ram};
-use sterna_microvm::{Config, Execution, Rate, Tracking, Workload};
+use sterna_microvm::{Config, Execution, Machine, Rate, Tracking, Workload};
 
 use crate::support::{KINDS, LONG, Said, busy, config, filled, goes_on_well, machine};
 
@@ -61,6 +65,26 @@ impl SourceVmm for WithHeldDisk {
     }
 }
 
+/// Moves the guest of `source`, of which the library hears by `monitor`, to `destination`.
+fn migrated(source: &Machine, destination: &Arc<Machine>, monitor: &mut dyn SourceVmm) -> Report {
+    let listening =
+        Destination::new(guest_ram(destination).unwrap()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
+    let address = listening.address().clone();
+    let log = source.take_dirty_log().unwrap();
+    std::thread::scope(|scope| {
+        let receiving = scope.spawn(|| listening.run(&mut Movable::new(destination), &Cancel::new(), &()).map(|_| ()));
+        let sent = Source::new(guest_ram(source).unwrap(), log).run(
+            address,
+            &Security::Insecure,
+            monitor,
+            &Cancel::new(),
+            &(),
+        );
+        receiving.join().unwrap().unwrap();
+        sent.unwrap()
+    })
+}
+
 /// Moves a guest while a read of its disk is in flight; what the disk's pages are found to be at the destination. None where this
 /// machine lacks something.
 fn moved(kind: (Execution, Tracking), settles: bool) -> Option<DiskReport> {
@@ -75,24 +99,9 @@ fn moved(kind: (Execution, Tracking), settles: bool) -> Option<DiskReport> {
     held.wait_held(1, LONG).unwrap();
     assert_eq!((disk.report().bad, disk.report().failed), (0, None));
 
-    let listening =
-        Destination::new(guest_ram(&destination).unwrap()).listen("127.0.0.1:0", &Security::Insecure).unwrap();
-    let address = listening.address().clone();
     let machine = Movable::new(&source);
     let mut monitor = WithHeldDisk { machine, held: held.clone(), settles, settled: 0 };
-    let log = source.take_dirty_log().unwrap();
-    let report = std::thread::scope(|scope| {
-        let receiving = scope.spawn(|| listening.run(&mut Movable::new(&destination), &Cancel::new(), &()).map(|_| ()));
-        let sent = Source::new(guest_ram(&source).unwrap(), log).run(
-            address,
-            &Security::Insecure,
-            &mut monitor,
-            &Cancel::new(),
-            &(),
-        );
-        receiving.join().unwrap().unwrap();
-        sent.unwrap()
-    });
+    let report = migrated(&source, &destination, &mut monitor);
     assert!(report.rounds >= 1 && (monitor.settled > 0) == settles, "{report:?}");
     let disk = destination.disk().unwrap();
     let found = disk.verify();
@@ -116,5 +125,43 @@ fn where_pages_are_protected_what_reads_in_flight_bring_is_lost_without_waiting_
         let Some(found) = moved(kind, false) else { continue };
         // KVM's logs are told of a read when it has ended.
         assert_eq!(found.bad > 0, kind.1 == Tracking::WriteProtect, "{kind:?}: {found:?}");
+    }
+}
+
+/// Moves one after the other in an ordinary test run, of each kind of machine.
+const FEW: u64 = 3;
+
+#[test]
+fn a_guest_that_reads_and_writes_its_disk_is_moved_again_and_again_and_finds_nothing_wrong() {
+    let moves = std::env::var("STERNA_DISK_MOVES").map_or(FEW, |text| text.parse().expect("a number of moves"));
+    for kind in KINDS {
+        let image = DiskImage::new(0, 8 << 20).unwrap();
+        let Some(slow) = or_skip(HeldDisk::serve(&image.path())) else { return };
+        // Most of the time a read is in flight.
+        slow.delay(Duration::from_millis(3));
+        let config = with_disk(kind, slow.path());
+        let Some(machine_of_guest) = filled(&config, &Said::default()) else { continue };
+        let mut source = Arc::new(machine_of_guest);
+        let (mut reads, mut writes, mut checked) = (0, 0, 0);
+        for number in 1..=moves {
+            let disk = source.disk().unwrap();
+            source.wait_until(LONG, |_| disk.report().reads > 30 && disk.report().writes > 10).unwrap();
+            let destination = Arc::new(machine(&config, &Said::default()).unwrap());
+            migrated(&source, &destination, &mut Movable::new(&source));
+            let left = disk.report();
+            let found = destination.disk().unwrap().verify();
+            assert_eq!(
+                (left.bad, &left.failed, found.bad, &found.failed),
+                (0, &None, 0, &None),
+                "{kind:?}, move {number}"
+            );
+            goes_on_well(&destination, &source.report(), "the guest's own memory");
+            (reads, writes, checked) =
+                (reads + left.reads, writes + left.writes, checked + left.checked + found.checked);
+            source = destination;
+        }
+        let last = source.disk().unwrap().verify();
+        assert_eq!((last.bad, &last.failed), (0, &None), "{kind:?}");
+        println!("{kind:?}: {moves} moves, {reads} reads, {writes} writes, {checked} pages checked, 0 bad");
     }
 }

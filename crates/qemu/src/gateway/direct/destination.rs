@@ -18,6 +18,7 @@ use sterna::vmm::{DestinationVmm, VmmError};
 use sterna_wire::control::{ControlMessage, Machine, Mode};
 use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{ProcessIdentity, SourceAfter};
+use sterna_wire::text::cleaned;
 
 use super::stream::{self, BlockLength, PING_VALUE};
 use super::{WithFaultPoints, ram};
@@ -52,16 +53,22 @@ pub(in crate::gateway) fn receive(
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
     let identity = qemu::identity(&qmp);
-    let begun = QemuDestination::begin(qmp.clone(), &greeted.machine);
-    let (mut vmm, guest) = match begun.and_then(|vmm| Ok((ram::of_destination(&qmp, &greeted.machine.blocks)?, vmm))) {
-        Ok((guest, vmm)) => (vmm, guest),
-        Err(reason) => {
+    let begun = QemuDestination::begin(qmp.clone(), &greeted.machine).and_then(|vmm| {
+        let guest = ram::of_destination(&qmp, &greeted.machine.blocks).map_err(NotTaken::Begun)?;
+        Ok((vmm, guest))
+    });
+    let (mut vmm, guest) = match begun {
+        Ok(begun) => begun,
+        Err(why) => {
+            let (NotTaken::Untouched(reason) | NotTaken::Begun(reason)) = &why;
             // The source may be gone; then nobody misses the answer.
             let _ = say(&mut greeted.writer, &ControlMessage::Refused { reason: reason.clone() });
-            // It may have read the beginning of a stream: it is of no use any more.
-            let left = match qemu::quit(&qmp, identity, QUIT_TIME) {
-                Ok(()) => "its QEMU was ended".to_owned(),
-                Err(error) => format!("its QEMU could not be ended: {error}"),
+            let left = match &why {
+                NotTaken::Untouched(_) => "its QEMU was not touched".to_owned(),
+                NotTaken::Begun(_) => match qemu::quit(&qmp, identity, QUIT_TIME) {
+                    Ok(()) => "its QEMU was ended".to_owned(),
+                    Err(error) => format!("its QEMU could not be ended: {error}"),
+                },
             };
             return Err(GatewayError(format!("this QEMU cannot take the guest: {reason} ({left})")));
         }
@@ -91,6 +98,14 @@ pub(in crate::gateway) fn receive(
     }
 }
 
+/// Why a destination QEMU does not take a guest, and what the QEMU is good for afterwards.
+enum NotTaken {
+    /// No stream was begun: the QEMU is as it was, and can take another guest.
+    Untouched(String),
+    /// The QEMU may have read the beginning of a stream, and takes no other one.
+    Begun(String),
+}
+
 /// A destination QEMU that waits for the state of its devices.
 pub(super) struct QemuDestination {
     qmp: Qmp,
@@ -106,31 +121,46 @@ impl QemuDestination {
     /// Has QEMU read the beginning of its stream: the machine type and the RAM blocks.
     ///
     /// # Errors
-    /// QEMU does not take it: the reason.
-    fn begin(qmp: Qmp, machine: &Machine) -> Result<Self, String> {
-        let wanted =
-            Wanted { role: Role::Destination, channels: 0, downtime_limit: None, pause_before_switchover: false };
-        let plan = Settings::plan(&qmp, &wanted).map_err(|error| error.to_string())?;
-        let settings_before = serde_json::to_value(plan.before()).ok();
-        let restore = plan.carry_out().map_err(|error| error.to_string())?;
-        let (ours, theirs) = UnixStream::pair().map_err(|error| format!("no socket pair for QEMU: {error}"))?;
-        let failed = |error: QmpError| format!("QEMU does not take the migration: {error}");
-        qmp.execute_with_descriptor("getfd", json!({ "fdname": DESCRIPTOR }), theirs.as_fd()).map_err(failed)?;
-        drop(theirs);
-        qmp.execute("migrate-incoming", json!({ "uri": format!("fd:{DESCRIPTOR}") })).map_err(failed)?;
-        // Accepted while `inmigrate`: it clears the autostart flag and changes nothing else.
-        qmp.execute("stop", json!({})).map_err(failed)?;
-        match qmp.status().map_err(failed)?.as_str() {
-            "inmigrate" => {}
-            status => return Err(format!("QEMU is {status} where it should wait for the migration")),
-        }
+    /// QEMU does not take it: the reason, and whether a stream was begun.
+    fn begin(qmp: Qmp, machine: &Machine) -> Result<Self, NotTaken> {
+        let untouched = |error: &dyn std::fmt::Display| NotTaken::Untouched(error.to_string());
         let blocks: Vec<_> =
             machine.blocks.iter().map(|block| BlockLength { name: &block.name, used: block.bytes }).collect();
-        let opening = stream::opening(&machine.machine_type, &blocks)?;
-        let broken = |error: std::io::Error| format!("QEMU's migration socket: {error}");
+        let opening = stream::opening(&machine.machine_type, &blocks).map_err(NotTaken::Untouched)?;
+        let (ours, theirs) =
+            UnixStream::pair().map_err(|error| untouched(&format_args!("no socket pair for QEMU: {error}")))?;
+        let broken = |error: std::io::Error| NotTaken::Untouched(format!("QEMU's migration socket: {error}"));
         let answers = ours.try_clone().map_err(broken)?;
         answers.set_read_timeout(Some(OPENING_TIME)).map_err(broken)?;
         ours.set_write_timeout(Some(LOADING_TIME)).map_err(broken)?;
+        let wanted =
+            Wanted { role: Role::Destination, channels: 0, downtime_limit: None, pause_before_switchover: false };
+        let plan = Settings::plan(&qmp, &wanted).map_err(|error| untouched(&error))?;
+        let settings_before = serde_json::to_value(plan.before()).ok();
+        // Put back by its end, until QEMU has begun.
+        let restore = plan.carry_out().map_err(|error| untouched(&error))?;
+        let failed = |error: QmpError| format!("QEMU does not take the migration: {error}");
+        qmp.execute_with_descriptor("getfd", json!({ "fdname": DESCRIPTOR }), theirs.as_fd())
+            .map_err(|error| NotTaken::Untouched(failed(error)))?;
+        drop(theirs);
+        if let Err(error) = qmp.execute("migrate-incoming", json!({ "uri": format!("fd:{DESCRIPTOR}") })) {
+            // What was not answered may have been done.
+            if !matches!(error, QmpError::Refused { .. }) {
+                return Err(NotTaken::Begun(failed(error)));
+            }
+            if let Err(error) = qmp.execute("closefd", json!({ "fdname": DESCRIPTOR })) {
+                tracing::debug!(%error, "closefd");
+            }
+            return Err(NotTaken::Untouched(failed(error)));
+        }
+        // Accepted while `inmigrate`: it clears the autostart flag and changes nothing else.
+        let stopped = qmp.execute("stop", json!({})).and_then(|_| qmp.status());
+        match stopped.map_err(|error| NotTaken::Begun(failed(error)))?.as_str() {
+            "inmigrate" => {}
+            status => {
+                return Err(NotTaken::Begun(format!("QEMU is {status} where it should wait for the migration")));
+            }
+        }
         let mut this = Self {
             identity: qemu::identity(&qmp),
             qmp,
@@ -144,7 +174,9 @@ impl QemuDestination {
             Ok(Some(ReturnMessage::Pong(PING_VALUE))) if written.is_ok() => Ok(this),
             answer => {
                 let why = this.failure();
-                Err(why.unwrap_or_else(|| format!("QEMU does not take the machine and its RAM blocks: {answer:?}")))
+                let why =
+                    why.unwrap_or_else(|| format!("QEMU does not take the machine and its RAM blocks: {answer:?}"));
+                Err(NotTaken::Begun(why))
             }
         }
     }
@@ -152,7 +184,42 @@ impl QemuDestination {
     /// Why QEMU says that loading failed.
     fn failure(&self) -> Option<String> {
         let info = self.qmp.query_migrate().ok()?;
-        Some(format!("QEMU could not load the guest: {}", info.error_desc.as_deref().unwrap_or("see its output")))
+        let why = info.error_desc.as_deref().map(cleaned);
+        Some(format!("QEMU could not load the guest: {} (its output says more)", why.as_deref().unwrap_or("no reason")))
+    }
+
+    /// Finds out while the guest can still go on at its source whether QEMU gets the disks: QEMU locks images only when its guest is
+    /// started, which is after the decision. The disks are given up again, so that the source can have them back.
+    fn try_disks(&self) -> Result<(), VmmError> {
+        match self.qmp.execute("blockdev-set-active", json!({ "active": true })) {
+            Ok(_) => {}
+            // QEMU 9.2 and older: there is nothing to ask before the start.
+            Err(QmpError::Refused { class, .. }) if class == "CommandNotFound" => return Ok(()),
+            Err(QmpError::Refused { description, .. }) => {
+                self.give_up_disks();
+                return Err(format!(
+                    "the destination's QEMU cannot use the disks: {description}; end what uses the image there, and send again"
+                )
+                .into());
+            }
+            Err(error) => return Err(error.into()),
+        }
+        self.give_up_disks();
+        Ok(())
+    }
+
+    fn give_up_disks(&self) {
+        if let Err(error) = self.qmp.execute("blockdev-set-active", json!({ "active": false })) {
+            // Then the disks stay with this QEMU until it is ended or starts the guest.
+            tracing::warn!(%error, "the destination's QEMU keeps disks that it should not have yet");
+        }
+    }
+
+    fn ended_while_loading(&self, answer: &impl std::fmt::Debug) -> String {
+        match qemu::has_ended(self.identity) {
+            true => "QEMU has ended while it loaded the guest (its output says why)".into(),
+            false => format!("QEMU could not load the guest: {answer:?}"),
+        }
     }
 
     fn wait_paused(&self) -> Result<(), VmmError> {
@@ -177,10 +244,13 @@ impl DestinationVmm for QemuDestination {
         let sent = stream::close(state, &self.stream);
         let answer = if sent.is_ok() { self.answers.next_message() } else { Ok(None) };
         match (sent, answer) {
-            (Ok(()), Ok(Some(ReturnMessage::Shut(0)))) => self.wait_paused(),
+            (Ok(()), Ok(Some(ReturnMessage::Shut(0)))) => {
+                self.wait_paused()?;
+                self.try_disks()
+            }
             (sent, answer) => {
                 let why = self.failure().or_else(|| sent.err().map(|error| error.to_string()));
-                Err(why.unwrap_or_else(|| format!("QEMU could not load the guest: {answer:?}")).into())
+                Err(why.unwrap_or_else(|| self.ended_while_loading(&answer)).into())
             }
         }
     }

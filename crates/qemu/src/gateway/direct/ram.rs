@@ -189,6 +189,8 @@ fn track(process: &Arc<TargetProcess>, blocks: Vec<MappedBlock>) -> Result<(Box<
     let userfault =
         Userfault::from_descriptor(taken.descriptor, WriteProtectLog::FEATURES).map_err(|error| error.to_string())?;
     let log = WriteProtectLog::of_process(Arc::clone(process), userfault, blocks).map_err(|error| error.to_string())?;
+    // Now, while another way of moving the guest can be taken.
+    log.check().map_err(|error| error.to_string())?;
     Ok((Box::new(log), taken.stopped))
 }
 

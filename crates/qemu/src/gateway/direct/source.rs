@@ -22,6 +22,10 @@ use crate::qmp::{Qmp, QmpError};
 
 /// How long the block layer may take to have nothing under way: reads from a network store that is slow, not one that hangs.
 const SETTLING_TIME: Duration = Duration::from_secs(30);
+/// How long the guest's disks may be in use elsewhere when the guest is to go on here: until the destination's QEMU is ended.
+const DISKS_TIME: Duration = Duration::from_secs(30);
+/// Pause between two attempts to let the guest run.
+const DISKS_PAUSE: Duration = Duration::from_millis(50);
 /// About as many bytes is the state of the devices of a small machine.
 const USUAL_STATE: u64 = 128 << 10;
 
@@ -72,6 +76,31 @@ impl QemuSource {
     /// The longest that the block layer took to have nothing under way.
     pub(super) fn longest_settling(&self) -> Duration {
         self.longest_settling
+    }
+
+    /// Lets the guest run. Saving has given up its disks, and another process may have locked an image meanwhile.
+    fn take_back(&self) -> Result<(), VmmError> {
+        let deadline = Instant::now() + DISKS_TIME;
+        let mut told = false;
+        loop {
+            match qemu::cont(&self.qmp) {
+                Ok(()) => return Ok(()),
+                Err(error @ QmpError::Refused { .. }) if is_of_a_lock(&error.to_string()) => {
+                    if Instant::now() >= deadline {
+                        return Err(format!(
+                            "{error}: another process has used a disk of the guest for {} s; end that process, then run `sterna recover`",
+                            DISKS_TIME.as_secs()
+                        )
+                        .into());
+                    }
+                    if !std::mem::replace(&mut told, true) {
+                        tracing::warn!(%error, "another process uses a disk of the guest: waiting until the guest can run");
+                    }
+                    std::thread::sleep(DISKS_PAUSE);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     fn save_devices(&self) -> Result<Vec<u8>, VmmError> {
@@ -176,7 +205,7 @@ impl SourceVmm for QemuSource {
     fn resume(&mut self) -> Result<(), VmmError> {
         (self.state, self.throttle) = (None, None);
         if self.stopped {
-            qemu::cont(&self.qmp)?;
+            self.take_back()?;
             self.stopped = false;
         }
         Ok(())
@@ -233,6 +262,12 @@ impl SourceVmm for QemuSource {
             }
         }
     }
+}
+
+/// Whether QEMU's words are that an image is locked by another process (`raw_check_lock_bytes` and `raw_apply_lock_bytes` in
+/// block/file-posix.c).
+fn is_of_a_lock(words: &str) -> bool {
+    words.contains("\" lock") || words.contains("Failed to lock byte")
 }
 
 /// The files of QEMU's disks as its monitor names them, for people.
