@@ -53,8 +53,12 @@ pub(in crate::gateway) fn receive(
 ) -> Result<ReceiveReport, GatewayError> {
     let identity = qemu::identity(&qmp);
     let begun = QemuDestination::begin(qmp.clone(), &greeted.machine);
-    let (mut vmm, guest) = match begun.and_then(|vmm| Ok((ram::of_destination(&qmp, &greeted.machine.blocks)?, vmm))) {
-        Ok((guest, vmm)) => (vmm, guest),
+    let prepared = begun.and_then(|vmm| {
+        let guest = ram::of_destination(&qmp, &greeted.machine.blocks)?;
+        Ok((vmm, guest))
+    });
+    let (mut vmm, (guest, process)) = match prepared {
+        Ok(prepared) => prepared,
         Err(reason) => {
             // The source may be gone; then nobody misses the answer.
             let _ = say(&mut greeted.writer, &ControlMessage::Refused { reason: reason.clone() });
@@ -84,6 +88,14 @@ pub(in crate::gateway) fn receive(
         .give_up_after(options.waits.total)
         .state_dir(&options.state_dir)
         .take(greeted, incoming, address, &mut vmm, cancel, &WithFaultPoints(observer));
+    let given_back = process.given_back();
+    if given_back.ranges > 0 {
+        observer.note(&format!(
+            "post-copy: QEMU's main thread stood for {:.1} ms, of the downtime, to give {} ranges of memory back",
+            given_back.stopped.as_secs_f64() * 1e3,
+            given_back.ranges
+        ));
+    }
     match taken {
         Ok(report) => Ok(report),
         Err(MigrationError { received: Some(report), .. }) => Ok(*report),
@@ -204,9 +216,5 @@ impl DestinationVmm for QemuDestination {
         // One that has exited, or holds part of a guest, needs nothing put back.
         self.restore.take().into_iter().for_each(Restore::keep);
         Ok(qemu::quit(&self.qmp, self.identity, QUIT_TIME)?)
-    }
-
-    fn post_copy_refusal(&self) -> Option<String> {
-        Some("a QEMU that is filled from outside cannot wait for its memory yet".into())
     }
 }
