@@ -1,14 +1,15 @@
 //! `sterna send --mode direct --on-no-convergence post-copy`: the guest of a stock QEMU goes on at the destination before all of its memory is
 //! there. Each guest verifies its memory; whatever is killed meanwhile, no guest ever reads zeros where its memory is missing.
 //!
-//! The guests are emulated (TCG), whose page faults are of user space. KVM takes them in the kernel, for which the userfaultfd is made as well.
+//! Linux guests are emulated where KVM does not run them, and their page faults are of user space. KVM takes a guest's faults in the kernel: a
+//! boot-sector guest shows that these are seen too, where KVM runs that.
 
 mod support;
 
 use std::path::Path;
 use std::process::Command;
 
-use sterna_lab::{Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
+use sterna_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
 use sterna_wire::switchover::{DestinationState, RecordState};
 use support::pair::{Pair, Watched, eventually};
 use support::settle::{Migration, Side};
@@ -19,6 +20,8 @@ const FILLED: u64 = 64 << 20;
 /// Slower than the guest writes, so that rounds never end it.
 const POST_COPY: &[&str] =
     &["--method", "none", "--bandwidth", "12MB/s", "--on-no-convergence", "post-copy:1", "--downtime", "100ms"];
+/// The same for a boot-sector guest, which writes all of its memory all the while.
+const SHORT_OF_MEMORY: &[&str] = &["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1"];
 /// The guest runs at the destination without all of its memory.
 const RUNS_SHORT: &str = "pages are still at the source";
 
@@ -93,10 +96,10 @@ fn waits_and_never_read_zeros(pair: &Pair) {
     assert_eq!(pair.source.status().as_deref(), Some("paused"), "the source's guest was given away");
 }
 
-fn moved(backend: Backend) {
-    let Some(pair) = pair(backend) else { return };
+/// Moves the guest of a pair, which finds all of its memory; nothing is left in its QEMU.
+fn moved(pair: &Pair) {
     let before = without_huge_pages_and_watched(&pair.destination);
-    let (receiver, sender) = start(&pair);
+    let (receiver, sender) = start(pair);
     receiver.wait_for(RUNS_SHORT);
     let (status, lines) = sender.finish_with_lines();
     assert!(status.success(), "{lines:?}");
@@ -116,12 +119,14 @@ fn moved(backend: Backend) {
 
 #[test]
 fn a_guest_in_anonymous_memory_goes_on_before_its_memory_is_there_and_finds_all_of_it() {
-    moved(Backend::Anonymous);
+    let Some(pair) = pair(Backend::Anonymous) else { return };
+    moved(&pair);
 }
 
 #[test]
 fn a_guest_in_shared_memory_goes_on_before_its_memory_is_there_and_finds_all_of_it() {
-    moved(Backend::Memfd);
+    let Some(pair) = pair(Backend::Memfd) else { return };
+    moved(&pair);
 }
 
 #[test]
@@ -166,11 +171,23 @@ fn a_guest_whose_send_is_killed_waits_for_its_memory_until_its_qemu_is_ended() {
 }
 
 #[test]
+fn a_guest_that_was_not_given_away_when_its_send_died_runs_on_at_the_source() {
+    let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    // Everything but the decision has happened: the destination watches its memory, and has loaded the devices.
+    let crash = Some("source.before-record-committed:crash");
+    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, crash, None);
+    migration.wait_crash(Side::Source).unwrap();
+    migration.settle().unwrap();
+    assert_eq!(migration.exactly_one(), Ok(Side::Source));
+    assert_eq!(migration.pair.destination.status(), None, "what came of the guest was thrown away");
+}
+
+#[test]
 fn a_guest_that_never_ran_without_its_memory_is_taken_back_by_the_source() {
     let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
-    let words = ["--method", "none", "--bandwidth", "30MB/s", "--on-no-convergence", "post-copy:1"];
     // The decision is known there, and the guest was not let run.
-    let mut migration = Migration::start_by("direct", pair, &words, None, Some("destination.before-cont:crash"));
+    let crash = Some("destination.before-cont:crash");
+    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, None, crash);
     migration.wait_crash(Side::Destination).unwrap();
     assert_eq!(Side::Destination.state(&migration.pair), Some(RecordState::Destination(DestinationState::Committed)));
     let recovery = Side::Destination.recover(&migration.pair, &[], None).expect("it has a record");
@@ -186,6 +203,34 @@ fn a_guest_that_never_ran_without_its_memory_is_taken_back_by_the_source() {
     let (status, lines) = recovery.finish_with_lines();
     assert!(status.success(), "{lines:?}");
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
+}
+
+#[test]
+fn a_guest_whose_page_faults_kvm_takes_in_the_kernel_finds_its_memory() {
+    let Some(pair) = Pair::boot_sector(QemuVersion::V10_0) else { return };
+    if pair.destination.qemu.accel() != Accel::Kvm {
+        return eprintln!("skipped: KVM does not run the boot-sector guest here");
+    }
+    let mut migration = Migration::start_by("direct", pair, SHORT_OF_MEMORY, None, None);
+    migration.receiver.as_ref().expect("it was started").wait_for(RUNS_SHORT);
+    migration.settle().unwrap();
+    assert_eq!(migration.exactly_one(), Ok(Side::Destination));
+    let report = report(&migration.pair.report());
+    assert!(report["post_copy"]["requests"].as_u64().unwrap() > 0, "{report}");
+}
+
+#[test]
+fn a_qemu_without_privileges_in_its_sandbox_is_given_the_device() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: only root can start a QEMU as another user");
+    }
+    let source = machine(Backend::Anonymous);
+    let mut destination = source.incoming();
+    destination.user = Some(65534);
+    let sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+    destination.extra.extend(["-sandbox".into(), sandbox.into()]);
+    let Some(pair) = pair_of(&source, &destination) else { return };
+    moved(&pair);
 }
 
 /// `receive` on a host where /dev/userfaultfd is an empty file.
