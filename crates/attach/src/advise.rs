@@ -1,7 +1,7 @@
 //! madvise(2) of a process's own memory, run in that process.
 //!
-//! Some advice the kernel takes only from the process itself: `MADV_DONTNEED`, `MADV_NOHUGEPAGE`, `MADV_HUGEPAGE`. A call takes about 30 µs of
-//! turns between two programs, so thousands of ranges are not given one by one: process_madvise(2) takes up to 1024 in one
+//! Some advice the kernel takes only from the process itself: `MADV_DONTNEED`, `MADV_NOHUGEPAGE`, `MADV_HUGEPAGE`. A call takes some tens of
+//! microseconds of turns between two programs, so thousands of ranges are not given one by one: process_madvise(2) takes up to 1024 in one
 //! call, and since Linux 6.13 all advice where a process advises itself (`process_madvise_remote_valid` in `mm/madvise.c` is asked for others
 //! only). Its vector must lie in that process's memory: in a mapping of its own, which is made for that and unmapped afterwards. On older
 //! kernels madvise(2) is run for each range.
