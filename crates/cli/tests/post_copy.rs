@@ -6,10 +6,13 @@
 
 mod support;
 
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
+use std::sync::{Arc, Mutex};
 
 use sterna_lab::{Accel, Backend, Dirty, Fill, Guest, LinuxGuest, QemuOptions, QemuVersion};
+use sterna_memory::ram::RamBlock;
 use sterna_wire::switchover::{DestinationState, RecordState};
 use support::pair::{Pair, Watched, eventually};
 use support::settle::{Migration, Side};
@@ -60,8 +63,12 @@ fn start(pair: &Pair) -> (Sterna, Sterna) {
 }
 
 fn sender(pair: &Pair, receiver: &Sterna) -> Sterna {
+    sender_to(pair, &receiver.address())
+}
+
+fn sender_to(pair: &Pair, address: &str) -> Sterna {
     let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
-    let mut command = send_by("direct", qmp, &receiver.address(), &state, &json);
+    let mut command = send_by("direct", qmp, address, &state, &json);
     Sterna::start("send", command.arg("--insecure").args(POST_COPY))
 }
 
@@ -127,6 +134,60 @@ fn a_guest_in_anonymous_memory_goes_on_before_its_memory_is_there_and_finds_all_
 fn a_guest_in_shared_memory_goes_on_before_its_memory_is_there_and_finds_all_of_it() {
     let Some(pair) = pair(Backend::Memfd) else { return };
     moved(&pair);
+}
+
+/// A network that can be cut, and is whole again for new connections.
+struct Network {
+    address: String,
+    connections: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Network {
+    fn to(destination: &str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let network = Self { address: listener.local_addr().unwrap().to_string(), connections: Arc::default() };
+        let (destination, connections) = (destination.to_owned(), Arc::clone(&network.connections));
+        // Ends with the test's process.
+        std::thread::spawn(move || {
+            for near in listener.incoming().map_while(Result::ok) {
+                let Ok(far) = TcpStream::connect(&destination) else { continue };
+                let clone = |stream: &TcpStream| stream.try_clone().unwrap();
+                connections.lock().unwrap().extend([clone(&near), clone(&far)]);
+                for (mut from, mut to) in [(clone(&near), clone(&far)), (far, near)] {
+                    std::thread::spawn(move || {
+                        let _ = std::io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(Shutdown::Write);
+                    });
+                }
+            }
+        });
+        network
+    }
+
+    fn cut(&self) {
+        for connection in self.connections.lock().unwrap().drain(..) {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+#[test]
+fn a_guest_whose_network_is_cut_gets_the_rest_of_its_memory_over_a_new_connection() {
+    let Some(pair) = pair(Backend::Anonymous) else { return };
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let receiver = Sterna::start("receive", command.arg("--insecure"));
+    let network = Network::to(&receiver.address());
+    let sender = sender_to(&pair, &network.address);
+    receiver.wait_for(RUNS_SHORT);
+    network.cut();
+    sender.wait_for("the destination is back");
+    let (status, lines) = sender.finish_with_lines();
+    assert!(status.success(), "{lines:?}");
+    assert!(receiver.finish().0.success());
+    assert!(report(&pair.report())["post_copy"]["reconnected"].as_u64().unwrap() > 0);
+    let verified = pair.destination.qemu.guest().verify(LONG).unwrap();
+    assert!(verified.bad == 0 && verified.table_whole, "{verified:?}");
+    pair.destination.untouched().unwrap();
 }
 
 #[test]
@@ -280,6 +341,31 @@ fn without_the_device_and_the_right_to_the_system_call_post_copy_is_refused_befo
     assert!(pair.source.runs());
     assert_eq!(pair.source.untouched(), Ok(()));
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"), "it can still take another guest");
+}
+
+#[test]
+fn memory_that_another_process_has_mapped_is_refused_before_the_guest_is_touched() {
+    let source = QemuOptions::new(QemuVersion::V10_0, Guest::BootSector);
+    let mut destination = source.incoming();
+    destination.backend = Backend::Memfd;
+    let Some(pair) = Pair::start(&source, &destination) else { return };
+    pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
+    let process = format!("/proc/{}", pair.destination.qemu.pid());
+    let maps = std::fs::read_to_string(format!("{process}/maps")).unwrap();
+    let memfd = maps.lines().find(|line| line.contains("/memfd:")).expect("guest RAM is a memfd");
+    let range = memfd.split(' ').next().unwrap();
+    let file = std::fs::File::options().read(true).write(true).open(format!("{process}/map_files/{range}")).unwrap();
+    // This very process.
+    let bytes = pair.destination.qemu.memory() as usize;
+    let _mapped = RamBlock::of_file("pc.ram", Arc::new(file), 0, bytes, 4096).unwrap();
+    let (_receiver, sender) = start(&pair);
+    let (status, lines) = sender.finish_with_lines();
+    assert_eq!(status.code(), Some(1), "{lines:?}");
+    let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
+    let own = format!("process {} ", std::process::id());
+    assert!(told.contains(&own) && told.contains("would read zeros where pages are missing"), "{told}");
+    assert!(pair.source.runs());
+    assert_eq!(pair.source.untouched(), Ok(()));
 }
 
 #[test]

@@ -137,11 +137,13 @@ VmFlags: rd wr mr mw me ac nh \n\
 VmFlags: rd wr mr mw me ac \n\
 8000-9000 rw-s 00000000 00:01 7 /memfd:ram (deleted)\n\
 VmFlags: rd wr sh mr mw me ms \n";
-        let within =
-            |unadvised: fn(bool) -> bool, addresses| HugePageAdvice::parse(smaps, unadvised).within(&addresses);
-        assert_eq!(within(|_| false, 0..0x9000), [0x1000..0x3000]);
-        assert_eq!(within(|private| private, 0x2000..0x6000), [0x2000..0x3000, 0x5000..0x6000]);
-        assert_eq!(within(|private| !private, 0x5000..0xa000), [0x8000..0x9000]);
-        assert_eq!(within(|_| true, 0x3000..0x4000), [0usize..0; 0]);
+        let within = |unadvised: fn(bool) -> bool, addresses: Range<usize>| -> Vec<(usize, usize)> {
+            let parts = HugePageAdvice::parse(smaps, unadvised).within(&addresses);
+            parts.into_iter().map(|part| (part.start, part.end)).collect()
+        };
+        assert_eq!(within(|_| false, 0..0x9000), [(0x1000, 0x3000)]);
+        assert_eq!(within(|private| private, 0x2000..0x6000), [(0x2000, 0x3000), (0x5000, 0x6000)]);
+        assert_eq!(within(|private| !private, 0x5000..0xa000), [(0x8000, 0x9000)]);
+        assert_eq!(within(|_| true, 0x3000..0x4000), []);
     }
 }

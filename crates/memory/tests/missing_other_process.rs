@@ -1,6 +1,5 @@
 //! Missing pages of another process, which is a real one: watched, given back and filled from outside.
 
-#[allow(dead_code, reason = "each test file uses its own part of this")]
 mod dirty_support;
 
 use dirty_support::process::{Process, copy_of, serve};

@@ -154,7 +154,7 @@ fn advice_refused() {
     assert_eq!(present(&target).len(), 20);
     // Nothing is mapped there. What comes before it is given back all the same.
     for before in [1, 20] {
-        let some: Vec<_> = ranges[..before].iter().cloned().chain([PAGE..2 * PAGE]).collect();
+        let some: Vec<_> = ranges[..before].iter().cloned().chain(std::iter::once(PAGE..2 * PAGE)).collect();
         let error = advise(&process, &some, libc::MADV_DONTNEED, LIMIT).unwrap_err();
         println!("  {error}");
         let AttachError::Refused { source, .. } = error else { panic!("{error}") };
