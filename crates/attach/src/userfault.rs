@@ -62,7 +62,7 @@ pub fn take_userfault(process: &Process, origin: UserfaultOrigin) -> Result<Take
     Ok(TakenUserfault { descriptor, stopped })
 }
 
-/// A userfaultfd of another process's address space, of which that process has a copy: so it does not end with this program, and whoever waits for a
+/// A userfaultfd of another process's address space, of which that process has a copy: so it does not end with this program, and a thread that waits for a
 /// missing page goes on waiting then, where without the copy the page would read as zero (`userfaultfd_release` in `fs/userfaultfd.c`).
 #[derive(Debug)]
 pub struct SharedUserfault {

@@ -94,7 +94,7 @@ fn waiting_threads(qemu: &Watched) -> u64 {
     std::fs::read_dir(process.join("fd")).unwrap().flatten().filter_map(of).sum()
 }
 
-/// The guest at the destination has come to a page that nobody brings, waits for it, and has seen nothing wrong until then.
+/// The guest at the destination has come to a page that no process brings, waits for it, and has seen nothing wrong until then.
 fn waits_and_never_read_zeros(pair: &Pair) {
     let guest = &pair.destination;
     assert!(eventually(LONG, || waiting_threads(guest) > 0), "the guest works, and touches a page that is missing");
@@ -207,7 +207,7 @@ fn a_guest_whose_receive_is_killed_waits_for_its_memory_and_recover_says_that_it
         assert!(told.contains("The guest is lost here") && told.contains(&end), "{told}");
         assert_eq!(pair.destination.qemu.guest().bad_lines(), [""; 0]);
 
-        // The source waits for a destination that comes back, until it is told not to.
+        // The source waits for a destination that comes back, until it is cancelled.
         sender.wait_for("the connection to the destination is lost");
         pair.destination.kill();
         sender.interrupt();

@@ -1,8 +1,8 @@
 //! What post-copy needs done inside the process that guest RAM lies in, where that is another one.
 //!
 //! Watching missing pages and filling them works from outside, through a userfaultfd of that process's address space. To make such a
-//! descriptor, and to give private memory back, is for the process itself: the kernel lets nobody else (`userfaultfd(2)`,
-//! `process_madvise(2)`). Whoever can have a system call run there implements [`GuestProcess`].
+//! descriptor, and to give private memory back, is for the process itself: the kernel lets no other process do it (`userfaultfd(2)`,
+//! `process_madvise(2)`). What can have a system call run there implements [`GuestProcess`].
 
 use std::fmt::Debug;
 use std::fs;
@@ -44,7 +44,7 @@ pub trait GuestProcess: Debug + Send + Sync {
     /// Makes a userfaultfd of the process's address space, without a handshake, for all faults: those that the kernel takes for
     /// the process too, as KVM does for its guest.
     ///
-    /// A copy stays open in the process. When this program dies, that keeps missing pages missing: whoever touches one waits. Without the
+    /// A copy stays open in the process. When this program dies, that keeps missing pages missing: a thread that touches one waits. Without the
     /// copy the kernel would end the watching, and the guest read zeros as if they were its memory.
     ///
     /// # Errors
@@ -57,7 +57,7 @@ pub trait GuestProcess: Debug + Send + Sync {
     /// The copy stays open. It does no harm there, because nothing is watched.
     fn close_userfault(&self) -> io::Result<()>;
 
-    /// Has the process give the kernel `advice` about `addresses` of its memory, all at once where it can: the guest may stand
+    /// Has the process give the kernel `advice` about `addresses` of its memory, all at once where it can: the guest may be paused
     /// meanwhile.
     ///
     /// # Errors

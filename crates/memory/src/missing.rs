@@ -24,8 +24,8 @@
 //! asked for on a connection that is gone, whoever waits is woken to take the fault anew, and so to have it asked again.
 //!
 //! **Memory of another process** is watched and filled in the same way, through a userfaultfd of that process's address space
-//! ([`GuestProcess`](crate::guest_process::GuestProcess)), of which the process itself keeps a copy: if the filling program dies, whoever
-//! touches a missing page waits for good, and never reads zeros.
+//! ([`GuestProcess`](crate::guest_process::GuestProcess)), of which the process itself keeps a copy: if the filling program dies, a thread
+//! that touches a missing page waits for good, and never reads zeros.
 //!
 //! **What userfaultfd does not see**, and so must not happen before [`MissingPages::finish`]: accesses through another
 //! mapping of the same shared memory, in this process or another (a vhost-user device), unless that is watched as well;

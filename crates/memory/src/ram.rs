@@ -575,7 +575,7 @@ impl RamBlock {
                 unsafe { Discardable::anonymous_elsewhere(guest, memory.addresses(), self.page_size) }.map(Some)
             }
             Backing::Shared(file, offset) => {
-                // SAFETY: as above; and by the contract of `new` nobody has a reference to what is mapped here.
+                // SAFETY: as above; and by the contract of `new` no reference to what is mapped here exists.
                 unsafe { Discardable::file_elsewhere(guest, memory.addresses(), file.as_fd(), *offset) }.map(Some)
             }
             Backing::Other => Ok(None),

@@ -163,7 +163,7 @@ fn a_process_waits_for_its_missing_pages_and_finds_what_comes_from_outside() {
 }
 
 #[test]
-fn whoever_waits_in_a_process_goes_on_waiting_when_the_filling_program_is_gone() {
+fn a_thread_that_waits_goes_on_waiting_when_the_filling_program_is_gone() {
     for kind in ["small", "memfd"] {
         let child = Child::start(kind);
         child.ask("populate 0");

@@ -109,7 +109,7 @@ impl Destination {
     pub const FEATURES: Features<'static> =
         Features { offered: &[GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE], required: &[GUEST_STATE] };
 
-    /// [`Destination::FEATURES`] and post-copy, for whoever refuses a source that [wants](Destination::wants_post_copy) it where it is not
+    /// [`Destination::FEATURES`] and post-copy, for a caller that refuses a source that [wants](Destination::wants_post_copy) it where it is not
     /// possible.
     pub const FEATURES_WITH_POST_COPY: Features<'static> = Features {
         offered: &[GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE, POST_COPY],

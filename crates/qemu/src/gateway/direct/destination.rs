@@ -91,7 +91,7 @@ pub(in crate::gateway) fn receive(
     let given_back = process.given_back();
     if given_back.ranges > 0 {
         observer.note(&format!(
-            "post-copy: QEMU's main thread stood for {:.1} ms, of the downtime, to give {} ranges of memory back",
+            "post-copy: QEMU's main thread was stopped for {:.1} ms, of the downtime, to discard {} ranges of memory",
             given_back.stopped.as_secs_f64() * 1e3,
             given_back.ranges
         ));

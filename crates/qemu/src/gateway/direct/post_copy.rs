@@ -35,9 +35,9 @@ use crate::qmp::Qmp;
 const DEVICE: &str = "/dev/userfaultfd";
 /// What QEMU knows the device by, for a moment.
 const DESCRIPTOR: &str = "sterna-userfaultfd";
-/// How long QEMU's main thread may stand for giving memory back, all together: the guest stands meanwhile at both sides.
+/// How long QEMU's main thread may be stopped to give memory back, all together: the guest is paused meanwhile.
 const GIVING_BACK_TIME: Duration = Duration::from_secs(10);
-/// How long it may stand for one call about huge pages.
+/// How long it may be stopped for one call about huge pages.
 const ADVISING_TIME: Duration = Duration::from_secs(5);
 
 /// Why a source that wants post-copy cannot have it; none if it can, or does not want it.
