@@ -167,6 +167,20 @@ pub enum AttachError {
         /// How long was waited.
         limit: Duration,
     },
+    /// Advice about memory took longer than it may.
+    #[error(
+        "advice about memory of process {pid} took longer than {limit:?}: it was given about {done} of {of} ranges"
+    )]
+    Slow {
+        /// The process.
+        pid: i32,
+        /// How long it may take.
+        limit: Duration,
+        /// Ranges that it was given about.
+        done: usize,
+        /// Ranges in all, long ones in parts.
+        of: usize,
+    },
     /// A descriptor that was made in the process could not be closed there.
     #[error(
         "descriptor {number} ({what}) is left open in process {pid}, where it does nothing until the process ends: it could not be closed: {close}; {first}"

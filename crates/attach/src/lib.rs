@@ -3,7 +3,7 @@
 //!
 //! A program that was not written for Sterna is tracked by a userfaultfd of its own address space, and userfaultfd(2) makes one for
 //! the caller's address space only. So that one call, and the `close` after it, must run in the program itself. [`take_userfault`] does
-//! this; [`Process::stop`] is for other calls. Everything after that, `UFFDIO_API`, `UFFDIO_REGISTER` and `PAGEMAP_SCAN` included, works
+//! this; [`share_userfault`] leaves the process a copy, [`advise`] runs madvise(2) there, and [`Process::stop`] is for other calls. Everything after that, `UFFDIO_API`, `UFFDIO_REGISTER` and `PAGEMAP_SCAN` included, works
 //! from outside through the descriptor that was taken: the kernel works on the address space that the descriptor was made in.
 //!
 //! ```no_run
@@ -41,7 +41,8 @@
 //! **No single steps.** A step ends with a SIGTRAP that the kernel forces upon the thread, and forcing a signal that the program ignores
 //! or blocks resets what the program had set for it. Stops at system calls are no signals.
 //!
-//! **No memory is written**, the red zone below the stack included: all arguments are numbers.
+//! **No memory of the program is written**, the red zone below the stack included: all arguments are numbers. What one call of
+//! [`advise`] needs in memory lies in a mapping that is made for it.
 //!
 //! **The instruction** is the one of the thread's own interrupted system call, two bytes before its instruction pointer. A thread that
 //! runs user code is let run on and looked at again, five times in 30 ms, until it stands in a system call; only then, or where
@@ -111,10 +112,12 @@
 //! to have returned the number of a descriptor, or 0, and up to three argument registers differ. An event loop in `ppoll`, which is where a
 //! QEMU's main thread stands, takes that for a time-out or for a wake-up for nothing; a `read` would be taken for that many bytes, and a thread that was found in user
 //! code for 30 ms goes on behind an instruction that is not its own, and crashes. Between the
-//! two calls a userfaultfd stays open in the process, to which nothing is registered. An error or a panic in
+//! two calls a userfaultfd stays open in the process, to which nothing is registered; amid [`advise`], a pidfd of the process
+//! itself and a mapping of 16 KiB stay. An error or a panic in
 //! this program does not matter, as the thread is put back then; the end of the whole program does, of whatever cause. Whoever must exclude the rest runs [`take_userfault`] in a process of its own that no one
 //! kills, and has the descriptor sent over a socket. `tests/hostile/deaths.rs` kills tracers at random moments: each process went on.
 
+mod advise;
 mod error;
 // Elsewhere only its types are of use.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
@@ -130,8 +133,9 @@ mod tracee;
 mod tracee;
 mod userfault;
 
+pub use advise::{Advised, advise};
 pub use error::AttachError;
 pub use process::Process;
 pub use slowdown::{Held, Slowdown, StoppedAt};
 pub use thread::StoppedThread;
-pub use userfault::{TakenUserfault, UserfaultOrigin, take_userfault};
+pub use userfault::{SharedUserfault, TakenUserfault, UserfaultCopy, UserfaultOrigin, share_userfault, take_userfault};

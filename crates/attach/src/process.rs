@@ -110,8 +110,16 @@ impl Process {
 
     /// A file of the process's directory in `/proc`, opened for reading.
     pub(crate) fn open_file(&self, name: &str) -> io::Result<File> {
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-        Ok(rustix::fs::openat(&self.held.directory, name, flags, Mode::empty())?.into())
+        self.open_file_for(name, OFlags::RDONLY)
+    }
+
+    /// A file of the process's directory in `/proc`, opened for reading and writing.
+    pub(crate) fn open_to_write(&self, name: &str) -> io::Result<File> {
+        self.open_file_for(name, OFlags::RDWR)
+    }
+
+    fn open_file_for(&self, name: &str, access: OFlags) -> io::Result<File> {
+        Ok(rustix::fs::openat(&self.held.directory, name, access | OFlags::CLOEXEC, Mode::empty())?.into())
     }
 
     /// A line of the main thread's `status`, without its name; empty where there is none.

@@ -677,6 +677,10 @@ fn name(number: c_long) -> String {
         libc::SYS_userfaultfd => "userfaultfd".into(),
         libc::SYS_ioctl => "ioctl".into(),
         libc::SYS_close => "close".into(),
+        libc::SYS_madvise => "madvise".into(),
+        libc::SYS_process_madvise => "process_madvise".into(),
+        libc::SYS_mmap => "mmap".into(),
+        libc::SYS_munmap => "munmap".into(),
         number => format!("system call {number}"),
     }
 }

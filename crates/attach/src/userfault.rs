@@ -1,4 +1,4 @@
-//! A userfaultfd of another process's address space: made there, taken, and closed there.
+//! A userfaultfd of another process's address space: made there, taken, and closed there at once or later.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
@@ -34,6 +34,8 @@ pub enum UserfaultOrigin {
     /// By userfaultfd(2) with `UFFD_USER_MODE_ONLY`, which needs no privilege in the process. Asynchronous write protection sees all
     /// writes, also the kernel's; of *missing* pages only faults of user space become messages.
     SystemCall,
+    /// By userfaultfd(2) for all faults, those of the kernel too: the process has CAP_SYS_PTRACE, or `vm.unprivileged_userfaultfd` is 1.
+    PrivilegedSystemCall,
     /// By `/dev/userfaultfd`, which is open in the process under this number (somebody handed it in): faults of the kernel become
     /// messages too.
     Device(i32),
@@ -47,59 +49,158 @@ pub enum UserfaultOrigin {
 /// that of something else; [`AttachError::DescriptorLeft`] where the descriptor was made and could not be closed. In all cases the
 /// process runs on.
 pub fn take_userfault(process: &Process, origin: UserfaultOrigin) -> Result<TakenUserfault, AttachError> {
-    if let UserfaultOrigin::Device(number) = origin {
-        is_the_device(process, number)?;
+    let mut thread = stop_for(process, origin)?;
+    let pid = process.pid();
+    let number = make(&mut thread, origin)?;
+    let taken = take(&thread, pid, number);
+    // What is not ours stays open.
+    if !matches!(taken, Err(AttachError::WrongDescriptor { .. })) {
+        close_there(&mut thread, pid, number, taken.as_ref().err())?;
     }
-    let mut thread = process.stop()?;
-    let descriptor = make_and_take(&mut thread, process.pid(), origin)?;
+    let descriptor = taken?;
     let stopped = thread.resume()?;
     Ok(TakenUserfault { descriptor, stopped })
 }
 
-fn make_and_take(thread: &mut StoppedThread<'_>, pid: i32, origin: UserfaultOrigin) -> Result<OwnedFd, AttachError> {
+/// A userfaultfd of another process's address space, of which that process has a copy: so it does not end with this program, and a thread that waits for a
+/// missing page goes on waiting then, where without the copy the page would read as zero (`userfaultfd_release` in `fs/userfaultfd.c`).
+#[derive(Debug)]
+pub struct SharedUserfault {
+    /// The descriptor, close-on-exec and non-blocking. As [`TakenUserfault::descriptor`] otherwise.
+    pub descriptor: OwnedFd,
+    /// The process's own.
+    pub copy: UserfaultCopy,
+    /// How long the main thread of the process was stopped.
+    pub stopped: Duration,
+}
+
+/// The copy of a userfaultfd that was left open in its process. It stays there until it is closed, or the process ends.
+#[derive(Debug)]
+pub struct UserfaultCopy {
+    process: Process,
+    number: i32,
+    /// Device and inode: each userfaultfd has its own (Linux 5.12).
+    identity: (u64, u64),
+}
+
+/// As [`take_userfault`], but the descriptor stays open in the process too.
+///
+/// # Errors
+/// As [`take_userfault`]. Where it fails, no descriptor is left in the process.
+pub fn share_userfault(process: &Process, origin: UserfaultOrigin) -> Result<SharedUserfault, AttachError> {
+    let mut thread = stop_for(process, origin)?;
+    let pid = process.pid();
+    let number = make(&mut thread, origin)?;
+    let taken = take(&thread, pid, number).and_then(|descriptor| Ok((identity(pid, &descriptor)?, descriptor)));
+    match taken {
+        Ok((identity, descriptor)) => {
+            let copy = UserfaultCopy { process: process.clone(), number, identity };
+            Ok(SharedUserfault { descriptor, copy, stopped: thread.resume()? })
+        }
+        Err(error @ AttachError::WrongDescriptor { .. }) => Err(error),
+        Err(error) => {
+            close_there(&mut thread, pid, number, Some(&error))?;
+            Err(error)
+        }
+    }
+}
+
+impl UserfaultCopy {
+    /// Closes it in the process, and returns how long the main thread of the process was stopped for that.
+    ///
+    /// # Errors
+    /// [`AttachError::WrongDescriptor`] where something else stands under its number by now; [`AttachError::DescriptorLeft`] and the
+    /// errors of [`Process::stop`] where it could not be closed; [`AttachError::Ended`].
+    pub fn close(&self) -> Result<Duration, AttachError> {
+        let (process, number, pid) = (&self.process, self.number, self.process.pid());
+        let mut thread = process.stop()?;
+        let there = thread.take_descriptor(number)?;
+        if identity(pid, &there)? != self.identity {
+            let found = name_of(&there).unwrap_or_else(|| "something else".into());
+            return Err(AttachError::WrongDescriptor { pid, number, found, expected: "the userfaultfd made there" });
+        }
+        drop(there);
+        close_there(&mut thread, pid, number, None)?;
+        thread.resume()
+    }
+}
+
+/// Stops the process's main thread, once it is sure that what is to be used for making one is that.
+fn stop_for(process: &Process, origin: UserfaultOrigin) -> Result<StoppedThread<'_>, AttachError> {
+    if let UserfaultOrigin::Device(number) = origin {
+        is_the_device(process, number)?;
+    }
+    process.stop()
+}
+
+/// Makes one in the process, and returns its number there.
+fn make(thread: &mut StoppedThread<'_>, origin: UserfaultOrigin) -> Result<i32, AttachError> {
     let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
     let made = match origin {
         UserfaultOrigin::SystemCall => {
             thread.system_call(libc::SYS_userfaultfd, [flags | UFFD_USER_MODE_ONLY as u64, 0, 0, 0, 0, 0])
         }
+        UserfaultOrigin::PrivilegedSystemCall => thread.system_call(libc::SYS_userfaultfd, [flags, 0, 0, 0, 0, 0]),
         UserfaultOrigin::Device(number) => {
             thread.system_call(libc::SYS_ioctl, [number as u64, USERFAULTFD_IOC_NEW, flags, 0, 0, 0])
         }
     };
-    let number = match made {
-        Ok(number) => number as i32,
+    match made {
+        Ok(number) => Ok(number as i32),
         Err(AttachError::Refused { source, .. })
             if origin == UserfaultOrigin::SystemCall
                 && matches!(source.raw_os_error(), Some(libc::ENOSYS | libc::EINVAL)) =>
         {
-            return Err(AttachError::Kernel {
+            Err(AttachError::Kernel {
                 call: "userfaultfd with UFFD_USER_MODE_ONLY",
                 since: "5.11 with CONFIG_USERFAULTFD",
-            });
+            })
         }
-        Err(error) => return Err(error),
-    };
-    let taken = thread.take_descriptor(number).and_then(|descriptor| {
-        let found = std::fs::read_link(format!("/proc/self/fd/{}", descriptor.as_raw_fd()));
-        match found.as_ref().map(|found| found.to_string_lossy()) {
-            Ok(found) if found == USERFAULTFD => Ok(descriptor),
-            Ok(found) => {
-                Err(AttachError::WrongDescriptor { pid, number, found: found.into_owned(), expected: USERFAULTFD })
-            }
-            Err(_) => Ok(descriptor),
-        }
-    });
-    if let Err(AttachError::WrongDescriptor { .. }) = taken {
-        return taken;
+        Err(error) => Err(error),
     }
+}
+
+/// Takes the userfaultfd of this number.
+fn take(thread: &StoppedThread<'_>, pid: i32, number: i32) -> Result<OwnedFd, AttachError> {
+    let descriptor = thread.take_descriptor(number)?;
+    match name_of(&descriptor) {
+        Some(found) if found != USERFAULTFD => {
+            Err(AttachError::WrongDescriptor { pid, number, found, expected: USERFAULTFD })
+        }
+        _ => Ok(descriptor),
+    }
+}
+
+/// What a descriptor is, as `/proc/PID/fd` has it.
+fn name_of(descriptor: &OwnedFd) -> Option<String> {
+    let found = std::fs::read_link(format!("/proc/self/fd/{}", descriptor.as_raw_fd())).ok()?;
+    Some(found.to_string_lossy().into_owned())
+}
+
+fn identity(pid: i32, descriptor: &OwnedFd) -> Result<(u64, u64), AttachError> {
+    let status = rustix::fs::fstat(descriptor).map_err(|error| AttachError::Io {
+        pid,
+        what: "look at a descriptor of it",
+        source: error.into(),
+    })?;
+    Ok((status.st_dev, status.st_ino))
+}
+
+/// Closes the userfaultfd of this number in the process; `before`: what had failed before that.
+fn close_there(
+    thread: &mut StoppedThread<'_>,
+    pid: i32,
+    number: i32,
+    before: Option<&AttachError>,
+) -> Result<(), AttachError> {
     match thread.system_call(libc::SYS_close, [number as u64, 0, 0, 0, 0, 0]) {
-        Ok(_) => taken,
+        Ok(_) => Ok(()),
         // With the process, or the program that it ran, the descriptor is gone.
         Err(error @ (AttachError::Ended { .. } | AttachError::Replaced { .. })) => Err(error),
         Err(close) => {
-            let first = match taken {
-                Ok(_) => "nothing else had failed".into(),
-                Err(error) => format!("before that: {error}"),
+            let first = match before {
+                None => "nothing else had failed".into(),
+                Some(error) => format!("before that: {error}"),
             };
             Err(AttachError::DescriptorLeft { pid, number, what: "a userfaultfd", close: Box::new(close), first })
         }
@@ -126,9 +227,6 @@ fn is_the_device(process: &Process, number: i32) -> Result<(), AttachError> {
     {
         return Ok(());
     }
-    let found = match std::fs::read_link(format!("/proc/self/fd/{}", descriptor.as_raw_fd())) {
-        Ok(name) => name.to_string_lossy().into_owned(),
-        Err(_) => "something else".into(),
-    };
+    let found = name_of(&descriptor).unwrap_or_else(|| "something else".into());
     Err(AttachError::WrongDescriptor { pid, number, found, expected: "/dev/userfaultfd" })
 }

@@ -166,6 +166,24 @@ fn a_virtiofsd_that_reads_files_past_the_page_cache_is_not_moved_directly() {
 }
 
 #[test]
+fn post_copy_is_refused_where_a_virtiofsd_would_read_missing_memory() {
+    let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
+    let side = (shared.path(), &[][..]);
+    let Some(hosts) = Hosts::start(side, side, false) else { return };
+    let Pair { source, destination, .. } = &hosts.pair;
+    let mut command = receive(destination.qemu.qmp_path(), &hosts.pair.destination_state());
+    let receiver = Sterna::start("receive", command.arg("--insecure"));
+    let (state, report) = (hosts.pair.source_state(), hosts.pair.report());
+    let mut command = send_by("direct", source.qemu.qmp_path(), &receiver.address(), &state, &report);
+    command.args(["--insecure", "--on-no-convergence", "post-copy"]);
+    let (sent, said) = Sterna::start("send", &mut command).finish_with_lines();
+    assert_eq!(sent.code(), Some(1));
+    let words = ["post-copy is not possible at the destination", "1 vhost-user back ends", "was not touched"];
+    assert!(said.iter().any(|line| words.iter().all(|word| line.contains(word))), "{said:?}");
+    hosts.source_goes_on(&hosts.done_at_source());
+}
+
+#[test]
 fn a_file_that_was_deleted_stays_open_where_files_are_found_by_their_handles() {
     let shared = SharedDirectory::new(&std::env::temp_dir()).unwrap();
     if !may_open_by_handle(shared.path()) {

@@ -7,7 +7,7 @@
 //!
 //! | behind the block | way |
 //! |---|---|
-//! | private anonymous memory, also of hugetlb (Linux 5.18) | `MADV_DONTNEED` |
+//! | private anonymous memory, also of hugetlb (Linux 5.18) | `MADV_DONTNEED`, which only the process itself may advise ([`GuestProcess`]) |
 //! | memfd, tmpfs, mapped shared | a hole punched into the file; that unmaps it in every process |
 //! | hugetlbfs or memfd of huge pages, mapped shared | the same, whole huge pages: of parts, the kernel only clears bytes |
 //! | any of these files, mapped private | both: the hole for the file's page, the advice for the private copy. The file loses the pages for everybody; a file that others use as a template must not be behind migrating guest RAM |
@@ -25,15 +25,16 @@
 //! fails for want of huge pages. Leave room in the pool.
 
 use crate::PAGE_SIZE;
+use crate::guest_process::{Advice, GuestProcess, HugePageAdvice};
 use crate::mappings::{Mapping, Mappings};
 use crate::userfault::{MISSING_HUGETLBFS, MISSING_SHMEM};
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstat, fstatfs, major, minor, seek};
 use rustix::io::Errno;
-use rustix::mm::{Advice, madvise};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use thiserror::Error;
 
 /// Why pages could not be given back, or why that was not tried. The content of the pages named may be gone.
@@ -49,6 +50,19 @@ pub enum DiscardError {
         expected: &'static str,
         /// What is there.
         found: String,
+    },
+    /// Memory of another process with huge pages of a pool.
+    #[error(
+        "addresses {:#x}..{:#x} of process {pid} have huge pages of {page_size} bytes from a pool, whose missing pages cannot be          watched from outside yet: use ordinary or transparent huge pages for post-copy",
+        .addresses.start, .addresses.end
+    )]
+    HugeElsewhere {
+        /// Of the RAM block.
+        addresses: Range<usize>,
+        /// The process.
+        pid: i32,
+        /// Of the backing, in bytes.
+        page_size: usize,
     },
     /// The file is of a kind whose missing pages nobody reports.
     #[error(
@@ -110,10 +124,13 @@ fn advice(error: &io::Error) -> &'static str {
     }
 }
 
-/// The memory behind one RAM block of this process.
+/// The memory behind one RAM block of this process, or of another one.
 #[derive(Debug)]
 pub struct Discardable {
+    /// In the process that it is mapped in.
     addresses: Range<usize>,
+    /// That process, where it is not this one.
+    guest: Option<Arc<dyn GuestProcess>>,
     page_size: usize,
     /// Whether the mapping has pages of its own, which the advice gives back.
     private: bool,
@@ -136,7 +153,27 @@ impl Discardable {
     /// `addresses` stays mapped as it is until the value is dropped, and is accessed by raw pointers only: content vanishes
     /// and appears without a store.
     pub unsafe fn anonymous(addresses: Range<usize>, page_size: usize) -> Result<Self, DiscardError> {
-        let backing = Self { addresses, page_size, private: true, file: None };
+        Self::anonymous_of(addresses, page_size, None)
+    }
+
+    /// As [`Self::anonymous`], in another process.
+    ///
+    /// # Safety
+    /// Only a userfaultfd of that process is used with it.
+    pub unsafe fn anonymous_elsewhere(
+        guest: &Arc<dyn GuestProcess>,
+        addresses: Range<usize>,
+        page_size: usize,
+    ) -> Result<Self, DiscardError> {
+        Self::anonymous_of(addresses, page_size, Some(Arc::clone(guest)))
+    }
+
+    fn anonymous_of(
+        addresses: Range<usize>,
+        page_size: usize,
+        guest: Option<Arc<dyn GuestProcess>>,
+    ) -> Result<Self, DiscardError> {
+        let backing = Self { addresses, guest, page_size, private: true, file: None };
         let expected = "private anonymous memory of this page size";
         backing.check(expected, |mapping| {
             let huge = mapping.is_anonymous_hugetlb();
@@ -152,6 +189,28 @@ impl Discardable {
     /// # Safety
     /// As for [`Self::anonymous`].
     pub unsafe fn file(addresses: Range<usize>, file: BorrowedFd<'_>, offset: u64) -> Result<Self, DiscardError> {
+        Self::file_of(addresses, file, offset, None)
+    }
+
+    /// As [`Self::file`], mapped in another process.
+    ///
+    /// # Safety
+    /// Only a userfaultfd of that process is used with it, and what this process has mapped of the file is accessed by raw pointers only.
+    pub unsafe fn file_elsewhere(
+        guest: &Arc<dyn GuestProcess>,
+        addresses: Range<usize>,
+        file: BorrowedFd<'_>,
+        offset: u64,
+    ) -> Result<Self, DiscardError> {
+        Self::file_of(addresses, file, offset, Some(Arc::clone(guest)))
+    }
+
+    fn file_of(
+        addresses: Range<usize>,
+        file: BorrowedFd<'_>,
+        offset: u64,
+        guest: Option<Arc<dyn GuestProcess>>,
+    ) -> Result<Self, DiscardError> {
         let failed = |what| {
             let addresses = addresses.clone();
             move |source| DiscardError::System { what, addresses, source }
@@ -168,7 +227,7 @@ impl Discardable {
         let mut private = false;
         let start = addresses.start;
         let file = Some(RamFile { file: file.into(), offset, huge });
-        let mut backing = Self { addresses, page_size, private, file };
+        let mut backing = Self { addresses, guest, page_size, private, file };
         backing.check("a mapping of that file from that offset on", |mapping| {
             private |= mapping.private;
             mapping.is_of_file(start, (device, status.st_ino), offset)
@@ -177,7 +236,7 @@ impl Discardable {
         Ok(backing)
     }
 
-    /// Checks size and alignment, and that every mapping in the range is as expected.
+    /// Checks size and alignment, that huge pages are this process's own, and that every mapping in the range is as expected.
     fn check(&self, expected: &'static str, is: impl FnMut(&Mapping<'_>) -> bool) -> Result<(), DiscardError> {
         let different = |found: String| DiscardError::Different { addresses: self.addresses.clone(), expected, found };
         let Range { start, end } = self.addresses;
@@ -185,15 +244,24 @@ impl Discardable {
         if start >= end || !size.is_power_of_two() || !start.is_multiple_of(size) || !end.is_multiple_of(size) {
             return Err(different(format!("they are not whole pages of {size} bytes")));
         }
-        let mappings = Mappings::own().map_err(|source| DiscardError::System {
-            what: "read /proc/self/maps for",
+        let mappings = match &self.guest {
+            None => Mappings::own(),
+            Some(guest) if self.is_hugetlb() => {
+                let (addresses, pid) = (self.addresses.clone(), guest.process().pid());
+                return Err(DiscardError::HugeElsewhere { addresses, pid, page_size: size });
+            }
+            Some(guest) => Mappings::of_process(guest.process().pid())
+                .and_then(|mappings| guest.process().check_alive().map(|()| mappings).map_err(io::Error::other)),
+        };
+        let mappings = mappings.map_err(|source| DiscardError::System {
+            what: "read /proc/PID/maps for",
             addresses: self.addresses.clone(),
             source,
         })?;
         mappings.check(start..end, is).map_err(different)
     }
 
-    /// Of the RAM block in this process.
+    /// Of the RAM block, in the process that it is mapped in.
     pub fn addresses(&self) -> Range<usize> {
         self.addresses.clone()
     }
@@ -246,7 +314,8 @@ impl Discardable {
         address(run.start)..address(run.end)
     }
 
-    /// Whether a page is in memory: on hugetlb, in the page tables of this process (`mincore_hugetlb` in `mm/mincore.c`).
+    /// Whether a page is in memory: on hugetlb, in the page tables of this process (`mincore_hugetlb` in `mm/mincore.c`), in which such a
+    /// block is mapped.
     pub(crate) fn is_mapped(&self, page: u64) -> bool {
         let address = self.addresses_of(&(page..page + 1)).start;
         let mut resident = 0_u8;
@@ -258,20 +327,39 @@ impl Discardable {
     /// No transparent huge pages from now on: call it before the first discard. Those that are there stay until parts of them
     /// are discarded. Changes nothing on hugetlb.
     pub fn forbid_huge_pages(&self) -> Result<(), DiscardError> {
-        self.advise_huge_pages(Advice::LinuxNoHugepage, "forbid transparent huge pages at")
+        self.advise_huge_pages(
+            std::slice::from_ref(&self.addresses),
+            Advice::NoHugePage,
+            "forbid transparent huge pages at",
+        )
     }
 
     /// Transparent huge pages again, also where the system gives them only on advice. For after post-copy, unless the VMM
     /// does not want them.
     pub fn allow_huge_pages(&self) -> Result<(), DiscardError> {
-        self.advise_huge_pages(Advice::LinuxHugepage, "allow transparent huge pages at")
+        self.advise_huge_pages(
+            std::slice::from_ref(&self.addresses),
+            Advice::HugePage,
+            "allow transparent huge pages at",
+        )
     }
 
-    fn advise_huge_pages(&self, advice: Advice, what: &'static str) -> Result<(), DiscardError> {
+    /// Transparent huge pages again where there were some `before`. For after post-copy.
+    pub fn restore_huge_pages(&self, before: &HugePageAdvice) -> Result<(), DiscardError> {
+        let parts = before.within(&self.addresses);
+        self.advise_huge_pages(&parts, Advice::HugePage, "allow transparent huge pages at")
+    }
+
+    fn advise_huge_pages(
+        &self,
+        parts: &[Range<usize>],
+        advice: Advice,
+        what: &'static str,
+    ) -> Result<(), DiscardError> {
         if self.is_hugetlb() {
             return Ok(());
         }
-        match self.advise(self.addresses.clone(), advice, what) {
+        match self.advise(parts, advice, what) {
             // A kernel without transparent huge pages.
             Err(DiscardError::System { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => Ok(()),
             result => result,
@@ -282,16 +370,20 @@ impl Discardable {
     ///
     /// On an error, content may be gone all the same, of any part of `run`.
     pub fn discard(&self, run: Range<u64>) -> Result<(), DiscardError> {
-        self.check_run(&run)?;
-        if run.is_empty() {
-            return Ok(());
-        }
+        self.discard_all(std::slice::from_ref(&run))
+    }
+
+    /// As [`Self::discard`], all of `runs`.
+    pub fn discard_all(&self, runs: &[Range<u64>]) -> Result<(), DiscardError> {
+        runs.iter().try_for_each(|run| self.check_run(run))?;
+        let runs = || runs.iter().filter(|run| !run.is_empty());
         if let Some(file) = &self.file {
-            self.punch(file, &run)?;
+            runs().try_for_each(|run| self.punch(file, run))?;
         }
         if self.private {
             // Second: a private copy may be all that keeps a page of the file from being read in between.
-            self.advise(self.addresses_of(&run), Advice::LinuxDontNeed, "discard")?;
+            let addresses: Vec<_> = runs().map(|run| self.addresses_of(run)).collect();
+            self.advise(&addresses, Advice::DontNeed, "discard")?;
         }
         Ok(())
     }
@@ -323,15 +415,21 @@ impl Discardable {
         }
     }
 
-    fn advise(&self, addresses: Range<usize>, advice: Advice, what: &'static str) -> Result<(), DiscardError> {
-        let start = std::ptr::without_provenance_mut(addresses.start);
-        // SAFETY: the range is within the block, which the creator of the value keeps mapped and vouches that only raw
-        // pointers access; so advice that discards content is allowed too.
-        unsafe { madvise(start, addresses.len(), advice) }.map_err(|errno| DiscardError::System {
-            what,
-            addresses,
-            source: errno.into(),
-        })
+    fn advise(&self, parts: &[Range<usize>], advice: Advice, what: &'static str) -> Result<(), DiscardError> {
+        let (Some(first), Some(last)) = (parts.first(), parts.last()) else { return Ok(()) };
+        let failed = |addresses| move |source| DiscardError::System { what, addresses, source };
+        if let Some(guest) = &self.guest {
+            return guest.advise(parts, advice).map_err(failed(first.start..last.end));
+        }
+        let advise = |part: &Range<usize>| {
+            // SAFETY: the range is within the block, which the creator of the value keeps mapped and vouches that only raw
+            // pointers access; so advice that discards content is allowed too.
+            let result =
+                unsafe { libc::madvise(std::ptr::without_provenance_mut(part.start), part.len(), advice.code()) };
+            let result = if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
+            result.map_err(failed(part.clone()))
+        };
+        parts.iter().try_for_each(advise)
     }
 }
 

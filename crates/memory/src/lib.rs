@@ -9,6 +9,7 @@ pub mod delta;
 pub mod dirty;
 pub mod discard;
 mod fold;
+pub mod guest_process;
 pub mod holes;
 pub mod huge;
 mod mappings;

@@ -23,6 +23,10 @@
 //! **No fault is lost.** The kernel wakes who waits when it puts the page in place. Where a page could not be placed, or was
 //! asked for on a connection that is gone, whoever waits is woken to take the fault anew, and so to have it asked again.
 //!
+//! **Memory of another process** is watched and filled in the same way, through a userfaultfd of that process's address space
+//! ([`GuestProcess`](crate::guest_process::GuestProcess)), of which the process itself keeps a copy: if the filling program dies, a thread
+//! that touches a missing page waits for good, and never reads zeros.
+//!
 //! **What userfaultfd does not see**, and so must not happen before [`MissingPages::finish`]: accesses through another
 //! mapping of the same shared memory, in this process or another (a vhost-user device), unless that is watched as well;
 //! reads and writes of the file; discarding pages (balloon, free page reporting); `fork` with the child touching guest
@@ -124,8 +128,8 @@ pub enum Answer {
 /// The pages of one RAM block that are still at the source. See the [module](self). Shared by all threads. Costs three
 /// bits per page of 4096 bytes.
 ///
-/// **Dropping** it unfinished, with stale pages, leaves the block watched and its userfaultfd open until the process ends:
-/// who touches a missing page waits for ever, and can be killed. Else the guest would go on and read zeros as if they were
+/// **Dropping** it unfinished, with stale pages, leaves the block watched and its userfaultfd open until the process ends, in another
+/// process for good: who touches a missing page waits for ever, and can be killed. Else the guest would go on and read zeros as if they were
 /// its memory. Use [`Self::finish`], or [`Self::abandon`] where no guest runs.
 #[derive(Debug)]
 pub struct MissingPages {
@@ -147,7 +151,7 @@ pub struct MissingPages {
 impl MissingPages {
     /// Watches a RAM block for missing pages, with transparent huge pages forbidden. None is stale yet.
     ///
-    /// `userfault` has [`Discardable::userfault_features`] and, for a guest, [all faults](crate::userfault::Faults::All). One
+    /// `userfault` is of the process that the block is mapped in, has [`Discardable::userfault_features`] and, for a guest, [all faults](crate::userfault::Faults::All). One
     /// may watch several blocks; [`Self::contains`] tells whose a fault is.
     pub fn new(backing: Discardable, userfault: Arc<Userfault>) -> Result<Self, MissingError> {
         backing.forbid_huge_pages()?;
@@ -179,11 +183,18 @@ impl MissingPages {
     ///
     /// [abandon]: Self::abandon
     pub fn declare_stale(&self, run: Range<u64>) -> Result<(), MissingError> {
-        self.backing.discard(run.clone())?;
-        let new = self.stale.test_and_set(run.clone(), |_| {});
-        self.stale_count.fetch_add(new, Ordering::AcqRel);
-        self.asked.clear(run.clone());
-        self.unclaimed.set(run);
+        self.declare_all_stale(std::slice::from_ref(&run))
+    }
+
+    /// As [`Self::declare_stale`], all of `runs` at once: where the block lies in another process, that process is stopped for each call.
+    pub fn declare_all_stale(&self, runs: &[Range<u64>]) -> Result<(), MissingError> {
+        self.backing.discard_all(runs)?;
+        for run in runs {
+            let new = self.stale.test_and_set(run.clone(), |_| {});
+            self.stale_count.fetch_add(new, Ordering::AcqRel);
+            self.asked.clear(run.clone());
+            self.unclaimed.set(run.clone());
+        }
         Ok(())
     }
 
@@ -262,7 +273,7 @@ impl MissingPages {
 
     /// All pages are in place: watches the block no longer. Pages that the source never wrote read as zero from now on.
     ///
-    /// Repeating it is harmless. Afterwards, [`Discardable::allow_huge_pages`] may be wanted.
+    /// Repeating it is harmless. Afterwards, [`Discardable::restore_huge_pages`] may be wanted.
     pub fn finish(&self) -> Result<(), MissingError> {
         match self.stale_count() {
             0 => Ok(self.end()?),

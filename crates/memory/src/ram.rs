@@ -21,6 +21,7 @@ use thiserror::Error;
 use crate::PAGE_SIZE;
 use crate::copy::{store_raw, zero_raw};
 use crate::discard::{DiscardError, Discardable};
+use crate::guest_process::GuestProcess;
 use crate::holes::{HoleError, PageMap, file_data};
 use crate::mappings::{Mapping, Mappings};
 use crate::place::{Place, PlaceError, ProcessWrite, TargetProcess};
@@ -29,6 +30,7 @@ pub use crate::process_memory::ProcessReadError;
 use crate::raw::{KernelPart, RawPiece};
 use crate::scan::{is_zero, is_zero_raw};
 use crate::snapshot::Snapshot;
+use crate::userfault::{Faults, Userfault, UserfaultError};
 
 /// What is behind a block's mapping. [`GuestRam::new`] compares it with what is mapped.
 #[derive(Clone, Debug)]
@@ -155,6 +157,8 @@ pub struct RamBlock {
     bytes: usize,
     page_size: usize,
     backing: Backing,
+    /// Where the guest's process has it, if that is another one and this process has a mapping of its own.
+    elsewhere: Option<ProcessMemory>,
     /// Unmaps the memory when the last block is gone.
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -184,15 +188,15 @@ impl RamBlock {
     /// Rust reference to it exists meanwhile, except to atomics. At a destination nobody else has access to it
     /// before the guest's state is loaded.
     pub unsafe fn new(name: impl Into<String>, start: NonNull<u8>, bytes: usize, backing: Backing) -> Self {
-        Self { name: name.into(), home: Home::Here(start), bytes, page_size: PAGE_SIZE, backing, _owner: None }
+        let (name, home, page_size) = (name.into(), Home::Here(start), PAGE_SIZE);
+        Self { name, home, bytes, page_size, backing, elsewhere: None, _owner: None }
     }
 
     /// `bytes` bytes of guest RAM at `address` of another process, which the kernel reads and writes for this one (ptrace access
     /// to the process is needed). Shared memory is better mapped here ([`RamBlock::new`]): then accelerators reach it, and nothing
     /// is copied twice.
     ///
-    /// Such a block has no pages that this process could give back or wait for, so neither post-copy nor sending from where
-    /// pages lie is possible with it.
+    /// Such a block cannot be sent from where its pages lie, and post-copy needs [`GuestRam::run_by`].
     pub fn in_process(
         name: impl Into<String>,
         process: &Arc<TargetProcess>,
@@ -201,7 +205,8 @@ impl RamBlock {
         backing: Backing,
     ) -> Self {
         let home = Home::Process(ProcessMemory::new(Arc::clone(process), address, bytes));
-        Self { name: name.into(), home, bytes, page_size: PAGE_SIZE, backing, _owner: None }
+        let (name, page_size) = (name.into(), PAGE_SIZE);
+        Self { name, home, bytes, page_size, backing, elsewhere: None, _owner: None }
     }
 
     /// `bytes` bytes of a file in memory (memfd, tmpfs, hugetlbfs) from `offset` on, such as that of another process's guest RAM:
@@ -224,6 +229,14 @@ impl RamBlock {
         // SAFETY: the mapping was made just now for the block alone, which keeps it; what the file is of is compared by `GuestRam`.
         let block = unsafe { Self::new(name, start, bytes, Backing::Shared(file, offset)) };
         Ok(block.with_page_size(page_size).kept_by(owner))
+    }
+
+    /// The same block, a file in memory that is mapped here ([`RamBlock::of_file`]), which the guest's process has at `address`: there its
+    /// missing pages are watched in post-copy.
+    #[must_use]
+    pub fn mapped_in(self, process: &Arc<TargetProcess>, address: usize) -> Self {
+        let elsewhere = Some(ProcessMemory::new(Arc::clone(process), address, self.bytes));
+        Self { elsewhere, ..self }
     }
 
     /// The same block, backed by huge pages of `bytes` each (hugetlb; transparent huge pages are not meant).
@@ -522,8 +535,8 @@ impl RamBlock {
         Ok(())
     }
 
-    /// The block as something whose pages can be given back to the system; none where its backing is of another kind, or where
-    /// it lies in another process.
+    /// The block, as this process has it mapped, as something whose pages can be given back to the system; none where its backing is of
+    /// another kind, or where it lies in another process.
     ///
     /// # Errors
     /// The backing is not what it was said to be.
@@ -539,6 +552,31 @@ impl RamBlock {
             Backing::Shared(file, offset) => {
                 // SAFETY: as above.
                 unsafe { Discardable::file(self.addresses(), file.as_fd(), *offset) }.map(Some)
+            }
+            Backing::Other => Ok(None),
+        }
+    }
+
+    /// As [`RamBlock::discardable`], as `guest` has it mapped, which runs the guest; none where another process does.
+    fn discardable_in(&self, guest: &Arc<dyn GuestProcess>) -> Result<Option<Discardable>, DiscardError> {
+        let memory = match &self.home {
+            Home::Process(memory) => memory,
+            Home::Here(_) => match &self.elsewhere {
+                Some(memory) => memory,
+                None => return Ok(None),
+            },
+        };
+        if !Arc::ptr_eq(memory.process(), guest.process()) {
+            return Ok(None);
+        }
+        match &self.backing {
+            Backing::Anonymous => {
+                // SAFETY: `GuestRam::open_userfault` opens the userfaultfd of this very process.
+                unsafe { Discardable::anonymous_elsewhere(guest, memory.addresses(), self.page_size) }.map(Some)
+            }
+            Backing::Shared(file, offset) => {
+                // SAFETY: as above; and by the contract of `new` no reference to what is mapped here exists.
+                unsafe { Discardable::file_elsewhere(guest, memory.addresses(), file.as_fd(), *offset) }.map(Some)
             }
             Backing::Other => Ok(None),
         }
@@ -599,6 +637,8 @@ impl RamBlock {
 #[derive(Clone, Debug)]
 pub struct GuestRam {
     blocks: Arc<[RamBlock]>,
+    /// What runs the guest, where that is another process.
+    guest: Option<Arc<dyn GuestProcess>>,
 }
 
 impl GuestRam {
@@ -632,7 +672,44 @@ impl GuestRam {
             let (_, mappings) = seen.iter().find(|(of, _)| *of == pid).expect("just put there");
             block.check_backing(mappings)?;
         }
-        Ok(Self { blocks: blocks.into() })
+        Ok(Self { blocks: blocks.into(), guest: None })
+    }
+
+    /// The same RAM, whose guest another process runs: by this, post-copy is possible with it.
+    #[must_use]
+    pub fn run_by(self, guest: Arc<dyn GuestProcess>) -> Self {
+        Self { guest: Some(guest), ..self }
+    }
+
+    /// What runs the guest, where that is another process.
+    pub fn guest(&self) -> Option<&Arc<dyn GuestProcess>> {
+        self.guest.as_ref()
+    }
+
+    /// `block`, of this RAM, as something whose missing pages can be watched where the guest runs, and whose pages can be given back; none
+    /// where its backing is of another kind.
+    ///
+    /// # Errors
+    /// The backing is not what it was said to be.
+    pub fn discardable(&self, block: &RamBlock) -> Result<Option<Discardable>, DiscardError> {
+        match &self.guest {
+            None => block.discardable(),
+            Some(guest) => block.discardable_in(guest),
+        }
+    }
+
+    /// Opens a userfaultfd for missing pages where the guest runs, for all faults, with `features`.
+    ///
+    /// # Errors
+    /// None is to be had.
+    pub fn open_userfault(&self, features: u64) -> Result<Userfault, UserfaultError> {
+        match &self.guest {
+            None => Userfault::open(Faults::All, features),
+            Some(guest) => {
+                let descriptor = guest.open_userfault().map_err(UserfaultError::NotMade)?;
+                Userfault::from_descriptor(descriptor, features)
+            }
+        }
     }
 
     /// The blocks, by number.

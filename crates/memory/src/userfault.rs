@@ -39,6 +39,9 @@ pub enum UserfaultError {
         /// What the system call answered.
         call: io::Error,
     },
+    /// None could be made in the process that guest RAM lies in.
+    #[error("no userfaultfd of the guest's process: {0}")]
+    NotMade(io::Error),
     /// The kernel has userfaultfd, but not all that is needed.
     #[error("this kernel's userfaultfd lacks {missing}; it needs Linux {since} or newer")]
     Features {
@@ -203,7 +206,7 @@ impl Userfault {
     }
 
     /// Whether the address space that it belongs to is gone: its process has ended or has replaced its program (execve).
-    pub(crate) fn is_orphaned(&self) -> bool {
+    pub fn is_orphaned(&self) -> bool {
         // Registering and its reverse answer ENOMEM then, which has other reasons too; this operation answers ESRCH. A
         // range below all mappings (`vm.mmap_min_addr`), so that nothing changes.
         let nowhere = self.write_protect(crate::PAGE_SIZE..2 * crate::PAGE_SIZE, false);

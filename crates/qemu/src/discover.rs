@@ -157,6 +157,7 @@ pub fn list(qmp: &Qmp) -> Result<Vec<ListedBlock>, DiscoverError> {
 #[derive(Debug)]
 pub struct MappedRam {
     process: Arc<TargetProcess>,
+    locked: bool,
     blocks: Vec<MappedBlock>,
 }
 
@@ -203,12 +204,17 @@ impl MappedRam {
             Ok(MappedBlock { name: block.name.clone(), used, page_size, address, backing, file })
         };
         let blocks = listed.iter().map(find).collect::<Result<_, _>>()?;
-        Ok(Self { process: process.target, blocks })
+        Ok(Self { process: process.target, locked: process.locked, blocks })
     }
 
     /// The process that they lie in.
     pub fn process(&self) -> &Arc<TargetProcess> {
         &self.process
+    }
+
+    /// Whether the process has memory locked, which then cannot be given back.
+    pub fn locked(&self) -> bool {
+        self.locked
     }
 
     /// The blocks, in the order in which they were listed.
@@ -247,6 +253,7 @@ struct Process {
     target: Arc<TargetProcess>,
     maps: Maps,
     pinned: bool,
+    locked: bool,
 }
 
 impl Process {
@@ -271,7 +278,8 @@ impl Process {
             .map_err(|error| format!("the status of process {pid} cannot be read: {error}"))?;
         // Still the process that was taken hold of: all of the above is about it, and no other that got its id.
         target.check_alive().map_err(|error| error.to_string())?;
-        Ok(Self { target: Arc::new(target), maps: Maps::parse(&text), pinned: maps::has_pinned_memory(&status) })
+        let (pinned, locked) = (maps::has_pinned_memory(&status), maps::has_locked_memory(&status));
+        Ok(Self { target: Arc::new(target), maps: Maps::parse(&text), pinned, locked })
     }
 
     /// Finds out what is mapped at a block's address.

@@ -884,6 +884,11 @@ fn memory() {
         // SAFETY: within the mapping.
         let at = unsafe { regions[region].add(page * 4096) };
         match words[0] {
+            "read" => {
+                // SAFETY: within the mapping.
+                say(&unsafe { at.read_volatile() }.to_string());
+                continue;
+            }
             // SAFETY: within the mapping.
             "write" => unsafe { at.write_volatile(at.read_volatile().wrapping_add(1)) },
             "read-into" => {

@@ -4,7 +4,9 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
-use sterna_attach::{AttachError, UserfaultOrigin, take_userfault};
+use std::time::Duration;
+
+use sterna_attach::{AttachError, Process, UserfaultOrigin, advise, share_userfault, take_userfault};
 
 use crate::target::Target;
 
@@ -12,6 +14,9 @@ pub(crate) const CASES: &[(&str, fn())] = &[
     ("writes_to_anonymous_and_shared_memory_are_seen_from_outside_and_closing_ends_it", writes_are_seen),
     ("a_descriptor_made_by_the_device_tracks_as_well", device_tracks),
     ("a_number_that_is_not_the_devices_is_refused", wrong_device),
+    ("a_copy_that_stays_in_the_process_is_closed_later_and_nothing_else_is", copy_stays),
+    ("pages_are_given_back_in_the_process_few_and_many_at_once", given_back),
+    ("advice_that_the_kernel_refuses_or_that_takes_too_long_is_told", advice_refused),
 ];
 
 const PAGE: u64 = 4096;
@@ -55,9 +60,114 @@ fn wrong_device() {
     target.finish();
 }
 
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn regions(target: &Target) -> Vec<u64> {
+    target.ready.split(' ').map(|word| u64::from_str_radix(word, 16).unwrap()).collect()
+}
+
+fn copy_stays() {
+    let mut target = Target::start(&["memory"]);
+    let before = target.descriptors();
+    let shared = share_userfault(&target.hold(), UserfaultOrigin::PrivilegedSystemCall);
+    let shared = match shared {
+        Err(AttachError::Refused { source, .. }) => {
+            return println!("skipped: userfaultfd for all faults is not to be had here: {source}");
+        }
+        shared => shared.unwrap(),
+    };
+    let added: Vec<_> = target.descriptors().into_iter().filter(|one| !before.contains(one)).collect();
+    assert!(matches!(&added[..], [(_, name)] if name == "anon_inode:[userfaultfd]"), "{added:?}");
+    let number = shared.descriptor.as_raw_fd();
+    userfault::api(number).unwrap();
+    userfault::register(number, regions(&target)[0], PAGES * PAGE).unwrap();
+    let registered = |target: &Target| target.file("smaps").contains(" uw ");
+    // The registration ends with the last descriptor, which is the copy.
+    drop(shared.descriptor);
+    assert!(registered(&target));
+    shared.copy.close().unwrap();
+    assert!(!registered(&target));
+    assert_eq!(target.descriptors(), before);
+    // What has its number by now is not touched.
+    let other = target.ask("open-device");
+    if other == added[0].0 {
+        let error = shared.copy.close().unwrap_err();
+        assert!(matches!(error, AttachError::WrongDescriptor { .. }), "{error}");
+        assert!(target.descriptors().iter().any(|(number, _)| *number == other));
+    }
+    target.finish();
+}
+
+/// Pages of the anonymous region that are there, by `/proc/PID/pagemap`.
+fn present(target: &Target) -> Vec<u64> {
+    use std::os::unix::fs::FileExt;
+    let pagemap = File::open(format!("/proc/{}/pagemap", target.pid())).unwrap();
+    let is_present = |page: &u64| {
+        let mut entry = [0; 8];
+        pagemap.read_exact_at(&mut entry, (regions(target)[0] / PAGE + page) * 8).unwrap();
+        u64::from_ne_bytes(entry) >> 63 != 0
+    };
+    (0..PAGES).filter(is_present).collect()
+}
+
+fn page_range(target: &Target, page: u64) -> std::ops::Range<u64> {
+    let start = regions(target)[0] + page * PAGE;
+    start..start + PAGE
+}
+
+fn given_back() {
+    let mut target = Target::start(&["memory"]);
+    let (descriptors, mappings) = (target.descriptors(), target.file("maps").lines().count());
+    // One by one, and by a vector.
+    for pages in [vec![3, 5], (0..PAGES).filter(|page| page % 3 != 0).collect::<Vec<_>>()] {
+        for page in 0..PAGES {
+            assert_eq!(target.ask(&format!("write 0 {page}")), "done");
+        }
+        let ranges: Vec<_> = pages.iter().map(|&page| page_range(&target, page)).collect();
+        let advised = advise(&target.hold(), &ranges, libc::MADV_DONTNEED, LIMIT).unwrap();
+        println!("  {} ranges: {advised:?}", ranges.len());
+        let left: Vec<_> = (0..PAGES).filter(|page| !pages.contains(page)).collect();
+        assert_eq!(present(&target), left);
+        for page in pages {
+            assert_eq!(target.ask(&format!("read 0 {page}")), "0");
+        }
+        assert_eq!(target.status("TracerPid"), "0");
+        assert_eq!(target.descriptors(), descriptors);
+        assert_eq!(target.file("maps").lines().count(), mappings);
+    }
+    assert_eq!(advise(&target.hold(), &[], libc::MADV_DONTNEED, LIMIT).unwrap().calls, 0);
+    target.finish();
+}
+
+fn advice_refused() {
+    let mut target = Target::start(&["memory"]);
+    let process: Process = target.hold();
+    for page in 0..20 {
+        assert_eq!(target.ask(&format!("write 0 {page}")), "done");
+    }
+    let ranges: Vec<_> = (0..20).map(|page| page_range(&target, page)).collect();
+    for few in [1, 20] {
+        let error = advise(&process, &ranges[..few], libc::MADV_DONTNEED, Duration::ZERO).unwrap_err();
+        println!("  {error}");
+        assert!(matches!(error, AttachError::Slow { done: 0, of, .. } if of == few), "{error}");
+    }
+    assert_eq!(present(&target).len(), 20);
+    // Nothing is mapped there. What comes before it is given back all the same.
+    for before in [1, 20] {
+        let some: Vec<_> = ranges[..before].iter().cloned().chain(std::iter::once(PAGE..2 * PAGE)).collect();
+        let error = advise(&process, &some, libc::MADV_DONTNEED, LIMIT).unwrap_err();
+        println!("  {error}");
+        let AttachError::Refused { source, .. } = error else { panic!("{error}") };
+        assert_eq!(source.raw_os_error(), Some(libc::ENOMEM));
+        assert_eq!(present(&target).len(), 20 - before);
+    }
+    assert_eq!(target.status("TracerPid"), "0");
+    target.finish();
+}
+
 /// Tracks both regions of the role from outside, write by write.
 fn tracks(target: &mut Target, userfault: OwnedFd) {
-    let regions: Vec<u64> = target.ready.split(' ').map(|word| u64::from_str_radix(word, 16).unwrap()).collect();
+    let regions = regions(target);
     let pagemap = File::open(format!("/proc/{}/pagemap", target.pid())).unwrap();
     let number = userfault.as_raw_fd();
     userfault::api(number).unwrap();

@@ -166,6 +166,11 @@ impl Pair {
     /// Starts both; none where the tools are missing.
     pub(crate) fn start(source: &QemuOptions, destination: &QemuOptions) -> Option<Self> {
         let scratch = tempfile::tempdir().expect("a directory for the test");
+        if source.user.or(destination.user).is_some() {
+            // For the sockets of their monitors.
+            let everyone = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+            std::fs::set_permissions(scratch.path(), everyone).expect("it is ours");
+        }
         let source = or_skip(Watched::start(source, scratch.path(), "source"))?;
         let destination = Watched::start(destination, scratch.path(), "destination").expect("a second QEMU");
         Some(Self { source, destination, scratch })

@@ -85,8 +85,8 @@ pub(super) fn run(
     let refusal = |hello: &Hello| {
         let post_copy = || {
             let reason = no_post_copy.as_ref()?;
-            let required = hello.capabilities.required.iter().any(|name| name == POST_COPY);
-            required.then(|| format!("post-copy is not possible at the destination: {reason}"))
+            Destination::wants_post_copy(hello)
+                .then(|| format!("post-copy is not possible at the destination: {reason}"))
         };
         let devices = || device_state::difference(&hello.machine, &ids);
         difference(&hello.machine.blocks, &ours).or_else(devices).or_else(post_copy)
@@ -383,6 +383,10 @@ impl Driver<'_> {
             }
             let left = |deadline: Instant| deadline.saturating_duration_since(Instant::now());
             self.tell_progress();
+            if self.runs_short() && self.target.post_copy().is_some_and(|post_copy| post_copy.guest_has_ended()) {
+                self.post_copy_says(PostCopyNews::Failed("the guest's process has ended".into()));
+                continue;
+            }
             if let Some(reason) = self.overdue() {
                 self.tell_failure(&reason);
                 actions = self.switchover.on(DestinationEvent::Failed { reason });
@@ -795,6 +799,7 @@ impl Driver<'_> {
                 self.observer.note("all of the guest's memory is here");
                 self.peer.say(&ControlMessage::PostCopyDone(figures));
             }
+            PostCopyNews::Note(text) => self.observer.note(&text),
             PostCopyNews::NoMemory(reason) => {
                 self.observer.note(&format!("the guest waits for memory of this host: {reason}"));
             }

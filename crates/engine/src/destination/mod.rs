@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sterna_memory::ram::GuestRam;
-use sterna_wire::control::Machine;
+use sterna_wire::control::{Hello, Machine};
 use sterna_wire::handshake::check_devices;
 
 use self::target::Target;
@@ -32,7 +32,7 @@ use crate::cancel::Cancel;
 use crate::device_state::load::share;
 use crate::device_state::{DeviceId, LoadDevice};
 use crate::ledger::MonitorRecord;
-use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, SEND_AGAIN};
+use crate::migration::{DELTA, DEVICE_STATE, GUEST_STATE, MigrationError, POST_COPY, SEND_AGAIN};
 use crate::report::{Observer, ReceiveReport};
 use crate::session::{Features, Greeted, UNCHECKED};
 use crate::transport::{Address, Incoming, Limits, Listener, Security};
@@ -108,6 +108,23 @@ impl Destination {
     /// What a source must have, and may have, whose migration is [taken](Destination::take) after it was greeted elsewhere.
     pub const FEATURES: Features<'static> =
         Features { offered: &[GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE], required: &[GUEST_STATE] };
+
+    /// [`Destination::FEATURES`] and post-copy, for a caller that refuses a source that [wants](Destination::wants_post_copy) it where it is not
+    /// possible.
+    pub const FEATURES_WITH_POST_COPY: Features<'static> = Features {
+        offered: &[GUEST_STATE, UNCHECKED, SEND_AGAIN, DELTA, DEVICE_STATE, POST_COPY],
+        required: Self::FEATURES.required,
+    };
+
+    /// Whether a source may have its guest go on at the destination before all of its memory is there.
+    pub fn wants_post_copy(hello: &Hello) -> bool {
+        hello.capabilities.required.iter().any(|name| name == POST_COPY)
+    }
+
+    /// Why `ram` cannot be filled after the guest has started; none if it can.
+    pub fn post_copy_refusal(ram: &GuestRam) -> Option<String> {
+        post_copy::refusal(ram)
+    }
 
     /// A destination that fills `ram`. Nobody else writes it before the guest was started, and nobody reads it before
     /// [`DestinationVmm::load`].

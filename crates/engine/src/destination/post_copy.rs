@@ -4,7 +4,8 @@
 //! vCPU ─ fault ─> fault thread ─ request ─> source        pages ─ RAM channels, post-copy channel ─> place ─> vCPU wakes
 //! ```
 //! `memory::missing` knows which pages are stale and puts them in place; here are the thread that hears of faults, the
-//! channel on which pages are asked for, and the end: when nothing is stale any more.
+//! channel on which pages are asked for, and the end: when nothing is stale any more. The guest may be of another process
+//! (`memory::guest_process`): its faults come, and its pages are filled, through a userfaultfd of that process.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,10 +15,12 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use sterna_memory::PAGE_SIZE;
+use sterna_memory::discard::DiscardError;
+use sterna_memory::guest_process::HugePageAdvice;
 use sterna_memory::missing::{Answer, MissingError, MissingPages};
 use sterna_memory::ram::{GuestRam, RamBlock};
+use sterna_memory::userfault::Userfault;
 use sterna_memory::userfault::wait::{FaultBuffer, Stop};
-use sterna_memory::userfault::{Faults, Userfault};
 use sterna_wire::control::PostCopyFigures;
 use sterna_wire::packet::{PageRequest, Run, RunKind};
 
@@ -41,6 +44,8 @@ pub(super) enum PostCopyNews {
     Failed(String),
     /// It waits for memory of this host, and why. Told once.
     NoMemory(String),
+    /// A line for people.
+    Note(String),
 }
 
 /// The requests under way and what became of those before.
@@ -63,7 +68,10 @@ enum Load {
 
 /// RAM of which pages are missing.
 pub(super) struct PostCopy {
+    ram: GuestRam,
     missing: Vec<MissingPages>,
+    /// As it was before.
+    huge_pages: HugePageAdvice,
     userfault: Arc<Userfault>,
     stop: Stop,
     /// Where pages are asked for; none while the source is lost.
@@ -79,13 +87,17 @@ pub(super) struct PostCopy {
     tell: Box<dyn Fn(PostCopyNews) + Send + Sync>,
 }
 
-/// Why `ram` cannot be filled after the guest has started; none if it can.
+/// Why `ram` cannot be filled after the guest has started; none if it can. Nothing is done in another process that runs the guest: whether
+/// a userfaultfd can be made there, its owner knows.
 pub(super) fn refusal(ram: &GuestRam) -> Option<String> {
     let features = match features(ram) {
         Ok(features) => features,
         Err(reason) => return Some(reason),
     };
-    Userfault::open(Faults::All, features).err().map(|error| error.to_string())
+    if ram.guest().is_some() {
+        return None;
+    }
+    ram.open_userfault(features).err().map(|error| error.to_string())
 }
 
 /// The userfaultfd features that the blocks' backings need.
@@ -98,7 +110,7 @@ fn features(ram: &GuestRam) -> Result<u64, String> {
                 block.page_size()
             ));
         }
-        match block.discardable() {
+        match ram.discardable(block) {
             Ok(Some(memory)) => Ok(memory.userfault_features()),
             Ok(None) => Err(format!("RAM block {name} is of a kind whose missing pages cannot be watched")),
             Err(error) => Err(format!("RAM block {name}: {error}")),
@@ -110,15 +122,27 @@ fn features(ram: &GuestRam) -> Result<u64, String> {
 impl PostCopy {
     /// Has the missing pages of `ram` watched: all that was sent so far is in place.
     pub(super) fn begin(ram: &GuestRam, tell: Box<dyn Fn(PostCopyNews) + Send + Sync>) -> Result<Arc<Self>, String> {
-        let userfault = Arc::new(Userfault::open(Faults::All, features(ram)?).map_err(|error| error.to_string())?);
+        let features = features(ram)?;
+        let process = ram.guest().map(|guest| &**guest.process());
+        let huge_pages = HugePageAdvice::of(process).map_err(|error| format!("the mappings of guest RAM: {error}"))?;
+        let userfault = Arc::new(ram.open_userfault(features).map_err(|error| error.to_string())?);
         let watch = |block: &RamBlock| {
-            let memory = block.discardable().map_err(|error| error.to_string())?.ok_or("it cannot be watched")?;
+            let failed = |error: DiscardError| format!("RAM block {}: {error}", block.name());
+            if ram.guest().is_some()
+                && let Some(own) = block.discardable().map_err(failed)?
+            {
+                // By way of this process's mapping, too, the kernel could make a huge page of what has holes by then.
+                own.forbid_huge_pages().map_err(failed)?;
+            }
+            let memory = ram.discardable(block).map_err(failed)?.ok_or("it cannot be watched")?;
             MissingPages::new(memory, Arc::clone(&userfault)).map_err(|error| error.to_string())
         };
         let missing = ram.blocks().iter().map(watch).collect::<Result<_, String>>()?;
         let stop = Stop::new().map_err(|error| format!("no eventfd: {error}"))?;
         Ok(Arc::new(Self {
+            ram: ram.clone(),
             missing,
+            huge_pages,
             userfault,
             stop,
             requests: Mutex::default(),
@@ -239,7 +263,8 @@ impl PostCopy {
 
     pub(super) fn discard(&self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
         let missing = &self.missing[usize::from(block)];
-        Ok(runs.iter().try_for_each(|run| missing.declare_stale(run.first..run.end()))?)
+        let runs: Vec<_> = runs.iter().map(|run| run.first..run.end()).collect();
+        Ok(missing.declare_all_stale(&runs)?)
     }
 
     /// Pages have come. `huge` puts together those of a huge page; it is the channel's own.
@@ -305,10 +330,33 @@ impl PostCopy {
         let ready = self.armed.load(Ordering::SeqCst) && self.missing.iter().all(|block| block.stale_count() == 0);
         if ready && !self.complete.swap(true, Ordering::SeqCst) {
             (self.tell)(match self.missing.iter().try_for_each(MissingPages::finish) {
-                Ok(()) => PostCopyNews::Complete,
+                Ok(()) => {
+                    self.leave();
+                    PostCopyNews::Complete
+                }
                 Err(error) => PostCopyNews::Failed(error.to_string()),
             });
         }
+    }
+
+    /// Nothing is watched any more: huge pages may come again, and nothing of this stays in the guest's process. Where that fails, the
+    /// guest has all of its memory all the same.
+    fn leave(&self) {
+        for block in &self.missing {
+            if let Err(error) = block.backing().restore_huge_pages(&self.huge_pages) {
+                (self.tell)(PostCopyNews::Note(format!("the guest goes on without transparent huge pages: {error}")));
+            }
+        }
+        if let Some(Err(error)) = self.ram.guest().map(|guest| guest.close_userfault()) {
+            (self.tell)(PostCopyNews::Note(format!(
+                "a userfaultfd that nothing uses stays open in the guest's process: {error}"
+            )));
+        }
+    }
+
+    /// Whether the process that runs the guest has ended, where that is another one.
+    pub(super) fn guest_has_ended(&self) -> bool {
+        self.ram.guest().is_some() && self.userfault.is_orphaned()
     }
 
     /// Pages that are still at the source.
@@ -351,7 +399,9 @@ impl PostCopy {
     /// No guest has run on this memory and none will.
     pub(super) fn release(&self) {
         for block in &self.missing {
-            if let Err(error) = block.abandon() {
+            if let Err(error) = block.abandon()
+                && !self.guest_has_ended()
+            {
                 tracing::warn!(%error, "missing pages are still watched");
             }
         }

@@ -116,6 +116,15 @@ pub fn serve() {
                     reads.push(read.unwrap());
                 }
                 "end-read" => answer = reads.pop().unwrap().end().to_string(),
+                "advise" => {
+                    let start = std::ptr::without_provenance_mut(number(1) as usize);
+                    // SAFETY: a range of memory of ours, accessed by atomics.
+                    let result = unsafe { libc::madvise(start, number(2) as usize, number(3) as i32) };
+                    answer = match result {
+                        0 => "0".into(),
+                        _ => std::io::Error::last_os_error().raw_os_error().unwrap().to_string(),
+                    };
+                }
                 "map-anew" => memory().map_anew(number(2)..number(2) + number(3)),
                 // Reads its input until that ends, and so does what replaces it.
                 "exec" => panic!("{}", Command::new("cat").stdout(Stdio::null()).exec()),
@@ -151,6 +160,7 @@ fn protected(memory: &Memory) -> usize {
 }
 
 /// The parent's side.
+#[derive(Debug)]
 pub struct Process {
     child: Child,
     input: Option<ChildStdin>,
@@ -192,7 +202,8 @@ impl Process {
         Some(process)
     }
 
-    fn answer(&mut self) -> String {
+    /// The next answer.
+    pub fn answer(&mut self) -> String {
         let answers = self.lines.by_ref().map(Result::unwrap);
         answers.into_iter().find_map(|line| line.strip_prefix(ANSWER).map(str::to_owned)).expect("the child answers")
     }

@@ -161,6 +161,11 @@ pub(super) fn mounted_huge(mountinfo: &str, major: u32, minor: u32) -> bool {
         })
 }
 
+/// Whether memory of the process is locked (mlock, `-overcommit mem-lock=on`), from `/proc/PID/status`.
+pub(super) fn has_locked_memory(status: &str) -> bool {
+    status.lines().any(|line| line.starts_with("VmLck:") && line.split_whitespace().nth(1) != Some("0"))
+}
+
 /// Whether memory of the process is locked (mlock, VFIO) or pinned (vDPA, iommufd, io_uring), from `/proc/PID/status`.
 pub(super) fn has_pinned_memory(status: &str) -> bool {
     status

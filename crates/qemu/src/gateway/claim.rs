@@ -27,7 +27,11 @@ pub(super) struct Claim {
 impl Claim {
     /// Claims the QEMU behind `qmp`; none where its process cannot be seen.
     pub(super) fn of(qmp: &Qmp) -> Result<Option<Self>, GatewayError> {
-        let Some(identity) = qemu::identity(qmp) else { return Ok(None) };
+        qemu::identity(qmp).map(Self::of_process).transpose()
+    }
+
+    /// Claims the QEMU that is this process.
+    pub(super) fn of_process(identity: ProcessIdentity) -> Result<Self, GatewayError> {
         let failed = |error: io::Error, directory: &Path| {
             let (pid, directory) = (identity.pid, directory.display());
             GatewayError(format!("QEMU (process {pid}) cannot be claimed by a lock in {directory}: {error}"))
@@ -36,7 +40,7 @@ impl Claim {
         let directory = Directory::private(&path).map_err(|error| failed(error, &path))?;
         remove_left(&directory);
         match Self::take(directory, identity).map_err(|error| failed(error, &path))? {
-            Some(claim) => Ok(Some(claim)),
+            Some(claim) => Ok(claim),
             None => Err(GatewayError(format!("another sterna is at work on this QEMU (process {})", identity.pid))),
         }
     }

@@ -101,9 +101,10 @@ pub fn receive(
     // QEMU's own stream has no place for deltas.
     let features = if options.placement == Placement::InStream { FEATURES } else { WITH_DELTAS };
     // Pages that are to go through QEMU's own stream do not go directly.
-    let takes = [(Mode::Owner, features), (Mode::Direct, Destination::FEATURES)];
+    let takes = [(Mode::Owner, features), (Mode::Direct, Destination::FEATURES_WITH_POST_COPY)];
     let takes = if options.placement == Placement::InStream { &takes[..1] } else { &takes[..] };
-    let greeting = Greeting { takes, refusal: &|hello| guest.refusal(hello) };
+    let refusal = |hello: &Hello| guest.refusal(hello).or_else(|| direct::post_copy_refusal(&qmp, hello));
+    let greeting = Greeting { takes, refusal: &refusal };
     let waiting = Waiting::start(options.wait, cancel);
     let first = greeting.first(&incoming, &waiting.cancel, |reason| observer.note(&format!("refused: {reason}")));
     let nobody = || match options.wait {

@@ -22,14 +22,14 @@ use sterna_wire::control::{ControlMessage, ControlReader, Mode};
 use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::{
     DestinationAction, DestinationEnd, DestinationEvent, DestinationGuest, DestinationState, DestinationSwitchover,
-    Moment, Record, RecordState, SourceAction, SourceAfter, SourceEnd, SourceEvent, SourceGuest, SourceState,
-    SourceSwitchover,
+    Moment, ProcessIdentity, Record, RecordState, SourceAction, SourceAfter, SourceEnd, SourceEvent, SourceGuest,
+    SourceState, SourceSwitchover,
 };
 
 use super::claim::Claim;
 use super::destination::{LINGER, QUIT_TIME};
 use super::sockets::SocketPlace;
-use super::{GatewayError, RecoverOptions, SocketDirectory, fault, qemu};
+use super::{GatewayError, RecoverOptions, SocketDirectory, direct, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
@@ -55,6 +55,7 @@ enum Event {
 /// Says why it is not settled and what to do next. It may be repeated.
 pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<String, GatewayError> {
     let record = open_record(options)?;
+    refuse_if_memory_is_missing(record.record())?;
     // What is settled needs no QEMU, which may have gone on with its life.
     let qmp = if record.record().state.settled() { None } else { qemu_of(record.record()) };
     let _claim = qmp.as_ref().map(Claim::of).transpose()?;
@@ -90,6 +91,29 @@ fn open_record(options: &RecoverOptions) -> Result<RecordFile, GatewayError> {
         }
         _ => Err(GatewayError("this host has the records of both sides: say which with --side".into())),
     }
+}
+
+/// A destination's QEMU that waits for memory which only the `receive` that died could bring: whatever the record says, no guest of it may be
+/// let run, and none can be helped.
+fn refuse_if_memory_is_missing(record: &Record) -> Result<(), GatewayError> {
+    let RecordState::Destination(state) = record.state else { return Ok(()) };
+    let may_run = matches!(state, DestinationState::Prepared | DestinationState::Committed | DestinationState::Running);
+    let waits = |qemu: &ProcessIdentity| record.mode == Mode::Direct && may_run && direct::waits_for_memory(*qemu);
+    let Some(qemu) = record.qemu.filter(waits) else { return Ok(()) };
+    // A `receive` that lives is still at it.
+    let _claim = Claim::of_process(qemu)?;
+    let next = match state {
+        DestinationState::Running => {
+            "The guest has run here, and what its source has is older: start it anew from its disks, as after a power failure"
+        }
+        _ => "Then run this again: without its QEMU this side tells the source that the guest is lost here",
+    };
+    let pid = qemu.pid;
+    Err(GatewayError(format!(
+        "part of the guest's memory had not come (post-copy) when `sterna receive` ended, and nothing can bring it now: whatever in QEMU (process {pid}) \
+         touches it waits for good; it never reads zeros in its place. The guest is lost here: end that QEMU (kill -KILL {pid}; QMP may not \
+         answer). {next}"
+    )))
 }
 
 /// The QEMU of the record: none where it has ended, or where another process answers at its socket.

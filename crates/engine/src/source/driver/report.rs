@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use sterna_memory::PAGE_SIZE;
 use sterna_wire::control::ControlMessage;
-use sterna_wire::switchover::{SourceAfter, SourceEnd};
+use sterna_wire::switchover::{SourceAfter, SourceEnd, SourceEvent, SourceGuest};
 
 use super::{CANCELLED, Driver};
 use crate::accelerator::Accelerator;
@@ -13,6 +13,10 @@ use crate::report::{Outcome, PostCopyReport, Report, between};
 use crate::send::Sent;
 use crate::session::SourceOutcome;
 use crate::transport::Security;
+
+/// What must be known where somebody let the guest run that was given away.
+const RUNS_HERE: &str =
+    "the guest was started here by somebody else although it was given to the destination: stop one of the two at once";
 
 impl Driver<'_> {
     /// What went over the data channels, those that are closed included.
@@ -53,6 +57,12 @@ impl Driver<'_> {
         self.lead.peer.say(&ControlMessage::Goodbye);
         self.lead.peer.hang_up();
         self.end_data_plane();
+        if outcome == Outcome::Completed && self.post_copy.begun().is_some() {
+            // Until now it was needed for its memory.
+            if let SourceEvent::Guest(SourceGuest::Running) = self.end_guest() {
+                self.left = Some(RUNS_HERE.to_owned());
+            }
+        }
         if let Some(Err(busy)) = self.accelerator.as_ref().map(Accelerator::retire) {
             self.observer.note(&format!("{busy}; an accelerator out of service may still read it"));
         }

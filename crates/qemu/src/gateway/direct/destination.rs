@@ -54,10 +54,10 @@ pub(in crate::gateway) fn receive(
 ) -> Result<ReceiveReport, GatewayError> {
     let identity = qemu::identity(&qmp);
     let begun = QemuDestination::begin(qmp.clone(), &greeted.machine).and_then(|vmm| {
-        let guest = ram::of_destination(&qmp, &greeted.machine.blocks).map_err(NotTaken::Begun)?;
-        Ok((vmm, guest))
+        let (guest, process) = ram::of_destination(&qmp, &greeted.machine.blocks).map_err(NotTaken::Begun)?;
+        Ok((vmm, guest, process))
     });
-    let (mut vmm, guest) = match begun {
+    let (mut vmm, guest, process) = match begun {
         Ok(begun) => begun,
         Err(why) => {
             let (NotTaken::Untouched(reason) | NotTaken::Begun(reason)) = &why;
@@ -91,6 +91,14 @@ pub(in crate::gateway) fn receive(
         .give_up_after(options.waits.total)
         .state_dir(&options.state_dir)
         .take(greeted, incoming, address, &mut vmm, cancel, &WithFaultPoints(observer));
+    let given_back = process.given_back();
+    if given_back.ranges > 0 {
+        observer.note(&format!(
+            "post-copy: QEMU's main thread was stopped for {:.1} ms, of the downtime, to discard {} ranges of memory",
+            given_back.stopped.as_secs_f64() * 1e3,
+            given_back.ranges
+        ));
+    }
     match taken {
         Ok(report) => Ok(report),
         Err(MigrationError { received: Some(report), .. }) => Ok(*report),
@@ -274,9 +282,5 @@ impl DestinationVmm for QemuDestination {
         // One that has exited, or holds part of a guest, needs nothing put back.
         self.restore.take().into_iter().for_each(Restore::keep);
         Ok(qemu::quit(&self.qmp, self.identity, QUIT_TIME)?)
-    }
-
-    fn post_copy_refusal(&self) -> Option<String> {
-        Some("a QEMU that is filled from outside cannot wait for its memory yet".into())
     }
 }

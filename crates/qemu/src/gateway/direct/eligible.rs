@@ -71,6 +71,14 @@ pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
     if cgs.is_ok_and(|object| object.as_str().is_some_and(|path| !path.is_empty())) {
         return Err("guest RAM is encrypted (confidential-guest-support)".into());
     }
+    check_nothing_pins(qmp)
+}
+
+/// What a destination must not have that is to wait for missing pages: whatever has guest RAM pinned or writes it past QEMU's page tables.
+///
+/// # Errors
+/// What it has.
+pub(super) fn check_nothing_pins(qmp: &Qmp) -> Result<(), String> {
     check_devices(&qmp.human("info qtree").map_err(|error| error.to_string())?)?;
     check_disks(&query(qmp, "query-named-block-nodes")?)?;
     check_files(qmp)

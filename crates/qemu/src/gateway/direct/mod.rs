@@ -15,12 +15,15 @@
 //! (sterna::vmm::SourceVmm::settle_io)). QEMU's `stop` drains as well, and the devices are saved before the last scan, so that what
 //! saving writes is sent too.
 //!
+//! **Post-copy** is the library's as well: `post_copy` has a userfaultfd made in the destination's QEMU, and memory given back there.
+//!
 //! `eligible` finds out whether a QEMU can be moved so, before anything of it is touched; `ram` finds its memory and tracks it; `source` and
 //! `destination` are the two monitors as the library drives them; `stream` puts together what the destination's QEMU reads; `throttle` slows
 //! the guest down where that was chosen.
 
 mod destination;
 mod eligible;
+mod post_copy;
 mod ram;
 mod source;
 mod stream;
@@ -39,6 +42,7 @@ use sterna_wire::control::Mode;
 use sterna_wire::switchover::{Moment, SourceAfter, Step};
 
 pub(super) use self::destination::receive;
+pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory};
 use self::ram::DirectRam;
 use self::source::QemuSource;
 use super::{DirectOptions, SendOptions, fault, qemu};

@@ -16,11 +16,13 @@ use sterna_memory::dirty::DirtyLog;
 use sterna_memory::dirty::punched::{PunchedLog, SharedFile};
 use sterna_memory::dirty::union::UnionLog;
 use sterna_memory::dirty::write_protect::{MappedBlock, MappedPart, WriteProtectLog};
+use sterna_memory::guest_process::GuestProcess;
 use sterna_memory::place::TargetProcess;
 use sterna_memory::ram::{self as memory, GuestRam};
 use sterna_memory::userfault::Userfault;
 use sterna_wire::control::Block;
 
+use super::post_copy::QemuProcess;
 use crate::discover::{self, Backing, FileKind, ListedBlock, MappedRam, list};
 use crate::qmp::Qmp;
 
@@ -338,12 +340,48 @@ fn refuse_unknown(mapper: &Mapper) -> Result<(), String> {
 ///
 /// # Errors
 /// A block is not there, or cannot be written from outside.
-pub(super) fn of_destination(qmp: &Qmp, wanted: &[Block]) -> Result<GuestRam, String> {
+pub(super) fn of_destination(qmp: &Qmp, wanted: &[Block]) -> Result<(GuestRam, Arc<QemuProcess>), String> {
     let mut listed = list(qmp).map_err(|error| error.to_string())?;
     let place = |name: &str| wanted.iter().position(|block| block.name == name);
     listed.retain(|block| place(&block.name).is_some());
     listed.sort_by_key(|block| place(&block.name));
-    guest_ram(&MappedRam::find(qmp, &listed)?)
+    let mapped = MappedRam::find(qmp, &listed)?;
+    let process = Arc::new(QemuProcess::new(qmp, mapped.process())?);
+    let guest = guest_ram(&mapped)?.run_by(Arc::clone(&process) as Arc<dyn GuestProcess>);
+    Ok((guest, process))
+}
+
+/// Checks that missing pages of a destination's memory are missed by way of QEMU's page tables only, where they are watched.
+///
+/// # Errors
+/// Another process has, or will have, the memory mapped, or QEMU has locked it.
+pub(super) fn check_waits(qmp: &Qmp, wanted: &[Block]) -> Result<GuestRam, String> {
+    let back_ends = back_ends(qmp, &devices(qmp)?)?;
+    if back_ends > 0 {
+        return Err(format!(
+            "QEMU gives guest RAM to {back_ends} vhost-user back ends (virtiofsd is one), which would read zeros where pages are missing"
+        ));
+    }
+    let mut listed = list(qmp).map_err(|error| error.to_string())?;
+    listed.retain(|listed| wanted.iter().any(|block| block.name == listed.name));
+    let mapped = MappedRam::find(qmp, &listed)?;
+    if mapped.locked() {
+        return Err(
+            "QEMU has its memory locked, so that none can be given back: start it without -overcommit mem-lock=on"
+                .into(),
+        );
+    }
+    let guest = guest_ram(&mapped)?;
+    let mappers = other_mappers(&files_of(&guest, &mapped), &guest, mapped.process().pid())?;
+    match mappers.first() {
+        Some(Mapper { pid, program, .. }) => Err(format!(
+            "process {pid} ({program}) has guest RAM mapped too, and would read zeros where pages are missing"
+        )),
+        None => {
+            let process = QemuProcess::new(qmp, mapped.process())?;
+            Ok(guest.run_by(Arc::new(process)))
+        }
+    }
 }
 
 fn guest_ram(mapped: &MappedRam) -> Result<GuestRam, String> {
@@ -368,7 +406,8 @@ fn guest_ram(mapped: &MappedRam) -> Result<GuestRam, String> {
                 };
                 let file = file.try_clone().map_err(|error| format!("RAM block {name}: {error}"))?;
                 let block = memory::RamBlock::of_file(name, Arc::new(file), *offset, bytes, page_size);
-                block.map_err(|error| format!("the file of RAM block {name} cannot be mapped: {error}"))?
+                let block = block.map_err(|error| format!("the file of RAM block {name} cannot be mapped: {error}"))?;
+                block.mapped_in(process, address)
             }
         })
     };

@@ -230,10 +230,6 @@ impl SourceVmm for QemuSource {
         Ok(())
     }
 
-    fn post_copy_refusal(&self) -> Option<String> {
-        Some("the memory of a QEMU that is filled from outside cannot be waited for yet: use another --on-no-convergence".into())
-    }
-
     fn has_ended(&mut self) -> bool {
         matches!(self.qmp.status(), Err(QmpError::Closed { .. })) && qemu::has_ended(self.record.process)
     }
