@@ -671,10 +671,9 @@ mod tests {
 
     #[test]
     fn the_mode_is_one_line_with_what_it_cost_the_guest_or_why_it_was_not_direct() {
-        let of = |report: Report| {
+        let of = |report: &Report| {
             let text = report.text();
-            let line = text.lines().find_map(|line| line.strip_prefix("  mode         ")).map(str::to_owned);
-            line
+            text.lines().find_map(|line| line.strip_prefix("  mode         ")).map(str::to_owned)
         };
         let direct = Report {
             mode: Some("direct".into()),
@@ -684,7 +683,7 @@ mod tests {
             ..report(Outcome::Completed)
         };
         assert_eq!(
-            of(direct).unwrap(),
+            of(&direct).unwrap(),
             "direct: write protection from outside; one thread of QEMU was stopped for 1.2 ms to begin it; disks had nothing under way \
              after at most 0.3 ms"
         );
@@ -693,8 +692,8 @@ mod tests {
             not_direct: Some("the kernel is 6.1: 6.7 is needed\n".into()),
             ..report(Outcome::Completed)
         };
-        assert_eq!(of(stream).unwrap(), "stream; not direct: the kernel is 6.1: 6.7 is needed ");
-        assert_eq!(of(report(Outcome::Completed)), None, "a monitor that embeds the library has no such modes");
+        assert_eq!(of(&stream).unwrap(), "stream; not direct: the kernel is 6.1: 6.7 is needed ");
+        assert_eq!(of(&report(Outcome::Completed)), None, "a monitor that embeds the library has no such modes");
     }
 
     #[test]

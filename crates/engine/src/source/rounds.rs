@@ -122,7 +122,7 @@ impl Ended {
     }
 }
 
-fn log_failed(error: DirtyLogError) -> Ended {
+fn log_failed(error: &DirtyLogError) -> Ended {
     Ended::Failed(format!("the dirty log failed: {error}"))
 }
 
@@ -351,7 +351,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         for (number, (block, pending)) in self.ram.blocks().iter().zip(pending).enumerate() {
             block.populated(&mut map, |run| pending.set(run)).map_err(Ended::failed)?;
             // What is given back from here on is known to have been there.
-            self.log.found_populated(number, pending).map_err(log_failed)?;
+            self.log.found_populated(number, pending).map_err(|error| log_failed(&error))?;
         }
         Ok(())
     }
@@ -446,7 +446,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         let doubts = self.doubts();
         let mut found = 0;
         for (number, (pending, named)) in pending.iter_mut().zip(&mut self.looks.named).enumerate() {
-            self.log.collect(number, named).map_err(log_failed)?;
+            self.log.collect(number, named).map_err(|error| log_failed(&error))?;
             self.looks.logged += named.count();
             pending.merge_words(0, named.words());
             found += pending.count();

@@ -124,7 +124,7 @@ pub fn receive(
     }
     drop(waiting);
     if greeted.mode == Mode::Direct {
-        return direct::receive(greeted, options, &listens_at, qmp, incoming, cancel, observer);
+        return direct::receive(greeted, options, &listens_at, &qmp, incoming, cancel, observer);
     }
     observer.note(&format!("migration {} from {}", greeted.session.id, greeted.peer));
     if options.prefault {

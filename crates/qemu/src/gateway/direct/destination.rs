@@ -47,14 +47,14 @@ pub(in crate::gateway) fn receive(
     mut greeted: Greeted,
     options: &ReceiveOptions,
     address: &Address,
-    qmp: Qmp,
+    qmp: &Qmp,
     incoming: Incoming,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let identity = qemu::identity(&qmp);
+    let identity = qemu::identity(qmp);
     let begun = QemuDestination::begin(qmp.clone(), &greeted.machine).and_then(|vmm| {
-        let (guest, process) = ram::of_destination(&qmp, &greeted.machine.blocks).map_err(NotTaken::Begun)?;
+        let (guest, process) = ram::of_destination(qmp, &greeted.machine.blocks).map_err(NotTaken::Begun)?;
         Ok((vmm, guest, process))
     });
     let (mut vmm, guest, process) = match begun {
@@ -65,7 +65,7 @@ pub(in crate::gateway) fn receive(
             let _ = say(&mut greeted.writer, &ControlMessage::Refused { reason: reason.clone() });
             let left = match &why {
                 NotTaken::Untouched(_) => "its QEMU was not touched".to_owned(),
-                NotTaken::Begun(_) => match qemu::quit(&qmp, identity, QUIT_TIME) {
+                NotTaken::Begun(_) => match qemu::quit(qmp, identity, QUIT_TIME) {
                     Ok(()) => "its QEMU was ended".to_owned(),
                     Err(error) => format!("its QEMU could not be ended: {error}"),
                 },
