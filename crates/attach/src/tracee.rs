@@ -472,7 +472,8 @@ impl Tracee {
 
     /// What a failed request means. `ESRCH` from a thread that stood in a stop: it was killed.
     fn lost(&self, error: io::Error, what: &'static str) -> AttachError {
-        if error.raw_os_error() == Some(libc::ESRCH) {
+        // The files of a process that has ended are no more, and of one that is ending they are no process's.
+        if matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT)) {
             self.gone(what)
         } else {
             AttachError::Io { pid: self.tid, what, source: error }

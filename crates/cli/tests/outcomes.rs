@@ -85,8 +85,8 @@ fn holds_migration(source: &Watched) -> bool {
 }
 
 /// Does to the source's QEMU what a `send` does that is killed while QEMU opens its sockets, several times unless QEMU does
-/// not clean up after one. Returns whether it did not.
-fn broken_off(pair: &Pair) -> bool {
+/// not clean up after one. Returns whether it did not; none where it crashed over one, as QEMU 7.2 may.
+fn broken_off(pair: &Pair) -> Option<bool> {
     let monitor = &pair.source.monitor;
     let on = |name: &str| json!({ "capability": name, "state": true });
     let settings = json!({ "capabilities": [on("multifd"), on("return-path"), on("events")] });
@@ -98,16 +98,20 @@ fn broken_off(pair: &Pair) -> bool {
         let main = listener.accept().unwrap();
         // The moment counts: the next connection must be on its way.
         for _ in 0..attempt % 5 {
-            monitor.query_migrate().unwrap();
+            monitor.query_migrate().ok()?;
         }
         drop((listener, main));
-        let over = || ["failed", "cancelled"].contains(&pair.source.migration_status().unwrap().as_str());
+        let over = || {
+            let status = pair.source.migration_status();
+            status.is_none_or(|status| ["failed", "cancelled"].contains(&status.as_str()))
+        };
         assert!(eventually(LONG, over), "{:?}", pair.source.migration_status());
+        pair.source.migration_status()?;
         if !eventually(Duration::from_secs(2), || !holds_migration(&pair.source)) {
-            return true;
+            return Some(true);
         }
     }
-    false
+    Some(false)
 }
 
 #[test]
@@ -117,7 +121,11 @@ fn a_qemu_that_holds_on_to_a_broken_off_migration_is_found_before_a_destination_
         let mut migration = Migration::start(pair, &[], Some("source.before-start-migration:crash"), None);
         migration.wait_crash(Side::Source).unwrap();
         migration.receiver.take().unwrap().finish();
-        let held = broken_off(&migration.pair);
+        let Some(held) = broken_off(&migration.pair) else {
+            assert_eq!(version, QemuVersion::V7_2, "QEMU {version} crashed over a migration that was broken off");
+            eprintln!("skipped: QEMU 7.2 crashed over a migration that was broken off");
+            continue;
+        };
         println!("QEMU {version}: {}", if held { "holds on to it" } else { "cleans up" });
         if version == QemuVersion::V7_2 && !held {
             eprintln!("skipped: QEMU 7.2 cleaned up after each of the migrations that were broken off");
