@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
-use serde_json::json;
+use serde_json::{Value, json};
 use sterna_attach::{Process, UserfaultOrigin, take_userfault};
 use sterna_lab::ram::Ram;
 use sterna_lab::{Backend, Guest, MemoryGroup, Qemu, QemuOptions, QemuVersion, or_skip};
@@ -190,26 +190,32 @@ fn another_machine_type_and_other_memory_are_refused_while_the_guest_runs() {
     }
 }
 
-#[test]
-fn memory_that_is_plugged_in_during_the_move_ends_it_and_the_guest_runs_on() {
-    let mut options = boot_sector();
-    // QEMU merges it with the one that says how much there is.
-    options.extra.extend(["-m".into(), "slots=2,maxmem=1G".into()]);
-    let Some(pair) = pair(&options, &options.incoming()) else { return };
+/// Moves a guest and executes `commands` at its source meanwhile: the move ends by `reason`, and the guest runs on.
+fn plugged_in(options: &QemuOptions, commands: &[(&str, Value)], reason: &str) {
+    let Some(pair) = pair(options, &options.incoming()) else { return };
     // All of memory fits the downtime, so that the guest is stopped after the first round, which takes more than a second.
     let words = ["--bandwidth", "80MB/s", "--method", "none"];
     let mut migration = Migration::start_by("direct", pair, &words, None, None);
     let sender = migration.sender.take().unwrap();
     sender.wait_for("placement: ");
-    let plugged = json!({ "qom-type": "memory-backend-ram", "id": "plugged", "size": 256 << 20 });
-    migration.pair.source.monitor.execute("object-add", plugged).unwrap();
-    let plugged = json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "plugged" });
-    migration.pair.source.monitor.execute("device_add", plugged).unwrap();
+    for (command, arguments) in commands {
+        migration.pair.source.monitor.execute(command, arguments.clone()).unwrap();
+    }
     assert_eq!(sender.finish().0.code(), FAILED);
-    let reason = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
-    assert!(reason.contains("memory was plugged in or out"), "{reason}");
+    let told = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
+    assert!(told.contains(reason), "{told}");
     migration.receiver.take().unwrap().finish();
     assert_eq!(migration.exactly_one(), Ok(Side::Source));
+}
+
+#[test]
+fn memory_that_is_plugged_in_during_the_move_ends_it_and_the_guest_runs_on() {
+    let mut options = boot_sector();
+    // QEMU merges it with the one that says how much there is.
+    options.extra.extend(["-m".into(), "slots=2,maxmem=1G".into()]);
+    let backend = json!({ "qom-type": "memory-backend-ram", "id": "plugged", "size": 256 << 20 });
+    let module = json!({ "driver": "pc-dimm", "id": "dimm", "memdev": "plugged" });
+    plugged_in(&options, &[("object-add", backend), ("device_add", module)], "memory was plugged in or out");
 }
 
 #[test]
@@ -576,19 +582,8 @@ fn devices_whose_state_does_not_load_leave_the_guest_at_the_source() {
 fn a_device_that_is_plugged_in_during_the_move_ends_it_and_the_guest_runs_on() {
     let mut options = boot_sector();
     options.extra.extend(["-device".into(), "pcie-root-port,id=root".into()]);
-    let Some(pair) = pair(&options, &options.incoming()) else { return };
-    // All of memory fits the downtime, so that the guest is stopped after the first round, which takes more than a second.
-    let words = ["--bandwidth", "80MB/s", "--method", "none"];
-    let mut migration = Migration::start_by("direct", pair, &words, None, None);
-    let sender = migration.sender.take().unwrap();
-    sender.wait_for("placement: ");
-    let plugged = json!({ "driver": "virtio-rng-pci", "id": "plugged", "bus": "root" });
-    migration.pair.source.monitor.execute("device_add", plugged).unwrap();
-    assert_eq!(sender.finish().0.code(), FAILED);
-    let reason = report(&migration.pair.report())["reason"].as_str().unwrap().to_owned();
-    assert!(reason.contains("a device was plugged in or out"), "{reason}");
-    migration.receiver.take().unwrap().finish();
-    assert_eq!(migration.exactly_one(), Ok(Side::Source));
+    let device = json!({ "driver": "virtio-rng-pci", "id": "plugged", "bus": "root" });
+    plugged_in(&options, &[("device_add", device)], "a device was plugged in or out");
 }
 
 #[test]

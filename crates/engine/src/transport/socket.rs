@@ -219,8 +219,8 @@ impl Socket {
     }
 
     /// Reads what there is; `TimedOut` or `WouldBlock` after waiting for too long. `coming`: at least so many bytes are surely still to
-    /// come, so that with [`Wait::Timeout`] a reader sleeps until many of them are there: else it is woken for every segment, which on
-    /// virtual CPUs costs both sides a quarter of their time for TCP.
+    /// come, so that with [`Wait::Timeout`] a reader sleeps until many of them are there: else it is woken for nearly every segment, which
+    /// costs both sides CPU time, most on virtual CPUs.
     pub(super) fn read(&self, mut into: RawPiece<'_>, wait: Wait, coming: usize) -> io::Result<usize> {
         let fd = match self.way() {
             Way::Kernel(fd) => fd,
@@ -239,16 +239,22 @@ impl Socket {
         match (wait, &self.kind) {
             (Wait::Timeout, Kind::Tcp(stream)) if coming >= WORTH_WAITING_FOR => {
                 // A read that waits by itself would wait for so many bytes behind those that it has taken already.
-                match receive(fd, into.reborrow(), libc::MSG_DONTWAIT) {
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    read => return read,
+                let mut take = || match receive(fd, into.reborrow(), libc::MSG_DONTWAIT) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+                    read => Some(read),
+                };
+                if let Some(read) = take() {
+                    return read;
                 }
                 self.wake_at(coming.min(WOKEN_FOR));
                 let deadline = stream.read_timeout()?.map(|timeout| Instant::now() + timeout);
-                return match wait_readable(fd, deadline) {
-                    // Fewer bytes have come: the peer is slow, not silent.
-                    Ok(()) | Err(_) => receive(fd, into, libc::MSG_DONTWAIT),
-                };
+                while wait_readable(fd, deadline).is_ok() {
+                    if let Some(read) = take() {
+                        return read;
+                    }
+                }
+                // Fewer bytes may have come: then the peer is slow, not silent.
+                return take().unwrap_or_else(|| Err(io::ErrorKind::TimedOut.into()));
             }
             (Wait::Timeout, _) => self.wake_at(1),
             (Wait::Forever, _) => {

@@ -26,7 +26,7 @@
 //! ```
 
 mod faults;
-mod random;
+pub(super) mod random;
 mod wire;
 
 use std::collections::{HashMap, VecDeque};

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use sterna_wire::header::{ChannelReply, MAGIC};
 
 use super::*;
+use crate::transport::simulated::random::Seeded;
 
 // ---- Both halves -----------------------------------------------------------------------------------------------------
 
@@ -399,17 +400,17 @@ fn stopping_a_listener_wakes_whoever_waits_for_it_and_frees_the_address() {
 
 #[test]
 fn a_reader_that_is_woken_for_many_bytes_never_waits_for_more_than_come() {
-    let mut random = Random(seed());
+    let mut random = Seeded::new(seed(), 0);
     for way in ways() {
         let ((mut writer, _back), (_forth, mut reader)) = channel(&way);
         let content = pattern(6 << 20, 3);
         thread::scope(|scope| {
             // It stays open, so that nothing but the bytes themselves wakes the reader.
-            let (mut left, mut cuts) = (&content[..], Random(random.next()));
+            let (mut left, mut cuts) = (&content[..], Seeded::new(random.next(), 1));
             let writer = &mut writer;
             scope.spawn(move || {
                 while !left.is_empty() {
-                    let (piece, rest) = left.split_at(cuts.below(300_000).min(left.len()));
+                    let (piece, rest) = left.split_at(cuts.piece(300_000).min(left.len()));
                     writer.write_all(piece).unwrap();
                     left = rest;
                 }
@@ -417,9 +418,9 @@ fn a_reader_that_is_woken_for_many_bytes_never_waits_for_more_than_come() {
             let (mut arrived, mut have) = (vec![0; content.len()], 0);
             let begun = Instant::now();
             while have < arrived.len() {
-                let piece = random.below(700_000).min(arrived.len() - have);
-                match random.below(3) {
-                    1 => have += reader.read(&mut arrived[have..][..piece]).unwrap(),
+                let piece = random.piece(700_000).min(arrived.len() - have);
+                match random.of(&(0..3)) {
+                    0 => have += reader.read(&mut arrived[have..][..piece]).unwrap(),
                     _ => {
                         reader.read_exact(&mut arrived[have..][..piece]).unwrap();
                         have += piece;
@@ -444,22 +445,5 @@ fn a_peer_that_is_slow_is_heard_and_one_that_is_silent_is_lost() {
         let error = reader.read_exact(&mut vec![0; 300_000]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{:?}: {error}", way.kind);
         assert!(reader.bytes_read() - before >= 200_000, "{:?}: what had come was not taken", way.kind);
-    }
-}
-
-/// A small generator of numbers (SplitMix64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// From 1 up to `most`.
-    fn below(&mut self, most: usize) -> usize {
-        1 + (self.next() % most as u64) as usize
     }
 }
