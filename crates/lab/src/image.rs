@@ -105,10 +105,11 @@ impl Disk {
         Disk { path: path.to_owned(), cache: Cache::None, aio: Aio::Threads, iothread: false, held: None }
     }
 
-    /// A disk on the image that `held` serves.
+    /// A disk on the image that `held` serves, by Linux AIO. With [`Aio::Threads`] a held read can keep the one behind it from the disk:
+    /// QEMU starts a thread for a request only if none is idle, and a thread counts as idle until it runs (`util/thread-pool.c`).
     #[must_use]
     pub fn on(held: &HeldDisk) -> Disk {
-        Disk { held: Some(held.clone()), ..Disk::new(held.path()) }
+        Disk { held: Some(held.clone()), aio: Aio::Native, ..Disk::new(held.path()) }
     }
 
     /// The words that give a QEMU this disk as its disk `number`.

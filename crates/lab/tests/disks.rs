@@ -27,7 +27,11 @@ const IMAGE: u64 = 16 * MIB;
 
 /// A machine with these disks, of which each gets two threads.
 fn machine(disks: Vec<Disk>) -> QemuOptions {
-    let load = DiskLoad { buffers: 16 * MIB, threads: 2, rate: 16 * MIB };
+    machine_with_threads(2, disks)
+}
+
+fn machine_with_threads(threads: u64, disks: Vec<Disk>) -> QemuOptions {
+    let load = DiskLoad { buffers: 16 * MIB, threads, rate: 16 * MIB };
     let guest = LinuxGuest {
         fill: Fill::Mixed,
         memory: Some(32 * MIB),
@@ -252,17 +256,18 @@ fn no_write_protection_sees_what_a_held_read_brings() {
 
 #[test]
 fn a_guest_waits_for_the_reads_that_its_disk_holds_and_goes_on() {
-    for (aio, iothread) in [(Aio::Threads, false), (Aio::Native, true)] {
+    // One thread where a held read may keep another one from the disk.
+    for (aio, iothread, threads) in [(Aio::Threads, false, 1), (Aio::Native, true, 2)] {
         let image = DiskImage::new(0, IMAGE).expect("an image");
         let Some(held) = or_skip(HeldDisk::serve(&image.path())) else { return };
-        let machine = machine(vec![Disk { aio, iothread, ..Disk::on(&held) }]);
+        let machine = machine_with_threads(threads, vec![Disk { aio, iothread, ..Disk::on(&held) }]);
         let Some(qemu) = or_skip(Qemu::start(&machine)) else { return };
         let guest = qemu.guest();
         guest.wait_ready(LONG).expect("the guest boots");
         guest.wait_disks("some reads", LONG, |done| done.reads > 20).expect("a line");
         held.hold_all();
-        held.wait_held(2, LONG).expect("both threads read");
-        let stuck = guest.wait_disks("two threads in a read", LONG, |done| done.in_flight == 2).expect("a line");
+        held.wait_held(threads as usize, LONG).expect("all threads read");
+        let stuck = guest.wait_disks("all threads in a read", LONG, |done| done.in_flight == threads).expect("a line");
         // The guest lives; its disk does nothing.
         let tick = guest.last_tick().expect("a tick").number;
         guest.wait_tick_after(tick + 3, LONG).expect("the guest counts");
@@ -272,9 +277,9 @@ fn a_guest_waits_for_the_reads_that_its_disk_holds_and_goes_on() {
         guest.pause_disks().expect("sent");
         guest.wait_tick_after(tick + 5, LONG).expect("the guest counts");
         held.stop_holding();
-        assert!(held.release_all() >= 2);
-        let ended = guest.wait_disks("end of both reads", LONG, |done| done.in_flight == 0).expect("a line");
-        assert_eq!((ended.reads, ended.writes, ended.bad), (stuck.reads + 2, stuck.writes, 0), "{aio:?}");
+        assert!(held.release_all() >= threads as usize);
+        let ended = guest.wait_disks("end of all reads", LONG, |done| done.in_flight == 0).expect("a line");
+        assert_eq!((ended.reads, ended.writes, ended.bad), (stuck.reads + threads, stuck.writes, 0), "{aio:?}");
         guest.resume_disks().expect("sent");
         guest.wait_disks("more reads", LONG, |done| done.reads > ended.reads + 20).expect("a line");
         assert_eq!(guest.check_disks(LONG).expect("an answer").bad, 0);
