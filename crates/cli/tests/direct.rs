@@ -373,13 +373,20 @@ fn by_setpriv(words: &[&str], command: &Command) -> Command {
     other
 }
 
+/// Runs a program without the right to trace; none where this user cannot.
+fn without_tracing() -> Option<[&'static str; 4]> {
+    let words = ["--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace"];
+    if !Command::new("setpriv").args(words).arg("true").status().is_ok_and(|status| status.success()) {
+        eprintln!("skipped: this user has no CAP_SYS_PTRACE to run without");
+        return None;
+    }
+    Some(words)
+}
+
 #[test]
 fn a_sterna_without_the_right_to_trace_is_refused_and_auto_takes_the_stream() {
     let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
-    let words = ["--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace"];
-    if !Command::new("setpriv").args(words).arg("true").status().is_ok_and(|status| status.success()) {
-        return eprintln!("skipped: this user has no CAP_SYS_PTRACE to run without");
-    }
+    let Some(words) = without_tracing() else { return };
     let receiver = receiver(&pair, &[]);
     let send = |mode: &str| {
         let (qmp, state, json) = (pair.source.qemu.qmp_path(), pair.source_state(), pair.report());
@@ -388,6 +395,23 @@ fn a_sterna_without_the_right_to_trace_is_refused_and_auto_takes_the_stream() {
         let (status, lines) = Sterna::start("send", &mut by_setpriv(&words, &command)).finish_with_lines();
         (status.code(), lines)
     };
+    refused_and_streamed(&pair, send, "CAP_SYS_PTRACE");
+    settled(pair, receiver);
+}
+
+#[test]
+fn a_destination_that_cannot_reach_its_qemus_memory_refuses_and_takes_the_stream_of_auto() {
+    let Some(pair) = pair(&boot_sector(), &boot_sector().incoming()) else { return };
+    let Some(words) = without_tracing() else { return };
+    let before = pair.destination.migration_settings();
+    let mut command = receive(pair.destination.qemu.qmp_path(), &pair.destination_state());
+    let receiver = Sterna::start("receive", &mut by_setpriv(&words, command.arg("--insecure")));
+    let send = |mode: &str| sent(&pair, mode, &receiver);
+    let (code, lines) = send("direct");
+    assert_eq!(code, FAILED, "{lines:?}");
+    receiver.wait_for("refused: ");
+    assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
+    assert_eq!(pair.destination.migration_settings(), before);
     refused_and_streamed(&pair, send, "CAP_SYS_PTRACE");
     settled(pair, receiver);
 }
@@ -649,19 +673,14 @@ fn a_destinations_qemu_that_has_begun_nothing_is_left_as_it_was() {
     assert_eq!(code, FAILED, "{lines:?}");
     let told = lines.iter().find(|line| line.starts_with("sterna: ")).expect("one line says why");
     assert!(told.contains("descriptor"), "{told}");
-    let (status, lines) = waiting.finish_with_lines();
-    assert_eq!(status.code(), FAILED);
-    assert!(lines.iter().any(|line| line.contains("its QEMU was not touched")), "{lines:?}");
+    waiting.wait_for("this QEMU was not touched");
     prlimit(qemu, Resource::Nofile, limit).unwrap();
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
     assert_eq!(pair.destination.migration_settings(), before);
 
-    let receiver = receiver(&pair, &[]);
-    let (code, lines) = sent(&pair, "direct", &receiver);
+    let (code, lines) = sent(&pair, "direct", &waiting);
     assert_eq!(code, Some(0), "{lines:?}");
-    assert!(receiver.finish().0.success());
-    let migration = Migration { pair, sender: None, receiver: None };
-    assert_eq!(migration.exactly_one(), Ok(Side::Destination));
+    settled(pair, waiting);
 }
 
 #[test]

@@ -106,7 +106,6 @@ pub fn receive(
     let refusal = |hello: &Hello| guest.refusal(hello).or_else(|| direct::post_copy_refusal(&qmp, hello));
     let greeting = Greeting { takes, refusal: &refusal };
     let waiting = Waiting::start(options.wait, cancel);
-    let first = greeting.first(&incoming, &waiting.cancel, |reason| observer.note(&format!("refused: {reason}")));
     let nobody = || match options.wait {
         Some(wait) if !cancel.is_cancelled() => {
             let seconds = wait.as_secs_f64();
@@ -114,17 +113,41 @@ pub fn receive(
         }
         _ => GatewayError("cancelled before a migration began; QEMU was not touched".into()),
     };
-    let mut greeted = first.ok_or_else(nobody)?;
-    if waiting.cancel.is_cancelled() {
-        // The listener has ended with the wait: a source that is lost could not come back.
-        let error = nobody();
+    let identity = qemu::identity(&qmp);
+    let note_refused = |reason: &str| observer.note(&format!("refused: {reason}"));
+    let (greeted, directly) = loop {
+        let mut greeted = greeting.first(&incoming, &waiting.cancel, note_refused).ok_or_else(nobody)?;
         // The source may be gone; then nobody misses the answer.
-        let _ = say(&mut greeted.writer, &ControlMessage::Refused { reason: error.0.clone() });
-        return Err(error);
-    }
+        let mut refuse = |reason: String| drop(say(&mut greeted.writer, &ControlMessage::Refused { reason }));
+        if waiting.cancel.is_cancelled() {
+            // The listener has ended with the wait: a source that is lost could not come back.
+            let error = nobody();
+            refuse(error.0.clone());
+            return Err(error);
+        }
+        if greeted.mode != Mode::Direct {
+            break (greeted, None);
+        }
+        match direct::prepare_destination(&qmp, &greeted.machine) {
+            Ok(ready) => break (greeted, Some(ready)),
+            // The source may come again, by QEMU's own stream.
+            Err(direct::NotTaken::Untouched(reason)) => {
+                note_refused(&format!("{}: {reason}; this QEMU was not touched", greeted.peer));
+                refuse(reason);
+            }
+            Err(direct::NotTaken::Begun(reason)) => {
+                refuse(reason.clone());
+                let left = match qemu::quit(&qmp, identity, QUIT_TIME) {
+                    Ok(()) => "its QEMU was ended".to_owned(),
+                    Err(error) => format!("its QEMU could not be ended: {error}"),
+                };
+                return Err(GatewayError(format!("this QEMU cannot take the guest: {reason} ({left})")));
+            }
+        }
+    };
     drop(waiting);
-    if greeted.mode == Mode::Direct {
-        return direct::receive(greeted, options, &listens_at, &qmp, incoming, cancel, observer);
+    if let Some(ready) = directly {
+        return direct::receive(ready, greeted, options, &listens_at, incoming, cancel, observer);
     }
     observer.note(&format!("migration {} from {}", greeted.session.id, greeted.peer));
     if options.prefault {

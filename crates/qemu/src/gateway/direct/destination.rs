@@ -3,11 +3,11 @@
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use sterna::cancel::Cancel;
-use sterna::control_link::say;
 use sterna::destination::Destination;
 use sterna::migration::MigrationError;
 use sterna::report::{Observer, ReceiveReport};
@@ -15,11 +15,13 @@ use sterna::session::Greeted;
 use sterna::source::MonitorRecord;
 use sterna::transport::{Address, Incoming};
 use sterna::vmm::{DestinationVmm, VmmError};
-use sterna_wire::control::{ControlMessage, Machine, Mode};
+use sterna_memory::ram::GuestRam;
+use sterna_wire::control::{Machine, Mode};
 use sterna_wire::limits::SILENCE_LIMIT;
 use sterna_wire::switchover::{ProcessIdentity, SourceAfter};
 use sterna_wire::text::cleaned;
 
+use super::post_copy::QemuProcess;
 use super::stream::{self, BlockLength, PING_VALUE};
 use super::{WithFaultPoints, ram};
 use crate::gateway::destination::{QUIT_TIME, RETURN_TIME};
@@ -39,45 +41,53 @@ const LOOK_PAUSE: Duration = Duration::from_millis(1);
 /// What QEMU knows its end of the stream by.
 const DESCRIPTOR: &str = "sterna-incoming";
 
+/// A destination QEMU that has read the beginning of its stream, and its memory.
+pub(in crate::gateway) struct Ready {
+    vmm: QemuDestination,
+    guest: GuestRam,
+    process: Arc<QemuProcess>,
+}
+
+/// Why a destination QEMU does not take a guest, and what the QEMU is good for afterwards.
+pub(in crate::gateway) enum NotTaken {
+    /// No stream was begun: the QEMU is as it was, and can take another guest.
+    Untouched(String),
+    /// The QEMU may have read the beginning of a stream, and takes no other one.
+    Begun(String),
+}
+
+/// Has QEMU begun to take the guest of a source that is to be moved directly.
+///
+/// # Errors
+/// QEMU or its memory does not take it: the reason, and what the QEMU is good for.
+pub(in crate::gateway) fn prepare(qmp: &Qmp, machine: &Machine) -> Result<Ready, NotTaken> {
+    // Before QEMU begins anything: most of what speaks against its memory shows now.
+    ram::of_destination(qmp, &machine.blocks).map_err(NotTaken::Untouched)?;
+    let vmm = QemuDestination::begin(qmp.clone(), machine)?;
+    // The blocks have the source's lengths only now.
+    let (guest, process) = ram::of_destination(qmp, &machine.blocks).map_err(NotTaken::Begun)?;
+    Ok(Ready { vmm, guest, process })
+}
+
 /// Takes the migration of a source that moves its guest directly.
 ///
 /// # Errors
 /// Only for what is found before the migration was accepted; every other end is told by the report.
 pub(in crate::gateway) fn receive(
-    mut greeted: Greeted,
+    ready: Ready,
+    greeted: Greeted,
     options: &ReceiveOptions,
     address: &Address,
-    qmp: &Qmp,
     incoming: Incoming,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<ReceiveReport, GatewayError> {
-    let identity = qemu::identity(qmp);
-    let begun = QemuDestination::begin(qmp.clone(), &greeted.machine).and_then(|vmm| {
-        let (guest, process) = ram::of_destination(qmp, &greeted.machine.blocks).map_err(NotTaken::Begun)?;
-        Ok((vmm, guest, process))
-    });
-    let (mut vmm, guest, process) = match begun {
-        Ok(begun) => begun,
-        Err(why) => {
-            let (NotTaken::Untouched(reason) | NotTaken::Begun(reason)) = &why;
-            // The source may be gone; then nobody misses the answer.
-            let _ = say(&mut greeted.writer, &ControlMessage::Refused { reason: reason.clone() });
-            let left = match &why {
-                NotTaken::Untouched(_) => "its QEMU was not touched".to_owned(),
-                NotTaken::Begun(_) => match qemu::quit(qmp, identity, QUIT_TIME) {
-                    Ok(()) => "its QEMU was ended".to_owned(),
-                    Err(error) => format!("its QEMU could not be ended: {error}"),
-                },
-            };
-            return Err(GatewayError(format!("this QEMU cannot take the guest: {reason} ({left})")));
-        }
-    };
+    let Ready { mut vmm, guest, process } = ready;
     let socket = std::path::absolute(&options.qmp).unwrap_or_else(|_| options.qmp.clone());
     let record = MonitorRecord {
         mode: Mode::Direct,
         qmp: socket.display().to_string(),
-        process: identity,
+        process: vmm.identity,
         source_after: SourceAfter::Keep,
         settings_before: vmm.settings_before.take(),
     };
@@ -104,14 +114,6 @@ pub(in crate::gateway) fn receive(
         Err(MigrationError { received: Some(report), .. }) => Ok(*report),
         Err(error) => Err(GatewayError(error.to_string())),
     }
-}
-
-/// Why a destination QEMU does not take a guest, and what the QEMU is good for afterwards.
-enum NotTaken {
-    /// No stream was begun: the QEMU is as it was, and can take another guest.
-    Untouched(String),
-    /// The QEMU may have read the beginning of a stream, and takes no other one.
-    Begun(String),
 }
 
 /// A destination QEMU that waits for the state of its devices.

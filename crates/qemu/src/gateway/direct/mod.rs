@@ -41,7 +41,7 @@ use sterna_offload::{Accelerators, LEDGERS, Offload, Settings, Shares, StartErro
 use sterna_wire::control::Mode;
 use sterna_wire::switchover::{Moment, SourceAfter, Step};
 
-pub(super) use self::destination::receive;
+pub(super) use self::destination::{NotTaken, prepare as prepare_destination, receive};
 pub(super) use self::post_copy::{refusal as post_copy_refusal, waits_for_memory};
 use self::ram::DirectRam;
 use self::source::QemuSource;
