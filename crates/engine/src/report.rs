@@ -291,6 +291,14 @@ impl Report {
                 reason.as_deref().unwrap_or("no reason given"),
                 self.id
             ),
+            // The destination has the guest, but not all of its memory: no copy of it can go on.
+            (Outcome::Lost, reason) if self.post_copy.is_some() => format!(
+                "migration {}: the guest is lost: {}; it was at {} by post-copy, without the memory that was not sent: end \
+                 what is left of it on both hosts, and start it anew",
+                self.id,
+                reason.as_deref().unwrap_or("its memory is gone"),
+                self.destination
+            ),
             (Outcome::Lost, reason) => format!(
                 "migration {}: the guest is lost: {}; if the destination stands prepared, `sterna recover {} \
                  --fenced-peer` there brings it back",
@@ -715,6 +723,14 @@ mod tests {
             assert!(!text.lines().any(|line| line.starts_with("migration completed")), "{text}");
         }
         assert_eq!(forged.text().lines().count(), plain + 3, "one line for each placement and choice");
+    }
+
+    #[test]
+    fn a_guest_that_lacks_memory_at_the_destination_is_not_said_to_be_brought_back() {
+        let lost = report(Outcome::Lost);
+        assert!(lost.text().contains("--fenced-peer"), "{}", lost.text());
+        let text = Report { post_copy: Some(PostCopyReport::default()), ..lost }.text();
+        assert!(text.contains("without the memory that was not sent") && !text.contains("--fenced-peer"), "{text}");
     }
 
     #[test]
