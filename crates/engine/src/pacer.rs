@@ -58,6 +58,17 @@ impl Pacer {
         let _ = self.lock().take(self.started.elapsed(), bytes as u64);
     }
 
+    /// How long the network will be busy with what has been given to it, and the time that can be made up for besides; none without a limit.
+    pub fn left(&self) -> Option<Duration> {
+        let line = self.lock();
+        line.rate.map(|rate| line.left(self.started.elapsed(), rate))
+    }
+
+    /// How long, all together, the limit let more be sent than was there to send, beyond what can be made up for.
+    pub fn unused(&self) -> Duration {
+        self.lock().unused
+    }
+
     /// Changes the limit, also for those who wait; removing it lets all of them go (as a cancelled migration must).
     pub fn set_limit(&self, bytes_per_second: Option<u64>) {
         self.lock().set_rate(self.started.elapsed(), bytes_per_second);
@@ -89,11 +100,13 @@ struct Line {
     since: Duration,
     /// The end of what has been given out.
     taken: u64,
+    /// The time of what nobody has taken while it could be had.
+    unused: Duration,
 }
 
 impl Line {
     fn new(rate: Option<u64>) -> Self {
-        Self { rate: rate.filter(|rate| *rate > 0), from: 0, since: Duration::ZERO, taken: 0 }
+        Self { rate: rate.filter(|rate| *rate > 0), from: 0, since: Duration::ZERO, taken: 0, unused: Duration::ZERO }
     }
 
     /// Where the point is.
@@ -106,6 +119,7 @@ impl Line {
         let rate = self.rate?;
         let missed = self.point(now, rate).saturating_sub(bytes_in(CATCH_UP, rate));
         let place = self.taken.max(missed);
+        self.unused = self.unused.saturating_add(time_of(place - self.taken, rate));
         self.taken = place.saturating_add(bytes);
         Some(place)
     }
@@ -115,10 +129,13 @@ impl Line {
         let Some(rate) = self.rate else {
             return Duration::ZERO;
         };
-        let ahead = u128::from(place.saturating_sub(self.point(now, rate)));
-        // Rounded up, or the waiter would wake a moment early and ask again.
-        let nanoseconds = (ahead * 1_000_000_000).div_ceil(rate.into());
-        Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
+        time_of(place.saturating_sub(self.point(now, rate)), rate)
+    }
+
+    /// How long until time is lost for good where nothing more is taken.
+    fn left(&self, now: Duration, rate: u64) -> Duration {
+        let until = self.taken.saturating_add(bytes_in(CATCH_UP, rate));
+        time_of(until.saturating_sub(self.point(now, rate)), rate)
     }
 
     fn set_rate(&mut self, now: Duration, rate: Option<u64>) {
@@ -131,6 +148,12 @@ impl Line {
 
 fn piece(rate: u64) -> u64 {
     (rate / PIECES_PER_SECOND).clamp(SMALLEST_PIECE, LARGEST_PIECE)
+}
+
+/// Rounded up, or who waits so long would wake a moment early and ask again.
+fn time_of(bytes: u64, rate: u64) -> Duration {
+    let nanoseconds = (u128::from(bytes) * 1_000_000_000).div_ceil(rate.into());
+    Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
 }
 
 fn bytes_in(time: Duration, rate: u64) -> u64 {
@@ -239,6 +262,25 @@ mod tests {
             at_once += 1000;
         }
         assert!(at_once <= bytes_in(CATCH_UP, 1_000_000) + 1000, "{at_once}");
+    }
+
+    #[test]
+    fn only_what_cannot_be_made_up_for_is_unused() {
+        const RATE: u64 = 1_000_000;
+        let mut line = Line::new(Some(RATE));
+        let ms = Duration::from_millis;
+        line.take(ms(0), 10_000);
+        assert_eq!(line.left(ms(0), RATE), ms(10) + CATCH_UP);
+        // Nothing was taken for 20 ms, which is made up for, and then for 40, of which ten are lost.
+        line.take(ms(30), 1000);
+        assert_eq!((line.unused, line.left(ms(30), RATE)), (Duration::ZERO, ms(11)));
+        line.take(ms(51), 10_000);
+        assert_eq!(line.unused, ms(10));
+        assert_eq!(line.left(ms(51), RATE), ms(10));
+        assert_eq!(line.left(ms(100), RATE), Duration::ZERO);
+        let mut unlimited = Line::new(None);
+        unlimited.take(ms(100), 1);
+        assert_eq!(unlimited.unused, Duration::ZERO);
     }
 
     #[test]

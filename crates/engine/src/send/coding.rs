@@ -90,11 +90,22 @@ pub(super) struct Costs {
     pub(super) price: f64,
 }
 
-/// What the window of all channels has seen so far.
+/// What packets wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Before {
+    /// The network, as the kernel knows it.
+    Network,
+    /// The bandwidth limit.
+    Limit,
+}
+
+/// What the window of all channels, and the limit, have seen so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Seen {
     /// How long the network has had nothing to do.
     pub(super) idle: Duration,
+    /// How long the bandwidth limit let more be sent than was there to send.
+    pub(super) unused: Duration,
     /// How long somebody has waited to be let in.
     pub(super) full: Duration,
 }
@@ -117,6 +128,8 @@ pub(super) struct Auto {
     idle: Duration,
     /// Of late, how long the limit held the thread back, and of how long.
     limited: (f64, f64),
+    /// By that, the limit is the network.
+    is_limited: bool,
 }
 
 /// One of the ways that there are.
@@ -162,6 +175,7 @@ impl Coding {
             seen: Seen::default(),
             idle: Duration::ZERO,
             limited: (0.0, 0.0),
+            is_limited: false,
         })))
     }
 
@@ -175,13 +189,13 @@ impl Coding {
         matches!(self, Self::Auto(_))
     }
 
-    /// Encodes `content` into `output`: the number of the format, and how long it became. None: it goes as it is. The network has
-    /// something to do for as long as is `left`, where that is known.
+    /// Encodes `content` into `output`: the number of the format, and how long it became. None: it goes as it is. The network, or the
+    /// limit where that is the network, has something to do for as long as is `left`, where that is known.
     pub(super) fn encode(
         &mut self,
         content: &[u8],
         output: &mut [u8],
-        left: impl FnOnce() -> Option<Duration>,
+        left: impl FnOnce(Before) -> Option<Duration>,
     ) -> Result<Option<(u8, usize)>, CodecError> {
         match self {
             Self::Fixed(_, 0) => Ok(None),
@@ -189,7 +203,10 @@ impl Coding {
                 Encoded::Shrunk(length) => Some((*format, length)),
                 Encoded::Incompressible => None,
             }),
-            Self::Auto(auto) => auto.encode(content, output, left()),
+            Self::Auto(auto) => {
+                let before = if auto.is_limited { Before::Limit } else { Before::Network };
+                auto.encode(content, output, left(before))
+            }
         }
     }
 
@@ -215,13 +232,16 @@ impl Coding {
             // The kernel knows of this channel alone, and not of what a limit holds back: it says where what is on its way lies. What the
             // network could have carried, the window of all channels says.
             let is_limited = *limited > LIMITED * *of;
+            auto.is_limited = is_limited;
             let arrived = match times.kernel {
                 Some(Said { arrived, window_closed, .. }) if !is_limited => arrived + window_closed,
                 _ => Duration::ZERO,
             };
-            // By when the network will have sent what lies before it; where a limit or somebody else decides, by what is in the window.
+            // By when the network will have sent what lies before it. Under a limit the pieces of a packet leave the network idle in between,
+            // which costs nothing: what counts is what the limit lets pass unused. Where somebody else decides, what is in the window.
             let idle = match times.kernel {
-                Some(Said { left: Some(left), .. }) if !is_limited => {
+                _ if is_limited => seen.unused.saturating_sub(before.unused),
+                Some(Said { left: Some(left), .. }) => {
                     let mut network = auto.shared.network();
                     network.has(auto.channel, Instant::now(), left);
                     let idle = network.idle();
@@ -326,10 +346,10 @@ mod tests {
         let text: Vec<u8> = (0..BATCH).map(|at| b"the quick brown fox "[at % 20]).collect();
         let mut output = vec![0; BATCH];
         for round in 0..20 {
-            assert_eq!(coding.encode(&noise, &mut output, || None).unwrap(), None, "round {round}");
+            assert_eq!(coding.encode(&noise, &mut output, |_| None).unwrap(), None, "round {round}");
         }
         // As it begins, a byte on the wire costs more than encoding it. Not every batch is looked at any more.
-        let encoded = (0..8).find_map(|_| coding.encode(&text, &mut output, || None).unwrap());
+        let encoded = (0..8).find_map(|_| coding.encode(&text, &mut output, |_| None).unwrap());
         let (_, length) = encoded.expect("it shrinks");
         assert!(length < BATCH / 10, "{length}");
     }

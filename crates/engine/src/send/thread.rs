@@ -17,7 +17,7 @@ use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, Page
 
 use super::ahead::{self, Ahead, Copy, Ready};
 use super::blocks::NotInIt;
-use super::coding::{Coding, Kernel, Seen, Times};
+use super::coding::{Before, Coding, Kernel, Seen, Times};
 use super::delta::{Against, Deltas, Normal, Wrong};
 use super::sent_pages::SentPages;
 use super::{GuestPages, InFlight, Item, SendContext, Shared, Suspect, Way};
@@ -753,7 +753,11 @@ impl Sending {
             kind == PacketKind::Pages && !content.is_empty() && !self.coding.is_none() && self.way != Way::Plain;
         let (method, payload) = match coded {
             true => {
-                let encoded = self.coding.encode(content, &mut self.encoded, || self.writer.send_times()?.left)?;
+                let left = |before| match before {
+                    Before::Network => self.writer.send_times()?.left,
+                    Before::Limit => self.context.pacer.left(),
+                };
+                let encoded = self.coding.encode(content, &mut self.encoded, left)?;
                 if let Some(way) = self.coding.way() {
                     self.shared.counters.by_way[way].fetch_add(content.len() as u64, Ordering::Relaxed);
                 }
@@ -823,7 +827,8 @@ impl Sending {
                 times.running = waits.running();
                 times.kernel = self.kernel.since(&self.writer);
                 let window = &self.context.window;
-                let seen = Seen { idle: window.idle(), full: window.full() };
+                let unused = self.context.pacer.unused();
+                let seen = Seen { idle: window.idle(), unused, full: window.full() };
                 self.coding.sent(times, seen, content.len());
             }
         }
