@@ -18,11 +18,10 @@ use super::search::{Outcome, Search};
 use super::{DOWNTIME, TOO_SLOW};
 use crate::hosts::{Hosts, HostsError};
 
-/// Bytes a second that may be sent.
-const BANDWIDTH: u64 = 128 << 20;
-/// Memory that the guest fills and writes: four times what is sent in a second.
-const SPAN: u64 = 512 << 20;
-const RAM: u64 = SPAN + SPAN / 16 + (256 << 20);
+/// MiB a second that may be sent. An emulated guest writes hardly faster than the first; with the second there is room above what is sent.
+const BANDWIDTHS: [u64; 2] = [128, 32];
+/// How long all that the guest writes takes to be sent once.
+const TIME_OF_ALL: Duration = Duration::from_secs(4);
 const CHANNELS: u16 = 2;
 const LEAST_ACHIEVED: f64 = 0.95;
 /// QEMU's ways.
@@ -30,8 +29,8 @@ const PEER: [&str; 3] = ["none", "zstd", "xbzrle"];
 const DIRECT: &[&str] = &["--method", "auto", "--delta-cache", "1GiB"];
 /// With `--quick`, no new rate is tried for a cell that has taken so long.
 const QUICK_CELL: Duration = Duration::from_secs(12);
-/// And only what is written so is measured.
-const QUICK: [&str; 2] = ["ones", "hot tenth"];
+/// And only these are measured: the bandwidth, and what is written.
+const QUICK: [(u64, &str); 2] = [(128, "ones"), (32, "hot tenth")];
 /// How many times QEMU's best dirty rate Sterna's is to be.
 const FACTOR: f64 = 1.5;
 
@@ -51,28 +50,62 @@ const WRITINGS: [Writing; 4] = [
     Writing { name: "hot tenth", fill: Fill::Mixed, dirty: Dirty::Page, pattern: Pattern::Hot },
 ];
 
-impl Writing {
+/// A guest, and the network's bandwidth while it is moved.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    /// In MiB a second.
+    bandwidth: u64,
+    writing: Writing,
+}
+
+impl Case {
+    fn all() -> impl Iterator<Item = Case> {
+        BANDWIDTHS
+            .into_iter()
+            .flat_map(|bandwidth| WRITINGS.into_iter().map(move |writing| Case { bandwidth, writing }))
+    }
+
+    /// For people.
+    fn title(&self) -> String {
+        format!("{} MiB/s, QEMU guest, {}", self.bandwidth, self.writing.name)
+    }
+
+    fn name(&self, way: &str) -> String {
+        let Case { bandwidth, writing: Writing { name, .. } } = self;
+        match way {
+            "direct" => format!("{bandwidth} MiB/s, QEMU guest, direct auto and deltas, {name}"),
+            _ => format!("{bandwidth} MiB/s, QEMU guest, QEMU {way}, {name}"),
+        }
+    }
+
     fn cells(&self) -> Vec<(String, Way)> {
-        let peer =
-            |compression| (name(compression, self.name), Way::Qemu { channels: 2, compression, encrypted: false });
+        let peer = |compression| (self.name(compression), Way::Qemu { channels: 2, compression, encrypted: false });
         let mut cells: Vec<_> = PEER.map(peer).into();
         let way =
             Way::Sterna { mode: Mode::Direct, method: DIRECT, channels: CHANNELS, encrypted: false, in_stream: false };
-        cells.push((name("direct", self.name), way));
+        cells.push((self.name("direct"), way));
         cells
     }
-}
 
-fn name(way: &str, writing: &str) -> String {
-    match way {
-        "direct" => format!("128 MiB/s, QEMU guest, direct auto and deltas, {writing}"),
-        _ => format!("128 MiB/s, QEMU guest, QEMU {way}, {writing}"),
+    /// Bytes a second that may be sent.
+    fn bytes_per_second(&self) -> u64 {
+        self.bandwidth << 20
+    }
+
+    /// Bytes of memory that the guest fills and writes.
+    fn span(&self) -> u64 {
+        TIME_OF_ALL.as_secs() * self.bytes_per_second()
+    }
+
+    /// Bytes of the guest's memory in all.
+    fn ram(&self) -> u64 {
+        self.span() + self.span() / 16 + (256 << 20)
     }
 }
 
 /// The names of all cells.
 pub(super) fn cells() -> impl Iterator<Item = String> {
-    WRITINGS.iter().flat_map(Writing::cells).map(|(name, _)| name)
+    Case::all().flat_map(|case| case.cells()).map(|(name, _)| name)
 }
 
 /// Measures the cells that are wanted.
@@ -84,18 +117,18 @@ pub(super) fn measure(
 ) -> Result<Vec<Row>, HostsError> {
     let mut rows = Vec::new();
     let certificates = certificates()?;
-    for writing in WRITINGS {
-        let mut cells = writing.cells();
-        let left_out = args.quick && args.only.is_empty() && !QUICK.contains(&writing.name);
+    for case in Case::all() {
+        let mut cells = case.cells();
+        let left_out = args.quick && args.only.is_empty() && !QUICK.contains(&(case.bandwidth, case.writing.name));
         cells.retain(|(name, _)| args.wants(name) && !left_out);
         if cells.is_empty() {
             continue;
         }
-        tell(&format!("128 MiB/s, QEMU guest, {}: booting", writing.name));
-        let mut bench = start(args, &writing, certificates.path(), cancel)?;
+        tell(&format!("{}: booting", case.title()));
+        let mut bench = start(args, &case, certificates.path(), cancel)?;
         for (name, way) in cells {
             let mut row = Row { name, detail: String::new(), runs: Vec::new(), void: None };
-            match search(&mut bench, &row.name, &way, (args.quick, runs), cancel, tell) {
+            match search(&mut bench, &case, &row.name, &way, (args.quick, runs), cancel, tell) {
                 Ok((lines, detail)) => (row.runs, row.detail) = (lines, detail),
                 Err(_) if cancel.is_cancelled() => return Err(HostsError("cancelled".into())),
                 Err(error) => row.void = Some(error.to_string()),
@@ -106,17 +139,18 @@ pub(super) fn measure(
     Ok(rows)
 }
 
-fn start(args: &BenchArgs, writing: &Writing, certificates: &Path, cancel: &Cancel) -> Result<Bench, HostsError> {
-    let &Writing { fill, dirty, pattern, .. } = writing;
-    let guest = LinuxGuest { fill, dirty, pattern, memory: Some(SPAN), verify_rate: 0, ..LinuxGuest::default() };
+fn start(args: &BenchArgs, case: &Case, certificates: &Path, cancel: &Cancel) -> Result<Bench, HostsError> {
+    let Writing { fill, dirty, pattern, .. } = case.writing;
+    let guest = LinuxGuest { fill, dirty, pattern, memory: Some(case.span()), verify_rate: 0, ..LinuxGuest::default() };
     let mut options = QemuOptions::new(args.qemu, Guest::Linux(guest));
-    options.memory = RAM;
-    Bench::start(Hosts::loopback().pinned(args.cpus), options, args.warmed(RAM), certificates, cancel)
+    options.memory = case.ram();
+    Bench::start(Hosts::loopback().pinned(args.cpus), options, args.warmed(case.ram()), certificates, cancel)
 }
 
 /// The largest rate at which `way` moves the guest, a line of figures for each run of it, and what else the table says.
 fn search(
     bench: &mut Bench,
+    case: &Case,
     name: &str,
     way: &Way,
     (quick, runs): (bool, usize),
@@ -124,7 +158,7 @@ fn search(
     tell: &dyn Fn(&str),
 ) -> Result<(Vec<Vec<f64>>, String), HostsError> {
     let (since, mut late) = (Instant::now(), "");
-    let mut search = Search::new(0.9 * BANDWIDTH as f64 / PAGE);
+    let mut search = Search::new(0.9 * case.bytes_per_second() as f64 / PAGE);
     let (mut lines, mut tried) = (Vec::new(), 0);
     while let Some(rate) = search.next() {
         if quick && since.elapsed() > QUICK_CELL {
@@ -132,7 +166,7 @@ fn search(
             break;
         }
         let bytes = rate * PAGE;
-        let (outcome, attempts) = all_of(bench, way, bytes, runs, quick, cancel)?;
+        let (outcome, attempts) = all_of(bench, case, way, bytes, (quick, runs), cancel)?;
         tried += 1;
         let last = attempts.last().cloned().unwrap_or_default();
         tell(&format!(
@@ -164,16 +198,16 @@ fn search(
 /// Tries one rate until it fails, or has worked so often as it must.
 fn all_of(
     bench: &mut Bench,
+    case: &Case,
     way: &Way,
     bytes_per_second: f64,
-    runs: usize,
-    quick: bool,
+    (quick, runs): (bool, usize),
     cancel: &Cancel,
 ) -> Result<(Outcome, Vec<Measured>), HostsError> {
     let conditions = Conditions {
         dirty_rate: bytes_per_second as u64,
-        bandwidth: Some(BANDWIDTH),
-        give_up_after: Some(Duration::from_secs(if quick { 15 } else { 60 })),
+        bandwidth: Some(case.bytes_per_second()),
+        give_up_after: Some(if quick { 4 } else { 8 } * TIME_OF_ALL),
     };
     let (mut worked, mut slow) = (Vec::new(), 0);
     while worked.len() < runs {
@@ -195,7 +229,6 @@ fn all_of(
 
 /// In the order of [`super::COLUMNS`].
 fn figures(bytes_per_second: f64, measured: &Measured) -> Vec<f64> {
-    let at_bandwidth_ms = SPAN as f64 / BANDWIDTH as f64 * 1e3;
     vec![
         bytes_per_second,
         measured.total_ms,
@@ -204,18 +237,18 @@ fn figures(bytes_per_second: f64, measured: &Measured) -> Vec<f64> {
         // QEMU does not tell.
         0.0,
         measured.achieved.unwrap_or(1.0),
-        measured.total_ms / at_bandwidth_ms,
+        measured.total_ms / (TIME_OF_ALL.as_secs_f64() * 1e3),
     ]
 }
 
 /// The targets: the ratio of QEMU's best rate to Sterna's, which is small where Sterna's is large.
 pub(super) fn judge(findings: &mut Findings) {
-    for Writing { name: writing, .. } in WRITINGS {
-        let rate = |way: &&str| findings.spread(&name(way, writing), "dirty_rate").map_or(0.0, |rate| rate.median);
+    for case in Case::all() {
+        let rate = |way: &&str| findings.spread(&case.name(way), "dirty_rate").map_or(0.0, |rate| rate.median);
         let best = PEER.into_iter().max_by(|a, b| rate(a).total_cmp(&rate(b))).expect("there are ways");
-        let (ours, theirs) = (name("direct", writing), name(best, writing));
+        let (ours, theirs) = (case.name("direct"), case.name(best));
         let title =
-            format!("QEMU guest, {writing}: dirty rate of QEMU's best way to direct (direct at least {FACTOR} times)");
+            format!("{}: dirty rate of QEMU's best way to direct (direct at least {FACTOR} times)", case.title());
         findings.at_most(&title, 1.0 / FACTOR, &theirs, &ours, "dirty_rate");
     }
 }
