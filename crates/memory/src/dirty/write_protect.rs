@@ -352,11 +352,11 @@ impl DirtyLog for WriteProtectLog {
     fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
         check_collect(self.started.is_some(), &self.pages, block, dirty)?;
         let Started { userfault, scanner, blocks, scratch } = self.started.as_mut().ok_or(DirtyLogError::NotStarted)?;
-        let known = &mut blocks[block];
-        if let Err(error) = known.collect(scanner, userfault, scratch, dirty) {
+        let state = &mut blocks[block];
+        if let Err(error) = state.collect(scanner, userfault, scratch, dirty) {
             return Err(self.explain(error));
         }
-        if let (Memory::OfProcess { process, .. }, Some(part)) = (&self.memory, known.parts.first()) {
+        if let (Memory::OfProcess { process, .. }, Some(part)) = (&self.memory, state.parts.first()) {
             // The scan of a vanished address space finds no written page and no error. Reading its page map reveals it:
             // 0 bytes are read (`pagemap_read` in `fs/proc/task_mmu.c`).
             let mut entry = [0; 8];
