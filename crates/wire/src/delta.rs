@@ -18,7 +18,7 @@ pub const MAX_RECORD: usize = 2040;
 /// The changes of one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageDelta<'a> {
-    /// CRC-32C of the page that results.
+    /// CRC-32C of the resulting page.
     pub checksum: u32,
     /// The record.
     pub record: &'a [u8],
