@@ -60,9 +60,9 @@ pub enum MissingError {
     #[error("{0} bytes are not whole pages of {PAGE_SIZE} bytes")]
     Length(usize),
     /// The fault is not in this block.
-    # Address of the fault.
+    #[error("the fault at address {address:#x} is not within the RAM block at {:#x}..{:#x}", .block.start, .block.end)]
     NotHere {
-        /// Of the fault.
+        /// Address of the fault.
         address: usize,
         /// Addresses of the block.
         block: Range<usize>,

@@ -350,7 +350,8 @@ impl Core {
     /// clear and fill a page between any two reads.
     fn repeats(&self, engine: &Arc<dyn Engine>, request: &mut Request, page: usize) -> bool {
         let before = cpu::current_checksum(request, page);
-        if engine.still_zero(request, page, self.now()) != Some(true) || cpu::current_checksum(request, page) != before {
+        if engine.still_zero(request, page, self.now()) != Some(true) || cpu::current_checksum(request, page) != before
+        {
             return false;
         }
         cpu::execute(request, Run { first: page as u32, count: 1 });

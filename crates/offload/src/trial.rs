@@ -389,8 +389,9 @@ impl Ground {
                 vec![delta(&self.content[..bytes], &self.content[half..half + bytes])]
             }
             _ => {
-                let streams =
-                    describe_error(offload.call(Operation::Deflate, |batch| batch.push(&self.range(half, bytes)).map(drop)))?;
+                let streams = describe_error(
+                    offload.call(Operation::Deflate, |batch| batch.push(&self.range(half, bytes)).map(drop)),
+                )?;
                 match streams.deflated(0) {
                     Some(stream) => vec![stream.to_vec()],
                     None => return Err("the stream for it, which compresses well, is called too long".into()),

@@ -308,7 +308,13 @@ impl Calls {
         if bytes > limit { Err(Failure::TooLarge { bytes, limit }) } else { Ok(()) }
     }
 
-    fn run(&mut self, operation: Operation, on_hardware: bool, input: &Buffer, output: &mut Buffer) -> Result<Call, Failure> {
+    fn run(
+        &mut self,
+        operation: Operation,
+        on_hardware: bool,
+        input: &Buffer,
+        output: &mut Buffer,
+    ) -> Result<Call, Failure> {
         let raw = match operation {
             Operation::Compress => &mut self.compressing,
             Operation::Decompress { .. } => &mut self.decompressing,

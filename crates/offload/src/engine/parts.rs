@@ -543,8 +543,16 @@ impl<D: Dialect> Engine for Accelerator<D> {
             }
             max_bytes = admission.share.largest_batch();
         }
-        request.work.parts =
-            Parts { device: chosen, queue, expect_zero, expect_run, stride: 16, refusals, max_bytes, ..Parts::default() };
+        request.work.parts = Parts {
+            device: chosen,
+            queue,
+            expect_zero,
+            expect_run,
+            stride: 16,
+            refusals,
+            max_bytes,
+            ..Parts::default()
+        };
         request.work.begun = now;
         let part = self.next_part(request).expect("a batch has items");
         request.work.parts.parts[0] = part;
