@@ -3,12 +3,12 @@
 //! The parts, in the order of their use:
 //!
 //! * [`discover`] lists devices and work queues from sysfs. For each queue it reports whether the queue can be used,
-//! and if not, why, and the commands that would help.
+//!   and if not, why, and the commands that would help.
 //! * [`WorkQueue::open`] opens one, selects the best submission method ([`Way`]) and tests it with a no-op.
 //! * [`Descriptor`] and [`iaa::Descriptor`] are the instructions for the device; the device writes its result to
-//! [`CompletionRecord`] and [`iaa::CompletionRecord`]; [`Status`] is the result's status.
+//!   [`CompletionRecord`] and [`iaa::CompletionRecord`]; [`Status`] is the result's status.
 //! * [`WorkQueue::submit`] submits. It is `unsafe`: until it has completed, the device works on this process's memory
-//! without the compiler's knowledge, and only the caller can keep that memory in place. Everything else here is safe.
+//!   without the compiler's knowledge, and only the caller can keep that memory in place. Everything else here is safe.
 //! * [`resume`] computes the rest of an operation that met a page fault.
 //!
 //! The crate knows nothing of migration, allocates nothing per submission, and starts no thread. Retries, time-outs,

@@ -2,9 +2,9 @@
 //! implementations.
 //!
 //! * A **mapped portal** of a shared queue is written by `ENQCMD`, one of a dedicated queue by `MOVDIR64B`. Any of the
-//! page's 64 slots works; a CPU can have several `MOVDIR64B` to *different* slots in flight at once, so the slots are
-//! used in rotation. (`ENQCMD` has one in flight per core whatever the slot, and stays on the first.) The order of
-//! descriptors sent through different slots is undefined (DSA section 3.9).
+//!   page's 64 slots works; a CPU can have several `MOVDIR64B` to *different* slots in flight at once, so the slots are
+//!   used in rotation. (`ENQCMD` has one in flight per core whatever the slot, and stays on the first.) The order of
+//!   descriptors sent through different slots is undefined (DSA section 3.9).
 //! * **`write(2)`** on the queue's device file: the kernel checks and submits. For processes that may not map portals
 //!   (INTEL-SA-01084: `CAP_SYS_RAWIO`), and for CPUs without the instructions.
 //!

@@ -4,10 +4,10 @@
 //! with a method each:
 //!
 //! * **Private anonymous memory**: by the page tables. A page that is neither present nor swapped was never written.
-//! `PAGEMAP_SCAN` (Linux 6.7, `Documentation/admin-guide/mm/pagemap.rst`) returns ranges; before that,
-//! `/proc/PID/pagemap` returns eight bytes per page.
+//!   `PAGEMAP_SCAN` (Linux 6.7, `Documentation/admin-guide/mm/pagemap.rst`) returns ranges; before that,
+//!   `/proc/PID/pagemap` returns eight bytes per page.
 //! * **Shared files** (memfd, tmpfs, hugetlbfs): by the *file*, through `SEEK_DATA` and `SEEK_HOLE`. Never by the page
-//! tables: another process may have written a page that is not in ours.
+//!   tables: another process may have written a page that is not in ours.
 //!
 //! The result holds for the time of the call. Dirty tracking must be on before, so that pages written meanwhile are
 //! sent all the same.

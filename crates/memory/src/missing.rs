@@ -13,7 +13,7 @@
 //! 1. all pages sent before are in place;
 //! 2. [`MissingPages::new`] for each block: from now on missing pages are watched;
 //! 3. [`MissingPages::declare_stale`] for all pages of which the source has newer content: they are discarded and
-//! marked;
+//!    marked;
 //! 4. fault and channel threads run, the guest starts;
 //! 5. when [`MissingPages::stale_count`] is 0, [`MissingPages::finish`].
 //!

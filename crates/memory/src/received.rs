@@ -2,7 +2,7 @@
 //!
 //! * A page is marked *before* content is decoded into it. If decoding fails half way, the page is no longer fresh.
 //! * A zero page for a page that is fresh (never received, in memory known to be zero) is ignored: the page is not even
-//! read.
+//!   read.
 //! * A zero page for any other page clears that page, without reading it first.
 //!
 //! A mark means that content was placed here. Zero pages set no mark: an ignored page is as fresh as before, and a

@@ -1,10 +1,11 @@
 //! Intel QATzip, the library that compresses on QAT devices, from safe Rust: found at run time, never linked.
 //!
 //! * [`Library::open`] finds it ([`Choice`]: the loader's, or the one that `STERNA_QATZIP` names) and verifies that it
-//! is the one this crate was written for. Without it there is an error of one sentence, [`OpenError`], and no crash.
+//!   is the one this crate was written for. Without it there is an error of one sentence, [`OpenError`], and no crash.
 //! * [`Session`] compresses and decompresses whole buffers. It belongs to the thread that made it, by its type.
 //! * [`Pool`] has worker threads that own sessions: a bounded queue in, a completion queue per [`Channel`] out, and
-//! buffers passed in and returned. A worker that hangs in a device is abandoned at [`Pool::shutdown`], not waited for.
+//!   buffers passed in and returned. A worker that hangs in a device is abandoned at [`Pool::shutdown`], not waited
+//!   for.
 //!
 //! # What it writes
 //!

@@ -5,11 +5,11 @@
 //! thread or reads a clock. `docs/protocol.md` describes the whole protocol for implementers of another end.
 //!
 //! * [`header`]: the first message of every connection, and the reply; [`identity`]: the proof that it belongs to this
-//! migration.
+//!   migration.
 //! * [`handshake`]: capabilities offered and chosen.
 //! * [`control`]: the small messages; [`switchover`]: which host may run the guest, and which decides.
 //! * [`packet`]: pages, device state and all other bulk data, [`delta`]: pages as changes; [`device`]: the state of one
-//! device, in any order; [`sequence`]: that no packet is missing.
+//!   device, in any order; [`sequence`]: that no packet is missing.
 //! * [`limits`]: every limit that is enforced on a peer.
 
 pub mod checksum;

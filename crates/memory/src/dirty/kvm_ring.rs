@@ -73,9 +73,10 @@ impl KvmRingLog {
     ///
     /// # Safety
     /// * While this log exists, each slot must be one that the VM has, with exactly these values: the log sets the
-    /// slot's flags again, and would thereby create or move a slot with other values, and give its memory to the guest.
+    ///   slot's flags again, and would thereby create or move a slot with other values, and give its memory to the
+    ///   guest.
     /// * `vcpus` must be vCPUs of this VM, and `ring_bytes` the size that was enabled: beyond its end a ring cannot be
-    /// accessed.
+    ///   accessed.
     /// * No other code harvests these rings.
     pub unsafe fn new(
         vm: BorrowedFd<'_>,

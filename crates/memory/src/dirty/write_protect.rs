@@ -22,7 +22,7 @@
 //! in place of the page:
 //! * Private mappings of files: named, as the process's own page is gone. The page then has the file's content.
 //! * Private hugetlb: named, as above; but **not named** where the page is read before the next scan, since that makes
-//! a new page of the process. Stop balloons there, or report the pages that they free.
+//!   a new page of the process. Stop balloons there, or report the pages that they free.
 //! * Shared memory: **not named**. [`punched`](super::punched) names it.
 //!
 //! **Named without being written**:

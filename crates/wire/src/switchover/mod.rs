@@ -31,17 +31,17 @@
 //!
 //! * It performs the actions of a list one after the other, in order, before it reports the next event.
 //! * `WriteRecord` is always the last action of a list. The record is durable (temporary file, `fsync`, rename, `fsync`
-//! of the directory) when the driver reports `RecordWritten`; after `RecordFailed` either content may be on the disk.
-//! Other events may be reported in between; they wait inside the machine.
+//!   of the directory) when the driver reports `RecordWritten`; after `RecordFailed` either content may be on the disk.
+//!   Other events may be reported in between; they wait inside the machine.
 //! * It holds an exclusive `flock` on the record's lock file from before the record is read or created until the
-//! process ends, so that `recover` and a living process, or two `recover`s, never act for the same side at once;
-//! `recover` reads the record and queries QEMU's state only while it has the lock.
+//!   process ends, so that `recover` and a living process, or two `recover`s, never act for the same side at once;
+//!   `recover` reads the record and queries QEMU's state only while it has the lock.
 //! * It starts no new migration on a QEMU that is named by a record in an unsettled state ([`RecordState::settled`]):
-//! otherwise a late `recover` of the old migration would act on the new one's QEMU.
+//!   otherwise a late `recover` of the old migration would act on the new one's QEMU.
 //! * It reports no events of an old connection after `Connected` of a newer one; messages sent without a connection are
-//! dropped. Silence beyond the heartbeat limit counts as `ConnectionLost`.
+//!   dropped. Silence beyond the heartbeat limit counts as `ConnectionLost`.
 //! * It identifies QEMU by process identity ([`ProcessIdentity`]), not by socket path: another process on the same path
-//! means that the record's QEMU is gone.
+//!   means that the record's QEMU is gone.
 //!
 //! `tests/switchover_model.rs` explores these very types exhaustively; `docs/switchover.md` is the guide for operators.
 

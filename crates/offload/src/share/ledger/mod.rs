@@ -16,10 +16,10 @@
 //! The values in other processes' slots are limited to what an honest process could write:
 //!
 //! * the time that a slot claims to have or want counts up to its part and one batch, its weight up to
-//! [`MAX_WEIGHT`](super::MAX_WEIGHT);
+//!   [`MAX_WEIGHT`](super::MAX_WEIGHT);
 //! * virtual time stays near the median of all, and is no faster than a device can work;
 //! * a slot that waits but does not ask again is passed (after [`PATIENCE`]), and one whose owner has died is cleared:
-//! the kernel has released its lock;
+//!   the kernel has released its lock;
 //! * whatever the others claim, a process with nothing in flight gets a batch admitted after [`LONGEST_TURN`].
 //!
 //! A process that has more in the device than its slot shows is not detected. The others then wait longer than they
