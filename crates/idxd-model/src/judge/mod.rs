@@ -30,7 +30,7 @@ use summary::Summary;
 pub use summary::{Latency, OperationSummary};
 
 /// Findings that are kept; more are counted.
-const MOST_FINDINGS: usize = 1000;
+const MAX_FINDINGS: usize = 1000;
 
 /// What a trace says of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -442,7 +442,7 @@ impl Judge {
 
     fn find(&mut self, line: usize, submission: Option<u64>, member: Option<usize>, wrong: Wrong) {
         self.found += 1;
-        if self.findings.len() < MOST_FINDINGS {
+        if self.findings.len() < MAX_FINDINGS {
             let Wrong { field, text, section, .. } = wrong;
             self.findings.push(Finding { line, submission, member, field, wrong: text, section });
         }
