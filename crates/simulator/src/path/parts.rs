@@ -46,7 +46,7 @@ impl Default for Window {
 }
 
 impl Window {
-    /// Whether another batch may be on its way. Who asks in vain waits.
+    /// Returns whether another batch may be in flight. A caller that gets false waits.
     pub(super) fn has_room(&mut self) -> bool {
         let room = self.in_flight == 0 || (self.in_flight as f64) + MIN_WINDOW / 2.0 <= self.bytes;
         self.limited |= !room;
