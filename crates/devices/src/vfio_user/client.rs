@@ -181,8 +181,8 @@ impl Client {
                 // It may be lost already.
                 let _ = end.stream.shutdown(std::net::Shutdown::Both);
                 // No errno: that would be taken for the server's.
-                let error = format!("the vfio-user server is lost, with its device, by command {}: {error}", command.0);
-                Err(io::Error::new(error.kind(), told))
+                let lost = format!("the vfio-user server is lost, with its device, by command {}: {error}", command.0);
+                Err(io::Error::new(error.kind(), lost))
             }
         }
     }
