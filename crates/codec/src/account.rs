@@ -1,14 +1,14 @@
-//! Who encoded, by bytes of content: how a report says it.
+//! Describes for a report which encoders did how much, by bytes of content.
 
 use std::fmt::Display;
 
-/// The parts in percent, those of nothing left out, and what went wrong last. None before anything was encoded.
+/// Returns the parts in percent, without empty ones, and the last error. None before anything was encoded.
 pub(crate) fn words<const N: usize>(parts: [(&str, u64); N], trouble: Option<impl Display>) -> Option<String> {
     let all: u64 = parts.iter().map(|(_, bytes)| bytes).sum();
     if all == 0 {
         return None;
     }
-    // Little is not nothing, and nearly all is not all.
+    // A small part is not shown as 0 %, and nearly all is not shown as 100 %.
     let percent = |bytes: u64| match (bytes * 100 + all / 2) / all {
         0 => 1,
         100 if bytes < all => 99,

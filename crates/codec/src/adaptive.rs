@@ -1,19 +1,19 @@
-//! Hardly trying while nothing shrinks.
+//! Skips most attempts while content does not shrink.
 //!
 //! Encrypted or already compressed guest memory comes in long stretches, and finding out that a batch does not shrink
-//! costs nearly as much as shrinking it. So after a few failures in a row only every so-many-th batch is tried, until
-//! one shrinks again.
+//! costs nearly as much as shrinking it. So after a few consecutive failures only one batch in many is tried, until one
+//! shrinks again.
 
 use crate::{CodecError, Encoded, Encoder};
 use sterna_offload::Maker;
 
-/// This many batches in a row must fail to shrink before trying less.
+/// The consecutive batches that must fail to shrink before attempts are skipped.
 const FAILURES: u32 = 4;
 
-/// Then one batch of this many is tried.
+/// One batch of this many is tried then.
 const EVERY: u32 = 16;
 
-/// An encoder that tries less while nothing shrinks.
+/// An encoder that skips attempts while content does not shrink.
 pub struct Adaptive {
     inner: Box<dyn Encoder>,
     failures: u32,
@@ -22,12 +22,12 @@ pub struct Adaptive {
 }
 
 impl Adaptive {
-    /// Around any encoder.
+    /// Wraps an encoder.
     pub fn new(inner: Box<dyn Encoder>) -> Self {
         Self { inner, failures: 0, skip: 0, skipped: 0 }
     }
 
-    /// How many batches were called incompressible without trying, so far.
+    /// Returns how many batches were treated as incompressible without an attempt.
     pub fn skipped(&self) -> u64 {
         self.skipped
     }
@@ -65,7 +65,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    /// Shrinks what begins with a zero, and counts how often it is asked.
+    /// Shrinks content that begins with a zero, and counts its calls.
     struct Judge(Arc<AtomicU32>);
 
     impl Encoder for Judge {
@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(tries(&mut encoder, &count, 1, FAILURES), FAILURES);
         assert_eq!(tries(&mut encoder, &count, 1, 10 * EVERY), 10);
         assert_eq!(encoder.skipped(), u64::from(10 * (EVERY - 1)));
-        // Compressible again: the next try finds out, and from then on every batch is tried.
+        // Compressible again: the next attempt shows it, and from then on every batch is tried.
         assert_eq!(tries(&mut encoder, &count, 0, EVERY), 1);
         assert_eq!(tries(&mut encoder, &count, 0, 100), 100);
         // One failure among successes changes nothing.

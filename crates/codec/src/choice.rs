@@ -1,4 +1,4 @@
-//! The method a user chose: `--method` and `--level` made into something that cannot be wrong.
+//! The user's choice: `--method` and `--level` as a type that is always valid.
 
 use crate::{Adaptive, CodecError, Encoder, Engine, Engines, METHODS, Method};
 use std::fmt;
@@ -12,14 +12,14 @@ pub struct MethodChoice {
     level: i32,
 }
 
-/// Why `--method` and `--level` make no choice.
+/// Why `--method` and `--level` are no valid choice.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ChoiceError {
     /// There is no such method.
     #[error("there is no method '{given}'; there is {}", list_methods())]
     UnknownMethod {
-        /// What was given.
+        /// The value that was given.
         given: String,
     },
     /// The method has no levels.
@@ -27,7 +27,7 @@ pub enum ChoiceError {
     NoLevels {
         /// The method.
         method: Method,
-        /// What was given.
+        /// The value that was given.
         level: String,
     },
     /// The method has other levels.
@@ -35,7 +35,7 @@ pub enum ChoiceError {
     Level {
         /// The method.
         method: Method,
-        /// What was given.
+        /// The value that was given.
         level: String,
         /// Its lowest level.
         least: i32,
@@ -52,12 +52,12 @@ impl Default for MethodChoice {
 }
 
 impl MethodChoice {
-    /// Batch by batch what drains memory fastest.
+    /// Returns the method `auto`: for each batch the method that drains memory fastest.
     pub fn auto() -> Self {
         Self { method: Method::from_name("auto").expect("the table has it"), level: 0 }
     }
 
-    /// `method` at `level`, or at its default level.
+    /// Returns `method` at `level`, or at its default level.
     pub fn new(method: Method, level: Option<i32>) -> Result<Self, ChoiceError> {
         match (method.row().levels, level) {
             (None, None) => Ok(Self { method, level: 0 }),
@@ -70,7 +70,7 @@ impl MethodChoice {
         }
     }
 
-    /// From the values of `--method` and `--level`.
+    /// Parses the values of `--method` and `--level`.
     pub fn parse(method: &str, level: Option<&str>) -> Result<Self, ChoiceError> {
         let method =
             Method::from_name(method).ok_or_else(|| ChoiceError::UnknownMethod { given: method.to_owned() })?;
@@ -84,12 +84,13 @@ impl MethodChoice {
         }
     }
 
-    /// The method.
+    /// Returns the method.
     pub fn method(self) -> Method {
         self.method
     }
 
-    /// The same, which tries every batch: for whoever decides by himself what is worth a try.
+    /// As [`Self::encoder`], but the encoder tries every batch: for callers that decide themselves which batches to
+    /// try.
     ///
     /// # Errors
     /// As [`MethodChoice::encoder`].
@@ -97,12 +98,13 @@ impl MethodChoice {
         engines.encoder(self)
     }
 
-    /// Whether the way is chosen batch by batch, among [`MethodChoice::ways_of_auto`].
+    /// Returns whether the method is chosen for each batch, among [`MethodChoice::ways_of_auto`].
     pub fn is_auto(self) -> bool {
         self.method.name() == "auto"
     }
 
-    /// What `auto` chooses from, the cheapest first: no two of them are best at the same price, by what is known of them.
+    /// Returns the methods from which `auto` chooses, the cheapest first. According to the measurements, each is the
+    /// best at some price.
     pub fn ways_of_auto(engines: &Engines) -> Vec<Self> {
         let way = |name, level| Self::parse(name, level).expect("the table has it");
         let mut ways = vec![way("none", None), way("lz4", None)];
@@ -114,19 +116,19 @@ impl MethodChoice {
         ways
     }
 
-    /// The level, where the method has levels.
+    /// Returns the level, where the method has levels.
     pub fn level(self) -> Option<i32> {
         self.method.row().levels.map(|_| self.level)
     }
 
-    /// An encoder for it that hardly tries while nothing shrinks: by the method's own engine if it is among `engines`, else by the
-    /// CPU. The CPU's fails only for want of memory.
+    /// Returns an encoder that skips most attempts while content does not shrink: the method's own engine if it is
+    /// among `engines`, else the CPU. The CPU's fails only for lack of memory.
     pub fn encoder(self, engines: &Engines) -> Result<Adaptive, CodecError> {
         Ok(Adaptive::new(engines.encoder(self)?))
     }
 }
 
-/// As reports show it: the name, and the level where there is one: `lz4`, `zstd -5`.
+/// In the form of reports: the name, and the level where there is one: `lz4`, `zstd -5`.
 impl fmt::Display for MethodChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.level() {
@@ -136,7 +138,7 @@ impl fmt::Display for MethodChoice {
     }
 }
 
-/// All methods with their levels, for error texts.
+/// Returns all methods with their levels, for error texts.
 fn list_methods() -> String {
     let each: Vec<String> = METHODS
         .iter()
@@ -173,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_exist_is_refused_with_what_does() {
+    fn an_unknown_method_or_level_is_refused_with_the_valid_ones() {
         assert_eq!(
             error("lzma", None),
             "there is no method 'lzma'; there is none, lz4, zstd (levels -5 to 9), zlib (levels 1 to 9), auto, iaa, qatzip (levels \

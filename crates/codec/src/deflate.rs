@@ -1,8 +1,8 @@
 //! Format `deflate`: one deflate stream (RFC 1951) without header and trailer, in which no match reaches back more than 4096 bytes,
 //! so that an IAA device can read it (`sterna-offload` writes it).
 //!
-//! The decoder does not look at distances: what reaches back further, a CPU reads as well, and the content's checksum tells
-//! whether it is right. The bound is a promise to destinations that decode with a device.
+//! The decoder does not check distances: a CPU can read larger ones too, and the content's checksum shows whether the
+//! result is right. The limit is a guarantee to destinations that decode with a device.
 
 use crate::libdeflate::{Decompressor, Stopped};
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len, worthwhile};
@@ -24,7 +24,7 @@ pub(crate) fn decoder() -> Result<Box<dyn Decoder>, CodecError> {
     Ok(Box::new(DeflateDecoder(context)))
 }
 
-/// By the CPU.
+/// Encodes with the CPU.
 pub(crate) fn encode(deflater: &mut Deflater, input: &[u8], output: &mut [u8]) -> Encoded {
     let room = worthwhile(input.len(), output.len());
     deflater.deflate(input, &mut output[..room]).map_or(Encoded::Incompressible, Encoded::Shrunk)

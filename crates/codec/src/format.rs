@@ -1,9 +1,9 @@
-//! The table of formats: what may stand in a packet. To add one, write its encoder and decoder and add its row.
+//! The table of formats of a packet's payload. To add one, write its encoder and decoder and add its row.
 
 use crate::{CodecError, Decoder, Encoder, deflate, gzip, lz4, none, zstd};
 use std::fmt;
 
-/// Every format there is, in the order of their numbers.
+/// All formats, in the order of their numbers.
 pub static FORMATS: [FormatRow; 5] = [NONE, LZ4, ZSTD, DEFLATE, GZIP];
 
 pub(crate) const NONE: FormatRow =
@@ -48,11 +48,11 @@ pub struct FormatRow {
     pub wire: u8,
     /// Its name in the handshake.
     pub name: &'static str,
-    /// What the payload of a packet is.
+    /// A description of a packet's payload.
     pub what: &'static str,
-    /// Makes an encoder that needs nothing but the CPU, for a level of the method that asks (any number where it has none).
+    /// Makes an encoder that needs only the CPU, for a level of the requested method (any number where it has none).
     pub encoder: fn(level: i32) -> Result<Box<dyn Encoder>, CodecError>,
-    /// Makes a decoder, which needs nothing but the CPU either; it reads what any engine wrote at any level.
+    /// Makes a decoder, which needs only the CPU too; it reads the output of any engine at any level.
     pub decoder: fn() -> Result<Box<dyn Decoder>, CodecError>,
 }
 
@@ -61,37 +61,37 @@ pub struct FormatRow {
 pub struct Format(&'static FormatRow);
 
 impl Format {
-    /// All formats.
+    /// Returns all formats.
     pub fn all() -> impl Iterator<Item = Self> {
         FORMATS.iter().map(Self)
     }
 
-    /// The format with this number on the wire, if there is one.
+    /// Returns the format with this number on the wire, if there is one.
     pub fn from_wire(wire: u8) -> Option<Self> {
         Self::all().find(|format| format.0.wire == wire)
     }
 
-    /// The format with this name in the handshake, if there is one.
+    /// Returns the format with this name in the handshake, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::all().find(|format| format.0.name == name)
     }
 
-    /// Its row.
+    /// Returns its row.
     pub fn row(self) -> &'static FormatRow {
         self.0
     }
 
-    /// Its number on the wire.
+    /// Returns its number on the wire.
     pub fn wire(self) -> u8 {
         self.0.wire
     }
 
-    /// Its name in the handshake.
+    /// Returns its name in the handshake.
     pub fn name(self) -> &'static str {
         self.0.name
     }
 
-    /// A decoder for it, with all the memory it will need. Fails only for want of memory.
+    /// Makes a decoder for it, with all the memory it will need. Fails only for lack of memory.
     pub fn decoder(self) -> Result<Box<dyn Decoder>, CodecError> {
         (self.0.decoder)()
     }

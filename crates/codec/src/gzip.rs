@@ -1,5 +1,5 @@
-//! Format `gzip`: one or more gzip members (RFC 1952), one after the other. QATzip writes a member for each piece that it gave to a
-//! device; the CPU, by libdeflate, writes one for the whole batch.
+//! Format `gzip`: one or more gzip members (RFC 1952), one after the other. QATzip writes a member for each piece that
+//! it passed to a device; the CPU, with libdeflate, writes one for the whole batch.
 
 use crate::libdeflate::{Compressor, Decompressor, Stopped};
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len, worthwhile};
@@ -34,7 +34,7 @@ impl Decoder for GzipDecoder {
         check_len(output.len())?;
         let broken = |reason| Err(CodecError::Broken { format: NAME, len: input.len(), reason });
         let (mut read, expected) = (0, output.len());
-        // Every member has at least its header, so this comes to an end.
+        // Every member has at least its header, so the loop ends.
         loop {
             match self.0.gzip(&input[read..], output.reborrow()) {
                 Err(Stopped::Malformed) => {

@@ -1,4 +1,4 @@
-//! The format `deflate` by IAA devices, by way of `sterna-offload`, which has the CPU do what no device does.
+//! The format `deflate` by IAA devices, through `sterna-offload`, whose CPU engine does what no device does.
 
 mod account;
 mod encoder;
@@ -28,7 +28,7 @@ pub struct Iaa {
 }
 
 impl Iaa {
-    /// Those of `offload` for one of its guests; none where it has no device that deflates.
+    /// Returns those of `offload` for one of its guests; none if it has no device that deflates.
     pub fn new(offload: &Arc<Offload>, guest: &Arc<Guest>) -> Option<Self> {
         offload.accelerates(Operation::Deflate).then(|| Self {
             offload: Arc::clone(offload),
@@ -38,8 +38,9 @@ impl Iaa {
         })
     }
 
-    /// Whether each stream that a device writes is read again, by a device where one does that, and compared with what went in. A device
-    /// whose stream is wrong is taken out of service, and the CPU does that batch. Not unless said otherwise.
+    /// Sets whether each stream that a device writes is verified: decompressed, by a device if one can, and compared
+    /// with the input. A device whose stream is wrong is taken out of service, and the CPU does that batch. Off by
+    /// default.
     #[must_use]
     pub fn verifying(self, verifies: bool) -> Self {
         Self { verifies, ..self }
@@ -62,18 +63,19 @@ impl EncoderSource for Iaa {
     }
 }
 
-/// Memory for one batch that a device may be shown. It lives as long as a request in flight names it, whatever becomes of its owner.
+/// Allocates memory for one batch that a device may read. It lives as long as a request in flight names it, also after
+/// its owner is dropped.
 fn batch_memory(offload: &Offload) -> Arc<Region> {
     let memory = Memory::new(offload.batch_pages() * PAGE);
     let (start, bytes) = (memory.start, memory.layout.size());
     // SAFETY: mapped as long as its owner lives, which the region keeps; nobody refers to it.
     let region = unsafe { Region::new(start, bytes, Some(Arc::new(memory))) };
-    // Nobody but the encoder writes it, and not while a batch that anybody waits for is under way.
+    // Only the encoder writes it, and not while a batch whose result is wanted is in progress.
     region.set_racing(false);
     region
 }
 
-/// Memory that is given back when nobody uses it any more.
+/// Memory that is freed when its last user drops it.
 struct Memory {
     start: NonNull<u8>,
     layout: Layout,

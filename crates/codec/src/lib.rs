@@ -1,9 +1,9 @@
-//! How a batch of pages is written down.
+//! The encoding of a batch of pages.
 //!
-//! A **format** ([`FORMATS`]) is what stands in a packet: it has a number there, a name in the handshake, and a decoder. A **method**
-//! ([`METHODS`]) is what a user asks for: a format, at a level, by a preferred engine on this side. Everything else (options,
-//! negotiation, contexts) follows from the two tables. What goes in is a snapshot, never racing guest memory. Every packet decodes
-//! alone.
+//! A **format** ([`FORMATS`]) is the form of a packet's payload: it has a number in packets, a name in the handshake,
+//! and a decoder. A **method** ([`METHODS`]) is what a user selects: a format, at a level, by a preferred engine on
+//! this side. Everything else (options, negotiation, contexts) follows from the two tables. The input is a snapshot,
+//! never racing guest memory. Every packet decodes alone.
 
 mod account;
 mod adaptive;
@@ -38,15 +38,15 @@ use sterna_memory::raw::RawPiece;
 use sterna_offload::Maker;
 use thiserror::Error;
 
-/// The longest input of an encoder and the longest output of a decoder, in bytes: the largest packet there can be.
+/// The longest input of an encoder and the longest output of a decoder, in bytes: the largest possible packet.
 pub const MAX_CONTENT: usize = 16 << 20;
 
-/// What became of a batch.
+/// The result of encoding a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encoded {
-    /// It was written to the start of the output, this many bytes, fewer than came in.
+    /// It was written to the start of the output, with this many bytes, fewer than the input.
     Shrunk(usize),
-    /// Not worth it: send the input as it is. The output holds nothing of use.
+    /// Not worthwhile: send the input uncompressed. The content of the output is undefined.
     Incompressible,
 }
 
@@ -67,51 +67,53 @@ pub enum CodecError {
         format: &'static str,
         /// Encoded bytes.
         len: usize,
-        /// What is wrong, in the words of the library.
+        /// What is wrong, as reported by the library.
         reason: &'static str,
     },
-    /// The encoded bytes decode to fewer bytes than the packet says.
+    /// The encoded bytes decode to fewer bytes than the packet's header states.
     #[error("{format} content decodes to {got} bytes, the packet says {expected}")]
     Length {
         /// The format's name.
         format: &'static str,
-        /// Bytes the packet says.
+        /// Bytes according to the packet.
         expected: usize,
         /// Bytes decoded.
         got: usize,
     },
-    /// The compression library failed although nothing was wrong with the content.
+    /// The compression library failed although the content is valid.
     #[error("{format} failed: {reason}")]
     Library {
         /// The format's name.
         format: &'static str,
-        /// The words of the library.
+        /// The library's error.
         reason: &'static str,
     },
 }
 
-/// Writes batches down in one format. Its memory is reserved once and used for every batch.
+/// Encodes batches in one format. Its memory is reserved once and used for every batch.
 pub trait Encoder: Send {
     /// Encodes `input` into `output`.
     ///
-    /// An output as long as the input is always enough, and longer is never used: what does not fit, or saves less than
-    /// 1/64, is [`Encoded::Incompressible`]. Errors when the input is longer than [`MAX_CONTENT`].
+    /// An output as long as the input is always enough, and longer is never used: content that does not fit, or saves
+    /// less than 1/64, is [`Encoded::Incompressible`]. Returns an error if the input is longer than [`MAX_CONTENT`].
     fn encode(&mut self, input: &[u8], output: &mut [u8]) -> Result<Encoded, CodecError>;
 
-    /// The device that wrote what was last encoded, if nobody has looked at it: should it turn out wrong, it is to be told of.
+    /// Returns the device that wrote the last output, if the output was not verified: the device to report if it turns
+    /// out to be wrong.
     fn maker(&self) -> Option<Maker> {
         None
     }
 }
 
-/// Reads back what any encoder of the same format wrote, in any order of packets. Its input may come from anyone.
+/// Decodes the output of any encoder of the same format, in any order of packets. Its input is untrusted.
 pub trait Decoder: Send {
-    /// Decodes `input` so that it fills `output` exactly, which may be guest RAM; anything else is an error, after which `output` holds
-    /// any bytes and the decoder can go on with the next packet. Decoders read back what they have written: where something else writes
-    /// there meanwhile, the result is wrong, and nothing besides `output` is touched.
+    /// Decodes `input` so that it fills `output` exactly, which may be guest RAM. Anything else is an error: then the
+    /// content of `output` is undefined, and the decoder can continue with the next packet. Decoders read back their
+    /// own output: if other threads write there meanwhile, the result is wrong, and no memory besides `output` is
+    /// touched.
     fn decode_into(&mut self, input: &[u8], output: RawPiece<'_>) -> Result<(), CodecError>;
 
-    /// As [`Decoder::decode_into`], into memory of the caller's own.
+    /// As [`Decoder::decode_into`], into the caller's own memory.
     fn decode(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
         self.decode_into(input, output.into())
     }
@@ -122,18 +124,18 @@ fn check_len(len: usize) -> Result<(), CodecError> {
     if len > MAX_CONTENT { Err(CodecError::TooLong { len }) } else { Ok(()) }
 }
 
-/// Most bytes that the encoded form of `input` bytes may have so that decoding it pays, and no more than the `output`
+/// Returns the most bytes of the encoded form of `input` bytes at which decoding is worthwhile, limited to the `output`
 /// bytes of room.
 fn worthwhile(input: usize, output: usize) -> usize {
     // Less than 1/64 saved on the wire does not pay for the decoder's pass over the content.
     (input - input.div_ceil(64)).min(output)
 }
 
-/// Feeds arbitrary bytes to the decoders, for a fuzzer: byte 0 picks the format, the lower 20 bits of bytes 1 to 3
-/// (little-endian) are the length of the output in bytes, the rest is what to decode.
+/// Feeds arbitrary bytes to the decoders, for a fuzzer: byte 0 selects the format, the lower 20 bits of bytes 1 to 3
+/// (little-endian) are the length of the output in bytes, the rest is the input.
 ///
 /// # Panics
-/// When a decoder writes outside its output, which is the failure looked for; decoding or not is all the same.
+/// If a decoder writes outside its output, the failure that is searched for; whether decoding succeeds does not matter.
 pub fn fuzz_decode(data: &[u8]) {
     const GUARD: usize = 64;
     let Some((&[format, a, b, c], encoded)) = data.split_first_chunk() else { return };

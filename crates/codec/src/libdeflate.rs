@@ -1,17 +1,17 @@
-//! libdeflate, as far as it is used: gzip members written, deflate streams and gzip members read.
+//! The used part of libdeflate: writing gzip members, reading deflate streams and gzip members.
 
 use libdeflate_sys as ffi;
 use std::ptr::NonNull;
 use sterna_memory::raw::RawPiece;
 
-/// Writes. Its memory is reserved when it is made; nothing is reserved later.
+/// A compressor. Its memory is reserved when it is made; nothing is reserved later.
 pub(crate) struct Compressor(NonNull<ffi::libdeflate_compressor>);
 
 // SAFETY: the context belongs to nobody else, and libdeflate keeps nothing per thread.
 unsafe impl Send for Compressor {}
 
 impl Compressor {
-    /// At a level of libdeflate's, 0 (stored) to 12; none for want of memory.
+    /// Makes a compressor with a level of libdeflate's, 0 (stored) to 12; none for lack of memory.
     pub(crate) fn new(level: i32) -> Option<Self> {
         // SAFETY: no conditions; null for a level that does not exist, or for want of memory.
         NonNull::new(unsafe { ffi::libdeflate_alloc_compressor(level) }).map(Self)
@@ -41,18 +41,18 @@ impl Drop for Compressor {
     }
 }
 
-/// Reads. Its memory is reserved when it is made; nothing is reserved later.
+/// A decompressor. Its memory is reserved when it is made; nothing is reserved later.
 pub(crate) struct Decompressor(NonNull<ffi::libdeflate_decompressor>);
 
 // SAFETY: the context belongs to nobody else, and libdeflate keeps nothing per thread.
 unsafe impl Send for Decompressor {}
 
-/// How far a stream or member went.
+/// The lengths of a stream or member that was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Decoded {
-    /// Bytes of the input that it is.
+    /// Its length in the input, in bytes.
     pub(crate) read: usize,
-    /// Bytes that it became.
+    /// Its decompressed length, in bytes.
     pub(crate) written: usize,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct Decoded {
 pub(crate) enum Stopped {
     /// It is not of the format, ends too early, or its checksum is wrong.
     Malformed,
-    /// It becomes more bytes than there is room for.
+    /// It decompresses to more bytes than there is room for.
     NoRoom,
 }
 
@@ -76,18 +76,18 @@ type Decompress = unsafe extern "C" fn(
 ) -> ffi::libdeflate_result;
 
 impl Decompressor {
-    /// None for want of memory.
+    /// Makes a decompressor; none for lack of memory.
     pub(crate) fn new() -> Option<Self> {
         // SAFETY: no conditions.
         NonNull::new(unsafe { ffi::libdeflate_alloc_decompressor() }).map(Self)
     }
 
-    /// Reads the stream that `input` begins with to the start of `output`.
+    /// Reads the stream at the start of `input` to the start of `output`.
     pub(crate) fn deflate(&mut self, input: &[u8], output: RawPiece<'_>) -> Result<Decoded, Stopped> {
         self.run(ffi::libdeflate_deflate_decompress_ex, input, output)
     }
 
-    /// Reads the member that `input` begins with to the start of `output`, and checks its checksum and length.
+    /// Reads the member at the start of `input` to the start of `output`, and checks its checksum and length.
     pub(crate) fn gzip(&mut self, input: &[u8], output: RawPiece<'_>) -> Result<Decoded, Stopped> {
         self.run(ffi::libdeflate_gzip_decompress_ex, input, output)
     }

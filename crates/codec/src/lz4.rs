@@ -20,7 +20,7 @@ pub(crate) fn decoder() -> Result<Box<dyn Decoder>, CodecError> {
     Ok(Box::new(Lz4))
 }
 
-/// A length of at most `MAX_CONTENT` for the C interface.
+/// Returns a length of at most `MAX_CONTENT` for the C interface.
 fn c_len(len: usize) -> c_int {
     c_int::try_from(len).expect("lengths were checked against MAX_CONTENT, which fits")
 }
@@ -42,7 +42,7 @@ impl Encoder for Lz4 {
                 c_len(room),
             )
         };
-        // 0: it did not fit.
+        // 0 means that it did not fit.
         Ok(if len > 0 { Encoded::Shrunk(len as usize) } else { Encoded::Incompressible })
     }
 }
@@ -51,7 +51,7 @@ impl Decoder for Lz4 {
     fn decode_into(&mut self, input: &[u8], mut output: RawPiece<'_>) -> Result<(), CodecError> {
         check_len(output.len())?;
         let broken = |reason| Err(CodecError::Broken { format: NAME, len: input.len(), reason });
-        // No encoder writes more than it read; this also keeps the length within a C int.
+        // An encoder never writes more than it read; this also keeps the length within a C int.
         if input.len() > output.len() {
             return broken("it is longer than what it should decode to");
         }
@@ -79,7 +79,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// The format is the published one: an implementation by other people reads and writes the same.
+        /// The format is the published one: an independent implementation reads and writes the same.
         #[test]
         fn an_independent_implementation_reads_ours_and_we_read_its(
             unit in proptest::collection::vec(any::<u8>(), 1..400),

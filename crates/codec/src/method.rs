@@ -1,11 +1,11 @@
-//! The table of methods: what a user can ask for. A method is a format, its levels, and the engine that is to encode on this side;
-//! the other side decodes the format with what it has.
+//! The table of methods that a user can select. A method is a format, its levels, and the preferred encoding engine on
+//! this side; the other side decodes the format with its own means.
 
 use crate::format::{self, Format, FormatRow};
 use crate::{Engine, MethodChoice};
 use std::fmt;
 
-/// Every method there is, in the order in which they are listed to users.
+/// All methods, in the order in which they are listed to users.
 pub static METHODS: &[MethodRow] = &[
     MethodRow { name: "none", summary: "pages as they are", format: &format::NONE, levels: None, engine: Engine::Cpu },
     MethodRow {
@@ -32,7 +32,7 @@ pub static METHODS: &[MethodRow] = &[
     MethodRow {
         name: "auto",
         summary: "what drains memory fastest now, batch by batch: as it is, LZ4, or zstd at some level",
-        // It writes others too; this one says the most of what the other side must have.
+        // It writes others too; this one is the most demanding for the other side.
         format: &format::ZSTD,
         levels: None,
         engine: Engine::Cpu,
@@ -60,7 +60,7 @@ pub struct Levels {
     pub least: i32,
     /// The smallest.
     pub most: i32,
-    /// What is used when none is named.
+    /// The default.
     pub default: i32,
 }
 
@@ -69,13 +69,13 @@ pub struct Levels {
 pub struct MethodRow {
     /// Its name in options and reports.
     pub name: &'static str,
-    /// What it is, in a few words.
+    /// A description in a few words.
     pub summary: &'static str,
-    /// What it writes.
+    /// The format that it writes.
     pub format: &'static FormatRow,
     /// Its levels, if it has any.
     pub levels: Option<Levels>,
-    /// What is to encode on this side, where it is there; else the CPU does.
+    /// The preferred encoder on this side, if it is available; else the CPU encodes.
     pub engine: Engine,
 }
 
@@ -84,32 +84,32 @@ pub struct MethodRow {
 pub struct Method(&'static MethodRow);
 
 impl Method {
-    /// All methods.
+    /// Returns all methods.
     pub fn all() -> impl Iterator<Item = Self> {
         METHODS.iter().map(Self)
     }
 
-    /// The method with this name, if there is one.
+    /// Returns the method with this name, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::all().find(|method| method.0.name == name)
     }
 
-    /// Its row.
+    /// Returns its row.
     pub fn row(self) -> &'static MethodRow {
         self.0
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(self) -> &'static str {
         self.0.name
     }
 
-    /// What it writes.
+    /// Returns the format that it writes.
     pub fn format(self) -> Format {
         self.0.format.into()
     }
 
-    /// It, at each of its levels.
+    /// Returns the method at each of its levels.
     pub fn choices(self) -> impl Iterator<Item = MethodChoice> {
         let levels = self.0.levels.map_or(0..=0, |levels| levels.least..=levels.most);
         levels.map(move |level| {
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn every_format_can_be_asked_for() {
+    fn every_format_has_a_method() {
         let written: HashSet<_> = Method::all().map(|method| method.format().wire()).collect();
         assert_eq!(written, FORMATS.iter().map(|row| row.wire).collect());
     }

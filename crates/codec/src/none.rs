@@ -1,4 +1,4 @@
-//! Format `none`: the content as it is.
+//! Format `none`: the content unchanged.
 
 use crate::{CodecError, Decoder, Encoded, Encoder, check_len};
 use sterna_memory::raw::RawPiece;

@@ -1,8 +1,9 @@
-//! The format `gzip` by QATzip: a batch goes in pieces to worker threads that own the library's sessions, and the members that come
-//! back follow each other in the packet.
+//! The format `gzip` by QATzip: pieces of a batch go to worker threads that own the library's sessions, and the
+//! resulting members follow each other in the packet.
 //!
-//! Content is copied once into pinned memory of the library and the result once out of it. A piece that nobody has done in time, or that
-//! failed, is the CPU's where software is allowed; where it is not, the batch goes as it is. A migration never fails for it.
+//! Content is copied once into pinned memory of the library and the result once out of it. A piece that was not done in
+//! time, or failed, is done by the CPU where software is allowed; otherwise the batch is sent uncompressed. A migration
+//! never fails for it.
 
 mod account;
 mod encoder;
@@ -24,27 +25,29 @@ use self::encoder::QatEncoder;
 use crate::libdeflate::Compressor;
 use crate::{CodecError, Encoder, EncoderSource, Engine, Engines, MethodChoice};
 
-/// The most content of one job: two requests of a device. A batch of the usual size keeps several workers busy, and no two pieces are
-/// needed for what is not worth two requests.
+/// The most content of one job: two requests of a device. A batch of the usual size keeps several workers busy, and
+/// content that is not worth two requests is not split.
 const PIECE: usize = 128 << 10;
-/// Jobs that an encoder has out at a time, each with its buffers.
+/// Jobs that an encoder has in progress at a time, each with its buffers.
 const JOBS: usize = 4;
-/// Workers for each channel, and for all of them: a device's instances are few, and each takes several requests at once.
+/// Workers for each channel, and for all of them: a device has few instances, and each accepts several requests at once.
 const WORKERS_PER_CHANNEL: usize = 2;
-const MOST_WORKERS: usize = 8;
-/// How long a device may take for a piece unless said otherwise: a hundred times what it should.
+const MAX_WORKERS: usize = 8;
+/// The default time limit of a device for a piece: a hundred times the expected time.
 const PATIENCE: Duration = Duration::from_millis(100);
-/// How long software may at least, which cannot hang but may have to wait for a processor.
+/// The least time limit with software, which cannot hang but may have to wait for a processor.
 const PATIENCE_WITH_SOFTWARE: Duration = Duration::from_secs(10);
 
 /// How the method `qatzip` finds its library, and what may be done in software.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Qatzip {
-    /// The library's file or its directory; none: what `STERNA_QATZIP` names, else what the loader finds.
+    /// The library's file or its directory; if none, the one that `STERNA_QATZIP` names, else the one that the loader
+    /// finds.
     pub library: Option<PathBuf>,
-    /// Whether software may do what no device does: the library's own, and the CPU by another (faster) deflate.
+    /// Whether software may do what no device does: the library's own, and the CPU with another (faster) deflate.
     pub software: Software,
-    /// How long a device may take for a piece of a batch (128 KiB) before another does it: a guest may be standing.
+    /// How long a device may take for a piece of a batch (128 KiB) before another encoder does it: a guest may be
+    /// paused.
     pub patience: Duration,
 }
 
@@ -55,7 +58,7 @@ impl Default for Qatzip {
     }
 }
 
-/// Why the method `qatzip` cannot be used as it was asked for.
+/// Why the method `qatzip` cannot be used as requested.
 #[derive(Debug, Error)]
 pub enum QatzipRefused {
     /// Software is forbidden, and there is no library.
@@ -70,20 +73,21 @@ pub enum QatzipRefused {
 }
 
 impl Qatzip {
-    /// What there is on this side to encode `choice` with, for so many channels; and a line that says so, where that was asked for by
-    /// name. The library is opened for the method `qatzip`, and for `auto` where this host may have hardware.
+    /// Returns the engines on this side for encoding `choice` on this many channels, and a line of text about them if
+    /// the method was requested by name. Opens the library for the method `qatzip`, and for `auto` if this host may
+    /// have hardware.
     ///
     /// # Errors
-    /// Only where software is forbidden and `choice` is `qatzip`: without it the CPU encodes.
+    /// Only if software is forbidden and `choice` is `qatzip`: otherwise the CPU encodes.
     pub fn engines(&self, choice: MethodChoice, channels: u16) -> Result<(Engines, Option<String>), QatzipRefused> {
         let (none, automatic) = (Engines::default(), choice.is_auto());
         let named = choice.method().row().engine == Engine::Qat;
         if !(named || automatic && may_have_hardware()) {
             return Ok((none, None));
         }
-        // What `auto` uses of it has the default level.
+        // `auto` uses the default level.
         let level = choice.level().unwrap_or(1);
-        // Of no use to `auto` are sessions without hardware.
+        // Sessions without hardware are of no use to `auto`.
         let software = if automatic && self.software == Software::Always { Software::WhenBusy } else { self.software };
         match self.start(level, software, channels) {
             Ok(qat) => {
@@ -118,7 +122,7 @@ impl QatzipRefused {
     }
 }
 
-/// Why a piece was not done by QATzip.
+/// Why QATzip did not do a piece.
 #[derive(Clone, Copy, Debug, Error)]
 enum Trouble {
     #[error("{0}")]
@@ -134,14 +138,14 @@ pub struct Qat {
     pool: Pool,
     library: Arc<Library>,
     level: i32,
-    /// For a piece.
+    /// Time limit for a piece.
     patience: Duration,
     software: Software,
     account: Arc<Account>,
 }
 
 impl Qat {
-    /// Starts workers for so many channels at a level of 1 to 9. A device may take so long for a piece.
+    /// Starts workers for this many channels at a level of 1 to 9. `patience` is a device's time limit for a piece.
     ///
     /// # Errors
     /// As [`Pool::start`]: without hardware there are none, unless `software` is [`Software::Always`].
@@ -155,7 +159,7 @@ impl Qat {
         let channels = usize::from(channels.max(1));
         let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let on_hardware = library.hardware().is_ok();
-        let most = if on_hardware { MOST_WORKERS } else { MOST_WORKERS.min(cores) };
+        let most = if on_hardware { MAX_WORKERS } else { MAX_WORKERS.min(cores) };
         let workers = (WORKERS_PER_CHANNEL * channels).min(most);
         // The channel of the machine's own stream has an encoder too.
         let queue = (channels + 1) * JOBS;
@@ -168,7 +172,7 @@ impl Qat {
         Ok(Self { pool, library: Arc::clone(library), level, software, patience, account })
     }
 
-    /// What does the work, in words.
+    /// Returns a description of what does the work.
     fn what(&self) -> String {
         let by =
             if self.pool.on_hardware() { "QAT hardware" } else { "QATzip's own software, for there is no hardware" };

@@ -1,10 +1,10 @@
-//! An accelerator in trouble is left alone for a while, and longer each time: who asks it for every batch waits for every batch.
+//! Exponential back-off for an accelerator in trouble: requests to it would delay every batch.
 
-/// After trouble it is not asked for so many batches, and for twice as many each time that it is in trouble again.
+/// The number of batches without a request after the first trouble; it doubles with each further trouble.
 const FIRST: u32 = 8;
 const LONGEST: u32 = 1024;
 
-/// How long an accelerator is left alone.
+/// The back-off of an accelerator.
 pub(crate) struct Rest {
     left: u32,
     next: u32,
@@ -17,20 +17,20 @@ impl Default for Rest {
 }
 
 impl Rest {
-    /// There was trouble.
+    /// Starts the back-off after trouble.
     pub(crate) fn begin(&mut self) {
         self.left = self.next;
         self.next = (2 * self.next).min(LONGEST);
     }
 
-    /// Whether the batch is one of those that it is not asked for.
+    /// Returns whether the accelerator is not used for this batch.
     pub(crate) fn goes_on(&mut self) -> bool {
         let rests = self.left > 0;
         self.left = self.left.saturating_sub(1);
         rests
     }
 
-    /// A batch without trouble.
+    /// Ends the back-off after a batch without trouble.
     pub(crate) fn went_well(&mut self) {
         self.next = FIRST;
     }
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_rest_is_twice_as_long_until_something_goes_well() {
+    fn each_back_off_is_twice_as_long_until_a_batch_succeeds() {
         let mut rest = Rest::default();
         let batches = |rest: &mut Rest| {
             rest.begin();

@@ -1,16 +1,17 @@
-//! A look at a batch that tells its class: what LZ4 makes of a small part of it, or an entropy coder would.
+//! Samples a batch to determine its class: the better of LZ4's and an entropy coder's ratio for a small part of it.
 //!
-//! LZ4 sees what repeats within a few hundred bytes. In pieces of text hardly anything does, in letters drawn by lot nothing; that some
-//! bytes are more frequent than others is what an entropy coder makes use of, and what their entropy tells.
+//! LZ4 finds repetitions within a few hundred bytes. Pieces of text have hardly any, random letters none; but some
+//! bytes are more frequent than others, which an entropy coder uses, and their entropy measures it.
 
 use crate::select::Class;
 use crate::{CodecError, Encoded, Encoder, Engines, MethodChoice};
 
-/// Bytes of a sample, and the pieces that it is made of, from all over a batch: one page says nothing of its neighbours.
+/// Bytes of a sample, and its number of pieces, spread over the batch: one page is not representative of its
+/// neighbours.
 const SAMPLE: usize = 4096;
 const PIECES: usize = 8;
 
-/// Takes samples, always with the same memory.
+/// Takes samples, reusing its memory.
 pub struct Sampler {
     encoder: Box<dyn Encoder>,
     sample: [u8; SAMPLE],
@@ -18,7 +19,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Fails only for want of memory.
+    /// Makes a sampler. Fails only for lack of memory.
     ///
     /// # Errors
     /// [`CodecError::Library`].
@@ -27,7 +28,7 @@ impl Sampler {
         Ok(Self { encoder: lz4.untiring_encoder(&Engines::default())?, sample: [0; SAMPLE], encoded: [0; SAMPLE] })
     }
 
-    /// The class of `content`; none where it is not worth a look.
+    /// Returns the class of `content`; none if it is too small to sample.
     ///
     /// # Errors
     /// [`CodecError::Library`].
@@ -48,7 +49,7 @@ impl Sampler {
     }
 }
 
-/// Bits that a byte of `sample` carries, by how frequent each is (Shannon, of order 0).
+/// Returns the bits of information per byte of `sample`, by the frequencies of bytes (Shannon, of order 0).
 fn entropy(sample: &[u8]) -> f64 {
     let mut counts = [0u32; 256];
     sample.iter().for_each(|byte| counts[usize::from(*byte)] += 1);
@@ -84,7 +85,7 @@ mod tests {
         assert_eq!(class(&half), Some(Class::of(100, 52)));
         assert_eq!(class(&text[..SAMPLE]), Some(Class::of(100, 1)));
         assert_eq!(class(&text[..SAMPLE - 1]), None);
-        // LZ4 makes nothing of letters drawn by lot, and half of their bits are the same in all of them.
+        // LZ4 cannot compress random letters, but half of their bits are the same in all of them.
         let letters: Vec<u8> = noise.iter().map(|byte| b'a' + byte % 16).collect();
         assert_eq!(class(&letters), Some(Class::of(100, 49)));
     }

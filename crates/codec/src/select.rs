@@ -1,59 +1,63 @@
-//! Which way drains pages fastest now.
+//! Selects the method that drains pages fastest at the time.
 //!
-//! A channel's thread encodes a batch and writes it, one after the other. A byte on the wire has a **price**, in time of a thread. The
-//! best way for a batch is the one whose encoding, writing and price together are least, so the price is nearly all that has to be known
-//! of the link and of the receiver. It rises while threads wait for the network and have a CPU, and falls while the network has nothing to
-//! do, while the receiver is what holds them up (what it is sent then, should be what it has the least work with), and while this side
-//! takes more of the CPU than it may. Where it stays at what makes two ways equally good, both are used, which is better than either of
-//! them alone.
+//! A channel's thread encodes a batch and writes it, one after the other. A byte on the wire has a **price**, in time
+//! of a thread. The best method for a batch is the one whose encoding, writing and price together are lowest, so the
+//! price is nearly all that has to be known of the link and of the receiver. It rises while threads wait for the
+//! network and have a CPU. It falls while the network is idle, while the receiver is the bottleneck (which should then
+//! get the content that costs it least), and while this side uses more of the CPU than it may. If it stays where two
+//! methods are equally good, both are used, which is better than either alone.
 //!
-//! The price changes slowly, or every stretch of other content would. What lies before the network may be gone sooner: a way that takes
-//! longer than that lasts costs the network's time as well.
+//! The price changes slowly, or every stretch of different content would move it. The data queued before the network
+//! may be sent sooner: a method that takes longer than that lasts costs the network's time as well.
 //!
-//! How long a way takes and how small it makes a batch is learned for each *class* of content, by all channels together; a small sample
-//! tells the class. There are no clocks here: times are passed in. How good the choice is, `sterna-simulator` and its tests say, in virtual time.
+//! The time and the ratio of a method are learned for each *class* of content, by all channels together; a small sample
+//! determines the class. This module has no clock: times are passed in. `sterna-simulator` and its tests measure the
+//! quality of the choice, in virtual time.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::MethodChoice;
 
-/// Upper bounds of the classes: what can be made of a sample, to its size.
+/// Upper bounds of the classes: a sample's compressed size divided by its size.
 const CLASSES: [f64; 10] = [0.03, 0.08, 0.16, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.97];
-/// How much an estimate follows its newest value, at least.
+/// The least weight of the newest value in an estimate.
 const SMOOTH: f64 = 1.0 / 16.0;
-/// One batch of so many is encoded by another than the best way, so that what is known of it stays true.
+/// One batch of this many is encoded by another than the best method, so that its estimates stay up to date.
 const EXPLORED: u32 = 64;
-/// And one of so many by a way that was never measured with such content, while there is any that could be best.
+/// One batch of this many uses a method that was never measured with such content, while one might be best.
 const TRIED: u32 = 4;
-/// What it makes of content then may be so much smaller than guessed.
+/// How much smaller than guessed its output is assumed to be then.
 const HOPED: f64 = 0.6;
-/// But not before so many packets were sent: until then the price is not what it will be, and what seems to be worth a try may not be.
+/// No such attempt before this many packets were sent: until then the price has not settled, and attempts may be
+/// misjudged.
 const SETTLED: u32 = 8;
-/// The price at first: of a link of some gigabits per second. Too high for a fast link, it falls within a few batches; too low for a
-/// slow one, the first batches would fill its queue with what could have been small.
+/// The first price: that of a link of some gigabits per second. If it is too high for a fast link, it falls within a
+/// few batches; too low for a slow one, the first batches would fill its queue with compressible content.
 const FIRST_PRICE: f64 = 3.0;
-/// The price changes by the factor e in such a time of nothing but waiting, or being waited for: at first in this part of the time since
-/// the beginning, and within these bounds. Later some batches of other content are no reason to change it by much.
+/// The price changes by the factor e in this time of constant waiting: at first in this part of the time since the
+/// beginning, and within these bounds. Later a few batches of different content should not change it much.
 const CALMER: f64 = 0.3;
 const CALM: (f64, f64) = (2e6, 60e6);
-/// One packet may change it by this power of e.
-const MOST_CHANGE: f64 = 2.0;
-/// A network that idles is so many times worse than a thread that waits: what it did not carry is lost, and the thread would have made
-/// little of its time.
+/// One packet may change it by at most this power of e.
+const MAX_CHANGE: f64 = 2.0;
+/// How much worse an idle network is than a waiting thread: the network's lost capacity is gone, while the thread would
+/// have achieved little.
 const DEARER: f64 = 8.0;
-/// And when it is to be expected, it counts as much as the price says, but so many times at most.
-const MOST_DEAR: f64 = 32.0;
-/// How far beyond the outermost prices that make a difference it goes: coming back from further away would only take longer.
+/// Expected idleness counts as much as the price, but at most this many times.
+const MAX_IDLE_WEIGHT: f64 = 32.0;
+/// How far beyond the outermost significant prices it goes: returning from further away would only take longer.
 const BEYOND: f64 = 2.0;
-/// After so many samples in a row by which the cheapest way is best, only one batch of so many is looked at.
+/// After this many consecutive samples for which the cheapest method is best, only one batch of this many is sampled.
 const PLAIN: u32 = 8;
-/// What a way must save of each byte to be worth a thought.
-const LEAST_SAVED: f64 = 0.002;
-/// A byte costs no more than so many times its time on the wire: the time of a thread that always waits is worth little.
-const MOST_PART: f64 = 100.0;
-/// A receiver that is busy for this part of its time begins to be what holds its source up; for the other, it is alone in that.
+/// The least saving per byte that makes a method worthwhile.
+const MIN_SAVED: f64 = 0.002;
+/// The most that a byte costs, as a multiple of its time on the wire: the time of a thread that always waits is worth little.
+const MAX_PART: f64 = 100.0;
+/// A receiver that is busy for the first part of its time begins to be the bottleneck; from the second part on it is
+/// the only one.
 const BUSY_RECEIVER: (f64, f64) = (0.85, 0.95);
-/// Nanoseconds for each byte: what no network is faster than, and what none is slower than that anybody would move a guest over.
+/// Nanoseconds for each byte: no network is faster than the first, and none that is used for migration is slower than
+/// the second.
 const PRICES: (f64, f64) = (0.01, 10_000.0);
 
 /// A class of content.
@@ -61,46 +65,46 @@ const PRICES: (f64, f64) = (0.01, 10_000.0);
 pub struct Class(usize);
 
 impl Class {
-    /// Of content of which a sample of `size` bytes can be made so small.
+    /// Returns the class of content, a sample of which has `size` bytes and can be compressed to `encoded` bytes.
     pub fn of(size: usize, encoded: usize) -> Self {
         let ratio = encoded as f64 / size.max(1) as f64;
         Self(CLASSES.iter().position(|most| ratio <= *most).unwrap_or(CLASSES.len()))
     }
 
-    /// What a sample of it became, to its size.
+    /// Returns the typical compression ratio of a sample of this class.
     fn ratio(self) -> f64 {
         CLASSES.get(self.0).map_or(1.0, |most| most * 0.8)
     }
 }
 
-/// What is known of a way in a class.
+/// The measurements of a method in a class.
 #[derive(Clone, Copy, Debug)]
 struct Estimate {
-    /// Nanoseconds for each byte that goes in.
+    /// Nanoseconds per input byte.
     nanos: f64,
-    /// Bytes that come out for each that goes in.
+    /// Output bytes per input byte.
     ratio: f64,
     /// Batches that were measured.
     seen: u32,
-    /// Whether somebody uses it now, or has: what it is like will soon be known.
+    /// Whether a channel uses it now, or has: its measurements will soon be known.
     tried: bool,
 }
 
-/// What became of the time since a channel's packet before this one. Times are in nanoseconds.
+/// The time since a channel's packet before this one, by cause. Times are in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Interval {
     /// The thread was running, or waited for a CPU.
     pub busy: u64,
-    /// What of that was writing.
+    /// The part of `busy` spent on writing.
     pub writing: u64,
     /// The thread waited until more could be sent.
     pub waited: u64,
-    /// Meanwhile the network could have carried more than it was given.
+    /// The network could have carried more than it was given, meanwhile.
     pub idle: u64,
-    /// Meanwhile all that was sent had arrived, or the receiver's host took no more because its program did not read. 0 where that is
-    /// not known.
+    /// Time meanwhile in which all sent bytes had arrived, or the receiver's host accepted no more because its program
+    /// did not read. 0 where that is not known.
     pub arrived: u64,
-    /// Meanwhile the receiver has said that it was busy for so long with what had come before.
+    /// Time that the receiver reports to have been busy meanwhile with earlier packets.
     pub placing: u64,
     /// Bytes that were written.
     pub written: usize,
@@ -108,14 +112,14 @@ pub struct Interval {
     pub beyond: f64,
 }
 
-/// What is known of a way, by class.
-type Way = [Estimate; CLASSES.len() + 1];
+/// The measurements of a method, by class.
+type MethodEstimates = [Estimate; CLASSES.len() + 1];
 
-/// What is known of the ways and of the network. The channels of a migration share it: what one has found out, no other has to; and
-/// where each had a price of its own, one could go on sending what another takes great pains to make small.
+/// The measurements of the methods and of the network. The channels of a migration share them, so each measurement is
+/// made once; and with a price per channel, one channel could send uncompressed what another compresses at great cost.
 #[derive(Debug)]
 pub struct Knowledge {
-    ways: Mutex<Vec<Way>>,
+    ways: Mutex<Vec<MethodEstimates>>,
     price: Mutex<Price>,
     channels: f64,
 }
@@ -129,16 +133,17 @@ struct Price {
 }
 
 impl Knowledge {
-    /// Of `ways`, the cheapest first, for so many channels; what is not measured yet is guessed. There is one at least.
+    /// Starts with `ways`, the cheapest first, for this many channels; unmeasured values are guessed. There must be at
+    /// least one.
     pub fn new(ways: impl IntoIterator<Item = MethodChoice>, channels: usize) -> Self {
         let way = |choice: MethodChoice| std::array::from_fn(|class| guess(choice, Class(class)));
-        let ways: Vec<Way> = ways.into_iter().map(way).collect();
+        let ways: Vec<MethodEstimates> = ways.into_iter().map(way).collect();
         assert!(!ways.is_empty(), "something has to be chosen");
         let price = Price { value: FIRST_PRICE, age: 0.0 };
         Self { ways: Mutex::new(ways), price: Mutex::new(price), channels: channels.max(1) as f64 }
     }
 
-    fn ways(&self) -> MutexGuard<'_, Vec<Way>> {
+    fn ways(&self) -> MutexGuard<'_, Vec<MethodEstimates>> {
         self.ways.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -147,7 +152,7 @@ impl Knowledge {
     }
 }
 
-/// What held a channel up, each as a part of its time; for the rest it was busy itself.
+/// What delayed a channel, as parts of its time; for the rest it was busy itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HeldUp {
     /// It waited for the network.
@@ -161,25 +166,25 @@ pub struct HeldUp {
 pub struct Selection {
     knowledge: Arc<Knowledge>,
     chosen: u32,
-    /// How often it was asked for a sample, and how many of the last ones said that the cheapest way is best.
+    /// How often a sample was considered, and for how many of the last ones the cheapest method was best.
     asked: u32,
     plain: u32,
-    /// The last choice would have been another, had the network had more to do meanwhile.
+    /// The last choice would have been different if the network had had more to send meanwhile.
     hurried: bool,
-    /// Of late, how long nothing of this channel was in the network, and how long nothing of any.
+    /// Recently, how long this channel had nothing in the network, and how long no channel had.
     empty: (f64, f64),
     /// Packets with content that were written.
     sent: u32,
-    /// Nanoseconds from one byte on the wire to the next, while the network has something to do.
+    /// Nanoseconds from one byte on the wire to the next, while the network has data to send.
     pace: f64,
     /// Nanoseconds that a byte takes to be written.
     writing: f64,
-    /// Of late: how long the receiver was busy, of how long.
+    /// Recently: how long the receiver was busy, of how long.
     placing: (f64, f64),
 }
 
 impl Selection {
-    /// Among the ways that `knowledge` is of.
+    /// Makes a selection among the methods of `knowledge`.
     pub fn new(knowledge: Arc<Knowledge>) -> Self {
         Self {
             knowledge,
@@ -195,34 +200,35 @@ impl Selection {
         }
     }
 
-    /// Nanoseconds that a byte on the wire costs now.
+    /// Returns the present cost of a byte on the wire, in nanoseconds.
     pub fn price(&self) -> f64 {
         self.knowledge.price().value
     }
 
-    /// Whether anything but the cheapest way could be best, whatever the content is: only then is it worth a sample.
+    /// Returns whether any method but the cheapest could be best, whatever the content: only then is a sample
+    /// worthwhile.
     pub fn wants_sample(&mut self) -> bool {
-        // Where content has been of no use to encode for a while, only now and then whether it still is.
+        // If encoding has been of no use for a while, only an occasional sample.
         self.asked = self.asked.wrapping_add(1);
         if self.plain >= PLAIN && !self.asked.is_multiple_of(PLAIN) {
             return false;
         }
         let byte = self.byte();
-        let least = |way: &Way| way.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
+        let least = |way: &MethodEstimates| way.iter().map(|class| class.nanos).fold(f64::INFINITY, f64::min);
         self.knowledge.ways().iter().skip(1).any(|way| least(way) < byte)
     }
 
-    /// The way for a batch of this class and of so many bytes, where the network has something to do for so many nanoseconds still, if that
-    /// is known; without a sample, the cheapest.
+    /// Returns the index of the method for a batch of this class and of `size` bytes. `left` is how many nanoseconds
+    /// the network still has data to send, if known. Without a class it is the cheapest.
     pub fn choose(&mut self, class: Option<Class>, size: usize, left: Option<u64>) -> usize {
         let Some(Class(class)) = class else { return 0 };
         let byte = self.byte();
-        // For each byte of the batch; after it the network's time is lost, at what that is worth in the thread's.
+        // Per byte of the batch; after that the network's time is lost, valued in the thread's time.
         let left = left.map_or(f64::INFINITY, |left| left as f64 / size.max(1) as f64);
-        let idle_costs = (self.price() / self.pace).min(MOST_DEAR) * self.alone();
+        let idle_costs = (self.price() / self.pace).min(MAX_IDLE_WEIGHT) * self.alone();
         let mut ways = self.knowledge.ways();
         let cheapest = |idle_costs: f64| {
-            let cost = |way: &Way| {
+            let cost = |way: &MethodEstimates| {
                 let Estimate { nanos, ratio, .. } = way[class];
                 nanos + byte * ratio + idle_costs * (nanos - left).max(0.0)
             };
@@ -234,9 +240,9 @@ impl Selection {
         self.plain = if best == 0 { self.plain.saturating_add(1) } else { 0 };
         self.chosen = self.chosen.wrapping_add(1);
         if self.sent >= SETTLED && self.chosen.is_multiple_of(TRIED) {
-            // It could be if it makes things a good deal smaller than is guessed.
+            // It could be best if its output is considerably smaller than guessed.
             let at_best = |estimate: Estimate| estimate.nanos + byte * estimate.ratio * HOPED;
-            let could = |way: &Way| !way[class].tried && at_best(way[class]) < least;
+            let could = |way: &MethodEstimates| !way[class].tried && at_best(way[class]) < least;
             if let Some(untried) = ways.iter().skip(1).position(could) {
                 ways[untried + 1][class].tried = true;
                 return untried + 1;
@@ -246,20 +252,21 @@ impl Selection {
         if !self.chosen.is_multiple_of(EXPLORED) {
             return best;
         }
-        // A try takes no longer than what the batch costs at best; whether it makes up for that is what is to be learned.
+        // An attempt takes no longer than the batch costs with the best method; whether it pays is what is to be
+        // learned.
         let affordable = |at: &usize| *at != best && ways[*at][class].nanos < least;
         (0..ways.len()).filter(affordable).min_by_key(|at| ways[*at][class].seen).unwrap_or(best)
     }
 
-    /// A batch of `input` bytes was encoded in so many nanoseconds, into `output` bytes. A CPU's time is best, where it is one that
-    /// encodes: when others have the CPU meanwhile, that is not the way's doing.
+    /// Records that a batch of `input` bytes was encoded in `nanos` nanoseconds, into `output` bytes. Pass CPU time
+    /// where a CPU encodes: time when other threads have the CPU is not the method's.
     pub fn encoded(&mut self, way: usize, class: Option<Class>, input: usize, output: usize, nanos: u64) {
         if let Some(Class(class)) = class
             && input > 0
         {
             let estimate = &mut self.knowledge.ways()[way][class];
-            // How long it took may have been the neighbours' doing, so a guess counts for something beside the first; how small it became,
-            // was not.
+            // Its time may include other threads' work, so the guess has a weight beside the first measurement; its
+            // size does not.
             let follow = |values: u32| SMOOTH.max(1.0 / f64::from(values));
             let times = estimate.seen.saturating_add(2);
             estimate.nanos += (nanos as f64 / input as f64 - estimate.nanos) * follow(times);
@@ -268,7 +275,7 @@ impl Selection {
         }
     }
 
-    /// A packet with content was written. Says what held it up.
+    /// Records that a packet with content was written. Returns what delayed it.
     pub fn sent(&mut self, interval: &Interval) -> HeldUp {
         let &Interval { busy, writing, waited, idle, arrived, placing, written, beyond } = interval;
         let all = busy.saturating_add(waited);
@@ -279,7 +286,7 @@ impl Selection {
         let follow = |value: &mut f64, newest: f64| *value += (newest - *value) * SMOOTH;
         self.sent = self.sent.saturating_add(1);
         if self.sent == 1 {
-            // Until there is something to send, every network has nothing to do.
+            // Before the first data every network is idle.
             self.pace = time / bytes;
             return HeldUp { network: waited as f64 / time, receiver: 0.0 };
         }
@@ -291,28 +298,31 @@ impl Selection {
         // An acknowledgement stands for several packets, so only the sums can be compared.
         (*busy_receiver, *of) = (*busy_receiver * (1.0 - SMOOTH) + placing as f64, *of * (1.0 - SMOOTH) + time);
         let (from, to) = BUSY_RECEIVER;
-        // Where CPUs are short its thread is busy for long with little, and only where nothing is left in the network is it what others
-        // wait for. Nor is that enough: before a relay that takes no more there may be a slow network.
+        // Where CPUs are scarce its thread is busy for long with little work, and other threads wait for it only if
+        // nothing is left in the network. Nor is that sufficient: a slow network may lie behind a relay that accepts no
+        // more.
         let alone = ((*busy_receiver / *of - from) / (to - from)).clamp(0.0, 1.0);
         let receiver = alone * arrived.min(all) as f64 / time;
         let waits = waited as f64 / time * (1.0 - receiver);
         let held_up = HeldUp { network: waits, receiver: waited as f64 / time * receiver };
-        // What has nothing to do, nobody waits for: while one does, the network is less idle than it may seem from what is in flight.
+        // No thread waits for an idle network: while one does, the network is less idle than the bytes in flight
+        // suggest.
         let idles = idle.min(all) as f64 / time * (1.0 - waits);
         let pressure = waits * (1.0 - beyond) - (DEARER * idles).min(1.0).max(receiver).max(beyond);
-        // A price that asks for more than there is time for need not rise.
+        // A price that demands more than there is time for need not rise.
         let pressure = if self.hurried { pressure.min(0.0) } else { pressure };
         let (least, most) = self.telling_prices();
         let mut price = self.knowledge.price();
         let time = time / self.knowledge.channels;
         price.age += time;
         let calm = (price.age * CALMER).clamp(CALM.0, CALM.1);
-        let changed = price.value * f64::exp(pressure * (time / calm).min(MOST_CHANGE));
-        price.value = changed.clamp(least / BEYOND, most * BEYOND).min(MOST_PART * self.pace).clamp(PRICES.0, PRICES.1);
+        let changed = price.value * f64::exp(pressure * (time / calm).min(MAX_CHANGE));
+        price.value = changed.clamp(least / BEYOND, most * BEYOND).min(MAX_PART * self.pace).clamp(PRICES.0, PRICES.1);
         held_up
     }
 
-    /// The least price at which anything but the cheapest way is best for some content, and the highest at which the way changes for any.
+    /// Returns the lowest price at which any but the cheapest method is best for some content, and the highest at which
+    /// the best method changes for any.
     fn telling_prices(&self) -> (f64, f64) {
         let (mut least, mut most) = (PRICES.1, PRICES.0);
         let ways = self.knowledge.ways();
@@ -320,7 +330,7 @@ impl Selection {
             for other in &ways[at + 1..] {
                 for (one, other) in way.iter().zip(other) {
                     let (nanos, saved) = (other.nanos - one.nanos, one.ratio - other.ratio);
-                    if saved > LEAST_SAVED {
+                    if saved > MIN_SAVED {
                         let even = (nanos / saved - self.writing).max(PRICES.0);
                         (least, most) = (least.min(even), most.max(even));
                     }
@@ -330,19 +340,19 @@ impl Selection {
         (least, most.max(least))
     }
 
-    /// In which part of the time in which this channel has nothing in the network, no other has.
+    /// Returns in which part of the time in which this channel has nothing in the network, no other channel has either.
     fn alone(&self) -> f64 {
         let (this, all) = self.empty;
         if this > all { all / this } else { 1.0 }
     }
 
-    /// Nanoseconds that a byte costs which is sent: its price, and what writing it takes.
+    /// Returns the cost of a byte that is sent, in nanoseconds: its price, and the time of writing it.
     pub fn byte(&self) -> f64 {
         self.price() + self.writing
     }
 }
 
-/// What a way may be like before it was ever measured: of the order of what `examples/codec_throughput` measures.
+/// Returns an estimate of a method before it was measured: of the order of the results of `examples/codec_throughput`.
 fn guess(choice: MethodChoice, class: Class) -> Estimate {
     let (nanos, factor) = match (choice.method().name(), choice.level().unwrap_or(0)) {
         ("none", _) => return Estimate { nanos: 0.0, ratio: 1.0, seen: 0, tried: true },
@@ -357,7 +367,7 @@ fn guess(choice: MethodChoice, class: Class) -> Estimate {
         _ => (5.0, 0.7),
     };
     let ratio = class.ratio();
-    // What hardly shrinks is given up early, and what shrinks much is soon done.
+    // Content that hardly shrinks is abandoned early, and content that shrinks much is soon done.
     let effort = if ratio >= 0.95 { 0.3 } else { 0.4 + 0.6 * ratio.min(1.0) / 0.5 };
     Estimate {
         nanos: nanos * effort.min(1.2),
@@ -390,10 +400,10 @@ mod tests {
     }
 
     #[test]
-    fn where_the_network_does_not_bind_nothing_is_sampled_or_compressed() {
+    fn while_the_network_is_no_bottleneck_nothing_is_sampled_or_compressed() {
         let mut selection = selection();
         let free = Interval { busy: 100_000, idle: 50_000, written: BATCH, ..Interval::default() };
-        // What it begins with is given up soon.
+        // The first choice is soon abandoned.
         for _ in 0..50 {
             selection.sent(&free);
         }
@@ -403,7 +413,7 @@ mod tests {
             selection.encoded(0, None, BATCH, BATCH, 0);
             selection.sent(&free);
         }
-        // A wait now and then is no reason either.
+        // An occasional wait does not change that.
         for _ in 0..1000 {
             selection.sent(&Interval { busy: 99_000, waited: 2_000, idle: 20_000, ..free });
         }
@@ -411,8 +421,8 @@ mod tests {
     }
 
     #[test]
-    fn what_was_never_measured_is_tried_where_it_could_be_best_and_nowhere_else() {
-        // LZ4, and so the sample and the guesses, see nothing in it.
+    fn an_unmeasured_method_is_tried_where_it_could_be_best_and_nowhere_else() {
+        // LZ4, and so the sample and the guesses, find nothing to compress in it.
         let class = Some(Class::of(100, 100));
         let settled = |price: f64| {
             let selection = Selection { sent: SETTLED, ..selection() };
@@ -433,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn what_held_a_channel_up_is_a_part_of_its_own_time_however_many_there_are() {
+    fn the_causes_of_delay_are_parts_of_a_channels_own_time_for_any_number_of_channels() {
         for channels in [1, 2, 64] {
             let ways = choices(&[("none", None), ("zstd", Some("1"))]);
             let mut selection = Selection::new(Arc::new(Knowledge::new(ways, channels)));
@@ -441,7 +451,7 @@ mod tests {
             for _ in 0..100 {
                 assert_eq!(selection.sent(&network), HeldUp { network: 0.75, receiver: 0.0 });
             }
-            // All that was sent has arrived, and the receiver is busy with it.
+            // All sent bytes have arrived, and the receiver is busy with them.
             let receiver = Interval { arrived: 400_000, placing: 400_000, ..network };
             let held_up = (0..100).map(|_| selection.sent(&receiver)).last();
             assert_eq!(held_up, Some(HeldUp { network: 0.0, receiver: 0.75 }), "{channels} channels");
@@ -449,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn the_price_stays_finite_whatever_is_told() {
+    fn the_price_stays_finite_for_any_input() {
         let mut selection = selection();
         let extremes = [(0, 0, 0), (0, u64::MAX, 1), (u64::MAX, u64::MAX, 0), (0, 1, usize::MAX), (u64::MAX, 0, 1)];
         for (busy, waited, written) in extremes {

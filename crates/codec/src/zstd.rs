@@ -13,7 +13,8 @@ const NAME: &str = "zstd";
 
 struct ZstdEncoder(CCtx<'static>);
 
-/// By the C functions: `zstd_safe` writes to memory of which it then shows slices, and what is decoded here may go into guest RAM.
+/// Through the C functions: `zstd_safe` writes to memory of which it then makes slices, and the output may be guest
+/// RAM.
 struct ZstdDecoder(NonNull<ffi::ZSTD_DCtx>);
 
 // SAFETY: the context belongs to nobody else, and zstd keeps nothing per thread.

@@ -1,15 +1,15 @@
-//! State of devices that are not in the monitor itself: how it is taken from whoever has it at the source of a migration, and given to
-//! whoever goes on at its destination.
+//! The state of devices outside the monitor: reading it from the device's owner at the source of a migration, and
+//! loading it at the destination.
 //!
-//! A monitor that embeds the library uses [`migration`], which moves devices with the guest. Below it is one module per interface
-//! that devices have for this; such a module knows its interface and nothing of channels, packets or threads: who calls decides when and
-//! from where.
+//! A monitor that embeds the library uses [`migration`], which moves devices with the guest. Below it there is one
+//! module per interface for device state. Such a module knows its interface, but no channels, packets or threads: its
+//! caller decides when and on which thread to call it.
 //!
-//! | module | devices behind |
+//! | module | devices |
 //! |---|---|
 //! | [`vfio`] | the kernel's VFIO migration interface, version 2 |
-//! | [`vfio_user`] | processes of their own, by the vfio-user protocol: the same interface in messages |
-//! | [`vhost_user`] | processes of their own, by the vhost-user protocol |
+//! | [`vfio_user`] | separate processes, by the vfio-user protocol: the same interface in messages |
+//! | [`vhost_user`] | separate processes, by the vhost-user protocol |
 
 pub mod migration;
 pub mod vfio;

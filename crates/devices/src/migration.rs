@@ -1,13 +1,13 @@
-//! Devices as the library moves them: what a monitor gives to its [`Source`](sterna::source::Source) and
-//! [`Destination`](sterna::destination::Destination), and what it calls when the guest is stopped and let run.
+//! Devices that the library moves: passed by a monitor to its [`Source`](sterna::source::Source) and
+//! [`Destination`](sterna::destination::Destination), and called by it when the guest is paused and resumed.
 //!
-//! | devices behind | at the source | at the destination |
+//! | devices | at the source | at the destination |
 //! |---|---|---|
 //! | VFIO, vfio-user | [`VfioSource`] | [`VfioDestination`] |
 //! | vhost-user | [`VhostUserSource`] | [`VhostUserDestination`] |
 //!
-//! The engine has a thread for each device, and the monitor stops all devices at once from another. So a VFIO device is behind a lock
-//! that is held for one call on it, and never while the engine waits for the network.
+//! The engine has a thread for each device, and the monitor stops all devices at once from another thread. So a VFIO
+//! device is behind a lock that is held for one call on it, and never while the engine waits for the network.
 
 mod vfio;
 mod vhost_user;
@@ -15,5 +15,5 @@ mod vhost_user;
 pub use self::vfio::{VfioDestination, VfioSource};
 pub use self::vhost_user::{VhostUserDestination, VhostUserSource};
 
-/// Bytes that are read from a device or given to it at once, at most.
+/// The most bytes that are read from or written to a device at once.
 const CHUNK: usize = 1 << 20;

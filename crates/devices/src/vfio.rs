@@ -3,7 +3,7 @@
 //! Source of everything here: the comments in `include/uapi/linux/vfio.h` (Linux 6.12; "the header" below) on
 //! `VFIO_DEVICE_FEATURE_MIGRATION`, `enum vfio_device_mig_state` and the DMA logging features.
 //!
-//! | module or type | what |
+//! | module or type | purpose |
 //! |---|---|
 //! | [`Device`], [`Data`] | the kernel's calls, as two small traits |
 //! | [`KernelDevice`] | the same on a device's file descriptor |
@@ -23,8 +23,8 @@
 //!                  └───────────────── abort (reset) ─────────┴────────────────────────────┘
 //! ```
 //!
-//! Nothing here decides to whom the guest belongs. A source's device that is in STOP can run again (`abort`) until the
-//! migration is committed; a destination's device runs only when `run` is called, after that.
+//! This module does not decide to which host the guest belongs. A source's device in STOP can run again (`abort`) until
+//! the migration is committed; a destination's device runs only after `run` is called, after the commit.
 
 mod control;
 mod destination;

@@ -1,17 +1,18 @@
 //! Devices that other processes emulate, by vfio-user: VFIO's migration interface in messages over a socket.
 //!
-//! Source of everything here: "vfio-user Protocol Specification" (QEMU, `docs/interop/vfio-user.rst`; "the specification" below). The
-//! states and flags are those of the kernel's header, so [`VfioUserDevice`] is a [`vfio::Device`](crate::vfio::Device) as the kernel's
-//! are, and [`vfio`](crate::vfio) and [`migration`](crate::migration) do with it what they do with those.
+//! Source of everything here: "vfio-user Protocol Specification" (QEMU, `docs/interop/vfio-user.rst`; "the
+//! specification" below). The states and flags are those of the kernel's header, so [`VfioUserDevice`] is a
+//! [`vfio::Device`](crate::vfio::Device) like the kernel's devices, and [`vfio`](crate::vfio) and
+//! [`migration`](crate::migration) use it in the same way.
 //!
-//! | module or type | what |
+//! | module or type | purpose |
 //! |---|---|
 //! | [`VfioUserDevice`] | the device behind a connection |
-//! | [`Connection`] | what is needed of a monitor's connection: one command and its reply |
-//! | [`Client`] | a connection for those who have none of their own, on a unix socket |
+//! | [`Connection`] | the interface to a monitor's connection: one command and its reply |
+//! | [`Client`] | a connection on a unix socket, for callers without one |
 //!
-//! What vfio-user does not have: P2P states (several devices are stopped together only as
-//! [`Peers::Separate`](crate::vfio::Peers::Separate)), and any word of how much state is left.
+//! vfio-user lacks P2P states (several devices are stopped together only as
+//! [`Peers::Separate`](crate::vfio::Peers::Separate)) and an estimate of the remaining state.
 
 mod client;
 mod connection;

@@ -1,19 +1,21 @@
-//! The state of a device whose back-end is a process of its own (vhost-user), taken and given.
+//! Saving and loading the state of a device whose back-end is a separate process (vhost-user).
 //!
-//! The protocol has two messages for it, behind the protocol feature `DEVICE_STATE` (bit 19): `SET_DEVICE_STATE_FD` (42) hands the
-//! back-end one end of a pipe, `CHECK_DEVICE_STATE` (43) asks how it went. In the pipe is what the back-end likes, until its end;
-//! that something went wrong is said only by the second message. (vhost-user specification of QEMU, "Migrating back-end state".)
+//! The protocol has two messages for it, behind the protocol feature `DEVICE_STATE` (bit 19): `SET_DEVICE_STATE_FD`
+//! (42) passes one end of a pipe to the back-end, `CHECK_DEVICE_STATE` (43) asks for the result. The back-end alone
+//! defines the bytes in the pipe, which end with the state; an error is reported only by the second message.
+//! (vhost-user specification of QEMU, "Migrating back-end state".)
 //!
 //! ```text
 //!  back-end ── pipe ──> Saver ──> the engine ═══ network ═══> the engine ──> Loader ── pipe ──> back-end
 //! ```
 //!
-//! The device must be suspended first: the monitor has stopped each vring (`GET_VRING_BASE`) and starts none before the state was taken
-//! or given. What is around the state (memory table, vring addresses and bases, features) is the monitor's own, on both sides.
+//! The device must be suspended first: the monitor has stopped each vring (`GET_VRING_BASE`) and starts none before the
+//! state was saved or loaded. The configuration around the state (memory table, vring addresses and bases, features) is
+//! the monitor's own, on both sides.
 //!
-//! Nothing here has threads that outlive a call, nothing is allocated per chunk, and each wait has a deadline. Where one passes
-//! during a message the connection is shut down, because the protocol has no way to take a message back, and a late reply would be taken
-//! for that of the next one; where it passes in the pipe the connection stays as it was.
+//! No thread here outlives a call, nothing is allocated per chunk, and each wait has a deadline. If a deadline passes
+//! during a message the connection is shut down, because the protocol cannot cancel a message, and a late reply would
+//! be taken for the reply to the next one. If it passes in the pipe the connection is unaffected.
 //!
 //! Processes that are not Rust programs must ignore `SIGPIPE`: a back-end that dies while it is written to raises it.
 
@@ -36,28 +38,30 @@ use vhost::vhost_user::message::{VhostTransferStateDirection as Direction, Vhost
 
 pub use error::{Error, Step};
 
-/// What a pipe is asked to hold: fewer turns between the two processes. The kernel may give less (`/proc/sys/fs/pipe-max-size`).
+/// The requested size of a pipe: a large pipe needs fewer context switches. The kernel may grant less
+/// (`/proc/sys/fs/pipe-max-size`).
 const PIPE: usize = 1 << 20;
 
-/// The most that a state may have unless [`BackEnd::with_limit`] says otherwise: 4 GiB.
+/// The most bytes of a state unless [`BackEnd::with_limit`] sets another limit: 4 GiB.
 pub const DEFAULT_LIMIT: u64 = 4 << 30;
 
-/// A back-end whose state can be moved. Its copies are the same back-end.
+/// A back-end whose state can be moved. Clones are the same back-end.
 #[derive(Clone)]
 pub struct BackEnd {
     name: Arc<str>,
     frontend: Frontend,
-    /// The connection once more, to see that it broke and to shut it down while `frontend` is locked by a call.
+    /// A second descriptor of the connection, to detect that it broke and to shut it down while a call has locked
+    /// `frontend`.
     socket: Arc<OwnedFd>,
     limit: u64,
 }
 
 impl BackEnd {
-    /// `name` is what errors call it. `negotiated` are the protocol features that the monitor has set (`SET_PROTOCOL_FEATURES`): that
-    /// the state cannot be moved is said here, long before the guest is stopped.
+    /// Makes a back-end that errors call `name`. `negotiated` are the protocol features that the monitor has set
+    /// (`SET_PROTOCOL_FEATURES`): a missing feature is reported here, long before the guest is paused.
     ///
     /// # Errors
-    /// [`Error::NotNegotiated`] without `DEVICE_STATE`, [`Error::Io`] where no file descriptor is left.
+    /// [`Error::NotNegotiated`] without `DEVICE_STATE`, [`Error::Io`] if no file descriptor is available.
     pub fn new(name: &str, frontend: &Frontend, negotiated: VhostUserProtocolFeatures) -> Result<Self, Error> {
         if !negotiated.contains(VhostUserProtocolFeatures::DEVICE_STATE) {
             return Err(Error::NotNegotiated { back_end: name.into() });
@@ -68,7 +72,7 @@ impl BackEnd {
         Ok(BackEnd { name: name.into(), frontend: frontend.clone(), socket: socket.into(), limit: DEFAULT_LIMIT })
     }
 
-    /// Another limit than [`DEFAULT_LIMIT`] to the bytes of a state, in both directions.
+    /// Replaces [`DEFAULT_LIMIT`] as the most bytes of a state, in both directions.
     #[must_use]
     pub fn with_limit(self, limit: u64) -> Self {
         BackEnd { limit, ..self }
@@ -94,16 +98,16 @@ impl BackEnd {
         Ok(Loader { back_end: self.clone(), pipe, bytes: 0 })
     }
 
-    /// A pipe's reading and writing end.
+    /// Makes a pipe, reading end first.
     fn pipe(&self) -> Result<(OwnedFd, OwnedFd), Error> {
         let ends = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).map_err(|error| self.io(Step::Prepare, error))?;
-        // Only faster: a user over its quota of pipe memory gets the kernel's own size.
+        // Only for speed: a user over its quota of pipe memory gets the kernel's default size.
         let _ = rustix::pipe::fcntl_setpipe_size(&ends.0, PIPE);
         Ok(ends)
     }
 
-    /// `SET_DEVICE_STATE_FD`; gives the end that is ours. A back-end may answer with a channel of its own, which then takes the pipe's
-    /// place. Our copy of its end is closed by the call: the end of the state is the last copy's closing.
+    /// Sends `SET_DEVICE_STATE_FD`; returns our end. A back-end may reply with a channel of its own, which then
+    /// replaces the pipe. The call closes our copy of the back-end's end: the state ends when the last copy is closed.
     fn hand_over(
         &self,
         direction: Direction,
@@ -115,7 +119,7 @@ impl BackEnd {
         let given = control::set_device_state_fd(self, direction, step, theirs, deadline)?;
         let ours = given.map_or(ours, File::into);
         let set = |()| rustix::fs::fcntl_setfl(&ours, rustix::fs::fcntl_getfl(&ours)? | OFlags::NONBLOCK);
-        // The crate `vhost` takes a descriptor from the socket without this flag.
+        // The crate `vhost` receives a descriptor from the socket without this flag.
         rustix::io::fcntl_setfd(&ours, FdFlags::CLOEXEC)
             .and_then(set)
             .map_err(|error| self.io(Step::Prepare, error))?;
@@ -126,7 +130,7 @@ impl BackEnd {
     fn wait(&self, pipe: &OwnedFd, ready: PollFlags, step: Step, deadline: Instant) -> Result<(), Error> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            // Rounded up by the kernel; a deadline beyond what it takes is none.
+            // Rounded up by the kernel; a timeout beyond its range means none.
             let timeout = Timespec::try_from(left).ok();
             let mut watched = [
                 PollFd::from_borrowed_fd(pipe.as_fd(), ready),
@@ -134,7 +138,7 @@ impl BackEnd {
             ];
             match poll(&mut watched, timeout.as_ref()) {
                 Ok(0) => return Err(Error::Deadline { back_end: self.name(), step, disconnected: false }),
-                // Looked at first: what the back-end wrote before it went is still to be read.
+                // The pipe first: bytes that the back-end wrote before it ended must still be read.
                 Ok(_) if !watched[0].revents().is_empty() => return Ok(()),
                 Ok(_) => return Err(Error::Gone { back_end: self.name(), step }),
                 Err(Errno::INTR) => {}
@@ -143,7 +147,7 @@ impl BackEnd {
         }
     }
 
-    /// Counts what was moved.
+    /// Counts moved bytes, and enforces the limit.
     fn count(&self, bytes: &mut u64, more: usize) -> Result<(), Error> {
         *bytes = bytes.saturating_add(more as u64);
         if *bytes > self.limit {
@@ -161,9 +165,10 @@ impl BackEnd {
     }
 }
 
-/// Takes a back-end's state, from one thread or several after one another.
+/// Saves a back-end's state, from one thread or several in succession.
 ///
-/// Given up by dropping it: the back-end finds its pipe closed, the connection stays, and the device goes on when its vrings are started.
+/// Dropping it abandons the state: the back-end finds its pipe closed, the connection stays, and the device continues
+/// when its vrings are started.
 pub struct Saver {
     back_end: BackEnd,
     pipe: OwnedFd,
@@ -172,10 +177,10 @@ pub struct Saver {
 }
 
 impl Saver {
-    /// Reads the next piece into `buffer`: as much as is there, at least one byte, or 0 at the end of the state.
+    /// Reads the next piece into `buffer`: the available bytes, at least one, or 0 at the end of the state.
     ///
     /// # Errors
-    /// [`Error`], also when `deadline` passes with nothing to read. What was read is then of no use.
+    /// [`Error`], also when `deadline` passes with nothing to read. The bytes read so far are then useless.
     pub fn read(&mut self, buffer: &mut [u8], deadline: Instant) -> Result<usize, Error> {
         if self.ended || buffer.is_empty() {
             return Ok(0);
@@ -197,10 +202,12 @@ impl Saver {
         }
     }
 
-    /// After the end of the state: asks the back-end whether it is whole, and gives its length. Only then may it be loaded elsewhere.
+    /// Asks the back-end, after the end of the state, whether the state is complete, and returns its length. Only then
+    /// may it be loaded elsewhere.
     ///
     /// # Errors
-    /// [`Error::Unfinished`] before the end was read, else [`Error`] as the back-end answers, or when `deadline` passes first.
+    /// [`Error::Unfinished`] before the end was read, else [`Error`] from the back-end's reply, or when `deadline`
+    /// passes first.
     pub fn finish(self, deadline: Instant) -> Result<u64, Error> {
         let Saver { back_end, pipe, bytes, ended } = self;
         if !ended {
@@ -212,9 +219,10 @@ impl Saver {
     }
 }
 
-/// Gives a back-end its state, from one thread or several after one another.
+/// Loads a back-end's state, from one thread or several in succession.
 ///
-/// Dropped before [`Loader::finish`] the back-end has a part of a state and may believe that it is whole: its vrings must not be started.
+/// If it is dropped before [`Loader::finish`], the back-end has a part of a state and may consider it complete: its
+/// vrings must not be started.
 pub struct Loader {
     back_end: BackEnd,
     pipe: OwnedFd,
@@ -222,10 +230,11 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Writes the next piece, all of it; pieces in the order in which they were read, of whatever size.
+    /// Writes the next piece, all of it; pieces of any size, in the order in which they were read.
     ///
     /// # Errors
-    /// [`Error`], also when `deadline` passes before the back-end took all. Where it stopped reading it is asked why.
+    /// [`Error`], also when `deadline` passes before the back-end has read all. If it stops reading, it is asked for
+    /// the reason.
     pub fn write(&mut self, mut piece: &[u8], deadline: Instant) -> Result<(), Error> {
         self.back_end.count(&mut self.bytes, piece.len())?;
         while !piece.is_empty() {
@@ -243,10 +252,11 @@ impl Loader {
         Ok(())
     }
 
-    /// Ends the state, asks the back-end whether it has taken it, and gives its length. Only then may its vrings be started.
+    /// Ends the state, asks the back-end whether it has loaded it, and returns its length. Only then may its vrings be
+    /// started.
     ///
     /// # Errors
-    /// [`Error`] as the back-end answers, or when `deadline` passes first.
+    /// [`Error`] from the back-end's reply, or when `deadline` passes first.
     pub fn finish(self, deadline: Instant) -> Result<u64, Error> {
         let Loader { back_end, pipe, bytes } = self;
         drop(pipe);

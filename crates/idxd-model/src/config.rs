@@ -1,4 +1,4 @@
-//! What devices a model has: a JSON file, in a form of its own or in the one that `accel-config` saves.
+//! The devices of a model: a JSON file, in its own format or in the one that `accel-config` saves.
 //!
 //! ```
 //! let text = r#"{
@@ -21,17 +21,17 @@
 //! # Ok::<(), sterna_idxd_model::ConfigError>(())
 //! ```
 //!
-//! Every field has a default, which the fields below give; a field that does not exist is an error. Faults are
-//! [`Script`]s. A file that begins with `[` is what `accel-config save-config` writes: devices with `groups`, each with
-//! `grouped_workqueues` and `grouped_engines`; what does not concern the model is ignored there. In both forms comments and a
-//! comma behind the last element are accepted, as `accel-config` accepts them.
+//! Every field has a default, given with the fields below; an unknown field is an error. Faults are [`Script`]s. A file
+//! that begins with `[` has the format of `accel-config save-config`: devices with `groups`, each with
+//! `grouped_workqueues` and `grouped_engines`; fields that do not concern the model are ignored there. In both formats
+//! comments and a comma after the last element are accepted, as by `accel-config`.
 
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::core::{Script, Timing, What};
 use crate::lenient::to_json;
 
-/// Which of the two accelerators a device is.
+/// The kind of accelerator of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -43,18 +43,18 @@ pub enum Kind {
     Iaa,
 }
 
-/// How a queue takes descriptors.
+/// The mode in which a queue accepts descriptors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// By `ENQCMD`, which says whether there was room.
+    /// By `ENQCMD`, which reports whether there was room.
     #[default]
     Shared,
-    /// By `MOVDIR64B`, which says nothing: the one client counts.
+    /// By `MOVDIR64B`, which reports nothing: the one client counts.
     Dedicated,
 }
 
-/// Whose memory the devices reach.
+/// The memory that the devices reach.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MemoryKind {
@@ -67,16 +67,16 @@ pub enum MemoryKind {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
-    /// Chooses every order and every random moment.
+    /// Determines every order and every random event.
     pub seed: u64,
-    /// Whether completions wait until the time that [`Timing`] gives has really passed. Off: as fast as they can be,
-    /// in the order that the timing gives.
+    /// Whether completions wait until the time given by [`Timing`] has really passed. If off, they come as fast as
+    /// possible, in the timing's order.
     pub paced: bool,
-    /// Whose memory.
+    /// The memory.
     pub memory: MemoryKind,
     /// The devices.
     pub devices: Vec<DeviceConfig>,
-    /// What goes wrong, on every device whose name it does not exclude.
+    /// Faults, on every device whose name they do not exclude.
     pub faults: Vec<Script>,
 }
 
@@ -88,7 +88,7 @@ pub struct DeviceConfig {
     pub name: String,
     /// DSA or IAA.
     pub kind: Kind,
-    /// Of the hardware: `0x100` is version 1.0.
+    /// Version of the hardware: `0x100` is version 1.0.
     pub version: u32,
     /// NUMA node; -1 is none.
     pub numa_node: i32,
@@ -96,7 +96,7 @@ pub struct DeviceConfig {
     pub engines: u32,
     /// Group of each engine; those not named are in group 0.
     pub engine_groups: Vec<u32>,
-    /// Entries for all queues together.
+    /// Entries of all queues together.
     pub max_work_queues_size: u32,
     /// Largest batch that any queue can be given.
     pub max_batch_size: u32,
@@ -114,7 +114,7 @@ pub struct DeviceConfig {
     pub cache_control: bool,
     /// GENCAP: Destination Readback.
     pub destination_readback: bool,
-    /// Order: how completions of different engines, and of the members of a batch, may overtake each other.
+    /// Whether completions of different engines, and of the members of a batch, may overtake each other.
     pub reorder: bool,
     /// *Compare Pattern* reports its difference rounded down to a multiple of this; 1 is exact.
     pub pattern_granule: u32,
@@ -183,9 +183,9 @@ pub struct QueueConfig {
     /// `user`, `kernel`.
     #[serde(rename = "type")]
     pub owner: String,
-    /// What the administrator called it.
+    /// The administrator's name for it.
     pub label: String,
-    /// The kernel driver it is bound to.
+    /// The kernel driver that it is bound to.
     pub driver_name: String,
 }
 
@@ -224,7 +224,7 @@ fn flag<'de, D: Deserializer<'de>>(from: D) -> Result<bool, D::Error> {
     })
 }
 
-/// Why a configuration cannot be a device.
+/// Why a configuration is not valid for a device.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
@@ -234,7 +234,7 @@ pub enum ConfigError {
     /// The process's page tables cannot be read.
     #[error("the model's devices cannot see this process's memory: {0}")]
     Memory(std::io::Error),
-    /// An engine's thread.
+    /// A thread for an engine cannot be started.
     #[error("{device}: a thread for an engine cannot be started: {error}")]
     Threads {
         /// Device.
@@ -253,7 +253,7 @@ pub enum ConfigError {
 }
 
 impl ModelConfig {
-    /// Reads either form.
+    /// Parses either format.
     pub fn from_json(text: &str) -> Result<ModelConfig, ConfigError> {
         let json = to_json(text);
         if json.trim_start().starts_with('[') {
@@ -264,7 +264,7 @@ impl ModelConfig {
         Ok(serde_json::from_str(&json)?)
     }
 
-    /// What concerns more than one device: names, and what goes wrong where.
+    /// Checks what concerns more than one device: names, and faults.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         let refuse = |what: String, why: String| Err(ConfigError::Refused { what, why });
         if self.devices.len() > DEVICES {
@@ -283,7 +283,7 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// A fault that never comes would make whoever waits for it believe that it does no harm.
+    /// A fault that never happens would make its user believe that it is harmless.
     fn check_script(&self, script: &Script) -> Result<(), String> {
         let one_of = |names: Vec<&str>| if names.is_empty() { "none".into() } else { names.join(", ") };
         let here = |device: &&DeviceConfig| script.device.as_ref().is_none_or(|name| *name == device.name);
@@ -317,7 +317,7 @@ impl ModelConfig {
         }
     }
 
-    /// One DSA device with one shared queue and default limits.
+    /// Returns one DSA device with one shared queue and default limits.
     pub fn dsa() -> ModelConfig {
         ModelConfig { devices: vec![DeviceConfig::default()], ..ModelConfig::default() }
     }
@@ -327,20 +327,20 @@ impl ModelConfig {
 const GROUPS: u32 = 64;
 /// More devices than any host has.
 const DEVICES: usize = 64;
-/// Highest number of a queue: the register that counts them has eight bits (DSA 9.2.3).
+/// The highest number of a queue: the register that counts them has eight bits (DSA 9.2.3).
 const LAST_QUEUE: u32 = 254;
-/// Longest that anything can be set to take, ns; of times per byte, ps.
+/// The longest configurable duration, ns; for times per byte, ps.
 const LONGEST: u64 = 1_000_000_000;
-/// Longest that anything can be late, ns.
+/// The longest configurable delay, ns.
 const LATEST: u64 = 1_000_000_000_000;
 
-/// A number as the kernel writes it in names: `+1` and `01` would be second names of the same thing.
+/// Parses a number in the kernel's spelling in names: `+1` and `01` would be second names of the same number.
 fn number(digits: &str) -> Option<u32> {
     digits.parse().ok().filter(|number: &u32| number.to_string() == digits)
 }
 
 impl DeviceConfig {
-    /// An IAA device, `iax1`, with the limits that such devices have.
+    /// Returns an IAA device, `iax1`, with the limits of such devices.
     pub fn iaa() -> DeviceConfig {
         let queue = QueueConfig { name: "wq1.0".into(), block_on_fault: true, ..QueueConfig::default() };
         DeviceConfig {
@@ -352,7 +352,7 @@ impl DeviceConfig {
         }
     }
 
-    /// The rules of *Enable Device* and *Enable WQ* (DSA 5.1, 5.2), and of the kernel's attributes.
+    /// Checks the rules of *Enable Device* and *Enable WQ* (DSA 5.1, 5.2), and of the kernel's attributes.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let refuse = |what: &str, why: String| Err(ConfigError::Refused { what: what.into(), why });
         let prefix = if self.kind == Kind::Dsa { "dsa" } else { "iax" };
@@ -440,7 +440,7 @@ impl DeviceConfig {
     }
 }
 
-/// The first figure of a timing that could not be reckoned with.
+/// Returns the first value of a timing that is out of range.
 fn out_of_range(timing: &Timing) -> Option<String> {
     let figures = [
         ("descriptor_ns", timing.descriptor_ns),
@@ -465,7 +465,7 @@ fn out_of_range(timing: &Timing) -> Option<String> {
     })
 }
 
-/// What `accel-config save-config` writes.
+/// The format of `accel-config save-config`.
 mod saved {
     use super::{DeviceConfig, Kind, QueueConfig, flag};
     use serde::Deserialize;
@@ -507,7 +507,7 @@ mod saved {
         ats_disable: bool,
         #[serde(default, deserialize_with = "flag")]
         prs_disable: bool,
-        // For IAA, whose queues have no such attribute, `accel-config` 3.5 saves the error number in its place: -2.
+        // For IAA, whose queues lack this attribute, `accel-config` 3.5 saves the error number instead: -2.
         max_batch_size: Option<i64>,
         max_transfer_size: Option<u64>,
         #[serde(rename = "type")]
@@ -532,7 +532,7 @@ mod saved {
                     config.queues.push(queue.into_config(id));
                 }
             }
-            // Engines that no group names do nothing; here they are not.
+            // Engines that no group names do nothing; they are omitted.
             engines.sort_unstable();
             config.engine_groups = engines.iter().map(|&(_, group)| group).collect();
             config.engines = engines.len() as u32;

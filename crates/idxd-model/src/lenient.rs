@@ -1,11 +1,12 @@
-//! JSON as `accel-config` takes it. json-c, its parser, lets a comma stand behind the last element of an array or object, and comments
-//! between the elements. `accel-config`'s own example files have such commas.
+//! JSON as `accel-config` accepts it. json-c, its parser, allows a comma after the last element of an array or object,
+//! and comments between the elements. `accel-config`'s own example files have such commas.
 
-/// `text` with trailing commas and comments blanked out, so that a parser of JSON reads it. Every other byte keeps its place, and with it
-/// the line and column that an error names. What json-c refuses (`[,]`, `[1,,]`) is left for the parser to refuse.
+/// Returns `text` with trailing commas and comments blanked out, so that a JSON parser reads it. Every other byte keeps
+/// its position, and so the line and column of an error. The parser itself refuses what json-c refuses (`[,]`,
+/// `[1,,]`).
 pub(crate) fn to_json(text: &str) -> String {
     let mut bytes = text.as_bytes().to_vec();
-    // The last two bytes that are neither space nor comment, and where the last one is.
+    // The last two bytes that are neither space nor comment, and the position of the last one.
     let (mut before, mut last, mut place) = (b' ', b' ', 0);
     let mut at = 0;
     while let Some(&byte) = bytes.get(at) {
@@ -35,7 +36,8 @@ pub(crate) fn to_json(text: &str) -> String {
     String::from_utf8(bytes).expect("only whole characters were replaced")
 }
 
-/// Bytes of the comment that `text` begins with, up to the end of its line or behind its `*/`; none if that is missing.
+/// Returns the bytes of the comment at the start of `text`, up to the end of its line or behind its `*/`; none if that
+/// is missing.
 fn end_of_comment(text: &[u8]) -> Option<usize> {
     if text[1] == b'/' {
         return Some(text.iter().position(|byte| *byte == b'\n').unwrap_or(text.len()));
@@ -43,7 +45,7 @@ fn end_of_comment(text: &[u8]) -> Option<usize> {
     text[2..].windows(2).position(|pair| pair == b"*/").map(|length| length + 4)
 }
 
-/// Bytes of the string that `text` begins with, both quotes included.
+/// Returns the bytes of the string at the start of `text`, including both quotes.
 fn length_of_string(text: &[u8]) -> usize {
     let mut escaped = false;
     let end = text[1..].iter().position(|byte| {

@@ -1,26 +1,26 @@
-//! Intel DSA and IAA devices in software, at the level of 64-byte descriptors: what drivers are tested against where there
-//! is no device.
+//! Intel DSA and IAA devices in software, at the level of 64-byte descriptors: drivers are tested against them where
+//! there is no device.
 //!
-//! Nothing here is shared with the driver (`sterna-idxd`), not a constant: the model decodes from its own [`table`] of the
-//! specification, so an error in the driver's definitions meets a device that does not have it. Both tables are held
-//! against the kernel's header. `docs/accelerators-conformance.md` says which test shows which section.
+//! No code is shared with the driver (`sterna-idxd`), not even a constant: the model decodes with its own [`table`] of
+//! the specification, so an error in the driver's definitions meets a device without that error. Both tables are
+//! checked against the kernel's header. `docs/accelerators-conformance.md` lists the test for each section.
 //!
-//! | module | what |
+//! | module | contents |
 //! |---|---|
 //! | [`table`] | the specification as data, each row with its section |
 //! | [`ops`] | one descriptor: checked, executed, turned into a completion record |
-//! | [`core`] | a device: queues, groups, engines, batches, what is due when; no threads, no clock |
-//! | [`judge`] | a trace of a real device, held against the table |
-//! | [`memory`] | what a device sees of memory: this process's page tables, or doubles |
-//! | [`config`] | which devices, as JSON |
-//! | [`Model`] | devices with a thread per engine, or stepped by hand; [`ModelQueue`] is a portal |
+//! | [`core`] | a device: queues, groups, engines, batches, the schedule of events; no threads, no clock |
+//! | [`judge`] | checks a trace of a real device against the table |
+//! | [`memory`] | a device's view of memory: this process's page tables, or test doubles |
+//! | [`config`] | the configuration of devices, as JSON |
+//! | [`Model`] | devices with a thread per engine, or stepped by the caller; [`ModelQueue`] is a portal |
 //! | [`trap`], [`Tree`] | the real instructions and a sysfs tree, on hosts without a device |
 //!
-//! Three ways to drive it, by the same state machine:
+//! There are three modes, with the same state machine:
 //!
 //! * [`Model::start`]: real time, engines are threads. Completions come as fast as they can or, `paced`, after the time that
 //!   [`core::Timing`] gives.
-//! * [`Model::manual`]: nothing happens but by [`Model::step`]; the order is the timing's and the seed's. For randomised
+//! * [`Model::manual`]: nothing happens except by [`Model::step`]; timing and seed determine the order. For randomised
 //!   tests: about 10 ms for 64 batches of 16 pages.
 //! * [`core::Device`] with [`core::Payload::Timed`]: virtual time without memory, for simulators.
 //!

@@ -1,4 +1,4 @@
-//! Devices and the memory they reach: in real time, with a thread per engine, or by hand, one step after the other.
+//! Devices and the memory they reach: in real time, with a thread per engine, or stepped by the caller.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -12,7 +12,8 @@ use crate::ops::Scratch;
 use crate::table::dsa::{self, code};
 use crate::table::iaa;
 
-/// A set of devices and the memory they reach. Dropping it stops and joins all threads; its queues then take nothing more.
+/// A set of devices and the memory they reach. Dropping it stops and joins all threads; its queues then accept nothing
+/// more.
 #[derive(Debug)]
 pub struct Model {
     shared: Arc<Shared>,
@@ -26,7 +27,7 @@ pub(crate) struct Shared {
     memory: Arc<dyn AddressSpace>,
     clock: Clock,
     stopped: AtomicBool,
-    /// Of the one who steps a manual model.
+    /// For the thread that steps a manual model.
     scratch: Mutex<Scratch>,
 }
 
@@ -59,24 +60,24 @@ pub struct ModelQueue {
     queue: usize,
 }
 
-/// What the devices have done.
+/// Counters of the devices' work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Descriptors executed, members of batches included.
     pub descriptors: u64,
     /// Batches.
     pub batches: u64,
-    /// Bytes that decided how long it took: what was written, or, of operations that only read, what was read.
+    /// Bytes that determined the duration: those written, or, for operations that only read, those read.
     pub bytes: u64,
     /// Page faults that ended a descriptor.
     pub faults: u64,
     /// Page requests made.
     pub page_requests: u64,
-    /// Time that those of descriptors and of batches' lists took, by the timing, ns. It is part of `device_ns`.
+    /// Time of the page requests of descriptors and of batches' lists, by the timing, ns. It is part of `device_ns`.
     pub page_request_ns: u64,
     /// The longest of them, ns.
     pub longest_page_request_ns: u64,
-    /// Times `ENQCMD` was told to retry.
+    /// How often `ENQCMD` returned retry.
     pub retries: u64,
     /// Descriptors lost because a dedicated queue was full.
     pub overflows: u64,
@@ -84,7 +85,7 @@ pub struct Counters {
     pub software_errors: u64,
     /// Completion records that the kernel copied from the event log.
     pub event_log_records: u64,
-    /// Completion records that nobody will ever see.
+    /// Completion records that cannot be seen by software.
     pub lost_records: u64,
     /// Pages whose translation was not cached.
     pub translation_misses: u64,
@@ -101,7 +102,7 @@ impl Model {
         Model::start_on(config, memory)
     }
 
-    /// The same on another memory.
+    /// As [`Self::start`], on another memory.
     pub fn start_on(config: ModelConfig, memory: Arc<dyn AddressSpace>) -> Result<Arc<Model>, ConfigError> {
         let paced = config.paced;
         let shared = Shared::new(config, memory, Clock::Real(Instant::now()), paced)?;
@@ -112,7 +113,7 @@ impl Model {
                 let shared = model.shared.clone();
                 let name = format!("{}-engine{engine}", device.name);
                 let thread = thread::Builder::new().name(name).spawn(move || shared.engine(index));
-                // What has been started is joined when `model` is dropped here.
+                // Threads that have been started are joined when `model` is dropped here.
                 let thread = thread.map_err(|error| ConfigError::Threads { device: device.name.clone(), error });
                 match thread {
                     Ok(thread) => threads.push(thread),
@@ -127,47 +128,47 @@ impl Model {
         Ok(Arc::new(model))
     }
 
-    /// Devices that do nothing until [`Model::step`] is called: no threads, a clock that only moves with the steps, and one
-    /// order per seed. The timing always decides the order here.
+    /// Makes devices that do nothing until [`Model::step`] is called: no threads, a clock that only moves with the
+    /// steps, and one order per seed. The timing always determines the order here.
     pub fn manual(config: ModelConfig) -> Result<Arc<Model>, ConfigError> {
         let memory = memory_of(&config)?;
         Model::manual_on(config, memory)
     }
 
-    /// The same on another memory.
+    /// As [`Self::manual`], on another memory.
     pub fn manual_on(config: ModelConfig, memory: Arc<dyn AddressSpace>) -> Result<Arc<Model>, ConfigError> {
         let shared = Shared::new(config, memory, Clock::Manual(AtomicU64::new(0)), true)?;
         Ok(Arc::new(Model { shared, threads: Mutex::default() }))
     }
 
-    /// Manual: the next thing that a device does, however far in time it is. False if there is none.
+    /// Manual only: makes the next event of a device happen, however far in time it is. Returns false if there is none.
     pub fn step(&self) -> bool {
         self.shared.step_until(Nanos::MAX)
     }
 
-    /// Manual: lets this much time pass, with everything that is due in it.
+    /// Manual only: lets this much time pass, with all events that are due in it.
     pub fn advance(&self, ns: Nanos) {
         let until = self.shared.clock.now() + ns;
         while self.shared.step_until(until) {}
         self.shared.set_time(until);
     }
 
-    /// Manual: until nothing is left to do.
+    /// Manual only: steps until no event is left.
     pub fn settle(&self) {
         while self.step() {}
     }
 
-    /// The devices' clock, ns.
+    /// Returns the devices' clock, ns.
     pub fn now(&self) -> Nanos {
         self.shared.clock.now()
     }
 
-    /// By name: `wq0.0`.
+    /// Returns the queue with this name: `wq0.0`.
     pub fn queue(&self, name: &str) -> Option<ModelQueue> {
         self.queues().into_iter().find(|queue| queue.config().name == name)
     }
 
-    /// All of them.
+    /// Returns all queues.
     pub fn queues(&self) -> Vec<ModelQueue> {
         let mut all = Vec::new();
         for (device, config) in self.shared.config.devices.iter().enumerate() {
@@ -178,41 +179,41 @@ impl Model {
         all
     }
 
-    /// As it was configured.
+    /// Returns the configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.shared.config
     }
 
-    /// Adds something that goes wrong from now on.
+    /// Adds a fault from now on.
     pub fn inject(&self, script: &Script) {
         for cell in &self.shared.cells {
             cell.device.lock().unwrap().add_script(script.clone());
         }
     }
 
-    /// Takes back all that was injected or configured.
+    /// Removes all faults, injected or configured.
     pub fn clear_scripts(&self) {
         for cell in &self.shared.cells {
             cell.device.lock().unwrap().clear_scripts();
         }
     }
 
-    /// Puts a device into the halt state. False if there is no such device.
+    /// Puts a device into the halt state. Returns false if there is no such device.
     pub fn halt(&self, device: &str) -> bool {
         self.on_device(device, Device::halt)
     }
 
-    /// Resets a device: everything in it is gone, and its queues are disabled.
+    /// Resets a device: its content is lost, and its queues are disabled.
     pub fn reset(&self, device: &str) -> bool {
         self.on_device(device, Device::reset)
     }
 
-    /// Event log on or off.
+    /// Switches the event log on or off.
     pub fn event_log(&self, device: &str, on: bool) -> bool {
         self.on_device(device, |device| device.set_event_log(on))
     }
 
-    /// The software error register of a device, which is cleared.
+    /// Returns the software error register of a device and clears it.
     pub fn take_software_error(&self, device: &str) -> Option<SoftwareError> {
         let mut error = None;
         self.on_device(device, |device| error = device.take_software_error());
@@ -228,7 +229,8 @@ impl Model {
         true
     }
 
-    /// Disables a queue: `ENQCMD` is told to retry, what is in it is completed. False if there is no such queue.
+    /// Disables a queue: `ENQCMD` returns retry, its descriptors are completed. Returns false if there is no such
+    /// queue.
     pub fn disable(&self, queue: &str) -> bool {
         self.set_enabled(queue, false)
     }
@@ -244,7 +246,7 @@ impl Model {
         true
     }
 
-    /// Of all devices.
+    /// Returns the counters of all devices.
     pub fn counters(&self) -> Counters {
         let translations = self.shared.memory.translations();
         let mut sum = Counters {
@@ -276,14 +278,14 @@ impl Drop for Model {
     fn drop(&mut self) {
         self.shared.stopped.store(true, Ordering::SeqCst);
         for cell in &self.shared.cells {
-            // With the lock, so that no thread is between looking at `stopped` and going to sleep.
+            // With the lock, so that no thread is between checking `stopped` and going to sleep.
             let device = cell.device.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             cell.wake.notify_all();
             drop(device);
         }
         crate::tree::forget(&self.shared);
         for thread in self.threads.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner).drain(..) {
-            // A panic of an engine has been printed; here it must not become a second one.
+            // A panic of an engine has been printed; it must not become a second one here.
             let _ = thread.join();
         }
     }
@@ -322,7 +324,7 @@ impl Shared {
         }))
     }
 
-    /// One engine's thread.
+    /// Runs one engine's thread.
     fn engine(&self, index: usize) {
         let cell = &self.cells[index];
         let mut scratch = Scratch::default();
@@ -330,7 +332,7 @@ impl Shared {
         while !self.stopped.load(Ordering::SeqCst) {
             match device.poll(self.clock.now()) {
                 Step::Execute(job) => {
-                    // There may be more than this thread can take.
+                    // There may be more events than this thread can handle.
                     if device.next_event().is_some_and(|at| at <= self.clock.now()) {
                         cell.wake.notify_one();
                     }
@@ -339,7 +341,7 @@ impl Shared {
                     device = cell.device.lock().unwrap();
                     device.finish(done);
                 }
-                // Under the lock: records are written in the order in which the device writes them.
+                // Under the lock: records are written in the device's order.
                 Step::Write(write) => {
                     let came = write.perform(&*self.memory);
                     device.written(&write, came);
@@ -364,7 +366,7 @@ impl Shared {
         }
     }
 
-    /// Does the first thing that is due by then. False if there is none.
+    /// Makes the first event happen that is due by then. Returns false if there is none.
     fn step_until(&self, until: Nanos) -> bool {
         assert!(matches!(self.clock, Clock::Manual(_)), "only a manual model is stepped");
         loop {
@@ -386,7 +388,7 @@ impl Shared {
                     return true;
                 }
                 Step::Completed(_) => return true,
-                // What was due needed nothing from outside; the next may.
+                // The event needed nothing from outside; the next may.
                 Step::Idle { .. } => {}
             }
         }
@@ -394,22 +396,22 @@ impl Shared {
 }
 
 impl ModelQueue {
-    /// `wq0.0`.
+    /// Returns its name, such as `wq0.0`.
     pub fn name(&self) -> &str {
         &self.config().name
     }
 
-    /// As configured.
+    /// Returns its configuration.
     pub fn config(&self) -> &QueueConfig {
         &self.device().queues[self.queue]
     }
 
-    /// Its device, as configured.
+    /// Returns its device's configuration.
     pub fn device(&self) -> &DeviceConfig {
         &self.shared.config.devices[self.device]
     }
 
-    /// Its device's timing.
+    /// Returns its device's timing.
     pub fn timing(&self) -> Timing {
         self.device().timing.clone().unwrap_or_else(|| Timing::of(self.device().kind))
     }
@@ -441,7 +443,7 @@ impl ModelQueue {
         answer
     }
 
-    /// `ENQCMD`: true is accepted (ZF = 0), false is retry.
+    /// Submits by `ENQCMD`: returns true if accepted (ZF = 0), false for retry.
     ///
     /// # Panics
     ///
@@ -452,14 +454,15 @@ impl ModelQueue {
         self.submit(Posting::NonPosted, bytes) == Submitted::Accepted
     }
 
-    /// `MOVDIR64B`: nothing is learned.
+    /// Submits by `MOVDIR64B`, which has no result.
     pub fn movdir64b(&self, bytes: &[u8; 64]) {
         self.submit(Posting::Posted, bytes);
     }
 
-    /// `write(2)` on the character device: bytes taken, or the error number. The rules are the kernel's: whole
-    /// descriptors; no batch on DSA of version 1, where the kernel cannot see what the members would do; the record's address
-    /// aligned even if the descriptor has none; `EAGAIN` when a shared queue stays full; no flow control on a dedicated one.
+    /// Submits by `write(2)` on the character device: returns the bytes accepted, or the error number. The rules are
+    /// the kernel's: whole descriptors; no batch on DSA of version 1, where the kernel cannot check the members; the
+    /// record's address aligned even if the descriptor has none; `EAGAIN` when a shared queue stays full; no flow
+    /// control on a dedicated one.
     pub fn write(&self, bytes: &[u8]) -> Result<usize, i32> {
         if !bytes.len().is_multiple_of(64) {
             return Err(libc::EINVAL);
@@ -500,17 +503,17 @@ impl ModelQueue {
         Err(libc::EAGAIN)
     }
 
-    /// Entries in use.
+    /// Returns the entries in use.
     pub fn occupancy(&self) -> u32 {
         self.lock().occupancy(self.queue) as u32
     }
 
-    /// Accepted and not complete.
+    /// Returns how many descriptors are accepted and not complete.
     pub fn in_flight(&self) -> u32 {
         self.lock().in_flight(self.queue) as u32
     }
 
-    /// Whether it takes descriptors.
+    /// Returns whether it accepts descriptors.
     pub fn is_enabled(&self) -> bool {
         !self.shared.stopped.load(Ordering::SeqCst) && self.lock().is_enabled(self.queue)
     }
@@ -519,7 +522,7 @@ impl ModelQueue {
 /// The kernel's default of `enqcmds_retries`.
 const RETRIES: u32 = 32;
 
-/// Whether `ENQCMD` takes these bytes (Intel SDM: the low 32 bits are reserved).
+/// Returns whether `ENQCMD` permits these bytes (Intel SDM: the low 32 bits are reserved).
 pub(crate) fn enqcmd_permits(bytes: &[u8; 64]) -> bool {
     dsa::TRUSTED.get(bytes) == 0
 }

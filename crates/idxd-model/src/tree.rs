@@ -1,7 +1,8 @@
-//! A directory that looks like the kernel's: sysfs attributes of devices, queues, engines and groups, and device files that
-//! can be mapped. Drivers are pointed at it in place of `/sys/bus/dsa/devices` and `/dev`.
+//! A directory that imitates the kernel's: sysfs attributes of devices, queues, engines and groups, and device files
+//! that can be mapped. Drivers use it in place of `/sys/bus/dsa/devices` and `/dev`.
 //!
-//! A device file is empty, so nothing can be stored to a mapping of it; what makes it a portal is [`crate::trap`]. A `write` goes nowhere.
+//! A device file is empty, so nothing can be stored to a mapping of it; [`crate::trap`] makes it a portal. A `write`
+//! has no effect.
 
 use std::fs;
 use std::io;
@@ -15,12 +16,12 @@ use crate::model::ModelQueue;
 use crate::model::{Model, Shared};
 use crate::table::{dsa, iaa};
 
-/// Where a fake tree was written.
+/// The location of a fake tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tree {
-    /// In place of `/sys/bus/dsa/devices`.
+    /// Replaces `/sys/bus/dsa/devices`.
     pub sysfs: PathBuf,
-    /// In place of `/dev`.
+    /// Replaces `/dev`.
     pub dev: PathBuf,
 }
 
@@ -37,16 +38,16 @@ struct Portal {
 
 static PORTALS: Mutex<Vec<Portal>> = Mutex::new(Vec::new());
 
-/// The queue whose device file this is.
+/// Returns the queue of this device file.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn portal(device_number: u64, inode: u64) -> Option<ModelQueue> {
     let portals = PORTALS.lock().unwrap();
-    // The newest: files come and go, and the numbers of those that have gone are used again.
+    // The newest: files come and go, and the numbers of removed files are reused.
     let found = portals.iter().rev().find(|portal| portal.device_number == device_number && portal.inode == inode)?;
     Some(ModelQueue::of(&found.shared.upgrade()?, found.device, found.queue))
 }
 
-/// A model that is stopped has no portals.
+/// Removes the portals of a model that is stopped.
 pub(crate) fn forget(shared: &Arc<Shared>) {
     let mut portals = PORTALS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     portals.retain(|portal| !std::ptr::eq(portal.shared.as_ptr(), Arc::as_ptr(shared)));
@@ -84,7 +85,7 @@ fn class(kind: Kind) -> &'static str {
     }
 }
 
-/// Writes attributes, each with the newline that the kernel ends it with.
+/// Writes attributes, each with the kernel's final newline.
 fn attributes(directory: &Path, values: &[(&str, String)]) -> io::Result<()> {
     fs::create_dir_all(directory)?;
     values.iter().try_for_each(|(name, value)| fs::write(directory.join(name), format!("{value}\n")))

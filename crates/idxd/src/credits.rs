@@ -1,8 +1,9 @@
-//! How many more descriptors a dedicated work queue can take.
+//! The number of further descriptors that a dedicated work queue can accept.
 //!
-//! A dedicated queue drops what does not fit, silently (DSA section 3.3.2): software counts. The count belongs to the
-//! process, not to a submitter, and a credit comes back only when the completion record of what used it was **seen** — not
-//! when time has passed, and not when a submitter gave up: the entry may still be in the queue.
+//! A dedicated queue silently drops descriptors that do not fit (DSA section 3.3.2): software must count. The count
+//! belongs to the process, not to a submitter, and a credit is returned only when the completion record of its
+//! descriptor was **seen** — not after a time-out, and not when a submitter gives up: the entry may still be in the
+//! queue.
 
 // Not known to Cargo: `RUSTFLAGS="--cfg loom" cargo test -p sterna-idxd --lib --release all_orders` takes the model checker's atomics.
 #![allow(unexpected_cfgs)]
@@ -25,11 +26,12 @@ impl Credits {
 
     /// Takes one, if there is one.
     pub(crate) fn take(&self) -> bool {
-        // Acquire: whoever takes a credit another thread gave back comes after that thread's look at the record.
+        // Acquire: the thread that takes a credit comes after the returning thread's look at the record.
         self.free.fetch_update(Ordering::Acquire, Ordering::Relaxed, |free| free.checked_sub(1)).is_ok()
     }
 
-    /// Gives `n` back, never above the size. What was more than was out is returned: somebody counted wrong.
+    /// Returns `n` credits, never above the size. The result is the excess over the outstanding ones: a counting error
+    /// of the caller.
     pub(crate) fn give_back(&self, n: u32) -> u32 {
         let before = self
             .free
@@ -52,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn as_many_as_the_queue_has_entries_and_no_more() {
+    fn there_are_as_many_credits_as_entries() {
         let credits = Credits::new(3);
         assert!(credits.take() && credits.take() && credits.take());
         assert!(!credits.take());
@@ -62,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn giving_back_too_many_is_noticed_and_changes_nothing() {
+    fn returning_too_many_is_reported_and_changes_nothing() {
         let credits = Credits::new(2);
         assert!(credits.take());
         assert_eq!(credits.give_back(5), 4);
@@ -92,7 +94,7 @@ mod tests {
     }
 }
 
-/// Every order of events of two submitters and whoever harvests for them.
+/// Every order of events of two submitters and a harvesting thread.
 #[cfg(all(test, loom))]
 mod all_orders {
     use loom::sync::Arc;

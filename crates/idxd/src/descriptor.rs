@@ -1,12 +1,11 @@
-//! The 64 bytes that tell a DSA device what to do, built field by field from the specification's chapter 8.
+//! The 64 bytes of a DSA descriptor, built field by field from the specification's chapter 8.
 //!
-//! Constructors set the operation code and the flags the operation requires (*compare*, *compare pattern*, *create
-//! delta*, *CRC* and *copy with CRC* must have a completion record: table 5-5); every byte that the operation does not use
-//! stays zero, because devices reject anything else (status 12, table 5-3). The builder methods add what a caller may
-//! choose and leave a flag away where the operation does not allow it, so no combination of calls makes a descriptor that a
-//! device must refuse for its flags — apart from those that depend on the queue: block-on-fault and cache control.
-//! Traffic class selectors stay 0 throughout: a record is ordered behind the data it speaks of only in the same class
-//! (section 3.9).
+//! Constructors set the operation code and the flags that the operation requires (*compare*, *compare pattern*, *create
+//! delta*, *CRC* and *copy with CRC* must have a completion record: table 5-5). Every byte that the operation does not
+//! use stays zero, because devices reject anything else (status 12, table 5-3). The builder methods add optional
+//! features and omit a flag where the operation does not allow it, so no combination of calls makes a descriptor that a
+//! device must refuse for its flags — except for those that depend on the queue: block-on-fault and cache control.
+//! Traffic class selectors stay 0 throughout: a record is ordered behind its data only in the same class (section 3.9).
 
 use std::fmt;
 
@@ -15,16 +14,17 @@ use crate::flags::{Operation, flag};
 /// Bytes of a descriptor.
 pub const DESCRIPTOR_BYTES: usize = 64;
 
-/// Most bytes one *create delta* or *apply delta* may cover: offsets are 16 bits of 8-byte units (section 8.3.8).
+/// The most bytes that one *create delta* or *apply delta* may cover: offsets are 16 bits of 8-byte units (section
+/// 8.3.8).
 pub const MAX_DELTA_TRANSFER: u32 = 0x8_0000;
-/// Least capacity of a delta record: what one cache line can need (section 8.3.8).
+/// The least capacity of a delta record: the space that one cache line can need (section 8.3.8).
 pub const MIN_DELTA_CAPACITY: u32 = 80;
 /// Bytes of one entry of a delta record: a 16-bit offset in units of 8 bytes and 8 bytes of data.
 pub const DELTA_ENTRY_BYTES: u32 = 10;
 
 /// A descriptor as the device reads it: 64 bytes, little endian, 64-byte aligned.
 ///
-/// Plain data: making one is safe. Handing it to a device is not ([`WorkQueue::submit`](crate::WorkQueue::submit)),
+/// Plain data: making one is safe. Submitting it to a device is not ([`WorkQueue::submit`](crate::WorkQueue::submit)),
 /// because the device then reads and writes the addresses in it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(C, align(64))]
@@ -34,9 +34,9 @@ pub struct Descriptor {
 
 const _: () = assert!(size_of::<Descriptor>() == DESCRIPTOR_BYTES && align_of::<Descriptor>() == 64);
 
-/// Where the fields lie (section 8.1 and the figures of section 8.3).
+/// Offsets of the fields (section 8.1 and the figures of section 8.3).
 pub mod offset {
-    /// PASID and privilege: filled in by the CPU, 0 in what software writes.
+    /// PASID and privilege: filled in by the CPU, 0 in software's descriptor.
     pub const TRUSTED: usize = 0;
     /// Flags, three bytes.
     pub const FLAGS: usize = 4;
@@ -67,13 +67,13 @@ pub mod offset {
 }
 
 impl Descriptor {
-    /// Does nothing and completes. With a record it proves that a queue works; fenced in a batch it marks a point.
+    /// Makes a no-op. With a record it tests a queue; fenced in a batch it marks a point.
     pub fn noop() -> Self {
         Self::new(Operation::Noop, 0)
     }
 
-    /// Completes when everything this process submitted to the same queue before has; not allowed in a batch. It must have
-    /// a record ([`with_record`](Self::with_record)).
+    /// Makes a drain, which completes when everything that this process submitted to the same queue before has
+    /// completed; not allowed in a batch. It must have a record ([`with_record`](Self::with_record)).
     pub fn drain() -> Self {
         Self::new(Operation::Drain, 0)
     }
@@ -94,9 +94,9 @@ impl Descriptor {
         Self::new(Operation::ComparePattern, RESULT_FLAGS).addresses(source, pattern).size(bytes)
     }
 
-    /// Writes into `record` what must be changed in `first` to become `second`. Both addresses and `bytes` are multiples
-    /// of 8, `bytes` is at most [`MAX_DELTA_TRANSFER`] and `record_capacity` at least [`MIN_DELTA_CAPACITY`], best a multiple
-    /// of [`DELTA_ENTRY_BYTES`]. Result 0 equal, 1 complete record, 2 record too small.
+    /// Writes into `record` how to turn `first` into `second`. Both addresses and `bytes` are multiples of 8, `bytes`
+    /// is at most [`MAX_DELTA_TRANSFER`] and `record_capacity` at least [`MIN_DELTA_CAPACITY`], best a multiple of
+    /// [`DELTA_ENTRY_BYTES`]. Result 0 equal, 1 complete record, 2 record too small.
     pub fn create_delta(first: u64, second: u64, bytes: u32, record: u64, record_capacity: u32) -> Self {
         Self::new(Operation::CreateDelta, RESULT_FLAGS)
             .addresses(first, second)
@@ -105,7 +105,7 @@ impl Descriptor {
             .put(offset::DELTA_CAPACITY, record_capacity.to_le_bytes())
     }
 
-    /// Applies `record_bytes` bytes of a delta record to `destination`; `bytes` is the transfer size it was created with.
+    /// Applies `record_bytes` bytes of a delta record to `destination`; `bytes` is the transfer size of its creation.
     pub fn apply_delta(record: u64, record_bytes: u32, destination: u64, bytes: u32) -> Self {
         Self::new(Operation::ApplyDelta, 0)
             .addresses(record, destination)
@@ -129,29 +129,29 @@ impl Descriptor {
             .put(offset::CRC_SEED, seed.to_le_bytes())
     }
 
-    /// Runs the `count` descriptors at `list` (64-byte aligned). `count` is at least 2, unless the device is one that takes
+    /// Runs the `count` descriptors at `list` (64-byte aligned). `count` is at least 2, unless the device accepts
     /// batches of one, and at most the queue's maximum.
     pub fn batch(list: u64, count: u32) -> Self {
         Self::new(Operation::Batch, 0).addresses(list, 0).size(count)
     }
 
-    /// Has the completion record written to `address` (32-byte aligned) in any case.
+    /// Makes the device write the completion record to `address` (32-byte aligned) in any case.
     #[must_use]
     pub fn with_record(self, address: u64) -> Self {
         self.record_at(address).with_flags(flag::RECORD_ADDRESS_VALID | flag::REQUEST_RECORD)
     }
 
-    /// Has the completion record written to `address` only if the operation does not succeed (status other than 01, 02, 05):
-    /// for members of a batch whose own record tells that all went well. Where the operation requires a record
-    /// the record is requested in any case.
+    /// Makes the device write the completion record to `address` only if the operation does not succeed (status other
+    /// than 01, 02, 05): for members of a batch whose own record reports overall success. If the operation requires a
+    /// record it is requested in any case.
     #[must_use]
     pub fn with_record_on_failure(self, address: u64) -> Self {
         self.record_at(address).with_flags(flag::RECORD_ADDRESS_VALID)
     }
 
-    /// Has the result checked: status 01 if it is the expected one, 02 if not. For *compare* and *compare pattern* the
-    /// expected result is 0 or 1; for *create delta* it is a **mask**, bit N set where result N is expected. Elsewhere
-    /// the flag is reserved, and the descriptor is returned unchanged.
+    /// Makes the device check the result: status 01 if it is the expected one, 02 if not. For *compare* and *compare
+    /// pattern* the expected result is 0 or 1; for *create delta* it is a **mask**, bit N set where result N is
+    /// expected. Elsewhere the flag is reserved, and the descriptor is returned unchanged.
     #[must_use]
     pub fn expecting(self, result: u8) -> Self {
         match self.operation() {
@@ -177,8 +177,8 @@ impl Descriptor {
         self.with_flags_if(Operation::allows_block_on_fault, flag::BLOCK_ON_FAULT)
     }
 
-    /// Hints that what is written should go to the cache instead of to memory. Legal only where the device's capabilities have
-    /// cache control; operations that write no memory are returned unchanged.
+    /// Hints that the output should go to the cache instead of to memory. Legal only where the device's capabilities
+    /// have cache control; operations that write no memory are returned unchanged.
     #[must_use]
     pub fn to_cache(self) -> Self {
         self.with_flags_if(Operation::allows_cache_control, flag::CACHE_CONTROL_1)
@@ -191,47 +191,47 @@ impl Descriptor {
         self.with_flags_if(|operation| operation == Operation::Batch, flag::BATCH_ERROR)
     }
 
-    /// The 64 bytes.
+    /// Returns the 64 bytes.
     pub fn as_bytes(&self) -> &[u8; DESCRIPTOR_BYTES] {
         &self.bytes
     }
 
-    /// A descriptor of any other make, byte for byte: IAA's, or a captured one.
+    /// Makes a descriptor of any other kind, byte for byte: IAA's, or a captured one.
     pub fn from_bytes(bytes: [u8; DESCRIPTOR_BYTES]) -> Self {
         Self { bytes }
     }
 
-    /// The operation, if it is one of this crate's. The codes from 0x40 on are IAA's and not in this table.
+    /// Returns the operation, if it is one of this crate's. The codes from 0x40 on are IAA's and not in this table.
     pub fn operation(&self) -> Option<Operation> {
         Operation::from_code(self.operation_code())
     }
 
-    /// The operation code.
+    /// Returns the operation code.
     pub fn operation_code(&self) -> u8 {
         self.bytes[offset::OPERATION]
     }
 
-    /// The 24 flag bits.
+    /// Returns the 24 flag bits.
     pub fn flags(&self) -> u32 {
         u32::from_le_bytes(self.get(offset::FLAGS)) & 0x00ff_ffff
     }
 
-    /// Bytes 16 to 23: source, source 1, descriptor list, or the delta record of *apply delta*.
+    /// Returns bytes 16 to 23: source, source 1, descriptor list, or the delta record of *apply delta*.
     pub fn source(&self) -> u64 {
         u64::from_le_bytes(self.get(offset::SOURCE))
     }
 
-    /// Bytes 24 to 31: destination, source 2, or the pattern.
+    /// Returns bytes 24 to 31: destination, source 2, or the pattern.
     pub fn destination(&self) -> u64 {
         u64::from_le_bytes(self.get(offset::DESTINATION))
     }
 
-    /// Bytes 32 to 35: transfer size, or the count of a batch.
+    /// Returns bytes 32 to 35: transfer size, or the count of a batch.
     pub fn bytes(&self) -> u32 {
         u32::from_le_bytes(self.get(offset::SIZE))
     }
 
-    /// The completion record's address, if there is one.
+    /// Returns the completion record's address, if there is one.
     pub fn record(&self) -> Option<u64> {
         (self.flags() & flag::RECORD_ADDRESS_VALID != 0).then(|| u64::from_le_bytes(self.get(offset::RECORD)))
     }
@@ -280,7 +280,7 @@ impl Descriptor {
     }
 }
 
-/// *Completion record address valid* and *request completion record*: required of what yields a result (table 5-5).
+/// *Completion record address valid* and *request completion record*: required of operations with a result (table 5-5).
 const RESULT_FLAGS: u32 = flag::RECORD_ADDRESS_VALID | flag::REQUEST_RECORD;
 
 impl AsRef<Descriptor> for Descriptor {

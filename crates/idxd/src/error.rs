@@ -1,4 +1,4 @@
-//! Why a queue could not be opened or took no descriptor: what happened, to what, what to do.
+//! Why a queue could not be opened or did not accept a descriptor: what happened, to what, what to do.
 
 use std::io;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::sysfs::Unusable;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// What the kernel shows of the queue says that it cannot be used.
+    /// According to the kernel's attributes the queue cannot be used.
     #[error("work queue {queue} cannot be used: {why}")]
     Unusable {
         /// The queue.
@@ -25,16 +25,16 @@ pub enum OpenError {
     Open {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// What was opened is no device.
+    /// The opened file is no device.
     #[error("{} is no character device, so it is no work queue: nothing was sent to it", path.display())]
     NotADevice {
         /// The file.
         path: PathBuf,
     },
-    /// Neither a mapped portal nor `write(2)` takes descriptors.
+    /// Neither a mapped portal nor `write(2)` accepts descriptors.
     #[error(
         "work queue {queue} takes no descriptors: mapping its portal: {mapping}; writing to it: {source}: {}",
         explain(Call::Write, source)
@@ -44,38 +44,38 @@ pub enum OpenError {
         queue: String,
         /// Why the portal is not used.
         mapping: String,
-        /// What the kernel said to the write.
+        /// The kernel's error for the write.
         source: io::Error,
     },
-    /// The queue was opened, but the no-op that must prove it did not complete.
+    /// The queue was opened, but the no-op that tests it did not complete.
     #[error("work queue {queue} was opened ({way}), but {why}")]
     NotProven {
         /// The queue.
         queue: String,
-        /// The way it was tried.
+        /// The submission method of the test.
         way: Way,
-        /// What became of the no-op.
+        /// The result of the no-op.
         why: NotProven,
     },
 }
 
-/// What became of the no-op that should have proved a queue.
+/// Why the no-op that tests a queue failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NotProven {
-    /// Sent, and never answered.
+    /// Sent, and never completed.
     #[error(
         "a no-op sent to it was not answered within {0:?}: the device has halted, the queue was disabled, or it hangs \
          (accel-config list shows the states; disabling the device resets it, and loses its configuration)"
     )]
     NoAnswer(Duration),
-    /// Never taken.
+    /// Never accepted.
     #[error(
         "it would not take a no-op for {0:?}: it is full, it was disabled, or its device has halted (accel-config list \
          shows the states)"
     )]
     NotTaken(Duration),
-    /// Answered with an error.
+    /// Completed with an error.
     #[error("a no-op sent to it came back with {0}")]
     Answered(Status),
     /// Refused by the kernel.
@@ -97,17 +97,17 @@ pub enum SubmitError {
     /// The queue was opened by another process: this one is a child of it.
     #[error("the work queue was opened by process {owner}, and this is process {here}: a child must open its own")]
     Forked {
-        /// Who opened it.
+        /// The process that opened it.
         owner: u32,
-        /// Who asks.
+        /// The calling process.
         here: u32,
     },
-    /// A batch, and the queue takes none from this process.
+    /// A batch, and the queue accepts none from this process.
     #[error("the work queue takes no batches: {0}")]
     NoBatches(NoBatches),
 }
 
-/// Why a queue takes no batches from this process.
+/// Why a queue accepts no batches from this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoBatches {
@@ -117,12 +117,12 @@ pub enum NoBatches {
     /// The queue's maximum is below 2.
     #[error("its largest batch is {0} (accel-config config-wq --max-batch-size)")]
     Maximum(u32),
-    /// First-generation devices take none through `write(2)` (INTEL-SA-01084).
+    /// First-generation devices accept none through `write(2)` (INTEL-SA-01084).
     #[error(
         "on first-generation devices the kernel submits none for a process; with CAP_SYS_RAWIO the portal can be mapped"
     )]
     FirstGeneration,
-    /// The kernel says that the operation is not there for processes.
+    /// The kernel reports that the operation is not available to processes.
     #[error("the kernel does not offer the operation (op_cap, op_config)")]
     NotOffered,
     /// Tried, and refused by the kernel.
@@ -131,7 +131,7 @@ pub enum NoBatches {
     /// Tried, and refused by the device.
     #[error("the device refused one with status {0:#04x}")]
     RefusedByDevice(u8),
-    /// Tried, and not answered.
+    /// Tried, and not completed.
     #[error("one was sent and not answered")]
     NotAnswered,
 }
@@ -143,7 +143,7 @@ enum Call {
 }
 
 impl OpenError {
-    /// The system's error number, where the system refused.
+    /// Returns the system's error number, if the system refused.
     pub fn os_error(&self) -> Option<i32> {
         match self {
             OpenError::Open { source, .. } | OpenError::NoWay { source, .. } => source.raw_os_error(),
@@ -153,8 +153,8 @@ impl OpenError {
     }
 }
 
-/// What an error number of the idxd driver means here and what to do about it. Where each comes from: the kernel's
-/// `drivers/dma/idxd/cdev.c` and `iommu_sva_bind_device`.
+/// Explains an error number of the idxd driver, with a remedy. Sources: the kernel's `drivers/dma/idxd/cdev.c` and
+/// `iommu_sva_bind_device`.
 fn explain(call: Call, error: &io::Error) -> &'static str {
     match (error.raw_os_error(), call) {
         (Some(libc::EOPNOTSUPP), _) => {

@@ -5,30 +5,30 @@
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Operation {
-    /// Does nothing but complete.
+    /// Only completes.
     Noop = 0x00,
     /// Runs an array of descriptors.
     Batch = 0x01,
-    /// Completes when what was submitted before it to the same queue has.
+    /// Completes when everything submitted before it to the same queue has completed.
     Drain = 0x02,
-    /// Copies, also between overlapping buffers where the device can.
+    /// Copies, also between overlapping buffers if the device supports that.
     Memmove = 0x03,
     /// Compares two buffers.
     Compare = 0x05,
     /// Compares a buffer with an 8-byte pattern.
     ComparePattern = 0x06,
-    /// Writes down how one buffer differs from another.
+    /// Writes the differences between two buffers.
     CreateDelta = 0x07,
-    /// Applies what *create delta* wrote.
+    /// Applies the output of *create delta*.
     ApplyDelta = 0x08,
     /// CRC-32C of a buffer.
     Crc = 0x10,
-    /// Copies and computes the CRC-32C of what was copied.
+    /// Copies, and computes the CRC-32C of the copied bytes.
     CopyCrc = 0x11,
 }
 
 impl Operation {
-    /// All of them, by code.
+    /// All operations, by code.
     pub const ALL: [Operation; 10] = [
         Operation::Noop,
         Operation::Batch,
@@ -42,27 +42,27 @@ impl Operation {
         Operation::CopyCrc,
     ];
 
-    /// The operation of a code, if this crate knows it.
+    /// Returns the operation of a code, if this crate knows it.
     pub fn from_code(code: u8) -> Option<Operation> {
         Operation::ALL.into_iter().find(|operation| *operation as u8 == code)
     }
 
-    /// Whether it may carry cache control flags: only what writes to memory may (table 5-3).
+    /// Returns whether it may have cache control flags: only operations that write to memory may (table 5-3).
     pub const fn allows_cache_control(self) -> bool {
         matches!(self, Operation::Memmove | Operation::CreateDelta | Operation::ApplyDelta | Operation::CopyCrc)
     }
 
-    /// Whether *check result* has a meaning for it (tables 5-3 and 8-3).
+    /// Returns whether *check result* has a meaning for it (tables 5-3 and 8-3).
     pub const fn allows_check_result(self) -> bool {
         matches!(self, Operation::Compare | Operation::ComparePattern | Operation::CreateDelta)
     }
 
-    /// Whether it may block on a page fault: never no-op, batch and drain (table 8-3).
+    /// Returns whether it may block on a page fault: never no-op, batch and drain (table 8-3).
     pub const fn allows_block_on_fault(self) -> bool {
         !matches!(self, Operation::Noop | Operation::Batch | Operation::Drain)
     }
 
-    /// Whether it may stand in a batch: batch and drain may not (section 8.3.2, 8.3.3).
+    /// Returns whether it may be in a batch: batch and drain may not (section 8.3.2, 8.3.3).
     pub const fn allowed_in_batch(self) -> bool {
         !matches!(self, Operation::Batch | Operation::Drain)
     }

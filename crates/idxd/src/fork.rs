@@ -1,14 +1,14 @@
-//! Who am I, cheaply: the process id, asked once per process and not again for each submission.
+//! The process id, cheaply: queried once per process and not again for each submission.
 //!
-//! A work queue belongs to the process that opened it: the kernel bound its address space, the portal is not mapped in a
-//! child, and a descriptor sent from a child would name the parent's memory. So each submission compares the process id.
-//! `getpid` is a system call; a page that the kernel hands to children zeroed (`MADV_WIPEONFORK`, Linux 4.14) keeps its answer
-//! instead. Where that is refused the system call is made each time.
+//! A work queue belongs to the process that opened it: the kernel bound its address space, the portal is not mapped in
+//! a child, and a descriptor sent from a child would name the parent's memory. So each submission compares the process
+//! id. `getpid` is a system call; instead, a page that is zeroed in children (`MADV_WIPEONFORK`, Linux 4.14) caches its
+//! result. If that is refused the system call is made each time.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The id of this process.
+/// Returns the id of this process.
 pub(crate) fn process() -> u32 {
     let Some(kept) = kept() else { return std::process::id() };
     match kept.load(Ordering::Relaxed) {
@@ -21,7 +21,7 @@ pub(crate) fn process() -> u32 {
     }
 }
 
-/// A word that reads 0 in a child, until it writes its own.
+/// Returns a word that reads 0 in a child, until the child writes its own id.
 fn kept() -> Option<&'static AtomicU32> {
     static WORD: OnceLock<Option<&'static AtomicU32>> = OnceLock::new();
     *WORD.get_or_init(|| {

@@ -1,8 +1,9 @@
-//! The instructions that hand 64 bytes to a device in one piece, and whether this CPU has them.
+//! The instructions that send 64 bytes to a device atomically, and whether this CPU has them.
 //!
-//! `ENQCMD` (shared queues; says in the zero flag whether the queue took it) and `MOVDIR64B` (dedicated queues; says
-//! nothing). CPUID alone proves little: `ENQCMD` faults in a process that has no address space bound to a device, and a
-//! hypervisor may show the bit without passing a device. It says which instruction may be tried; a completed no-op proves.
+//! `ENQCMD` (shared queues; its zero flag reports whether the queue accepted) and `MOVDIR64B` (dedicated queues;
+//! reports nothing). CPUID alone is weak evidence: `ENQCMD` faults in a process that has no address space bound to a
+//! device, and a hypervisor may set the bit without passing a device through. CPUID decides which instruction may be
+//! tried; only a completed no-op is proof.
 
 use crate::descriptor::Descriptor;
 
@@ -11,15 +12,15 @@ use crate::descriptor::Descriptor;
 pub struct Instructions {
     enqcmd: bool,
     movdir64b: bool,
-    /// Somebody plays the device.
+    /// A test simulates the device.
     trapped: bool,
 }
 
 impl Instructions {
-    /// None: everything goes through `write(2)`.
+    /// No instruction: all submissions go through `write(2)`.
     pub const NONE: Instructions = Instructions { enqcmd: false, movdir64b: false, trapped: false };
 
-    /// What CPUID says (leaf 7, subleaf 0, ECX bits 28 and 29). On other architectures there are none.
+    /// Detects the instructions by CPUID (leaf 7, subleaf 0, ECX bits 28 and 29). Other architectures have none.
     pub fn detect() -> Instructions {
         #[cfg(all(target_arch = "x86_64", not(miri)))]
         {
@@ -33,36 +34,38 @@ impl Instructions {
         Instructions::NONE
     }
 
-    /// Both, whatever CPUID says: for tests that catch the signals that the instructions raise and play the device.
+    /// Allows both, whatever CPUID reports: for tests that catch the signals that the instructions raise and simulate
+    /// the device.
     ///
     /// On architectures other than x86-64 the instructions do not exist; neither is ever executed there.
     ///
     /// # Safety
     ///
-    /// For as long as anything is opened with this, handlers must be installed that execute both instructions in the process's stead:
-    /// of SIGILL for a CPU that lacks them, and for one that has them of the signals that storing to a mapping of the opened file raises.
+    /// While anything is opened with this, handlers must be installed that execute both instructions in the process's
+    /// stead: of SIGILL for a CPU that lacks them, and for one that has them of the signals that storing to a mapping
+    /// of the opened file raises.
     pub const unsafe fn trapped() -> Instructions {
         let there = cfg!(target_arch = "x86_64");
         Instructions { enqcmd: there, movdir64b: there, trapped: true }
     }
 
-    /// Whether `ENQCMD` may be executed.
+    /// Returns whether `ENQCMD` may be executed.
     pub const fn enqcmd(self) -> bool {
         self.enqcmd
     }
 
-    /// Whether somebody plays the device, so that its file may be any file.
+    /// Returns whether a test simulates the device, so that its file may be any file.
     pub(crate) const fn are_trapped(self) -> bool {
         self.trapped
     }
 
-    /// Whether `MOVDIR64B` may be executed.
+    /// Returns whether `MOVDIR64B` may be executed.
     pub const fn movdir64b(self) -> bool {
         self.movdir64b
     }
 }
 
-/// Makes what was written before visible to whoever sees a later store: record and descriptors before the submission.
+/// Makes earlier writes visible before later stores: record and descriptors before the submission.
 #[inline]
 pub(crate) fn store_fence() {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -76,12 +79,12 @@ pub(crate) fn store_fence() {
     }
 }
 
-/// Sends `descriptor` to a shared work queue. True if the queue took it, false if it has to be sent again.
+/// Sends `descriptor` to a shared work queue. Returns true if the queue accepted it, false if it must be sent again.
 ///
 /// # Safety
 ///
-/// `portal` is 64-byte aligned in a mapped portal page, the CPU has the instruction (or it is trapped), the process has an
-/// address space bound to the device, and the device may do what the descriptor says.
+/// `portal` is 64-byte aligned in a mapped portal page, the CPU has the instruction (or it is trapped), the process has
+/// an address space bound to the device, and the device may execute the descriptor.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 pub(crate) unsafe fn enqcmd(portal: *mut u8, descriptor: &Descriptor) -> bool {
@@ -101,7 +104,7 @@ pub(crate) unsafe fn enqcmd(portal: *mut u8, descriptor: &Descriptor) -> bool {
     retry == 0
 }
 
-/// Sends `descriptor` to a dedicated work queue, which takes it or drops it: nobody says which.
+/// Sends `descriptor` to a dedicated work queue, which accepts or drops it without a reply.
 ///
 /// # Safety
 ///
@@ -121,13 +124,13 @@ pub(crate) unsafe fn movdir64b(portal: *mut u8, descriptor: &Descriptor) {
     }
 }
 
-/// The instruction does not exist here, and [`Instructions`] never says it does.
+/// The instruction does not exist here, and [`Instructions`] never allows it.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) unsafe fn enqcmd(_portal: *mut u8, _descriptor: &Descriptor) -> bool {
     unreachable!("ENQCMD exists on x86-64 only, and no queue is opened with it elsewhere");
 }
 
-/// The instruction does not exist here, and [`Instructions`] never says it does.
+/// The instruction does not exist here, and [`Instructions`] never allows it.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) unsafe fn movdir64b(_portal: *mut u8, _descriptor: &Descriptor) {
     unreachable!("MOVDIR64B exists on x86-64 only, and no queue is opened with it elsewhere");

@@ -1,22 +1,22 @@
 //! Intel DSA and IAA from user space on Linux, driven directly: no library of Intel's underneath.
 //!
-//! What a reader finds here, in the order in which it is used:
+//! The parts, in the order of their use:
 //!
-//! * [`discover`] lists devices and work queues from sysfs and says of each queue whether it can be used, and if not why and what
-//!   to type.
-//! * [`WorkQueue::open`] opens one, finds the best way in ([`Way`]) and proves it with a no-op.
-//! * [`Descriptor`] and [`iaa::Descriptor`] say what to do; [`CompletionRecord`] and [`iaa::CompletionRecord`] are where the
-//!   device answers; [`Status`] is the answer.
-//! * [`WorkQueue::submit`] sends. It is `unsafe`: the device works on this process's memory behind the compiler's back until it
-//!   has answered, and only the caller can keep that memory in place for so long. Everything else here is safe.
-//! * [`resume`] says what is left of an operation that met a page fault.
+//! * [`discover`] lists devices and work queues from sysfs. For each queue it reports whether the queue can be used,
+//!   and if not, why, and the commands that would help.
+//! * [`WorkQueue::open`] opens one, selects the best submission method ([`Way`]) and tests it with a no-op.
+//! * [`Descriptor`] and [`iaa::Descriptor`] are the instructions for the device; the device writes its result to
+//!   [`CompletionRecord`] and [`iaa::CompletionRecord`]; [`Status`] is the result's status.
+//! * [`WorkQueue::submit`] submits. It is `unsafe`: until it has completed, the device works on this process's memory
+//!   without the compiler's knowledge, and only the caller can keep that memory in place. Everything else here is safe.
+//! * [`resume`] computes the rest of an operation that met a page fault.
 //!
-//! The crate knows nothing of migration, allocates nothing per submission, and starts no thread. Retries, time-outs, pools and
-//! the choice of a device belong to whoever uses it.
+//! The crate knows nothing of migration, allocates nothing per submission, and starts no thread. Retries, time-outs,
+//! pools and the choice of a device belong to its user.
 //!
-//! **Checked against**: the specifications, section by section, by tests that write the bytes down anew; the kernel's
-//! `linux/idxd.h`, by a test that compiles a C program over it; a model of the devices that shares no definition with this crate
-//! and executes the real instructions by trapping them. **Never run on hardware.**
+//! **Checked against**: the specifications, section by section, by tests that contain the bytes independently; the
+//! kernel's `linux/idxd.h`, by a test that compiles a C program with it; a model of the devices that shares no
+//! definition with this crate and executes the real instructions by trapping them. **Never run on hardware.**
 //!
 //! Specifications: Intel DSA architecture 341204 rev. 3.0, Intel IAA architecture 721858; section and table numbers in this
 //! crate refer to them.

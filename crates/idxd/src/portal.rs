@@ -1,9 +1,10 @@
-//! How 64 bytes reach a device: the seam between this driver and the hardware, and its three real implementations.
+//! The path of 64 bytes to a device: the interface between this driver and the hardware, and its three real
+//! implementations.
 //!
-//! * A **mapped portal** of a shared queue takes `ENQCMD`, one of a dedicated queue `MOVDIR64B`. Any of the page's 64 slots
-//!   will do; a CPU has several `MOVDIR64B` to *different* slots under way at once, so those take turns. (`ENQCMD` has one in
-//!   flight per core whatever the slot, and stays on the first.) Nobody may count on the order of descriptors sent by different
-//!   slots (DSA section 3.9).
+//! * A **mapped portal** of a shared queue is written by `ENQCMD`, one of a dedicated queue by `MOVDIR64B`. Any of the
+//!   page's 64 slots works; a CPU can have several `MOVDIR64B` to *different* slots in flight at once, so the slots are
+//!   used in rotation. (`ENQCMD` has one in flight per core whatever the slot, and stays on the first.) The order of
+//!   descriptors sent through different slots is undefined (DSA section 3.9).
 //! * **`write(2)`** on the queue's device file: the kernel checks and submits. For processes that may not map portals
 //!   (INTEL-SA-01084: `CAP_SYS_RAWIO`), and for CPUs without the instructions.
 //!
@@ -20,7 +21,7 @@ use crate::descriptor::{DESCRIPTOR_BYTES, Descriptor};
 use crate::fork;
 use crate::instructions::{enqcmd, movdir64b};
 
-/// How a queue is submitted to.
+/// The method of submission to a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Way {
     /// `ENQCMD` on a mapped portal of a shared queue.
@@ -41,29 +42,29 @@ impl fmt::Display for Way {
     }
 }
 
-/// What became of one submission.
+/// The result of one submission.
 #[derive(Debug)]
 pub enum Submission {
-    /// The queue took it, or (`MOVDIR64B`) it was sent and nobody will ever say.
+    /// The queue accepted it, or (`MOVDIR64B`) it was sent and there will be no reply.
     Accepted,
-    /// Not now: the queue is full up to its threshold, or disabled, or the device has halted. All three look the same, which is
-    /// why retries must be bounded.
+    /// Not now: the queue is full up to its threshold, or disabled, or the device has halted. The three cannot be
+    /// distinguished, so retries must be bounded.
     Retry,
     /// The kernel will not submit it.
     Refused(io::Error),
 }
 
-/// How 64 bytes reach a device.
+/// Sends 64 bytes to a device.
 pub trait Portal: Send + Sync + fmt::Debug {
     /// Sends a descriptor.
     ///
     /// # Safety
     ///
-    /// The device will read and write what the descriptor names, until its completion record is written: all of it must
-    /// be memory that stays mapped and that may be accessed behind the compiler's back for so long.
+    /// Until the completion record is written, the device reads and writes the memory that the descriptor names: all of
+    /// it must stay mapped and may be accessed without the compiler's knowledge for that time.
     unsafe fn submit(&self, descriptor: &Descriptor) -> Submission;
 
-    /// Which way this is.
+    /// Returns the submission method.
     fn way(&self) -> Way;
 }
 
@@ -108,7 +109,7 @@ impl MappedPortal {
         }
     }
 
-    /// The next slot in turn: 64 bytes each.
+    /// Returns the next slot in rotation: 64 bytes each.
     fn next_slot(&self) -> *mut u8 {
         let turn = self.slot.fetch_add(1, Ordering::Relaxed) as usize;
         let offset = turn * DESCRIPTOR_BYTES % PORTAL_BYTES;
@@ -140,7 +141,7 @@ impl Portal for MappedPortal {
 
 impl Drop for MappedPortal {
     fn drop(&mut self) {
-        // The kernel does not hand the mapping to children (VM_DONTCOPY): in one, something else may live there.
+        // Children do not inherit the mapping (VM_DONTCOPY): in a child, another mapping may be at the address.
         if fork::process() == self.owner {
             // SAFETY: mapped by `map` with this length; nobody submits any more, since submitting borrows `self`.
             unsafe { libc::munmap(self.page.as_ptr().cast(), PORTAL_BYTES) };
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_take_turns_through_the_whole_page_and_stay_aligned() {
+    fn slots_are_used_in_rotation_through_the_whole_page_and_stay_aligned() {
         let portal = MappedPortal::map(portal_file().into(), Way::Movdir64b).unwrap();
         let base = portal.page.as_ptr() as usize;
         let slots: Vec<usize> = (0..130).map(|_| portal.next_slot() as usize - base).collect();
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_mapped_is_given_back_with_the_reason() {
+    fn a_file_that_cannot_be_mapped_is_returned_with_the_reason() {
         let (read, _write) = io::pipe().unwrap();
         let (_file, error) = MappedPortal::map(read.into(), Way::Enqcmd).unwrap_err();
         assert!(error.raw_os_error().is_some());
@@ -228,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_write_says_why() {
+    fn a_refused_write_has_a_reason() {
         let file = std::fs::File::open("/dev/null").unwrap();
         let portal = WritePortal { file: file.into() };
         // SAFETY: as above.

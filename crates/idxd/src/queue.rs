@@ -1,4 +1,4 @@
-//! An opened work queue: opened once per process, proved before its first use, shared by reference count.
+//! An opened work queue: opened once per process, tested before its first use, shared by reference count.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -23,49 +23,50 @@ use crate::sysfs::{Directories, Kind, Mode, QueueInfo, Reason, Unusable};
 /// How to open a queue.
 #[derive(Clone, Debug)]
 pub struct Opening {
-    /// The instructions that may be executed: what CPUID says, unless a test plays the device.
+    /// The instructions that may be executed: according to CPUID, unless a test simulates the device.
     pub instructions: Instructions,
-    /// Whether to map the portal at all; without, `write(2)` is the only way.
+    /// Whether to map the portal; otherwise `write(2)` is the only method.
     pub map: bool,
-    /// How long the no-op that proves the queue may take.
+    /// How long the no-op that tests the queue may take.
     pub deadline: Duration,
 }
 
 impl Default for Opening {
     fn default() -> Self {
-        // A no-op takes a microsecond. What it may wait for is what others have put into a shared queue: at most 128 batches.
+        // A no-op takes a microsecond. It may have to wait for the other submitters of a shared queue: at most 128
+        // batches.
         Self { instructions: Instructions::detect(), map: true, deadline: Duration::from_secs(1) }
     }
 }
 
-/// A work queue that works: a no-op went through it.
+/// A work queue that works: a no-op has completed on it.
 ///
 /// It belongs to the process that opened it. In a child every submission fails ([`SubmitError::Forked`]).
 #[derive(Debug)]
 pub struct WorkQueue {
     info: QueueInfo,
     portal: Arc<dyn Portal>,
-    /// Of a dedicated queue.
+    /// Only for a dedicated queue.
     credits: Option<Credits>,
     batches: Result<u32, NoBatches>,
     owner: u32,
 }
 
 impl WorkQueue {
-    /// Opens a queue that [`discover`](crate::discover) found, maps its portal where the kernel and the CPU allow it, uses
-    /// `write(2)` where not, and proves it with a no-op. `directories` says where the device files are.
+    /// Opens a queue that [`discover`](crate::discover) found, maps its portal where the kernel and the CPU allow it,
+    /// uses `write(2)` otherwise, and tests it with a no-op. `directories` has the location of the device files.
     pub fn open(info: QueueInfo, directories: &Directories) -> Result<Arc<WorkQueue>, OpenError> {
         Self::open_with(info, directories, &Opening::default())
     }
 
-    /// [`open`](Self::open) with a say in how.
+    /// As [`open`](Self::open), with options.
     pub fn open_with(
         mut info: QueueInfo,
         directories: &Directories,
         opening: &Opening,
     ) -> Result<Arc<WorkQueue>, OpenError> {
         info.node = directories.node(info.kind(), &info.name);
-        // Whether the file may be opened is for the kernel to say, now; the rest of a verdict stands.
+        // Whether the file may be opened is the kernel's decision now; the other reasons stand.
         let verdict = info
             .unusable
             .clone()
@@ -78,7 +79,7 @@ impl WorkQueue {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let file = rustix::fs::open(&info.node, flags, FileMode::empty())
             .map_err(|error| OpenError::Open { path: info.node.clone(), source: error.into() })?;
-        // Whoever names another directory must not have 64 bytes written into whatever lies there.
+        // If `directories` names another place, the 64 bytes must not be written into an unrelated file.
         let status = rustix::fs::fstat(&file)
             .map_err(|error| OpenError::Open { path: info.node.clone(), source: error.into() })?;
         if FileType::from_raw_mode(status.st_mode) != FileType::CharacterDevice && !opening.instructions.are_trapped() {
@@ -87,7 +88,8 @@ impl WorkQueue {
         let (portal, not_mapped) = portal(file, mode, opening);
         let queue = Self::proven(info, mode, portal, opening.deadline);
         match (queue, not_mapped) {
-            // The kernel refuses the first write where it has no such way at all: say why the other was not taken, too.
+            // The kernel refuses the first write if it does not support this method: report also why the portal was not
+            // mapped.
             (Err(OpenError::NotProven { queue, why: NotProven::Refused(source), .. }), Some(mapping)) => {
                 Err(OpenError::NoWay { queue, mapping, source })
             }
@@ -95,13 +97,13 @@ impl WorkQueue {
         }
     }
 
-    /// A queue behind any other portal, for instance a model's, with the same proof.
+    /// Makes a queue behind any other portal, for instance a model's, with the same test.
     pub fn with_portal(info: QueueInfo, portal: Arc<dyn Portal>) -> Result<Arc<WorkQueue>, OpenError> {
         let mode = checked(&info)?;
         Self::proven(info, mode, portal, Opening::default().deadline)
     }
 
-    /// [`with_portal`](Self::with_portal) with another deadline for the proof.
+    /// As [`with_portal`](Self::with_portal), with another deadline for the test.
     pub fn with_portal_within(
         info: QueueInfo,
         portal: Arc<dyn Portal>,
@@ -130,41 +132,42 @@ impl WorkQueue {
         Ok(Arc::new(queue))
     }
 
-    /// What is known of the queue.
+    /// Returns the properties of the queue.
     pub fn info(&self) -> &QueueInfo {
         &self.info
     }
 
-    /// How descriptors reach it.
+    /// Returns the submission method.
     pub fn way(&self) -> Way {
         self.portal.way()
     }
 
-    /// The most descriptors of one batch, or why there can be none.
+    /// Returns the most descriptors of one batch, or why there can be none.
     pub fn max_batch(&self) -> Result<u32, NoBatches> {
         self.batches
     }
 
-    /// Of a dedicated queue: how many descriptors it can take now. `None` for a shared one, which says so itself.
+    /// Returns, for a dedicated queue, how many descriptors it can accept now. `None` for a shared one, which reports
+    /// that itself.
     pub fn credits(&self) -> Option<u32> {
         self.credits.as_ref().map(Credits::free)
     }
 
-    /// Of a dedicated queue: descriptors sent whose records have not been seen yet.
+    /// Returns, for a dedicated queue, how many descriptors were sent whose records have not been seen yet.
     pub fn outstanding(&self) -> Option<u32> {
         self.credits.as_ref().map(Credits::outstanding)
     }
 
-    /// Submits a descriptor. On a dedicated queue this takes a credit, which comes back with
+    /// Submits a descriptor. On a dedicated queue this takes a credit, which is returned with
     /// [`seen_complete`](Self::seen_complete). All stores made before are visible to the device before the descriptor
     /// is.
     ///
     /// # Safety
     ///
-    /// Until the completion record of the descriptor has been seen (for a batch: the batch's own, or every
-    /// member's), everything it names — record, descriptor list, sources, destinations — must stay mapped in this process and be memory
-    /// that the device may read or write behind the compiler's back. The record must have been cleared. Nobody else waits on
-    /// the same record.
+    /// Until the completion record of the descriptor has been seen (for a batch: the batch's own, or every member's),
+    /// everything it names — record, descriptor list, sources, destinations — must stay mapped in this process and be
+    /// memory that the device may read or write without the compiler's knowledge. The record must have been cleared. No
+    /// other code waits on the same record.
     pub unsafe fn submit(&self, descriptor: &Descriptor) -> Result<(), SubmitError> {
         let here = fork::process();
         if here != self.owner {
@@ -179,8 +182,9 @@ impl WorkQueue {
         unsafe { self.send(descriptor) }
     }
 
-    /// [`submit`](Self::submit), tried again up to `attempts` times in all while there is no room, with pauses that grow and
-    /// differ from thread to thread. A queue that never has room may be disabled or halted, so this always ends.
+    /// As [`submit`](Self::submit), but makes up to `attempts` attempts in total while there is no room, with pauses
+    /// that grow and differ from thread to thread. A queue that never has room may be disabled or halted, so this
+    /// always ends.
     ///
     /// # Safety
     ///
@@ -203,8 +207,8 @@ impl WorkQueue {
         }
     }
 
-    /// Gives back the credits of `n` descriptors whose records were **seen** complete. Time-outs, cancelled requests and
-    /// dropped tickets are no reason to call this: their entries may still be in the queue.
+    /// Returns the credits of `n` descriptors whose records were **seen** complete. Do not call this for time-outs,
+    /// cancelled requests or dropped tickets: their entries may still be in the queue.
     pub fn seen_complete(&self, n: u32) {
         let Some(credits) = &self.credits else { return };
         let too_many = credits.give_back(n);
@@ -229,12 +233,12 @@ impl WorkQueue {
             Submission::Retry => SubmitError::Busy,
             Submission::Refused(error) => SubmitError::Refused(error),
         };
-        // It never reached the queue.
+        // The descriptor never reached the queue.
         self.seen_complete(1);
         Err(error)
     }
 
-    /// A no-op, sent and completed.
+    /// Sends a no-op and waits for its completion.
     fn prove(&self, deadline: Duration) -> Result<(), NotProven> {
         let record = Arc::new(iaa::CompletionRecord::new());
         let noop = Descriptor::noop().with_record(record.address());
@@ -244,9 +248,9 @@ impl WorkQueue {
         }
     }
 
-    /// Whether batches may be sent. Where the kernel declares them and a portal is mapped that is believed; where it
-    /// hides them on a first-generation device, the portal may take them all the same (what the kernel hides is its own
-    /// `write`), so one is tried.
+    /// Determines whether batches may be sent. If the kernel declares them and a portal is mapped, they may. If the
+    /// kernel hides them on a first-generation device, the portal may accept them all the same (the kernel hides its
+    /// own `write`), so one is tried.
     fn find_batches(&self, deadline: Duration) -> Result<u32, NoBatches> {
         if self.info.kind() == Kind::Iaa {
             return Err(NoBatches::Iaa);
@@ -275,9 +279,10 @@ impl WorkQueue {
         }
     }
 
-    /// Sends one descriptor of the queue's own and waits for its record. `named` is what else the descriptor names. If there
-    /// is no answer both are leaked: the device may still write them. (Behind an `Arc` rather than a `Box`, which may not be moved
-    /// while somebody else has the address: a box claims to be the only way to its contents.)
+    /// Sends one descriptor of the queue's own and waits for its record. `named` is the other memory that the
+    /// descriptor names. If there is no result both are leaked: the device may still write them. (Behind an `Arc`
+    /// rather than a `Box`, which may not be moved while the device has the address: a box claims to be the only path
+    /// to its contents.)
     fn run<N>(
         &self,
         descriptor: &Descriptor,
@@ -303,7 +308,7 @@ impl WorkQueue {
                 break Some(completion.status);
             }
             if Instant::now() >= end {
-                // Once more: this thread may have been off the CPU between the look and the clock.
+                // Poll a second time: this thread may have been off the CPU between the poll and the clock.
                 break record.poll().map(|completion| completion.status);
             }
             polls += 1;
@@ -322,7 +327,7 @@ impl WorkQueue {
     }
 }
 
-/// What must be known of a queue before anything is sent to it.
+/// Checks the properties of a queue before anything is sent to it.
 fn checked(info: &QueueInfo) -> Result<Mode, OpenError> {
     let unusable =
         |reason| OpenError::Unusable { queue: info.full_name(), why: Unusable { reason, commands: Vec::new() } };
@@ -338,7 +343,7 @@ fn checked(info: &QueueInfo) -> Result<Mode, OpenError> {
     info.mode.ok_or_else(|| unusable(Reason::Unknown("mode")))
 }
 
-/// The best way into an opened queue, and why it is not a mapped portal if it is not.
+/// Returns the best portal for an opened queue, and the reason if it is not a mapped one.
 fn portal(file: OwnedFd, mode: Mode, opening: &Opening) -> (Arc<dyn Portal>, Option<String>) {
     let (way, there) = match mode {
         Mode::Shared => (Way::Enqcmd, opening.instructions.enqcmd()),
@@ -367,7 +372,7 @@ fn portal(file: OwnedFd, mode: Mode, opening: &Opening) -> (Arc<dyn Portal>, Opt
     }
 }
 
-/// A number from 1 to `most` that differs from call to call and from thread to thread.
+/// Returns a number from 1 to `most` that differs from call to call and from thread to thread.
 fn jitter(most: u32) -> u32 {
     static TURN: AtomicU32 = AtomicU32::new(0);
     // A Weyl sequence, mixed: spread evenly, one relaxed addition, no state per thread.

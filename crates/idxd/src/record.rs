@@ -1,20 +1,20 @@
-//! Completion records: the memory a device answers in.
+//! Completion records: the memory to which a device writes its results.
 //!
-//! The device writes a record whenever it likes between submission and completion, so a record is only ever touched through
+//! The device may write a record at any time between submission and completion, so a record is accessed only through
 //! atomics: cleared before submission, then its status is read with *acquire* and, once it is not zero, the rest. The
-//! status is the last thing to become visible: the device writes a record in one piece, and where the kernel writes it on
-//! the device's behalf (record faults with the event log on) it copies the status byte last.
+//! status becomes visible last: the device writes a record in one piece, and where the kernel writes it on the device's
+//! behalf (record faults with the event log on) it copies the status byte last.
 //!
-//! A record must stay where it is, untouched, until its status has been seen: the device knows only its address. Who drops or
-//! reuses one early has memory overwritten. That is why submission is `unsafe` and this file is not. A `Box` that is moved
-//! after its record's address was taken counts as too early, since a box claims to be the only way to its contents: keep records in
-//! an arena, or behind an `Arc`.
+//! A record must stay in place, untouched, until its status has been seen: the device knows only its address. If a
+//! record is dropped or reused early, memory is overwritten. That is why submission is `unsafe` and this file is not.
+//! Moving a `Box` after its record's address was taken counts as too early, since a box claims to be the only path to
+//! its contents: keep records in an arena, or behind an `Arc`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::status::{CODE_BITS, Status, WRITE_BIT};
 
-/// Where the fields of a DSA record lie (section 8.2); offsets 0 to 15 are the same for IAA.
+/// Offsets of the fields in a DSA record (section 8.2); offsets 0 to 15 are the same for IAA.
 pub mod offset {
     /// Status.
     pub const STATUS: usize = 0;
@@ -40,23 +40,23 @@ pub struct CompletionRecord {
 const _: () = assert!(size_of::<CompletionRecord>() == 32 && align_of::<CompletionRecord>() == 32);
 
 impl CompletionRecord {
-    /// A cleared record.
+    /// Makes a cleared record.
     pub const fn new() -> Self {
         Self { words: [const { AtomicU64::new(0) }; 4] }
     }
 
-    /// Zeroes the record. Must come before each submission that names it: hardware never writes status 0, so anything else
-    /// left here would be taken for the answer. Writing to it also has the page present for the device.
+    /// Zeroes the record. Call it before each submission that names the record: hardware never writes status 0, so any
+    /// other leftover would be taken for the result. The write also makes the page present for the device.
     pub fn clear(&self) {
         clear(&self.words);
     }
 
-    /// The address for [`Descriptor::with_record`](crate::Descriptor::with_record).
+    /// Returns the address for [`Descriptor::with_record`](crate::Descriptor::with_record).
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(self).expose_provenance() as u64
     }
 
-    /// What the device has written, once it has.
+    /// Returns the completion, once the device has written it.
     pub fn poll(&self) -> Option<Completion> {
         read(&self.words).as_ref().map(Completion::from_bytes)
     }
@@ -69,13 +69,13 @@ impl Default for CompletionRecord {
 }
 
 pub(crate) fn clear(words: &[AtomicU64]) {
-    // The status first: whoever looks while this is under way sees nothing, rather than a status beside fields already gone.
+    // The status first: a concurrent poll then sees no result, rather than a status beside cleared fields.
     for word in words {
         word.store(0, Ordering::Release);
     }
 }
 
-/// All bytes of a record of `N` words, or `None` while its status is zero.
+/// Returns all bytes of a record of `N` words, or `None` while its status is zero.
 pub(crate) fn read<const WORDS: usize, const BYTES: usize>(words: &[AtomicU64; WORDS]) -> Option<[u8; BYTES]> {
     const { assert!(BYTES == WORDS * 8) };
     if words[0].load(Ordering::Acquire).to_le_bytes()[offset::STATUS] == 0 {
@@ -90,21 +90,21 @@ pub(crate) fn read<const WORDS: usize, const BYTES: usize>(words: &[AtomicU64; W
     Some(bytes)
 }
 
-/// What became of a descriptor.
+/// The completion of a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// How it ended.
+    /// The status.
     pub status: Status,
     /// The operation's result: compare 0 equal, 1 different; create delta 0, 1 or 2; memmove 1 if it ran backwards; batch 1 if
     /// a member failed (devices with batch continuation). Without meaning for other operations.
     pub result: u8,
-    /// How far it came. Zero on full success, except: compare with result 1, where it is the offset of the first difference
+    /// Progress. Zero on full success, except: compare with result 1, where it is the offset of the first difference
     /// (compare pattern: at most that), create delta with result 2, and a batch, where it is the number of descriptors
     /// processed, successful or not.
     pub bytes_completed: u32,
-    /// The access that could not be served, where the status says there was one.
+    /// The access that faulted, if the status reports one.
     pub fault: Option<Fault>,
-    /// Bytes 16 to 23, as they are: see [`crc`](Self::crc), [`delta_size`](Self::delta_size) and
+    /// Bytes 16 to 23, unparsed: see [`crc`](Self::crc), [`delta_size`](Self::delta_size) and
     /// [`invalid_flags`](Self::invalid_flags).
     pub detail: u64,
 }
@@ -112,13 +112,13 @@ pub struct Completion {
 /// An access that met a page fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// The faulting address. Its low 12 bits may read 0, and where the device masks addresses (see [`info`](Self::info))
-    /// it says nothing.
+    /// The faulting address. Its low 12 bits may read 0, and if the device masks addresses (see [`info`](Self::info))
+    /// it is meaningless.
     pub address: u64,
     /// Whether the access was a write.
     pub write: bool,
-    /// The fault info byte. Only devices with *completion record fault info* in their capabilities write it: bit 0 set, the
-    /// address is masked; bits 3:1, which operand it was (table 8-13).
+    /// The fault info byte. Only devices with *completion record fault info* in their capabilities write it: bit 0 set,
+    /// the address is masked; bits 3:1, the operand (table 8-13).
     pub info: u8,
 }
 
@@ -135,22 +135,23 @@ impl Completion {
         }
     }
 
-    /// The CRC-32C, of the whole input or (after a fault, and if anything was done) of the part done.
+    /// Returns the CRC-32C of the whole input or (after a fault, and if anything was done) of the part done.
     pub fn crc(&self) -> u32 {
         self.detail as u32
     }
 
-    /// Bytes of the delta record that were written.
+    /// Returns how many bytes of the delta record were written.
     pub fn delta_size(&self) -> u32 {
         self.detail as u32
     }
 
-    /// With [`Status::BadFlags`]: at least one of the flags that were wrong, by position in the descriptor.
+    /// Returns, with [`Status::BadFlags`], at least one of the wrong flags, by position in the descriptor.
     pub fn invalid_flags(&self) -> u32 {
         self.detail as u32 & 0x00ff_ffff
     }
 
-    /// Of a batch: members processed, successfully or not. The others were abandoned, their records are untouched.
+    /// Returns, for a batch, the members processed, successfully or not. The others were abandoned, their records are
+    /// untouched.
     pub fn descriptors_completed(&self) -> u32 {
         self.bytes_completed
     }

@@ -1,55 +1,55 @@
-//! What is left of an operation that did not complete in full.
+//! Computes the rest of an operation that did not complete in full.
 //!
-//! Pure arithmetic on a descriptor and what its record said, by the rules in the specification's description of each operation
-//! (sections 8.3.2 to 8.3.13). The rest can be submitted again — a fault does not repair itself: touch the address first — or
-//! be done by the CPU, which needs the same offsets.
+//! Pure arithmetic on a descriptor and its completion record, by the rules in the specification's description of each
+//! operation (sections 8.3.2 to 8.3.13). The rest can be submitted again — a fault does not repair itself: touch the
+//! address first — or be done by the CPU, which needs the same offsets.
 
 use crate::descriptor::{DELTA_ENTRY_BYTES, Descriptor, MIN_DELTA_CAPACITY, offset};
 use crate::flags::Operation;
 use crate::record::Completion;
 use crate::status::Status;
 
-/// What is left of an operation.
+/// The rest of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rest {
-    /// Nothing: it was done in full (the result may still be another than expected).
+    /// Nothing: it was done in full (the result may still differ from the expected one).
     Nothing,
-    /// One more descriptor, which covers what was not done.
+    /// A descriptor that covers the undone part.
     Part {
         /// The continuation. Flags and completion record are the original's.
         descriptor: Descriptor,
-        /// Bytes of the input that come before it: offsets that its record reports, and the offsets in a delta record it writes,
-        /// count from there. 0 for *apply delta* and for a memmove that runs backwards. Of a batch, members: without batch
-        /// continuation a fence in the rest does not know of those among them that failed.
+        /// Bytes of the input before it: offsets in its record, and offsets in a delta record that it writes, count
+        /// from there. 0 for *apply delta* and for a memmove that runs backwards. For a batch, members: without batch
+        /// continuation a fence in the rest does not know which of those failed.
         skipped: u32,
     },
-    /// *Create delta* only: the input from `skipped` on has not been compared, and the delta record has less room left than a
-    /// device asks for.
+    /// *Create delta* only: the input from `skipped` on has not been compared, and the delta record has less space left
+    /// than a device requires.
     NoRoom {
         /// Bytes of the input that were compared.
         skipped: u32,
     },
-    /// Of a batch whose list could not be read further: one descriptor, which most devices do not take as a batch. It is at this
-    /// address. Submit it by itself, without its fence if it has one: that is legal only inside a batch, and after a failed member
-    /// it says that the descriptor is not to be executed.
+    /// For a batch whose list could not be read further: one descriptor is left, at this address, which most devices do
+    /// not accept as a batch. Submit it by itself, without its fence if it has one: a fence is legal only inside a
+    /// batch, and after a failed member it means that the descriptor must not be executed.
     One {
         /// Address of the descriptor in the list.
         descriptor: u64,
     },
-    /// Of a batch: the list was read, and members did not succeed. The first `processed` have their own records (where they asked
-    /// for one); the others were abandoned at a fence and did nothing.
+    /// For a batch: the list was read, and members did not succeed. The first `processed` have their own records (where
+    /// requested); the others were abandoned at a fence and did nothing.
     Members {
         /// Members that were processed.
         processed: u32,
     },
-    /// It failed, and sending it again would fail again.
+    /// It failed, and would fail again.
     Failed(Status),
-    /// The record contradicts the descriptor: more done than asked for.
+    /// The record contradicts the descriptor: more was done than requested.
     Contradiction,
 }
 
-/// What is left of `descriptor` after `completion`. `batch_continuation` is the device's capability of that name
+/// Returns the rest of `descriptor` after `completion`. `batch_continuation` is the device's capability of that name
 /// ([`GeneralCapabilities::batch_continuation`](crate::GeneralCapabilities::batch_continuation)).
 pub fn rest(descriptor: &Descriptor, completion: &Completion, batch_continuation: bool) -> Rest {
     let Some(operation) = descriptor.operation() else { return Rest::Failed(completion.status) };
@@ -65,7 +65,7 @@ pub fn rest(descriptor: &Descriptor, completion: &Completion, batch_continuation
     }
 }
 
-/// Section 8.3.2: go on behind what was processed, and say whether any of that failed.
+/// Section 8.3.2: continues after the processed members, and states whether any of them failed.
 fn rest_of_batch(descriptor: &Descriptor, completion: &Completion, continuation: bool) -> Rest {
     let done = completion.descriptors_completed();
     let list = descriptor.source().wrapping_add(u64::from(done) * size_of::<Descriptor>() as u64);
@@ -91,14 +91,15 @@ fn rest_of_part(operation: Operation, descriptor: &Descriptor, completion: &Comp
     match operation {
         // These have no partial completion.
         Operation::Noop | Operation::Drain | Operation::Batch => Rest::Failed(completion.status),
-        // An entry is applied or it is not; going on within one would write its data as offsets.
+        // An entry is applied or not; continuing within one would write its data as offsets.
         Operation::ApplyDelta if !done.is_multiple_of(DELTA_ENTRY_BYTES) => Rest::Contradiction,
         _ if left == 0 => Rest::Nothing,
-        // Ran backwards (8.3.4): what is left are the first bytes.
+        // It ran backwards (8.3.4): the first bytes are left.
         Operation::Memmove if completion.result & 1 == 1 => part(descriptor.moved(source, destination, left), 0),
         Operation::Memmove | Operation::Compare => part(descriptor.moved(further, beyond, left), done),
         Operation::ComparePattern => {
-            // The pattern goes on where it was, which need not be at its first byte. It lies in memory order: little endian.
+            // The pattern continues where it stopped, possibly not at its first byte. It lies in memory order: little
+            // endian.
             let pattern = destination.rotate_right(8 * (done % 8));
             part(descriptor.moved(further, pattern, left), done)
         }
@@ -109,7 +110,7 @@ fn rest_of_part(operation: Operation, descriptor: &Descriptor, completion: &Comp
             0,
         ),
         Operation::Crc | Operation::CopyCrc => {
-            // With nothing done the record's value is undefined and the old seed stands (8.3.12).
+            // With nothing done the record's value is undefined and the old seed applies (8.3.12).
             let seed = if done == 0 { descriptor.get(offset::CRC_SEED) } else { completion.crc().to_le_bytes() };
             let beyond = if operation == Operation::Crc { destination } else { beyond };
             part(descriptor.moved(further, beyond, left).put(offset::CRC_SEED, seed), done)
@@ -117,14 +118,14 @@ fn rest_of_part(operation: Operation, descriptor: &Descriptor, completion: &Comp
     }
 }
 
-/// Section 8.3.8: both sources move, and the record goes on behind what was written. Offsets start at 0 again, so the parts are
-/// applied to the destination and to the destination plus `skipped`.
+/// Section 8.3.8: both sources move, and the record continues behind the written part. Offsets start at 0 again, so the
+/// parts are applied to the destination and to the destination plus `skipped`.
 fn rest_of_delta(descriptor: &Descriptor, completion: &Completion) -> Rest {
     let done = completion.bytes_completed;
     let written = completion.delta_size();
     let capacity = u32::from_le_bytes(descriptor.get(offset::DELTA_CAPACITY));
     let record = u64::from_le_bytes(descriptor.get(offset::DELTA_ADDRESS));
-    // Each entry stands for 8 bytes compared; a device that says otherwise is not followed into the caller's buffers.
+    // Each entry covers 8 compared bytes; a device that claims more must not lead us beyond the caller's buffers.
     let most = done / 8 * DELTA_ENTRY_BYTES;
     let whole = done.is_multiple_of(8) && written.is_multiple_of(DELTA_ENTRY_BYTES);
     let (Some(room), true) = (capacity.checked_sub(written), whole && written <= most) else {

@@ -1,4 +1,5 @@
-//! What a device says became of a descriptor: every operation status code of the two specifications, with their words.
+//! The status that a device reports for a descriptor: every operation status code of the two specifications, with its
+//! text.
 //!
 //! DSA and IAA share one table here because they share the field: where both define a code it means the same, and the
 //! codes that only one of them defines do not collide. Sources: Intel DSA architecture specification rev. 3.0, tables
@@ -13,7 +14,7 @@ macro_rules! statuses {
         #[non_exhaustive]
         pub enum Status {
             $(#[doc = $words] $name,)*
-            /// A code that neither specification defines, as it was read.
+            /// A code that neither specification defines.
             Unknown(u8),
         }
 
@@ -21,8 +22,8 @@ macro_rules! statuses {
             /// Every code the specifications define, in ascending order.
             pub const ALL: &'static [Status] = &[$(Status::$name),*];
 
-            /// The status of a code without its read/write bit. Zero ("not written yet") and codes without a meaning are
-            /// [`Status::Unknown`].
+            /// Returns the status of a code without its read/write bit. Zero ("not written yet") and undefined codes
+            /// are [`Status::Unknown`].
             pub const fn from_code(code: u8) -> Status {
                 match code {
                     $($code => Status::$name,)*
@@ -30,7 +31,7 @@ macro_rules! statuses {
                 }
             }
 
-            /// The code as a device writes it, without the read/write bit.
+            /// Returns the code as a device writes it, without the read/write bit.
             pub const fn code(self) -> u8 {
                 match self {
                     $(Status::$name => $code,)*
@@ -38,7 +39,7 @@ macro_rules! statuses {
                 }
             }
 
-            /// What the specification says of it, as one sentence.
+            /// Returns the specification's description, as one sentence.
             pub const fn words(self) -> &'static str {
                 match self {
                     $(Status::$name => $words,)*
@@ -101,28 +102,29 @@ statuses! {
 
 /// Bits of the status byte that are the code (DSA table 8-10: bit 6 is unused, bit 7 says read or write).
 pub(crate) const CODE_BITS: u8 = 0x3f;
-/// Bit of the status byte that says the faulting access was a write.
+/// Bit of the status byte that is set if the faulting access was a write.
 pub(crate) const WRITE_BIT: u8 = 0x80;
 
 impl Status {
-    /// Whether the operation was done in full: success, with or without the expected result.
+    /// Returns whether the operation was done in full: success, with or without the expected result.
     pub const fn is_done(self) -> bool {
         matches!(self, Status::Success | Status::FalsePredicate)
     }
 
-    /// Whether the operation completed as asked *and* with the expected result. A false predicate (02) is **not** a
-    /// success: it is how a batch of predictions says that one was wrong.
+    /// Returns whether the operation completed *and* with the expected result. A false predicate (02) is **not** a
+    /// success: it is how a batch with expected results reports that one was wrong.
     pub const fn is_success(self) -> bool {
         matches!(self, Status::Success)
     }
 
-    /// Whether data of the operation could not be reached, so that it completed in part: the rest can be resumed
-    /// ([`resume`](crate::resume)) or done by the CPU.
+    /// Returns whether data of the operation could not be accessed, so that it completed in part: the rest can be
+    /// resumed ([`resume`](crate::resume)) or done by the CPU.
     pub const fn is_page_fault(self) -> bool {
         matches!(self, Status::PageFault | Status::PageRequestFailed | Status::BatchListFault)
     }
 
-    /// Whether the record's fault address and the read/write bit have a meaning (DSA table 8-10, IAA table 6-5).
+    /// Returns whether the record's fault address and the read/write bit have a meaning (DSA table 8-10, IAA table
+    /// 6-5).
     pub const fn has_fault_address(self) -> bool {
         matches!(
             self,
@@ -134,12 +136,12 @@ impl Status {
         )
     }
 
-    /// Whether the descriptor itself was refused by the device's checks: sending it again cannot help.
+    /// Returns whether the device's checks refused the descriptor itself: sending it again cannot help.
     pub const fn is_rejected(self) -> bool {
         matches!(self.code(), 0x10..=0x1e | 0x28..=0x2d | 0x30..=0x35)
     }
 
-    /// Whether the device or the fabric failed, whatever the descriptor said.
+    /// Returns whether the device or the fabric failed, whatever the descriptor.
     pub const fn is_hardware_error(self) -> bool {
         matches!(self.code(), 0x20..=0x24)
     }

@@ -1,8 +1,10 @@
-//! What accelerators this host has: devices, groups, engines and work queues as the kernel's `idxd` driver shows them.
+//! Lists the accelerators of this host: devices, groups, engines and work queues as the kernel's `idxd` driver shows
+//! them.
 //!
-//! One parser reads the real tree and fake ones: whatever is missing, unreadable, garbage or absurdly large becomes "not
-//! known" and a remark ([`DeviceInfo::oddities`]), never a panic and never a number to reckon with. The attributes and their
-//! formats are from the kernel's `Documentation/ABI/stable/sysfs-driver-dma-idxd` and `drivers/dma/idxd/sysfs.c`.
+//! One parser reads the real tree and fake ones: a value that is missing, unreadable, invalid or absurdly large becomes
+//! "unknown" and a remark ([`DeviceInfo::oddities`]), never a panic and never a number used in calculations. The
+//! attributes and their formats are from the kernel's `Documentation/ABI/stable/sysfs-driver-dma-idxd` and
+//! `drivers/dma/idxd/sysfs.c`.
 
 mod attribute;
 mod capabilities;
@@ -21,7 +23,7 @@ pub use capabilities::{GeneralCapabilities, IaaCapabilities, OperationSet};
 pub use info::{Device, DeviceInfo, EngineInfo, GroupInfo, Kind, Mode, QueueInfo, QueueType};
 pub use verdict::{Reason, Remark, USUAL_BATCH, USUAL_TRANSFER, Unusable, usual_threshold};
 
-/// Where the kernel shows the devices, and where their files are.
+/// The location of the kernel's attributes and of the device files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Directories {
     /// The devices of the bus: `/sys/bus/dsa/devices`.
@@ -31,19 +33,20 @@ pub struct Directories {
 }
 
 impl Directories {
-    /// The system's.
+    /// Returns the system's directories.
     pub fn system() -> Self {
         Self { sysfs: "/sys/bus/dsa/devices".into(), dev: "/dev".into() }
     }
 
-    /// The system's, unless `STERNA_IDXD_SYSFS` or `STERNA_IDXD_DEV` name others (tests and recorded trees).
+    /// Returns the system's directories, unless `STERNA_IDXD_SYSFS` or `STERNA_IDXD_DEV` name others (tests and
+    /// recorded trees).
     pub fn from_environment() -> Self {
         let Self { sysfs, dev } = Self::system();
         let named = |name, otherwise| std::env::var_os(name).map_or(otherwise, PathBuf::from);
         Self { sysfs: named("STERNA_IDXD_SYSFS", sysfs), dev: named("STERNA_IDXD_DEV", dev) }
     }
 
-    /// The device file of a queue: `/dev/dsa/wq0.0`, `/dev/iax/wq1.0`.
+    /// Returns the device file of a queue: `/dev/dsa/wq0.0`, `/dev/iax/wq1.0`.
     pub fn node(&self, kind: Kind, queue: &str) -> PathBuf {
         self.dev.join(kind.directory()).join(queue)
     }
@@ -59,13 +62,13 @@ impl Default for Directories {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiscoverError {
-    /// The bus is not there: no such hardware, or no driver for it.
+    /// The bus does not exist: no such hardware, or no driver for it.
     #[error(
         "there is no {path}: this host has no Intel DSA or IAA, or the kernel's idxd driver is not loaded \
          (modprobe idxd; the device must be enabled in the firmware)"
     )]
     NoBus {
-        /// The directory looked for.
+        /// The directory.
         path: PathBuf,
     },
     /// The directory cannot be read.
@@ -73,22 +76,22 @@ pub enum DiscoverError {
     Read {
         /// The directory.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// Most entries of one directory that are looked at: a bus has a few dozen.
+/// The most entries of one directory that are read: a bus has a few dozen.
 const MAX_ENTRIES: usize = 16_384;
-/// Most devices that are looked at. Hosts have up to sixteen.
+/// The most devices that are read. Hosts have up to sixteen.
 const MAX_DEVICES: usize = 256;
-/// Highest number of a queue, group or engine: the registers that count them have eight bits (DSA section 9.2.3).
+/// The highest number of a queue, group or engine: the registers that count them have eight bits (DSA section 9.2.3).
 const MAX_MEMBER: u32 = 255;
 
-/// All DSA and IAA devices with their groups, engines and queues, by name.
+/// Returns all DSA and IAA devices with their groups, engines and queues, by name.
 ///
-/// An empty list means that the driver is there and has no device. What can be used, and why not the rest, is in each
-/// [`QueueInfo`].
+/// An empty list means that the driver is loaded and has no device. Each [`QueueInfo`] states whether it can be used,
+/// and if not, why.
 pub fn discover(directories: &Directories) -> Result<Vec<DeviceInfo>, DiscoverError> {
     let bus = list(&directories.sysfs)?;
     let mut names: Vec<(Kind, u32, &String)> =
@@ -112,7 +115,7 @@ fn read_device(directories: &Directories, bus: &[String], name: &str, kind: Kind
     let device = Arc::new(Device::read(name, kind, number, &mut attributes));
     let mut oddities = attributes.into_oddities();
 
-    // The same directories appear below the device and beside it on the bus; either will do.
+    // The same directories appear below the device and beside it on the bus; either works.
     let nested = list(&path).unwrap_or_default();
     let members = |prefix: &str| -> BTreeMap<u32, PathBuf> {
         let flat =
@@ -150,13 +153,13 @@ fn device_name(name: &str) -> Option<(Kind, u32)> {
     [Kind::Dsa, Kind::Iaa].into_iter().find_map(|kind| Some((kind, number(name.strip_prefix(kind.prefix())?)?)))
 }
 
-/// The index of `wq0.3`, where the device is 0.
+/// Returns the index of `wq0.3`, where the device is 0.
 fn member_name(name: &str, prefix: &str, device: u32) -> Option<u32> {
     let (of, index) = name.strip_prefix(prefix)?.split_once('.')?;
     (number(of)? == device).then(|| number(index).filter(|index| *index <= MAX_MEMBER))?
 }
 
-/// As the kernel writes it: `+1`, ` 1` and `01` would be second names of the same thing.
+/// Accepts only the kernel's spelling: `+1`, ` 1` and `01` would be second names of the same number.
 fn number(digits: &str) -> Option<u32> {
     digits.parse().ok().filter(|number: &u32| number.to_string() == digits)
 }

@@ -1,8 +1,8 @@
 //! One bit per page: dirty pages, zero pages, received pages.
 //!
-//! Words of 64 bits, bit `p % 64` of word `p / 64` for page `p`: the layout of KVM's dirty log, so that its words can be
-//! taken over as they are. Both kinds skip clean words: a bitmap costs by what is set, not by the size of the guest.
-//! The caller bounds the number of pages (2^36 pages are 256 TiB of RAM and 8 GiB of bitmap, reserved and not touched).
+//! Words of 64 bits, bit `p % 64` of word `p / 64` for page `p`: the layout of KVM's dirty log, so that its words can
+//! be used directly. Both kinds skip clean words: the cost depends on the set bits, not on the size of the guest. The
+//! caller bounds the number of pages (2^36 pages are 256 TiB of RAM and 8 GiB of bitmap, reserved and not touched).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,15 +10,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Bits of a word.
 const BITS: u64 = 64;
 
-/// How many words hold `pages` bits.
+/// Returns how many words hold `pages` bits.
 ///
 /// # Panics
-/// When that is more than this machine can address.
+/// If that is more than this machine can address.
 pub fn words_for(pages: u64) -> usize {
     usize::try_from(pages.div_ceil(BITS)).expect("a bitmap of this many pages does not fit the address space")
 }
 
-/// The words that `range` touches, each with the mask of its bits inside the range.
+/// Returns the words that `range` touches, each with the mask of its bits inside the range.
 fn word_masks(range: Range<u64>) -> impl Iterator<Item = (usize, u64)> {
     let (first, last) = (range.start / BITS, range.end.div_ceil(BITS).max(range.start / BITS));
     (first..last).map(move |word| {
@@ -29,7 +29,7 @@ fn word_masks(range: Range<u64>) -> impl Iterator<Item = (usize, u64)> {
     })
 }
 
-/// Splits words into runs of set bits and joins runs that touch across words.
+/// Splits words into runs of set bits and joins adjacent runs across words.
 struct RunJoiner<F> {
     open: Range<u64>,
     emit: F,
@@ -77,8 +77,8 @@ fn check(range: &Range<u64>, pages: u64) {
 
 /// A bitmap with one owner.
 ///
-/// Every method that takes a page or a range panics when it is outside the bitmap: peers' page numbers are checked
-/// where they are parsed.
+/// Every method with a page or a range panics when it is outside the bitmap: peers' page numbers are checked where they
+/// are parsed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageBitmap {
     words: Vec<u64>,
@@ -86,22 +86,22 @@ pub struct PageBitmap {
 }
 
 impl PageBitmap {
-    /// `pages` clean bits. The memory is not touched until bits are set.
+    /// Makes a bitmap of `pages` clean bits. The memory is not touched until bits are set.
     pub fn new(pages: u64) -> Self {
         Self { words: vec![0; words_for(pages)], pages }
     }
 
-    /// The number of pages covered, set or not.
+    /// Returns the number of pages covered, set or not.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// The words, for reading. Bits past the last page are clean.
+    /// Returns the words, for reading. Bits past the last page are clean.
     pub fn words(&self) -> &[u64] {
         &self.words
     }
 
-    /// Whether `page` is set.
+    /// Returns whether `page` is set.
     pub fn contains(&self, page: u64) -> bool {
         check(&(page..page.saturating_add(1)), self.pages);
         self.words[(page / BITS) as usize] & (1 << (page % BITS)) != 0
@@ -115,11 +115,11 @@ impl PageBitmap {
         }
     }
 
-    /// Cleans every page of `range`.
+    /// Clears every page of `range`.
     pub fn clear(&mut self, range: Range<u64>) {
         check(&range, self.pages);
         for (word, mask) in word_masks(range) {
-            // Not written when clean: an untouched word of a large bitmap stays untouched.
+            // Clean words are not written: an untouched word of a large bitmap stays untouched.
             if self.words[word] & mask != 0 {
                 self.words[word] &= !mask;
             }
@@ -141,17 +141,17 @@ impl PageBitmap {
         }
     }
 
-    /// How many pages are set.
+    /// Returns how many pages are set.
     pub fn count(&self) -> u64 {
         self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    /// Whether no page is set.
+    /// Returns whether no page is set.
     pub fn is_clean(&self) -> bool {
         self.words.iter().all(|word| *word == 0)
     }
 
-    /// Calls `run` for each maximal run of set pages, in rising order.
+    /// Calls `run` for each maximal run of set pages, in ascending order.
     pub fn for_each_run(&self, run: impl FnMut(Range<u64>)) {
         self.for_each_run_in(0..self.pages, run);
     }
@@ -166,16 +166,16 @@ impl PageBitmap {
         joiner.close();
     }
 
-    /// The first run of set pages at or after `from`, cut to `longest` pages.
+    /// Returns the first run of set pages at or after `from`, limited to `longest` pages.
     ///
-    /// For a caller that fills batches of limited size and goes on where it stopped.
+    /// For a caller that fills batches of limited size and continues where it stopped.
     pub fn next_run(&self, from: u64, longest: u64) -> Option<Range<u64>> {
         let start = self.next(from, 0)?;
         let end = self.next(start, u64::MAX).unwrap_or(self.pages);
         Some(start..end.min(start.saturating_add(longest)))
     }
 
-    /// The first page at or after `from` whose bit differs from those of `flip`: set for 0, clean for all ones.
+    /// Returns the first page at or after `from` whose bit differs from those of `flip`: set for 0, clean for all ones.
     fn next(&self, from: u64, flip: u64) -> Option<u64> {
         if from >= self.pages {
             return None;
@@ -192,10 +192,10 @@ impl PageBitmap {
     }
 }
 
-/// A bitmap that several threads set and take from at once.
+/// A bitmap that several threads set and clear at once.
 ///
-/// Setting is a release and reading an acquire operation: who sees a bit sees what was written before it was set.
-/// Methods panic outside the bitmap as [`PageBitmap`]'s do.
+/// Setting is a release and reading an acquire operation: a thread that sees a bit sees all that was written before it
+/// was set. Methods panic outside the bitmap as [`PageBitmap`]'s do.
 #[derive(Debug)]
 pub struct AtomicPageBitmap {
     words: Box<[AtomicU64]>,
@@ -203,7 +203,7 @@ pub struct AtomicPageBitmap {
 }
 
 impl AtomicPageBitmap {
-    /// `pages` clean bits. The memory is not touched until bits are set.
+    /// Makes a bitmap of `pages` clean bits. The memory is not touched until bits are set.
     pub fn new(pages: u64) -> Self {
         let words = vec![0u64; words_for(pages)].into_boxed_slice();
         // SAFETY: AtomicU64 has the size, alignment and bit validity of u64 (std's documentation of AtomicU64), so a
@@ -212,12 +212,12 @@ impl AtomicPageBitmap {
         Self { words, pages }
     }
 
-    /// The number of pages covered, set or not.
+    /// Returns the number of pages covered, set or not.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Whether `page` is set.
+    /// Returns whether `page` is set.
     pub fn contains(&self, page: u64) -> bool {
         check(&(page..page.saturating_add(1)), self.pages);
         self.words[(page / BITS) as usize].load(Ordering::Acquire) & (1 << (page % BITS)) != 0
@@ -229,14 +229,15 @@ impl AtomicPageBitmap {
     }
 
     /// Sets every page of `range`, calls `before` for each maximal run of pages that had been set before, and returns
-    /// how many had not. Each page is told as new to exactly one of several threads that set it.
+    /// how many had not. Each page is new to exactly one of several threads that set it.
     pub fn test_and_set(&self, range: Range<u64>, before: impl FnMut(Range<u64>)) -> u64 {
         check(&range, self.pages);
         let mut joiner = RunJoiner::new(before);
         let mut new = 0;
         for (index, mask) in word_masks(range) {
             let word = &self.words[index];
-            // A plain read first: pages sent again are common, and a shared cache line is cheaper than an owned one.
+            // A plain read first: retransmitted pages are common, and a shared cache line is cheaper than an exclusive
+            // one.
             let mut old = word.load(Ordering::Acquire);
             if old & mask != mask {
                 old = word.fetch_or(mask, Ordering::AcqRel);
@@ -248,12 +249,12 @@ impl AtomicPageBitmap {
         new
     }
 
-    /// Cleans every page of `range`.
+    /// Clears every page of `range`.
     pub fn clear(&self, range: Range<u64>) {
         self.take_runs(range, |_| {});
     }
 
-    /// Takes out the set pages of `range`: cleans them and calls `run` for each maximal run. Clean words are only read.
+    /// Clears the set pages of `range` and calls `run` for each maximal run of them. Clean words are only read.
     pub fn take_runs(&self, range: Range<u64>, run: impl FnMut(Range<u64>)) {
         check(&range, self.pages);
         let mut joiner = RunJoiner::new(run);
@@ -266,7 +267,8 @@ impl AtomicPageBitmap {
         joiner.close();
     }
 
-    /// Calls `run` for each maximal run of set pages in `range`, in rising order, with bits as they are when reached.
+    /// Calls `run` for each maximal run of set pages in `range`, in ascending order, with bits as they are when
+    /// reached.
     pub fn for_each_run_in(&self, range: Range<u64>, run: impl FnMut(Range<u64>)) {
         check(&range, self.pages);
         let mut joiner = RunJoiner::new(run);
@@ -276,7 +278,8 @@ impl AtomicPageBitmap {
         joiner.close();
     }
 
-    /// How many pages are set; while others set and take pages, a number between those before and after.
+    /// Returns how many pages are set; while other threads set and clear pages, a number between those before and
+    /// after.
     pub fn count(&self) -> u64 {
         self.words.iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
     }
@@ -317,16 +320,16 @@ mod tests {
             for (set, range) in steps {
                 let old = flags.clone();
                 flags[range.start as usize..range.end as usize].fill(set);
-                let mut told = Vec::new();
+                let mut seen = Vec::new();
                 if set {
                     plain.set(range.clone());
-                    let new = atomic.test_and_set(range.clone(), |run| told.push(run));
+                    let new = atomic.test_and_set(range.clone(), |run| seen.push(run));
                     prop_assert_eq!(new, range.clone().filter(|page| !old[*page as usize]).count() as u64);
                 } else {
                     plain.clear(range.clone());
-                    atomic.take_runs(range.clone(), |run| told.push(run));
+                    atomic.take_runs(range.clone(), |run| seen.push(run));
                 }
-                prop_assert_eq!(told, runs_of(&old, range.clone()));
+                prop_assert_eq!(seen, runs_of(&old, range.clone()));
                 let (mut of_plain, mut of_atomic) = (Vec::new(), Vec::new());
                 plain.for_each_run_in(range.clone(), |run| of_plain.push(run));
                 atomic.for_each_run_in(range.clone(), |run| of_atomic.push(run));
@@ -350,7 +353,7 @@ mod tests {
         }
 
         #[test]
-        fn a_dirty_log_is_taken_over_word_by_word(pages in 1u64..300, log in proptest::collection::vec(any::<u64>(), 0..6)) {
+        fn a_dirty_log_is_merged_word_by_word(pages in 1u64..300, log in proptest::collection::vec(any::<u64>(), 0..6)) {
             let mut bitmap = PageBitmap::new(pages);
             let at = pages / 64 / 2 * 64;
             bitmap.merge_words(at, &log);
@@ -364,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_run_is_cut_to_the_wished_length_and_goes_on_after_it() {
+    fn a_long_run_is_limited_to_the_requested_length_and_continues_after_it() {
         let mut bitmap = PageBitmap::new(1000);
         bitmap.set(100..700);
         assert_eq!(bitmap.next_run(0, 128), Some(100..228));

@@ -1,19 +1,19 @@
 //! CRC-32C, the checksum of a packet's decoded content.
 //!
-//! The Castagnoli polynomial (as in iSCSI, RFC 3720 appendix B.4), because that is what the CRC generation operation of
-//! Intel DSA computes: an accelerator and a CPU must come to the same number. Value for `"123456789"`: `e306_9283`.
+//! The Castagnoli polynomial (as in iSCSI, RFC 3720 appendix B.4), because the CRC generation operation of Intel DSA
+//! computes it: an accelerator and a CPU must get the same number. Value for `"123456789"`: `e306_9283`.
 //!
-//! `sterna-wire` has the same function for itself: neither crate uses the other (`ARCHITECTURE.md`).
+//! `sterna-wire` has its own copy of this function: neither crate uses the other (`ARCHITECTURE.md`).
 //!
-//! `crc-fast` picks its implementation at run time; with carry-less vector multiplication it reads faster than memory. It
-//! wants slices, which memory that is being written cannot be: the raw forms read that once.
+//! `crc-fast` selects its implementation at run time; with carry-less vector multiplication it reads faster than
+//! memory. It needs slices, which memory that is being written cannot be: the raw forms read such memory once.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
 use crate::copy::copy_raw;
 use crate::fold::{POLYNOMIAL, fold_raw, power_of_x};
 
-/// A CRC-32C under way: bytes may come in any number of pieces.
+/// A CRC-32C in progress: bytes may come in any number of pieces.
 #[derive(Debug)]
 pub struct Crc32c(Digest);
 
@@ -24,17 +24,17 @@ impl Default for Crc32c {
 }
 
 impl Crc32c {
-    /// The checksum of nothing yet.
+    /// Starts with the checksum of an empty message.
     pub fn new() -> Self {
         Self(Digest::new(CrcAlgorithm::Crc32Iscsi))
     }
 
-    /// That of a message that goes on, of which the beginning has checksum `crc`.
+    /// Continues a message whose beginning has checksum `crc`.
     pub fn after(crc: u32) -> Self {
         Self::with_register(!crc)
     }
 
-    /// With a shift register that is not all ones at the start.
+    /// Starts with a shift register that is not all ones.
     pub(crate) fn with_register(register: u32) -> Self {
         Self(Digest::new_with_init_state(CrcAlgorithm::Crc32Iscsi, register.into()))
     }
@@ -44,27 +44,27 @@ impl Crc32c {
         self.0.update(bytes);
     }
 
-    /// The checksum of all bytes.
+    /// Returns the checksum of all bytes.
     pub fn finish(self) -> u32 {
         u32::try_from(self.0.finalize()).expect("a 32-bit CRC fits 32 bits")
     }
 }
 
-/// The CRC-32C of `bytes`.
+/// Returns the CRC-32C of `bytes`.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     let mut checksum = Crc32c::new();
     checksum.update(bytes);
     checksum.finish()
 }
 
-/// The CRC-32C of two messages one after the other, from that of each and the length of the second in bytes.
+/// Returns the CRC-32C of two concatenated messages, from the CRC-32C of each and the length of the second in bytes.
 ///
-/// `crc-fast` has this too, but takes several thousand operations on matrices for it; this is at most 64 multiplications.
+/// `crc-fast` has this too, but needs several thousand operations on matrices; this is at most 64 multiplications.
 pub fn crc32c_combine(first: u32, second: u32, second_len: u64) -> u32 {
     shifted(first, second_len) ^ second
 }
 
-/// `crc` times x^(8 `bytes`) mod P.
+/// Returns `crc` times x^(8 `bytes`) mod P.
 fn shifted(crc: u32, mut bytes: u64) -> u32 {
     /// x^(8 * 2^i) mod P: a byte, two, four and so on.
     const BYTES: [u32; 64] = {
@@ -89,7 +89,7 @@ fn shifted(crc: u32, mut bytes: u64) -> u32 {
     crc
 }
 
-/// The product mod P of two reflected polynomials.
+/// Returns the product mod P of two reflected polynomials.
 const fn product(a: u32, mut b: u32) -> u32 {
     let mut sum = 0u32;
     let mut bit = 32;
@@ -101,11 +101,11 @@ const fn product(a: u32, mut b: u32) -> u32 {
     sum
 }
 
-/// Bytes that are copied before the checksum goes over the copy, in the first-level cache.
+/// Bytes that are copied before the checksum is computed over the copy, in the first-level cache.
 const PIECE: usize = 16 << 10;
 
-/// Copies what is at `source` to `target` and gives the CRC-32C of exactly that, as the continuation of `crc` (0 to begin
-/// with). The memory may change meanwhile: each byte is loaded once. Any alignment.
+/// Copies the bytes at `source` to `target` and returns the CRC-32C of exactly these, as the continuation of `crc` (0
+/// to begin with). The memory may change meanwhile: each byte is loaded once. Any alignment.
 ///
 /// # Safety
 /// `source` must be readable for the length of `target` and not overlap it.
@@ -122,8 +122,8 @@ pub unsafe fn copy_crc32c_raw(source: *const u8, target: &mut [u8], crc: u32) ->
     rest.finish()
 }
 
-/// The CRC-32C of `len` bytes at `source`, as the continuation of `crc` (0 to begin with). The memory may change meanwhile:
-/// each byte is loaded once. Any alignment.
+/// Returns the CRC-32C of `len` bytes at `source`, as the continuation of `crc` (0 to begin with). The memory may
+/// change meanwhile: each byte is loaded once. Any alignment.
 ///
 /// # Safety
 /// `source` must be readable for `len` bytes.

@@ -1,8 +1,8 @@
-//! Where do two pieces of memory differ first?
+//! Finds where two pieces of memory first differ.
 //!
-//! The raw-pointer forms compare memory that may be changing: every byte is loaded once, and the answer is about the values
-//! that were loaded. "The same" then means that each byte was the same when its two copies were read, which is not one
-//! moment for all of them.
+//! The raw-pointer forms compare memory that may be changing: every byte is loaded once, and the result is about the
+//! loaded values. "Equal" then means that each byte was equal when its two copies were read, at different times for
+//! different bytes.
 
 use std::ops::ControlFlow;
 
@@ -30,13 +30,13 @@ impl Implementation {
         place
     }
 
-    /// Goes through both ranges in order and gives `found` each block that is not the same in both: where it begins, a bit
-    /// for each of its words that differs, the first word's the lowest, and what was read of the first and of the second.
-    /// Blocks begin at multiples of 8 and are whole words of 8 bytes, but for the last `len % 8` bytes. Goes on until it is
-    /// told to stop.
+    /// Goes through both ranges in order and calls `found` for each block that differs: with the block's offset, a bit
+    /// for each of its words that differs (the first word's is the lowest), and the values read from the first and from
+    /// the second range. Blocks begin at multiples of 8 and are whole words of 8 bytes, except for the last `len % 8`
+    /// bytes. Continues until `found` stops it.
     ///
-    /// `ahead` is what will be read next, of the same length, and is brought in on the way: the hardware's prefetchers stop
-    /// at a page's end. Whether it is readable does not matter.
+    /// `ahead` is the memory that will be read next, of the same length, and is prefetched: the hardware's prefetchers
+    /// stop at a page's end. It need not be readable.
     ///
     /// # Safety
     /// Both ranges must be readable for `len` bytes, and `self` one of [`Self::available`].
@@ -68,17 +68,17 @@ impl Implementation {
     }
 }
 
-/// The place of the first byte that `first` and `second` do not have in common; none when they are the same.
+/// Returns the offset of the first byte in which `first` and `second` differ; none if they are equal.
 ///
 /// # Panics
-/// When they are not of the same length.
+/// If they are not of the same length.
 pub fn first_difference(first: &[u8], second: &[u8]) -> Option<usize> {
     assert_eq!(first.len(), second.len(), "slices of different lengths are compared");
     // SAFETY: slices are readable over their whole length.
     unsafe { first_difference_raw(first.as_ptr(), second.as_ptr(), first.len()) }
 }
 
-/// The same for `len` bytes of memory that someone else may be writing. Any alignment, any length.
+/// As [`first_difference`], for `len` bytes of memory that other threads may be writing. Any alignment, any length.
 ///
 /// # Safety
 /// Both ranges must be mapped and readable during the call.
@@ -87,7 +87,8 @@ pub unsafe fn first_difference_raw(first: *const u8, second: *const u8, len: usi
     unsafe { Implementation::chosen().first_difference_raw(first, second, len) }
 }
 
-/// The walk of [`Implementation::differences`], in blocks of `N` vectors `V`; `differ` says which words of two blocks do.
+/// The loop of [`Implementation::differences`], in blocks of `N` vectors `V`; `differ` returns which words of two
+/// blocks differ.
 ///
 /// # Safety
 /// Both ranges must be readable for `len` bytes; `V` is made of plain bytes.
@@ -132,7 +133,7 @@ unsafe fn walk<V: Copy, const N: usize>(
     }
 }
 
-/// What was loaded, as bytes, followed by zeros.
+/// Returns the loaded values as bytes, followed by zeros.
 ///
 /// # Safety
 /// `V` is made of plain bytes.
@@ -242,7 +243,7 @@ mod tests {
             for len in (0..600).chain([4095, 4096, 4097]) {
                 let first: Vec<u8> = (0..len + 3).map(|i| (i * 7) as u8).collect();
                 let mut second = first.clone();
-                // What is before and behind differs: reading outside would be noticed.
+                // The bytes before and behind differ, so that a read outside would be noticed.
                 second[0] ^= 1;
                 second[len + 2] ^= 1;
                 let range = 1..len + 1;

@@ -1,9 +1,9 @@
-//! Reading memory that is being written: every byte is loaded once, and what is tested, copied and checksummed is the value
-//! that was loaded.
+//! Reading memory that is being written: every byte is loaded once, and the zero test, the copy and the checksum use
+//! the value that was loaded.
 //!
-//! Loads are volatile, so that no compiler makes two of one, or takes for granted that memory stays as it was. One walk for all vector types;
-//! the vector type and what else is done with each block come from the caller, and everything is in line. Stores to memory that others
-//! may access are the C library's, out of the compiler's sight.
+//! Loads are volatile, so that no compiler splits or repeats one, or assumes that memory is unchanged. One loop serves
+//! all vector types; the vector type and the further work on each block come from the caller, and everything is
+//! inlined. Stores to memory that other threads may access are the C library's, which the compiler does not see into.
 
 use std::ffi::{c_int, c_void};
 
@@ -11,28 +11,28 @@ use crate::PAGE_SIZE;
 use crate::cpu::{Implementation, prefetch};
 use crate::fold::{self, Folded};
 
-/// Copies the page at the first pointer to the second unless it is zero, and says whether it was zero.
+/// Copies the page at the first pointer to the second unless it is zero, and returns whether it was zero.
 ///
-/// The third is a page that is read next. Whether it is readable does not matter: ways that fold prefetch it while this one
-/// is copied, because the hardware's prefetchers stop at a page's end, and that was faster by up to a sixth from memory in
-/// huge pages; for those that only copy it was slower by as much. A page that is not zero is added to the checksum where
-/// the way folds.
+/// The third is the page that is read next. It need not be readable: methods that fold prefetch it while this page is
+/// copied, because the hardware's prefetchers stop at a page's end, and that was faster by up to a sixth from memory in
+/// huge pages; methods that only copy were slower by as much. A page that is not zero is added to the checksum if the
+/// method folds.
 ///
 /// # Safety
-/// The first must be readable and the second writable for a page, and they must not overlap; this CPU must have what the
-/// way needs.
+/// The first must be readable and the second writable for a page, and they must not overlap; this CPU must have what
+/// the method needs.
 pub(crate) type CopyPage = unsafe fn(*const u8, *mut u8, *const u8, &mut Folded) -> bool;
 
-/// A way to copy pages.
+/// A method of copying pages.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Way {
+pub(crate) struct CopyMethod {
     pub(crate) copy_page: CopyPage,
-    /// Whether the checksum is part of it.
+    /// Whether it includes the checksum.
     pub(crate) folds: bool,
 }
 
-impl Way {
-    /// By this implementation, without the checksum.
+impl CopyMethod {
+    /// Returns the method of this implementation without the checksum.
     fn plain(implementation: Implementation) -> Option<Self> {
         let copy_page: CopyPage = match implementation {
             #[cfg(target_arch = "x86_64")]
@@ -45,7 +45,7 @@ impl Way {
         Some(Self { copy_page, folds: false })
     }
 
-    /// By this implementation, with the checksum.
+    /// Returns the method of this implementation with the checksum.
     fn folding(implementation: Implementation) -> Option<Self> {
         let copy_page: Option<CopyPage> = match implementation {
             #[cfg(target_arch = "x86_64")]
@@ -57,17 +57,17 @@ impl Way {
         copy_page.filter(|_| fold::folds_by(implementation)).map(|copy_page| Self { copy_page, folds: true })
     }
 
-    /// The best that this CPU has and `STERNA_CPU` allows.
+    /// Returns the best that this CPU has and `STERNA_CPU` allows.
     pub(crate) fn best(with_checksum: bool) -> Self {
         let mut best_first = Implementation::available().iter().rev().copied();
-        let way = |implementation| {
+        let method = |implementation| {
             let folding = if with_checksum { Self::folding(implementation) } else { None };
             folding.or_else(|| Self::plain(implementation))
         };
-        best_first.find_map(way).expect("the scalar way is always there")
+        best_first.find_map(method).expect("the scalar method is always there")
     }
 
-    /// All of them.
+    /// Returns all methods.
     #[cfg(test)]
     fn all() -> impl Iterator<Item = Self> {
         let all = Implementation::available().iter();
@@ -92,14 +92,15 @@ pub unsafe fn copy_raw(source: *const u8, target: *mut u8, len: usize) {
     }
 }
 
-/// What the C library copies and fills memory with. Called by addresses that are read from here each time, so the compiler knows neither what is
-/// called nor that others do not access the memory. They are as fast as the machine allows, which volatile stores are not: for what is
-/// larger than the cache they tell it not to fetch what is overwritten.
+/// The C library's functions for copying and filling memory. They are called through addresses that are read from here
+/// each time, so the compiler knows neither the function nor that other threads do not access the memory. They are as
+/// fast as the machine allows, which volatile stores are not: for ranges larger than the cache they use stores that do
+/// not fetch the overwritten lines.
 static COPY: unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> *mut c_void = libc::memcpy;
 static FILL: unsafe extern "C" fn(*mut c_void, c_int, usize) -> *mut c_void = libc::memset;
 
-/// Copies `bytes` to memory that others may access meanwhile. Any alignment. Who reads what another thread writes here at the same time finds
-/// of each byte the old one or a new one.
+/// Copies `bytes` to memory that other threads may access meanwhile. Any alignment. A concurrent reader gets the old or
+/// a new value of each byte.
 ///
 /// # Safety
 /// `target` must be writable for the length of `bytes`, and not overlap them.
@@ -110,7 +111,7 @@ pub unsafe fn store_raw(bytes: &[u8], target: *mut u8) {
     unsafe { copy(target.cast(), bytes.as_ptr().cast(), bytes.len()) };
 }
 
-/// Makes `len` bytes zero that others may access meanwhile. Any alignment.
+/// Fills `len` bytes with zeros in memory that other threads may access meanwhile. Any alignment.
 ///
 /// # Safety
 /// `target` must be writable for `len` bytes.
@@ -121,7 +122,7 @@ pub unsafe fn zero_raw(target: *mut u8, len: usize) {
     unsafe { fill(target.cast(), 0, len) };
 }
 
-/// One vector from anywhere, in one volatile load.
+/// Loads one vector from any address, in one volatile load.
 ///
 /// # Safety
 /// It must be readable, and every value of its bytes a `V`.
@@ -134,7 +135,7 @@ pub(crate) unsafe fn load<V: Copy>(ptr: *const u8) -> V {
     unsafe { ptr.cast::<Unaligned<V>>().read_volatile().0 }
 }
 
-/// `N` vectors, one after another.
+/// Loads `N` vectors, one after another.
 ///
 /// # Safety
 /// As [`load`], for all of them.
@@ -152,8 +153,8 @@ unsafe fn store_block<V: Copy, const N: usize>(ptr: *mut u8, block: [V; N]) {
     unsafe { ptr.cast::<[V; N]>().write_unaligned(block) };
 }
 
-/// The walk of a [`CopyPage`]: in blocks of `N` vectors `V`, of which `nothing` is the zero one. `each` is given every
-/// block of a page that is not zero, in order.
+/// The loop of a [`CopyPage`], in blocks of `N` vectors `V`, of which `nothing` is the zero one. `each` is called with
+/// every block of a page that is not zero, in order.
 ///
 /// # Safety
 /// As [`CopyPage`]; blocks divide a page.
@@ -181,7 +182,7 @@ unsafe fn copy_page_by<V: Copy, const N: usize>(
                 return true;
             }
         };
-        // What was read as zero is not read again.
+        // Blocks that were read as zero are not read again.
         for before in (0..at).step_by(step) {
             store_block(target.add(before), [nothing; N]);
             each([nothing; N]);
@@ -344,7 +345,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_way_to_copy_a_page_copies_what_is_not_zero_and_nothing_else(
+        fn every_method_copies_a_page_that_is_not_zero_and_writes_nothing_else(
             content in proptest::collection::vec((0..PAGE_SIZE, any::<u8>()), 0..4),
             offset in 0usize..64,
         ) {
@@ -353,18 +354,18 @@ mod tests {
                 guest.bytes_mut()[*at] = *value;
             }
             let is_zero = guest.bytes().iter().all(|byte| *byte == 0);
-            for way in Way::all() {
+            for method in CopyMethod::all() {
                 let mut copy = vec![0xaa; PAGE_SIZE + 64 + 1];
                 let mut folded = Folded::new();
                 // SAFETY: the source is one aligned page, the target has a page after its offset.
                 let zero = unsafe {
-                    (way.copy_page)(guest.ptr(), copy.as_mut_ptr().add(offset), std::ptr::null(), &mut folded)
+                    (method.copy_page)(guest.ptr(), copy.as_mut_ptr().add(offset), std::ptr::null(), &mut folded)
                 };
                 prop_assert_eq!(zero, is_zero);
                 let expected: &[u8] = if zero { &[0xaa; PAGE_SIZE] } else { guest.bytes() };
                 prop_assert_eq!(&copy[offset..offset + PAGE_SIZE], expected);
                 prop_assert!(copy[..offset].iter().chain(&copy[offset + PAGE_SIZE..]).all(|byte| *byte == 0xaa));
-                if way.folds {
+                if method.folds {
                     prop_assert_eq!(folded.finish(), if zero { 0 } else { crc32c(guest.bytes()) });
                 }
             }

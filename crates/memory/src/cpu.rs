@@ -1,12 +1,12 @@
-//! Which vector instructions this process uses.
+//! Selects the vector instructions that this process uses.
 //!
-//! One answer for scan, compare, delta and snapshot, found once: what the CPU has, unless `STERNA_CPU` says to use less.
-//! The variable is for tests and for finding out whether a wrong result comes from a vector unit; it never makes anything
-//! run that the CPU does not have.
+//! One selection, made once, for scan, compare, delta and snapshot: the best of this CPU, unless `STERNA_CPU` limits
+//! it. The variable is for tests and for finding out whether a wrong result comes from a vector unit; it never selects
+//! instructions that the CPU does not have.
 
 use std::sync::LazyLock;
 
-/// A set of instructions that the loops over guest memory are written in.
+/// A set of instructions in which the loops over guest memory are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Implementation {
     /// 64-bit words, on every CPU.
@@ -19,13 +19,13 @@ pub enum Implementation {
     Neon,
 }
 
-/// What was found, and what follows from it.
+/// The selection.
 #[derive(Debug, PartialEq, Eq)]
 struct Choice {
-    /// What may be run, the simplest first.
+    /// The implementations that may run, the simplest first.
     available: Vec<Implementation>,
     chosen: Implementation,
-    /// What a person should know about their `STERNA_CPU`.
+    /// A warning about the value of `STERNA_CPU`.
     warning: Option<String>,
 }
 
@@ -39,24 +39,25 @@ static CHOICE: LazyLock<Choice> = LazyLock::new(|| {
 });
 
 impl Implementation {
-    /// Every implementation that may run here, the simplest first; the scalar one always.
+    /// Returns every implementation that may run here, the simplest first; the scalar one always.
     ///
-    /// That is what the CPU has, up to what the environment variable `STERNA_CPU` (`scalar`, `avx2`, `avx512`, `neon`)
-    /// names where it is set. It is read once. A value that is unknown, or that this CPU does not have, is ignored with a
-    /// warning.
+    /// These are the CPU's, up to the one that the environment variable `STERNA_CPU` (`scalar`, `avx2`, `avx512`,
+    /// `neon`) names, if it is set. The variable is read once. A value that is unknown, or that this CPU does not have,
+    /// is ignored with a warning.
     pub fn available() -> &'static [Self] {
         &CHOICE.available
     }
 
-    /// The one in use: what `STERNA_CPU` names, else the best available.
+    /// Returns the implementation in use: the one `STERNA_CPU` names, else the best available.
     ///
-    /// AVX2 goes before AVX-512 for what only reads memory: where it was measured (Zen 4,
-    /// `examples/memory_throughput.rs`) the wider one was no faster, and on some older CPUs 512-bit vectors lower the clock.
+    /// AVX2 is preferred to AVX-512 for code that only reads memory: where it was measured (Zen 4,
+    /// `examples/memory_throughput.rs`) the wider one was no faster, and on some older CPUs 512-bit vectors lower the
+    /// clock.
     pub fn chosen() -> Self {
         CHOICE.chosen
     }
 
-    /// Its name, as `STERNA_CPU` takes it.
+    /// Returns its name, as in `STERNA_CPU`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Scalar => "scalar",
@@ -67,12 +68,12 @@ impl Implementation {
     }
 }
 
-/// What a person who has set `STERNA_CPU` should know: that it is ignored, and why.
+/// Returns the warning that `STERNA_CPU` is ignored, and why.
 pub fn warning() -> Option<&'static str> {
     CHOICE.warning.as_deref()
 }
 
-/// Asks for the cache line at `ptr` to be brought in. Never faults, wherever it points.
+/// Prefetches the cache line at `ptr`. Never faults, whatever the address.
 #[inline(always)]
 pub(crate) fn prefetch(ptr: *const u8) {
     #[cfg(target_arch = "x86_64")]
@@ -89,7 +90,7 @@ pub(crate) fn prefetch(ptr: *const u8) {
     let _ = ptr;
 }
 
-/// What the CPU has, the simplest first.
+/// Returns the implementations of the CPU, the simplest first.
 fn detected() -> Vec<Implementation> {
     let extra: &[(bool, Implementation)] = &[
         #[cfg(target_arch = "x86_64")]
@@ -103,7 +104,7 @@ fn detected() -> Vec<Implementation> {
     std::iter::once(Implementation::Scalar).chain(extra).collect()
 }
 
-/// What follows from `wanted`, the value of `STERNA_CPU`, on a CPU that has `detected`, the simplest first.
+/// Selects by `wanted`, the value of `STERNA_CPU`, on a CPU that has `detected`, the simplest first.
 fn choose(wanted: Option<&str>, mut detected: Vec<Implementation>) -> Choice {
     let best = |available: &[Implementation]| {
         [Implementation::Neon, Implementation::Avx2, Implementation::Avx512]
@@ -131,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_a_wish_the_best_is_chosen() {
+    fn without_the_variable_the_best_is_chosen() {
         assert_eq!(choose(None, vec![Scalar]).chosen, Scalar);
         assert_eq!(choose(None, vec![Scalar, Avx2]).chosen, Avx2);
         assert_eq!(choose(Some(""), vec![Scalar, Avx2, Avx512]).chosen, Avx2);
@@ -139,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_is_used_and_hides_what_is_beyond_it() {
+    fn a_named_implementation_is_used_and_hides_better_ones() {
         let all = || vec![Scalar, Avx2, Avx512];
         let choice =
             |available: &[Implementation], chosen| Choice { available: available.to_vec(), chosen, warning: None };
@@ -150,13 +151,13 @@ mod tests {
     }
 
     #[test]
-    fn a_wish_that_is_unknown_or_not_to_be_had_is_ignored_and_said() {
-        for wish in ["avx512", "AVX2", "sse9", "neon"] {
-            let choice = choose(Some(wish), vec![Scalar, Avx2]);
+    fn a_name_that_is_unknown_or_unavailable_is_ignored_with_a_warning() {
+        for name in ["avx512", "AVX2", "sse9", "neon"] {
+            let choice = choose(Some(name), vec![Scalar, Avx2]);
             assert_eq!((choice.chosen, &choice.available[..]), (Avx2, &[Scalar, Avx2][..]));
             assert_eq!(
                 choice.warning.unwrap(),
-                format!("STERNA_CPU={wish} is ignored and avx2 is used: this CPU has scalar, avx2")
+                format!("STERNA_CPU={name} is ignored and avx2 is used: this CPU has scalar, avx2")
             );
         }
     }

@@ -1,12 +1,12 @@
-//! What has changed in a piece of memory, in the record that Intel DSA makes of it.
+//! The differences between two pieces of memory, as a delta record of Intel DSA.
 //!
-//! A delta record (Intel DSA architecture specification, 8.3.8 Create Delta Record) is a list of deltas of ten bytes: the
-//! offset of a word divided by 8, 16 bits little-endian, and the eight bytes of the second source where it differs from
-//! the first. Offsets ascend. So a device and a CPU can make and apply each other's records, and on the wire it is one
+//! A delta record (Intel DSA architecture specification, 8.3.8 Create Delta Record) is a list of deltas of ten bytes:
+//! the offset of a word divided by 8, 16 bits little-endian, and the eight bytes of the second source where it differs
+//! from the first. Offsets ascend. So a device and a CPU can make and apply each other's records, and the wire has one
 //! format.
 //!
-//! Creating reads memory that may be changing, each word once: applied to what was read of the first source, the record gives
-//! what was read of the second. Applying treats the record as hostile.
+//! Creating reads memory that may be changing, each word once: applied to the values read from the first source, the
+//! record produces the values read from the second. Applying treats the record as hostile.
 
 use std::ops::ControlFlow;
 
@@ -17,24 +17,24 @@ use crate::cpu::Implementation;
 /// The bytes of one delta.
 pub const DELTA_SIZE: usize = 10;
 
-/// The longest memory that offsets of 16 bits can speak of, in bytes.
+/// The longest memory that offsets of 16 bits can address, in bytes.
 pub const MAX_LENGTH: usize = 8 << 16;
 
-/// What [`create_raw`] has written.
+/// The result of [`create_raw`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Created {
-    /// Nothing: the sources are the same. (Result 0 of the device.)
+    /// Nothing was written: the sources are equal. (Result 0 of the device.)
     Same,
-    /// A record of all that differs, so many bytes long. (Result 1.)
+    /// A record of all differences, of this length. (Result 1.)
     Complete {
         /// The record's length in bytes.
         record: usize,
     },
-    /// A record of what differs in a part of the sources, because the rest had no room. (Result 2.)
+    /// A record of the differences in a part of the sources, because the record has no room for the rest. (Result 2.)
     Overflow {
         /// The record's length in bytes.
         record: usize,
-        /// How many bytes from the start of the sources it covers; what comes next differs.
+        /// How many bytes from the start of the sources it covers; the next word differs.
         compared: usize,
     },
 }
@@ -43,12 +43,12 @@ pub enum Created {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DeltaError {
-    /// Memory that a record cannot speak of.
+    /// Memory that a record cannot describe.
     #[error(
         "{len:#x} bytes at {address:#x} cannot have a delta record: address and length must be multiples of 8, and the length at most {MAX_LENGTH:#x}"
     )]
     Shape {
-        /// Where it is.
+        /// Its address.
         address: usize,
         /// Its length in bytes.
         len: usize,
@@ -56,7 +56,7 @@ pub enum DeltaError {
     /// The record ends within a delta.
     #[error("a delta record of {0} bytes is not whole deltas of {DELTA_SIZE} bytes")]
     RecordSize(usize),
-    /// An offset does not come after the one before. (Status 07 of the device.)
+    /// An offset is not larger than the one before. (Status 07 of the device.)
     #[error(
         "the delta at byte {applied} of the record is for offset {offset:#x}, which does not come after {previous:#x}"
     )]
@@ -144,10 +144,10 @@ impl Implementation {
     }
 }
 
-/// Writes to `record` what makes `first` into `second`, both `len` bytes, in as many whole deltas as it has room for. The
-/// sources may change meanwhile: each word is loaded once.
+/// Writes to `record` how to turn `first` into `second`, both `len` bytes, in as many whole deltas as fit. The sources
+/// may change meanwhile: each word is loaded once.
 ///
-/// Unlike the device this also takes a room of less than 80 bytes, and uses it to the last whole delta.
+/// Unlike the device this also accepts a record of less than 80 bytes, and uses it to the last whole delta.
 ///
 /// # Errors
 /// An address or the length is not a multiple of 8, or the length above [`MAX_LENGTH`].
@@ -164,10 +164,10 @@ pub unsafe fn create_raw(
     unsafe { Implementation::chosen().create_delta_raw(first, second, len, record) }
 }
 
-/// The same for slices, as for the next page of a cache: `next`, which is compared after `first`, is brought in on the way.
+/// As [`create_raw`], for slices such as pages of a cache: `next`, which is compared after `first`, is prefetched.
 ///
 /// # Errors
-/// As [`create_raw`], also where the slices are not of the same length.
+/// As [`create_raw`], also if the slices are not of the same length.
 pub fn create(first: &[u8], second: &[u8], record: &mut [u8], next: Option<&[u8]>) -> Result<Created, DeltaError> {
     let len = first.len();
     if second.len() != len {
@@ -181,9 +181,9 @@ pub fn create(first: &[u8], second: &[u8], record: &mut [u8], next: Option<&[u8]
     }
 }
 
-/// Applies `record` to `target`, which then is what the second source was if it was what the first was.
+/// Applies `record` to `target`, which becomes the second source if it was equal to the first.
 ///
-/// An empty record changes nothing. At the first delta that is wrong it stops, as the device does: those before have been
+/// An empty record changes nothing. At the first wrong delta it stops, as the device does: the deltas before have been
 /// applied, and none outside.
 ///
 /// # Errors
@@ -193,7 +193,7 @@ pub fn apply(record: &[u8], target: &mut [u8]) -> Result<(), DeltaError> {
     unsafe { apply_raw(record, target.as_mut_ptr(), target.len()) }
 }
 
-/// The same for `len` bytes of memory that others may be reading: each word is stored at once.
+/// As [`apply`], for `len` bytes of memory that other threads may be reading: each word is stored atomically.
 ///
 /// # Errors
 /// As [`apply`].
@@ -222,7 +222,7 @@ pub unsafe fn apply_raw(record: &[u8], target: *mut u8, len: usize) -> Result<()
     Ok(())
 }
 
-/// Whether a record can speak of `len` bytes at `address`.
+/// Checks whether a record can describe `len` bytes at `address`.
 fn check(address: usize, len: usize) -> Result<(), DeltaError> {
     if address.is_multiple_of(8) && len.is_multiple_of(8) && len <= MAX_LENGTH {
         Ok(())
@@ -231,13 +231,13 @@ fn check(address: usize, len: usize) -> Result<(), DeltaError> {
     }
 }
 
-/// What the fuzz target does with its bytes: a record and what it is applied to, which must be the same as applying its
-/// valid beginning word by word, and nothing around it may change.
+/// The body of the fuzz target: takes a record and its target from `bytes`. The result must be the same as applying the
+/// record's valid beginning word by word, and the bytes around the target must not change.
 #[doc(hidden)]
 pub fn fuzz_apply(bytes: &[u8]) {
     const AROUND: usize = 64;
     let [low, high, record @ ..] = bytes else { return };
-    // A few words more than a page at most, so that both ends are met.
+    // A few words more than a page at most, so that both ends are tested.
     let len = 8 * (usize::from(u16::from_le_bytes([*low, *high])) % 520);
     let mut words = vec![0x5a5a_5a5a_5a5a_5a5au64; (len + 2 * AROUND) / 8];
     let mut expected = words.clone();
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_record_cannot_speak_of_is_refused() {
+    fn memory_that_a_record_cannot_describe_is_refused() {
         let words = vec![0u64; 65537];
         let at = words.as_ptr().cast::<u8>();
         for (first, second, len) in [(1, 0, 8), (0, 4, 8), (0, 0, 12), (0, 0, MAX_LENGTH + 8)] {
@@ -348,7 +348,7 @@ mod tests {
                 let mut number = 0u64;
                 while !stop.load(Ordering::Relaxed) {
                     number += 1;
-                    // A value that was loaded in two pieces from two writes is not of this kind.
+                    // A value that was loaded in two pieces from two writes would not have this form.
                     let value = (number & 0xffff_ffff) * 0x1_0000_0001;
                     let word = (number as usize).wrapping_mul(521) % WORDS;
                     sources[number as usize % 2][word].store(value, Ordering::Relaxed);

@@ -1,37 +1,38 @@
 //! Which pages of guest RAM are written: the dirty logs that the rounds of a migration read.
 //!
-//! One small interface, [`DirtyLog`], and ready-made logs behind it:
+//! One small interface, [`DirtyLog`], and its implementations:
 //!
 //! | log | sees writes of | cost |
 //! |---|---|---|
 //! | [`write_protect`] | a process, this one or another, and KVM vCPUs that run on its memory | a fault per page and round |
 //! | [`kvm_log`] | KVM vCPUs | a fault per page and round (or the CPU's own log); a bitmap of the guest's size per round |
 //! | [`kvm_ring`] | KVM vCPUs | as above, but by what is dirty, not by the size of the guest |
-//! | [`handed_in`] | whoever says so: device models, DMA | an atomic operation per write |
-//! | [`punched`] | what was given back of shared memory, and what the log sees that it wraps | a mapping of the memory; a walk of its page tables per round |
-//! | [`union`] | all of several logs | their sum |
+//! | [`handed_in`] | writers that report their writes: device models, DMA | an atomic operation per write |
+//! | [`punched`] | freed pages of shared memory, and the writes that the wrapped log sees | a mapping of the memory; a walk of its page tables per round |
+//! | [`union`] | all writers of several logs | their sum |
 //!
-//! The log of a guest is the union of every writer's. What no log sees is lost to the destination: the monitor's own
-//! threads and vhost devices where a KVM log is used (it sees vCPUs only), memory pinned for device DMA always. Those hand
-//! in what they write.
+//! The log of a guest is the union of the logs of all writers. A write that no log sees is lost to the destination:
+//! writes of the monitor's own threads and vhost devices where a KVM log is used (it sees vCPUs only), and always of
+//! devices into memory pinned for DMA. Those writers must report their writes.
 //!
-//! Order, for whoever reads a log: `start`; the search for what the first round sends, told to the log by
-//! `found_populated`; then for each round `collect`, then **wait** until all writes that were under way have ended, then
-//! read the pages that were named; the last `collect` after every writer has stopped. The first round waits too: between
-//! `start` and its first read.
+//! The reader of a log calls `start`, then searches for the pages that the first round sends, and passes them to the
+//! log with `found_populated`. Then, in each round, it calls `collect`, **waits** until all writes that were in
+//! progress have ended, and reads the named pages. The last `collect` follows after every writer has stopped. The first
+//! round waits too, between `start` and its first read.
 //!
-//! **Writes under way**, and why the reader waits. Logs that protect pages (write protection; KVM's, for vCPUs) see a
-//! writer at its page fault. A device or a system call that has *pinned* the page before takes no fault when it writes: a
-//! read by `O_DIRECT` (a disk with `cache=none`), an io_uring with registered buffers, process_vm_writev(2). The pinning
-//! was the fault, so the `collect` after it names the page and protects it again; if the page is read now, its old content
-//! is sent, and then the data lands, and no later `collect` names the page (`tests/dirty_under_way.rs` shows it). Who
-//! waits between `collect` and reading, until all I/O that was in flight has ended, reads the data. What begins after the
-//! `collect` faults again, and the next one names it. Who writes through pinned pages for longer than that (device DMA,
-//! VFIO, registered buffers that stay) hands in what was written, after each write.
+//! **Writes in progress** are the reason for the wait. Logs that protect pages (write protection; KVM's, for vCPUs) see
+//! a writer at its page fault. A device or a system call that has *pinned* the page before takes no fault when it
+//! writes: a read by `O_DIRECT` (a disk with `cache=none`), an io_uring with registered buffers, process_vm_writev(2).
+//! The pinning was the fault, so the `collect` after it names the page and protects it again. If the page is read now,
+//! its old content is sent; then the data arrives, and no later `collect` names the page (`tests/dirty_under_way.rs`
+//! shows it). A reader that waits between `collect` and reading, until all I/O in flight has ended, reads the data. I/O
+//! that begins after the `collect` faults again, and the next one names it. A writer that keeps pages pinned for longer
+//! (device DMA, VFIO, permanently registered buffers) must report its writes, after each write.
 //!
-//! **Memory given back** while the guest runs (balloons, free page reporting, virtio-mem) reads as zero from then on, and
-//! the destination has to be told. It is no write. [`write_protect`] names it for anonymous memory, [`punched`] for shared
-//! memory; KVM's logs never do. A monitor that gives memory back itself can hand it in instead, afterwards.
+//! **Freed memory**: pages that are freed while the guest runs (balloons, free page reporting, virtio-mem) read as zero
+//! from then on, and the destination must learn that, although freeing is no write. [`write_protect`] names such pages
+//! for anonymous memory, [`punched`] for shared memory; KVM's logs never do. A monitor that frees memory itself can
+//! report it instead, afterwards.
 
 mod kvm;
 
@@ -50,35 +51,35 @@ use std::io;
 use std::ops::Range;
 use thiserror::Error;
 
-/// Notes which pages of guest RAM are written. RAM is made of blocks, numbered from 0; pages are of
+/// Records which pages of guest RAM are written. RAM is made of blocks, numbered from 0; pages are of
 /// [`PAGE_SIZE`](crate::PAGE_SIZE), numbered from 0 in each block.
 pub trait DirtyLog: Send {
-    /// From now on writes are noted. What was written before is not: the first round sends everything anyway.
+    /// Starts recording. Earlier writes are not recorded: the first round sends everything.
     ///
-    /// After an error nothing is noted and memory is as before.
+    /// After an error nothing is recorded and memory is as before.
     fn start(&mut self) -> Result<(), DirtyLogError>;
 
-    /// Tells the log which pages of RAM block `block` the first round sends: those that a search after `start`, and before
-    /// the first `collect`, has found populated. Needed by logs that name memory given back; others do nothing.
+    /// Passes to the log the pages of RAM block `block` that the first round sends: those that a search after `start`,
+    /// and before the first `collect`, has found populated. Needed by logs that name freed memory; others ignore it.
     ///
-    /// Without it such a log knows only of what was populated when it was started. A page that is populated between that
-    /// moment and the search, and given back before the first `collect`, is then not named.
+    /// Without this call such a log knows only the pages that were populated when it was started. A page that is
+    /// populated between `start` and the search, and freed before the first `collect`, is then not named.
     fn found_populated(&mut self, block: usize, populated: &PageBitmap) -> Result<(), DirtyLogError> {
         let _ = (block, populated);
         Ok(())
     }
 
-    /// Adds to `dirty` the pages of RAM block `block` written since `start` or the last call, and notes them anew. Pages
-    /// already set in `dirty` stay set.
+    /// Adds to `dirty` the pages of RAM block `block` written since `start` or the last call, and starts recording them
+    /// anew. Pages already set in `dirty` stay set.
     ///
-    /// A page written while this runs is in this answer or in the next. Its content may be read only after this has
-    /// returned, and after all writes that were under way then have ended (see the [module](self)): clear, wait, read. A
-    /// log may name a page that was not written; each says when.
+    /// A page written during the call is in this result or in the next. Read its content only after the call has
+    /// returned, and after all writes in progress at that time have ended (see the [module](self)). A log may name a
+    /// page that was not written; each documents when.
     ///
-    /// After an error `dirty` may hold part of the answer, and those pages are not told again: keep it, or give up.
+    /// After an error `dirty` may hold part of the result, and those pages are not named again: keep it, or give up.
     fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError>;
 
-    /// Stops noting; leaves memory as it was before `start`. Does nothing on a log that is not started.
+    /// Stops recording, and restores memory to its state before `start`. Does nothing on a log that is not started.
     fn stop(&mut self) -> Result<(), DirtyLogError>;
 }
 
@@ -95,12 +96,12 @@ pub enum DirtyLogError {
     /// No such RAM block.
     #[error("there is no RAM block {block}; the dirty log has {blocks}")]
     NoSuchBlock {
-        /// The number given.
+        /// The number that was given.
         block: usize,
         /// How many blocks the log has.
         blocks: usize,
     },
-    /// The bitmap is of another block.
+    /// The bitmap does not match the block.
     #[error("RAM block {block} has {pages} pages, but the bitmap to fill has {given}")]
     BitmapSize {
         /// The block.
@@ -128,7 +129,7 @@ pub enum DirtyLogError {
         /// The process.
         pid: i32,
     },
-    /// A part of a block lies outside the block, or where another part lies.
+    /// A part of a block lies outside the block, or overlaps another part.
     #[error("the part of RAM block {block} at addresses {:#x}..{:#x} {problem}", .range.start, .range.end)]
     Part {
         /// The block.
@@ -147,7 +148,7 @@ pub enum DirtyLogError {
         /// The process.
         pid: i32,
     },
-    /// Memory is not watched by the log's userfaultfd.
+    /// A range is not registered with the log's userfaultfd.
     #[error(
         "addresses {:#x}..{:#x} of process {pid} are not watched, or not all of them: they were mapped anew since the dirty \
          log was started, or the userfaultfd belongs to another process; what was written there is not known",
@@ -167,7 +168,7 @@ pub enum DirtyLogError {
         /// What is wrong.
         problem: String,
     },
-    /// The system lacks what this log is made of.
+    /// The system lacks something that this log needs.
     #[error("{what} is not to be had here: {instead}")]
     Missing {
         /// What is missing.
@@ -181,26 +182,26 @@ pub enum DirtyLogError {
          has a warning from kvm_dirty_ring_push). This VM's rings cannot be used any more; use KVM's dirty log"
     )]
     RingOverflow {
-        /// Which of the vCPUs given, from 0.
+        /// Index of the vCPU in the list that was given, from 0.
         vcpu: usize,
     },
-    /// A method of a log that an embedding monitor has given panicked.
+    /// A method of a log that the embedding monitor supplied panicked.
     #[error("it panicked in {method}: {said}")]
     Panicked {
         /// The method.
         method: &'static str,
-        /// What the panic said.
+        /// The panic's message.
         said: String,
     },
-    /// userfaultfd refused.
+    /// A userfaultfd call failed.
     #[error(transparent)]
     Userfault(#[from] UserfaultError),
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried, on what.
+        /// The failed action and its object.
         what: String,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -213,7 +214,7 @@ impl DirtyLogError {
     }
 }
 
-/// The checks every log begins a `collect` with.
+/// Makes the checks with which every log begins a `collect`.
 fn check_collect(started: bool, blocks: &[u64], block: usize, dirty: &PageBitmap) -> Result<(), DirtyLogError> {
     if !started {
         return Err(DirtyLogError::NotStarted);
@@ -225,7 +226,7 @@ fn check_collect(started: bool, blocks: &[u64], block: usize, dirty: &PageBitmap
     Ok(())
 }
 
-/// The first run of `range` that is not in `pages`.
+/// Returns the first run of `range` that is not in `pages`.
 fn next_gap(pages: &PageBitmap, range: Range<u64>) -> Option<Range<u64>> {
     let mut at = range.start;
     while at < range.end {
@@ -243,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gaps_of_a_range_are_what_is_not_set() {
+    fn gaps_of_a_range_are_its_pages_that_are_not_set() {
         let mut pages = PageBitmap::new(300);
         pages.set(10..20);
         pages.set(100..200);

@@ -1,28 +1,28 @@
-//! Giving pages of guest RAM back to the kernel, so that the next access to them is a fault of a missing page.
+//! Freeing pages of guest RAM, so that the next access to them is a fault of a missing page.
 //!
-//! Post-copy needs it: pages that are stale at the destination were received in an earlier round, and userfaultfd reports
-//! only what does not exist. What must be done depends on what is behind the RAM block, and a mistake is silent: the
-//! guest reads old content or zeros. So [`Discardable`] compares what it is told with `/proc/self/maps`, and looks after a
+//! Post-copy needs this: pages that are stale at the destination were received in an earlier round, and userfaultfd
+//! reports only absent pages. The method depends on the backing of the RAM block, and a mistake is silent: the guest
+//! reads old content or zeros. So [`Discardable`] compares its arguments with `/proc/self/maps`, and checks after a
 //! discard whether the pages are gone.
 //!
-//! | behind the block | way |
+//! | backing of the block | method |
 //! |---|---|
 //! | private anonymous memory, also of hugetlb (Linux 5.18) | `MADV_DONTNEED`, which only the process itself may advise ([`GuestProcess`]) |
 //! | memfd, tmpfs, mapped shared | a hole punched into the file; that unmaps it in every process |
-//! | hugetlbfs or memfd of huge pages, mapped shared | the same, whole huge pages: of parts, the kernel only clears bytes |
-//! | any of these files, mapped private | both: the hole for the file's page, the advice for the private copy. The file loses the pages for everybody; a file that others use as a template must not be behind migrating guest RAM |
+//! | hugetlbfs or memfd of huge pages, mapped shared | the same, for whole huge pages: in parts of them, the kernel only clears bytes |
+//! | any of these files, mapped private | both: the hole for the file's page, the advice for the private copy. The file loses the pages for all its users; a file that others use as a template must not be behind migrating guest RAM |
 //!
-//! **Transparent huge pages.** Where 4 KiB pages were discarded out of a huge page, khugepaged may make a huge page again
-//! and fill the holes with zeros; then nothing is missing and the guest reads zeros. It keeps off memory that is watched
-//! for missing pages, but not before it is watched, and of shared memory only in newer kernels (`collapse_file` in
-//! `mm/khugepaged.c`). So huge pages are forbidden first, [`Discardable::forbid_huge_pages`], as QEMU does before its first
-//! discard (`docs/devel/migration/postcopy.rst`, state "Discard").
-//! A huge page of shared memory is split by the hole; while someone has pinned it (VFIO, `O_DIRECT` under way) it cannot be
-//! split, and the kernel only clears the bytes (`truncate_inode_partial_folio` in `mm/truncate.c`). This is found
-//! and is [`DiscardError::StillThere`].
+//! **Transparent huge pages.** Where 4 KiB pages were discarded from a huge page, khugepaged may make a huge page again
+//! and fill the holes with zeros; then no page is missing and the guest reads zeros. It avoids memory that is watched
+//! for missing pages, but not before it is watched, and for shared memory only in newer kernels (`collapse_file` in
+//! `mm/khugepaged.c`). So huge pages are forbidden first, [`Discardable::forbid_huge_pages`], as QEMU does before its
+//! first discard (`docs/devel/migration/postcopy.rst`, state "Discard").
+//! A huge page of shared memory is split by the hole. While it is pinned (VFIO, `O_DIRECT` in progress) it cannot be
+//! split, and the kernel only clears the bytes (`truncate_inode_partial_folio` in `mm/truncate.c`). This is detected
+//! and reported as [`DiscardError::StillThere`].
 //!
-//! A huge page that was given back goes to the pool without its reservation: whoever is quicker gets it, and placing then
-//! fails for want of huge pages. Leave room in the pool.
+//! A freed huge page returns to the pool without its reservation: another user may take it, and placing then fails for
+//! lack of huge pages. Leave room in the pool.
 
 use crate::PAGE_SIZE;
 use crate::guest_process::{Advice, GuestProcess, HugePageAdvice};
@@ -37,18 +37,18 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Why pages could not be given back, or why that was not tried. The content of the pages named may be gone.
+/// Why pages could not be freed, or why that was not attempted. The content of the pages named may be gone.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DiscardError {
-    /// What is mapped is not what the caller said.
+    /// The mapping does not match the caller's arguments.
     #[error("addresses {:#x}..{:#x} are not {expected}: {found}", .addresses.start, .addresses.end)]
     Different {
         /// Of the RAM block.
         addresses: Range<usize>,
-        /// What the caller said.
+        /// The kind of mapping that the caller named.
         expected: &'static str,
-        /// What is there.
+        /// The actual mapping.
         found: String,
     },
     /// Memory of another process with huge pages of a pool.
@@ -64,7 +64,7 @@ pub enum DiscardError {
         /// Of the backing, in bytes.
         page_size: usize,
     },
-    /// The file is of a kind whose missing pages nobody reports.
+    /// A file of a kind whose missing pages the kernel does not report.
     #[error(
         "the file behind addresses {:#x}..{:#x} is neither a memfd nor on tmpfs or hugetlbfs (file system type \
          {magic:#x}): its missing pages cannot be watched. Use memory-backed RAM for post-copy",
@@ -84,7 +84,7 @@ pub enum DiscardError {
         /// Of the block.
         pages: u64,
     },
-    /// The range has parts of pages of the backing.
+    /// The range covers only parts of pages of the backing.
     #[error("pages {}..{} are not whole pages of {page_size} bytes, which back this RAM block", .run.start, .run.end)]
     NotWhole {
         /// The pages, of 4096 bytes.
@@ -92,14 +92,14 @@ pub enum DiscardError {
         /// Of the backing, in bytes.
         page_size: usize,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot {what} addresses {:#x}..{:#x}: {source}{}", .addresses.start, .addresses.end, advice(.source))]
     System {
-        /// What was to be done.
+        /// The failed action.
         what: &'static str,
-        /// Where.
+        /// The addresses.
         addresses: Range<usize>,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
     /// The kernel kept a page of shared memory.
@@ -108,12 +108,12 @@ pub enum DiscardError {
          (VFIO, direct I/O under way) or written by another process"
     )]
     StillThere {
-        /// The first one, in pages of 4096 bytes of the block.
+        /// The first such page, in pages of 4096 bytes of the block.
         page: u64,
     },
 }
 
-/// What usually is behind an error number.
+/// Returns the usual cause of an error number.
 fn advice(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::EINVAL) => {
@@ -124,15 +124,15 @@ fn advice(error: &io::Error) -> &'static str {
     }
 }
 
-/// The memory behind one RAM block of this process, or of another one.
+/// The memory of one RAM block, in this process or another one.
 #[derive(Debug)]
 pub struct Discardable {
-    /// In the process that it is mapped in.
+    /// The addresses, in the process that maps it.
     addresses: Range<usize>,
-    /// That process, where it is not this one.
+    /// That process, if it is not this one.
     guest: Option<Arc<dyn GuestProcess>>,
     page_size: usize,
-    /// Whether the mapping has pages of its own, which the advice gives back.
+    /// Whether the mapping has private pages, which the advice frees.
     private: bool,
     file: Option<RamFile>,
 }
@@ -140,18 +140,18 @@ pub struct Discardable {
 #[derive(Debug)]
 struct RamFile {
     file: File,
-    /// Of the block in the file, in bytes.
+    /// Offset of the block in the file, in bytes.
     offset: u64,
     huge: bool,
 }
 
 impl Discardable {
-    /// Private anonymous memory with pages of `page_size` bytes: [`kernel_page_size`] bytes (with or without transparent
-    /// huge pages), or as large as those of a mapping by `MAP_HUGETLB`.
+    /// Describes private anonymous memory with pages of `page_size` bytes: [`kernel_page_size`] bytes (with or without
+    /// transparent huge pages), or the size of the pages of a mapping by `MAP_HUGETLB`.
     ///
     /// # Safety
-    /// `addresses` stays mapped as it is until the value is dropped, and is accessed by raw pointers only: content vanishes
-    /// and appears without a store.
+    /// `addresses` stays mapped as it is until the value is dropped, and is accessed by raw pointers only: content
+    /// vanishes and appears without a store.
     pub unsafe fn anonymous(addresses: Range<usize>, page_size: usize) -> Result<Self, DiscardError> {
         Self::anonymous_of(addresses, page_size, None)
     }
@@ -183,8 +183,9 @@ impl Discardable {
         Ok(backing)
     }
 
-    /// A memfd or a file on tmpfs or hugetlbfs, opened for writing and mapped from `offset` on, shared or private. The page
-    /// size is that of the file. The descriptor is duplicated; its position, shared with the original, moves.
+    /// Describes a memfd or a file on tmpfs or hugetlbfs, opened for writing and mapped from `offset` on, shared or
+    /// private. The page size is that of the file. The descriptor is duplicated; its position, shared with the
+    /// original, moves.
     ///
     /// # Safety
     /// As for [`Self::anonymous`].
@@ -236,7 +237,8 @@ impl Discardable {
         Ok(backing)
     }
 
-    /// Checks size and alignment, that huge pages are this process's own, and that every mapping in the range is as expected.
+    /// Checks size and alignment, that huge pages are in this process, and that every mapping in the range is as
+    /// expected.
     fn check(&self, expected: &'static str, is: impl FnMut(&Mapping<'_>) -> bool) -> Result<(), DiscardError> {
         let different = |found: String| DiscardError::Different { addresses: self.addresses.clone(), expected, found };
         let Range { start, end } = self.addresses;
@@ -261,22 +263,22 @@ impl Discardable {
         mappings.check(start..end, is).map_err(different)
     }
 
-    /// Of the RAM block, in the process that it is mapped in.
+    /// Returns the addresses of the RAM block, in the process that maps it.
     pub fn addresses(&self) -> Range<usize> {
         self.addresses.clone()
     }
 
-    /// Of the RAM block, in pages of 4096 bytes.
+    /// Returns the length of the RAM block, in pages of 4096 bytes.
     pub fn pages(&self) -> u64 {
         (self.addresses.len() / PAGE_SIZE) as u64
     }
 
-    /// Bytes of a page of the backing: what can be discarded and placed is a multiple of it.
+    /// Returns the bytes of a page of the backing: only multiples of it can be discarded and placed.
     pub fn page_size(&self) -> usize {
         self.page_size
     }
 
-    /// What a userfaultfd that watches this memory for missing pages must be opened with.
+    /// Returns the features that a userfaultfd which watches this memory for missing pages must have.
     pub fn userfault_features(&self) -> u64 {
         match &self.file {
             Some(RamFile { huge: false, .. }) => MISSING_SHMEM,
@@ -285,12 +287,12 @@ impl Discardable {
         }
     }
 
-    /// Whether the backing is hugetlb.
+    /// Returns whether the backing is hugetlb.
     pub fn is_hugetlb(&self) -> bool {
         self.file.as_ref().map_or(self.page_size != kernel_page_size(), |file| file.huge)
     }
 
-    /// `run` widened to whole pages of the backing. Both sides of a migration have to agree on what is stale.
+    /// Widens `run` to whole pages of the backing. Both sides of a migration have to agree on which pages are stale.
     pub fn widen(&self, run: Range<u64>) -> Range<u64> {
         let unit = (self.page_size / PAGE_SIZE) as u64;
         run.start / unit * unit..run.end.next_multiple_of(unit).min(self.pages())
@@ -308,14 +310,14 @@ impl Discardable {
         Ok(())
     }
 
-    /// The addresses of `run`, which is within the block.
+    /// Returns the addresses of `run`, which is within the block.
     pub(crate) fn addresses_of(&self, run: &Range<u64>) -> Range<usize> {
         let address = |page: u64| self.addresses.start + page as usize * PAGE_SIZE;
         address(run.start)..address(run.end)
     }
 
-    /// Whether a page is in memory: on hugetlb, in the page tables of this process (`mincore_hugetlb` in `mm/mincore.c`), in which such a
-    /// block is mapped.
+    /// Returns whether a page is in memory: for hugetlb, in the page tables of this process (`mincore_hugetlb` in
+    /// `mm/mincore.c`), in which such a block is mapped.
     pub(crate) fn is_mapped(&self, page: u64) -> bool {
         let address = self.addresses_of(&(page..page + 1)).start;
         let mut resident = 0_u8;
@@ -324,8 +326,8 @@ impl Discardable {
         result == 0 && resident & 1 != 0
     }
 
-    /// No transparent huge pages from now on: call it before the first discard. Those that are there stay until parts of them
-    /// are discarded. Changes nothing on hugetlb.
+    /// Forbids transparent huge pages from now on: call it before the first discard. Existing ones stay until parts of
+    /// them are discarded. Changes nothing on hugetlb.
     pub fn forbid_huge_pages(&self) -> Result<(), DiscardError> {
         self.advise_huge_pages(
             std::slice::from_ref(&self.addresses),
@@ -334,8 +336,8 @@ impl Discardable {
         )
     }
 
-    /// Transparent huge pages again, also where the system gives them only on advice. For after post-copy, unless the VMM
-    /// does not want them.
+    /// Allows transparent huge pages again, also where the system uses them only on advice. For after post-copy, unless
+    /// the VMM does not want them.
     pub fn allow_huge_pages(&self) -> Result<(), DiscardError> {
         self.advise_huge_pages(
             std::slice::from_ref(&self.addresses),
@@ -344,7 +346,7 @@ impl Discardable {
         )
     }
 
-    /// Transparent huge pages again where there were some `before`. For after post-copy.
+    /// Allows transparent huge pages again where they were allowed `before`. For after post-copy.
     pub fn restore_huge_pages(&self, before: &HugePageAdvice) -> Result<(), DiscardError> {
         let parts = before.within(&self.addresses);
         self.advise_huge_pages(&parts, Advice::HugePage, "allow transparent huge pages at")
@@ -360,20 +362,20 @@ impl Discardable {
             return Ok(());
         }
         match self.advise(parts, advice, what) {
-            // A kernel without transparent huge pages.
+            // The kernel has no transparent huge pages.
             Err(DiscardError::System { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => Ok(()),
             result => result,
         }
     }
 
-    /// Gives back the pages of `run`, in pages of 4096 bytes, whole pages of the backing.
+    /// Frees the pages of `run`, counted in pages of 4096 bytes, whole pages of the backing.
     ///
-    /// On an error, content may be gone all the same, of any part of `run`.
+    /// After an error, the content of any part of `run` may be gone.
     pub fn discard(&self, run: Range<u64>) -> Result<(), DiscardError> {
         self.discard_all(std::slice::from_ref(&run))
     }
 
-    /// As [`Self::discard`], all of `runs`.
+    /// As [`Self::discard`], for all of `runs`.
     pub fn discard_all(&self, runs: &[Range<u64>]) -> Result<(), DiscardError> {
         runs.iter().try_for_each(|run| self.check_run(run))?;
         let runs = || runs.iter().filter(|run| !run.is_empty());
@@ -381,7 +383,7 @@ impl Discardable {
             runs().try_for_each(|run| self.punch(file, run))?;
         }
         if self.private {
-            // Second: a private copy may be all that keeps a page of the file from being read in between.
+            // After the hole: without the private copy, a read in between would fetch the file's old page.
             let addresses: Vec<_> = runs().map(|run| self.addresses_of(run)).collect();
             self.advise(&addresses, Advice::DontNeed, "discard")?;
         }
@@ -402,7 +404,7 @@ impl Discardable {
                 result => break result.map_err(failed("punch a hole into the file behind"))?,
             }
         }
-        // hugetlbfs gives back all of the whole pages, and does not tell data from holes.
+        // hugetlbfs frees all whole pages, and does not distinguish data from holes.
         if *huge {
             return Ok(());
         }
@@ -433,11 +435,11 @@ impl Discardable {
     }
 }
 
-/// Bytes of an ordinary page here: 4096, on some ARM machines more.
+/// Returns the bytes of an ordinary page: 4096, on some ARM machines more.
 pub fn kernel_page_size() -> usize {
     rustix::param::page_size()
 }
 
-// Values of `include/uapi/linux/magic.h`. A memfd is of the one or the other.
+// Values of `include/uapi/linux/magic.h`. A memfd has one or the other.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;

@@ -1,15 +1,15 @@
-//! CRC-32C while copying: the part of the checksum that has to be in the copy's own loop.
+//! CRC-32C during a copy: the part of the checksum that has to be in the copy's own loop.
 //!
-//! Copying first and then running `crc-fast` over the copy costs twice the time of a copy where the memory is in the cache.
-//! With wide carry-less multiplication the checksum of a block costs less than its store, so that inside the loop it is
-//! free. Only that step is here; everything else about the checksum remains with `crc-fast`, also where there is no such
-//! instruction.
+//! Copying first and then running `crc-fast` over the copy costs twice the time of a copy where the memory is in the
+//! cache. With wide carry-less multiplication the checksum of a block costs less than its store, so that inside the
+//! loop it is free. Only that step is here; everything else about the checksum remains with `crc-fast`, also on CPUs
+//! without such an instruction.
 //!
 //! A message is reduced modulo the polynomial P without ever being divided: 16 lanes of 128 bits hold the last block, and
 //! the next one is added after multiplying them by x^2048, the length of a block. Multiplying a lane's halves by x^2048
 //! mod P does that (Intel, *Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction*, 2009, there for one
 //! lane and shorter distances). The lanes are at any time a message of 256 bytes with the same remainder as the whole one,
-//! which is what [`Folded::finish`] has `crc-fast` do the rest of.
+//! whose checksum [`Folded::finish`] computes with `crc-fast`.
 
 use crate::checksum::Crc32c;
 use crate::cpu::Implementation;
@@ -20,25 +20,25 @@ pub(crate) const BLOCK: usize = 256;
 /// The Castagnoli polynomial with its bits reflected: bit 31 is x^0.
 pub(crate) const POLYNOMIAL: u32 = 0x82f6_3b78;
 
-/// A checksum in the making of a message that comes in blocks.
+/// The checksum in progress of a message that comes in blocks.
 #[derive(Clone, Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Folded([u8; BLOCK]);
 
 impl Folded {
-    /// The checksum of nothing yet.
+    /// Starts with the checksum of an empty message.
     pub(crate) fn new() -> Self {
         Self::after(0)
     }
 
-    /// That of a message that goes on, of which the beginning has checksum `crc`.
+    /// Continues a message whose beginning has checksum `crc`.
     pub(crate) fn after(crc: u32) -> Self {
         let mut lanes = [0; BLOCK];
         lanes[BLOCK - 4..].copy_from_slice(&four_bytes_that_leave(!crc).to_le_bytes());
         Self(lanes)
     }
 
-    /// The checksum of all blocks.
+    /// Returns the checksum of all blocks.
     pub(crate) fn finish(&self) -> u32 {
         let mut remainder = Crc32c::with_register(0);
         remainder.update(&self.0);
@@ -46,7 +46,7 @@ impl Folded {
     }
 }
 
-/// What a CRC register that is 0 has to be given to be `register` after it: 32 steps of the shift register backwards.
+/// Returns the input that leaves `register` in a CRC register that was 0: 32 steps of the shift register backwards.
 fn four_bytes_that_leave(register: u32) -> u32 {
     (0..32).fold(register, |register, _| {
         // The polynomial's highest bit is set, so this bit tells whether the step forward added it.
@@ -55,7 +55,7 @@ fn four_bytes_that_leave(register: u32) -> u32 {
     })
 }
 
-/// x^`power` mod P, reflected.
+/// Returns x^`power` mod P, reflected.
 pub(crate) const fn power_of_x(power: u32) -> u32 {
     let mut value = 1u32 << 31;
     let mut done = 0;
@@ -66,7 +66,7 @@ pub(crate) const fn power_of_x(power: u32) -> u32 {
     value
 }
 
-/// Whether this CPU multiplies without carries in the vectors of `implementation`, and may use them.
+/// Returns whether this CPU multiplies without carries in the vectors of `implementation`, and may use them.
 pub(crate) fn folds_by(implementation: Implementation) -> bool {
     #[cfg(target_arch = "x86_64")]
     return matches!(implementation, Implementation::Avx2 | Implementation::Avx512)
@@ -79,8 +79,8 @@ pub(crate) fn folds_by(implementation: Implementation) -> bool {
     }
 }
 
-/// Adds the whole blocks of what is at `source` to the message with checksum `crc`, where [`folds_by`] AVX-512, and copies
-/// them to `target` where there is one. Gives how many bytes these were and the checksum with them. The memory may change
+/// Adds the whole blocks at `source` to the message with checksum `crc`, where [`folds_by`] AVX-512, and copies them to
+/// `target` if there is one. Returns how many bytes these were and the checksum including them. The memory may change
 /// meanwhile: each byte is loaded once.
 ///
 /// # Safety

@@ -1,8 +1,8 @@
-//! What post-copy needs done inside the process that guest RAM lies in, where that is another one.
+//! The calls that post-copy needs inside the process that guest RAM lies in, where that is another one.
 //!
-//! Watching missing pages and filling them works from outside, through a userfaultfd of that process's address space. To make such a
-//! descriptor, and to give private memory back, is for the process itself: the kernel lets no other process do it (`userfaultfd(2)`,
-//! `process_madvise(2)`). What can have a system call run there implements [`GuestProcess`].
+//! Watching missing pages and filling them works from outside, through a userfaultfd of that process's address space.
+//! Only the process itself can make such a descriptor and free its private memory: the kernel lets no other process do
+//! it (`userfaultfd(2)`, `process_madvise(2)`). A type that can run system calls there implements [`GuestProcess`].
 
 use std::fmt::Debug;
 use std::fs;
@@ -17,7 +17,7 @@ use crate::place::TargetProcess;
 /// Advice of madvise(2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Advice {
-    /// The pages are given back.
+    /// Free the pages.
     DontNeed,
     /// No transparent huge pages.
     NoHugePage,
@@ -26,7 +26,7 @@ pub enum Advice {
 }
 
 impl Advice {
-    /// The number that madvise(2) takes.
+    /// Returns the number that madvise(2) takes.
     pub fn code(self) -> i32 {
         match self {
             Self::DontNeed => libc::MADV_DONTNEED,
@@ -38,42 +38,43 @@ impl Advice {
 
 /// A process that has guest RAM and runs the guest, and in which system calls can be run.
 pub trait GuestProcess: Debug + Send + Sync {
-    /// The process.
+    /// Returns the process.
     fn process(&self) -> &Arc<TargetProcess>;
 
-    /// Makes a userfaultfd of the process's address space, without a handshake, for all faults: those that the kernel takes for
-    /// the process too, as KVM does for its guest.
+    /// Makes a userfaultfd of the process's address space, without a handshake, for all faults, including those that
+    /// the kernel takes for the process, as KVM does for its guest.
     ///
-    /// A copy stays open in the process. When this program dies, that keeps missing pages missing: a thread that touches one waits. Without the
-    /// copy the kernel would end the watching, and the guest read zeros as if they were its memory.
+    /// A copy stays open in the process. If this program dies, the copy keeps missing pages missing: a thread that
+    /// touches one waits. Without the copy the kernel would end the watching, and the guest would read zeros as if they
+    /// were its memory.
     ///
     /// # Errors
-    /// None can be made, and what would make it possible.
+    /// It cannot be made, and what would make it possible.
     fn open_userfault(&self) -> io::Result<OwnedFd>;
 
-    /// Closes the copy of [`GuestProcess::open_userfault`]: nothing is missing any more.
+    /// Closes the copy of [`GuestProcess::open_userfault`], once no page is missing any more.
     ///
     /// # Errors
     /// The copy stays open. It does no harm there, because nothing is watched.
     fn close_userfault(&self) -> io::Result<()>;
 
-    /// Has the process give the kernel `advice` about `addresses` of its memory, all at once where it can: the guest may be paused
-    /// meanwhile.
+    /// Makes the process give the kernel `advice` about `addresses` of its memory, all at once where possible: the
+    /// guest may be paused meanwhile.
     ///
     /// # Errors
     /// The kernel refuses it, with its error number, or it takes too long. Part of it may be done.
     fn advise(&self, addresses: &[Range<usize>], advice: Advice) -> io::Result<()>;
 }
 
-/// What transparent huge pages were advised of a process's memory, so that it can be so again.
+/// The advice about transparent huge pages in a process's memory, recorded to be restored.
 #[derive(Debug)]
 pub struct HugePageAdvice {
-    /// Where they are wanted, in rising order.
+    /// The addresses where they are wanted, in ascending order.
     wanted: Vec<Range<usize>>,
 }
 
 impl HugePageAdvice {
-    /// How it is in `process` now; in this one without a process.
+    /// Reads the current advice of `process`; of this process if none is given.
     ///
     /// # Errors
     /// Its mappings cannot be read.
@@ -95,7 +96,8 @@ impl HugePageAdvice {
         Ok(Self::parse(&smaps, |is_private| if is_private { private } else { shared }))
     }
 
-    /// From the text of `/proc/PID/smaps` (proc_pid_smaps(5)); `unadvised`: whether private or shared memory has them without advice.
+    /// Parses the text of `/proc/PID/smaps` (proc_pid_smaps(5)); `unadvised` returns whether private or shared memory
+    /// has huge pages without advice.
     fn parse(smaps: &str, unadvised: impl Fn(bool) -> bool) -> Self {
         let (mut wanted, mut mapping) = (Vec::new(), None);
         for line in smaps.lines() {
@@ -114,7 +116,7 @@ impl HugePageAdvice {
         Self { wanted }
     }
 
-    /// The parts of `addresses` where they are wanted.
+    /// Returns the parts of `addresses` where they are wanted.
     pub(crate) fn within(&self, addresses: &Range<usize>) -> Vec<Range<usize>> {
         let part = |wanted: &Range<usize>| wanted.start.max(addresses.start)..wanted.end.min(addresses.end);
         self.wanted.iter().map(part).filter(|part| !part.is_empty()).collect()

@@ -1,15 +1,16 @@
-//! Which parts of guest RAM were ever populated; the rest need not be read at all.
+//! Finds the parts of guest RAM that were ever populated; the rest need not be read at all.
 //!
-//! Reading a page that was never written would fault it in, at the source, for nothing. Two kinds of memory, two ways:
+//! Reading a page that was never written would fault it in, at the source, for nothing. There are two kinds of memory,
+//! with a method each:
 //!
-//! * **Private anonymous memory**: the page tables know. A page that is neither present nor swapped was never written.
-//!   `PAGEMAP_SCAN` (Linux 6.7, `Documentation/admin-guide/mm/pagemap.rst`) gives ranges; before that,
-//!   `/proc/PID/pagemap` gives eight bytes per page.
-//! * **Shared files** (memfd, tmpfs, hugetlbfs): the *file* knows, through `SEEK_DATA` and `SEEK_HOLE`. Never the page
+//! * **Private anonymous memory**: by the page tables. A page that is neither present nor swapped was never written.
+//!   `PAGEMAP_SCAN` (Linux 6.7, `Documentation/admin-guide/mm/pagemap.rst`) returns ranges; before that,
+//!   `/proc/PID/pagemap` returns eight bytes per page.
+//! * **Shared files** (memfd, tmpfs, hugetlbfs): by the *file*, through `SEEK_DATA` and `SEEK_HOLE`. Never by the page
 //!   tables: another process may have written a page that is not in ours.
 //!
-//! The answer is of the moment it is taken. Dirty tracking must be on before, so that what is written meanwhile is sent
-//! all the same.
+//! The result holds for the time of the call. Dirty tracking must be on before, so that pages written meanwhile are
+//! sent all the same.
 
 use crate::PAGE_SIZE;
 use crate::pagemap_scan::{Query, Scanner};
@@ -21,40 +22,40 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use thiserror::Error;
 
-/// Why holes could not be searched. Send everything instead, or say what is missing.
+/// Why holes could not be searched. Send everything instead, or report the cause.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HoleError {
     /// The page map cannot be opened.
     #[error("cannot open {path}: {source}; it needs the same user, or CAP_SYS_PTRACE for another process")]
     Open {
-        /// What was opened.
+        /// The path.
         path: String,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
     /// The page map cannot be read.
     #[error("cannot read the page map of addresses {:#x}..{:#x}: {source}", .range.start, .range.end)]
     PageMap {
-        /// The addresses asked about.
+        /// The addresses of the search.
         range: Range<usize>,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
     /// The range is not made of whole pages.
     #[error("addresses {:#x}..{:#x} are not a range of whole pages", .0.start, .0.end)]
     Unaligned(Range<usize>),
-    /// The file does not tell its holes.
+    /// The file does not report its holes.
     #[error("cannot search bytes {}..{} of a RAM file for holes: {source}", .range.start, .range.end)]
     Seek {
-        /// The bytes asked about.
+        /// The bytes of the search.
         range: Range<u64>,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// The page map of a process: tells the populated parts of its private anonymous memory.
+/// The page map of a process: finds the populated parts of its private anonymous memory.
 #[derive(Debug)]
 pub struct PageMap {
     scanner: Scanner,
@@ -62,23 +63,23 @@ pub struct PageMap {
     entries: Box<[u8; ENTRIES * ENTRY]>,
 }
 
-/// How the page map is asked.
+/// The method of reading the page map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// By ranges: `PAGEMAP_SCAN`, Linux 6.7 and newer.
     Scan,
-    /// Page by page: reading `/proc/PID/pagemap`. Pages that were only ever read (the zero page) count as populated,
-    /// as an unprivileged reader cannot tell them apart.
+    /// Page by page: reading `/proc/PID/pagemap`. Pages that were only ever read (the zero page) count as populated, as
+    /// an unprivileged reader cannot distinguish them.
     Read,
 }
 
 impl PageMap {
-    /// The page map of this process.
+    /// Opens the page map of this process.
     pub fn own() -> Result<Self, HoleError> {
         Self::open("/proc/self/pagemap".to_owned())
     }
 
-    /// The page map of process `pid`. Needs the right to trace it.
+    /// Opens the page map of process `pid`. Needs the right to trace it.
     pub fn of_process(pid: u32) -> Result<Self, HoleError> {
         Self::open(format!("/proc/{pid}/pagemap"))
     }
@@ -86,25 +87,25 @@ impl PageMap {
     fn open(path: String) -> Result<Self, HoleError> {
         let file = File::open(&path).map_err(|source| HoleError::Open { path, source })?;
         let mut map = Self { scanner: Scanner::new(file), way: Way::Scan, entries: Box::new([0; ENTRIES * ENTRY]) };
-        // An empty range asks only whether the operation exists: older kernels answer ENOTTY.
+        // Scanning an empty range tests only whether the operation exists: older kernels return ENOTTY.
         if map.scanner.scan(0..0, Query::POPULATED).is_err() {
             map.way = Way::Read;
         }
         Ok(map)
     }
 
-    /// The way in use.
+    /// Returns the method in use.
     pub fn way(&self) -> Way {
         self.way
     }
 
-    /// Uses the way that every kernel has.
+    /// Uses the method that every kernel supports.
     pub fn use_read(&mut self) {
         self.way = Way::Read;
     }
 
-    /// Calls `populated` for each part of the addresses `range` that was ever populated, in rising order, whole pages.
-    /// Parts that touch may come as several calls.
+    /// Calls `populated` for each part of the addresses `range` that was ever populated, in ascending order, whole
+    /// pages. Adjacent parts may come as several calls.
     ///
     /// Only for private anonymous mappings; parts of `range` that are not mapped count as never populated.
     pub fn populated(&mut self, range: Range<usize>, mut populated: impl FnMut(Range<usize>)) -> Result<(), HoleError> {
@@ -123,7 +124,7 @@ impl PageMap {
         Ok(())
     }
 
-    /// One step by `PAGEMAP_SCAN`; returns where to go on.
+    /// Makes one step by `PAGEMAP_SCAN`; returns where to continue.
     fn scan(&mut self, range: Range<usize>, populated: &mut impl FnMut(Range<usize>)) -> io::Result<usize> {
         let start = range.start;
         let (regions, walked_to) = self.scanner.scan(range, Query::POPULATED)?;
@@ -136,7 +137,7 @@ impl PageMap {
         Ok(walked_to)
     }
 
-    /// One step by reading entries; returns where to go on.
+    /// Makes one step by reading entries; returns where to continue.
     fn read(&mut self, range: Range<usize>, populated: &mut impl FnMut(Range<usize>)) -> io::Result<usize> {
         let pages = (range.len() / PAGE_SIZE).min(ENTRIES);
         let entries = &mut self.entries[..pages * ENTRY];
@@ -160,10 +161,10 @@ impl PageMap {
     }
 }
 
-/// Calls `data` for each part of the bytes `range` of a shared RAM file that holds data, in rising order.
+/// Calls `data` for each part of the bytes `range` of a shared RAM file that holds data, in ascending order.
 ///
-/// Works on the file, not on a mapping. Moves the descriptor's file offset, which nobody who maps a file uses. A file
-/// system that knows no holes answers that all is data; bytes past the end of the file are a hole.
+/// Works on the file, not on a mapping. Moves the descriptor's file offset, which mappings do not use. A file system
+/// without holes reports that all is data; bytes past the end of the file are a hole.
 pub fn file_data(file: impl AsFd, range: Range<u64>, mut data: impl FnMut(Range<u64>)) -> Result<(), HoleError> {
     let failed = |source: rustix::io::Errno| HoleError::Seek { range: range.clone(), source: source.into() };
     let mut at = range.start;
@@ -179,11 +180,11 @@ pub fn file_data(file: impl AsFd, range: Range<u64>, mut data: impl FnMut(Range<
         }
         let end = match seek(&file, SeekFrom::Hole(start)) {
             Ok(end) => end.min(range.end),
-            // Cut off since: what was found is a hole now.
+            // Truncated since: the data is a hole now.
             Err(rustix::io::Errno::NXIO) => return Ok(()),
             Err(error) => return Err(failed(error)),
         };
-        // A hole punched between the two questions may begin where the data began.
+        // A hole punched between the two calls may begin where the data began.
         if end > start {
             data(start..end);
         }
@@ -207,7 +208,7 @@ mod tests {
     use proptest::prelude::*;
     use proptest::test_runner::contextualize_config;
 
-    /// Both ways, or the one this kernel has.
+    /// Both methods, or the one that this kernel has.
     fn ways() -> Vec<PageMap> {
         let mut read = PageMap::own().unwrap();
         read.use_read();
@@ -248,7 +249,7 @@ mod tests {
         }
 
         #[test]
-        fn the_data_of_a_shared_file_is_found_whoever_wrote_it(
+        fn the_data_of_a_shared_file_is_found_whichever_process_wrote_it(
             written in proptest::collection::btree_set(0u64..2000, 0..200),
             bounds in (0u64..2100, 0u64..2100),
         ) {
@@ -313,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_seek_says_so() {
+    fn a_file_that_cannot_seek_is_an_error() {
         let (reader, _writer) = rustix::pipe::pipe().unwrap();
         let error = file_data(&reader, 0..4096, |_| {}).unwrap_err();
         assert!(error.to_string().contains("cannot search bytes 0..4096"), "{error}");

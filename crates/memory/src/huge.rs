@@ -1,10 +1,10 @@
-//! Huge pages for large buffers that are read here and there: a page of them is one entry of the TLB for two megabytes.
+//! Huge pages for large buffers with random access: one TLB entry then covers two megabytes.
 
 use rustix::mm::{Advice, madvise};
 
 use crate::PAGE_SIZE;
 
-/// Asks for huge pages under `bytes`, as far as whole ones fit. Its content stays; a kernel without them gives small ones.
+/// Requests huge pages for `bytes`, as far as whole ones fit. The content stays; a kernel without them uses small ones.
 pub fn prefer_huge_pages(bytes: &mut [u8]) {
     let start = bytes.as_mut_ptr().align_offset(PAGE_SIZE);
     let length = bytes.len().saturating_sub(start) / PAGE_SIZE * PAGE_SIZE;

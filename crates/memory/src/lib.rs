@@ -1,4 +1,4 @@
-//! Guest RAM: bitmaps, page scans, snapshots, and the ways to place pages into it.
+//! Guest RAM: bitmaps, page scans, snapshots, and the methods of placing pages into it.
 
 pub mod bitmap;
 pub mod checksum;

@@ -1,7 +1,7 @@
-//! What is mapped where in a process, as the kernel lists it: the judge of what a caller says about guest RAM.
+//! The mappings of a process, as the kernel lists them: used to check a caller's description of guest RAM.
 //!
-//! A wrong word about the backing of a RAM block is silent and costs memory: of a private file mapping that is called shared,
-//! the pages that were written lie beside the file, so whoever asks the file for its data never sees them.
+//! A wrong backing of a RAM block is silent and loses memory: if a private file mapping is described as shared, its
+//! written pages are not in the file, so a search of the file for data never finds them.
 
 use std::fs;
 use std::io;
@@ -13,7 +13,7 @@ pub(crate) struct Mapping<'a> {
     pub(crate) start: usize,
     pub(crate) end: usize,
     pub(crate) private: bool,
-    /// Of `start` in the file, in bytes.
+    /// Offset of `start` in the file, in bytes.
     pub(crate) offset: u64,
     /// Major and minor number.
     pub(crate) device: (u32, u32),
@@ -42,42 +42,43 @@ impl<'a> Mapping<'a> {
         })
     }
 
-    /// Whether it is private memory without a file behind it, with ordinary, transparent huge or hugetlb pages.
+    /// Returns whether it is private memory without a file, with ordinary, transparent huge or hugetlb pages.
     pub(crate) fn is_anonymous(&self) -> bool {
         self.private && (self.inode == 0 || self.is_anonymous_hugetlb())
     }
 
-    /// Whether it was made by `MAP_HUGETLB` without a file: the kernel shows a file of its own.
+    /// Returns whether it was made by `MAP_HUGETLB` without a file: the kernel shows an internal file.
     pub(crate) fn is_anonymous_hugetlb(&self) -> bool {
         self.path.starts_with("/anon_hugepage")
     }
 
-    /// Whether `address`, where the mapping may begin before, is byte `offset` of the file with this device and inode.
+    /// Returns whether `address`, before which the mapping may begin, is byte `offset` of the file with this device and
+    /// inode.
     pub(crate) fn is_of_file(&self, address: usize, (device, inode): ((u32, u32), u64), offset: u64) -> bool {
         let expected = offset.wrapping_add(self.start as u64).wrapping_sub(address as u64);
         (self.device, self.inode, self.offset) == (device, inode, expected)
     }
 }
 
-/// All mappings of a process, at one moment.
+/// All mappings of a process, at one time.
 #[derive(Debug)]
 pub(crate) struct Mappings(String);
 
 impl Mappings {
-    /// Those that this process has now.
+    /// Reads those of this process.
     pub(crate) fn own() -> io::Result<Self> {
         fs::read_to_string("/proc/self/maps").map(Self)
     }
 
-    /// Those of the process that has the number `pid` now.
+    /// Reads those of the process that has the id `pid` now.
     pub(crate) fn of_process(pid: i32) -> io::Result<Self> {
         fs::read_to_string(format!("/proc/{pid}/maps")).map(Self)
     }
 
-    /// Checks that all of `addresses` is mapped, and every mapping in that range as `is` wants it.
+    /// Checks that all of `addresses` is mapped, and that `is` accepts every mapping in that range.
     ///
     /// # Errors
-    /// What is there instead, in words.
+    /// The actual mapping, as text.
     pub(crate) fn check(
         &self,
         addresses: Range<usize>,

@@ -1,4 +1,4 @@
-//! The memory part of post-copy: which pages of a running guest are still at the source, and putting them in place.
+//! The memory part of post-copy: records which pages of a running guest are still at the source, and places them.
 //!
 //! ```text
 //!            vCPU reads a stale page: waits in the kernel
@@ -8,29 +8,31 @@
 //!   channel threads:         pages arrive ─> place() ┘     (also without having been asked for)
 //! ```
 //!
-//! **Order at the destination.** Until it is stopped the source's guest owns the memory; then, before anything here touches
-//! guest RAM for the new guest (loading device state included):
+//! **Order at the destination.** Until the source's guest is stopped, it owns the memory. After that, and before any
+//! code here touches guest RAM for the new guest (loading device state included):
 //! 1. all pages sent before are in place;
 //! 2. [`MissingPages::new`] for each block: from now on missing pages are watched;
-//! 3. [`MissingPages::declare_stale`] for all that the source has newer: discarded, and marked;
+//! 3. [`MissingPages::declare_stale`] for all pages of which the source has newer content: they are discarded and
+//!    marked;
 //! 4. fault and channel threads run, the guest starts;
 //! 5. when [`MissingPages::stale_count`] is 0, [`MissingPages::finish`].
 //!
-//! **First arrival wins.** A stale page is claimed by the first thread that has its content, and put in place by the
-//! kernel all at once. Its stale mark goes only after that: at no moment is a page both unmarked and missing that the
-//! source still has, so the zero fill of other missing pages never hits one. Content that comes again is dropped.
+//! **First arrival wins.** A stale page is claimed by the first thread that has its content, and placed atomically by
+//! the kernel. Its stale mark is cleared only after that: a page that the source still has is never both unmarked and
+//! missing, so the zero fill of other missing pages never affects one. Content that arrives again is dropped.
 //!
-//! **No fault is lost.** The kernel wakes who waits when it puts the page in place. Where a page could not be placed, or was
-//! asked for on a connection that is gone, whoever waits is woken to take the fault anew, and so to have it asked again.
+//! **No fault is lost.** The kernel wakes the waiting threads when it places the page. If a page could not be placed,
+//! or was requested on a connection that is gone, its waiting threads are woken: they fault again, and so the page is
+//! requested again.
 //!
-//! **Memory of another process** is watched and filled in the same way, through a userfaultfd of that process's address space
-//! ([`GuestProcess`](crate::guest_process::GuestProcess)), of which the process itself keeps a copy: if the filling program dies, a thread
-//! that touches a missing page waits for good, and never reads zeros.
+//! **Memory of another process** is watched and filled in the same way, through a userfaultfd of that process's address
+//! space ([`GuestProcess`](crate::guest_process::GuestProcess)). The process itself keeps a copy of the descriptor: if
+//! the filling program dies, a thread that touches a missing page waits for ever, and never reads zeros.
 //!
-//! **What userfaultfd does not see**, and so must not happen before [`MissingPages::finish`]: accesses through another
-//! mapping of the same shared memory, in this process or another (a vhost-user device), unless that is watched as well;
-//! reads and writes of the file; discarding pages (balloon, free page reporting); `fork` with the child touching guest
-//! RAM. They find zeros, or have zeros found.
+//! **Not seen by userfaultfd**, and so forbidden before [`MissingPages::finish`]: accesses through another mapping of
+//! the same shared memory, in this process or another (a vhost-user device), unless that mapping is watched too; reads
+//! and writes of the file; discarding pages (balloon, free page reporting); `fork` with the child touching guest RAM.
+//! They would read zeros, or make other accesses read zeros.
 
 use crate::PAGE_SIZE;
 use crate::bitmap::AtomicPageBitmap;
@@ -44,28 +46,28 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use thiserror::Error;
 
-/// Why pages could not be put in place, or a fault not be answered.
+/// Why pages could not be placed, or a fault not be resolved.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum MissingError {
-    /// The kernel did not do it.
+    /// A userfaultfd call failed.
     #[error(transparent)]
     Userfault(#[from] UserfaultError),
     /// Not whole pages of the block, or they could not be discarded.
     #[error(transparent)]
     Discard(#[from] DiscardError),
-    /// Content of a length that is no number of pages.
+    /// The length of the content is not a multiple of the page size.
     #[error("{0} bytes are not whole pages of {PAGE_SIZE} bytes")]
     Length(usize),
-    /// The address is not in this block.
+    /// The fault is not in this block.
     #[error("the fault at address {address:#x} is not within the RAM block at {:#x}..{:#x}", .block.start, .block.end)]
     NotHere {
-        /// Of the fault.
+        /// Address of the fault.
         address: usize,
         /// Addresses of the block.
         block: Range<usize>,
     },
-    /// A page that was discarded came back by itself, and the guest may have read it: stop the guest.
+    /// A page that was discarded came back without having been placed, and the guest may have read it: stop the guest.
     #[error(
         "page {page} of the RAM block at {block:#x} is there although its content is still at the source: another mapping \
          or process touched it. The guest may have read zeros; stop it"
@@ -76,7 +78,7 @@ pub enum MissingError {
         /// Address of the block.
         block: usize,
     },
-    /// There is no huge page in the pool for what is to be placed. Nothing is lost: it is asked for again.
+    /// There is no huge page in the pool for the content. Nothing is lost: the page is requested again.
     #[error(
         "no huge page is to be had for page {page} of the RAM block at {block:#x}: the pool is empty (raise \
          vm.nr_hugepages: pages given back have lost their reservation), or another process touched that page"
@@ -87,21 +89,21 @@ pub enum MissingError {
         /// Address of the block.
         block: usize,
     },
-    /// Not all pages have come.
+    /// Not all pages have arrived.
     #[error("{pages} pages of the RAM block at {block:#x} have not come from the source yet")]
     StillStale {
-        /// How many.
+        /// Number of missing pages.
         pages: u64,
         /// Address of the block.
         block: usize,
     },
-    /// No address space for a page of zeros.
+    /// No address space is left for a page of zeros.
     #[error("cannot map a page of zeros: {0}")]
     Zeros(io::Error),
 }
 
 impl MissingError {
-    /// Whether the system has no memory now, and may have some later.
+    /// Returns whether the system has no memory now, and may have some later.
     pub fn is_no_memory(&self) -> bool {
         match self {
             Self::NoHugePage { .. } => true,
@@ -111,45 +113,46 @@ impl MissingError {
     }
 }
 
-/// What is to be done about a fault.
+/// What to do about a fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// Ask the source for these pages of the block: one page of the backing. Told once per page, until
+    /// Request these pages of the block from the source: one page of the backing. Returned once per page, until
     /// [`MissingPages::forget_asked`].
     Ask(Range<u64>),
-    /// Nothing: the page was asked for, or is being placed right now.
+    /// Nothing: the page was requested before, or is being placed right now.
     Waiting,
-    /// Nothing: it was never written at the source, so a page of zeros was placed.
+    /// Nothing: the page was never written at the source, so a page of zeros was placed.
     ZeroFilled,
-    /// Nothing: the page was there by now.
+    /// Nothing: the page is present by now.
     Present,
 }
 
-/// The pages of one RAM block that are still at the source. See the [module](self). Shared by all threads. Costs three
+/// The pages of one RAM block that are still at the source. See the [module](self). Shared by all threads. Uses three
 /// bits per page of 4096 bytes.
 ///
-/// **Dropping** it unfinished, with stale pages, leaves the block watched and its userfaultfd open until the process ends, in another
-/// process for good: who touches a missing page waits for ever, and can be killed. Else the guest would go on and read zeros as if they were
-/// its memory. Use [`Self::finish`], or [`Self::abandon`] where no guest runs.
+/// **Dropping** it with stale pages, without [`Self::finish`], leaves the block watched and its userfaultfd open until
+/// the process ends, in another process for ever: a thread that touches a missing page waits until it is killed.
+/// Otherwise the guest would read zeros as if they were its memory. Use [`Self::finish`], or [`Self::abandon`] where no
+/// guest runs.
 #[derive(Debug)]
 pub struct MissingPages {
     backing: Discardable,
     userfault: Arc<Userfault>,
-    /// Not in place yet.
+    /// Not placed yet.
     stale: AtomicPageBitmap,
-    /// Stale, and no thread has begun to place it.
+    /// Stale, and not claimed by a thread.
     unclaimed: AtomicPageBitmap,
-    /// Told to be asked for.
+    /// Returned as to be requested.
     asked: AtomicPageBitmap,
     stale_count: AtomicU64,
     dropped: AtomicU64,
-    /// Where the kernel cannot place zero pages by itself.
+    /// A page of zeros, where the kernel cannot place zero pages by itself.
     zeros: Option<Zeros>,
     ended: AtomicBool,
 }
 
 impl MissingPages {
-    /// Watches a RAM block for missing pages, with transparent huge pages forbidden. None is stale yet.
+    /// Watches a RAM block for missing pages, with transparent huge pages forbidden. No page is stale yet.
     ///
     /// `userfault` is of the process that the block is mapped in, has [`Discardable::userfault_features`] and, for a guest, [all faults](crate::userfault::Faults::All). One
     /// may watch several blocks; [`Self::contains`] tells whose a fault is.
@@ -157,7 +160,7 @@ impl MissingPages {
         backing.forbid_huge_pages()?;
         let bitmap = || AtomicPageBitmap::new(backing.pages());
         let (stale, unclaimed, asked) = (bitmap(), bitmap(), bitmap());
-        // Made before it is known whether it is needed: nothing fails once the block is watched.
+        // Made whether or not it is needed: no step may fail once the block is watched.
         let zeros = Zeros::new(backing.page_size()).map_err(MissingError::Zeros)?;
         let registered = userfault.register_missing(backing.addresses())?;
         let zeros = Some(zeros).filter(|_| !registered.zero_page);
@@ -165,28 +168,29 @@ impl MissingPages {
         Ok(Self { backing, userfault, stale, unclaimed, asked, stale_count, dropped, zeros, ended })
     }
 
-    /// The memory of the block.
+    /// Returns the memory of the block.
     pub fn backing(&self) -> &Discardable {
         &self.backing
     }
 
-    /// Whether `address` is in this block.
+    /// Returns whether `address` is in this block.
     pub fn contains(&self, address: usize) -> bool {
         self.backing.addresses().contains(&address)
     }
 
-    /// The source has newer content of `run`: gives its pages back and marks them stale. Before anything of the new guest
-    /// touches the block or arrives for it.
+    /// Discards the pages of `run`, of which the source has newer content, and marks them stale. Call it before the new
+    /// guest touches the block or content arrives for it.
     ///
-    /// Whole pages of the backing: see [`Discardable::widen`]. On an error the content of the block is lost; [abandon] it and
-    /// leave the guest at the source.
+    /// `run` is whole pages of the backing: see [`Discardable::widen`]. After an error the content of the block is
+    /// lost; [abandon] it and leave the guest at the source.
     ///
     /// [abandon]: Self::abandon
     pub fn declare_stale(&self, run: Range<u64>) -> Result<(), MissingError> {
         self.declare_all_stale(std::slice::from_ref(&run))
     }
 
-    /// As [`Self::declare_stale`], all of `runs` at once: where the block lies in another process, that process is stopped for each call.
+    /// As [`Self::declare_stale`], for all of `runs` at once: where the block lies in another process, that process is
+    /// stopped for each call.
     pub fn declare_all_stale(&self, runs: &[Range<u64>]) -> Result<(), MissingError> {
         self.backing.discard_all(runs)?;
         for run in runs {
@@ -198,27 +202,27 @@ impl MissingPages {
         Ok(())
     }
 
-    /// How many pages are not in place yet.
+    /// Returns how many pages are not placed yet.
     pub fn stale_count(&self) -> u64 {
         self.stale_count.load(Ordering::Acquire)
     }
 
-    /// Calls `run` for each run of pages that are not in place yet: what to ask a source for that has connected again.
+    /// Calls `run` for each run of pages that are not placed yet: request these from a source that has reconnected.
     /// Complete when no thread is placing.
     pub fn for_each_stale_run(&self, run: impl FnMut(Range<u64>)) {
         self.stale.for_each_run_in(0..self.backing.pages(), run);
     }
 
-    /// How many pages came that were not stale (any more) and were dropped.
+    /// Returns how many pages arrived that were not stale (any more) and were dropped.
     pub fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// Content arrived for the pages from `first_page` on: places what is stale of it, drops the rest, and returns how many
-    /// pages it placed.
+    /// Places the stale pages of content that arrived for the pages from `first_page` on, drops the others, and returns
+    /// how many pages it placed.
     ///
     /// On hugetlb whole huge pages only: parts cannot be placed. `content` is not in watched memory. Pages that could
-    /// not be placed because of an error stay stale, and will be asked for again when they are missed.
+    /// not be placed because of an error stay stale, and are requested again at the next fault.
     pub fn place(&self, first_page: u64, content: &[u8]) -> Result<u64, MissingError> {
         if !content.len().is_multiple_of(PAGE_SIZE) {
             return Err(MissingError::Length(content.len()));
@@ -238,9 +242,9 @@ impl MissingPages {
         self.fill(run, |piece| self.zero(&piece))
     }
 
-    /// What to do about a fault at `address`, taken from the userfaultfd. Does what can be done here.
+    /// Returns what to do about a fault at `address`, received from the userfaultfd, and resolves it if possible.
     ///
-    /// On an error its thread still waits; [`Self::forget_asked`] makes the fault come again.
+    /// After an error the faulting thread still waits; [`Self::forget_asked`] makes it fault again.
     pub fn fault(&self, address: usize) -> Result<Answer, MissingError> {
         if !self.contains(address) {
             return Err(MissingError::NotHere { address, block: self.backing.addresses() });
@@ -248,7 +252,7 @@ impl MissingPages {
         let page = ((address - self.backing.addresses().start) / PAGE_SIZE) as u64;
         let page = self.backing.widen(page..page + 1);
         if self.stale.contains(page.start) {
-            // If the one that claimed it fails, it wakes the waiter, who then comes here again.
+            // If the claiming thread fails to place the page, it wakes the waiting threads, which fault again.
             let is_new = self.unclaimed.contains(page.start) && self.asked.test_and_set(page.clone(), |_| {}) > 0;
             return Ok(if is_new { Answer::Ask(page) } else { Answer::Waiting });
         }
@@ -256,24 +260,25 @@ impl MissingPages {
             Ok(Filled::Placed) => Ok(Answer::ZeroFilled),
             Ok(Filled::AlreadyThere { .. }) if self.lacks_huge_page(page.start) => Err(self.no_huge_page(page.start)),
             Ok(Filled::AlreadyThere { .. }) => Ok(Answer::Present),
-            // Ended since the fault was taken: that woke its thread.
+            // The watching ended after the fault was received, which woke the faulting thread.
             Err(error) if is_enoent(&error) && self.ended.load(Ordering::Acquire) => Ok(Answer::Present),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// The connection on which pages were asked for is gone: faults are asked again. Every thread that waits is woken for
-    /// that, and its fault comes anew.
+    /// Forgets all requests, because the connection they were sent on is gone. Wakes every waiting thread, so that it
+    /// faults again and the page is requested again.
     ///
-    /// Call it when a new connection takes requests, and again if it was lost before all of them were sent.
+    /// Call it when a new connection accepts requests, and again if that was lost before all of them were sent.
     pub fn forget_asked(&self) -> Result<(), MissingError> {
         self.asked.clear(0..self.backing.pages());
         Ok(self.userfault.wake(self.backing.addresses())?)
     }
 
-    /// All pages are in place: watches the block no longer. Pages that the source never wrote read as zero from now on.
+    /// Stops watching the block after all pages have been placed. Pages that the source never wrote read as zero from
+    /// now on.
     ///
-    /// Repeating it is harmless. Afterwards, [`Discardable::restore_huge_pages`] may be wanted.
+    /// Repeating it is harmless. Call [`Discardable::restore_huge_pages`] afterwards if wanted.
     pub fn finish(&self) -> Result<(), MissingError> {
         match self.stale_count() {
             0 => Ok(self.end()?),
@@ -281,9 +286,9 @@ impl MissingPages {
         }
     }
 
-    /// Gives up: watches the block no longer although pages are missing, which read as zero from now on.
+    /// Stops watching the block although pages are missing, which read as zero from now on.
     ///
-    /// Only where no guest has run on this memory and none will, as when post-copy is called off before the guest was
+    /// Only where no guest has run on this memory and none will, as when post-copy is cancelled before the guest was
     /// started here.
     pub fn abandon(&self) -> Result<(), MissingError> {
         self.end()?;
@@ -291,7 +296,7 @@ impl MissingPages {
     }
 
     fn end(&self) -> Result<(), UserfaultError> {
-        // First: who finds the block unwatched can see why.
+        // First, so that threads that find the block unwatched see the reason.
         if self.ended.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
@@ -310,7 +315,7 @@ impl MissingPages {
             let mut at = claimed.start;
             if failure.is_none() {
                 failure = self.fill_claimed(&mut at, claimed.end, &step).err();
-                // Only now, and each by this thread alone, which claimed it.
+                // Only after placing; no other thread clears these, as this one has claimed them.
                 self.stale.clear(claimed.start..at);
                 self.stale_count.fetch_sub(at - claimed.start, Ordering::AcqRel);
                 placed += at - claimed.start;
@@ -326,7 +331,7 @@ impl MissingPages {
         }
     }
 
-    /// Places pages from `at` on, which follows.
+    /// Places claimed pages and advances `at` past them.
     fn fill_claimed(
         &self,
         at: &mut u64,
@@ -346,7 +351,7 @@ impl MissingPages {
                     }
                     return Err(MissingError::NotMissing { page: *at, block: self.backing.addresses().start });
                 }
-                // More than one mapping, as a block has after mbind(2) of parts: by single pages.
+                // More than one mapping, as in a block after mbind(2) of parts: place single pages.
                 Err(error) if is_enoent(&error) && piece.end - piece.start > unit => {
                     longest = unit;
                     *at += placed_before(&error, &self.backing.addresses_of(&piece));
@@ -360,8 +365,8 @@ impl MissingPages {
         Ok(())
     }
 
-    /// Whether "there already" means that there is no huge page: where the pool is empty, the kernel says `EEXIST`
-    /// (`hugetlb_mfill_atomic_pte` in `mm/hugetlb.c`, seen with Linux 6.18). What is there indeed is mapped here.
+    /// Returns whether `EEXIST` means that there is no huge page: the kernel returns it where the pool is empty
+    /// (`hugetlb_mfill_atomic_pte` in `mm/hugetlb.c`, seen with Linux 6.18). A page that does exist is mapped here.
     fn lacks_huge_page(&self, page: u64) -> bool {
         self.backing.is_hugetlb() && !self.backing.is_mapped(page)
     }
@@ -370,14 +375,15 @@ impl MissingPages {
         MissingError::NoHugePage { page, block: self.backing.addresses().start }
     }
 
-    /// Claimed pages that were not placed: to be claimed by the next, and asked for when they are missed.
+    /// Releases claimed pages that were not placed: another thread may claim them, and they are requested at the next
+    /// fault.
     fn give_back(&self, rest: Range<u64>) {
         if rest.is_empty() {
             return;
         }
         self.unclaimed.set(rest.clone());
         self.asked.clear(rest.clone());
-        // Last, so that who is woken finds the above. Its failure is no news: it follows another, which is reported.
+        // Last, so that a woken thread sees the marks above. An error here follows another one, which is reported.
         let _ = self.userfault.wake(self.backing.addresses_of(&rest));
     }
 
@@ -407,10 +413,10 @@ impl Drop for MissingPages {
             return;
         }
         if self.stale_count() == 0 {
-            // It fails where the memory is unmapped by now, which ended the watching.
+            // Fails if the memory is unmapped by now, which ended the watching.
             let _ = self.end();
         } else {
-            // Closing the last one would let the guest read zeros: see the type.
+            // Closing the last descriptor would let the guest read zeros: see the type.
             std::mem::forget(Arc::clone(&self.userfault));
         }
     }
@@ -420,7 +426,7 @@ fn is_enoent(error: &UserfaultError) -> bool {
     matches!(error, UserfaultError::Range { source, .. } if source.raw_os_error() == Some(libc::ENOENT))
 }
 
-/// Pages of `piece` that were placed before the error, which names the rest.
+/// Returns how many pages of `piece` were placed before the error, which names the rest.
 fn placed_before(error: &UserfaultError, piece: &Range<usize>) -> u64 {
     match error {
         UserfaultError::Range { range, .. } => ((range.start - piece.start) / PAGE_SIZE) as u64,

@@ -1,16 +1,16 @@
-//! Which NUMA node memory is on: accelerators are used on the side where the pages are.
+//! Finds the NUMA node of memory: accelerators are used on the node of the pages.
 
 use std::ops::Range;
 
 use crate::PAGE_SIZE;
 
-/// Pages looked at, spread over the range.
+/// Pages that are sampled, spread over the range.
 const SAMPLES: usize = 64;
 
-/// The NUMA node that most pages of `addresses`, looked at here and there, are on. None where none of these was ever touched, or
-/// the system does not say.
+/// Returns the NUMA node of most sampled pages of `addresses`. None if none of these was ever touched, or the system
+/// does not report nodes.
 ///
-/// By move_pages(2), which only looks when it is given no nodes, and touches nothing.
+/// Uses move_pages(2), which without target nodes only queries, and touches no page.
 pub fn node_of(addresses: Range<usize>) -> Option<u32> {
     let pages = addresses.len() / PAGE_SIZE;
     let count = pages.min(SAMPLES);
@@ -38,7 +38,7 @@ mod tests {
     use crate::test_util::Area;
 
     #[test]
-    fn memory_has_a_node_once_it_is_touched_and_is_not_touched_by_asking() {
+    fn memory_has_a_node_once_it_is_touched_and_is_not_touched_by_the_query() {
         let area = Area::small_pages(1000 * PAGE_SIZE);
         let addresses = area.ptr().addr()..area.ptr().addr() + 1000 * PAGE_SIZE;
         assert_eq!(node_of(addresses.clone()), None, "pages that were never touched are nowhere");

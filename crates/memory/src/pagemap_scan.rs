@@ -1,5 +1,5 @@
-//! `PAGEMAP_SCAN` (Linux 6.7): asks the page tables of a process for ranges of pages by category, and can write-protect
-//! what it finds in the same step. Shared by the hole search and by the write-protecting dirty log.
+//! `PAGEMAP_SCAN` (Linux 6.7): finds ranges of pages by category in the page tables of a process, and can write-protect
+//! them in the same step. Shared by the hole search and by the write-protecting dirty log.
 //!
 //! Source: `include/uapi/linux/fs.h`, `Documentation/admin-guide/mm/pagemap.rst`, `PAGEMAP_SCAN(2const)`.
 
@@ -8,18 +8,18 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// Which pages a scan finds, and what it does to them.
+/// The pages that a scan finds, and its effect on them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Query {
     /// `PM_SCAN_*`.
     pub(crate) flags: u64,
-    /// Categories whose meaning is turned round before the masks are applied.
+    /// Categories that are inverted before the masks are applied.
     pub(crate) inverted: u64,
     /// Categories that a page must all have.
     pub(crate) all_of: u64,
-    /// Categories of which a page must have one; 0 for no such demand.
+    /// Categories of which a page must have one; 0 for no such condition.
     pub(crate) any_of: u64,
-    /// Categories told in the answer. Pages that differ in them are separate regions.
+    /// Categories returned in the result. Pages that differ in them are separate regions.
     pub(crate) returned: u64,
 }
 
@@ -32,7 +32,7 @@ impl Query {
         any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
         returned: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
     };
-    /// Pages of a private mapping that are the process's own, and not the file's.
+    /// Pages of a private mapping that belong to the process, and not to the file.
     pub(crate) const OWN: Self = Self {
         flags: 0,
         inverted: PAGE_IS_FILE,
@@ -50,7 +50,7 @@ impl Query {
     };
 }
 
-/// An open page map with room for one call's answer.
+/// An open page map with a buffer for one call's result.
 #[derive(Debug)]
 pub(crate) struct Scanner {
     file: File,
@@ -61,29 +61,29 @@ impl Scanner {
     /// Regions fetched by one call: 24 bytes each.
     pub(crate) const REGIONS: usize = 512;
 
-    /// For an open `/proc/PID/pagemap`.
+    /// Makes a scanner for an open `/proc/PID/pagemap`.
     pub(crate) fn new(file: File) -> Self {
         Self { file, regions: Box::new([PageRegion::default(); Self::REGIONS]) }
     }
 
-    /// The page map.
+    /// Returns the page map.
     pub(crate) fn file(&self) -> &File {
         &self.file
     }
 
-    /// One call on the addresses `range`, whole pages. Returns the regions found, in rising order, and the address up to
-    /// which the range was walked: less than its end where the regions had no more room.
+    /// Scans the addresses `range`, whole pages, once. Returns the regions found, in ascending order, and the address
+    /// up to which the range was walked: less than its end if the buffer was full.
     pub(crate) fn scan(&mut self, range: Range<usize>, query: Query) -> io::Result<(&[PageRegion], usize)> {
         let regions = (self.regions.as_mut_ptr().expose_provenance() as u64, Self::REGIONS);
         let (found, walked_to) = self.call(range, query, regions)?;
         Ok((&self.regions[..found.min(Self::REGIONS)], walked_to))
     }
 
-    /// Calls `found` for each region of `range` that the query finds, in rising order. Only for queries without flags: one
-    /// that protects may end early.
+    /// Calls `found` for each region of `range` that the query finds, in ascending order. Only for queries without
+    /// flags: one that protects may end early.
     ///
     /// # Errors
-    /// The range that is left, with the system's answer; what `found` returns.
+    /// The remaining range, with the system's error; the error that `found` returns.
     pub(crate) fn each<E>(
         &mut self,
         range: Range<usize>,
@@ -106,8 +106,8 @@ impl Scanner {
         Ok(())
     }
 
-    /// One call that only does what the query's flags say, without telling the pages. Returns the address up to which the
-    /// range was walked.
+    /// Makes one call that only applies the query's flags, without returning regions. Returns the address up to which
+    /// the range was walked.
     pub(crate) fn apply(&mut self, range: Range<usize>, query: Query) -> io::Result<usize> {
         Ok(self.call(range, query, (0, 0))?.1)
     }
@@ -146,7 +146,7 @@ pub(crate) struct PageRegion {
     pub(crate) start: u64,
     /// One past the last.
     pub(crate) end: u64,
-    /// The returned categories, which all regions of one of our questions share.
+    /// The returned categories, which all regions of one of our queries share.
     _categories: u64,
 }
 

@@ -1,11 +1,11 @@
-//! Ways to place received pages into guest RAM.
+//! Methods of placing received pages into guest RAM.
 //!
-//! The destination's decode threads end here: a decoded batch and the offsets it belongs to. Where the RAM is (a file that
-//! the VMM shares, another process's anonymous memory, our own memory) and which system call is fastest for that backing
-//! is hidden behind [`Place`], so a decoder has one way to write and the report one name for what was done.
+//! The destination's decode threads end here, with a decoded batch and its offsets. [`Place`] hides the location of the
+//! RAM (a file that the VMM shares, another process's anonymous memory, our own memory) and the fastest system call for
+//! that backing: a decoder has one method to call, and the report one name for the method used.
 //!
 //! Every implementation takes `&self` and may be called from many threads at once. Calls on disjoint ranges do not
-//! disturb each other; calls on overlapping ranges leave one of the two contents per byte, in no stated order (region
+//! disturb each other. Calls on overlapping ranges leave one of the two contents per byte, in no defined order (region
 //! affinity on the wire keeps a page on one channel, so this does not happen in a migration).
 
 mod file;
@@ -26,7 +26,7 @@ pub use mapped::Mapped;
 pub use own::OwnMemory;
 pub use process::{ProcessWrite, TargetProcess};
 
-/// One contiguous piece of a batch: bytes, and where in the block they belong.
+/// One contiguous piece of a batch: bytes, and their place in the block.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece<'a> {
     /// Offset in the block, bytes.
@@ -35,7 +35,7 @@ pub struct Piece<'a> {
     pub data: &'a [u8],
 }
 
-/// How pages reach the guest's memory. Named in the log and in the report.
+/// The method by which pages reach the guest's memory. Named in the log and in the report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Way {
@@ -50,7 +50,7 @@ pub enum Way {
 }
 
 impl Way {
-    /// The name used in reports, one word.
+    /// Returns the name used in reports, one word.
     pub fn name(self) -> &'static str {
         match self {
             Way::Mapping => "mapping",
@@ -67,11 +67,11 @@ impl fmt::Display for Way {
     }
 }
 
-/// Guest RAM of one block, as something that pages can be written into.
+/// Guest RAM of one block, as memory into which pages can be written.
 ///
 /// Offsets count bytes from the start of the block. A call that would leave the block is refused before anything is
-/// written. When a call fails in the middle, what was written so far is unspecified: the pages of that call have to be
-/// written again, or the migration has to be given up.
+/// written. When a call fails in the middle, the content of its range is undefined: write those pages again, or abandon
+/// the migration.
 pub trait Place: Send + Sync + fmt::Debug {
     /// Size of the block in bytes.
     fn size(&self) -> u64;
@@ -81,17 +81,17 @@ pub trait Place: Send + Sync + fmt::Debug {
         self.write_pieces(&[Piece { offset, data }])
     }
 
-    /// Writes several pieces, in as few system calls as the way allows. Empty pieces are allowed.
+    /// Writes several pieces, in as few system calls as the method allows. Empty pieces are allowed.
     fn write_pieces(&self, pieces: &[Piece<'_>]) -> Result<(), PlaceError>;
 
-    /// Reads back what the pages at `offsets` hold: `pages` is as many pages of [`PAGE_SIZE`] bytes, in the same order.
+    /// Reads back the pages at `offsets` into `pages`: as many pages of [`PAGE_SIZE`] bytes, in the same order.
     fn read_pages(&self, offsets: &[u64], pages: &mut [u8]) -> Result<(), PlaceError>;
 
-    /// Makes `len` bytes at `offset` read as zeros: by writing zeros or by giving the memory back, whichever is right
-    /// for the backing. Whether a page that nobody ever wrote needs this at all is the caller's decision.
+    /// Makes `len` bytes at `offset` read as zeros: by writing zeros or by freeing the memory, whichever is right for
+    /// the backing. The caller decides whether a page that was never written needs this at all.
     fn zero(&self, offset: u64, len: u64) -> Result<(), PlaceError>;
 
-    /// How this place writes.
+    /// Returns the method by which this place writes.
     fn way(&self) -> Way;
 }
 
@@ -102,27 +102,27 @@ pub enum PlaceError {
     /// A range that is not inside the block.
     #[error("{len} bytes at offset {offset:#x} are not inside a block of {size:#x} bytes")]
     OutOfBounds {
-        /// Offset asked for, bytes.
+        /// Requested offset, bytes.
         offset: u64,
-        /// Length asked for, bytes.
+        /// Requested length, bytes.
         len: u64,
         /// Size of the block, bytes.
         size: u64,
     },
-    /// The process whose memory is written has ended, or runs another program by now.
+    /// The process whose memory is written has ended, or has called execve(2).
     #[error("process {pid} has ended or runs another program: its memory can no longer be written")]
     Gone {
         /// The process.
         pid: i32,
     },
-    /// The process cannot be held, so another that gets its id could be taken for it.
+    /// The process cannot be pinned down by descriptors, so another process with its id could be mistaken for it.
     #[error(
         "cannot hold process {pid} by a pidfd and /proc/{pid}/mem, which needs Linux 5.3 and free file descriptors: {source}"
     )]
     NotHeld {
         /// The process.
         pid: i32,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The kernel does not let us write this process's memory.
@@ -134,8 +134,8 @@ pub enum PlaceError {
         /// The process.
         pid: i32,
     },
-    /// The address range is not mapped in that process (any more), or there is no memory for it: the kernel has one error
-    /// for both.
+    /// The address range is not mapped in that process (any more), or there is no memory for it: the kernel returns the
+    /// same error for both.
     #[error(
         "address {address:#x} of process {pid} cannot be accessed: the guest's memory there moved or was unplugged, or a memory \
          limit (cgroup, huge page pool) was met"
@@ -146,7 +146,7 @@ pub enum PlaceError {
         /// First address that could not be written.
         address: u64,
     },
-    /// No memory left for a page of a shared backing: the file system is full, or a memory limit was met.
+    /// No memory is left for a page of a shared backing: the file system is full, or a memory limit was reached.
     #[error(
         "no memory for the guest page at offset {offset:#x} ({source}): the file system that backs guest RAM is full, \
          or a memory limit (cgroup, huge page pool) was met"
@@ -154,7 +154,7 @@ pub enum PlaceError {
     NoMemory {
         /// Offset in the block, bytes.
         offset: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// Any other failure of a system call.
@@ -164,7 +164,7 @@ pub enum PlaceError {
         what: &'static str,
         /// Offset in the block, bytes.
         offset: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// A parameter that can never work.
@@ -194,19 +194,19 @@ fn check_pages(offsets: &[u64], pages: &[u8], size: u64) -> Result<(), PlaceErro
     offsets.iter().try_for_each(|offset| check(*offset, PAGE_SIZE as u64, size))
 }
 
-/// How many pages from `first` on follow each other in the block.
+/// Returns how many pages from `first` are consecutive in the block.
 fn together(offsets: &[u64], first: usize) -> usize {
     let follows = |pair: &&[u64]| pair[0].checked_add(PAGE_SIZE as u64) == Some(pair[1]);
     1 + offsets[first..].windows(2).take_while(follows).count()
 }
 
-/// The size of a page of this machine's kernel, bytes.
+/// Returns the page size of this machine's kernel, bytes.
 fn kernel_page_size() -> u64 {
     rustix::param::page_size() as u64
 }
 
-/// How many pieces go into one system call: the two arrays stay on the stack (8 KiB) and below the kernel's limit of 1024.
+/// The most pieces in one system call: the two arrays stay on the stack (8 KiB) and below the kernel's limit of 1024.
 const VECTOR: usize = 256;
 
-/// Source of zeros for the ways that must write them.
+/// Source of zeros for the methods that must write them.
 static ZEROS: [u8; 128 * 1024] = [0; 128 * 1024];

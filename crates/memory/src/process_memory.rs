@@ -1,9 +1,9 @@
 //! RAM that lies in another process, such as the anonymous memory of a QEMU: read from outside.
 //!
 //! `process_vm_readv` copies it, straight into the buffer that is sent from, and is three times as fast as reading
-//! `/proc/PID/mem`, which copies each page twice. But it names its target by number, and numbers are reused. So each read is
-//! followed by a look at the address space that was held when the process was found ([`TargetProcess`]): as long as that
-//! exists, the number has meant this process all the while.
+//! `/proc/PID/mem`, which copies each page twice. But it identifies its target by id, and ids are reused. So after each
+//! read the address space is checked that was opened when the process was found ([`TargetProcess`]): as long as that
+//! exists, the id has meant this process all the time.
 
 use std::io;
 use std::ops::Range;
@@ -21,14 +21,14 @@ pub enum ProcessReadError {
     /// The process has ended, or runs another program.
     #[error(transparent)]
     Process(#[from] PlaceError),
-    /// Part of the range is not mapped any more, or the kernel does not let it be read.
+    /// Part of the range is not mapped any more, or the kernel forbids reading it.
     #[error("addresses {:#x}..{:#x} of process {pid} cannot be read: {source}", .range.start, .range.end)]
     Refused {
         /// The process.
         pid: i32,
-        /// What was to be read.
+        /// The addresses to be read.
         range: Range<usize>,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -54,15 +54,16 @@ impl ProcessMemory {
         self.start..self.start + self.bytes
     }
 
-    /// The same range, to be written.
+    /// Returns the same range for writing.
     pub(crate) fn writer(&self) -> Result<ProcessWrite, PlaceError> {
         ProcessWrite::new(&self.process, self.start as u64, self.bytes as u64)
     }
 
-    /// Fills `buffer` with the bytes of `parts`, one part after another, which the process may be writing. `parts` are offsets in the memory.
+    /// Fills `buffer` with the bytes of `parts`, one part after another, which the process may be writing. `parts` are
+    /// offsets in the memory.
     ///
     /// # Panics
-    /// When a part is not within the memory, or the parts together are not as long as `buffer`.
+    /// If a part is not within the memory, or the parts together are not as long as `buffer`.
     pub(crate) fn read(
         &self,
         mut parts: impl Iterator<Item = Range<usize>>,
@@ -92,15 +93,15 @@ impl ProcessMemory {
                 }
             }
         }
-        // Once for all parts: a number that had come to mean another process would go on meaning it.
+        // Once for all parts: an id that was reused would still mean the other process now.
         Ok(self.process.check_address_space(self.start)?)
     }
 }
 
-/// Parts of another process's memory that one call reads: the array stays on the stack (2 KiB).
+/// The most parts of another process's memory in one call: the array stays on the stack (2 KiB).
 const READ_PARTS: usize = 128;
 
-/// Addresses that are still to be read, in order.
+/// Addresses that remain to be read, in order.
 struct Remote {
     parts: [libc::iovec; READ_PARTS],
     next: usize,
@@ -137,12 +138,12 @@ impl Remote {
         self.left().iter().map(|part| part.iov_len).sum()
     }
 
-    /// The addresses that are read next.
+    /// Returns the addresses that are read next.
     fn first(&self) -> Range<usize> {
         self.left().first().map_or(0..0, |part| part.iov_base.addr()..part.iov_base.addr() + part.iov_len)
     }
 
-    /// So many bytes were read.
+    /// Removes the first `read` bytes.
     fn advance(&mut self, mut read: usize) {
         while let Some(part) = self.parts[self.next..self.end].first_mut() {
             let step = read.min(part.iov_len);
@@ -157,7 +158,7 @@ impl Remote {
     }
 }
 
-/// One process_vm_readv(2) of `remote`, which is as long as `buffer`: returns how many bytes it has copied.
+/// Calls process_vm_readv(2) once for `remote`, which is as long as `buffer`: returns how many bytes it has copied.
 fn read_once(pid: i32, remote: &[libc::iovec], buffer: &mut [u8]) -> Result<usize, Errno> {
     let local = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     // SAFETY: the kernel writes at most the bytes of `buffer`, which is borrowed for the call; the other addresses are of
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_in_a_process_is_read_from_any_offset() {
+    fn memory_of_a_process_is_read_from_any_offset() {
         let area = Area::small_pages(4 * PAGE_SIZE);
         area.bytes_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = (at / 7) as u8);
         let memory = own(&area, 4);
@@ -200,7 +201,7 @@ mod tests {
         const PAGES: usize = 3 * READ_PARTS + 7;
         let area = Area::small_pages(2 * PAGES * PAGE_SIZE);
         area.bytes_mut().iter_mut().enumerate().for_each(|(at, byte)| *byte = (at / 4099) as u8);
-        // Every other page, and an empty part now and then.
+        // Every other page, and an empty part at times.
         let parts = (0..PAGES).flat_map(|page| {
             let start = 2 * page * PAGE_SIZE;
             [start..start + PAGE_SIZE, start..start + if page % 5 == 0 { 0 } else { 1 }]
@@ -217,7 +218,7 @@ mod tests {
         let memory = own(&area, 4);
         let start = memory.addresses().start;
         let process = Arc::clone(memory.process());
-        // From the null page to the end of the area: its beginning is mapped nowhere.
+        // From the null page to the end of the area: its beginning is not mapped.
         let all = ProcessMemory::new(process, PAGE_SIZE, start + 4 * PAGE_SIZE - PAGE_SIZE);
         let at = start - PAGE_SIZE;
         let parts = [at..at + PAGE_SIZE, 0..PAGE_SIZE, at + PAGE_SIZE..at + 2 * PAGE_SIZE];
@@ -251,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_has_ended_is_told_from_memory_that_is_not_mapped() {
+    fn a_process_that_has_ended_is_distinguished_from_memory_that_is_not_mapped() {
         let (mut child, start) = another();
         let process = Arc::new(TargetProcess::open(child.id() as i32).unwrap());
         let memory = ProcessMemory::new(process, start, PAGE_SIZE);

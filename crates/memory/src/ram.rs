@@ -1,10 +1,11 @@
-//! Guest RAM: named blocks, mapped in this process as a monitor that embeds the library has them, or lying in another one.
+//! Guest RAM: named blocks, mapped in this process (as in a monitor that embeds the library) or located in another
+//! process.
 //!
-//! A block is what the monitor says it is. Its kind of backing decides how memory that was never populated is found, how
-//! pages are given back, and what a page fault costs; its page size is that of the backing (4 KiB, 2 MiB, 1 GiB), while
+//! The monitor describes each block. The kind of backing determines how unpopulated memory is found, how pages are
+//! freed, and what a page fault costs. The page size of a block is that of its backing (4 KiB, 2 MiB, 1 GiB), while
 //! dirty logs, bitmaps and packets count pages of 4 KiB everywhere.
 //!
-//! The guest writes this memory while it is read, so nothing here ever makes a reference to it.
+//! The guest writes this memory while it is read, so the code here never makes a reference to it.
 
 use std::any::Any;
 use std::fmt::{Debug, Formatter};
@@ -32,7 +33,7 @@ use crate::scan::{is_zero, is_zero_raw};
 use crate::snapshot::Snapshot;
 use crate::userfault::{Faults, Userfault, UserfaultError};
 
-/// What is behind a block's mapping. [`GuestRam::new`] compares it with what is mapped.
+/// The backing of a block's mapping. [`GuestRam::new`] compares it with the actual mapping.
 #[derive(Clone, Debug)]
 pub enum Backing {
     /// Private anonymous memory, with ordinary, transparent huge or hugetlb pages.
@@ -41,7 +42,7 @@ pub enum Backing {
     /// mapping of a file, such as that of a guest that was restored from a snapshot, is [`Backing::Other`]: what the guest
     /// has written is not in the file.
     Shared(Arc<File>, u64),
-    /// Something else: all of it is read and sent, and none of it can be given back.
+    /// Any other mapping: all of it is read and sent, and none of it can be freed.
     Other,
 }
 
@@ -49,7 +50,7 @@ pub enum Backing {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RamError {
-    /// The block's place, size or page size does not fit.
+    /// The block's address, size or page size is not aligned to its page size.
     #[error(
         "RAM block {name} ({bytes:#x} bytes at {start:#x}, pages of {page_size} bytes) is not whole pages of its page size"
     )]
@@ -66,29 +67,29 @@ pub enum RamError {
     /// Two blocks with one name.
     #[error("there are two RAM blocks named {0}: each needs a name of its own, the same on both sides")]
     Name(String),
-    /// What is mapped is not what the block was said to be.
+    /// The actual mapping does not match the block's backing.
     #[error("RAM block {name} was given as {given}, but {found}: {instead}")]
     Backing {
         /// The block.
         name: String,
-        /// What it was given as.
+        /// The backing that was given.
         given: &'static str,
-        /// What is there.
+        /// The actual mapping.
         found: String,
         /// What to do about it.
         instead: &'static str,
     },
-    /// What is mapped could not be looked at.
+    /// The mapping could not be examined.
     #[error("cannot look at what RAM block {name} is a mapping of ({what}): {source}")]
     NotSeen {
         /// The block.
         name: String,
-        /// What was looked at.
+        /// What was examined.
         what: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// Which parts are populated cannot be found out.
+    /// The populated parts cannot be determined.
     #[error("RAM block {name}: {source}")]
     Holes {
         /// The block.
@@ -104,7 +105,7 @@ pub enum RamError {
         /// What went wrong.
         source: ProcessReadError,
     },
-    /// Memory for pages could not be had.
+    /// Memory for pages could not be allocated.
     #[error(
         "no memory for {bytes} bytes of RAM block {name} from offset {offset:#x} ({source}): the host, a memory limit \
          (cgroup) or the pool of huge pages has none left"
@@ -116,7 +117,7 @@ pub enum RamError {
         offset: u64,
         /// Length, in bytes.
         bytes: usize,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -140,9 +141,9 @@ impl Drop for OwnMapping {
     }
 }
 
-/// Where a block's memory lies.
+/// The location of a block's memory.
 #[derive(Clone, Debug)]
-enum Home {
+enum Location {
     /// Mapped in this process.
     Here(NonNull<u8>),
     /// In another process.
@@ -153,13 +154,13 @@ enum Home {
 #[derive(Clone)]
 pub struct RamBlock {
     name: String,
-    home: Home,
+    home: Location,
     bytes: usize,
     page_size: usize,
     backing: Backing,
-    /// Where the guest's process has it, if that is another one and this process has a mapping of its own.
+    /// The block's address in the guest's process, if that is another process and this process has its own mapping.
     elsewhere: Option<ProcessMemory>,
-    /// Unmaps the memory when the last block is gone.
+    /// Unmaps the memory when the last clone of the block is dropped.
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -181,22 +182,23 @@ unsafe impl Send for RamBlock {}
 unsafe impl Sync for RamBlock {}
 
 impl RamBlock {
-    /// `bytes` bytes of guest RAM at `start`, backed by pages of 4 KiB (transparent huge pages included).
+    /// Makes a block of `bytes` bytes of guest RAM at `start`, backed by pages of 4 KiB (transparent huge pages
+    /// included).
     ///
     /// # Safety
     /// The range stays mapped, readable and writable, with this backing, until the value and its clones are dropped. No
-    /// Rust reference to it exists meanwhile, except to atomics. At a destination nobody else has access to it
-    /// before the guest's state is loaded.
+    /// Rust reference to it exists meanwhile, except to atomics. At a destination no other thread or process accesses
+    /// it before the guest's state is loaded.
     pub unsafe fn new(name: impl Into<String>, start: NonNull<u8>, bytes: usize, backing: Backing) -> Self {
-        let (name, home, page_size) = (name.into(), Home::Here(start), PAGE_SIZE);
+        let (name, home, page_size) = (name.into(), Location::Here(start), PAGE_SIZE);
         Self { name, home, bytes, page_size, backing, elsewhere: None, _owner: None }
     }
 
-    /// `bytes` bytes of guest RAM at `address` of another process, which the kernel reads and writes for this one (ptrace access
-    /// to the process is needed). Shared memory is better mapped here ([`RamBlock::new`]): then accelerators reach it, and nothing
-    /// is copied twice.
+    /// Makes a block of `bytes` bytes of guest RAM at `address` of another process, which the kernel reads and writes
+    /// for this process (this requires ptrace access). For shared memory use a mapping here ([`RamBlock::new`]):
+    /// accelerators can reach it, and no byte is copied twice.
     ///
-    /// Such a block cannot be sent from where its pages lie, and post-copy needs [`GuestRam::run_by`].
+    /// Such a block's pages cannot be sent without a copy, and post-copy needs [`GuestRam::run_by`].
     pub fn in_process(
         name: impl Into<String>,
         process: &Arc<TargetProcess>,
@@ -204,13 +206,14 @@ impl RamBlock {
         bytes: usize,
         backing: Backing,
     ) -> Self {
-        let home = Home::Process(ProcessMemory::new(Arc::clone(process), address, bytes));
+        let home = Location::Process(ProcessMemory::new(Arc::clone(process), address, bytes));
         let (name, page_size) = (name.into(), PAGE_SIZE);
         Self { name, home, bytes, page_size, backing, elsewhere: None, _owner: None }
     }
 
-    /// `bytes` bytes of a file in memory (memfd, tmpfs, hugetlbfs) from `offset` on, such as that of another process's guest RAM:
-    /// mapped here, shared, as long as the block or a clone lives. `page_size`: bytes in a page of the file.
+    /// Makes a block of `bytes` bytes from `offset` of a file in memory (memfd, tmpfs, hugetlbfs), such as another
+    /// process's guest RAM. The file is mapped here, shared, while the block or a clone lives. `page_size` is the size
+    /// in bytes of the file's pages.
     ///
     /// # Errors
     /// The file cannot be mapped.
@@ -231,89 +234,90 @@ impl RamBlock {
         Ok(block.with_page_size(page_size).kept_by(owner))
     }
 
-    /// The same block, a file in memory that is mapped here ([`RamBlock::of_file`]), which the guest's process has at `address`: there its
-    /// missing pages are watched in post-copy.
+    /// Returns the block, a file in memory that is mapped here ([`RamBlock::of_file`]), with its address in the guest's
+    /// process: there post-copy watches its missing pages.
     #[must_use]
     pub fn mapped_in(self, process: &Arc<TargetProcess>, address: usize) -> Self {
         let elsewhere = Some(ProcessMemory::new(Arc::clone(process), address, self.bytes));
         Self { elsewhere, ..self }
     }
 
-    /// The same block, backed by huge pages of `bytes` each (hugetlb; transparent huge pages are not meant).
+    /// Returns the block, backed by huge pages of `bytes` each (hugetlb, not transparent huge pages).
     #[must_use]
     pub fn with_page_size(self, bytes: usize) -> Self {
         Self { page_size: bytes, ..self }
     }
 
-    /// The same block, which with its clones keeps `owner` alive: whatever unmaps the memory when it is dropped. By this the
-    /// first promise of [`RamBlock::new`] is kept.
+    /// Returns the block, which with its clones keeps `owner` alive. If dropping `owner` unmaps the memory, the first
+    /// promise of [`RamBlock::new`] is kept.
     #[must_use]
     pub fn kept_by(self, owner: Arc<dyn Any + Send + Sync>) -> Self {
         Self { _owner: Some(owner), ..self }
     }
 
-    /// The block's name.
+    /// Returns the block's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where it is mapped in this process, if it is.
+    /// Returns its address in this process, if it is mapped here.
     pub fn start(&self) -> Option<NonNull<u8>> {
         match &self.home {
-            Home::Here(start) => Some(*start),
-            Home::Process(_) => None,
+            Location::Here(start) => Some(*start),
+            Location::Process(_) => None,
         }
     }
 
-    /// The process that it lies in, if that is another one.
+    /// Returns the process that it lies in, if that is another one.
     pub fn process(&self) -> Option<&Arc<TargetProcess>> {
         match &self.home {
-            Home::Here(_) => None,
-            Home::Process(memory) => Some(memory.process()),
+            Location::Here(_) => None,
+            Location::Process(memory) => Some(memory.process()),
         }
     }
 
-    /// Its addresses, in the process that it lies in.
+    /// Returns its addresses in the process that it lies in.
     pub fn addresses(&self) -> Range<usize> {
         match &self.home {
-            Home::Here(start) => start.as_ptr().addr()..start.as_ptr().addr() + self.bytes,
-            Home::Process(memory) => memory.addresses(),
+            Location::Here(start) => start.as_ptr().addr()..start.as_ptr().addr() + self.bytes,
+            Location::Process(memory) => memory.addresses(),
         }
     }
 
-    /// The block as something that the kernel writes for this process; none where this process has it mapped.
+    /// Returns the block as memory that the kernel writes for this process; none where this process has it mapped.
     ///
     /// # Errors
     /// The process has ended, or its memory may not be accessed.
     pub fn process_write(&self) -> Result<Option<ProcessWrite>, PlaceError> {
         match &self.home {
-            Home::Here(_) => Ok(None),
-            Home::Process(memory) => memory.writer().map(Some),
+            Location::Here(_) => Ok(None),
+            Location::Process(memory) => memory.writer().map(Some),
         }
     }
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes as u64
     }
 
-    /// Its length in pages of 4 KiB.
+    /// Returns its length in pages of 4 KiB.
     pub fn pages(&self) -> u64 {
         (self.bytes / PAGE_SIZE) as u64
     }
 
-    /// Bytes in a page of its backing.
+    /// Returns the size in bytes of the pages of its backing.
     pub fn page_size(&self) -> usize {
         self.page_size
     }
 
-    /// What is behind it.
+    /// Returns its backing.
     pub fn backing(&self) -> &Backing {
         &self.backing
     }
 
-    /// Compares the backing with what is mapped. A wrong one would lose pages without a word: those of a private file mapping that
-    /// were written are not in the file, and those of shared memory that others wrote are not in this process's page tables.
+    /// Compares the backing with the mapping. A wrong backing would lose pages silently: written pages of a private
+    /// file mapping are not in the file, and pages of shared memory that another process wrote are not in this
+    /// process's page tables.
     fn check_backing(&self, mappings: &Mappings) -> Result<(), RamError> {
         let (given, instead, result) = match &self.backing {
             Backing::Anonymous => (
@@ -358,10 +362,10 @@ impl RamBlock {
         if whole { Ok(()) } else { Err(error()) }
     }
 
-    /// Calls `run` with the runs of pages that may hold anything but zeros: those that were ever populated, in rising
-    /// order. `own` is the page map of this process.
+    /// Calls `run` with the runs of pages that may hold anything but zeros, in ascending order: the pages that were
+    /// ever populated. `own` is the page map of this process.
     ///
-    /// The answer is of the moment it is taken: dirty tracking must be on before.
+    /// The result holds for the time of the call: dirty tracking must be on before.
     pub fn populated(&self, own: &mut PageMap, mut run: impl FnMut(Range<u64>)) -> Result<(), RamError> {
         let failed = |source| RamError::Holes { name: self.name.clone(), source };
         let first = self.addresses().start;
@@ -382,7 +386,7 @@ impl RamBlock {
             }
             Backing::Shared(file, offset) => {
                 let bytes = *offset..*offset + self.bytes();
-                // A hole may begin within a page only where the file ends; the rest of that page is zero.
+                // A hole may begin within a page only at the end of the file; the rest of that page is zero.
                 file_data(&**file, bytes, |part| {
                     run(page(part.start - offset)..(part.end - offset).div_ceil(PAGE_SIZE as u64));
                 })
@@ -395,25 +399,25 @@ impl RamBlock {
         }
     }
 
-    /// The error where the process that it lies in has ended.
+    /// Returns the error for a process that has ended.
     fn not_read(&self, source: PlaceError) -> RamError {
         RamError::Read { name: self.name.clone(), source: source.into() }
     }
 
-    /// Reads the pages of `runs` into `snapshot`, once each, in as few system calls as there need be.
+    /// Reads the pages of `runs` into `snapshot`, once each, in as few system calls as possible.
     ///
     /// # Errors
-    /// They lie in another process and cannot be read: that has ended, or has unmapped them.
+    /// They lie in another process, which has ended or has unmapped them.
     ///
     /// # Panics
-    /// When the pages are not in the block, or the snapshot has no room for them.
+    /// If the pages are not in the block, or the snapshot has no room for them.
     pub fn read(
         &self,
         runs: impl Iterator<Item = Range<u64>> + Clone,
         snapshot: &mut Snapshot<'_>,
     ) -> Result<(), RamError> {
         match &self.home {
-            Home::Here(_) => {
+            Location::Here(_) => {
                 for run in runs {
                     let pages = run.end - run.start;
                     let at = self.at(run.start, pages);
@@ -423,7 +427,7 @@ impl RamBlock {
                 }
                 Ok(())
             }
-            Home::Process(memory) => {
+            Location::Process(memory) => {
                 let pages = runs.clone().map(|run| run.end - run.start).sum::<u64>();
                 let parts = runs.map(|run| {
                     self.check_run(run.start, run.end - run.start);
@@ -435,20 +439,20 @@ impl RamBlock {
         }
     }
 
-    /// The pages of `run` as a part of what is sent: for the kernel (sendmsg(2)), since the guest may be writing them.
+    /// Returns the pages of `run` for sendmsg(2), where the kernel reads them, since the guest may be writing them.
     ///
     /// # Panics
-    /// When they are not in the block, or it lies in another process.
+    /// If they are not in the block, or it lies in another process.
     pub fn kernel_part(&self, run: Range<u64>) -> KernelPart<'_> {
         let (start, bytes) = self.place(run);
         // SAFETY: the pages were checked to lie inside the block, which is mapped by the contract of `new` as long as it lives.
         unsafe { KernelPart::new(start, bytes) }
     }
 
-    /// The pages of `run`, to be filled.
+    /// Returns the pages of `run`, to be filled.
     ///
     /// # Panics
-    /// When they are not in the block, or it lies in another process.
+    /// If they are not in the block, or it lies in another process.
     pub fn piece(&self, run: Range<u64>) -> RawPiece<'_> {
         let (start, bytes) = self.place(run);
         // SAFETY: as in `kernel_part`; and no reference to the block exists by the contract of `new`.
@@ -461,13 +465,13 @@ impl RamBlock {
         (start, pages as usize * PAGE_SIZE)
     }
 
-    /// Copies the page `page`, which others may be writing.
+    /// Copies the page `page`, which other threads may be writing.
     ///
     /// # Errors
     /// As [`RamBlock::read`].
     ///
     /// # Panics
-    /// When it is not in the block, or `copy` is no page long.
+    /// If it is not in the block, or `copy` is not a page long.
     pub fn read_page(&self, page: u64, copy: &mut [u8]) -> Result<(), RamError> {
         let mut zero = [0];
         let mut snapshot = Snapshot::new(copy, &mut zero).unchecked();
@@ -481,7 +485,7 @@ impl RamBlock {
     /// Copies `content` to the pages from `first` on.
     ///
     /// # Panics
-    /// When it does not fit the block, or that lies in another process.
+    /// If it does not fit the block, or the block lies in another process.
     pub fn write(&self, first: u64, content: &[u8]) {
         let at = self.at(first, content.len().div_ceil(PAGE_SIZE) as u64);
         // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`; the source is
@@ -489,33 +493,33 @@ impl RamBlock {
         unsafe { store_raw(content, at) };
     }
 
-    /// Makes `run` read as zeros, by writing them.
+    /// Fills the pages of `run` with zeros.
     ///
     /// # Panics
-    /// When it is not in the block, or that lies in another process.
+    /// If they are not in the block, or the block lies in another process.
     pub fn zero(&self, run: Range<u64>) {
         let at = self.at(run.start, run.end - run.start);
         // SAFETY: the target was checked to lie inside the block, which is writable by the contract of `new`.
         unsafe { zero_raw(at, (run.end - run.start) as usize * PAGE_SIZE) };
     }
 
-    /// Whether page `page` is zero. Faults it in if it was never populated.
+    /// Returns whether page `page` is zero. Faults it in if it was never populated.
     ///
     /// # Panics
-    /// When it is not in the block, or that lies in another process.
+    /// If it is not in the block, or the block lies in another process.
     pub fn is_zero(&self, page: u64) -> bool {
         let at = self.at(page, 1);
         // SAFETY: the page was checked to lie inside the block, which is readable by the contract of `new`.
         unsafe { is_zero_raw(at, PAGE_SIZE) }
     }
 
-    /// Makes the pages of `run` read as zeros, by writing those that were populated and are not zero.
+    /// Fills the pages of `run` with zeros, but writes only those that are populated and not zero.
     ///
     /// # Errors
-    /// Which are populated cannot be found out, or they lie in another process that has ended.
+    /// The populated pages cannot be determined, or they lie in another process that has ended.
     ///
     /// # Panics
-    /// When they are not in the block.
+    /// If they are not in the block.
     pub fn clear_written(&self, run: Range<u64>) -> Result<(), RamError> {
         self.check_run(run.start, run.end - run.start);
         let place = |source: PlaceError| self.not_read(source);
@@ -535,11 +539,11 @@ impl RamBlock {
         Ok(())
     }
 
-    /// The block, as this process has it mapped, as something whose pages can be given back to the system; none where its backing is of
+    /// Returns the block, as mapped in this process, as memory whose pages can be freed; none where its backing is of
     /// another kind, or where it lies in another process.
     ///
     /// # Errors
-    /// The backing is not what it was said to be.
+    /// The backing does not match the mapping.
     pub fn discardable(&self) -> Result<Option<Discardable>, DiscardError> {
         if self.process().is_some() {
             return Ok(None);
@@ -557,11 +561,12 @@ impl RamBlock {
         }
     }
 
-    /// As [`RamBlock::discardable`], as `guest` has it mapped, which runs the guest; none where another process does.
+    /// As [`RamBlock::discardable`], for the mapping in `guest`, the process that runs the guest; none where another
+    /// process maps it.
     fn discardable_in(&self, guest: &Arc<dyn GuestProcess>) -> Result<Option<Discardable>, DiscardError> {
         let memory = match &self.home {
-            Home::Process(memory) => memory,
-            Home::Here(_) => match &self.elsewhere {
+            Location::Process(memory) => memory,
+            Location::Here(_) => match &self.elsewhere {
                 Some(memory) => memory,
                 None => return Ok(None),
             },
@@ -582,13 +587,13 @@ impl RamBlock {
         }
     }
 
-    /// Takes the page faults of `run` now, in one system call: what is written there next finds its pages.
+    /// Takes the page faults of `run` now, in one system call, so that later writes cause none.
     ///
     /// # Errors
-    /// There is no memory. Without this, the write itself would end in SIGBUS on shared memory and hugetlb.
+    /// No memory is left. Without this call, the write itself would end in SIGBUS on shared memory and hugetlb.
     ///
     /// # Panics
-    /// When it is not in the block, or that lies in another process.
+    /// If it is not in the block, or the block lies in another process.
     pub fn populate(&self, run: Range<u64>) -> Result<(), RamError> {
         let pages = run.end - run.start;
         if pages == 0 {
@@ -613,7 +618,7 @@ impl RamBlock {
         }
     }
 
-    /// The address of page `first` in this process.
+    /// Returns the address of page `first` in this process.
     #[track_caller]
     fn at(&self, first: u64, pages: u64) -> *mut u8 {
         self.check_run(first, pages);
@@ -633,20 +638,21 @@ impl RamBlock {
     }
 }
 
-/// All RAM blocks of a guest. A block's number is its place in the list.
+/// All RAM blocks of a guest. A block's number is its index in the list.
 #[derive(Clone, Debug)]
 pub struct GuestRam {
     blocks: Arc<[RamBlock]>,
-    /// What runs the guest, where that is another process.
+    /// The process that runs the guest, where that is another process.
     guest: Option<Arc<dyn GuestProcess>>,
 }
 
 impl GuestRam {
-    /// Guest RAM made of `blocks`, which are mapped already: what each is said to be backed by is compared with
-    /// the mappings of the process that it lies in (`/proc/PID/maps`).
+    /// Makes guest RAM of `blocks`, which are mapped already. Compares each block's backing with the mappings of the
+    /// process that it lies in (`/proc/PID/maps`).
     ///
     /// # Errors
-    /// A block is not whole pages of its page size, two have the same name, or a block's backing is not what is mapped.
+    /// A block is not whole pages of its page size, two blocks have the same name, or a block's backing does not match
+    /// its mapping.
     pub fn new(blocks: Vec<RamBlock>) -> Result<Self, RamError> {
         let mut names = std::collections::HashSet::new();
         for block in &blocks {
@@ -661,7 +667,7 @@ impl GuestRam {
             if !seen.iter().any(|(of, _)| *of == pid) {
                 let mappings = match block.process() {
                     None => Mappings::own(),
-                    // Only of the process that was found first are they of use.
+                    // Valid only for the process that was identified before.
                     Some(process) => Mappings::of_process(process.pid())
                         .and_then(|mappings| process.check_alive().map(|()| mappings).map_err(io::Error::other)),
                 };
@@ -675,22 +681,22 @@ impl GuestRam {
         Ok(Self { blocks: blocks.into(), guest: None })
     }
 
-    /// The same RAM, whose guest another process runs: by this, post-copy is possible with it.
+    /// Returns the same RAM with the process that runs its guest: this makes post-copy possible.
     #[must_use]
     pub fn run_by(self, guest: Arc<dyn GuestProcess>) -> Self {
         Self { guest: Some(guest), ..self }
     }
 
-    /// What runs the guest, where that is another process.
+    /// Returns the process that runs the guest, where that is another process.
     pub fn guest(&self) -> Option<&Arc<dyn GuestProcess>> {
         self.guest.as_ref()
     }
 
-    /// `block`, of this RAM, as something whose missing pages can be watched where the guest runs, and whose pages can be given back; none
-    /// where its backing is of another kind.
+    /// Returns `block` of this RAM as memory whose missing pages can be watched in the guest's process, and whose pages
+    /// can be freed; none where its backing is of another kind.
     ///
     /// # Errors
-    /// The backing is not what it was said to be.
+    /// The backing does not match the mapping.
     pub fn discardable(&self, block: &RamBlock) -> Result<Option<Discardable>, DiscardError> {
         match &self.guest {
             None => block.discardable(),
@@ -698,10 +704,10 @@ impl GuestRam {
         }
     }
 
-    /// Opens a userfaultfd for missing pages where the guest runs, for all faults, with `features`.
+    /// Opens a userfaultfd for missing pages in the process that runs the guest, for all faults, with `features`.
     ///
     /// # Errors
-    /// None is to be had.
+    /// It cannot be opened.
     pub fn open_userfault(&self, features: u64) -> Result<Userfault, UserfaultError> {
         match &self.guest {
             None => Userfault::open(Faults::All, features),
@@ -712,12 +718,12 @@ impl GuestRam {
         }
     }
 
-    /// The blocks, by number.
+    /// Returns the blocks, by number.
     pub fn blocks(&self) -> &[RamBlock] {
         &self.blocks
     }
 
-    /// All bytes.
+    /// Returns the total bytes.
     pub fn bytes(&self) -> u64 {
         self.blocks.iter().map(RamBlock::bytes).sum()
     }
@@ -770,7 +776,7 @@ mod tests {
         assert_eq!(GuestRam::new(vec![good]).unwrap().bytes(), 4 * PAGE_SIZE as u64);
     }
 
-    /// A file in memory with pages of 1, mapped as `flags` say from its second page on.
+    /// Maps a file in memory with pages of 1, from its second page, with `flags`.
     fn mapping_of_file(pages: usize, flags: MapFlags) -> (Arc<File>, NonNull<u8>) {
         let file = File::from(rustix::fs::memfd_create("snapshot", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
         file.write_all_at(&vec![1; (pages + 1) * PAGE_SIZE], 0).unwrap();
@@ -788,13 +794,13 @@ mod tests {
     }
 
     #[test]
-    fn a_private_file_mapping_is_not_taken_as_shared_or_anonymous() {
+    fn a_private_file_mapping_is_not_accepted_as_shared_or_anonymous() {
         let (file, at) = mapping_of_file(4, MapFlags::PRIVATE);
         for backing in [Backing::Shared(Arc::clone(&file), PAGE_SIZE as u64), Backing::Anonymous] {
             let error = given_as(at, 4, backing).unwrap_err().to_string();
             assert!(error.contains("mapped is") && error.contains("as Backing::Other"), "{error}");
         }
-        // As what it is, nothing of it is left out.
+        // With the right backing, no page is left out.
         let ram = given_as(at, 4, Backing::Other).unwrap();
         ram.blocks()[0].write(2, &[7; PAGE_SIZE]);
         let mut found = Vec::new();
@@ -806,7 +812,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_mapping_is_taken_only_with_its_own_file_and_offset() {
+    fn a_shared_mapping_is_accepted_only_with_its_own_file_and_offset() {
         let (file, at) = mapping_of_file(4, MapFlags::SHARED);
         let (other, _) = mapping_of_file(4, MapFlags::SHARED);
         let offset = PAGE_SIZE as u64;
@@ -821,7 +827,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_not_mapped_to_its_end_is_refused_whatever_it_is_called() {
+    fn memory_that_is_not_mapped_to_its_end_is_refused_with_every_backing() {
         let area = Area::small_pages(4 * PAGE_SIZE);
         let end = NonNull::new(area.ptr().wrapping_add(3 * PAGE_SIZE)).unwrap();
         // SAFETY: the last page of the area, which nothing uses any more; a mapping of nothing takes its place, so that no

@@ -1,7 +1,7 @@
-//! Pieces of guest RAM as something to write to, or for the kernel to read: addresses and lengths that stay valid, never slices.
+//! Pieces of guest RAM for writing, or for the kernel to read: addresses and lengths that stay valid, never slices.
 //!
-//! A slice promises the compiler that nothing else writes its bytes (or, mutable, that nothing else sees them). Of guest RAM that promise
-//! cannot be kept: vCPUs, devices and the monitor's threads have it too.
+//! A slice promises the compiler that no other thread writes its bytes (or, if mutable, that none sees them). For guest
+//! RAM that promise cannot be kept: vCPUs, devices and the monitor's threads access it too.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use crate::checksum::crc32c_raw;
 use crate::copy::store_raw;
 
-/// Memory that is written through its address only. Others may access it meanwhile.
+/// Memory that is written through its address only. Other threads may access it meanwhile.
 #[derive(Debug)]
 pub struct RawPiece<'a> {
     start: NonNull<u8>,
@@ -18,7 +18,7 @@ pub struct RawPiece<'a> {
 }
 
 impl<'a> RawPiece<'a> {
-    /// `len` bytes at `start`.
+    /// Makes a piece of `len` bytes at `start`.
     ///
     /// # Safety
     /// They stay mapped, readable and writable for `'a`, and no reference to them exists meanwhile, except to atomics.
@@ -26,17 +26,17 @@ impl<'a> RawPiece<'a> {
         Self { start, len, of: PhantomData }
     }
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where it begins. As many bytes from there on may be read and written by raw accesses.
+    /// Returns its address, from which its length may be read and written by raw accesses.
     pub fn as_ptr(&mut self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -44,29 +44,29 @@ impl<'a> RawPiece<'a> {
     /// Writes `bytes` to its beginning.
     ///
     /// # Panics
-    /// When they do not fit.
+    /// If they do not fit.
     pub fn write(&mut self, bytes: &[u8]) {
         assert!(bytes.len() <= self.len, "{} bytes are not written into {}", bytes.len(), self.len);
         // SAFETY: by the contract of `new` there is room for them, and no slice of it, such as these bytes could be.
         unsafe { store_raw(bytes, self.start.as_ptr()) };
     }
 
-    /// Leaves out its first `count` bytes.
+    /// Removes its first `count` bytes.
     ///
     /// # Panics
-    /// When it has fewer.
+    /// If it has fewer.
     pub fn advance(&mut self, count: usize) {
         self.len = self.len.checked_sub(count).expect("no more is left out than there is");
         // SAFETY: not beyond the end of the piece, as was seen.
         self.start = unsafe { self.start.add(count) };
     }
 
-    /// The same piece, for as long as this is not used.
+    /// Returns the same piece, while this one is not used.
     pub fn reborrow(&mut self) -> RawPiece<'_> {
         RawPiece { start: self.start, len: self.len, of: PhantomData }
     }
 
-    /// The CRC-32C of its bytes, as the continuation of `crc` (0 to begin with); each is loaded once.
+    /// Returns the CRC-32C of its bytes, as the continuation of `crc` (0 to begin with); each is loaded once.
     pub fn crc32c(&self, crc: u32) -> u32 {
         // SAFETY: readable by the contract of `new`.
         unsafe { crc32c_raw(self.start.as_ptr(), self.len, crc) }
@@ -80,13 +80,13 @@ impl<'a> From<&'a mut [u8]> for RawPiece<'a> {
     }
 }
 
-/// Memory that the kernel is to read, laid out as the `iovec` of writev(2) and sendmsg(2).
+/// Memory for the kernel to read, laid out as the `iovec` of writev(2) and sendmsg(2).
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct KernelPart<'a>(libc::iovec, PhantomData<&'a ()>);
 
 impl<'a> KernelPart<'a> {
-    /// `len` bytes at `start`.
+    /// Makes a part of `len` bytes at `start`.
     ///
     /// # Safety
     /// They stay mapped and readable for `'a`. They may change meanwhile.
@@ -94,20 +94,20 @@ impl<'a> KernelPart<'a> {
         Self(libc::iovec { iov_base: start.as_ptr().cast(), iov_len: len }, PhantomData)
     }
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     pub fn len(&self) -> usize {
         self.0.iov_len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Leaves out the first `bytes` bytes of `parts`, and parts that are empty then.
+    /// Removes the first `bytes` bytes of `parts`, and parts that are empty then.
     ///
     /// # Panics
-    /// When they have fewer.
+    /// If they have fewer.
     pub fn advance(parts: &mut &mut [Self], mut bytes: usize) {
         let mut whole = 0;
         for part in parts.iter() {
@@ -128,7 +128,7 @@ impl<'a> KernelPart<'a> {
         *parts = rest;
     }
 
-    /// The parts as the kernel takes them.
+    /// Returns the parts in the form that the kernel takes.
     pub fn as_iovecs(parts: &mut [Self]) -> *mut libc::iovec {
         parts.as_mut_ptr().cast()
     }

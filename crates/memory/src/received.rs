@@ -1,21 +1,22 @@
-//! What the destination has received, so that a zero page costs a page fault only where it must.
+//! The pages that the destination has received, so that a zero page costs a page fault only where necessary.
 //!
 //! * A page is marked *before* content is decoded into it. If decoding fails half way, the page is no longer fresh.
-//! * A zero page for a page that is fresh (never received, in memory known to be zero) is left alone: not even read.
-//! * A zero page for anything else is cleared, without looking at it first.
+//! * A zero page for a page that is fresh (never received, in memory known to be zero) is ignored: the page is not even
+//!   read.
+//! * A zero page for any other page clears that page, without reading it first.
 //!
-//! A mark means "content was placed here". Zero pages set no mark: a page left alone is as fresh as before, and one
-//! that was cleared has its mark already or lies in memory that is not known to be fresh.
+//! A mark means that content was placed here. Zero pages set no mark: an ignored page is as fresh as before, and a
+//! cleared page has its mark already or lies in memory that is not known to be fresh.
 
 use crate::bitmap::AtomicPageBitmap;
 use std::ops::Range;
 
-/// What is known of a RAM block's memory before the first page arrives.
+/// The state of a RAM block's memory before the first page arrives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freshness {
-    /// Never touched: it reads as zero wherever nothing was placed.
+    /// Never written: it reads as zero wherever no content was placed.
     Fresh,
-    /// Pre-filled, reused, or not known.
+    /// Pre-filled, reused, or unknown.
     Unknown,
 }
 
@@ -26,39 +27,39 @@ pub struct ReceivedBitmap {
 }
 
 impl ReceivedBitmap {
-    /// For a block of `pages` pages, none of them received.
+    /// Makes a bitmap for a block of `pages` pages, none of them received.
     pub fn new(pages: u64) -> Self {
         Self { pages: AtomicPageBitmap::new(pages) }
     }
 
-    /// The number of pages of the block.
+    /// Returns the number of pages of the block.
     pub fn pages(&self) -> u64 {
         self.pages.pages()
     }
 
-    /// Marks `run` as received. Call it before anything is decoded into these pages.
+    /// Marks `run` as received. Call this before anything is decoded into these pages.
     ///
     /// # Panics
-    /// When `run` is not within the block.
+    /// If `run` is not within the block.
     pub fn mark(&self, run: Range<u64>) {
         self.pages.set(run);
     }
 
-    /// Whether content was placed, or began to be placed, in `page`.
+    /// Returns whether content was placed, or began to be placed, in `page`.
     pub fn contains(&self, page: u64) -> bool {
         self.pages.contains(page)
     }
 
-    /// How many pages have received content.
+    /// Returns how many pages have received content.
     pub fn count(&self) -> u64 {
         self.pages.count()
     }
 
-    /// Zero pages arrived for `run`: calls `clear` for each part of it that must be written with zeros (or punched out).
-    /// All other pages of the run are to be left untouched.
+    /// Handles zero pages that arrived for `run`: calls `clear` for each part that must be cleared. All other pages of
+    /// the run must be left untouched.
     ///
     /// # Panics
-    /// When `run` is not within the block.
+    /// If `run` is not within the block.
     pub fn zero(&self, run: Range<u64>, freshness: Freshness, mut clear: impl FnMut(Range<u64>)) {
         match freshness {
             Freshness::Fresh => self.pages.for_each_run_in(run, clear),
@@ -77,7 +78,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// First and one past the last page of each part to clear.
+    /// Returns the first page and the page after the last of each part to clear.
     fn cleared(received: &ReceivedBitmap, run: Range<u64>, freshness: Freshness) -> Vec<(u64, u64)> {
         let mut parts = Vec::new();
         received.zero(run, freshness, |part| parts.push((part.start, part.end)));
@@ -85,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_zero_page_for_fresh_memory_is_left_alone_however_often_it_comes() {
+    fn a_zero_page_for_fresh_memory_is_ignored_however_often_it_comes() {
         let received = ReceivedBitmap::new(1000);
         assert!(cleared(&received, 0..1000, Freshness::Fresh).is_empty());
         assert!(cleared(&received, 0..1000, Freshness::Fresh).is_empty());
@@ -116,7 +117,7 @@ mod tests {
     }
 
     proptest! {
-        /// The memory itself is the judge: whatever comes in whatever order, it ends as the last sender's word.
+        /// Tested with real content: after any sequence, each page has the content that was sent last.
         #[test]
         fn memory_ends_right_and_fresh_pages_stay_untouched(
             freshness in prop_oneof![Just(Freshness::Fresh), Just(Freshness::Unknown)],

@@ -1,24 +1,24 @@
-//! Is this memory all zero? The zero test every page passes before it is sent.
+//! The zero test that every page passes before it is sent.
 //!
-//! One question, an implementation for each [`Implementation`]. All look at the first eight bytes, which nearly every page
-//! that is not zero shows itself in, then go through from the start and leave at the first block that is not zero. Probing
-//! the middle and the end too was slower by a fifth on zero pages from DRAM, because it breaks the order the hardware
-//! prefetches in, and saves nothing on others: what it keeps from being read here is read when the page is sent.
+//! There is an implementation for each [`Implementation`]. All read the first eight bytes, in which nearly every page
+//! that is not zero differs, then go through from the start and stop at the first block that is not zero. Probing the
+//! middle and the end too was slower by a fifth on zero pages from DRAM, because it breaks the order in which the
+//! hardware prefetches, and saves nothing on others: bytes that are not read here are read when the page is sent.
 //!
-//! The raw-pointer forms read guest memory that its guest may be changing, by volatile loads (`copy.rs`). A verdict "zero" then
-//! means that every byte was zero when it was read, and "not zero" that some byte was not: both are all a sender needs, as a page
-//! written meanwhile is in the dirty log and is sent again.
+//! The raw-pointer forms read guest memory that the guest may be changing, by volatile loads (`copy.rs`). The result
+//! "zero" then means that every byte was zero when it was read, and "not zero" that some byte was not. Both are
+//! sufficient for a sender, as a page written meanwhile is in the dirty log and is sent again.
 
 use crate::PAGE_SIZE;
 use crate::copy::{load, load_block};
 pub use crate::cpu::Implementation;
 use crate::cpu::prefetch;
 
-/// The shortest length given to a vector implementation, and the longest tail handled by one unaligned vector.
+/// The shortest length for a vector implementation, and the longest tail handled by one unaligned vector.
 const SHORTEST_VECTOR: usize = 64;
 
-/// How many pages ahead a run of pages that are not zero is prefetched. Of 1 to 16 this was the best or near it on every
-/// mix. Behind a zero page nothing is: the hardware then prefetches by itself, and better undisturbed.
+/// How many pages ahead a run of pages that are not zero is prefetched. Of 1 to 16 this was the best or near it on
+/// every mix. Behind a zero page no page is prefetched: there the hardware's own prefetching is better undisturbed.
 const PAGES_AHEAD: usize = 8;
 
 impl Implementation {
@@ -78,15 +78,15 @@ impl Implementation {
     }
 }
 
-/// Whether all of `bytes` is zero. Empty is zero.
+/// Returns whether all of `bytes` is zero. An empty slice is zero.
 pub fn is_zero(bytes: &[u8]) -> bool {
     // SAFETY: a slice is readable over its whole length.
     unsafe { is_zero_raw(bytes.as_ptr(), bytes.len()) }
 }
 
-/// Whether `len` bytes at `ptr` are all zero, in memory that someone else may be writing at the same time.
+/// Returns whether `len` bytes at `ptr` are all zero, in memory that other threads may be writing at the same time.
 ///
-/// Any alignment, any length. Memory that was never populated is faulted in by reading it: search for holes first
+/// Any alignment, any length. Reading faults in memory that was never populated: search for holes first
 /// ([`crate::holes`]).
 ///
 /// # Safety
@@ -96,14 +96,14 @@ pub unsafe fn is_zero_raw(ptr: *const u8, len: usize) -> bool {
     unsafe { Implementation::chosen().is_zero_raw(ptr, len) }
 }
 
-/// Tells for each of `pages` pages of [`PAGE_SIZE`] bytes at `ptr` whether it is zero, and gives how many are.
+/// Tests each of `pages` pages of [`PAGE_SIZE`] bytes at `ptr` for zero, and returns how many are zero.
 ///
-/// Bit `i % 64` of word `i / 64` of `zero_map` is set when page `i` is zero. As many words as the pages have bits in are
-/// written, with bits beyond the last page clear; more words than that are left as they are. As for [`is_zero_raw`], the
-/// memory may change meanwhile, and what was never populated is faulted in.
+/// Bit `i % 64` of word `i / 64` of `zero_map` is set when page `i` is zero. As many words as the pages need are
+/// written, with bits beyond the last page clear; further words are not changed. As for [`is_zero_raw`], the memory may
+/// change meanwhile, and unpopulated memory is faulted in.
 ///
 /// # Panics
-/// When `ptr` is not page-aligned or `zero_map` has fewer than `pages` bits.
+/// If `ptr` is not page-aligned or `zero_map` has fewer than `pages` bits.
 ///
 /// # Safety
 /// `pages` whole pages at `ptr` must be mapped and readable during the call.
@@ -112,7 +112,7 @@ pub unsafe fn zero_map_raw(ptr: *const u8, pages: usize, zero_map: &mut [u64]) -
     unsafe { Implementation::chosen().zero_map_raw(ptr, pages, zero_map) }
 }
 
-/// Whether the first eight bytes are zero.
+/// Returns whether the first eight bytes are zero.
 ///
 /// # Safety
 /// They must be readable.
@@ -122,8 +122,8 @@ unsafe fn starts_zero(ptr: *const u8) -> bool {
     unsafe { load::<u64>(ptr) == 0 }
 }
 
-/// The walk over a run of pages that all implementations have in common. In line, so that `page_is_zero` may be as well:
-/// a call for each page costs as much as the test of one that is not zero.
+/// The loop over a run of pages that all implementations share. Inlined, so that `page_is_zero` may be too: a call for
+/// each page costs as much as the test of a page that is not zero.
 ///
 /// # Safety
 /// `pages` whole pages at `ptr` must be readable; `zero_map` has exactly the words for them.
@@ -299,11 +299,11 @@ mod tests {
     }
 
     #[test]
-    fn one_set_bit_at_any_place_of_any_length_is_seen_by_every_implementation() {
+    fn one_set_bit_at_any_place_of_any_length_is_found_by_every_implementation() {
         for &implementation in Implementation::available() {
             for len in (0..600).chain([4095, 4096, 4097]) {
                 let mut bytes = vec![0u8; len + 3];
-                // Neighbours are not zero: reading outside would be noticed.
+                // Neighbours are not zero, so that a read outside would be noticed.
                 bytes[..3].fill(0xff);
                 assert!(by(implementation, &bytes[3..]), "{implementation:?}, {len} zero bytes");
                 for at in 0..len {
@@ -359,7 +359,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "is not page-aligned")]
-    fn a_zero_map_of_what_is_not_a_page_is_refused() {
+    fn a_zero_map_of_an_unaligned_address_is_refused() {
         let area = crate::test_util::Area::anonymous(2 * PAGE_SIZE);
         // SAFETY: the area has the page and eight bytes more.
         unsafe { zero_map_raw(area.ptr().add(8), 1, &mut [0]) };
@@ -367,7 +367,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_zero_map_says_of_each_page_what_its_bytes_say(
+        fn every_zero_map_agrees_with_the_bytes_of_each_page(
             kinds in proptest::collection::vec((prop_oneof![Just(0u8), 1u8..], 0..PAGE_SIZE), 0..150),
         ) {
             let area = crate::test_util::Area::anonymous(kinds.len().max(1) * PAGE_SIZE);

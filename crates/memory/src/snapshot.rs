@@ -1,42 +1,42 @@
 //! The one read of guest memory per send.
 //!
-//! While the guest runs its memory races, so nobody may look at a page twice and expect the same. A batch is copied
-//! once into a pooled buffer, and codecs and duplicate search see only that copy. The zero test is part of the copy: a page
-//! is read as "zero so far" until the first block that is not, then the rest is copied; a zero page costs no store and
-//! takes no room. So is the checksum where the CPU can make it beside the copy (`fold.rs`); elsewhere it runs over the copy
-//! while that is still in the cache.
+//! While the guest runs its memory races, so two reads of a page may differ. A batch is copied once into a pooled
+//! buffer, and codecs and duplicate search see only that copy. The zero test is part of the copy: a page counts as zero
+//! until the first block that is not, then the rest is copied; a zero page costs no store and takes no space. So is the
+//! checksum where the CPU can compute it during the copy (`fold.rs`); elsewhere it runs over the copy while that is
+//! still in the cache.
 //!
-//! Each byte of guest memory is loaded exactly once (`copy.rs`): the verdict, the copy and the checksum are of the same
+//! Each byte of guest memory is loaded exactly once (`copy.rs`): the zero test, the copy and the checksum see the same
 //! value.
 
 use crate::PAGE_SIZE;
 use crate::checksum::Crc32c;
-use crate::copy::Way;
+use crate::copy::CopyMethod;
 use crate::fold::Folded;
 use crate::normal_page_ratio::NormalPageRatio;
 use crate::scan::is_zero;
 
-/// What one snapshot found.
+/// The result of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SnapshotResult {
-    /// Pages looked at.
+    /// Pages read.
     pub pages: usize,
-    /// Pages that are not zero; they lie one after another at the start of the destination buffer.
+    /// Pages that are not zero; they are contiguous at the start of the destination buffer.
     pub normal: usize,
     /// CRC-32C over exactly these normal pages, in order; 0 without checksums.
     pub checksum: u32,
 }
 
 impl SnapshotResult {
-    /// The length of the normal pages in the destination buffer, in bytes.
+    /// Returns the length of the normal pages in the destination buffer, in bytes.
     pub fn normal_bytes(&self) -> usize {
         self.normal * PAGE_SIZE
     }
 }
 
-/// A snapshot being taken: runs of pages go in, and come out as a zero map and the normal pages back to back.
+/// A snapshot in progress: runs of pages are added, and become a zero map and contiguous normal pages.
 ///
-/// Bit `i % 64` of word `i / 64` of the zero map tells whether the `i`-th page given was zero.
+/// Bit `i % 64` of word `i / 64` of the zero map is set if the `i`-th page was zero.
 #[derive(Debug)]
 pub struct Snapshot<'a> {
     copy: &'a mut [u8],
@@ -44,18 +44,18 @@ pub struct Snapshot<'a> {
     capacity: usize,
     pages: usize,
     normal: usize,
-    way: Way,
+    method: CopyMethod,
     checksums: bool,
-    /// Zero pages that count as normal.
+    /// Selects zero pages that count as normal.
     kept: Option<&'a mut NormalPageRatio>,
-    /// The checksum, where the way makes it with the copy.
+    /// The checksum, where the method computes it during the copy.
     folded: Folded,
-    /// The checksum, where it goes over the copy.
+    /// The checksum, where it is computed over the copy.
     behind: Crc32c,
 }
 
-/// Where the checksum goes over the copy, it follows after this many normal pages, while they are in the first-level cache.
-/// Of 1 to 128 pages this was the fastest, by a little (`examples/memory_throughput.rs`).
+/// Where the checksum is computed over the copy, it follows after this many normal pages, while they are in the
+/// first-level cache. Of 1 to 128 pages this was the fastest, by a little (`examples/memory_throughput.rs`).
 const CHECKSUM_PAGES: usize = 4;
 
 impl<'a> Snapshot<'a> {
@@ -70,7 +70,7 @@ impl<'a> Snapshot<'a> {
             capacity,
             pages: 0,
             normal: 0,
-            way: Way::best(true),
+            method: CopyMethod::best(true),
             checksums: true,
             kept: None,
             folded: Folded::new(),
@@ -78,19 +78,19 @@ impl<'a> Snapshot<'a> {
         }
     }
 
-    /// The same without a checksum, which then is 0.
+    /// Omits the checksum, which then is 0.
     #[must_use]
     pub fn unchecked(self) -> Self {
-        Self { checksums: false, way: Way::best(false), ..self }
+        Self { checksums: false, method: CopyMethod::best(false), ..self }
     }
 
-    /// The same, where some of the zero pages count as normal: they are in the copy and in the checksum.
+    /// Makes some of the zero pages count as normal: they are in the copy and in the checksum.
     #[must_use]
     pub fn keeping(self, ratio: &'a mut NormalPageRatio) -> Self {
         Self { kept: Some(ratio), ..self }
     }
 
-    /// How many more pages there is room for.
+    /// Returns how many more pages there is room for.
     pub fn room(&self) -> usize {
         self.capacity - self.pages
     }
@@ -98,7 +98,7 @@ impl<'a> Snapshot<'a> {
     /// Reads `pages` pages of guest memory at `source`, once.
     ///
     /// # Panics
-    /// When `source` is not page-aligned or there is not enough [`Self::room`].
+    /// If `source` is not page-aligned or there is not enough [`Self::room`].
     ///
     /// # Safety
     /// `pages` whole pages at `source` must be mapped and readable during the call, and must not overlap the
@@ -110,9 +110,9 @@ impl<'a> Snapshot<'a> {
             let target = &mut self.copy[self.normal * PAGE_SIZE..][..PAGE_SIZE];
             let ahead = source.wrapping_add((page + 1).min(pages - 1) * PAGE_SIZE);
             // SAFETY: the source page is within what the caller vouches for; the target is a whole page of our own buffer;
-            // the way is one of those that this CPU has.
+            // the method is one of those that this CPU has.
             let mut zero = unsafe {
-                (self.way.copy_page)(source.add(page * PAGE_SIZE), target.as_mut_ptr(), ahead, &mut self.folded)
+                (self.method.copy_page)(source.add(page * PAGE_SIZE), target.as_mut_ptr(), ahead, &mut self.folded)
             };
             if zero && self.keeps_next() {
                 zero = false;
@@ -129,14 +129,14 @@ impl<'a> Snapshot<'a> {
         self.add_to_checksum(first_normal);
     }
 
-    /// Has `fill` copy `pages` pages to where they are to lie, in one go, and takes out those that are zero: for memory that
-    /// only the kernel can reach.
+    /// Has `fill` copy `pages` pages into place in one call, and removes those that are zero: for memory that only the
+    /// kernel can reach.
     ///
     /// # Errors
-    /// Those of `fill`: nothing has been added then.
+    /// Those of `fill`: no page has been added then.
     ///
     /// # Panics
-    /// When there is not enough [`Self::room`].
+    /// If there is not enough [`Self::room`].
     pub fn fill<E>(&mut self, pages: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<(), E> {
         assert!(pages <= self.room(), "a snapshot with room for {} pages was given {pages}", self.room());
         let first_normal = self.normal;
@@ -157,9 +157,9 @@ impl<'a> Snapshot<'a> {
         Ok(())
     }
 
-    /// The result. The destination buffer and the zero map now hold what it describes.
+    /// Returns the result, which describes the destination buffer and the zero map.
     pub fn finish(self) -> SnapshotResult {
-        let checksum = match (self.checksums, self.way.folds) {
+        let checksum = match (self.checksums, self.method.folds) {
             (false, _) => 0,
             (true, true) => self.folded.finish(),
             (true, false) => self.behind.finish(),
@@ -174,20 +174,20 @@ impl<'a> Snapshot<'a> {
 
     fn note(&mut self, zero: bool) {
         let (word, bit) = (self.pages / 64, self.pages % 64);
-        // The first page of a word starts it afresh, whatever the caller's buffer held.
+        // The first page of a word initialises it, whatever the caller's buffer held.
         let before = if bit == 0 { 0 } else { self.zero_map[word] };
         self.zero_map[word] = before | u64::from(zero) << bit;
         self.pages += 1;
     }
 
-    /// Whether the next zero page counts as normal.
+    /// Returns whether the next zero page counts as normal.
     fn keeps_next(&mut self) -> bool {
         self.kept.as_deref_mut().is_some_and(NormalPageRatio::takes_next)
     }
 
-    /// Adds the normal pages `first..end` to the checksum where that is made with the copy, which these were not part of.
+    /// Adds the normal pages `first..end` to the checksum where that is computed during the copy, which these skipped.
     fn fold(&mut self, first: usize, end: usize) {
-        if self.checksums && self.way.folds {
+        if self.checksums && self.method.folds {
             let mut all = Crc32c::after(self.folded.finish());
             all.update(&self.copy[first * PAGE_SIZE..end * PAGE_SIZE]);
             self.folded = Folded::after(all.finish());
@@ -195,13 +195,13 @@ impl<'a> Snapshot<'a> {
     }
 
     fn add_to_checksum(&mut self, first_normal: usize) {
-        if self.checksums && !self.way.folds {
+        if self.checksums && !self.method.folds {
             self.behind.update(&self.copy[first_normal * PAGE_SIZE..self.normal * PAGE_SIZE]);
         }
     }
 }
 
-/// One contiguous range as a whole snapshot: `zero_map` and `copy` as in [`Snapshot::new`].
+/// Takes a snapshot of one contiguous range: `zero_map` and `copy` as in [`Snapshot::new`].
 ///
 /// # Panics
 /// As [`Snapshot::read`].

@@ -1,15 +1,15 @@
-//! A small wrapper of userfaultfd: the kernel hands page faults of chosen memory to us, or, for dirty tracking, lifts a
-//! write protection by itself and remembers that it did.
+//! A small wrapper of userfaultfd: the kernel passes page faults of chosen memory to us, or, for dirty tracking, lifts
+//! a write protection by itself and records that it did.
 //!
-//! Here: opening one and choosing what it watches. [`fill`]: putting missing pages in place. [`wait`]: taking faults.
+//! This file opens a userfaultfd and selects what it watches. [`fill`] places missing pages. [`wait`] receives faults.
 //!
-//! Two ways to get one. `/dev/userfaultfd` (Linux 6.1): who may open the device may use it in full. The system call:
-//! without `CAP_SYS_PTRACE` or `vm.unprivileged_userfaultfd=1` only for faults of user space (Linux 5.11); container
-//! run times often forbid the call. The device is tried first, then the call.
+//! There are two interfaces. `/dev/userfaultfd` (Linux 6.1): a process that may open the device may use all of it. The
+//! system call: without `CAP_SYS_PTRACE` or `vm.unprivileged_userfaultfd=1` only for faults of user space (Linux 5.11);
+//! container run times often forbid the call. The device is tried first, then the call.
 //!
-//! A userfaultfd belongs to the address space in which it was made. Every operation acts on that address space, also when
-//! another process holds the descriptor: so a process can watch the memory of another one by a descriptor that was made
-//! there ([`Userfault::from_descriptor`]).
+//! A userfaultfd belongs to the address space in which it was made. Every operation acts on that address space, also
+//! when another process holds the descriptor: so a process can watch the memory of another one through a descriptor
+//! that was made there ([`Userfault::from_descriptor`]).
 //!
 //! Source: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`, `userfaultfd(2)`.
 
@@ -23,7 +23,7 @@ use thiserror::Error;
 pub mod fill;
 pub mod wait;
 
-/// Why a userfaultfd could not be had or did not do what was asked.
+/// Why a userfaultfd could not be opened, or an operation of it failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum UserfaultError {
@@ -60,10 +60,10 @@ pub enum UserfaultError {
         /// The system's answer.
         source: io::Error,
     },
-    /// Page faults could not be taken from the kernel.
+    /// Page faults could not be read from the kernel.
     #[error("cannot wait for page faults by userfaultfd: {0}")]
     Wait(io::Error),
-    /// The kernel reported something else than a missing page, which is all that is asked for.
+    /// The kernel reported an event other than a missing page, the only one requested.
     #[error(
         "userfaultfd reported event {event:#x} with flags {flags:#x} instead of a missing page; \
          use one userfaultfd for missing pages only"
@@ -82,7 +82,7 @@ pub enum UserfaultError {
     Given(String),
 }
 
-/// What usually is behind an error number of a range operation.
+/// Returns the usual cause of an error number of a range operation.
 fn advice(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::EBUSY) => " (another userfaultfd watches part of it: close that one first)",
@@ -96,13 +96,13 @@ fn advice(error: &io::Error) -> &'static str {
     }
 }
 
-/// Whose faults are delivered.
+/// The faults that are delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Faults {
     /// Only those of user space; a fault inside a system call or of a KVM guest fails instead. Needs no privilege.
-    /// Enough where the kernel answers all faults by itself, as it does under [`WP_ASYNC`].
+    /// Enough where the kernel resolves all faults by itself, as it does under [`WP_ASYNC`].
     OfUserSpace,
-    /// All, also those that the kernel takes on behalf of the process, as KVM does for its guest.
+    /// All, including those that the kernel takes on behalf of the process, as KVM does for its guest.
     All,
 }
 
@@ -114,7 +114,7 @@ pub const MISSING_SHMEM: u64 = 1 << 5;
 pub const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 /// Protection of anonymous pages that do not exist yet (Linux 6.4).
 pub const WP_UNPOPULATED: u64 = 1 << 13;
-/// A write lifts the protection without waiting for anyone (Linux 6.7).
+/// A write lifts the protection in the kernel, without waiting (Linux 6.7).
 pub const WP_ASYNC: u64 = 1 << 15;
 
 /// Features by name and the version they came with, oldest first.
@@ -126,18 +126,19 @@ const FEATURES: [(u64, &str, &str); 5] = [
     (WP_ASYNC, "WP_ASYNC", "6.7"),
 ];
 
-/// Events of the address space besides page faults: fork, mremap, madvise, munmap. Who causes one waits until it is read.
+/// Events of the address space besides page faults: fork, mremap, madvise, munmap. A thread that causes one waits until
+/// it is read.
 const EVENTS: u64 = 1 << 1 | 1 << 2 | 1 << 3 | 1 << 6;
 
-/// What the kernel can do in a range that is watched for missing pages.
+/// The kernel's abilities in a range that is watched for missing pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Registered {
     /// Whether [`Userfault::zero`] works there. It does not on hugetlb, nor on shared memory before Linux 4.14: copy zeros.
     pub zero_page: bool,
 }
 
-/// An open userfaultfd. Closing its last descriptor ends every registration and protection, and wakes who waits: missing
-/// pages read as zero from then on.
+/// An open userfaultfd. Closing its last descriptor ends every registration and protection, and wakes all waiting
+/// threads: missing pages read as zero from then on.
 #[derive(Debug)]
 pub struct Userfault {
     fd: OwnedFd,
@@ -145,7 +146,7 @@ pub struct Userfault {
 }
 
 impl Userfault {
-    /// Opens one that has all of `features`, a sum of this module's constants.
+    /// Opens a userfaultfd that has all of `features`, a sum of this module's constants.
     pub fn open(faults: Faults, features: u64) -> Result<Self, UserfaultError> {
         let fd = match open_by_device(faults) {
             Ok(fd) => fd,
@@ -158,19 +159,20 @@ impl Userfault {
         }
     }
 
-    /// Takes a userfaultfd that another program has made: the process whose memory it watches, or a helper that acted in
-    /// that process. `features` is a sum of this module's constants.
+    /// Wraps a userfaultfd that another program has made: the process whose memory it watches, or a helper that acted
+    /// in that process. `features` is a sum of this module's constants.
     ///
-    /// The handshake (`UFFDIO_API`) is made here, unless it was made before. A giver that has made it must have asked for
-    /// all of `features`, and for no events (fork, mremap, remove, unmap): the threads of that process that cause an event
-    /// would wait until it is read. More features than `features` are allowed otherwise.
+    /// The handshake (`UFFDIO_API`) is made here, unless it was made before. A program that has made it must have
+    /// requested all of `features`, and no events (fork, mremap, remove, unmap): threads of that process that cause an
+    /// event would wait until it is read. More features than `features` are allowed otherwise.
     ///
-    /// What holds of the last descriptor ([`Userfault`]) holds of all copies together: a giver that keeps a copy keeps the
-    /// registrations and protections alive when this value is dropped or this process dies. The giver closes its copies.
+    /// All copies of the descriptor together count as the last descriptor ([`Userfault`]): a program that keeps a copy
+    /// keeps the registrations and protections alive when this value is dropped or this process dies. It should close
+    /// its copies.
     ///
     /// # Errors
-    /// [`UserfaultError::Given`] where the descriptor is no userfaultfd, or its handshake was made with other features;
-    /// [`UserfaultError::Features`] where the kernel lacks some.
+    /// [`UserfaultError::Given`] if the descriptor is no userfaultfd, or its handshake was made with other features;
+    /// [`UserfaultError::Features`] if the kernel lacks some.
     pub fn from_descriptor(fd: OwnedFd, features: u64) -> Result<Self, UserfaultError> {
         // A copy that a child of this process inherits would outlive this one.
         rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC).map_err(|error| UserfaultError::Handshake(error.into()))?;
@@ -200,20 +202,21 @@ impl Userfault {
         Ok(userfault)
     }
 
-    /// The features of its handshake.
+    /// Returns the features of its handshake.
     pub fn features(&self) -> u64 {
         self.features
     }
 
-    /// Whether the address space that it belongs to is gone: its process has ended or has replaced its program (execve).
+    /// Returns whether its address space is gone: the process has ended or has replaced its program (execve).
     pub fn is_orphaned(&self) -> bool {
-        // Registering and its reverse answer ENOMEM then, which has other reasons too; this operation answers ESRCH. A
-        // range below all mappings (`vm.mmap_min_addr`), so that nothing changes.
+        // Registering and unregistering return ENOMEM then, which has other causes too; this operation returns ESRCH.
+        // The range lies below all mappings (`vm.mmap_min_addr`), so nothing changes.
         let nowhere = self.write_protect(crate::PAGE_SIZE..2 * crate::PAGE_SIZE, false);
         matches!(nowhere, Err(UserfaultError::Range { source, .. }) if source.raw_os_error() == Some(libc::ESRCH))
     }
 
-    /// Why a handshake that ended in `error` was refused. It left the descriptor as it was: ask what there is.
+    /// Returns why a handshake that ended in `error` was refused. The refusal did not change the descriptor: query its
+    /// features.
     fn handshake_refused(&self, error: io::Error) -> UserfaultError {
         if error.raw_os_error() != Some(libc::EINVAL) {
             return UserfaultError::Handshake(error);
@@ -227,7 +230,7 @@ impl Userfault {
         }
     }
 
-    /// `UFFDIO_API`: fixes the features, once; returns those that the kernel knows.
+    /// Calls `UFFDIO_API`, which fixes the features, once; returns those that the kernel knows.
     fn handshake(&self, features: u64) -> io::Result<u64> {
         let mut api = Api { api: UFFD_API, features, ioctls: 0 };
         // SAFETY: the operation reads and writes one `struct uffdio_api`.
@@ -238,22 +241,22 @@ impl Userfault {
     /// Watches `range` for writes to pages that [`Self::write_protect`] protects. The range is aligned to the page size
     /// of its backing.
     ///
-    /// Parts that are not mapped are passed over without an error, as long as something in the range is mapped.
+    /// Skips parts that are not mapped, without an error, as long as something in the range is mapped.
     pub fn register_write_protect(&self, range: Range<usize>) -> Result<(), UserfaultError> {
         self.register(range, UFFDIO_REGISTER_MODE_WP).map(|_| ())
     }
 
-    /// Watches `range` for accesses to pages that do not exist. Who accesses one waits until it is there ([`fill`]), and
-    /// the fault is told to who [waits for faults](Self::wait_faults). The range is aligned to the page size of its
-    /// backing. To be opened with [`MISSING_SHMEM`] or [`MISSING_HUGETLBFS`] where the range is that.
+    /// Watches `range` for accesses to absent pages. A thread that accesses one waits until it is placed ([`fill`]),
+    /// and [`Self::wait_faults`] returns the fault. The range is aligned to the page size of its backing. Open the
+    /// userfaultfd with [`MISSING_SHMEM`] or [`MISSING_HUGETLBFS`] for such a range.
     ///
-    /// Parts that are not mapped are passed over without an error, as long as something in the range is mapped.
+    /// Skips parts that are not mapped, without an error, as long as something in the range is mapped.
     pub fn register_missing(&self, range: Range<usize>) -> Result<Registered, UserfaultError> {
         let offered = self.register(range, UFFDIO_REGISTER_MODE_MISSING)?;
         Ok(Registered { zero_page: offered & (1 << (UFFDIO_ZEROPAGE & 0xFF)) != 0 })
     }
 
-    /// Returns the operations that work in the range, bit `n` for the operation of number `n`.
+    /// Registers `range`. Returns the operations that work in it, bit `n` for the operation of number `n`.
     fn register(&self, range: Range<usize>, mode: u64) -> Result<u64, UserfaultError> {
         let mut register = Register { range: range.clone().into(), mode, ioctls: 0 };
         // SAFETY: the operation reads and writes one `struct uffdio_register`. It changes no content and no permission.
@@ -262,7 +265,7 @@ impl Userfault {
         Ok(register.ioctls)
     }
 
-    /// Watches `range` no longer, and wakes who waits for a page of it: pages that do not exist read as zero.
+    /// Stops watching `range`, and wakes all threads that wait for a page of it: absent pages read as zero.
     pub fn unregister(&self, range: Range<usize>) -> Result<(), UserfaultError> {
         let mut argument = RawRange::from(range.clone());
         // SAFETY: the operation reads one `struct uffdio_range`.
@@ -270,7 +273,7 @@ impl Userfault {
             .map_err(|source| UserfaultError::Range { what: "stop watching", range, source })
     }
 
-    /// Protects the pages of a watched range, or lifts their protection and wakes who waits for that.
+    /// Protects the pages of a watched range, or lifts their protection and wakes all threads that wait for that.
     pub fn write_protect(&self, range: Range<usize>, protect: bool) -> Result<(), UserfaultError> {
         let mode = if protect { UFFDIO_WRITEPROTECT_MODE_WP } else { 0 };
         let mut argument = WriteProtect { range: range.clone().into(), mode };
@@ -278,7 +281,7 @@ impl Userfault {
             // SAFETY: the operation reads one `struct uffdio_writeprotect`. A write to a protected page waits or, under
             // WP_ASYNC, goes on at once; content stays as it is.
             match unsafe { call(self.fd.as_fd(), UFFDIO_WRITEPROTECT, (&raw mut argument).cast()) } {
-                // The address space is changing (userfaultfd(2)): again.
+                // The address space is changing (userfaultfd(2)): retry.
                 Err(source) if source.raw_os_error() == Some(libc::EAGAIN) => {}
                 result => {
                     let what = if protect { "write-protect" } else { "unprotect" };
@@ -295,17 +298,18 @@ impl AsFd for Userfault {
     }
 }
 
-/// Names of features, and the first version that has all of them; none where this module knows none of them.
+/// Returns the names of features, and the first version that has all of them; none where this module knows none of
+/// them.
 fn names_of(features: u64) -> (String, Option<&'static str>) {
     let known = FEATURES.iter().filter(|(bit, ..)| features & bit != 0);
     let names: Vec<&str> = known.clone().map(|(_, name, _)| *name).collect();
     (names.join(" and "), known.map(|(_, _, since)| *since).next_back())
 }
 
-/// The features of the handshake that was made by a userfaultfd, with internal bits of the kernel; 0 where none was made.
+/// Returns the features of a userfaultfd's earlier handshake, with internal bits of the kernel; 0 where none was made.
 ///
-/// `UFFDIO_API` answers `EINVAL` both for a handshake that was made before and for an unknown feature, so the kernel's
-/// description of the descriptor is read: `API:\taa:FEATURES:OPERATIONS`, in hexadecimal (`userfaultfd_show_fdinfo` in
+/// `UFFDIO_API` returns `EINVAL` both for a repeated handshake and for an unknown feature, so the kernel's description
+/// of the descriptor is read: `API:\taa:FEATURES:OPERATIONS`, in hexadecimal (`userfaultfd_show_fdinfo` in
 /// `fs/userfaultfd.c`). Any handshake sets a bit there.
 fn made_with(fd: BorrowedFd<'_>) -> Result<u64, UserfaultError> {
     let path = format!("/proc/self/fdinfo/{}", fd.as_raw_fd());
@@ -394,7 +398,8 @@ struct WriteProtect {
 const _: () = assert!(size_of::<Api>() == 24 && size_of::<RawRange>() == 16);
 const _: () = assert!(size_of::<Register>() == 32 && size_of::<WriteProtect>() == 24);
 
-// Values of `include/uapi/linux/userfaultfd.h`. The header says why UNREGISTER is read where it should be written.
+// Values of `include/uapi/linux/userfaultfd.h`. The header explains why UNREGISTER is "read" where it should be
+// "write".
 const UFFD_API: u64 = 0xAA;
 const UFFD_USER_MODE_ONLY: libc::c_int = 1;
 const UFFDIO_REGISTER_MODE_MISSING: u64 = 1 << 0;
@@ -470,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_tells_of_a_descriptor_is_understood() {
+    fn the_kernels_description_of_a_descriptor_is_parsed() {
         let info = "pos:\t0\nflags:\t02004002\nmnt_id:\t17\nino:\t1062\npending:\t0\ntotal:\t0\n";
         assert_eq!(parse_fdinfo(&format!("{info}API:\taa:8000a000:8000000000000ffb\n")), Some(0x8000_A000));
         assert_eq!(parse_fdinfo(&format!("{info}API:\taa:0:8000000000000ffb\n")), Some(0));
@@ -488,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_range_is_said_in_words() {
+    fn errors_of_a_range_explain_the_cause() {
         let userfault = match Userfault::open(Faults::OfUserSpace, 0) {
             Ok(userfault) => userfault,
             Err(error) => return println!("skipped: {error}"),

@@ -1,4 +1,4 @@
-//! What `--accel` says: which accelerators to use.
+//! The accelerators to use, as `--accel` selects them.
 
 use std::fmt::{Display, Formatter};
 use std::path::PathBuf;
@@ -8,11 +8,11 @@ use thiserror::Error;
 
 use crate::engine::Kind;
 
-/// One wish of an `--accel` list.
+/// One device selector of an `--accel` list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Wish {
-    /// Whatever opens; nothing is an answer too.
+    /// All queues that can be opened, possibly none.
     Auto,
     /// Every usable queue of this kind of accelerator; at least one.
     Kind(Kind),
@@ -22,16 +22,17 @@ pub enum Wish {
     Model(PathBuf),
 }
 
-/// Which accelerators to use, as `--accel` says it: a comma list of `auto`, `cpu`, `dsa`, `iaa`, `dsa:/dev/dsa/wq0.0`,
-/// `iaa:/dev/iax/wq1.0`, `model:FILE.json`.
+/// Which accelerators to use, in the form of `--accel`: a comma list of `auto`, `cpu`, `dsa`, `iaa`,
+/// `dsa:/dev/dsa/wq0.0`, `iaa:/dev/iax/wq1.0`, `model:FILE.json`.
 ///
-/// `auto` uses what there is. What is asked for by name and is not there is an error, before anything is touched.
+/// `auto` uses what is available. An accelerator that is requested by name and not available is an error, before
+/// anything is changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Accelerators {
     wishes: Vec<Wish>,
 }
 
-/// An `--accel` list that says nothing that can be meant.
+/// An `--accel` list that is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "{wrong}; it takes a comma list of auto, cpu, dsa, iaa, dsa:/dev/dsa/wqX.Y, iaa:/dev/iax/wqX.Y, model:FILE.json"
@@ -41,22 +42,22 @@ pub struct AcceleratorsError {
 }
 
 impl Accelerators {
-    /// What there is.
+    /// Selects all accelerators that are available.
     pub fn auto() -> Self {
         Self { wishes: vec![Wish::Auto] }
     }
 
-    /// The CPU alone.
+    /// Selects the CPU alone.
     pub fn cpu() -> Self {
         Self { wishes: vec![Wish::Kind(Kind::Cpu)] }
     }
 
-    /// The software model that `file` describes.
+    /// Selects the software model that `file` describes.
     pub fn model(file: impl Into<PathBuf>) -> Self {
         Self { wishes: vec![Wish::Model(file.into())] }
     }
 
-    /// The wishes, in order.
+    /// Returns the selectors, in order.
     pub fn wishes(&self) -> &[Wish] {
         &self.wishes
     }
@@ -138,11 +139,11 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused_and_the_error_lists_what_can() {
+    fn an_invalid_list_is_refused_and_the_error_lists_what_is_valid() {
         for list in ["", "gpu", "dsa:", "model:", "cpu:/x", "dsa,,iaa", "dsa,dsa", "auto,dsa", "dsa,cpu"] {
             let error = list.parse::<Accelerators>().unwrap_err().to_string();
             assert!(error.contains("model:FILE.json"), "{error}");
-            // Whoever shows it has said already which option had which value.
+            // The caller that prints it names the option and its value.
             assert!(!error.contains("--accel"), "{error}");
         }
     }

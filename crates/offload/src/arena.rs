@@ -1,16 +1,16 @@
 //! The engine's own memory for what a device reads and writes: descriptors, completion records, buffers.
 //!
-//! Pages of their own, locked where the limit allows it (a device's page fault costs more than the work), not inherited
-//! over `fork` (a child's copy-on-write would move the page away under the device), and on the device's node.
+//! The memory has its own pages, locked where the limit allows it (a device's page fault costs more than the work), not
+//! inherited over `fork` (a child's copy-on-write would move the page away under the device), and on the device's node.
 
 use std::ptr::NonNull;
 
-/// Page-aligned memory, zero at first.
+/// Page-aligned memory, initially zero.
 #[derive(Debug)]
 pub(crate) struct Slab {
     start: NonNull<u8>,
     bytes: usize,
-    /// The process that it is mapped in. In its children something else may be there.
+    /// The process that mapped it. In its children other memory may be at the address.
     owner: u32,
 }
 
@@ -20,21 +20,21 @@ unsafe impl Send for Slab {}
 unsafe impl Sync for Slab {}
 
 impl Slab {
-    /// `bytes` bytes, rounded up to pages, on `node` where one is named.
+    /// Maps `bytes` bytes, rounded up to pages, on `node` where one is named.
     ///
     /// # Panics
-    /// When the system has no address space left, as any allocation does.
+    /// If the system has no address space left, as any allocation does.
     pub(crate) fn new(bytes: usize, node: Option<u32>) -> Self {
         let bytes = bytes.max(1).next_multiple_of(4096);
         system::map(bytes, node)
     }
 
-    /// Its first byte.
+    /// Returns its first byte.
     pub(crate) fn pointer(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -56,8 +56,8 @@ mod system {
         // SAFETY: a new anonymous mapping at an address of the kernel's choice.
         let start = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE) }
             .unwrap_or_else(|errno| panic!("no memory for {bytes} bytes of an accelerator's arena: {errno}"));
-        // Neither is needed for being right: without the first a fork is the caller's to avoid, without the second the
-        // device takes page faults, which are finished on the CPU.
+        // Both are optional for correctness: without `DontFork` the caller has to avoid forks; without the lock the
+        // device takes page faults, which the CPU finishes.
         // SAFETY: the range is the mapping just made; this advice changes no content.
         let _ = unsafe { rustix::mm::madvise(start, bytes, Advice::LinuxDontFork) };
         if let Some(node) = node {
@@ -73,7 +73,8 @@ mod system {
         Slab { start, bytes, owner: std::process::id() }
     }
 
-    /// Prefers `node` for pages not yet there. A preference and not a rule: memory on another node is slow, none is worse.
+    /// Prefers `node` for pages not present yet. A preference, not a binding: memory on another node is slow, but no
+    /// memory is worse.
     fn bind(start: *mut u8, bytes: usize, node: u32) {
         const MPOL_PREFERRED: libc::c_ulong = 1;
         let mut mask = [0 as libc::c_ulong; 16];
@@ -96,7 +97,7 @@ mod system {
     }
 }
 
-/// Miri has no mmap with these options: the same from the allocator.
+/// Miri has no mmap with these options: allocate instead.
 #[cfg(miri)]
 mod system {
     use super::{NonNull, Slab};
@@ -124,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slab_is_zero_page_aligned_and_as_long_as_asked() {
+    fn a_slab_is_zero_page_aligned_and_of_the_requested_length() {
         let slab = Slab::new(5000, Some(0));
         assert_eq!(slab.bytes(), 8192);
         assert!(slab.pointer().addr().is_multiple_of(4096));
@@ -134,7 +135,7 @@ mod tests {
 
     #[test]
     #[cfg(not(miri))]
-    fn a_child_does_not_unmap_what_it_has_at_the_same_address() {
+    fn a_child_does_not_unmap_its_own_memory_at_the_same_address() {
         let slab = Slab::new(4096, None);
         let start = slab.pointer().cast::<libc::c_void>();
         // SAFETY: the child calls only async-signal-safe functions and touches memory of its own.

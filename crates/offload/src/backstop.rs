@@ -1,5 +1,5 @@
-//! The thread that looks at completions when nobody else does: of dropped tickets, of channels that wait for something
-//! else. It gives credits back, notices devices that say nothing, and is off when nothing is outstanding.
+//! The thread that looks at completions when no submitter does: of dropped tickets, and of channels whose owner waits
+//! for something else. It releases credits, notices devices that do not answer, and sleeps when nothing is outstanding.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -8,8 +8,8 @@ use std::thread::JoinHandle;
 use crate::core::Core;
 use crate::time::{NEVER, Nanos};
 
-/// How much later than predicted the backstop looks at a channel: its owner is expected to have done so by then. Were it on
-/// time, it would be woken for every batch of a caller that waits for each.
+/// How much later than predicted the backstop looks at a channel: its owner is expected to look first. Without the
+/// delay the backstop would wake for every batch of a caller that waits for each.
 pub(crate) const LATER: Nanos = 500_000;
 
 /// A running backstop.
@@ -19,15 +19,15 @@ pub(crate) struct Backstop {
 }
 
 impl Backstop {
-    /// Starts it.
+    /// Starts the thread.
     pub(crate) fn start(core: Arc<Core>) -> std::io::Result<Self> {
         let thread = std::thread::Builder::new().name("offload-backstop".into()).spawn(move || run(&core))?;
         Ok(Self { thread })
     }
 
-    /// Waits for its end, which the core's `closing` brings about.
+    /// Waits for its end, which the core's `closing` causes.
     pub(crate) fn join(self) {
-        // It has no result, and a panic of it was printed by itself.
+        // It has no result, and a panic in it was printed already.
         let _ = self.thread.join();
     }
 }
@@ -42,9 +42,9 @@ fn run(core: &Core) {
     }
 }
 
-/// Looks at every channel. Says what was heard before, and when to look again.
+/// Looks at every channel. Returns the rings heard before, and when to look again.
 fn look(core: &Core) -> (u64, Nanos) {
-    // Whoever submits meanwhile rings, as it cannot know whether its channel was looked at already.
+    // A submitter rings meanwhile, because it cannot know whether its channel was looked at already.
     core.until.store(NEVER, Ordering::SeqCst);
     let heard = core.bell.heard();
     let next = core.turn();
@@ -63,11 +63,11 @@ mod tests {
     use super::*;
     use crate::{Bell, Offload, Operation, Region, Settings, Time};
 
-    /// A device that answers when it is told to.
+    /// A device that completes a descriptor when the test calls for it.
     #[derive(Debug, Default)]
-    struct Told(Mutex<Vec<Descriptor>>);
+    struct OnDemandDevice(Mutex<Vec<Descriptor>>);
 
-    impl Told {
+    impl OnDemandDevice {
         fn answer(&self, descriptor: &Descriptor) {
             let status = std::ptr::with_exposed_provenance::<AtomicU64>(descriptor.record().unwrap() as usize);
             // SAFETY: the record's first word, which is its submitter's until the status is written, and an atomic there too.
@@ -75,7 +75,7 @@ mod tests {
         }
     }
 
-    impl Portal for Told {
+    impl Portal for OnDemandDevice {
         unsafe fn submit(&self, descriptor: &Descriptor) -> Submission {
             match descriptor.operation_code() {
                 0 => self.answer(descriptor),
@@ -89,11 +89,11 @@ mod tests {
         }
     }
 
-    /// Time in which whoever sleeps wakes late; meanwhile the backstop looks, and the first batch is answered.
+    /// A clock that wakes sleepers late; meanwhile the backstop looks, and the first batch completes.
     #[derive(Debug, Default)]
     struct Late {
         now: AtomicU64,
-        device: Arc<Told>,
+        device: Arc<OnDemandDevice>,
         core: OnceLock<Arc<Core>>,
         heard: AtomicU64,
     }
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_when_its_owner_stops_waiting_is_looked_at_by_the_backstop() {
+    fn the_backstop_looks_at_batches_whose_owner_stopped_waiting() {
         let time = Arc::new(Late { now: AtomicU64::new(1), ..Late::default() });
         let mut settings = Settings::default();
         (settings.threads, settings.time) = (false, time.clone());

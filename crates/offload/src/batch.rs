@@ -1,7 +1,7 @@
-//! A batch as its caller has it: filled before it is handed in, read after it came back.
+//! A batch as its caller has it: filled before submission, read after completion.
 //!
-//! Nothing of guest memory can be read through it. What can be read is the batch's own: answers, the zero map, and the
-//! buffer, which is the engine's memory and the caller's only as long as no device has it.
+//! Guest memory cannot be read through a batch. What can be read is the batch's own: results, the zero map, and the
+//! buffer, which belongs to the engine and is the caller's only while no device has it.
 
 use std::fmt::{Debug, Formatter};
 use std::sync::Arc;
@@ -19,44 +19,44 @@ use crate::state::State;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PushError {
-    /// It does not fit any more: hand the batch in and take the next.
+    /// The range does not fit any more: submit the batch and use another one.
     #[error("the batch has no room for {bytes} bytes more: hand it in first")]
     Full {
         /// Bytes of the range.
         bytes: usize,
     },
-    /// It would never fit, being empty or longer than any batch.
+    /// The range can never fit: it is empty or longer than any batch.
     #[error("{bytes} bytes are no item of a {} batch: {rule}", operation.name())]
     Shape {
         /// The batch's kind.
         operation: Operation,
         /// Bytes of the range.
         bytes: usize,
-        /// What it should have been.
+        /// The rule that it breaks.
         rule: &'static str,
     },
-    /// The batch's kind takes other items.
+    /// The batch's operation has other items.
     #[error("a {} batch takes {wants}", operation.name())]
     Kind {
         /// The batch's kind.
         operation: Operation,
-        /// What it takes.
+        /// The items that it has.
         wants: &'static str,
     },
 }
 
-/// What turns one range into another.
+/// How to turn one range into another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delta<'a> {
     /// They are equal.
     Equal,
-    /// This record does.
+    /// By this record.
     Record(&'a [u8]),
-    /// The record would be longer than the range itself, or than is of use.
+    /// The record would be longer than the range itself, or than the caller's limit.
     TooLong,
 }
 
-/// A batch in its caller's hands. Dropped, it goes back to the pool.
+/// A batch in its caller's hands. Dropping it returns it to the pool.
 pub struct Batch {
     request: Option<Box<Request>>,
     pools: Arc<Pools>,
@@ -88,40 +88,40 @@ impl Batch {
         self.request.as_mut().expect("a batch holds its request until it is dropped")
     }
 
-    /// What is asked for.
+    /// Returns its operation.
     pub fn operation(&self) -> Operation {
         self.request().operation
     }
 
-    /// Items: pages of a zero map, ranges (pairs) of everything else.
+    /// Returns the number of items: pages of a zero map, ranges (pairs) of every other operation.
     pub fn len(&self) -> usize {
         self.request().items.len()
     }
 
-    /// Whether there is nothing in it.
+    /// Returns whether it has no items.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes of guest memory that its items name.
+    /// Returns how many bytes of guest memory its items name.
     pub fn bytes(&self) -> u64 {
         self.request().bytes
     }
 
-    /// How many more items fit, if they are a page each at most.
+    /// Returns how many more items fit, of at most a page each.
     pub fn room(&self) -> usize {
         let shape = self.pools.shape();
         let bytes = shape.bytes().saturating_sub(self.request().bytes as usize) / PAGE_SIZE;
         bytes.min(shape.pages - self.len())
     }
 
-    /// Empties it, to be filled anew with the same operation.
+    /// Empties it, to be filled again with the same operation.
     pub fn clear(&mut self) {
         let operation = self.operation();
         self.request_mut().reset(operation);
     }
 
-    /// Empties it, to be filled anew with `operation`.
+    /// Empties it, to be filled again with `operation`.
     #[must_use]
     pub fn become_empty(mut self, operation: Operation) -> Self {
         if operation.has_buffer() == self.operation().has_buffer() {
@@ -131,8 +131,8 @@ impl Batch {
         self.pools.batch(operation)
     }
 
-    /// Adds a range: whole pages for a zero map, any bytes for checksum, copy (with or without checksum) and deflate. Says the
-    /// number of its (first) item.
+    /// Adds a range: whole pages for a zero map, any bytes for checksum, copy (with or without checksum) and deflate.
+    /// Returns the index of its (first) item.
     pub fn push(&mut self, range: &Range) -> Result<usize, PushError> {
         let operation = self.operation();
         match operation {
@@ -144,8 +144,9 @@ impl Batch {
         }
     }
 
-    /// As [`Self::push`], of deflate: what comes out does not end a stream, so that the next item's can follow it. The items of a
-    /// batch, all but the last pushed like this, are one deflate stream together; several engines of a device are at it at once.
+    /// As [`Self::push`], for deflate: the output does not end the stream, so the next item's output can follow it. The
+    /// items of a batch form one deflate stream if all but the last are added with this method; several engines of a
+    /// device work on it at once.
     pub fn push_continued(&mut self, range: &Range) -> Result<usize, PushError> {
         let operation = self.operation();
         if operation != Operation::Deflate {
@@ -156,7 +157,7 @@ impl Batch {
         Ok(item)
     }
 
-    /// Adds a pair of ranges of one length, for compare and create delta. A delta leads from `first` to `second`.
+    /// Adds a pair of ranges of equal length, for compare and create delta. A delta leads from `first` to `second`.
     pub fn push_pair(&mut self, first: &Range, second: &Range) -> Result<usize, PushError> {
         let (operation, bytes) = (self.operation(), first.len());
         let wrong = |rule| Err(PushError::Shape { operation, bytes, rule });
@@ -170,12 +171,12 @@ impl Batch {
         }
     }
 
-    /// Adds, to a batch that creates deltas, one that leads from `old` to copy `item` of `copies`, of which a record of more than
-    /// `most` bytes is of no use (one up to 80 bytes may come nevertheless). `copies` is to be kept as it is until this is done:
-    /// else the record is of who knows what. Its memory stays either way.
+    /// Adds, to a batch that creates deltas, a delta from `old` to copy `item` of `copies`. The caller has no use for a
+    /// record of more than `most` bytes (one of up to 80 bytes may come nevertheless). Keep `copies` unchanged until
+    /// this batch is done: otherwise the record's content is undefined. The memory of `copies` stays valid either way.
     ///
     /// # Panics
-    /// When `copies` has no such copy.
+    /// If `copies` has no such copy.
     pub fn push_delta_to_copy(
         &mut self,
         old: &Range,
@@ -201,22 +202,22 @@ impl Batch {
     fn push_delta(&mut self, first: &Range, second: &Range, room: usize) -> Result<usize, PushError> {
         let bytes = first.len();
         let aligned = first.pointer().addr() | second.pointer().addr() | bytes;
-        if !aligned.is_multiple_of(8) || bytes > crate::delta::MOST_BYTES {
+        if !aligned.is_multiple_of(8) || bytes > crate::delta::MAX_BYTES {
             let rule = "deltas are of multiples of 8 bytes at such addresses, up to 512 KiB";
             return Err(PushError::Shape { operation: self.operation(), bytes, rule });
         }
         self.push_item(first, Some(second), room)
     }
 
-    /// Adds `input` bytes to be filled in by the caller (what to place, a delta record, a deflate stream), and the range they
-    /// are for. The room is given to be filled before the next call.
+    /// Adds `input` bytes that the caller fills in (content to place, a delta record, a deflate stream), and the range
+    /// to apply them to. Fill the returned slice before the next call.
     pub fn push_input(&mut self, input: usize, destination: &Range) -> Result<&mut [u8], PushError> {
         let (operation, bytes) = (self.operation(), destination.len());
         let wrong = |rule| Err(PushError::Shape { operation, bytes, rule });
         match operation {
             Operation::Place if input != bytes => return wrong("as much is placed as the range is long"),
             Operation::ApplyDelta
-                if !(destination.pointer().addr() | bytes).is_multiple_of(8) || bytes > crate::delta::MOST_BYTES =>
+                if !(destination.pointer().addr() | bytes).is_multiple_of(8) || bytes > crate::delta::MAX_BYTES =>
             {
                 return wrong("deltas are of multiples of 8 bytes at such addresses, up to 512 KiB");
             }
@@ -228,8 +229,8 @@ impl Batch {
         }
         let item = self.push_item(destination, None, input)?;
         let room = self.request().room(item);
-        // SAFETY: the room is this item's part of the batch's own buffer, `input` bytes long, zero or initialised before; no
-        // device has the batch (it is in its caller's hands), and the borrow of `self` keeps it so.
+        // SAFETY: the room is this item's part of the batch's own buffer, `input` bytes long, zero or initialised
+        // before; no device has the batch (it is in its caller's hands), and the borrow of `self` keeps it so.
         Ok(unsafe { std::slice::from_raw_parts_mut(room, input) })
     }
 
@@ -263,7 +264,7 @@ impl Batch {
             return Err(PushError::Shape { operation, bytes, rule: "a range has bytes, and no more than a batch" });
         }
         let request = self.request_mut();
-        // Records and streams are easier on a device at addresses of whole cache lines.
+        // A device reads and writes records and streams faster at cache-line boundaries.
         let at = request.buffered.next_multiple_of(if operation == Operation::Copy { 1 } else { 64 });
         let buffer = request.buffer.as_ref().map_or(0, |slab| slab.bytes());
         if operation.has_buffer() && room > buffer {
@@ -294,22 +295,22 @@ impl Batch {
         Ok(request.items.len() - 1)
     }
 
-    /// The zero map: bit `i % 64` of word `i / 64` tells whether page `i` was zero when it was read.
+    /// Returns the zero map: bit `i % 64` of word `i / 64` is set if page `i` was zero when it was read.
     pub fn zero_map(&self) -> &[u64] {
         &self.request().zero[..self.len().div_ceil(64)]
     }
 
-    /// Whether page `page` was zero when it was read.
+    /// Returns whether page `page` was zero when it was read.
     ///
     /// # Panics
-    /// When there is no such page.
+    /// If there is no such page.
     pub fn is_zero(&self, page: usize) -> bool {
         assert!(page < self.len(), "page {page} of a batch of {}", self.len());
         self.request().is_zero(page)
     }
 
-    /// The pages that a device called zero and the CPU, which has read a sample of them, saw not to be: the device has erred, unless
-    /// somebody wrote them in between. They are not zero in the map.
+    /// Returns the pages that a device reported as zero and that the CPU, reading a sample of them, found not zero: the
+    /// device erred, or another thread wrote them in between. They are not zero in the map.
     pub fn doubted(&self) -> impl Iterator<Item = usize> {
         let words = self.request().doubted[..self.len().div_ceil(64)].iter();
         words
@@ -318,10 +319,10 @@ impl Batch {
             .flat_map(|(at, &word)| (0..64).filter(move |bit| word >> bit & 1 == 1).map(move |bit| at * 64 + bit))
     }
 
-    /// Where the pair `item` differs first, in bytes; none if it is equal.
+    /// Returns the offset in bytes at which the pair `item` first differs; none if it is equal.
     ///
     /// # Panics
-    /// When there is no such item, or the batch was not compared.
+    /// If there is no such item, or the batch was not compared.
     pub fn difference(&self, item: usize) -> Option<usize> {
         match self.request().answers[item] {
             Answer::Differs(at) => Some(at as usize),
@@ -330,10 +331,10 @@ impl Batch {
         }
     }
 
-    /// The CRC-32C of item `item`.
+    /// Returns the CRC-32C of item `item`.
     ///
     /// # Panics
-    /// When there is no such item, or the batch has no checksums.
+    /// If there is no such item, or the batch has no checksums.
     pub fn checksum(&self, item: usize) -> u32 {
         match self.request().answers[item] {
             Answer::Checksum(checksum) => checksum,
@@ -341,10 +342,10 @@ impl Batch {
         }
     }
 
-    /// What turns the first range of pair `item` into the second.
+    /// Returns how to turn the first range of pair `item` into the second.
     ///
     /// # Panics
-    /// When there is no such item, or the batch is not of deltas.
+    /// If there is no such item, or the batch is not of deltas.
     pub fn delta(&self, item: usize) -> Delta<'_> {
         match self.request().answers[item] {
             Answer::Equal => Delta::Equal,
@@ -354,10 +355,11 @@ impl Batch {
         }
     }
 
-    /// The deflate stream of item `item`, or its part of one ([`Self::push_continued`]); none if it would be longer than what went in.
+    /// Returns the deflate stream of item `item`, or its part of one ([`Self::push_continued`]); none if the stream
+    /// would be longer than the input.
     ///
     /// # Panics
-    /// When there is no such item, or the batch was not deflated.
+    /// If there is no such item, or the batch was not deflated.
     pub fn deflated(&self, item: usize) -> Option<&[u8]> {
         match self.request().answers[item] {
             Answer::Written(bytes) => Some(self.written(item, bytes)),
@@ -366,11 +368,11 @@ impl Batch {
         }
     }
 
-    /// How many bytes were written to the range of item `item` by apply delta or inflate; none if its input was not of the
-    /// format, or did not fit the range. What lies in the range then is undefined.
+    /// Returns how many bytes apply delta or inflate wrote to the range of item `item`; none if the input was malformed
+    /// or did not fit the range. The content of the range is undefined then.
     ///
     /// # Panics
-    /// When there is no such item, or the batch writes nothing.
+    /// If there is no such item, or the batch writes nothing.
     pub fn placed(&self, item: usize) -> Option<usize> {
         match self.request().answers[item] {
             Answer::Written(bytes) => Some(bytes as usize),
@@ -379,10 +381,10 @@ impl Batch {
         }
     }
 
-    /// The copy of item `item`.
+    /// Returns the copy of item `item`.
     ///
     /// # Panics
-    /// When there is no such item, or the batch is not of copies.
+    /// If there is no such item, or the batch is not of copies.
     pub fn copy(&self, item: usize) -> &[u8] {
         assert!(matches!(self.operation(), Operation::Copy | Operation::CopyChecksum), "{self:?} has no copies");
         self.written(item, self.request().items[item].room)
@@ -391,8 +393,8 @@ impl Batch {
     /// All copies, one after the other.
     ///
     /// # Panics
-    /// When the batch is not of copies, or there is room between them: ranges that are copied with their checksum must be of
-    /// multiples of 64 bytes then.
+    /// If the batch is not of copies, or has gaps between them: ranges that are copied with their checksum must then be
+    /// of multiples of 64 bytes.
     pub fn copies(&self) -> &[u8] {
         assert!(matches!(self.operation(), Operation::Copy | Operation::CopyChecksum), "{self:?} has no copies");
         let request = self.request();

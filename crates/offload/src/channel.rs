@@ -1,8 +1,9 @@
-//! A submitter's door: batches go in, completions come out, each exactly once and in any order.
+//! A channel is one submitter's interface: it submits batches and receives completions, each exactly once and in any
+//! order.
 //!
-//! Nobody else needs to run for that: every call looks at what is under way (the submitter of the next batch harvests the
-//! one before), and [`Channel::wait`] sleeps until the completion is predicted. The backstop thread looks only when the
-//! submitter does not.
+//! No other thread has to run for this: every call looks at the batches in progress (the submission of a batch harvests
+//! the one before), and [`Channel::wait`] sleeps until the completion is predicted. The backstop thread looks only when
+//! the submitter does not.
 
 use std::fmt::{Debug, Formatter};
 use std::marker::PhantomData;
@@ -22,24 +23,24 @@ use crate::state::State;
 use crate::table::{Detached, Id, Table};
 use crate::time::{NEVER, Nanos};
 
-/// Between two looks at what is overdue: a system call's time and more, and less than anybody minds.
+/// The pauses between two looks at an overdue batch: more than a system call's time, and negligible for a migration.
 const SHORTEST_PAUSE: Nanos = 4_000;
 const LONGEST_PAUSE: Nanos = 64_000;
 
-/// Why a batch was not taken. It was given back.
+/// Why a batch was not accepted. The batch was returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Reason {
-    /// There is nothing in it.
+    /// The batch has no items.
     #[error("the batch is empty")]
     Empty,
-    /// The channel has as many under way as it may.
+    /// The channel has as many batches in progress as allowed.
     #[error("as many batches are under way as one channel may have: collect completions first")]
     Full,
-    /// It names memory of a region that was retired.
+    /// The batch names memory of a retired region.
     #[error("the batch names memory that takes no new work: its region was retired")]
     Retired,
-    /// It would write memory that a device out of service may still write.
+    /// The batch would write memory that a device out of service may still write.
     #[error("the batch would write memory that a device out of service may still write")]
     Leased,
     /// Offload is shutting down.
@@ -51,23 +52,23 @@ pub enum Reason {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Outcome {
-    /// All of it is done; who did it is in the counters.
+    /// All of it is done. The counters show by which engine.
     Done,
-    /// None of it is done: it was given back before a device had seen it, at shutdown.
+    /// None of it is done: it was cancelled before a device had seen it, at shutdown.
     Cancelled,
-    /// It writes guest memory, and a device that is out of service may still write it, now or later. Its ranges are leased
-    /// ([`Leases`](crate::Leases)) until that device is proved quiet; what lies in them is undefined. So are the inputs of the batch: it
-    /// must be filled anew before it is handed in again.
+    /// The batch writes guest memory, and a device out of service may still write that memory, now or later. Its ranges
+    /// are leased ([`Leases`](crate::Leases)) until that device is proved quiet; their content is undefined. The
+    /// batch's inputs are undefined too: fill it again before submitting it again.
     Leased,
 }
 
-/// Names a batch that was handed in.
+/// Identifies a submitted batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TicketId(pub(crate) Id);
 
-/// A batch that was handed in. Dropped, it is detached: nobody will be told of its completion, and what a device leaves
+/// A submitted batch. Dropping the ticket detaches the batch: its completion is not delivered, and what a device leaves
 /// undone of it stays undone.
-#[must_use = "a dropped ticket means that nobody wants the batch any more; `into_id` keeps it"]
+#[must_use = "dropping a ticket discards the batch's completion; `into_id` keeps it"]
 pub struct Ticket {
     id: Id,
     channel: Arc<Shared>,
@@ -81,18 +82,18 @@ impl Debug for Ticket {
 }
 
 impl Ticket {
-    /// What its completion will be called.
+    /// Returns the identifier that its completion will have.
     pub fn id(&self) -> TicketId {
         TicketId(self.id)
     }
 
-    /// The name alone: the completion is delivered, without a ticket to hold.
+    /// Returns the identifier alone: the completion is delivered, without a ticket to hold.
     pub fn into_id(mut self) -> TicketId {
         self.kept = true;
         TicketId(self.id)
     }
 
-    /// Takes the batch back.
+    /// Cancels the batch.
     pub fn cancel(mut self) -> Cancelled {
         self.kept = true;
         match self.channel.detach(self.id) {
@@ -113,12 +114,12 @@ impl Drop for Ticket {
     }
 }
 
-/// What a cancelled batch became.
+/// The result of cancelling a batch.
 #[derive(Debug)]
 pub enum Cancelled {
-    /// No device has it: here it is, with its items and without answers.
+    /// No device has it: the batch, with its items and without results.
     GivenBack(Batch),
-    /// A device has it; it will come back to the pool by itself.
+    /// A device has it; it will return to the pool by itself.
     Disowned,
     /// Its completion was taken before.
     Delivered,
@@ -128,34 +129,35 @@ pub enum Cancelled {
 #[derive(Debug)]
 #[must_use]
 pub struct Done {
-    /// Which batch it is.
+    /// Which batch completed.
     pub ticket: TicketId,
-    /// The batch, with its answers.
+    /// The batch, with its results.
     pub batch: Batch,
     /// How it ended.
     pub outcome: Outcome,
-    /// The device that did it, or most of it; none: the CPU did.
+    /// The device that did all or most of it; none if the CPU did.
     pub maker: Option<Maker>,
 }
 
-/// A device that did a batch: to be told of ([`Offload::distrust`](crate::Offload::distrust)) should what came out turn out wrong later.
+/// The device that did a batch, to be reported ([`Offload::distrust`](crate::Offload::distrust)) if its result turns
+/// out to be wrong later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Maker {
     pub(crate) engine: usize,
     pub(crate) device: usize,
 }
 
-/// What a channel and its backstop share.
+/// The state that a channel and the backstop share.
 pub(crate) struct Shared {
     pub(crate) table: Table<Box<Request>>,
-    /// When something is next worth looking at; [`NEVER`] when nothing is under way.
+    /// When a batch is next worth looking at; [`NEVER`] when none is in progress.
     pub(crate) due: AtomicU64,
-    /// When the last of it is.
+    /// When the last of them is.
     pub(crate) last_due: AtomicU64,
-    /// Its owner sleeps in `wait` and will look by itself.
+    /// The owner sleeps in `wait` and will look by itself.
     pub(crate) attended: AtomicBool,
     pub(crate) core: Arc<Core>,
-    /// What devices have completed of it so far: each time there may be room for what waits.
+    /// Number of completions that devices have made for this channel: after each, a waiting batch may be accepted.
     pub(crate) completions: AtomicU64,
     guest: Arc<Guest>,
     /// Unique in the process.
@@ -169,7 +171,7 @@ impl Shared {
         Arc::new(Self { table, due, last_due, attended, core, completions, guest, number })
     }
 
-    /// Who asks for a share of a device now.
+    /// Returns the submitter, as a device's share needs it.
     pub(crate) fn whose(&self) -> Whose {
         let Guest { number: vm, weight, .. } = *self.guest;
         Whose { vm, channel: self.number, weight, urgent: self.guest.is_urgent() }
@@ -180,7 +182,7 @@ impl Shared {
     }
 }
 
-/// A submitter's channel. May be sent to another thread, and is used by one at a time.
+/// A submitter's channel. It may be sent to another thread, and is used by one thread at a time.
 pub struct Channel {
     shared: Arc<Shared>,
     pools: Arc<Pools>,
@@ -198,30 +200,30 @@ impl Channel {
         Self { shared, pools, _one_thread: PhantomData }
     }
 
-    /// The same channel, whose batches have their memory on NUMA node `node`: best that of the pages they will name.
+    /// Makes the channel's batches use memory of NUMA node `node`: best the node of the pages that they will name.
     #[must_use]
     pub fn near(mut self, node: u32) -> Self {
         self.pools = Arc::clone(self.shared.core.pools(Some(node)));
         self
     }
 
-    /// An empty batch from the pool.
+    /// Returns an empty batch from the pool.
     pub fn batch(&self, operation: Operation) -> Batch {
         self.pools.batch(operation)
     }
 
-    /// Hands a batch in. Its completion comes by [`Self::poll`] or [`Self::wait`] unless the ticket is dropped. What else is
-    /// under way is looked at on the way.
+    /// Submits a batch. [`Self::poll`] or [`Self::wait`] return its completion unless the ticket is dropped. Also looks
+    /// at the other batches in progress.
     ///
     /// # Errors
-    /// Why it was not taken, with the batch.
+    /// Why the batch was not accepted, with the batch.
     pub fn submit(&self, batch: Batch) -> Result<Ticket, (Reason, Batch)> {
         let core = &self.shared.core;
         let id = core.submit(&self.shared, batch)?;
         Ok(Ticket { id, channel: Arc::clone(&self.shared), kept: false })
     }
 
-    /// A completion, if there is one. Work that a device has left is finished here, on this thread.
+    /// Returns a completion, if there is one. Work that a device has left undone is finished here, on this thread.
     pub fn poll(&self) -> Option<Done> {
         let core = &self.shared.core;
         let taken = core.look(&self.shared, true);
@@ -229,10 +231,11 @@ impl Channel {
         Some(core.deliver(id, request))
     }
 
-    /// The next completion, or none when there is none until `deadline` or nothing is under way.
+    /// Returns the next completion; none if none comes until `deadline` or nothing is in progress.
     ///
-    /// Where there is none yet it sleeps until half of what is under way is expected: to be woken costs more than to collect a
-    /// completion, and the other half keeps the device busy meanwhile. Of one batch it sleeps until that is due.
+    /// If there is no completion yet, it sleeps until half of the batches in progress are expected: waking costs more
+    /// than collecting a completion, and the other half keeps the device busy meanwhile. With one batch it sleeps until
+    /// that one is due.
     pub fn wait(&self, deadline: Nanos) -> Option<Done> {
         let shared = &self.shared;
         let time = &shared.core.settings.time;
@@ -249,7 +252,7 @@ impl Channel {
             if now >= deadline || self.under_way() == 0 {
                 return None;
             }
-            // What is overdue comes when it comes: it is looked at less and less often.
+            // An overdue batch cannot be predicted: look less and less often.
             let until = if due > now { due } else { now + pause };
             pause = if due > now { pause } else { (2 * pause).min(LONGEST_PAUSE) };
             shared.attended.store(true, Ordering::SeqCst);
@@ -261,18 +264,18 @@ impl Channel {
         }
     }
 
-    /// Nobody attends to what is under way now. The backstop may have passed it over because somebody did.
+    /// The owner does not look from now on. The backstop may have skipped this channel because the owner did.
     fn unattended(&self) {
         self.shared.core.arm(self.shared.due.load(Ordering::SeqCst));
     }
 
-    /// As [`Self::wait`], for so long from now.
+    /// As [`Self::wait`], for `at_most` from now.
     pub fn wait_for(&self, at_most: std::time::Duration) -> Option<Done> {
         let now = self.shared.core.settings.time.now();
         self.wait(now.saturating_add(u64::try_from(at_most.as_nanos()).unwrap_or(NEVER)))
     }
 
-    /// Batches handed in and not yet collected.
+    /// Returns the number of batches submitted and not yet collected.
     pub fn under_way(&self) -> usize {
         let slots = self.shared.table.lock();
         slots.active() + slots.done()
@@ -310,27 +313,27 @@ impl Pools {
         self.shape
     }
 
-    /// An empty batch.
+    /// Returns an empty batch.
     pub(crate) fn batch(self: &Arc<Self>, operation: Operation) -> Batch {
         let mut request = self.take(operation.has_buffer());
         request.reset(operation);
         Batch::new(request, Arc::clone(self))
     }
 
-    /// A free request.
+    /// Takes a free request.
     pub(crate) fn take(&self, buffer: bool) -> Box<Request> {
         self.of(buffer).take(|| Box::new(Request::new(self.shape, buffer)))
     }
 
-    /// Takes a free request back.
+    /// Returns a request to the pool.
     pub(crate) fn put(&self, mut request: Box<Request>) {
         debug_assert_eq!(request.state(), State::Free);
-        // Regions are not kept by requests at rest.
+        // Idle requests keep no regions.
         request.reset(request.operation);
         self.of(request.buffer.is_some()).put(request);
     }
 
-    /// How many were made, and how many are here.
+    /// Returns how many requests were made, and how many are free.
     pub(crate) fn counts(&self) -> (usize, usize) {
         let (plain, buffered) = (self.plain.counts(), self.buffered.counts());
         (plain.0 + buffered.0, plain.1 + buffered.1)

@@ -1,4 +1,4 @@
-//! What all channels of a process share, and the one path of a request: submit, look, deliver.
+//! The state that all channels of a process share, and the one path of a request: submit, look, deliver.
 
 use std::fmt::{Debug, Formatter};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, Ordering::Relaxed};
@@ -21,24 +21,24 @@ use crate::sync::lock_std;
 use crate::table::{Id, Slots, Step};
 use crate::time::{Bell, NEVER, Nanos};
 
-/// What all channels share.
+/// The state that all channels share.
 pub(crate) struct Core {
     pub(crate) settings: Settings,
     /// By node; the first also for nodes without one.
     pub(crate) pools: Vec<Arc<Pools>>,
-    /// The accelerators, in order of preference. Empty: everything is done by the CPU.
+    /// The accelerators, in order of preference. If there are none, the CPU does everything.
     pub(crate) engines: Vec<Arc<dyn Engine>>,
     pub(crate) leases: Arc<Leases>,
     pub(crate) statistics: Arc<Statistics>,
     pub(crate) closing: AtomicBool,
     pub(crate) channels: Mutex<Vec<Arc<Shared>>>,
-    /// What the backstop sleeps on, and until when it does.
+    /// What the backstop sleeps on, and until when it sleeps.
     pub(crate) bell: Bell,
     pub(crate) until: AtomicU64,
     sampled: AtomicU64,
     pub(crate) closers: Arc<Closers>,
     pub(crate) channel_number: AtomicU32,
-    /// Guests so far. 0 is that of the channels that belong to none.
+    /// Number of guests made so far. 0 stands for channels without a guest.
     pub(crate) guests: AtomicU32,
 }
 
@@ -68,7 +68,7 @@ impl Core {
         })
     }
 
-    /// The requests of `node`.
+    /// Returns the requests of `node`.
     pub(crate) fn pools(&self, node: Option<u32>) -> &Arc<Pools> {
         let of_node = self.pools.iter().find(|pools| node.is_some() && pools.shape().node == node);
         of_node.unwrap_or(&self.pools[0])
@@ -78,7 +78,7 @@ impl Core {
         self.settings.time.now()
     }
 
-    /// Takes a batch in.
+    /// Submits a batch.
     pub(crate) fn submit(&self, channel: &Shared, mut batch: Batch) -> Result<Id, (Reason, Batch)> {
         if batch.is_empty() {
             return Err((Reason::Empty, batch));
@@ -87,7 +87,7 @@ impl Core {
             return Err((Reason::Leased, batch));
         }
         let mut slots = channel.table.lock();
-        // With the lock: who shuts down looks at every table afterwards.
+        // Checked with the table locked: a shutdown looks at every table after it has set the flag.
         if self.closing.load(Ordering::Acquire) {
             return Err((Reason::Closed, batch));
         }
@@ -117,7 +117,7 @@ impl Core {
         Ok(inserted)
     }
 
-    /// Gives a queued request to the first engine that takes it, or leaves it to the CPU.
+    /// Gives a queued request to the first engine that accepts it, or leaves it to the CPU.
     fn begin(&self, request: &mut Request, channel: &Shared, now: Nanos) -> Step {
         let operation = request.operation;
         for (number, engine) in self.engines.iter().enumerate().filter(|(_, engine)| engine.does(operation)) {
@@ -132,7 +132,7 @@ impl Core {
                     return Step::Going;
                 }
                 Begun::Wait(until) => {
-                    (request.work.due, request.work.told) = (until, channel.completions.load(Relaxed));
+                    (request.work.due, request.work.seen) = (until, channel.completions.load(Relaxed));
                     return Step::Going;
                 }
                 Begun::Spill(cause) => {
@@ -153,7 +153,7 @@ impl Core {
         request.go(State::Done);
     }
 
-    /// Looks at everything of `channel` that is under way, and notes when to look again.
+    /// Looks at all requests of `channel` in progress, and records when to look again.
     pub(crate) fn harvest(&self, channel: &Shared, slots: &mut Slots<Box<Request>>, now: Nanos) -> usize {
         let (mut due, mut last_due);
         let closing = self.closing.load(Ordering::Acquire);
@@ -170,8 +170,8 @@ impl Core {
                         request.go(State::Done);
                         Step::Done
                     }
-                    // It was told when to ask again: then, or when something of its channel has completed.
-                    State::Queued if now < request.work.due && request.work.told == completions.load(Relaxed) => {
+                    // The request waits until its time, or until another request of its channel has completed.
+                    State::Queued if now < request.work.due && request.work.seen == completions.load(Relaxed) => {
                         waits = true;
                         Step::Going
                     }
@@ -188,7 +188,7 @@ impl Core {
                 step
             };
             delivered += slots.harvest(look, |request| self.put_away(request));
-            // Something has completed behind those that wait.
+            // A request has completed after the waiting ones were looked at: look at them again.
             if !waits || completions.load(Relaxed) == before {
                 break;
             }
@@ -211,9 +211,9 @@ impl Core {
         Step::Done
     }
 
-    /// What the caller gets in place of a request that a device may still write.
+    /// Returns a copy of a request that a device may still write, for its caller.
     fn replace(&self, lost: &Request) -> Box<Request> {
-        // This is the way of a broken device: here, and only here, a request may have to be made.
+        // Only for a broken device, and only here, a request may have to be allocated.
         let mut fresh = self.pools(lost.node()).take(lost.buffer.is_some());
         fresh.go(State::Filling);
         lost.copy_into(&mut fresh);
@@ -230,18 +230,18 @@ impl Core {
         fresh
     }
 
-    /// Looks at a channel and takes what is done first. The backstop takes nothing.
+    /// Looks at a channel and takes the oldest completion if `take` is set. The backstop takes none.
     pub(crate) fn look(&self, channel: &Shared, take: bool) -> Option<(Id, Box<Request>)> {
         let mut slots = channel.table.lock();
         let now = self.now();
-        // What is done already needs no look at records: completions are collected in bulk.
+        // With completions at hand no record has to be read: they are collected in bulk.
         if slots.done() == 0 || channel.due.load(Relaxed) <= now {
             self.harvest(channel, &mut slots, now);
         }
         if take { slots.take() } else { None }
     }
 
-    /// Finishes a request that no device has any more, and makes it its caller's again.
+    /// Finishes a request that no device has any more, and returns it to its caller.
     pub(crate) fn deliver(&self, id: Id, mut request: Box<Request>) -> Done {
         let outcome = request.work.outcome;
         if outcome == Outcome::Done {
@@ -286,7 +286,7 @@ impl Core {
         }
     }
 
-    /// Reads some of the pages that a device called zero.
+    /// Reads some of the pages that a device reported as zero.
     fn recheck(&self, request: &mut Request) {
         let every = match self.settings.recheck {
             Recheck::None => return,
@@ -299,7 +299,7 @@ impl Core {
         for word in 0..request.items.len().div_ceil(64) {
             let mut zero = request.zero[word];
             let count = u64::from(zero.count_ones());
-            // The count of zero pages goes on from batch to batch, so that small batches are sampled as often as large ones.
+            // The sample counter runs on from batch to batch, so that small batches are sampled as often as large ones.
             let before = self.sampled.fetch_add(count, Relaxed);
             let mut skip = (every - before % every) % every;
             while zero != 0 {
@@ -329,14 +329,14 @@ impl Core {
         }
     }
 
-    /// Who had `request`, which was in a device.
+    /// Returns the device that did `request`.
     fn maker(&self, request: &Request) -> Maker {
         let engine = request.work.engine;
         Maker { engine, device: self.engines[engine].device(request) }
     }
 
-    /// Takes a device out of service that gave a wrong result. What it said before is doubtful with it, where it says anything: a
-    /// device that only compresses has said nothing of zero pages.
+    /// Takes a device out of service that gave a wrong result. Its earlier results become suspect, if it makes zero
+    /// maps: a device that only compresses has reported no zero pages.
     pub(crate) fn distrust(&self, maker: Maker, what: &str) {
         let engine = &self.engines[maker.engine];
         engine.distrust(maker.device, what);
@@ -345,19 +345,21 @@ impl Core {
         }
     }
 
-    /// Whether the device that called `page` zero, which the CPU has just seen is not, says so again while it is the same that it was.
-    /// Once, the device may only have been sooner than the guest; and a guest may empty a page and fill it between any two looks.
+    /// Returns whether the device that reported `page` as zero, which the CPU has just read as not zero, reports so
+    /// again while the page is unchanged. Once, the device may only have read before the guest wrote; and a guest may
+    /// clear and fill a page between any two reads.
     fn repeats(&self, engine: &Arc<dyn Engine>, request: &mut Request, page: usize) -> bool {
-        let before = cpu::seen(request, page);
-        if engine.still_zero(request, page, self.now()) != Some(true) || cpu::seen(request, page) != before {
+        let before = cpu::current_checksum(request, page);
+        if engine.still_zero(request, page, self.now()) != Some(true) || cpu::current_checksum(request, page) != before
+        {
             return false;
         }
         cpu::execute(request, Run { first: page as u32, count: 1 });
         !request.is_zero(page)
     }
 
-    /// Sums up the copies that a device has made. Nobody else writes them, so one that is not what the device has read by its own
-    /// checksum is its mistake.
+    /// Computes the checksums of the copies that a device has made. No other thread writes them, so a copy that differs
+    /// from the device's own checksum is the device's mistake.
     fn recheck_copies(&self, request: &mut Request) {
         let kind = self.engines[request.work.engine].kind();
         let mut wrong = 0;
@@ -377,13 +379,14 @@ impl Core {
         }
     }
 
-    /// Looks at pages that devices were shown once more and have not answered for at once, and says whether there are any.
+    /// Looks at pages that devices were asked about a second time without an immediate answer. Returns whether there
+    /// are any.
     pub(crate) fn second_looks(&self) -> bool {
         let now = self.now();
         self.engines.iter().filter(|engine| engine.second_looks(now)).count() > 0
     }
 
-    /// Puts a request away that nobody wants and no device has.
+    /// Returns a detached request, which no device has, to its pool.
     pub(crate) fn put_away(&self, mut request: Box<Request>) {
         request.leave();
         if request.state() == State::Queued {
@@ -393,19 +396,19 @@ impl Core {
         self.pools(request.node()).put(request);
     }
 
-    /// A request as its caller's batch.
+    /// Returns a request as its caller's batch.
     pub(crate) fn open(&self, mut request: Box<Request>) -> Batch {
         request.leave();
         let pools = Arc::clone(self.pools(request.node()));
         Batch::new(request, pools)
     }
 
-    /// Whether nothing is with a device.
+    /// Returns whether no device has any request.
     pub(crate) fn idle(&self) -> bool {
         lock_std(&self.channels).iter().all(|channel| channel.table.lock().active() == 0)
     }
 
-    /// Looks at everything until no device has anything any more. Ends, as a device that says nothing is given up.
+    /// Looks at all requests until no device has any. Ends because a device that does not answer is given up.
     pub(crate) fn settle_all(&self) {
         let channels = lock_std(&self.channels).clone();
         for channel in channels {
@@ -419,7 +422,7 @@ impl Core {
                 if slots.active() == 0 {
                     let closed = slots.closed();
                     drop(slots);
-                    // Its owner left it to whoever sees the last of it.
+                    // The owner left the table to the thread that sees its last request done.
                     if closed {
                         self.forget(&channel);
                     }
@@ -431,19 +434,19 @@ impl Core {
         }
     }
 
-    /// Something is due at `due`: the backstop must not sleep longer.
+    /// Makes the backstop wake at `due` at the latest.
     pub(crate) fn arm(&self, due: Nanos) {
         if due.saturating_add(LATER) < self.until.load(Ordering::SeqCst) {
             self.bell.ring();
         }
     }
 
-    /// A channel that nothing comes to any more.
+    /// Removes a channel that has no requests any more.
     pub(crate) fn forget(&self, channel: &Arc<Shared>) {
         lock_std(&self.channels).retain(|other| !Arc::ptr_eq(other, channel));
     }
 
-    /// Where the requests are.
+    /// Returns the number of requests by state.
     pub(crate) fn requests(&self) -> Requests {
         let mut requests = Requests::default();
         for pools in &self.pools {
@@ -455,7 +458,8 @@ impl Core {
         requests
     }
 
-    /// Looks at the channels whose owners do not, says when to come again, and lets go of those that are closed and empty.
+    /// Looks at the channels whose owners do not, removes those that are closed and empty, and returns when to look
+    /// again.
     pub(crate) fn turn(&self) -> Nanos {
         let now = self.now();
         let mut next = NEVER;
@@ -468,10 +472,10 @@ impl Core {
                 return !idle;
             }
             match channel.table.try_lock() {
-                // Its owner is just looking.
+                // The owner is looking at this moment.
                 None => next = next.min(now + LATER),
                 Some(mut slots) => {
-                    // The clock once more, now that nobody submits: nothing was submitted after this moment.
+                    // The clock is read again under the lock: nothing was submitted after this moment.
                     let now = self.now();
                     if self.harvest(channel, &mut slots, now) > 0 {
                         channel.table.bell.ring();

@@ -1,8 +1,8 @@
-//! Deflate (RFC 1951) by the CPU: written with a window of 4 KiB, so that an IAA device can read it; read with any window, so that
-//! what a stranger wrote can be read too.
+//! Deflate (RFC 1951) by the CPU: written with a window of 4 KiB, so that an IAA device can read it; read with any
+//! window, so that other programs' streams can be read too.
 //!
-//! The writer is zlib-rs, because it is told its window; libdeflate, which is faster, always takes 32 KiB. The reader is libdeflate,
-//! so the two check each other.
+//! The writer is zlib-rs because its window can be set; libdeflate, which is faster, always uses 32 KiB. The reader is
+//! libdeflate, so each checks the other.
 
 use libdeflater::{DecompressionError, Decompressor};
 use zlib_rs::{DeflateFlush, Status};
@@ -12,7 +12,7 @@ use crate::request::Answer;
 /// Base-2 logarithm of the window. zlib keeps its matches shorter than that by what it looks ahead: 3834 bytes at most.
 const WINDOW_BITS: u8 = 12;
 
-/// Writes deflate streams with a window of 4 KiB, all with the memory that it begins with.
+/// Writes deflate streams with a window of 4 KiB, without allocating after its creation.
 pub struct Deflater {
     context: zlib_rs::Deflate,
     level: i32,
@@ -24,10 +24,10 @@ impl std::fmt::Debug for Deflater {
     }
 }
 
-/// Its level is the fastest. Whoever asks for this format wants an IAA device, and where there is none its work should hold up as
-/// little as possible; who compresses with the CPU by choice has faster formats that are smaller too. On programs and text, level 2
-/// writes 12 to 18 % less than level 1 and takes 1.8 to 2 times as long, level 6 14 to 22 % and 2.5 to 2.8 times (`codec_throughput`
-/// in `sterna-codec` shows them all).
+/// The default level is the fastest. A user who selects this format wants an IAA device, and without one the CPU's work
+/// should delay as little as possible; a user who compresses with the CPU by choice has faster formats that are also
+/// smaller. On programs and text, level 2 writes 12 to 18 % less than level 1 and takes 1.8 to 2 times as long, level 6
+/// 14 to 22 % and 2.5 to 2.8 times (`codec_throughput` in `sterna-codec` prints them all).
 impl Default for Deflater {
     fn default() -> Self {
         Self::at(1)
@@ -35,18 +35,19 @@ impl Default for Deflater {
 }
 
 impl Deflater {
-    /// At a level of zlib's, 1 (fastest) to 9.
+    /// Makes a writer with a level of zlib's, 1 (fastest) to 9.
     pub fn at(level: i32) -> Self {
         Self { context: zlib_rs::Deflate::new(level, false, WINDOW_BITS), level }
     }
 
-    /// Writes `input` as one stream to the start of `room`. Says how long it is; none if it does not fit, and then `room` holds
-    /// nothing of use.
+    /// Writes `input` as one stream to the start of `room`. Returns its length; none if it does not fit: then the
+    /// content of `room` is undefined.
     pub fn deflate(&mut self, input: &[u8], room: &mut [u8]) -> Option<usize> {
         self.write(input, room, DeflateFlush::Finish)
     }
 
-    /// As [`Self::deflate`], but another stream can follow, and both together are one: it ends at a whole byte, and not for good.
+    /// As [`Self::deflate`], but another stream can follow and continue this one: it ends at a byte boundary, without a
+    /// final block.
     pub fn deflate_continued(&mut self, input: &[u8], room: &mut [u8]) -> Option<usize> {
         self.write(input, room, DeflateFlush::SyncFlush)
     }
@@ -57,21 +58,22 @@ impl Deflater {
         }
         let mut status = self.context.compress(input, room, end);
         let written = self.context.total_out();
-        // A part of a stream that fills its room to the last byte may lack its end.
+        // A part of a stream that fills `room` to the last byte may lack its end.
         let cut = end != DeflateFlush::Finish && written as usize == room.len();
-        // What it still holds must come out, some 70 KiB at most: zlib-rs 0.6.8 forgets on a reset neither a block that is open nor
-        // how much of its buffer was handed out (`lm_init`, `Pending::reset_keep`), and a later stream would be wrong, or overrun
-        // that buffer. It may also be nothing: at level 1 a room that is filled to its last byte is taken for one too small.
-        let mut nowhere = [0; 4096];
+        // The rest of its output, some 70 KiB at most, must be drained: zlib-rs 0.6.8 keeps over a reset an open block
+        // and the position in its buffer (`lm_init`, `Pending::reset_keep`), and a later stream would be wrong, or
+        // overrun that buffer. The rest may also be empty: at level 1 zlib-rs takes a buffer that is filled to its last
+        // byte for one that is too small.
+        let mut discarded = [0; 4096];
         while matches!(status, Ok(Status::Ok)) {
-            status = self.context.compress(&[], &mut nowhere, DeflateFlush::Finish);
+            status = self.context.compress(&[], &mut discarded, DeflateFlush::Finish);
         }
         if !matches!(status, Ok(Status::StreamEnd)) {
-            // Whatever that was, nothing of it is to be left.
+            // No state of the failed stream may remain.
             *self = Self::at(self.level);
             return None;
         }
-        // The end of a stream that goes on elsewhere is nobody's.
+        // The drained output of a continued stream is discarded, so its length does not count.
         let fitted = if end == DeflateFlush::Finish { self.context.total_out() == written } else { !cut };
         self.context.reset();
         fitted.then_some(written as usize)
@@ -88,7 +90,7 @@ impl Default for Inflater {
 }
 
 impl Inflater {
-    /// Reads the stream that `input` begins with into `output`.
+    /// Reads the stream at the start of `input` into `output`.
     pub(crate) fn inflate(&mut self, input: &[u8], output: &mut [u8]) -> Answer {
         match self.0.deflate_decompress(input, output) {
             Ok(bytes) => Answer::Written(bytes as u32),
@@ -98,7 +100,7 @@ impl Inflater {
     }
 }
 
-// An inflate by nobody's library, which refuses distances beyond the window that it is given.
+// An independent inflate, which refuses distances beyond its given window.
 #[cfg(test)]
 #[path = "../../idxd-model/tests/device/inflate.rs"]
 mod reference;
@@ -139,9 +141,9 @@ mod tests {
             let mut output = vec![0; text.len()];
             assert_eq!(inflater.inflate(stream, &mut output), Answer::Written(text.len() as u32), "level {level}");
             assert_eq!(output, text);
-            // One byte less room, and one byte less stream.
+            // One byte less of output, and one byte less of the stream.
             assert_eq!(inflater.inflate(stream, &mut output[1..]), Answer::TooLong);
-            // What is missing may look too long before it looks missing.
+            // A missing end may appear as an output that is too long.
             let cut = inflater.inflate(&stream[..stream.len() - 1], &mut output);
             assert!(matches!(cut, Answer::Malformed | Answer::TooLong), "level {level}: {cut:?}");
         }
@@ -151,15 +153,15 @@ mod tests {
     fn a_zero_page_becomes_short_and_noise_is_too_long() {
         let (mut deflater, mut room) = (Deflater::default(), vec![0; 4096 + 8]);
         assert!(deflater.deflate(&[0; 4096], &mut room).unwrap() < 64);
-        // What did not fit does no harm to the next.
+        // A stream that did not fit does not affect the next.
         assert_eq!(deflater.deflate(&noise(8192), &mut room), None);
         let again = deflater.deflate(&[0; 4096], &mut room).unwrap();
         assert_eq!(reference::inflate(&room[..again], WINDOW).unwrap(), [0; 4096]);
     }
 
-    /// Streams that do not fit, at every place where one can stop, and each followed by one that does.
+    /// Streams that do not fit, for every possible length, each followed by one that does.
     #[test]
-    fn what_does_not_fit_is_none_and_the_next_stream_is_whole() {
+    fn a_stream_that_does_not_fit_is_none_and_the_next_stream_is_whole() {
         let long = noise(300 << 10);
         let content: Vec<u8> = noise(3000).iter().map(|byte| byte & 0x0f).collect();
         for level in 1..=9 {
@@ -175,7 +177,7 @@ mod tests {
         }
     }
 
-    /// The same noise again after exactly so many bytes: a match that a longer window would have.
+    /// The same noise repeated at various distances: a match only for a longer window.
     #[test]
     fn no_level_reaches_back_further_than_an_iaa_device_can() {
         for (level, apart) in (1..=9).flat_map(|level| [3000, 3834, 3835, 4096, 4097, 9000].map(|apart| (level, apart)))
@@ -184,12 +186,12 @@ mod tests {
             let stream = deflated(level, &content);
             let read = reference::inflate(&stream, WINDOW);
             assert!(read.is_ok_and(|read| read == content), "level {level}, {apart} bytes apart");
-            // The match is there to be found where the window has it.
+            // With a sufficient window the match is found.
             assert_eq!(stream.len() < content.len() / 2, apart <= 3834, "level {level}, {apart} bytes apart");
         }
     }
 
-    /// Parts of one stream, some of which do not fit at first, one after the other by one context.
+    /// Parts of one stream, some of which do not fit at first, written by one context.
     #[test]
     fn continued_streams_and_a_last_one_are_one_stream() {
         let contents = [vec![0; 70_000], noise(9000), noise(20_000).iter().map(|byte| byte & 7).collect(), vec![1]];

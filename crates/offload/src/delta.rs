@@ -1,20 +1,20 @@
-//! The sizes of delta records, as Intel DSA has them (architecture specification, "Create Delta Record").
+//! The sizes of delta records in Intel DSA (architecture specification, "Create Delta Record").
 
 /// Bytes of an entry.
 pub(crate) const ENTRY: usize = 10;
 
-/// Longest range: what 16 bits of 8-byte units reach.
-pub(crate) const MOST_BYTES: usize = 512 << 10;
+/// The longest range: the reach of 16-bit offsets in units of 8 bytes.
+pub(crate) const MAX_BYTES: usize = 512 << 10;
 
-/// The shortest room a device takes for a record.
+/// The shortest space that a device accepts for a record.
 const SHORTEST: usize = 80;
 
-/// Room for the record of a range of `bytes`: a longer record is of no use.
+/// Returns the space for the record of a range of `bytes`: a longer record is of no use.
 pub(crate) fn room(bytes: usize) -> usize {
     room_of(bytes, bytes)
 }
 
-/// The same where a record of more than `most` bytes is of no use, as far as the device has rooms that short.
+/// As [`room`], where a record of more than `most` bytes is of no use, as far as the device accepts so little space.
 pub(crate) fn room_of(bytes: usize, most: usize) -> usize {
     let most = most.min(bytes);
     (most - most % ENTRY).max(SHORTEST)

@@ -1,9 +1,9 @@
-//! A guest among those that share a process's accelerators: what its channels have in common.
+//! A guest that shares a process's accelerators with others: the state common to its channels.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// A guest, made by [`Offload::guest`](crate::Offload::guest). Shares of a device are between guests, however many channels each of
-/// them has.
+/// A guest, made by [`Offload::guest`](crate::Offload::guest). A device is shared between guests, however many channels
+/// each guest has.
 #[derive(Debug)]
 pub struct Guest {
     pub(crate) number: u32,
@@ -16,13 +16,13 @@ impl Guest {
         Self { number, weight, urgent: AtomicBool::new(false) }
     }
 
-    /// Says whether somebody waits for its work, as for that of a guest that stands: from now on what its channels hand in goes to the
-    /// queues that are kept for such work, where a device has any. It is not urgent at first.
+    /// Sets whether the guest's work is urgent, as it is while the guest is paused: its channels then submit to the
+    /// queues reserved for urgent work, where a device has any. A guest is not urgent at first.
     pub fn set_urgent(&self, urgent: bool) {
         self.urgent.store(urgent, Relaxed);
     }
 
-    /// Whether somebody waits for its work.
+    /// Returns whether the guest's work is urgent.
     pub fn is_urgent(&self) -> bool {
         self.urgent.load(Relaxed)
     }

@@ -1,4 +1,4 @@
-//! One line each: blocking calls, and completions by call-back on the caller's thread.
+//! Convenience interfaces: blocking calls, and completions by call-back on the caller's thread.
 
 use crate::batch::{Batch, PushError};
 use crate::channel::{Channel, Done, Outcome, Reason, Ticket, TicketId};
@@ -10,23 +10,23 @@ use crate::time::{NEVER, Nanos};
 
 use thiserror::Error;
 
-/// Why a blocking call has no answer.
+/// Why a blocking call has no result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CallError {
     /// A range does not fit the operation.
     #[error(transparent)]
     Push(#[from] PushError),
-    /// The batch was not taken.
+    /// The batch was not accepted.
     #[error("{0}")]
     Refused(Reason),
-    /// It was not done.
+    /// The batch was not done.
     #[error("the batch was not done: {0:?}")]
     NotDone(Outcome),
 }
 
 impl Offload {
-    /// Does one batch, filled by `fill`, and waits for it.
+    /// Submits one batch, filled by `fill`, and waits for it.
     pub fn call(
         &self,
         operation: Operation,
@@ -43,24 +43,24 @@ impl Offload {
         if outcome == Outcome::Done { Ok(batch) } else { Err(CallError::NotDone(outcome)) }
     }
 
-    /// Which pages of `ranges` (whole pages) are zero.
+    /// Returns which pages of `ranges` (whole pages) are zero.
     pub fn is_zero(&self, ranges: &[Range]) -> Result<Vec<bool>, CallError> {
         let batch =
             self.call(Operation::ZeroMap, |batch| ranges.iter().try_for_each(|range| batch.push(range).map(drop)))?;
         Ok((0..batch.len()).map(|page| batch.is_zero(page)).collect())
     }
 
-    /// Where two ranges of one length differ first.
+    /// Returns the offset at which two ranges of equal length first differ.
     pub fn compare(&self, first: &Range, second: &Range) -> Result<Option<usize>, CallError> {
         Ok(self.call(Operation::Compare, |batch| batch.push_pair(first, second).map(drop))?.difference(0))
     }
 
-    /// The CRC-32C of a range.
+    /// Returns the CRC-32C of a range.
     pub fn checksum(&self, range: &Range) -> Result<u32, CallError> {
         Ok(self.call(Operation::Checksum, |batch| batch.push(range).map(drop))?.checksum(0))
     }
 
-    /// A copy of a range.
+    /// Returns a copy of a range.
     pub fn copy(&self, range: &Range) -> Result<Vec<u8>, CallError> {
         Ok(self.call(Operation::Copy, |batch| batch.push(range).map(drop))?.copy(0).to_vec())
     }
@@ -79,20 +79,20 @@ impl<F> std::fmt::Debug for Callbacks<F> {
 }
 
 impl<F: FnOnce(Batch, Outcome)> Callbacks<F> {
-    /// Call-backs on `channel`. What else is under way on it is thrown away when it completes.
+    /// Makes call-backs on `channel`. Completions of batches that are already in progress on it are discarded.
     pub fn new(channel: Channel) -> Self {
         Self { channel, waiting: Vec::new() }
     }
 
-    /// An empty batch from the pool.
+    /// Returns an empty batch from the pool.
     pub fn batch(&self, operation: Operation) -> Batch {
         self.channel.batch(operation)
     }
 
-    /// Hands a batch in, and calls `then` when it is done, from [`Self::poll`] or [`Self::wait`].
+    /// Submits a batch, and calls `then` when it is done, from [`Self::poll`] or [`Self::wait`].
     ///
     /// # Errors
-    /// Why it was not taken, with the batch and the call-back.
+    /// Why the batch was not accepted, with the batch and the call-back.
     pub fn submit(&mut self, batch: Batch, then: F) -> Result<(), (Reason, Batch, F)> {
         match self.channel.submit(batch).map(Ticket::into_id) {
             Ok(id) => {
@@ -103,7 +103,7 @@ impl<F: FnOnce(Batch, Outcome)> Callbacks<F> {
         }
     }
 
-    /// Calls back for what is done. Says for how many.
+    /// Calls back for every completion. Returns how many there were.
     pub fn poll(&mut self) -> usize {
         let mut called = 0;
         while let Some(done) = self.channel.poll() {

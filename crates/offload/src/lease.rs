@@ -1,7 +1,7 @@
-//! Write leases: guest memory that a device may still write although nobody waits for it any more.
+//! Write leases: guest memory that a device may still write although the CPU has finished with the batch.
 //!
-//! Nothing newer is placed there, and a destination is not prepared as long as there is one: a late write would undo what
-//! came after it. A lease ends when the device is proved quiet, and by nothing else.
+//! No newer content is placed there, and a destination is not prepared while a lease exists: a late write would
+//! overwrite the newer content. A lease ends only when the device is proved quiet.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,7 +10,7 @@ use crate::region::Range;
 use crate::request::Request;
 use crate::sync::lock_std;
 
-/// Guest memory that may still be written.
+/// The ranges of guest memory that a device may still write.
 #[derive(Debug, Default)]
 pub struct Leases {
     held: Mutex<Vec<Lease>>,
@@ -25,17 +25,17 @@ struct Lease {
 }
 
 impl Leases {
-    /// How many ranges are leased.
+    /// Returns how many ranges are leased.
     pub fn count(&self) -> usize {
         self.count.load(Ordering::Acquire)
     }
 
-    /// The addresses that are leased.
+    /// Returns the leased addresses.
     pub fn ranges(&self) -> Vec<std::ops::Range<usize>> {
         lock_std(&self.held).iter().map(|lease| lease.start..lease.end).collect()
     }
 
-    /// Whether any byte of `range` is leased.
+    /// Returns whether any byte of `range` is leased.
     pub fn covers(&self, range: &Range) -> bool {
         let start = range.pointer().addr();
         self.touches(start, start + range.len())
@@ -45,7 +45,7 @@ impl Leases {
         self.count() != 0 && lock_std(&self.held).iter().any(|lease| lease.start < end && start < lease.end)
     }
 
-    /// Whether `request` would write leased memory.
+    /// Returns whether `request` would write leased memory.
     pub(crate) fn forbid(&self, request: &Request) -> bool {
         request.operation.writes_guest()
             && self.count() != 0
@@ -55,7 +55,7 @@ impl Leases {
             })
     }
 
-    /// Leases what `request` writes to `device`.
+    /// Leases to `device` the ranges that `request` writes.
     pub(crate) fn add(&self, device: u64, request: &Request) {
         let mut held = lock_std(&self.held);
         held.extend(request.items.iter().map(|item| {
@@ -65,7 +65,7 @@ impl Leases {
         self.count.store(held.len(), Ordering::Release);
     }
 
-    /// `device` is quiet.
+    /// Ends the leases of `device`, which is quiet.
     pub(crate) fn release(&self, device: u64) {
         let mut held = lock_std(&self.held);
         held.retain(|lease| lease.device != device);

@@ -1,9 +1,9 @@
-//! Zero pages, comparison, delta, checksum, copy and deflate: by an accelerator where there is one, by the CPU else, and no
-//! caller notices which.
+//! Operations on pages: zero map, compare, delta, checksum, copy and deflate. An accelerator does them where there is
+//! one, the CPU otherwise; the caller's code is the same.
 //!
 //! ```text
-//! caller ─> batch ─> channel ─> table of operations ─> dsa, iaa ─┐   records, read by whoever comes by:
-//!    ^                                              └> cpu       │   the next submit, poll, wait, the backstop
+//! caller ─> batch ─> channel ─> table of operations ─> dsa, iaa ─┐   completion records, read by
+//!    ^                                              └> cpu       │   the next submit, poll or wait, or the backstop
 //!    └────── completion queue <── the CPU finishes what is left <┘
 //! ```
 //! ```

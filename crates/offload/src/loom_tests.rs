@@ -2,7 +2,7 @@
 //!
 //!     RUSTFLAGS="--cfg loom" cargo test -p sterna-offload --no-default-features --release --lib loom_tests
 //!
-//! A request stands for itself here: a number, with a flag that says that its device is done with it.
+//! A request is represented by a number, with a flag for its completion by the device.
 
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ fn look(work: &mut Work) -> Step {
     if work.done.load(Ordering::Acquire) { Step::Done } else { Step::Going }
 }
 
-/// A table with one request under way, and the flag of its device.
+/// Makes a table with one request in progress, and the flag of its device.
 fn one() -> (Arc<Table<Work>>, crate::table::Id, Arc<AtomicBool>) {
     let (table, done) = (Arc::new(Table::new(2)), Arc::new(AtomicBool::new(false)));
     let id = table.lock().insert(Work { number: 7, done: done.clone() }, &Step::Going).ok().unwrap();
@@ -55,7 +55,7 @@ fn owner_and_backstop_together_deliver_once() {
 }
 
 #[test]
-fn a_dropped_ticket_and_a_completion_put_the_request_away_once_and_deliver_nothing() {
+fn a_dropped_ticket_and_a_completion_recycle_the_request_once_and_deliver_nothing() {
     loom::model(|| {
         let (table, id, done) = one();
         let away = Arc::new(AtomicUsize::new(0));
@@ -84,7 +84,7 @@ fn a_dropped_ticket_and_a_completion_put_the_request_away_once_and_deliver_nothi
         });
         assert!(slots.take().is_none(), "delivered although its ticket was dropped");
         assert_eq!(away.load(Ordering::Relaxed), 7);
-        // Its slot serves the next, and the old name means nothing any more.
+        // Its slot serves the next request, and the old id is invalid.
         assert!(matches!(slots.detach(id, |_| true), Detached::Gone));
     });
 }
@@ -119,14 +119,14 @@ fn a_channel_that_closes_while_the_backstop_harvests_leaves_nothing_behind() {
 }
 
 #[test]
-fn who_waits_is_woken_by_a_completion_that_came_before_between_or_after() {
+fn a_waiting_owner_is_woken_by_a_completion_that_came_before_between_or_after() {
     loom::model(|| {
         let (table, _, done) = one();
         let backstop = {
             let table = table.clone();
             thread::spawn(move || {
                 done.store(true, Ordering::Release);
-                // The waiter may hold the lock for a moment: the backstop comes again then; here it waits.
+                // The waiter may hold the lock for a moment: the real backstop would return later; here it waits.
                 let delivered = table.lock().harvest(look, |_| panic!("somebody wants it"));
                 if delivered > 0 {
                     table.bell.ring();
@@ -138,7 +138,7 @@ fn who_waits_is_woken_by_a_completion_that_came_before_between_or_after() {
             if let Some((_, work)) = table.lock().take() {
                 break work.number;
             }
-            // Without a limit: a lost ring is a deadlock, which loom reports.
+            // Without a timeout: a lost ring is a deadlock, which loom reports.
             table.bell.wait(heard, None);
         };
         assert_eq!(delivered, 7);

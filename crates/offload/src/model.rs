@@ -1,7 +1,7 @@
-//! `--accel model:FILE.json`: the queues of devices in software, as if they were opened.
+//! `--accel model:FILE.json`: the queues of software devices, as if they had been opened.
 //!
-//! The model decodes the 64 bytes and works on this process's memory by its real page tables; everything above the portal is
-//! the product as it is on hardware.
+//! The model decodes the 64-byte descriptors and works on this process's memory through its real page tables; all code
+//! above the portal is the same as on hardware.
 
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -14,19 +14,19 @@ use sterna_idxd::{Descriptor, Device, Kind, Mode, Portal, QueueInfo, Submission,
 use sterna_idxd_model as model;
 use sterna_idxd_model::{Model, ModelConfig, ModelQueue};
 
-/// How long closing waits for what is under way, before the device is reset as the kernel does.
+/// How long closing waits for work in progress, before the device is reset as the kernel does.
 const DRAIN: Duration = Duration::from_secs(2);
 
-/// Largest file of a model that is read: a device takes less than a kilobyte.
+/// The largest model file that is read: a device takes less than a kilobyte.
 const LARGEST: u64 = 16 << 20;
 
-/// Reads a model's configuration, and changes nothing.
+/// Reads a model's configuration. Changes nothing.
 pub(crate) fn read(file: &Path) -> Result<ModelConfig, String> {
     ModelConfig::from_json(&text(file)?).map_err(|error| error.to_string())
 }
 
 fn text(file: &Path) -> Result<String, String> {
-    // Not blocking: a pipe would wait for a writer.
+    // Non-blocking: opening a pipe would wait for a writer.
     let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(file);
     let opened = opened.map_err(|error| error.to_string())?;
     if !opened.metadata().map_err(|error| error.to_string())?.is_file() {
@@ -40,12 +40,12 @@ fn text(file: &Path) -> Result<String, String> {
     }
 }
 
-/// The names of its devices.
+/// Returns the names of its devices.
 pub(crate) fn devices(config: &ModelConfig) -> Vec<&str> {
     config.devices.iter().map(|device| device.name.as_str()).collect()
 }
 
-/// Starts a model and opens all queues of it.
+/// Starts a model and opens all its queues.
 pub(crate) fn open(config: ModelConfig) -> Result<Vec<Arc<WorkQueue>>, String> {
     let model = Model::start(config).map_err(|error| error.to_string())?;
     queues(&model)
@@ -54,7 +54,7 @@ pub(crate) fn open(config: ModelConfig) -> Result<Vec<Arc<WorkQueue>>, String> {
 /// Opens all queues of a running model.
 ///
 /// # Errors
-/// A queue does not answer the no-op that proves it.
+/// A queue does not complete the no-op that tests it.
 pub fn queues(model: &Arc<Model>) -> Result<Vec<Arc<WorkQueue>>, String> {
     let open = |queue: ModelQueue| {
         let info = info(&queue);
@@ -88,7 +88,7 @@ fn info(queue: &ModelQueue) -> QueueInfo {
     info
 }
 
-/// One queue's way in. It keeps the model running.
+/// The portal of one queue. It keeps the model running.
 #[derive(Debug)]
 struct ModelPortal {
     model: Arc<Model>,
@@ -112,14 +112,14 @@ impl Portal for ModelPortal {
 }
 
 impl Drop for ModelPortal {
-    /// The kernel's part in closing: nothing of the queue is under way afterwards.
+    /// Drains the queue, as the kernel does on close: afterwards it has no work in progress.
     fn drop(&mut self) {
         let end = Instant::now() + DRAIN;
         let record = iaa::CompletionRecord::new();
         let drain = Descriptor::drain().with_record(record.address());
         let mut sent = false;
         while Instant::now() < end {
-            // On a dedicated queue too: whoever closes it is the last who submits.
+            // On a dedicated queue too: the closing thread is the last submitter.
             if !sent {
                 // SAFETY: the record is here until it was written, or the device has been reset.
                 sent = matches!(unsafe { self.submit(&drain) }, Submission::Accepted);

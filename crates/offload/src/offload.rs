@@ -1,4 +1,4 @@
-//! Offload of a process: started once, shared by all channels.
+//! The offload of a process: started once, shared by all channels.
 
 use std::fmt::Write as _;
 use std::sync::atomic::Ordering;
@@ -29,11 +29,11 @@ use crate::sync::lock_std;
 use crate::time::Nanos;
 use crate::trace::Trace;
 
-/// Most pages of a batch: as many descriptors as a device takes in one.
-const MOST_PAGES: usize = 1024;
+/// The largest batch that can be set, in pages: the most descriptors that a device accepts in one batch.
+const MAX_PAGES: usize = 1024;
 
 /// How long a shutdown waits for devices out of service to be closed.
-const LAST_WAIT: Duration = Duration::from_secs(5);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why offload could not be started. Nothing was touched.
 #[derive(Debug, Error)]
@@ -44,17 +44,17 @@ pub enum StartError {
     Setting {
         /// The setting.
         name: &'static str,
-        /// What it was.
+        /// Its value.
         given: usize,
-        /// What it may be.
+        /// The values that are allowed.
         range: &'static str,
     },
-    /// What was asked for by name is not there or cannot be used.
+    /// An accelerator requested by name does not exist or cannot be used.
     #[error("--accel {wish}: {why}")]
     Missing {
-        /// The wish.
+        /// The selector, as in `--accel`.
         wish: String,
-        /// What is there, and what would help.
+        /// The reason, and what would help.
         why: String,
     },
     /// A thread could not be started.
@@ -68,22 +68,22 @@ pub struct Offload {
     core: Arc<Core>,
     summary: String,
     backstop: Mutex<Option<Backstop>>,
-    /// Channels of the blocking helpers, at rest.
+    /// Idle channels of the blocking helpers.
     pub(crate) helpers: Mutex<Vec<Channel>>,
 }
 
 impl Offload {
-    /// Opens what `choice` names.
+    /// Opens the accelerators that `choice` selects.
     ///
     /// # Errors
-    /// What was asked for by name is not there, or a setting is out of its range; nothing was touched.
+    /// An accelerator requested by name does not exist, or a setting is out of its range. Nothing was changed.
     pub fn start(choice: &Accelerators, settings: &Settings) -> Result<Arc<Self>, StartError> {
         checked(settings)?;
         Self::running(start::open(choice, settings)?, settings)
     }
 
-    /// Over queues that are open already: those of a model, or of an embedder that has its own idea of what to open.
-    /// Nobody else may keep them: a device is proved quiet by closing its queues.
+    /// Starts over queues that are open already: those of a model, or of an embedder that opens queues itself. The
+    /// caller must keep no reference to them: closing its queues is the proof that a device is quiet.
     ///
     /// # Errors
     /// A setting is out of its range.
@@ -150,17 +150,17 @@ impl Offload {
         Arc::clone(&self.core)
     }
 
-    /// A channel for one submitter, of no guest's.
+    /// Returns a channel for one submitter that belongs to no guest.
     pub fn channel(&self) -> Channel {
         self.channel_for(&Arc::new(Guest::new(0, 1)))
     }
 
-    /// A guest that has `weight` (1 to [`MAX_WEIGHT`](crate::share::MAX_WEIGHT)) beside others while they share a device.
+    /// Returns a guest whose share of a device has weight `weight` (1 to [`MAX_WEIGHT`](crate::share::MAX_WEIGHT)).
     pub fn guest(&self, weight: u32) -> Arc<Guest> {
         Arc::new(Guest::new(self.core.guests.fetch_add(1, Ordering::Relaxed).wrapping_add(1), weight))
     }
 
-    /// A channel for one submitter of `guest`, which this made ([`Self::guest`]).
+    /// Returns a channel for one submitter of `guest`, which [`Self::guest`] of this offload must have made.
     pub fn channel_for(&self, guest: &Arc<Guest>) -> Channel {
         let number = self.core.channel_number.fetch_add(1, Ordering::Relaxed);
         let shared = Shared::new(Arc::clone(&self.core), Arc::clone(guest), number);
@@ -172,54 +172,56 @@ impl Offload {
         self.core.settings.trace.as_deref()
     }
 
-    /// What came from `maker` was wrong: it is taken out of service, for the reason `what`.
+    /// Takes the device of `maker` out of service because a result of it was wrong. `what` is the reason that is
+    /// reported.
     pub fn distrust(&self, maker: Maker, what: &str) {
         self.core.distrust(maker, what);
     }
 
-    /// How often a result was found wrong for which a device was taken out of service that makes zero maps. When it rises, zero maps
-    /// and copies that were given out before, which are not all looked at, may be wrong too.
+    /// Returns how often a device that makes zero maps was taken out of service for a wrong result. When this rises,
+    /// zero maps and copies delivered earlier may be wrong too, because only a sample of them is checked.
     pub fn refuted(&self) -> u64 {
         self.core.statistics.refuted.load(Ordering::Acquire)
     }
 
-    /// What is used, why not the rest, and how each device is shared: one line.
+    /// Returns one line: the accelerators in use, why others are not used, and how each device is shared.
     pub fn summary(&self) -> String {
         self.summary.clone()
     }
 
-    /// Whether any accelerator can do `operation`: else it is all the CPU's.
+    /// Returns whether any accelerator can do `operation`; otherwise the CPU does all of it.
     pub fn accelerates(&self, operation: crate::Operation) -> bool {
         self.core.engines.iter().any(|engine| engine.does(operation))
     }
 
-    /// Most pages of a batch.
+    /// Returns the most pages that a batch may have.
     pub fn batch_pages(&self) -> usize {
         self.core.settings.batch_pages
     }
 
-    /// [`Settings::lateness`], as a span.
+    /// Returns [`Settings::lateness`] in nanoseconds.
     pub fn lateness(&self) -> Nanos {
         u64::try_from(self.core.settings.lateness.as_nanos()).unwrap_or(Nanos::MAX)
     }
 
-    /// Guest memory that a device out of service may still write.
+    /// Returns the ranges of guest memory that a device out of service may still write.
     pub fn leases(&self) -> &Leases {
         &self.core.leases
     }
 
-    /// Takes no new work on any of `regions`, and waits until `deadline` ([`Self::deadline`]) for what is under way on them. Somebody
-    /// must be collecting completions meanwhile: other threads' channels, or the backstop. After success they may be unmapped.
+    /// Accepts no new work on any of `regions`, and waits until `deadline` ([`Self::deadline`]) for the work in
+    /// progress on them. Another thread must collect completions meanwhile: another channel's, or the backstop. After
+    /// success the regions may be unmapped.
     ///
     /// # Errors
-    /// One of them is still with a device.
+    /// A device still has work on one of them.
     pub fn retire(&self, regions: &[Arc<Region>], deadline: Nanos) -> Result<(), RegionBusy> {
-        // All of them first: where one stays busy, the others take no new work either.
+        // Retires all of them first: where one stays busy, the others accept no new work either.
         for region in regions {
             let _ = region.retire();
         }
         loop {
-            // Nobody else looks at these.
+            // Only this poll makes progress on second looks.
             let under_way = self.core.second_looks();
             let Some(busy) = regions.iter().find(|region| region.retire().is_err()) else { return Ok(()) };
             let now = self.now();
@@ -231,29 +233,29 @@ impl Offload {
         }
     }
 
-    /// What happened so far.
+    /// Returns the counters since the start.
     pub fn report(&self) -> OffloadReport {
         let core = &self.core;
         core.statistics.report(self.summary(), core.requests(), core.leases.count())
     }
 
-    /// Now, by the clock of [`Settings::time`]: what deadlines are counted from.
+    /// Returns the current time of the clock in [`Settings::time`], from which deadlines are counted.
     pub fn now(&self) -> Nanos {
         self.core.settings.time.now()
     }
 
-    /// `after` from now, as a deadline.
+    /// Returns the deadline that lies `after` from now.
     pub fn deadline(&self, after: Duration) -> Nanos {
         self.now().saturating_add(u64::try_from(after.as_nanos()).unwrap_or(Nanos::MAX))
     }
 
-    /// What the backstop thread does, where [`Settings::threads`] is off. Says when to come again.
+    /// Does one turn of the backstop thread, where [`Settings::threads`] is off. Returns when the next turn is due.
     pub fn turn(&self) -> Nanos {
         self.core.turn()
     }
 
-    /// Takes no more work; gives back what no device has seen ([`Outcome::Cancelled`](crate::Outcome)); waits until devices
-    /// have given back the rest or are out of service. Completions can still be collected.
+    /// Accepts no more work, cancels batches that no device has seen ([`Outcome::Cancelled`](crate::Outcome)), and
+    /// waits until devices have finished the others or are out of service. Completions can still be collected.
     pub fn shutdown(&self) {
         lock_std(&self.helpers).clear();
         self.core.closing.store(true, Ordering::Release);
@@ -262,13 +264,13 @@ impl Offload {
         if let Some(backstop) = lock_std(&self.backstop).take() {
             backstop.join();
         }
-        if !self.core.closers.wait(LAST_WAIT) {
+        if !self.core.closers.wait(CLOSE_TIMEOUT) {
             tracing::warn!("an accelerator out of service has not closed: the memory it may write stays as it is");
         }
     }
 
-    /// Where [`Settings::threads`] is off: drains and closes the devices that were taken out of service, which can take for
-    /// ever where a device hangs.
+    /// Drains and closes the devices that were taken out of service, where [`Settings::threads`] is off. If a device
+    /// hangs this may never return.
     pub fn close_devices(&self) {
         self.core.closers.run_waiting();
     }
@@ -281,10 +283,10 @@ impl Drop for Offload {
 }
 
 fn checked(settings: &Settings) -> Result<(), StartError> {
-    check("batch_pages", settings.batch_pages, 1, MOST_PAGES, "1 to 1024")?;
+    check("batch_pages", settings.batch_pages, 1, MAX_PAGES, "1 to 1024")?;
     check("in_flight", settings.in_flight, 1, 4096, "1 to 4096")
 }
 
-fn check(name: &'static str, given: usize, least: usize, most: usize, range: &'static str) -> Result<(), StartError> {
-    if (least..=most).contains(&given) { Ok(()) } else { Err(StartError::Setting { name, given, range }) }
+fn check(name: &'static str, given: usize, min: usize, max: usize, range: &'static str) -> Result<(), StartError> {
+    if (min..=max).contains(&given) { Ok(()) } else { Err(StartError::Setting { name, given, range }) }
 }

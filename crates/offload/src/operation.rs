@@ -1,37 +1,38 @@
-//! What can be asked for. One operation per batch.
+//! The operations. A batch has one operation.
 
 use serde::Serialize;
 
-/// An operation, on every item of a batch.
+/// An operation, applied to every item of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Operation {
-    /// Which pages are all zero: one bit per page.
+    /// Determines which pages are all zero: one bit per page.
     ZeroMap,
-    /// Where two ranges first differ, if they do.
+    /// Finds where two ranges first differ.
     Compare,
-    /// The CRC-32C of each range.
+    /// Computes the CRC-32C of each range.
     Checksum,
-    /// Each range into the batch's own buffer.
+    /// Copies each range into the batch's own buffer.
     Copy,
-    /// Each range into the batch's own buffer, with the CRC-32C of what came to lie there: a snapshot.
+    /// Copies each range into the batch's own buffer, with the CRC-32C of the copy: a snapshot.
     CopyChecksum,
-    /// What turns the first range into the second, as a delta record (pairs of 16-bit word offset and 8 bytes).
+    /// Computes how to turn the first range into the second, as a delta record (pairs of 16-bit word offset and 8
+    /// bytes).
     CreateDelta,
-    /// A delta record onto a range. Writes guest memory.
+    /// Applies a delta record to a range. Writes guest memory.
     ApplyDelta,
-    /// From the batch's own buffer to a range. Writes guest memory.
+    /// Copies from the batch's own buffer to a range. Writes guest memory.
     Place,
-    /// Each range as a deflate stream of its own with a window of 4 KiB at most, or as a part of one
+    /// Compresses each range to a deflate stream with a window of 4 KiB at most, or to a part of one
     /// ([`Batch::push_continued`](crate::Batch::push_continued)).
     Deflate,
-    /// A deflate stream (window of 4 KiB at most) onto a range. Writes guest memory.
+    /// Decompresses a deflate stream (window of 4 KiB at most) into a range. Writes guest memory.
     Inflate,
 }
 
 impl Operation {
-    /// All of them.
+    /// All operations.
     pub const ALL: [Self; 10] = [
         Self::ZeroMap,
         Self::Compare,
@@ -45,12 +46,12 @@ impl Operation {
         Self::Inflate,
     ];
 
-    /// Its place in tables.
+    /// Returns its index in tables.
     pub(crate) fn index(self) -> usize {
         self as usize
     }
 
-    /// Its name in reports.
+    /// Returns its name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::ZeroMap => "zero map",
@@ -66,12 +67,12 @@ impl Operation {
         }
     }
 
-    /// Whether it writes guest memory: then it is never done twice as long as a device might still be at it.
+    /// Returns whether it writes guest memory: then it is never repeated while a device might still write.
     pub fn writes_guest(self) -> bool {
         matches!(self, Self::ApplyDelta | Self::Place | Self::Inflate)
     }
 
-    /// Whether it needs a buffer of the batch's own, for what comes out or goes in.
+    /// Returns whether it needs a buffer of the batch's own, for output or input.
     pub fn has_buffer(self) -> bool {
         !matches!(self, Self::ZeroMap | Self::Compare | Self::Checksum)
     }

@@ -1,7 +1,7 @@
-//! A queue configuration for a host that migrates so many guests at once, as `accel-config` takes it.
+//! A queue configuration for a host that migrates a given number of guests at once, in the format of `accel-config`.
 //!
-//! Two shared queues on each device, in one group with all of its engines: one for the pages of running guests and one for
-//! those of guests that stand, which the device prefers. Why each number is what it is stands beside it.
+//! Each device gets two shared queues in one group with all its engines: one for the pages of running guests, and one,
+//! which the device prefers, for those of paused guests. The reason for each number stands beside it.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use crate::settings::LEDGERS;
 
-/// What a device is for.
+/// The purpose of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accelerator {
     /// Data Streaming Accelerator.
@@ -20,18 +20,18 @@ pub enum Accelerator {
     Iaa,
 }
 
-/// A device that queues are planned for, as sysfs shows it (`/sys/bus/dsa/devices/NAME`).
+/// A device to plan queues for, as sysfs shows it (`/sys/bus/dsa/devices/NAME`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PlanDevice {
     /// `dsa0`, `iax1`.
     pub name: String,
-    /// What it is.
+    /// Its purpose.
     pub kind: Accelerator,
     /// `max_engines`.
     pub engines: u32,
     /// `max_work_queues`.
     pub work_queues: u32,
-    /// `max_work_queues_size`: entries for all queues together. None where the kernel does not show it, here and below.
+    /// `max_work_queues_size`: entries for all queues together. None where the kernel does not show it; likewise below.
     pub entries: Option<u32>,
     /// `max_batch_size`, in descriptors; not used for IAA, which has no batches.
     pub max_batch: Option<u32>,
@@ -40,7 +40,7 @@ pub struct PlanDevice {
 }
 
 impl PlanDevice {
-    /// The DSA of this number, of the size that Sapphire Rapids has.
+    /// Returns the DSA with this number, with the limits of Sapphire Rapids.
     pub fn usual_dsa(number: u32) -> Self {
         Self {
             name: format!("dsa{number}"),
@@ -54,14 +54,14 @@ impl PlanDevice {
     }
 }
 
-/// Why nothing can be planned.
+/// Why there is no plan.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlanError {
     /// No device.
     #[error("there is no DSA or IAA device to plan for; `sterna accel list` says what this host has")]
     NoDevice,
-    /// Not a device that two queues fit.
+    /// The device has no room for two queues.
     #[error(
         "{device} has {engines} engines, {work_queues} queues and {entries} queue entries; at least one engine, two queues and \
          16 entries are needed"
@@ -76,7 +76,7 @@ pub enum PlanError {
         /// Its entries.
         entries: u32,
     },
-    /// How many entries there are to be divided is not known.
+    /// The number of queue entries is not known.
     #[error(
         "the kernel does not show how many queue entries {device} has (max_work_queues_size), so they cannot be divided; \
          --devices chooses others"
@@ -85,15 +85,15 @@ pub enum PlanError {
         /// The device.
         device: String,
     },
-    /// A name that no `accel-config` line could have.
+    /// A name that cannot occur in an `accel-config` line.
     #[error("{0:?} is not the name of a device: it is dsa or iax with a number")]
     Name(String),
 }
 
-/// Batches that one guest's channel keeps in flight so that the device never waits for it.
+/// Batches that one guest's channel keeps in flight so that the device never waits for the channel.
 const IN_FLIGHT: u64 = 2;
 
-/// One queue. In the order in which `accel-config load-config` wants the properties: `dev` comes first.
+/// One queue. The fields are in the order that `accel-config load-config` requires: `dev` comes first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct Queue {
     dev: String,
@@ -140,10 +140,10 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// For `guests` guests that are migrated at once, on all of `devices`.
+    /// Plans for `guests` guests that are migrated at once, on all of `devices`.
     ///
     /// # Errors
-    /// There is none, or one that is too small or has no name of a device.
+    /// There is no device, or one is too small or has an invalid name.
     pub fn new(guests: u32, devices: &[PlanDevice]) -> Result<Self, PlanError> {
         if devices.is_empty() {
             return Err(PlanError::NoDevice);
@@ -153,17 +153,17 @@ impl Plan {
         Ok(Self { devices: planned, notes })
     }
 
-    /// What a reader must know.
+    /// Returns notes for the operator.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// The file for `accel-config load-config -c FILE -e`.
+    /// Returns the file for `accel-config load-config -c FILE -e`.
     pub fn json(&self) -> String {
         serde_json::to_string_pretty(&self.devices).expect("numbers and words only")
     }
 
-    /// The same, line by line. A device that is enabled must be disabled before.
+    /// Returns the same configuration as commands. A device that is enabled must be disabled before.
     pub fn commands(&self) -> Vec<String> {
         let mut lines = Vec::new();
         for device in &self.devices {
@@ -207,7 +207,7 @@ fn plan_device(device: &PlanDevice) -> Result<Device, PlanError> {
         Accelerator::Iaa => "iax",
     };
     let number = name.strip_prefix(prefix).and_then(|number| number.parse::<u32>().ok());
-    // As the kernel writes it, and no other way that would read as the same number.
+    // Only the kernel's own spelling of the number.
     let number = number.filter(|number| *name == format!("{prefix}{number}"));
     let number = number.ok_or_else(|| PlanError::Name(name.clone()))?;
     let entries = entries.ok_or_else(|| PlanError::UnknownEntries { device: name.clone() })?;
@@ -215,7 +215,7 @@ fn plan_device(device: &PlanDevice) -> Result<Device, PlanError> {
         let (device, engines, work_queues) = (name.clone(), *engines, *work_queues);
         return Err(PlanError::TooSmall { device, engines, work_queues, entries });
     }
-    // A guest that stands has little left to send, and nobody before it in its queue.
+    // A paused guest has little left to send, and an almost empty queue.
     let switchover = entries / 4;
     let bulk = entries - switchover;
     // The device issues three descriptors of the one queue for each of the other (config-wq(1), `--priority`).
@@ -235,7 +235,7 @@ fn queue(device: &PlanDevice, number: u32, index: u32, size: u32, priority: u32,
         size,
         group_id: 0,
         priority,
-        // A page that is not there would hold up an engine, and everybody's work behind it.
+        // A page fault would block an engine, and all work queued behind it.
         block_on_fault: 0,
         max_batch_size: match device.kind {
             Accelerator::Dsa => device.max_batch.map(|most| USUAL_BATCH.min(most)),
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn more_guests_than_places_are_told_that_they_take_turns() {
+    fn a_plan_for_more_guests_than_places_notes_that_they_take_turns() {
         let few = Plan::new(10, &[dsa("dsa0")]).unwrap();
         assert!(few.notes()[0].contains("8 for each of 10 guests"), "{:?}", few.notes());
         let many = Plan::new(80, &[dsa("dsa0")]).unwrap();
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn guests_of_several_processes_are_told_of_their_ledgers_and_one_alone_is_not() {
+    fn a_plan_for_several_guests_names_the_ledgers_and_one_for_a_single_guest_does_not() {
         let ledgers = |guests| {
             let plan = Plan::new(guests, &[dsa("dsa0"), dsa("dsa2")]).unwrap();
             plan.notes().iter().any(|note| {

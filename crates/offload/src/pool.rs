@@ -1,8 +1,8 @@
-//! Requests at rest. They come back here from wherever they were last, and none is made as long as one is here.
+//! Idle requests. Every request returns here, and a new one is made only when the pool is empty.
 
 use crate::sync::{Mutex, lock};
 
-/// Things at rest, last in, first out: the last one used is the one whose memory is still in a cache.
+/// Idle objects, last in, first out: the memory of the last one used is still in a cache.
 #[derive(Debug)]
 pub(crate) struct Pool<T> {
     rest: Mutex<Rest<T>>,
@@ -15,12 +15,12 @@ struct Rest<T> {
 }
 
 impl<T> Pool<T> {
-    /// An empty pool with room for `capacity`, beyond which it allocates.
+    /// Makes an empty pool with room for `capacity`, beyond which it allocates.
     pub(crate) fn new(capacity: usize) -> Self {
         Self { rest: Mutex::new(Rest { free: Vec::with_capacity(capacity), made: 0 }) }
     }
 
-    /// One from the pool, or a new one.
+    /// Takes an object from the pool, or makes one.
     pub(crate) fn take(&self, make: impl FnOnce() -> T) -> T {
         let mut rest = lock(&self.rest);
         match rest.free.pop() {
@@ -33,12 +33,12 @@ impl<T> Pool<T> {
         }
     }
 
-    /// Puts one back.
+    /// Returns an object.
     pub(crate) fn put(&self, one: T) {
         lock(&self.rest).free.push(one);
     }
 
-    /// How many were made, and how many of them are here.
+    /// Returns how many were made, and how many of them are here.
     pub(crate) fn counts(&self) -> (usize, usize) {
         let rest = lock(&self.rest);
         (rest.made, rest.free.len())

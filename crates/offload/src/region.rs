@@ -1,8 +1,8 @@
-//! Memory that a device may touch, and pieces of it.
+//! Memory that a device may touch, and ranges of it.
 //!
-//! Nobody gets a slice of such memory. A request names it by [`Range`], and while it is with a device it holds the region:
-//! the region counts what is under way ([`Region::uses`]), and memory is unmapped or unplugged only after
-//! [`Region::retire`] has said that this is zero and stays zero.
+//! No code gets a slice of such memory. A request names it by [`Range`], and holds the region while a device has the
+//! request: the region counts its requests in progress ([`Region::uses`]). Memory is unmapped or unplugged only after
+//! [`Region::retire`] has returned success: then the count is zero and stays zero.
 
 use std::any::Any;
 use std::fmt::{Debug, Formatter};
@@ -16,17 +16,17 @@ use thiserror::Error;
 use crate::arena::Slab;
 use crate::time::{Bell, Nanos, Time};
 
-/// Set in the count of uses of a region that takes no new work.
+/// Flag in the count of uses: the region accepts no new work.
 const RETIRED: u64 = 1 << 63;
 
-/// A region still has work under way.
+/// A region still has work in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
     "{uses} batches on memory at {start:#x} ({bytes} bytes) are still with a device: it must stay mapped (try again; if a \
      device was taken out of service, when it has been closed)"
 )]
 pub struct RegionBusy {
-    /// Requests under way.
+    /// Requests in progress.
     pub uses: u64,
     /// Address of the region.
     pub start: usize,
@@ -38,15 +38,15 @@ pub struct RegionBusy {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("{len} bytes from offset {offset:#x} are not within a region of {bytes} bytes")]
 pub struct OutOfRegion {
-    /// Offset asked for.
+    /// Requested offset.
     pub offset: usize,
-    /// Length asked for.
+    /// Requested length.
     pub len: usize,
     /// Length of the region.
     pub bytes: usize,
 }
 
-/// Memory that a device may touch: guest RAM, as a rule one region per RAM block.
+/// Memory that a device may touch: guest RAM, normally one region per RAM block.
 pub struct Region {
     start: NonNull<u8>,
     bytes: usize,
@@ -57,8 +57,8 @@ pub struct Region {
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-// SAFETY: the pointer is only handed to devices and to raw, volatile copies inside the range that the creator vouched for;
-// nothing is ever borrowed from it.
+// SAFETY: the pointer is only handed to devices and to raw, volatile copies inside the range that the creator vouched
+// for; nothing is ever borrowed from it.
 unsafe impl Send for Region {}
 // SAFETY: as above; the counter is atomic.
 unsafe impl Sync for Region {}
@@ -71,8 +71,8 @@ impl Debug for Region {
 }
 
 impl Region {
-    /// The `bytes` bytes at `start`. `owner` is kept as long as the region or any work on it, and is what unmaps the memory
-    /// when it is dropped; without one the creator does, after [`Self::retire`].
+    /// Makes a region of `bytes` bytes at `start`. The region, and any work on it, keep `owner`, whose drop unmaps the
+    /// memory. Without an owner the creator unmaps it, after [`Self::retire`].
     ///
     /// # Safety
     /// The range stays mapped, readable and (for work that writes) writable until the region is retired with success or
@@ -81,8 +81,9 @@ impl Region {
         Self::made(start, bytes, owner, None)
     }
 
-    /// A RAM block of a guest, on NUMA node `node` where that is known; none where it lies in another process, which no device
-    /// of this one reaches. The block is kept as long as the region or any work on it: its own contract is the region's.
+    /// Makes a region of a guest's RAM block, on NUMA node `node` where that is known. Returns none if the block lies
+    /// in another process, which no device of this process reaches. The region, and any work on it, keep the block: the
+    /// block's own contract is the region's.
     pub fn of_block(block: &RamBlock, node: Option<u32>) -> Option<Arc<Self>> {
         let start = block.start()?;
         Some(Self::made(start, block.addresses().len(), Some(Arc::new(block.clone())), node))
@@ -101,7 +102,7 @@ impl Region {
         Self::made(start, bytes, owner, Some(node))
     }
 
-    /// The buffer of a batch, on `node`, for others that read what came to lie there.
+    /// Makes a region of a batch's buffer on `node`, for other batches that read its contents.
     pub(crate) fn of_slab(slab: &Arc<Slab>, node: Option<u32>) -> Arc<Self> {
         let start = NonNull::new(slab.pointer()).expect("a slab is not at address 0");
         let owner: Arc<dyn Any + Send + Sync> = Arc::<Slab>::clone(slab);
@@ -118,38 +119,38 @@ impl Region {
         Arc::new(Self { start, bytes, node, races, uses, left, _owner: owner })
     }
 
-    /// Says whether somebody may write this memory while work on it is under way, as a guest does that runs; so it is at first. In
-    /// memory that lies still, what a device said and the CPU sees can be compared.
+    /// Sets whether other threads may write this memory while work on it is in progress, as a running guest does;
+    /// initially they may. In memory that is not written, a device's result and the CPU's can be compared.
     pub fn set_racing(&self, races: bool) {
         self.races.store(races, Ordering::Relaxed);
     }
 
-    /// Whether somebody may write it.
+    /// Returns whether other threads may write the memory.
     pub fn races(&self) -> bool {
         self.races.load(Ordering::Relaxed)
     }
 
-    /// Where it is.
+    /// Returns its address.
     pub fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The NUMA node of its pages, where known.
+    /// Returns the NUMA node of its pages, where known.
     pub fn node(&self) -> Option<u32> {
         self.node
     }
 
-    /// Whether this is an address in it.
+    /// Returns whether `address` lies in the region.
     pub(crate) fn contains(&self, address: *const u8) -> bool {
         address.addr().checked_sub(self.start.as_ptr().addr()).is_some_and(|offset| offset < self.bytes)
     }
 
-    /// `len` bytes from `offset`.
+    /// Returns the range of `len` bytes from `offset`.
     pub fn range(self: &Arc<Self>, offset: usize, len: usize) -> Result<Range, OutOfRegion> {
         match offset.checked_add(len) {
             Some(end) if end <= self.bytes => Ok(Range { region: Arc::clone(self), offset, len }),
@@ -157,20 +158,20 @@ impl Region {
         }
     }
 
-    /// Requests under way on it, quarantined ones included.
+    /// Returns the number of requests in progress on the region, including quarantined ones.
     pub fn uses(&self) -> u64 {
         self.uses.load(Ordering::Acquire) & !RETIRED
     }
 
-    /// Takes no new work from now on, and says whether all work has left. After success no device and no engine touches
-    /// the memory again, and it may be unmapped.
+    /// Accepts no new work from now on, and returns success once no request is in progress. After success no device and
+    /// no engine touches the memory again, and it may be unmapped.
     pub fn retire(&self) -> Result<(), RegionBusy> {
         let uses = self.uses.fetch_or(RETIRED, Ordering::AcqRel) & !RETIRED;
         if uses == 0 { Ok(()) } else { Err(RegionBusy { uses, start: self.start.as_ptr().addr(), bytes: self.bytes }) }
     }
 
-    /// As [`Self::retire`], waiting until `deadline` for the work to leave. Somebody must be collecting completions
-    /// meanwhile: another thread's channels, or the backstop.
+    /// As [`Self::retire`], but waits until `deadline` for the work to end. Another thread must collect completions
+    /// meanwhile: another channel's, or the backstop.
     pub fn retire_by(&self, deadline: Nanos, time: &dyn Time) -> Result<(), RegionBusy> {
         loop {
             let heard = self.left.heard();
@@ -181,7 +182,7 @@ impl Region {
         }
     }
 
-    /// One request more, unless the region is retired.
+    /// Adds one request, unless the region is retired.
     pub(crate) fn enter(&self) -> bool {
         let mut now = self.uses.load(Ordering::Relaxed);
         loop {
@@ -195,13 +196,13 @@ impl Region {
         }
     }
 
-    /// One request more, of which the region has another form already.
+    /// Adds one request that replaces another one in the region; possible also while the region is being retired.
     pub(crate) fn enter_again(&self) {
         let before = self.uses.fetch_add(1, Ordering::AcqRel);
-        debug_assert!(before & !RETIRED > 0, "nobody is in the region");
+        debug_assert!(before & !RETIRED > 0, "a region without requests was entered again");
     }
 
-    /// One request less.
+    /// Removes one request.
     pub(crate) fn leave(&self) {
         let before = self.uses.fetch_sub(1, Ordering::AcqRel);
         debug_assert!(before & !RETIRED > 0, "a region was left more often than entered");
@@ -220,27 +221,27 @@ pub struct Range {
 }
 
 impl Range {
-    /// The region it is a piece of.
+    /// Returns the region that this is a range of.
     pub fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// Where it begins in the region, in bytes.
+    /// Returns its offset in the region, in bytes.
     pub fn offset(&self) -> usize {
         self.offset
     }
 
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its first byte.
+    /// Returns the address of its first byte.
     pub(crate) fn pointer(&self) -> *mut u8 {
         self.region.start.as_ptr().wrapping_add(self.offset)
     }

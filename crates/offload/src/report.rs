@@ -1,4 +1,4 @@
-//! What was done by whom: counted per operation and engine, cheaply, and given out as a report.
+//! Counters per operation and engine, cheap to update, and the report made from them.
 
 use std::fmt::Write as _;
 use std::sync::Mutex;
@@ -10,25 +10,25 @@ use crate::engine::{Cause, Kind};
 use crate::operation::Operation;
 use crate::sync::lock_std;
 
-/// Everything that happened since the start.
+/// What happened since the start.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct OffloadReport {
-    /// What is used, why not the rest, and how each device is shared, in one line.
+    /// The accelerators in use, why others are not used, and how each device is shared, in one line.
     pub summary: String,
-    /// Per operation that was asked for.
+    /// Per operation that was requested.
     pub operations: Vec<OperationReport>,
     /// Devices that were taken out of service, in order.
     pub taken_out: Vec<TakenOut>,
     /// Where the requests are now.
     pub requests: Requests,
-    /// Ranges of guest memory that a device may still write.
+    /// Number of ranges of guest memory that a device may still write.
     pub leases: usize,
 }
 
 impl OffloadReport {
-    /// What a person wants to know, a line for each operation that an accelerator did, and for each device out of service. It is of the
-    /// whole process since the start of offload, however many guests it has served.
+    /// Returns the report as text: one line for each operation that an accelerator did, and one for each device out of
+    /// service. The numbers are those of the whole process since the start of offload, for all guests.
     pub fn lines(&self) -> Vec<String> {
         let mut lines = vec![self.summary.clone()];
         for OperationReport { operation, engines } in &self.operations {
@@ -68,34 +68,37 @@ impl EngineReport {
 pub struct OperationReport {
     /// The operation.
     pub operation: Operation,
-    /// By engine, those that did anything.
+    /// By engine; only engines that did any of it.
     pub engines: Vec<EngineReport>,
 }
 
-/// What one engine did of one operation.
+/// The counters of one engine for one operation.
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct EngineReport {
     /// The engine.
     pub engine: Kind,
-    /// Batches begun there.
+    /// Batches begun on this engine.
     pub batches: u64,
     /// Items (pages of zero maps) of these batches.
     pub items: u64,
     /// Bytes of guest memory of these batches.
     pub bytes: u64,
-    /// Items that the CPU did in its place, by cause. Those of batches that no device took are not among `items`.
+    /// Items that the CPU did instead of this engine, by cause. Items of batches that no device accepted are not among
+    /// `items`.
     pub fallbacks: Vec<(Cause, u64)>,
     /// Submissions that the queue refused at first.
     pub retries: u64,
-    /// Pages that the device called zero and the CPU read again.
+    /// Pages that the device reported as zero and the CPU read again.
     pub sampled: u64,
-    /// Those of them that were not zero any more: a running guest has written them, or the device was wrong.
+    /// Those pages that the CPU read as not zero: a running guest has written them, or the device was wrong.
     pub doubtful: u64,
-    /// Time between submission and the seen completion, summed over descriptors submitted, in nanoseconds. They overlap.
+    /// Time between submission and the observed completion, summed over the submitted descriptors, in nanoseconds.
+    /// These times overlap.
     pub device_nanos: u64,
-    /// How long the CPU took, by the clock, for the work itself: all of it where the engine is the CPU, else what the device had
-    /// left. In nanoseconds. Submission, the reading of records and the re-reading of zero pages are not in it.
+    /// Wall-clock time in nanoseconds that the CPU needed for the work itself: for all of it where the engine is the
+    /// CPU, otherwise for what the device left undone. Submission, reading records and re-reading zero pages are not
+    /// included.
     pub cpu_nanos: u64,
 }
 
@@ -105,23 +108,23 @@ pub struct EngineReport {
 pub struct TakenOut {
     /// Its name.
     pub device: String,
-    /// Why.
+    /// Why it was taken out.
     pub reason: String,
-    /// Whether it was proved quiet: until then what it may write is kept.
+    /// Whether the device was proved quiet. Until then the memory that it may write is quarantined.
     pub quiet: bool,
-    /// Bytes of memory kept because it may still write them.
+    /// Bytes of quarantined memory that the device may still write.
     pub quarantined_bytes: u64,
 }
 
-/// Where requests are.
+/// Number of requests, by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Requests {
-    /// Ever made.
+    /// Allocated since the start.
     pub made: usize,
     /// In the pool.
     pub free: usize,
-    /// Kept because a device may still write them.
+    /// Quarantined because a device may still write them.
     pub quarantined: usize,
 }
 
@@ -140,7 +143,7 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    /// `items` items go to the CPU.
+    /// Counts `items` items that go to the CPU because of `cause`.
     pub(crate) fn fell_back(&self, cause: Cause, items: u64) {
         self.fallbacks[cause as usize].fetch_add(items, Relaxed);
     }
@@ -175,24 +178,24 @@ impl Counters {
 pub(crate) struct Statistics {
     table: [[Counters; 3]; Operation::ALL.len()],
     taken_out: Mutex<Vec<TakenOut>>,
-    /// Wrong results for which a device was taken out.
+    /// Wrong results for which a device was taken out of service.
     pub(crate) refuted: AtomicU64,
 }
 
 impl Statistics {
-    /// The counters of `operation` on `engine`.
+    /// Returns the counters of `operation` on `engine`.
     pub(crate) fn of(&self, operation: Operation, engine: Kind) -> &Counters {
         &self.table[operation.index()][engine as usize]
     }
 
-    /// Notes a device out of service, and gives its place in the list.
+    /// Records a device out of service, and returns its place in the list.
     pub(crate) fn taken_out(&self, device: String, reason: String) -> usize {
         let mut all = lock_std(&self.taken_out);
         all.push(TakenOut { device, reason, quiet: false, quarantined_bytes: 0 });
         all.len() - 1
     }
 
-    /// Changes what was noted at that place, if anything was.
+    /// Changes the entry at that place, if there is one.
     pub(crate) fn change(&self, place: Option<usize>, change: impl FnOnce(&mut TakenOut)) {
         if let Some(place) = place {
             change(&mut lock_std(&self.taken_out)[place]);

@@ -1,4 +1,5 @@
-//! A request: the items of a batch, what came out, and the memory that a device needs for it. Made once, used for ever.
+//! A request: the items of a batch, their results, and the memory that a device needs for the batch. Allocated once and
+//! reused.
 
 use std::sync::Arc;
 
@@ -9,44 +10,44 @@ use crate::region::Region;
 use crate::state::State;
 use crate::time::Nanos;
 
-/// Bytes of the buffer per page of a batch beyond the page itself: what an incompressible page grows by when written down
-/// as deflate, a delta record's shortest room, and alignment.
+/// Bytes of the buffer per page of a batch beyond the page itself: the growth of an incompressible page in deflate, the
+/// smallest space for a delta record, and alignment.
 const SLACK: usize = 128;
 
 /// One page or range of a batch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Item {
-    /// In guest memory: what is read; what is written by an operation that writes.
+    /// Address in guest memory that the operation reads, or writes if it is an operation that writes.
     pub(crate) first: *mut u8,
-    /// The second of a pair.
+    /// Address of the second range of a pair.
     pub(crate) second: *mut u8,
     /// Length of `first` (and `second`).
     pub(crate) bytes: u32,
-    /// Where its part of the batch's buffer begins.
+    /// Offset of the item's part of the batch's buffer.
     pub(crate) at: u32,
-    /// Length of that part: room for what comes out, or exactly what goes in.
+    /// Length of that part: the capacity for the output, or the exact length of the input.
     pub(crate) room: u32,
-    /// Of deflate: another item's stream follows this one's, so it must not end the whole.
+    /// Deflate only: another item's stream follows this one, so this stream must not have the final bit.
     pub(crate) continued: bool,
 }
 
-/// What came out for an item.
+/// The result of an item.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// Nothing yet.
+    /// No result yet.
     #[default]
     None,
     /// The pair is equal.
     Equal,
-    /// The pair differs, here first.
+    /// The pair differs; the offset of the first difference.
     Differs(u32),
     /// The checksum.
     Checksum(u32),
-    /// So many bytes came out.
+    /// The output has this many bytes.
     Written(u32),
-    /// What would have come out does not fit its room.
+    /// The output does not fit into the item's part of the buffer.
     TooLong,
-    /// What went in is not of the format.
+    /// The input is not in the expected format.
     Malformed,
 }
 
@@ -56,56 +57,57 @@ pub(crate) struct Request {
     state: State,
     pub(crate) operation: Operation,
     pub(crate) items: Vec<Item>,
-    /// What the items point into; each once as long as they come in order.
+    /// The regions that the items point into; each once while consecutive items share it.
     pub(crate) regions: Vec<Arc<Region>>,
     /// Whether the regions have been entered.
     entered: bool,
     pub(crate) answers: Vec<Answer>,
     pub(crate) zero: Vec<u64>,
-    /// Pages that a device called zero, and the CPU then saw not to be.
+    /// Pages that a device reported as zero and that the CPU then read as not zero.
     pub(crate) doubted: Vec<u64>,
     pub(crate) bytes: u64,
-    /// The batch's own buffer, if its kind has one, and how much of it is given out.
+    /// The batch's own buffer, if its kind has one, and how much of it is allocated to items.
     pub(crate) buffer: Option<Arc<Slab>>,
-    /// The same, for other batches that read what came to lie there.
+    /// The same buffer as a region, for other batches that read its contents.
     pub(crate) shown: Option<Arc<Region>>,
     pub(crate) buffered: usize,
-    /// The part of it that an accelerator has, or has had.
+    /// The accelerator's part of the request.
     pub(crate) work: Work,
     pub(crate) submitted: Nanos,
     node: Option<u32>,
 }
 
-// SAFETY: the pointers lead into the regions, which the request keeps and which are `Sync`; nothing is borrowed from them.
+// SAFETY: the pointers lead into the regions, which the request keeps and which are `Sync`; nothing is borrowed from
+// them.
 unsafe impl Send for Request {}
 
-/// The sizes of a pool's requests.
+/// The sizes of the requests of a pool.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
-    /// Most pages of a batch, and most items.
+    /// The most pages, and the most items, of a batch.
     pub(crate) pages: usize,
-    /// Whether an accelerator may get it: then it has descriptors and records.
+    /// Whether an accelerator may process the request: then it has descriptors and records.
     pub(crate) device: bool,
-    /// The node of its memory.
+    /// The NUMA node of its memory.
     pub(crate) node: Option<u32>,
 }
 
 impl Shape {
-    /// Most bytes of a batch.
+    /// Returns the most bytes of a batch.
     pub(crate) fn bytes(self) -> usize {
         self.pages * sterna_memory::PAGE_SIZE
     }
 }
 
 impl Request {
-    /// A request without (`buffer` false) or with a buffer of its own.
+    /// Makes a request with or without a buffer of its own.
     pub(crate) fn new(shape: Shape, buffer: bool) -> Self {
         let buffer = buffer.then(|| Arc::new(Slab::new(shape.bytes() + shape.pages * SLACK, shape.node)));
         Self {
             state: State::Free,
             operation: Operation::ZeroMap,
             items: Vec::with_capacity(shape.pages),
-            // Two per item at most, for pairs.
+            // At most two per item, for pairs.
             regions: Vec::with_capacity(2 * shape.pages),
             entered: false,
             answers: Vec::with_capacity(shape.pages),
@@ -121,29 +123,30 @@ impl Request {
         }
     }
 
-    /// Bytes of its own that a device may write.
+    /// Returns how many bytes of the request's own memory a device may write.
     pub(crate) fn device_bytes(&self) -> u64 {
         (self.work.bytes() + self.buffer.as_ref().map_or(0, |slab| slab.bytes())) as u64
     }
 
-    /// The node of its memory.
+    /// Returns the NUMA node of its memory.
     pub(crate) fn node(&self) -> Option<u32> {
         self.node
     }
 
-    /// Its state.
+    /// Returns its state.
     pub(crate) fn state(&self) -> State {
         self.state
     }
 
-    /// Goes on to `next`.
+    /// Changes the state to `next`. Panics if `next` may not follow.
     #[track_caller]
     pub(crate) fn go(&mut self, next: State) {
         assert!(self.state.may_become(next), "a request became {next:?} while {:?}", self.state);
         self.state = next;
     }
 
-    /// Empty, of this kind. Only in states in which nobody else has it.
+    /// Empties the request and sets its operation. Only in states in which no device and no other thread has the
+    /// request.
     pub(crate) fn reset(&mut self, operation: Operation) {
         debug_assert!(matches!(self.state, State::Free | State::Filling));
         debug_assert!(!self.entered, "an empty request holds no region");
@@ -155,8 +158,8 @@ impl Request {
         self.buffered = 0;
     }
 
-    /// Ready to be worked on: no answers yet, no page said to be zero, and nothing left of an earlier try (a batch that was done
-    /// or taken back may be handed in again).
+    /// Clears all results, so that the request can be submitted: also those of an earlier submission (a batch that is
+    /// done or was cancelled may be submitted again).
     pub(crate) fn unanswered(&mut self) {
         self.work.reset();
         self.answers.clear();
@@ -167,7 +170,7 @@ impl Request {
         self.doubted[..self.items.len().div_ceil(64)].fill(0);
     }
 
-    /// Enters all its regions, or none.
+    /// Enters all its regions, or none if one of them is retired.
     pub(crate) fn enter(&mut self) -> bool {
         debug_assert!(!self.entered);
         for (at, region) in self.regions.iter().enumerate() {
@@ -180,30 +183,31 @@ impl Request {
         true
     }
 
-    /// Leaves its regions.
+    /// Leaves the regions that it entered.
     pub(crate) fn leave(&mut self) {
         if std::mem::take(&mut self.entered) {
             self.regions.iter().for_each(|region| region.leave());
         }
     }
 
-    /// The same items for another try, in a request that has been with nobody: the old one may still be written.
+    /// Copies the items into `fresh`, a request that no device has had, for another attempt: a device may still write
+    /// the old one.
     pub(crate) fn copy_into(&self, fresh: &mut Self) {
         fresh.reset(self.operation);
         fresh.items.extend_from_slice(&self.items);
         fresh.regions.extend(self.regions.iter().cloned());
         (fresh.bytes, fresh.buffered, fresh.submitted) = (self.bytes, self.buffered, self.submitted);
-        // The old one keeps its regions, so they let the new one in even while they are being retired.
+        // The old request stays in its regions, so the new one may enter them even while they are being retired.
         fresh.regions.iter().for_each(|region| region.enter_again());
         fresh.entered = true;
     }
 
-    /// Notes that page `page` is zero.
+    /// Marks page `page` as zero.
     pub(crate) fn set_zero(&mut self, page: usize) {
         self.zero[page / 64] |= 1 << (page % 64);
     }
 
-    /// Notes that pages `first` to before `end` are zero.
+    /// Marks the pages `first..end` as zero.
     pub(crate) fn set_zero_run(&mut self, first: usize, end: usize) {
         let mut page = first;
         while page < end {
@@ -214,22 +218,22 @@ impl Request {
         }
     }
 
-    /// Notes that page `page` is not zero.
+    /// Marks page `page` as not zero.
     pub(crate) fn clear_zero(&mut self, page: usize) {
         self.zero[page / 64] &= !(1 << (page % 64));
     }
 
-    /// Notes that a device called page `page` zero, and the CPU then saw that it is not.
+    /// Records that a device reported page `page` as zero and the CPU then read it as not zero.
     pub(crate) fn doubt(&mut self, page: usize) {
         self.doubted[page / 64] |= 1 << (page % 64);
     }
 
-    /// Whether page `page` was said to be zero.
+    /// Returns whether page `page` is marked as zero.
     pub(crate) fn is_zero(&self, page: usize) -> bool {
         self.zero[page / 64] >> (page % 64) & 1 == 1
     }
 
-    /// Where item `item`'s part of the buffer is.
+    /// Returns the address of item `item`'s part of the buffer.
     pub(crate) fn room(&self, item: usize) -> *mut u8 {
         let buffer = self.buffer.as_ref().expect("an operation with a buffer has one");
         let Item { at, room, .. } = self.items[item];
@@ -239,7 +243,7 @@ impl Request {
 }
 
 impl Drop for Request {
-    /// Of one that a device has, everything is kept that the device may touch. It is dropped in that state only by a panic between
+    /// Leaks the memory that a device may still write. A request is dropped in that state only by a panic between
     /// submission and completion.
     fn drop(&mut self) {
         if self.work.parts.with_device() {

@@ -1,4 +1,4 @@
-//! What can be set, with what it is by default.
+//! Settings, with their defaults.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use crate::share::{DelayBased, Fair, Ledger, Share};
 use crate::time::{SystemTime, Time};
 use crate::trace::Trace;
 
-/// How many pages that a device called zero are read again by the CPU.
+/// How many of the pages that a device reports as zero the CPU reads again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recheck {
-    /// One in this many; 64 by default. At least 1.
+    /// One of this many; 64 by default. At least 1.
     OneIn(u32),
-    /// Every one.
+    /// Every page.
     All,
-    /// None.
+    /// No page.
     None,
 }
 
@@ -26,66 +26,69 @@ pub enum Recheck {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Settings {
-    /// Most pages of a batch, and most items: 128 (512 KiB, a packet) by default, 1024 at most. A batch on a shared queue is
-    /// everyone's waiting time.
+    /// The most pages, and the most items, of a batch: 128 (512 KiB, a packet) by default, at most 1024. On a shared
+    /// queue a larger batch lengthens every submitter's waiting time.
     pub batch_pages: usize,
-    /// Most batches that one channel has under way: 64 by default.
+    /// The most batches that one channel may have in progress: 64 by default.
     pub in_flight: usize,
-    /// How much of a device's zero pages is checked.
+    /// How many of a device's zero pages are checked.
     pub recheck: Recheck,
-    /// Whether a device's copies are summed up again by the CPU, while they are in the cache; they are by default. Without, a wrong
-    /// one is found at the destination, and ends the migration.
+    /// Whether the CPU computes the checksum of a device's copies again, while they are in its cache; on by default. If
+    /// off, a wrong copy is found at the destination, and ends the migration.
     pub recheck_copies: bool,
-    /// Least time before a device that says nothing is given up: 1 s by default, and not less in earnest.
+    /// The least time before a device that does not answer is given up: 1 s by default, and not less in production.
     pub patience: Duration,
-    /// How long whoever sends pages waits for what a device says of them, before the CPU does it and the device is left alone for a
-    /// while: 10 ms by default, several times what one waits in a queue that many share. A device that is slower now and then
-    /// lives and is not given up, but a guest may be standing. (The software model needs longer.)
+    /// How long a sender of pages waits for a device's results before the CPU does the work and the device gets an
+    /// exponential back-off: 10 ms by default, several times the waiting time in a queue that many guests share. A
+    /// device that is slow at times is not given up, but a guest may be paused meanwhile. (The software model needs
+    /// longer.)
     pub lateness: Duration,
-    /// Retries of a submission that the queue refuses, before the CPU does the work. After that there are none, until the device takes
-    /// something again.
+    /// Retries of a submission that the queue refuses, before the CPU does the work. After that a submission is not
+    /// retried until the device accepts one.
     pub retries: u32,
-    /// Whether threads run by themselves: the backstop, and the closing of devices out of service. Without, somebody calls
-    /// [`Offload::turn`](crate::Offload::turn): tests, in virtual time.
+    /// Whether offload starts threads: the backstop, and the closing of devices out of service. If off, the caller
+    /// calls [`Offload::turn`](crate::Offload::turn): tests do, in virtual time.
     pub threads: bool,
-    /// Where time comes from.
+    /// The clock.
     pub time: Arc<dyn Time>,
-    /// Who may put how much on a device: [`Shares::fair`] by default.
+    /// How guests share a device: [`Shares::fair`] by default.
     pub shares: Shares,
-    /// Where everything that goes to devices and comes back is written down, for `sterna accel capture`.
+    /// Records everything that goes to devices and comes back, for `sterna accel capture`.
     pub trace: Option<Arc<Trace>>,
-    /// Where devices are looked for.
+    /// The directories in which devices are looked for.
     pub directories: Directories,
-    /// How their queues are opened.
+    /// How queues are opened.
     pub opening: Opening,
 }
 
-/// Where the ledgers of a host lie: on tmpfs, made by whoever sets up the queues.
+/// Directory of a host's ledgers: on tmpfs, created by the operator who sets up the queues.
 pub const LEDGERS: &str = "/run/sterna/accel";
 
-/// Makes the share of a device, given its name, and says how the device is shared.
+/// Makes the share of a device, given its name, with a description of how the device is shared.
 #[derive(Clone)]
 pub struct Shares(Arc<MakeShare>);
 
 type MakeShare = dyn Fn(&str) -> (Box<dyn Share>, String) + Send + Sync;
 
 impl Shares {
-    /// Shares that `make` makes, given the device's name (`dsa0`).
+    /// Makes shares by calling `make` with the device's name (`dsa0`).
     pub fn new(make: impl Fn(&str) -> Box<dyn Share> + Send + Sync + 'static) -> Self {
         Self(Arc::new(move |device| (make(device), "as the program says".into())))
     }
 
-    /// By weight among the guests of this process, exactly; who has a device to itself is not held back. Other processes are not known: between them the device is whose work comes
-    /// first. Nothing goes to the CPU for having to wait.
+    /// Shares by weight among the guests of this process, exactly. A guest that has a device to itself is not limited.
+    /// Other processes are not known: between processes a device works in the order of submission. No work goes to the
+    /// CPU only because it has to wait.
     pub fn fair() -> Self {
         Self(Arc::new(|_| {
             (Box::new(Fair::default().free_alone()), "by weight among the guests of this process".into())
         }))
     }
 
-    /// As processes of one host should share its devices: by the ledgers in `directory` ([`LEDGERS`] as a rule) with all others that
-    /// keep them. Where there is no such directory, or a ledger cannot be used, a process goes by how long its work takes;
-    /// [`Offload::summary`](crate::Offload::summary) says why. What would wait longer than the CPU takes goes to the CPU.
+    /// Shares devices between the processes of a host: by the ledgers in `directory` (normally [`LEDGERS`]), with all
+    /// other processes that keep them. Where the directory does not exist, or a ledger cannot be used, a process limits
+    /// itself by the measured delay of its work; [`Offload::summary`](crate::Offload::summary) says why. Work that
+    /// would wait longer than the CPU needs goes to the CPU.
     pub fn of_host(directory: impl Into<PathBuf>) -> Self {
         let directory = directory.into();
         Self(Arc::new(move |device| match LedgerFile::open(&directory, device) {
@@ -99,7 +102,7 @@ impl Shares {
         }))
     }
 
-    /// The share of `device`, and how it is shared.
+    /// Returns the share of `device`, and how it is shared.
     pub(crate) fn of(&self, device: &str) -> (Box<dyn Share>, String) {
         (self.0)(device)
     }

@@ -1,5 +1,5 @@
-//! What is opened at start: wishes are matched with what is there before anything is opened, and everything that is not
-//! used has its reason.
+//! Opens accelerators at start: selectors are matched with the available queues before anything is opened, and each
+//! queue that is not used has a reason.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::engine::Kind;
 use crate::offload::StartError;
 use crate::settings::Settings;
 
-/// What was opened, and what there is to say of it.
+/// The opened queues, and why others are not used.
 #[derive(Debug, Default)]
 pub(crate) struct Opened {
     pub(crate) queues: Vec<Arc<WorkQueue>>,
@@ -18,7 +18,7 @@ pub(crate) struct Opened {
     pub(crate) not_used: Vec<String>,
 }
 
-/// Opens what `choice` names.
+/// Opens the queues that `choice` selects.
 pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened, StartError> {
     let mut opened = Opened::default();
     if *choice == Accelerators::cpu() {
@@ -27,7 +27,7 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
     }
     let mut models = Vec::new();
     let mut chosen: Vec<QueueInfo> = Vec::new();
-    // The first round only looks, so that an error leaves everything as it was.
+    // The first round only reads, so that an error leaves everything unchanged.
     let found = discover(&settings.directories);
     let all: Vec<QueueInfo> = match &found {
         Ok(devices) => devices.iter().flat_map(|device| device.queues.iter().cloned()).collect(),
@@ -78,7 +78,8 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
             Ok(_) => opened.not_used.extend(reasons(&all.iter().collect::<Vec<_>>())),
         }
     }
-    // Queues are told apart by their names, and those of one device belong together: two devices of one name would become one.
+    // Queues are identified by their names and grouped by their devices: two devices with one name would be treated as
+    // one.
     for (index, (wish, model)) in models.iter().enumerate() {
         let missing = |why: String| StartError::Missing { wish: wish.to_string(), why };
         for name in devices_of(model) {
@@ -118,7 +119,7 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
         }
         opened.queues.extend(queues);
     }
-    // A kind asked for by name of which nothing opened is not there.
+    // A kind requested by name is missing if none of its queues could be opened.
     for wish in choice.wishes() {
         if let Wish::Kind(kind) = wish
             && !opened.queues.iter().any(|queue| kind_of(queue.info()) == *kind)
@@ -129,7 +130,7 @@ pub(crate) fn open(choice: &Accelerators, settings: &Settings) -> Result<Opened,
     Ok(opened)
 }
 
-/// The one line that says what is used.
+/// Returns the one line that names the accelerators in use.
 pub(crate) fn summary(opened: &Opened) -> String {
     let mut used = Vec::new();
     for queue in &opened.queues {
@@ -160,8 +161,8 @@ fn reason(queue: &QueueInfo) -> Option<String> {
     queue.unusable.as_ref().map(|why| format!("{}: {why}", queue.full_name()))
 }
 
-/// Why of these queues some are not used. A device has more queues than anybody configures: only where it has no other are those
-/// that nobody configured a reason.
+/// Returns why some of these queues are not used. A device has more queues than an operator configures: queues that are
+/// not configured are a reason only if the device has no configured queue.
 fn reasons(queues: &[&QueueInfo]) -> Vec<String> {
     let configured =
         |queue: &QueueInfo| !queue.unusable.as_ref().is_some_and(|why| why.reason == Reason::NotConfigured);
@@ -178,7 +179,7 @@ fn reasons(queues: &[&QueueInfo]) -> Vec<String> {
 #[cfg(feature = "model")]
 use crate::model::{devices as devices_of, open as open_model, read as read_model};
 
-/// What a build without the model has in place of one.
+/// Replaces the model in a build without it.
 #[cfg(not(feature = "model"))]
 #[derive(Clone, Copy)]
 enum NoModel {}

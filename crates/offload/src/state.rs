@@ -1,10 +1,10 @@
-//! What a request is at any moment, and what may follow. One place, so that a request in two hands at once is a panic of a
-//! test and not a page that two engines write.
+//! The states of a request, and the permitted transitions. They are defined in one place, so that a request with two
+//! owners at once is a panic in a test and not a page that two engines write.
 //!
 //! ```text
 //! free ─> filling ─> queued ─> in device ─> done ─> free
 //!            │          │          └─> quarantined ─> free      (once the device is proved quiet)
-//!            │          └─> done                                (by the CPU, or given back)
+//!            │          └─> done                                (by the CPU, or cancelled)
 //!            └─> free, done                                     (dropped; done by the CPU at once)
 //! ```
 
@@ -13,20 +13,20 @@
 pub enum State {
     /// In the pool.
     Free,
-    /// In its caller's hands, as a [`Batch`](crate::Batch): being filled, or its results being read.
+    /// The caller has it as a [`Batch`](crate::Batch): it is being filled, or its results are being read.
     Filling,
-    /// Handed in; no device has seen it.
+    /// Submitted; no device has seen it.
     Queued,
     /// A device may be reading its descriptors and writing its records and buffers.
     InDevice,
-    /// No device has it; on its way to the caller.
+    /// No device has it; it will be delivered to the caller.
     Done,
-    /// A device that is not trusted any more may still write it. Nobody reads, reuses or frees it.
+    /// A device that is out of service may still write it. It is not read, reused or freed.
     Quarantined,
 }
 
 impl State {
-    /// Whether `next` may follow.
+    /// Returns whether `next` may follow.
     pub fn may_become(self, next: Self) -> bool {
         use State::{Done, Filling, Free, InDevice, Quarantined, Queued};
         matches!(
@@ -46,7 +46,7 @@ mod tests {
     use super::State::{self, *};
 
     #[test]
-    fn what_a_device_may_still_write_is_never_free_or_in_its_callers_hands_next() {
+    fn a_request_that_a_device_may_still_write_becomes_neither_free_nor_its_callers() {
         for unsafe_next in [Free, Filling, Queued] {
             assert!(!InDevice.may_become(unsafe_next), "{unsafe_next:?}");
         }

@@ -1,8 +1,8 @@
-//! What one submitter has under way, and its completion queue.
+//! The requests of one submitter that are in progress, and its completion queue.
 //!
-//! A slot per request handed in. Three may come to a table at once: the submitter (inserts, harvests, takes what is done),
-//! the backstop (harvests) and whoever drops or cancels a ticket. Every slot is delivered exactly once: as done, as cancelled,
-//! or, if nobody wants it any more, back to where it came from.
+//! There is one slot per submitted request. Three threads may use a table at once: the submitter (inserts, harvests,
+//! takes completions), the backstop (harvests), and the thread that drops or cancels a ticket. Every slot is delivered
+//! exactly once: as done, as cancelled, or, if its ticket was dropped, back to its pool.
 //!
 //! Nothing is allocated after [`Table::new`]. The payload is opaque here, so that loom can try every order of events.
 
@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use crate::sync::{Mutex, MutexGuard, lock};
 use crate::time::Bell;
 
-/// A slot, and which of its successive users is meant.
+/// A slot and its generation, which distinguishes successive requests in the slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Id {
     pub(crate) slot: u32,
@@ -25,7 +25,7 @@ struct Slot<T> {
     payload: Option<T>,
 }
 
-/// What is behind the lock.
+/// The slots behind the lock.
 #[derive(Debug)]
 pub(crate) struct Slots<T> {
     slots: Vec<Slot<T>>,
@@ -39,32 +39,32 @@ pub(crate) struct Slots<T> {
 #[derive(Debug)]
 pub(crate) struct Table<T> {
     slots: Mutex<Slots<T>>,
-    /// Rung when something was done.
+    /// Rung when a request is done.
     pub(crate) bell: Bell,
 }
 
-/// What a harvest says about a request it has looked at.
+/// The result of a look at a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Still under way.
+    /// Still in progress.
     Going,
-    /// No device has it any more.
+    /// No device has the request any more.
     Done,
 }
 
-/// What became of a request that nobody wants any more.
+/// The result of detaching a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Detached<T> {
-    /// It was done, or is given back: the caller of `detach` has to put it away.
+    /// The request is done or cancelled: the caller of `detach` returns it to its pool.
     Mine(T),
-    /// It is under way, and will be put away by whoever sees it done.
+    /// The request is in progress; the thread that sees it done returns it to its pool.
     Disowned,
-    /// It was delivered before.
+    /// The request was delivered before.
     Gone,
 }
 
 impl<T> Table<T> {
-    /// A table of `capacity` requests.
+    /// Makes a table for `capacity` requests.
     pub(crate) fn new(capacity: usize) -> Self {
         let slots = (0..capacity).map(|_| Slot { generation: 0, detached: false, payload: None }).collect();
         let vacant = (0..u32::try_from(capacity).expect("a table of a few thousand at most")).rev().collect();
@@ -72,12 +72,12 @@ impl<T> Table<T> {
         Self { slots: Mutex::new(Slots { slots, vacant, active, done, closed: false }), bell: Bell::default() }
     }
 
-    /// Locks it.
+    /// Locks the table.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Slots<T>> {
         lock(&self.slots)
     }
 
-    /// Locks it unless someone else has it locked: the backstop never waits for a submitter.
+    /// Locks the table unless another thread has locked it: the backstop never waits for a submitter.
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, Slots<T>>> {
         match self.slots.try_lock() {
             Ok(slots) => Some(slots),
@@ -88,7 +88,7 @@ impl<T> Table<T> {
 }
 
 impl<T> Slots<T> {
-    /// Takes a request in, done already or to be harvested, or gives it back when the table is full.
+    /// Inserts a request, either done or to be harvested. Returns the request if the table is full.
     pub(crate) fn insert(&mut self, payload: T, step: &Step) -> Result<Id, T> {
         let Some(index) = self.vacant.pop() else { return Err(payload) };
         let slot = &mut self.slots[index as usize];
@@ -100,13 +100,13 @@ impl<T> Slots<T> {
         Ok(Id { slot: index, generation: slot.generation })
     }
 
-    /// Whether another one fits.
+    /// Returns whether another request fits.
     pub(crate) fn has_room(&self) -> bool {
         !self.vacant.is_empty()
     }
 
-    /// Looks at all requests under way, in the order they came. What is done goes to the completion queue, or to `away` when
-    /// nobody wants it. Says how many became done for the owner.
+    /// Looks at all requests in progress, in the order of their submission. A request that is done goes to the
+    /// completion queue, or to `away` if its ticket was dropped. Returns how many became done for the owner.
     pub(crate) fn harvest(&mut self, mut look: impl FnMut(&mut T) -> Step, mut away: impl FnMut(T)) -> usize {
         let mut delivered = 0;
         let Self { slots, vacant, active, done, .. } = self;
@@ -130,7 +130,7 @@ impl<T> Slots<T> {
         delivered
     }
 
-    /// The request that was done first of those not yet taken.
+    /// Takes the oldest completion.
     pub(crate) fn take(&mut self) -> Option<(Id, T)> {
         let index = self.done.pop_front()?;
         let slot = &mut self.slots[index as usize];
@@ -140,7 +140,8 @@ impl<T> Slots<T> {
         Some((id, payload))
     }
 
-    /// Nobody wants `id` any more. One that is under way is taken out at once if `back` allows it (no device has seen it).
+    /// Drops the interest in `id`. A request in progress is removed at once if `back` allows it (no device has seen
+    /// it).
     pub(crate) fn detach(&mut self, id: Id, back: impl FnOnce(&mut T) -> bool) -> Detached<T> {
         let slot = &mut self.slots[id.slot as usize];
         if slot.generation != id.generation || slot.detached {
@@ -160,7 +161,7 @@ impl<T> Slots<T> {
         Detached::Mine(payload)
     }
 
-    /// As [`Self::detach`], of everything: its owner is gone. Nothing is taken out of `active`; `away` gets what was done.
+    /// Detaches all requests, because the owner is gone. Requests in progress stay; `away` gets those that are done.
     pub(crate) fn close(&mut self, mut away: impl FnMut(T)) {
         self.closed = true;
         while let Some((_, payload)) = self.take() {
@@ -171,17 +172,17 @@ impl<T> Slots<T> {
         }
     }
 
-    /// Whether its owner is gone.
+    /// Returns whether the owner is gone.
     pub(crate) fn closed(&self) -> bool {
         self.closed
     }
 
-    /// Requests under way.
+    /// Returns the number of requests in progress.
     pub(crate) fn active(&self) -> usize {
         self.active.len()
     }
 
-    /// Requests done and not yet taken.
+    /// Returns the number of requests that are done and not yet taken.
     pub(crate) fn done(&self) -> usize {
         self.done.len()
     }

@@ -10,15 +10,15 @@ use crate::sync::{Condvar, Mutex, lock};
 /// Nanoseconds of a monotonic clock.
 pub type Nanos = u64;
 
-/// A moment that never comes.
+/// A time that never comes.
 pub const NEVER: Nanos = Nanos::MAX;
 
-/// Where the time comes from, and how a thread waits for it.
+/// A clock, and how a thread waits by it.
 pub trait Time: Debug + Send + Sync {
-    /// Now.
+    /// Returns the current time.
     fn now(&self) -> Nanos;
 
-    /// Waits until `bell` has been rung since `heard` was taken from it, or it is `until`. May return earlier.
+    /// Waits until `bell` has been rung since `heard` was read from it, or until `until`. May return earlier.
     fn wait(&self, bell: &Bell, heard: u64, until: Nanos);
 }
 
@@ -31,7 +31,7 @@ impl Time for SystemTime {
         let now = clock_gettime(ClockId::Monotonic);
         let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
         let nanos = u64::try_from(now.tv_nsec).unwrap_or(0);
-        // Never 0: no moment that something happened at.
+        // Never 0, which stands for an event that has not happened.
         seconds.saturating_mul(1_000_000_000).saturating_add(nanos).max(1)
     }
 
@@ -47,8 +47,8 @@ impl Time for SystemTime {
     }
 }
 
-/// What a thread sleeps on: a count of rings. Who looks first ([`Bell::heard`]), then checks what it waits for, then sleeps,
-/// misses no ring.
+/// Wakes sleeping threads: a count of rings. A thread that reads the count ([`Bell::heard`]), then checks its
+/// condition, then sleeps, misses no ring.
 #[derive(Debug, Default)]
 pub struct Bell {
     rings: Mutex<u64>,
@@ -56,12 +56,12 @@ pub struct Bell {
 }
 
 impl Bell {
-    /// How often it was rung.
+    /// Returns how often it was rung.
     pub fn heard(&self) -> u64 {
         *lock(&self.rings)
     }
 
-    /// Wakes whoever sleeps.
+    /// Wakes all sleepers.
     pub fn ring(&self) {
         *lock(&self.rings) += 1;
         self.rung.notify_all();

@@ -1,8 +1,8 @@
-//! Everything that goes to devices and comes back, written down while it happens, and read again.
+//! Records everything that goes to devices and comes back, and reads such a record.
 //!
-//! Lines of words, described in `docs/accelerator-trace.md`. `sterna accel capture` writes them on hardware. [`read`] gives them
-//! to tests; [`replay`] has them judged by the software model's own table of the specification, which is how a stranger's trace
-//! becomes a test.
+//! A trace is lines of words, described in `docs/accelerator-trace.md`. `sterna accel capture` writes it on hardware.
+//! [`read`] returns it to tests; [`replay`] checks it against the software model's own table of the specification. So a
+//! trace from somebody else's machine becomes a test.
 
 mod read;
 
@@ -29,7 +29,7 @@ pub struct Trace {
 struct Output {
     to: Box<dyn Write + Send>,
     next: u64,
-    /// The first error: what comes after it is not written.
+    /// The first error; nothing is written after it.
     failed: Option<io::Error>,
 }
 
@@ -40,22 +40,23 @@ impl Debug for Trace {
 }
 
 impl Trace {
-    /// A trace that is written to `to`, which should be buffered.
+    /// Makes a trace that is written to `to`, which should be buffered.
     pub fn new(to: Box<dyn Write + Send>) -> Self {
         let mut output = Output { to, next: 1, failed: None };
         output.line(format_args!("{HEADER}"));
         Self { output: Mutex::new(output) }
     }
 
-    /// Whether something could not be written: then nothing is written any more, and to go on is in vain. [`Self::finish`] says what.
+    /// Returns whether a write has failed: then nothing more is written, and capturing on is pointless.
+    /// [`Self::finish`] returns the error.
     pub fn failed(&self) -> bool {
         lock_std(&self.output).failed.is_some()
     }
 
-    /// Writes what is buffered.
+    /// Flushes the buffer.
     ///
     /// # Errors
-    /// Something could not be written, now or before.
+    /// A write failed, now or before.
     pub fn finish(&self) -> io::Result<()> {
         let mut output = lock_std(&self.output);
         match output.failed.take() {
@@ -64,7 +65,7 @@ impl Trace {
         }
     }
 
-    /// A queue that will be used, with all that has a say in what it takes.
+    /// Records a queue that will be used, with everything that limits its descriptors.
     pub(crate) fn queue(&self, queue: &QueueInfo) {
         let kind = if queue.kind() == Kind::Dsa { "dsa" } else { "iaa" };
         let mode = if queue.mode == Some(Mode::Dedicated) { "dedicated" } else { "shared" };
@@ -79,7 +80,8 @@ impl Trace {
         ));
     }
 
-    /// A descriptor, and those of its members if it is a batch. Gives the number its completion will have.
+    /// Records a descriptor, and those of its members if it is a batch. Returns the number that its completion will
+    /// have.
     pub(crate) fn submitted(
         &self,
         at: Nanos,
@@ -95,7 +97,7 @@ impl Trace {
         number
     }
 
-    /// A record, and those of the members if it is of a batch.
+    /// Records a completion record, and those of the members if it is of a batch.
     pub(crate) fn completed(&self, at: Nanos, number: u64, record: &[u8], members: impl Iterator<Item = [u8; 32]>) {
         let mut output = lock_std(&self.output);
         output.line(format_args!("c {at} {number} {}", Hex(record)));

@@ -1,7 +1,8 @@
-//! A trial of every operation on every queue that was opened, beside what plain code says: `sterna accel test`.
+//! A trial of every operation on every opened queue, compared with plain code: `sterna accel test`.
 //!
-//! One queue after the other is tried by an offload of its own: a device with several takes them in turn, so that an operation
-//! which is two batches each time would always meet the same ones. The trial works on memory of its own with content that it has made itself, so what must come out is known before anything is asked.
+//! The queues are tried one by one, each by an offload of its own: an offload rotates the queues of a device, so that
+//! an operation of two batches would always meet the same ones. The trial works on its own memory with content that it
+//! makes, so every expected result is known in advance.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -25,39 +26,39 @@ use crate::start::{self, Opened};
 /// Pages of the memory that the trial works on, half of them for each range of a pair.
 const PAGES: usize = 64;
 
-/// Bytes of it that are written by what places pages.
+/// Bytes of it that the placing operations write.
 const PLACED: usize = 8 * PAGE_SIZE;
 
-/// How one operation went.
+/// The result of one operation.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Trial {
     /// The operation.
     pub operation: Operation,
-    /// Items of the batches whose answers were right.
+    /// Items of the batches whose results were right.
     pub items: u64,
-    /// Those of them that an accelerator took on, by which. What it left undone of them is in `fallbacks`.
+    /// Items that an accelerator did, by kind. Those that it left undone are in `fallbacks`.
     pub done_by: Vec<(Kind, u64)>,
-    /// Those that the CPU did in an accelerator's place, and why.
+    /// Items that the CPU did instead of an accelerator, by cause.
     pub fallbacks: Vec<(Cause, u64)>,
-    /// What came out wrong, of the first batch that did.
+    /// The first wrong result.
     pub wrong: Option<String>,
 }
 
-/// How one queue went.
+/// The result of one queue.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct QueueTrial {
     /// The queue, `dsa0/wq0.0`; `cpu` where none is used.
     pub queue: String,
-    /// Every operation that is for its kind of device.
+    /// Every operation of its kind of device.
     pub operations: Vec<Trial>,
-    /// Its device, if that was taken out of service.
+    /// Its device, if it was taken out of service.
     pub taken_out: Vec<TakenOut>,
 }
 
 impl QueueTrial {
-    /// What is to be said against the queue, a sentence each.
+    /// Returns the faults of the queue, a sentence each.
     pub fn faults(&self) -> Vec<String> {
         let queue = &self.queue;
         let wrong = self.operations.iter().filter_map(|trial| Some((trial.operation.name(), trial.wrong.as_ref()?)));
@@ -65,11 +66,11 @@ impl QueueTrial {
         for TakenOut { device, reason, .. } in &self.taken_out {
             faults.push(format!("{queue}: {device} was taken out of service: {reason}"));
         }
-        // What follows from that need not be said again.
+        // Consequences of that are not listed.
         if self.taken_out.is_empty() {
             let undone: Vec<_> = self.operations.iter().filter_map(Trial::undone).collect();
             match self.operations.iter().all(|trial| trial.done_by.is_empty() && !trial.fallbacks.is_empty()) {
-                // It took nothing at all, for one reason as a rule.
+                // It accepted nothing at all, normally for one reason.
                 true => faults.extend(undone.first().map(|first| format!("{queue} did nothing; {first}"))),
                 false => faults.extend(undone.into_iter().map(|undone| format!("{queue}: {undone}"))),
             }
@@ -79,7 +80,7 @@ impl QueueTrial {
 }
 
 impl Trial {
-    /// What the device failed at, or that it did nothing at all, so that nothing was tried.
+    /// Returns what the device failed at, or that it did nothing at all, so that nothing was tried.
     fn undone(&self) -> Option<String> {
         let failures = [Cause::DeviceError, Cause::Timeout, Cause::WrongResult, Cause::OutOfService];
         let left: u64 = self.fallbacks.iter().map(|(_, items)| items).sum();
@@ -93,38 +94,39 @@ impl Trial {
     }
 }
 
-/// Queues that are opened for a trial and used by nobody yet.
+/// Queues that are opened for a trial and not in use yet.
 #[derive(Debug)]
 pub struct Trials {
     opened: Opened,
 }
 
 impl Trials {
-    /// Opens what `choice` names.
+    /// Opens the accelerators that `choice` selects.
     ///
     /// # Errors
-    /// What was asked for by name is not there.
+    /// An accelerator requested by name does not exist.
     pub fn open(choice: &Accelerators, settings: &Settings) -> Result<Self, StartError> {
         start::open(choice, settings).map(|opened| Self { opened })
     }
 
-    /// What is opened, and why not the rest: one line.
+    /// Returns one line: the opened queues, and why others are not.
     pub fn summary(&self) -> String {
         start::summary(&self.opened)
     }
 
-    /// How many queues are opened.
+    /// Returns how many queues are opened.
     pub fn queues(&self) -> usize {
         self.opened.queues.len()
     }
 
-    /// Why others are not.
+    /// Returns why others are not opened.
     pub fn not_used(&self) -> &[String] {
         &self.opened.not_used
     }
 
-    /// Tries every operation on every queue, in `rounds` batches each, with content chosen by `seed`, as long as `go_on` says so. The
-    /// CPU alone is tried where there is no queue. `settings` need not be those that the queues were opened with.
+    /// Tries every operation on every queue, in `rounds` batches each, with content chosen by `seed`, while `go_on`
+    /// returns true. Without a queue the CPU alone is tried. `settings` may differ from those that the queues were
+    /// opened with.
     ///
     /// # Errors
     /// A setting is out of its range, or a thread cannot be started.
@@ -157,14 +159,14 @@ impl Trials {
     }
 }
 
-/// Tries every operation in `rounds` batches each, with content chosen by `seed`. Ends early when the run is traced and the trace
-/// cannot be written ([`Trace::finish`](crate::trace::Trace::finish) says why).
+/// Tries every operation in `rounds` batches each, with content chosen by `seed`. Ends early when the run is traced and
+/// the trace cannot be written ([`Trace::finish`](crate::trace::Trace::finish) returns the error).
 pub fn try_all(offload: &Offload, seed: u64, rounds: u32) -> Vec<Trial> {
     let mut ground = Ground::new(seed);
     Operation::ALL.into_iter().map(|operation| ground.trial(offload, operation, rounds, &|| true)).collect()
 }
 
-/// Memory for a trial, and what must be in it.
+/// The memory of a trial, and its expected content.
 struct Ground {
     region: Arc<Region>,
     memory: Arc<Slab>,
@@ -193,7 +195,8 @@ impl Ground {
         (self.next() % limit as u64) as usize
     }
 
-    /// New content: pages of zeros, of zeros but for one byte, and of numbers; the second half is the first with some changes.
+    /// Makes new content: pages of zeros, of zeros except one byte, and of numbers; the second half is the first with
+    /// some changes.
     fn fill(&mut self) {
         let half = PAGES / 2 * PAGE_SIZE;
         for page in 0..PAGES / 2 {
@@ -211,7 +214,7 @@ impl Ground {
             }
         }
         self.content.copy_within(..half, half);
-        // One of them in the pages that deltas are applied to.
+        // One change in the pages that deltas are applied to.
         let first = half + self.below(PLACED);
         self.content[first] ^= 0x20;
         for _ in 0..self.below(40) {
@@ -221,13 +224,13 @@ impl Ground {
         self.show();
     }
 
-    /// Puts the content into memory. Nothing is under way.
+    /// Writes the content to memory. No batch is in progress.
     fn show(&self) {
         // SAFETY: both are of this length and do not overlap; all batches on this memory are done.
         unsafe { std::ptr::copy_nonoverlapping(self.content.as_ptr(), self.memory.pointer(), self.content.len()) };
     }
 
-    /// What is in memory. Nothing is under way.
+    /// Returns the content of memory. No batch is in progress.
     fn seen(&self) -> Vec<u8> {
         let mut seen = vec![0; self.content.len()];
         // SAFETY: as in `show`.
@@ -260,12 +263,12 @@ impl Ground {
         Trial { items, wrong, ..trial }
     }
 
-    /// One batch; says of how many items, or what is wrong with what came out.
+    /// Does one batch. Returns its number of items, or what is wrong with the results.
     fn round(&mut self, offload: &Offload, operation: Operation) -> Result<u64, String> {
         let half = PAGES / 2 * PAGE_SIZE;
         match operation {
             Operation::ZeroMap => {
-                let done = told(offload.call(operation, |batch| batch.push(&self.range(0, half)).map(drop)))?;
+                let done = describe_error(offload.call(operation, |batch| batch.push(&self.range(0, half)).map(drop)))?;
                 for page in 0..PAGES / 2 {
                     let zero = self.content[page * PAGE_SIZE..][..PAGE_SIZE].iter().all(|byte| *byte == 0);
                     if done.is_zero(page) != zero {
@@ -285,7 +288,7 @@ impl Ground {
 
     fn pairs(&mut self, offload: &Offload, operation: Operation) -> Result<u64, String> {
         let half = PAGES / 2 * PAGE_SIZE;
-        let done = told(offload.call(operation, |batch| {
+        let done = describe_error(offload.call(operation, |batch| {
             let page = |page: usize| self.range(page * PAGE_SIZE, PAGE_SIZE);
             (0..PAGES / 2).try_for_each(|at| batch.push_pair(&page(at), &page(PAGES / 2 + at)).map(drop))
         }))?;
@@ -329,7 +332,7 @@ impl Ground {
         let parts: Vec<_> = (0..8)
             .map(|part| {
                 let most = PAGES / 2 * PAGE_SIZE / 8;
-                // Odd places and lengths too; a deflate job is of whole pages.
+                // Odd addresses and lengths too; a deflate job is of whole pages.
                 let (at, bytes) = match operation {
                     Operation::Deflate => (part * most, most),
                     _ => (part * most + self.below(63), 1 + self.below(most - 63)),
@@ -339,7 +342,7 @@ impl Ground {
             .collect();
         let fill =
             |batch: &mut Batch| parts.iter().try_for_each(|(at, bytes)| batch.push(&self.range(*at, *bytes)).map(drop));
-        let done = told(offload.call(operation, fill))?;
+        let done = describe_error(offload.call(operation, fill))?;
         for (item, (at, bytes)) in parts.iter().enumerate() {
             let content = &self.content[*at..at + bytes];
             if matches!(operation, Operation::Copy | Operation::CopyChecksum) {
@@ -379,15 +382,16 @@ impl Ground {
     fn placed(&mut self, offload: &Offload, operation: Operation) -> Result<u64, String> {
         let half = PAGES / 2 * PAGE_SIZE;
         let bytes = PLACED;
-        // Inputs for the first quarter; what it must hold then comes from the third.
+        // Inputs for the first quarter; its expected content is that of the third.
         let inputs: Vec<Vec<u8>> = match operation {
             Operation::Place => vec![self.content[half..half + bytes].to_vec()],
             Operation::ApplyDelta => {
                 vec![delta(&self.content[..bytes], &self.content[half..half + bytes])]
             }
             _ => {
-                let streams =
-                    told(offload.call(Operation::Deflate, |batch| batch.push(&self.range(half, bytes)).map(drop)))?;
+                let streams = describe_error(
+                    offload.call(Operation::Deflate, |batch| batch.push(&self.range(half, bytes)).map(drop)),
+                )?;
                 match streams.deflated(0) {
                     Some(stream) => vec![stream.to_vec()],
                     None => return Err("the stream for it, which compresses well, is called too long".into()),
@@ -400,7 +404,7 @@ impl Ground {
             room.copy_from_slice(input);
             Ok(())
         };
-        let done = told(offload.call(operation, fill))?;
+        let done = describe_error(offload.call(operation, fill))?;
         let mut expected = self.content.clone();
         expected.copy_within(half..half + bytes, 0);
         if done.placed(0).is_none() {
@@ -411,11 +415,11 @@ impl Ground {
     }
 }
 
-fn told(called: Result<Batch, CallError>) -> Result<Batch, String> {
+fn describe_error(called: Result<Batch, CallError>) -> Result<Batch, String> {
     called.map_err(|error| error.to_string())
 }
 
-/// Where `is` is not what it should be.
+/// Returns an error that tells where `is` differs from `should`.
 fn same_bytes(what: &str, is: &[u8], should: &[u8]) -> Result<(), String> {
     if is.len() != should.len() {
         return Err(format!("{what} has {} bytes, and should have {}", is.len(), should.len()));
@@ -429,12 +433,12 @@ fn same_bytes(what: &str, is: &[u8], should: &[u8]) -> Result<(), String> {
     }
 }
 
-/// In words: `differ at byte 17 first`.
+/// Returns text such as `differ at byte 17 first`.
 fn where_differs(at: Option<usize>) -> String {
     at.map_or("not differ".into(), |at| format!("differ at byte {at} first"))
 }
 
-/// The values of both ranges of a pair at a place.
+/// Returns the values of both ranges of a pair at an offset.
 fn values(first: &[u8], second: &[u8], at: Option<usize>) -> String {
     let value = |of: &[u8]| at.and_then(|at| of.get(at)).map_or("nothing".into(), |byte| format!("{byte:#04x}"));
     format!("byte {}: {} and {}", at.unwrap_or(0), value(first), value(second))
@@ -444,7 +448,7 @@ fn of<T: PartialEq + Copy>(counts: &[(T, u64)], which: T) -> u64 {
     counts.iter().find(|(one, _)| *one == which).map_or(0, |(_, count)| *count)
 }
 
-/// What the counters of an operation say.
+/// Reads the counters of an operation.
 fn counted(offload: &Offload, operation: Operation) -> Trial {
     let mut trial = Trial { operation, items: 0, done_by: Vec::new(), fallbacks: Vec::new(), wrong: None };
     let report = offload.report();
@@ -469,14 +473,14 @@ fn crc32c(bytes: &[u8]) -> u32 {
     })
 }
 
-/// A delta record, word by word.
+/// Creates a delta record, word by word.
 fn delta(first: &[u8], second: &[u8]) -> Vec<u8> {
     let words = first.chunks(8).zip(second.chunks(8)).enumerate();
     let changed = words.filter(|(_, (first, second))| first != second);
     changed.flat_map(|(at, (_, second))| (at as u16).to_le_bytes().into_iter().chain(second.iter().copied())).collect()
 }
 
-/// `first` with a delta record applied; none if the record is none.
+/// Applies a delta record to `first`. Returns none if the record is malformed.
 fn apply(first: &[u8], record: &[u8]) -> Option<Vec<u8>> {
     let mut content = first.to_vec();
     for entry in record.chunks(10) {
@@ -531,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trial_ends_when_it_is_told_to() {
+    fn a_trial_ends_when_its_caller_stops_it() {
         let trials = Trials::open(&Accelerators::cpu(), &Settings::default()).unwrap();
         let asked = std::cell::Cell::new(0);
         let go_on = || {
@@ -544,7 +548,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_device_did_not_do_is_said_against_its_queue() {
+    fn work_that_a_device_did_not_do_is_a_fault_of_its_queue() {
         let trial = |items, fallbacks: &[(Cause, u64)]| Trial {
             operation: Operation::Copy,
             items,

@@ -457,7 +457,7 @@ fn a_device_that_says_nothing_of_a_page_shown_once_more_is_taken_out_and_the_pag
     let retired = offload.retire(std::slice::from_ref(&bench.region), offload.deadline(Duration::from_secs(2)));
     assert_eq!(retired.unwrap_err().uses, 1);
     let reasons: Vec<_> = offload.report().taken_out.into_iter().map(|out| out.reason).collect();
-    assert_eq!(reasons, ["no answer about a page that it was shown once more"]);
+    assert_eq!(reasons, ["no answer to a second question about a page"]);
     offload.close_devices();
     assert_eq!(offload.retire(std::slice::from_ref(&bench.region), offload.now()), Ok(()));
 }

@@ -1,4 +1,4 @@
-//! What can go wrong, each said once: what happened, to what, and what to do.
+//! Errors, each defined once: what happened, to what, and what to do.
 
 use std::path::PathBuf;
 
@@ -8,13 +8,13 @@ use crate::abi::meaning;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// There is none, or something it needs is missing.
+    /// The library, or one of its dependencies, is missing.
     #[error(
         "QATzip is not available: {why}; install libqatzip (Debian 13: libqatzip3), or name the file or its directory in \
          STERNA_QATZIP"
     )]
     NotFound {
-        /// The loader's own words.
+        /// The loader's message.
         why: String,
     },
     /// Found, but it lacks a function that this crate calls.
@@ -25,14 +25,14 @@ pub enum OpenError {
         /// The function.
         symbol: &'static str,
     },
-    /// Found, but it could not be proved that its structures are laid out as this crate believes.
+    /// Found, but it could not be verified that its structures are laid out as this crate assumes.
     #[error(
         "{library} cannot be proved to have the structures of qatzip.h 1.3 ({what}), so it is not called; use QATzip 1.3"
     )]
     UnprovenLayout {
         /// What was loaded.
         library: String,
-        /// Which proof failed.
+        /// The failed verification.
         what: String,
     },
     /// This process has already loaded another one; its state is process-wide.
@@ -40,7 +40,7 @@ pub enum OpenError {
     Another {
         /// What is loaded.
         loaded: PathBuf,
-        /// What was asked for.
+        /// The requested library.
         wanted: PathBuf,
     },
     /// The process forked after the library was loaded.
@@ -62,21 +62,21 @@ pub struct NoHardware {
     pub code: i32,
 }
 
-/// Why a session, or a pool of them, cannot be had.
+/// Why a session, or a pool of them, cannot be started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
     /// A parameter is outside its range.
     #[error("{what} of {value} is not possible: {range}")]
     Parameter {
-        /// Which.
+        /// The parameter.
         what: &'static str,
-        /// What it was.
+        /// Its value.
         value: u64,
-        /// What it may be.
+        /// Its valid range.
         range: &'static str,
     },
-    /// Hardware is asked for and there is none.
+    /// Hardware is required and there is none.
     #[error("{0}; allow QATzip's software (it is slow), or choose another compression")]
     NoHardware(#[from] NoHardware),
     /// This build of the library reaches its software path only by looking for hardware at every call.
@@ -88,7 +88,7 @@ pub enum StartError {
         /// `PTHREAD_KEYS_MAX`.
         keys: u32,
     },
-    /// The library refused.
+    /// The library returned an error.
     #[error("QATzip's {call} failed with code {code} ({})", meaning(*code))]
     Library {
         /// The function.
@@ -101,16 +101,16 @@ pub enum StartError {
         "QATzip has no {bytes} bytes of pinned memory for a worker; raise the limit of locked memory or of huge pages"
     )]
     Memory {
-        /// How much was asked for.
+        /// The requested size.
         bytes: usize,
     },
     /// A thread could not be started.
     #[error("cannot start a QATzip worker thread: {0}")]
     Thread(#[source] std::io::Error),
-    /// A worker did not say in time that it is ready.
+    /// A worker did not report in time that it is ready.
     #[error("a QATzip worker did not become ready within {seconds} s; the device or its driver may hang")]
     NotReady {
-        /// How long was waited.
+        /// The waiting time.
         seconds: u64,
     },
     /// The process forked since the library was loaded.
@@ -118,31 +118,31 @@ pub enum StartError {
     Forked,
 }
 
-/// Why one job failed. The session stays usable unless said otherwise.
+/// Why one job failed. The session stays usable unless stated otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Failure {
-    /// The result is longer than the room given. For compression that means: send it raw.
+    /// The result is longer than the given room. For compression that means: send it uncompressed.
     #[error("the result is longer than the {room} bytes of room")]
     TooLong {
-        /// The room there was.
+        /// The given room.
         room: usize,
     },
-    /// The input, or the room asked for, is larger than the session was made for.
+    /// The input, or the requested room, is larger than the session's limit.
     #[error("{bytes} bytes are more than the {limit} that this session was made for")]
     TooLarge {
-        /// How many there are.
+        /// The actual bytes.
         bytes: usize,
-        /// How many there may be.
+        /// The limit.
         limit: usize,
     },
-    /// Software is forbidden, and the library does inputs as small as this in software.
+    /// Software is forbidden, and the library does such small inputs in software.
     #[error("{bytes} bytes are too few for the hardware, and QATzip's software is forbidden")]
     TooSmall {
-        /// How many there are.
+        /// The actual bytes.
         bytes: usize,
     },
-    /// The library did it in software although that is forbidden; the result was thrown away.
+    /// The library did it in software although that is forbidden; the result was discarded.
     #[error("QATzip did this in software, which is forbidden")]
     DoneInSoftware,
     /// The input is not a whole number of gzip members.
@@ -156,24 +156,24 @@ pub enum Failure {
         /// Its return code.
         code: i32,
     },
-    /// The library's answer contradicts itself.
+    /// The library's result contradicts itself.
     #[error(
         "QATzip's {call} answered with lengths that cannot be: {consumed} of {input} bytes read, {produced} written"
     )]
     Inconsistent {
         /// The function.
         call: &'static str,
-        /// Bytes given.
+        /// Bytes of input.
         input: usize,
-        /// Bytes it says it has read.
+        /// Bytes read, according to the library.
         consumed: usize,
-        /// Bytes it says it has written.
+        /// Bytes written, according to the library.
         produced: usize,
     },
     /// A session could not be set up again after a failure; every further job fails.
     #[error("QATzip's session could not be set up again (code {code}: {})", meaning(*code))]
     Lost {
-        /// What the library returned.
+        /// The library's return code.
         code: i32,
     },
     /// The process forked since the library was loaded.

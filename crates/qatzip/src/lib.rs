@@ -1,27 +1,30 @@
 //! Intel QATzip, the library that compresses on QAT devices, from safe Rust: found at run time, never linked.
 //!
-//! * [`Library::open`] finds it ([`Choice`]: the loader's, or what `STERNA_QATZIP` names) and proves that it is the one this crate
-//!   was written for. Without it there is one sentence, [`OpenError`], and no crash.
+//! * [`Library::open`] finds it ([`Choice`]: the loader's, or the one that `STERNA_QATZIP` names) and verifies that it
+//!   is the one this crate was written for. Without it there is an error of one sentence, [`OpenError`], and no crash.
 //! * [`Session`] compresses and decompresses whole buffers. It belongs to the thread that made it, by its type.
-//! * [`Pool`] has worker threads that own sessions: a bounded queue in, a completion queue per [`Channel`] out, buffers handed over
-//!   and back. What hangs in a device is left behind at [`Pool::shutdown`], not waited for.
+//! * [`Pool`] has worker threads that own sessions: a bounded queue in, a completion queue per [`Channel`] out, and
+//!   buffers passed in and returned. A worker that hangs in a device is abandoned at [`Pool::shutdown`], not waited
+//!   for.
 //!
 //! # What it writes
 //!
-//! Gzip members (RFC 1952) with the extra field `QZ` (format `QZ_DEFLATE_GZIP_EXT`), which holds a member's plain and compressed
-//! length. Hardware can decompress nothing without these lengths, since it must know where each request ends; every other gzip
-//! reader skips the field. A device makes one member per [`Params::hardware_buffer`] of input, so several per job; the library's
-//! software makes one per job. Any gzip members are read, those without the field in software.
+//! Gzip members (RFC 1952) with the extra field `QZ` (format `QZ_DEFLATE_GZIP_EXT`), which holds a member's plain and
+//! compressed length. Hardware can decompress nothing without these lengths, since it must know where each request
+//! ends; every other gzip reader skips the field. A device makes one member per [`Params::hardware_buffer`] of input,
+//! so several per job; the library's software makes one per job. Any gzip members are read; those without the field in
+//! software.
 //!
 //! # One copy each way
 //!
-//! A device behind QATzip reads and writes pinned memory of the library. A job in a pair of [`Buffer`]s ([`Pool::buffers`]) is there
-//! already: whoever fills the one and reads the other makes the only copies. What comes in ordinary memory is copied by the worker,
-//! which has such a pair of its own. (Without pinned memory the library would copy in the same way, piece by piece.)
+//! A device behind QATzip reads and writes pinned memory of the library. A job in a pair of [`Buffer`]s
+//! ([`Pool::buffers`]) is there already: filling the one and reading the other are the only copies. Content in ordinary
+//! memory is copied by the worker, which has such a pair of its own. (Without pinned memory the library would copy in
+//! the same way, piece by piece.)
 //!
-//! # What is known of QATzip 1.3.1, and done about it
+//! # Behaviour of QATzip 1.3.1, and how this crate handles it
 //!
-//! | what it does | what this crate does |
+//! | behaviour | handling |
 //! |---|---|
 //! | It cannot be asked for its version: `qzGetSoftwareComponentVersionList` and `qzGetStatus` are empty on Linux | soname, functions, and a proof of the layouts: defaults at their places, nothing written behind a structure |
 //! | Without hardware it looks for hardware **at every call**, whatever `wait_cnt_thrshold` says, prints a line each time, and keeps one of the process's 1 024 thread keys each time until none is left for anybody | one look per process; then its software path is called directly (exported, but not in the header) or, if that is missing, not at all |
@@ -35,13 +38,13 @@
 //! | Pinned memory that was freed stays in its table of pinned pages | only memory from it is ever shown to it |
 //! | It has assertions that end the process | nothing can be done about that; none is reachable in its software path by input |
 //!
-//! # Honest limits
+//! # Limits
 //!
-//! **Never run on hardware.** Tests run the real library's software path, and what differs with hardware is tested against a made-up
-//! library that behaves as its sources say. The library does not tell who did a job: [`By::Hardware`] means that its hardware path
-//! finished it, parts of which may have been done in software. QAT's virtual functions are few, and many processes may not all get
-//! one. Nothing of this works in a child after `fork(2)`; it is refused there. A child should end by `_exit` or `exec`: ordinary
-//! `exit` runs the library's own destructor.
+//! **Never run on hardware.** Tests run the real library's software path; the differences with hardware are tested
+//! against a simulated library that behaves as its sources describe. The library does not report what did a job:
+//! [`By::Hardware`] means that its hardware path finished it, parts of which may have been done in software. QAT's
+//! virtual functions are few, and many processes may not all get one. No function works in a child after `fork(2)`: it
+//! is refused there. A child should end by `_exit` or `exec`: ordinary `exit` runs the library's own destructor.
 //!
 //! Software speed is that of zlib and no reason to use QATzip (`examples/measure.rs`): hence [`Software::WhenBusy`] by default.
 

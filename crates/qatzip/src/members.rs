@@ -1,7 +1,7 @@
-//! What gzip members say of their own lengths, before anything is decoded.
+//! The lengths that gzip members declare, read before anything is decoded.
 //!
-//! QATzip writes each member with the extra field "QZ" (RFC 1952, 2.3.1.1): plain and compressed length. Hardware decodes by these
-//! numbers, so they are compared with the input before the library sees them.
+//! QATzip writes each member with the extra field "QZ" (RFC 1952, 2.3.1.1): plain and compressed length. Hardware
+//! decodes by these numbers, so they are compared with the input before the library gets them.
 
 use crate::error::Failure;
 
@@ -10,7 +10,7 @@ const HEADER: usize = 10 + 2 + 4 + 8;
 /// CRC-32 and plain length.
 const TRAILER: usize = 8;
 
-/// How many bytes all members together say they decode to; `None` where one of them does not say.
+/// Returns how many bytes all members together declare to decode to; `None` where one of them does not declare it.
 pub(crate) fn declared(mut input: &[u8]) -> Result<Option<u64>, Failure> {
     if input.is_empty() {
         return Err(Failure::BadInput("it is empty"));
@@ -32,7 +32,7 @@ pub(crate) fn declared(mut input: &[u8]) -> Result<Option<u64>, Failure> {
         if end > input.len() {
             return Err(Failure::BadInput("a member says it is longer than what there is"));
         }
-        // The same number stands in the trailer.
+        // The trailer contains the same number.
         if number(end - 4) != plain {
             return Err(Failure::BadInput("a member's two lengths differ"));
         }

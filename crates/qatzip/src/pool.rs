@@ -1,8 +1,9 @@
-//! Worker threads that own sessions, so that whoever has work need not wait for a library that answers only when it is done.
+//! Worker threads that own sessions, so that a caller need not wait for a library that returns only when it is done.
 //!
-//! One bounded queue in, one completion queue per channel out. All buffers are the caller's and come back with the completion;
-//! nothing is allocated per job where their capacity suffices. Everything here can be given up: a worker inside the library may
-//! hang for as long as a device does, so [`Pool::shutdown`] waits for a while and then leaves it behind with what it owns.
+//! One bounded queue in, one completion queue per channel out. All buffers are the caller's and are returned with the
+//! completion; nothing is allocated per job if their capacity suffices. Every wait has a limit: a worker inside the
+//! library may hang for as long as a device does, so [`Pool::shutdown`] waits for a while and then abandons it with its
+//! buffers.
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
@@ -22,18 +23,18 @@ const READY_WITHIN: Duration = Duration::from_secs(30);
 /// How long dropping a pool waits for jobs in the library.
 const DROP_WAITS: Duration = Duration::from_secs(5);
 
-/// What to do.
+/// The operation of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// [`Session::compress`].
+    /// Calls [`Session::compress`].
     Compress,
-    /// [`Session::decompress`].
+    /// Calls [`Session::decompress`].
     Decompress,
     #[cfg(test)]
     /// Panics.
     Die,
     #[cfg(test)]
-    /// Never comes out.
+    /// Never returns.
     Hang,
 }
 
@@ -42,22 +43,22 @@ pub enum Work {
 pub struct Job {
     /// The caller's own number for it.
     pub tag: u64,
-    /// What to do.
+    /// The operation.
     pub work: Work,
-    /// What to read.
+    /// The input.
     pub input: Bytes,
-    /// Where the result goes; its content is replaced.
+    /// The buffer for the result; its content is replaced.
     pub output: Bytes,
     /// The most bytes the result may have.
     pub room: usize,
 }
 
-/// A job that was done, or failed; every accepted job becomes exactly one of these.
+/// A job that was done, or failed; every accepted job produces exactly one of these.
 #[derive(Debug)]
 pub struct Completion {
     /// The job's number.
     pub tag: u64,
-    /// What happened.
+    /// The result.
     pub result: Result<Done, Failure>,
     /// The input as it was given.
     pub input: Bytes,
@@ -65,14 +66,14 @@ pub struct Completion {
     pub output: Bytes,
 }
 
-/// Why a job was not taken.
+/// Why a job was not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Reason {
     /// The pool's queue is full.
     #[error("the queue of the QATzip workers is full")]
     Full,
-    /// This channel has as many jobs out as it may have.
+    /// This channel has as many jobs in flight as allowed.
     #[error("this channel has as many QATzip jobs in flight as it may")]
     ChannelFull,
     /// All workers have ended.
@@ -114,13 +115,13 @@ pub struct Statistics {
     pub compressed: u64,
     /// Jobs that were decompressed.
     pub decompressed: u64,
-    /// Of both, those that hardware did.
+    /// Of both, those done by hardware.
     pub by_hardware: u64,
-    /// Of both, those that the library's software did.
+    /// Of both, those done by the library's software.
     pub by_software: u64,
-    /// Compressions whose result was longer than its room: to be sent raw, no error.
+    /// Compressions whose result was longer than its room: to be sent uncompressed, no error.
     pub too_long: u64,
-    /// Jobs that failed in any other way, those given back at shutdown included.
+    /// Jobs that failed otherwise, including those cancelled at shutdown.
     pub failed: u64,
     /// Bytes of input of the jobs that succeeded.
     pub bytes_in: u64,
@@ -143,13 +144,13 @@ struct Counters {
     renewed: AtomicU64,
 }
 
-/// Some workers did not end in time. They are left behind with their buffers; the process's exit ends them.
+/// Some workers did not end in time. They are abandoned with their buffers; the process's exit ends them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{workers} QATzip workers are still inside the library after {} s; they are left behind", waited.as_secs_f64())]
 pub struct StillBusy {
-    /// How many.
+    /// Their number.
     pub workers: usize,
-    /// How long was waited.
+    /// The waiting time.
     pub waited: Duration,
 }
 
@@ -181,7 +182,7 @@ struct Out {
     out: usize,
 }
 
-/// No thread leaves these states half changed, so one that panicked with the lock held spoils nothing.
+/// No thread leaves these states half changed, so a panic with the lock held does no damage.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -196,7 +197,8 @@ impl Pool {
     /// Starts the workers and waits until every one has its sessions and buffers.
     ///
     /// # Errors
-    /// As [`Library::session`]; or a thread cannot be started or does not become ready. Nothing is left running but what hangs.
+    /// As [`Library::session`]; or a thread cannot be started or does not become ready. No thread is left running
+    /// except those that hang.
     pub fn start(library: &Arc<Library>, options: &Options) -> Result<Pool, StartError> {
         if library.forked() {
             return Err(StartError::Forked);
@@ -240,8 +242,8 @@ impl Pool {
         Ok(pool)
     }
 
-    /// A way in with a completion queue of its own. At most `in_flight` of its jobs are out at a time, those that are done but not
-    /// collected included.
+    /// Makes a channel with its own completion queue. At most `in_flight` of its jobs are in progress at a time,
+    /// including those that are done but not collected.
     #[must_use]
     pub fn channel(&self, in_flight: NonZeroUsize) -> Channel {
         Channel {
@@ -254,7 +256,8 @@ impl Pool {
         }
     }
 
-    /// The library's memory for the input and the result of one compression, as large as the largest job needs.
+    /// Allocates the library's memory for the input and the result of one compression, as large as the largest job
+    /// needs.
     ///
     /// # Errors
     /// There is none left, or this is a child after a fork.
@@ -263,13 +266,13 @@ impl Pool {
         Ok((Buffer::new(library, params.largest_job)?, Buffer::new(library, params.compressed_room())?))
     }
 
-    /// Whether there is hardware behind the workers.
+    /// Returns whether the workers use hardware.
     #[must_use]
     pub fn on_hardware(&self) -> bool {
         self.shared.library.hardware().is_ok()
     }
 
-    /// What was done so far.
+    /// Returns the counters so far.
     #[must_use]
     pub fn statistics(&self) -> Statistics {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -287,10 +290,10 @@ impl Pool {
         }
     }
 
-    /// Takes no more jobs, gives those back that no worker has begun, and waits up to `patience` for the others.
+    /// Accepts no more jobs, cancels those that no worker has begun, and waits up to `patience` for the others.
     ///
     /// # Errors
-    /// Some workers are still in the library. Their jobs complete if they ever come out.
+    /// Some workers are still in the library. Their jobs complete if they ever return.
     pub fn shutdown(mut self, patience: Duration) -> Result<Statistics, StillBusy> {
         let ended = self.end(patience);
         let statistics = self.statistics();
@@ -341,17 +344,17 @@ impl std::fmt::Debug for Pool {
     }
 }
 
-/// One caller's way in and out.
+/// One caller's interface to the pool.
 pub struct Channel {
     shared: Arc<Shared>,
     completions: Arc<Completions>,
 }
 
 impl Channel {
-    /// Hands in a job; never waits for the library.
+    /// Submits a job; never waits for the library.
     ///
     /// # Errors
-    /// It was not taken; it comes back.
+    /// It was not accepted; the job is returned.
     pub fn submit(&self, job: Job) -> Result<(), Refused> {
         let refused = |reason, job| Err(Refused { reason, job });
         if self.shared.library.forked() {
@@ -380,7 +383,7 @@ impl Channel {
         Ok(())
     }
 
-    /// A job that is done, if there is one.
+    /// Returns a finished job, if there is one.
     #[must_use]
     pub fn poll(&self) -> Option<Completion> {
         if self.shared.library.forked() {
@@ -389,7 +392,7 @@ impl Channel {
         lock(&self.completions.state).collect()
     }
 
-    /// The next job that is done, or nothing if there is none in flight or none is done by the deadline.
+    /// Returns the next finished job, or nothing if there is none in flight or none is done by the deadline.
     #[must_use]
     pub fn wait(&self, deadline: Instant) -> Option<Completion> {
         if self.shared.library.forked() {
@@ -408,7 +411,7 @@ impl Channel {
         }
     }
 
-    /// Jobs accepted and not yet collected.
+    /// Returns how many jobs are accepted and not yet collected.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         if self.shared.library.forked() { 0 } else { lock(&self.completions.state).out }
@@ -462,7 +465,7 @@ fn complete(completions: &Completions, job: Job, result: Result<Done, Failure>) 
     completions.arrived.notify_one();
 }
 
-/// A worker's place among those alive, given up however its thread ends. The last one leaves no job unanswered.
+/// Counts a worker as alive, however its thread ends. The last one completes all remaining jobs.
 struct Alive(Arc<Shared>);
 
 impl Drop for Alive {
@@ -476,7 +479,7 @@ impl Drop for Alive {
     }
 }
 
-/// A job in a worker's hands; answered however that ends.
+/// A job that a worker works on; completed however the worker ends.
 struct InHand<'a> {
     job: Option<(Job, Arc<Completions>)>,
     shared: &'a Shared,
@@ -522,7 +525,7 @@ fn serve(shared: &Shared, mut session: Session) {
                 std::thread::park();
             },
         };
-        // Before the answer, so that whoever has the answer finds it counted.
+        // Before the completion, so that a caller that has the completion finds it counted.
         shared.counters.renewed.fetch_add(session.renewed() - renewed, Ordering::Relaxed);
         renewed = session.renewed();
         hand.finish(result);

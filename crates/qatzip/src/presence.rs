@@ -1,4 +1,5 @@
-//! Whether it is worth asking for hardware at all: the library's own look for it is dear, and prints a line where there is none.
+//! Checks whether it is worthwhile to query hardware at all: the library's own query is expensive, and prints a line
+//! where there is none.
 
 use std::path::Path;
 
@@ -9,7 +10,8 @@ const INTEL: &str = "0x8086";
 /// Other functions of Intel's have it too, so it proves nothing; without it there is no QAT.
 const COPROCESSOR: &str = "0x0b40";
 
-/// Whether this host may have QAT hardware. [`Library::hardware`](crate::Library::hardware) says whether this process can use any.
+/// Returns whether this host may have QAT hardware. [`Library::hardware`](crate::Library::hardware) returns whether
+/// this process can use any.
 #[must_use]
 pub fn may_have_hardware() -> bool {
     may_be_among(Path::new(DEVICES))

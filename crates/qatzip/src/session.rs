@@ -1,4 +1,4 @@
-//! A session: what one thread compresses and decompresses with.
+//! A session: a thread's compressor and decompressor.
 
 use std::ffi::{c_int, c_uint};
 use std::marker::PhantomData;
@@ -11,7 +11,7 @@ use crate::members;
 use crate::memory::{Buffer, Bytes};
 use crate::pool::Work;
 
-/// Inputs below this are done in software whatever is allowed (the library's default, which is kept).
+/// Smaller inputs are always done in software (the library's default, which is kept).
 const HARDWARE_FROM: usize = 1024;
 /// The largest job a session can be made for. The library counts in 32 bits and its bound is a little longer than the input.
 pub const LARGEST_JOB: usize = 64 << 20;
@@ -19,17 +19,17 @@ pub const LARGEST_JOB: usize = 64 << 20;
 /// Whether the library may do in software what the hardware does not do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Software {
-    /// Never: without hardware nothing starts, and a job that the hardware does not take fails.
+    /// Never: without hardware nothing starts, and a job that the hardware does not accept fails.
     Forbidden,
-    /// Single jobs, when hardware is there but busy or failing. Without hardware nothing starts: the library's software is a
-    /// plain zlib, and whoever has a better deflate should use that.
+    /// Single jobs, when hardware is present but busy or failing. Without hardware nothing starts: the library's
+    /// software is a plain zlib, and a caller with a better deflate should use that.
     #[default]
     WhenBusy,
-    /// Also where there is no hardware at all.
+    /// Also without any hardware.
     Always,
 }
 
-/// What a session is made for.
+/// The parameters of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Params {
     /// Compression level, 1 (fast) to 9.
@@ -50,27 +50,27 @@ impl Default for Params {
 }
 
 impl Params {
-    /// What the largest job may become, whatever is in it.
+    /// Returns the most bytes that the largest job may compress to, whatever its content.
     pub(crate) fn compressed_room(&self) -> usize {
         bound(self.largest_job, self.hardware_buffer)
     }
 }
 
-/// Who did it.
+/// What did the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
-    /// The device, or mostly: the library does not tell when it finished a job in software.
+    /// The device, or mostly: the library does not report when it finished a job in software.
     Hardware,
     /// The library's zlib.
     Software,
 }
 
-/// What a successful call did.
+/// The result of a successful call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Done {
     /// Bytes written.
     pub bytes: usize,
-    /// By whom.
+    /// What did the work.
     pub by: By,
 }
 
@@ -89,13 +89,13 @@ pub struct Done {
 #[derive(Debug)]
 pub struct Session {
     calls: Calls,
-    /// For what is given in ordinary memory.
+    /// Buffers for content that is passed in ordinary memory.
     source: Buffer,
     target: Buffer,
     thread: PhantomData<*mut ()>,
 }
 
-/// The library's sessions, and what is believed of their answers.
+/// The library's sessions, and the checks of their results.
 #[derive(Debug)]
 struct Calls {
     compressing: Raw,
@@ -136,8 +136,8 @@ impl Session {
         }
         Ok(Session {
             calls: Calls {
-                // Two: a session that decoded a plain gzip member may come out with another format (1.3.1), and what it then
-                // compressed would lack the lengths that hardware decodes by.
+                // Two: a session that decoded a plain gzip member may switch to another format (1.3.1), and its next
+                // compressed output would lack the lengths that hardware needs for decoding.
                 compressing: Raw::new(library, params, abi::DIRECTION_COMPRESS)?,
                 decompressing: Raw::new(library, params, abi::DIRECTION_DECOMPRESS)?,
                 params: *params,
@@ -159,18 +159,18 @@ impl Session {
         self.between(Work::Compress, From::Slice(input), To::Heap(output), room)
     }
 
-    /// Decompresses gzip members, whoever made them, to at most `room` bytes. `output` is replaced; where it has `room` bytes of
-    /// capacity nothing is allocated. Every member's CRC-32 and length were compared.
+    /// Decompresses gzip members, of any origin, to at most `room` bytes. `output` is replaced; where it has `room`
+    /// bytes of capacity nothing is allocated. Every member's CRC-32 and length are checked.
     ///
     /// # Errors
-    /// [`Failure::TooLong`] where there would be more than `room`, [`Failure::BadInput`] where the input is not whole members;
-    /// `output` is empty then, as on every error.
+    /// [`Failure::TooLong`] if there would be more than `room`, [`Failure::BadInput`] if the input is not whole
+    /// members; `output` is empty then, as on every error.
     pub fn decompress(&mut self, input: &[u8], output: &mut Vec<u8>, room: usize) -> Result<Done, Failure> {
         self.between(Work::Decompress, From::Slice(input), To::Heap(output), room)
     }
 
-    /// As [`Session::compress`] or [`Session::decompress`]. What is in a [`Buffer`] is not copied; as an output it must have the
-    /// capacity of those that [`Pool::buffers`](crate::Pool::buffers) makes.
+    /// As [`Session::compress`] or [`Session::decompress`]. Content in a [`Buffer`] is not copied; as an output it must
+    /// have the capacity of those that [`Pool::buffers`](crate::Pool::buffers) makes.
     ///
     /// # Errors
     /// As those; [`Failure::TooLarge`] where an output is too small to begin with.
@@ -218,13 +218,13 @@ impl Session {
         Ok(done)
     }
 
-    /// Whether there is hardware behind this session.
+    /// Returns whether this session uses hardware.
     #[must_use]
     pub fn on_hardware(&self) -> bool {
         self.calls.on_hardware
     }
 
-    /// How often a failure made the library's own session be set up again.
+    /// Returns how often a failure made it necessary to set up the library's own session again.
     #[must_use]
     pub fn renewed(&self) -> u64 {
         self.calls.renewed
@@ -248,18 +248,18 @@ impl Calls {
         if self.params.software == Software::Forbidden && input.len() < HARDWARE_FROM {
             return Err(Failure::TooSmall { bytes: input.len() });
         }
-        // Always the whole bound, and the caller's room compared afterwards: the software path answers a full buffer by leaking
-        // its deflate state (1.3.1).
+        // Always the whole bound, with the caller's room compared afterwards: the software path leaks its deflate state
+        // when a buffer is full (1.3.1).
         self.check(bound(input.len(), self.params.hardware_buffer), output.capacity())?;
         let room = room.min(output.capacity());
-        let call = self.run(Way::Compress, self.on_hardware, input, output)?;
+        let call = self.run(Operation::Compress, self.on_hardware, input, output)?;
         if call.produced > room {
             return Err(Failure::TooLong { room });
         }
         output.written(call.produced);
         if !output.starts_with(&[0x1f, 0x8b, 8]) {
             output.clear();
-            self.renew(Way::Compress)?;
+            self.renew(Operation::Compress)?;
             return Err(Failure::Inconsistent {
                 call: "qzCompress",
                 input: input.len(),
@@ -276,19 +276,20 @@ impl Calls {
         if declared.is_some_and(|bytes| bytes > room as u64) {
             return Err(Failure::TooLong { room });
         }
-        // What does not say its lengths is not shown to hardware: the library would guess them from the input, and remember.
+        // Members without lengths are not passed to hardware: the library would guess the lengths from the input, and
+        // remember them.
         let on_hardware = self.on_hardware && declared.is_some();
         if self.params.software == Software::Forbidden && !on_hardware {
             return Err(Failure::BadInput("a member does not say its lengths, and QATzip's software is forbidden"));
         }
-        let call = self.run(Way::Decompress { room }, on_hardware, input, output)?;
-        // Two ways to know that the last member is whole: the software path says so, and on hardware all members gave their
-        // lengths and the sum is right.
+        let call = self.run(Operation::Decompress { room }, on_hardware, input, output)?;
+        // There are two proofs that the last member is whole: the software path reports it, or on hardware all members
+        // declared their lengths and the sum is right.
         let whole = call.consumed == input.len()
             && (call.ended || (call.by == By::Hardware && declared == Some(call.produced as u64)));
         if !whole || call.produced > room || declared.is_some_and(|bytes| bytes != call.produced as u64) {
-            // It would go on within this member at the next call.
-            self.renew(Way::Decompress { room })?;
+            // Otherwise it would continue within this member at the next call.
+            self.renew(Operation::Decompress { room })?;
             return Err(if call.produced > room {
                 Failure::TooLong { room }
             } else if whole {
@@ -307,33 +308,39 @@ impl Calls {
         if bytes > limit { Err(Failure::TooLarge { bytes, limit }) } else { Ok(()) }
     }
 
-    fn run(&mut self, way: Way, on_hardware: bool, input: &Buffer, output: &mut Buffer) -> Result<Call, Failure> {
-        let raw = match way {
-            Way::Compress => &mut self.compressing,
-            Way::Decompress { .. } => &mut self.decompressing,
+    fn run(
+        &mut self,
+        operation: Operation,
+        on_hardware: bool,
+        input: &Buffer,
+        output: &mut Buffer,
+    ) -> Result<Call, Failure> {
+        let raw = match operation {
+            Operation::Compress => &mut self.compressing,
+            Operation::Decompress { .. } => &mut self.decompressing,
         };
-        // One byte more than there may be: with a buffer exactly full it would stop before looking at what follows.
-        let room = match way {
-            Way::Compress => output.capacity(),
-            Way::Decompress { room } => (room + 1).min(output.capacity()),
+        // One byte more than allowed: with a buffer exactly full it would stop before it reads the next member.
+        let room = match operation {
+            Operation::Compress => output.capacity(),
+            Operation::Decompress { room } => (room + 1).min(output.capacity()),
         };
-        let result = raw.call(&self.library, way, on_hardware, input, (output, room));
+        let result = raw.call(&self.library, operation, on_hardware, input, (output, room));
         let forbidden = self.params.software == Software::Forbidden;
         let result = result.and_then(|call| match call.by {
             By::Software if forbidden => Err(Failure::DoneInSoftware),
             _ => Ok(call),
         });
         if result.is_err() {
-            self.renew(way)?;
+            self.renew(operation)?;
         }
         result
     }
 
-    /// After a failure the library's session keeps half a stream and would go on with it (1.3.1): a new one instead.
-    fn renew(&mut self, way: Way) -> Result<(), Failure> {
-        let (raw, direction) = match way {
-            Way::Compress => (&mut self.compressing, abi::DIRECTION_COMPRESS),
-            Way::Decompress { .. } => (&mut self.decompressing, abi::DIRECTION_DECOMPRESS),
+    /// Replaces the library's session after a failure: it keeps half a stream and would continue with it (1.3.1).
+    fn renew(&mut self, operation: Operation) -> Result<(), Failure> {
+        let (raw, direction) = match operation {
+            Operation::Compress => (&mut self.compressing, abi::DIRECTION_COMPRESS),
+            Operation::Decompress { .. } => (&mut self.decompressing, abi::DIRECTION_DECOMPRESS),
         };
         self.renewed += 1;
         raw.end();
@@ -351,7 +358,7 @@ fn bound(plain: usize, hardware_buffer: u32) -> usize {
 }
 
 #[derive(Clone, Copy)]
-enum Way {
+enum Operation {
     Compress,
     Decompress { room: usize },
 }
@@ -413,7 +420,7 @@ impl Raw {
     fn call(
         &mut self,
         library: &Library,
-        way: Way,
+        operation: Operation,
         on_hardware: bool,
         source: &Buffer,
         (target, room): (&mut Buffer, usize),
@@ -434,14 +441,14 @@ impl Raw {
         // stay in place during the call. The software functions are those that the library's own entry points end in, with the
         // same arguments.
         let (code, name) = unsafe {
-            match (way, functions.software.filter(|_| !on_hardware)) {
-                (Way::Compress, Some((compress, _))) => {
+            match (operation, functions.software.filter(|_| !on_hardware)) {
+                (Operation::Compress, Some((compress, _))) => {
                     (compress(session, from, &raw mut consumed, to, &raw mut produced, 1), "qzSWCompress")
                 }
-                (Way::Compress, None) => {
+                (Operation::Compress, None) => {
                     ((functions.compress)(session, from, &raw mut consumed, to, &raw mut produced, 1), "qzCompress")
                 }
-                (Way::Decompress { .. }, software) => {
+                (Operation::Decompress { .. }, software) => {
                     let (decompress, name) = match software {
                         Some((_, decompress)) => (decompress, "qzSWDecompressMulti"),
                         None => (functions.decompress, "qzDecompress"),
@@ -455,14 +462,14 @@ impl Raw {
         let (consumed, produced) = (consumed as usize, produced as usize);
         // Only the hardware path keeps these totals (1.3.1); the result itself does not say who made it.
         let by = if self.storage.session.total_in == total { By::Software } else { By::Hardware };
-        match (code, way) {
+        match (code, operation) {
             (abi::OK, _) => {}
-            (abi::DATA_ERROR, Way::Decompress { .. }) => {
+            (abi::DATA_ERROR, Operation::Decompress { .. }) => {
                 return Err(Failure::BadInput("its content is corrupt"));
             }
             _ => return Err(Failure::Library { call: name, code }),
         }
-        let all = matches!(way, Way::Decompress { .. }) || consumed == input;
+        let all = matches!(operation, Operation::Decompress { .. }) || consumed == input;
         if !all || consumed > input || produced > room {
             return Err(Failure::Inconsistent { call: name, input, consumed, produced });
         }

@@ -1,4 +1,4 @@
-//! What things take, and where each figure is from.
+//! The costs of operations, and the source of each value.
 
 use std::ops::AddAssign;
 
@@ -9,35 +9,35 @@ use crate::Nanos;
 /// CPU time in two accounts, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Cpu {
-    /// By figures that were measured: on this machine or in a published run.
+    /// By values that were measured: on this machine or in a published run.
     pub measured: f64,
-    /// Charged for what nobody measured here: instructions and cache misses of hardware that is not there.
+    /// Estimated where nothing could be measured: instructions and cache misses of hardware that is not available.
     pub charged: f64,
 }
 
 impl Cpu {
-    /// Measured only.
+    /// Returns measured time only.
     pub fn measured(nanos: f64) -> Self {
         Self { measured: nanos, charged: 0.0 }
     }
 
-    /// Charged only.
+    /// Returns charged time only.
     pub fn charged(nanos: f64) -> Self {
         Self { measured: 0.0, charged: nanos }
     }
 
-    /// Both together, for who wants to know how long it takes.
+    /// Returns the sum of both, as a duration.
     pub fn total(self) -> f64 {
         self.measured + self.charged
     }
 
-    /// So many times.
+    /// Returns `count` times this.
     #[must_use]
     pub fn times(self, count: f64) -> Self {
         Self { measured: self.measured * count, charged: self.charged * count }
     }
 
-    /// And this.
+    /// Returns the sum with `other`.
     #[must_use]
     pub fn and(mut self, other: Self) -> Self {
         self += other;
@@ -52,7 +52,7 @@ impl AddAssign for Cpu {
     }
 }
 
-/// All figures, in nanoseconds where nothing else is said.
+/// All costs, in nanoseconds unless stated otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Costs {
     /// Finding a page that must be sent and putting it into a packet. QEMU's main thread, 50 % normal pages, CPU check.
@@ -69,8 +69,8 @@ pub struct Costs {
     pub fill_descriptor: f64,
     /// `Share::ask` and `Share::done` for a batch. Measured where the simulator runs.
     pub ask: f64,
-    /// Logic of taking a batch back, without the misses. A fixed figure: it is not measured where the
-    /// simulator runs.
+    /// Logic of recycling a batch, without the cache misses. A fixed value: it is not measured where the simulator
+    /// runs.
     pub harvest: f64,
     /// `ENQCMD`. Charged: between 140 and 610 (one core cannot fill a device with 4 KiB each, four can).
     pub enqcmd: f64,
@@ -84,14 +84,14 @@ pub struct Costs {
     pub timer_slack: f64,
     /// One look of a thread that polls without sleeping. Charged.
     pub poll: f64,
-    /// Memory bandwidth, GB/s: two sockets of eight channels DDR5-4800, at what is reached of 614.
+    /// Memory bandwidth, GB/s: two sockets of eight channels DDR5-4800, the achieved part of 614.
     pub dram: f64,
     /// Memory traffic of sending a byte: read, written into the socket, read by the network card.
     pub send_traffic: f64,
     /// The network, GB/s: 100 Gbit/s.
     pub link: f64,
-    /// How long a connection blocks its sender for each normal page beyond the sender's own CPU time: the receiver of that
-    /// connection. 0 where nothing is known of one.
+    /// How long a connection blocks its sender for each normal page beyond the sender's own CPU time, because of its
+    /// receiver. 0 if unknown.
     pub connection_page: f64,
     /// Bytes that a connection holds before its sender blocks.
     pub socket_buffer: f64,
@@ -99,7 +99,7 @@ pub struct Costs {
     pub time_slice: f64,
 }
 
-/// The figures of the published run that the software's costs are fitted to: seed Z, 50 % normal pages, CPU check.
+/// The values of the published run to which the software's costs are fitted: seed Z, 50 % normal pages, CPU check.
 pub mod fit {
     /// 100 GB of pages, as the published figures per page reckon.
     pub const PAGES: f64 = 25.6e6;
@@ -144,7 +144,8 @@ impl Default for Costs {
     }
 }
 
-/// What the 8 connections of the fitted run blocked their senders for, for each normal page: time that was not CPU time.
+/// Returns how long the 8 connections of the fitted run blocked their senders for each normal page: time that was not
+/// CPU time.
 pub fn fitted_connection() -> f64 {
     let packets = fit::PAGES / 128.0;
     let cycle = fit::TOTAL_MS * 1e6 * 8.0 / packets;
@@ -152,7 +153,7 @@ pub fn fitted_connection() -> f64 {
     (cycle - cpu) / 64.0
 }
 
-/// A moment as a whole number, not before the other.
+/// Returns a time as a whole number, not before `now`.
 pub(crate) fn after(now: Nanos, span: f64) -> Nanos {
     now + span.max(0.0).round() as Nanos
 }

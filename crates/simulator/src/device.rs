@@ -1,6 +1,7 @@
-//! A device in virtual time: the software model's own state machine, with batches that only take the time they would take.
+//! A device in virtual time: the software model's own state machine, with batches that only take the predicted time.
 //!
-//! There is one model of the device in this project ([`sterna_idxd_model`]); this is no more than its use with one shared queue.
+//! There is one model of the device in this project ([`sterna_idxd_model`]); this is merely its use with one shared
+//! queue.
 
 use sterna_idxd_model::core::{self, Payload, Posting, Step, Submitted, Timed};
 use sterna_idxd_model::{DeviceConfig, QueueConfig};
@@ -9,10 +10,10 @@ pub use sterna_idxd_model::core::Timing;
 
 use crate::Nanos;
 
-/// How quick and how large a device is.
+/// The speed and size of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shape {
-    /// How long things take.
+    /// Its timing.
     pub timing: Timing,
     /// Entries of its queue.
     pub entries: u32,
@@ -26,14 +27,14 @@ impl Default for Shape {
     }
 }
 
-/// A batch whose record can be seen.
+/// A batch whose record is visible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completed {
-    /// As it was submitted.
+    /// The tag of its submission.
     pub tag: u64,
     /// When the record became visible.
     pub at: Nanos,
-    /// When an engine took it.
+    /// When an engine began it.
     pub begun: Nanos,
 }
 
@@ -44,14 +45,14 @@ pub struct Device {
     read_byte_ps: u64,
     busy_ps: u64,
     occupied: usize,
-    /// Came to be done while something was submitted.
+    /// Batches that completed during a submission.
     early: Vec<Completed>,
     /// Batches refused because the queue was full.
     pub refused: u64,
 }
 
 impl Device {
-    /// Idle and empty.
+    /// Makes an idle and empty device.
     ///
     /// # Panics
     /// If there is no such device.
@@ -65,7 +66,7 @@ impl Device {
         let config = DeviceConfig {
             engines: shape.engines,
             max_work_queues_size: shape.entries,
-            // Nothing is left to chance.
+            // No randomness.
             reorder: false,
             timing: Some(shape.timing.clone()),
             queues: vec![queue],
@@ -75,12 +76,12 @@ impl Device {
         Self { core, read_byte_ps: shape.timing.read_byte_ps, busy_ps: 0, occupied: 0, early: Vec::new(), refused: 0 }
     }
 
-    /// How long a device's bandwidth is taken by so many bytes that it only reads.
+    /// Returns how long reading `bytes` bytes occupies a device's bandwidth.
     pub fn service(timing: &Timing, bytes: u64) -> f64 {
         bytes as f64 * timing.read_byte_ps as f64 / 1000.0
     }
 
-    /// `ENQCMD` of a batch of so many descriptors with so many bytes each: true if it was accepted.
+    /// Submits by `ENQCMD` a batch of `members` descriptors with this many bytes each: returns true if it was accepted.
     pub fn submit(&mut self, tag: u64, members: u32, bytes_of_each: u64, now: Nanos) -> bool {
         let timed = Timed { tag, members, bytes: bytes_of_each, ..Timed::default() };
         if self.core.submit(0, Posting::NonPosted, Payload::Timed(timed), now) != Submitted::Accepted {
@@ -89,7 +90,7 @@ impl Device {
         }
         self.busy_ps += u64::from(members.max(1)) * bytes_of_each * self.read_byte_ps;
         self.occupied += 1;
-        // An engine that is free takes it now.
+        // A free engine begins it now.
         let mut early = std::mem::take(&mut self.early);
         self.poll(now, &mut early);
         self.early = early;
@@ -109,23 +110,23 @@ impl Device {
         }
     }
 
-    /// When something will next happen in it.
+    /// Returns when its next event is due.
     pub fn next(&self) -> Option<Nanos> {
         self.early.first().map(|done| done.at).or_else(|| self.core.next_event())
     }
 
-    /// Time has come to here: what has been done since goes to `out`.
+    /// Advances time: batches done since go to `out`.
     pub fn advance(&mut self, now: Nanos, out: &mut Vec<Completed>) {
         out.append(&mut self.early);
         self.poll(now, out);
     }
 
-    /// Device time of all that was accepted since the beginning.
+    /// Returns the device time of all batches accepted since the beginning.
     pub fn busy(&self) -> f64 {
         self.busy_ps as f64 / 1000.0
     }
 
-    /// Batches that were accepted and are not done.
+    /// Returns how many batches are accepted and not done.
     pub fn occupied(&self) -> usize {
         self.occupied
     }

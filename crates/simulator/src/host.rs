@@ -1,8 +1,8 @@
-//! The machine and the threads of migrations on it.
+//! The host and the threads of migrations on it.
 //!
-//! A thread has a core while it works, a step at a time, and decides its next step when one is done; it gives the core back when it
-//! must wait. A device's completion wakes nobody, as a record in memory does not: a thread of Sterna's structure sleeps until
-//! the completion is expected and looks; in the published structure a thread polls.
+//! A thread has a core while it works, a step at a time, and decides its next step when one is done; it releases the
+//! core when it must wait. A device's completion wakes no thread, as a record in memory does not: a thread of Sterna's
+//! structure sleeps until the completion is expected and then looks; in the published structure a thread polls.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -43,14 +43,14 @@ struct InFlight {
     grant: Grant,
     predicted: Nanos,
     submitted: Nanos,
-    /// What it had waited for its share before.
+    /// How long it had waited for admission.
     admission: Nanos,
     /// The last look that found it not done.
     pending: Nanos,
     visible: Option<Nanos>,
 }
 
-/// A batch that was let in.
+/// A batch that was admitted.
 #[derive(Debug)]
 struct Admitted {
     packet: Packet,
@@ -60,17 +60,17 @@ struct Admitted {
     admission: Nanos,
 }
 
-/// A batch that was to go to a device and that the CPU does.
+/// A batch meant for a device that the CPU does.
 #[derive(Clone, Copy, Debug)]
 struct Diverted {
     begun: Nanos,
-    /// What it had waited for its share before.
+    /// How long it had waited for admission.
     admission: Nanos,
-    /// The device whose share said that the CPU is quicker, if that is why.
+    /// The device whose share decided that the CPU is faster, if that is the reason.
     spilled: Option<usize>,
 }
 
-/// What happens when a step is done.
+/// The event after a step.
 #[derive(Debug)]
 enum Then {
     Nothing,
@@ -91,15 +91,15 @@ enum State {
 #[derive(Debug)]
 struct Thread {
     vm: usize,
-    /// None is the one that searches.
+    /// None for the thread that searches.
     channel: Option<usize>,
     state: State,
     then: Then,
-    /// A wake that was set for an earlier sleep means nothing.
+    /// Identifies the current sleep: a wake-up set for an earlier sleep is ignored.
     sleep: u64,
     runnable_since: Nanos,
     slice: f64,
-    /// Time on a core and time waiting for one, both fading: what the CPU really costs by the clock.
+    /// Time on a core and time waiting for one, both fading: the CPU's real cost in wall-clock time.
     ran: f64,
     waited: f64,
     faded: Nanos,
@@ -110,13 +110,13 @@ struct Thread {
 struct Sender {
     in_flight: Vec<InFlight>,
     checked: VecDeque<Packet>,
-    /// The share said to wait until then.
+    /// The share made it wait until then.
     not_before: Nanos,
     next_device: usize,
-    /// Bytes that the socket holds: when they will be gone, and how many.
+    /// Bytes that the socket holds: when they will have left, and how many.
     socket: VecDeque<(Nanos, f64)>,
     held: f64,
-    /// A call that sends has not returned.
+    /// A send call has not returned before this.
     blocked_until: Nanos,
 }
 
@@ -128,18 +128,18 @@ struct Migration {
     most_packets: usize,
     searching: bool,
     ended: usize,
-    /// Of the polling thread: what it waits for in order, and since when.
+    /// For the polling thread: what it waits for in order, and since when.
     polled: VecDeque<(u64, usize, Option<Nanos>)>,
     polls_since: Nanos,
     polled_until: Nanos,
-    /// What its next batch has waited for the share so far, and the last ask that was told to wait: since when, until when.
-    /// Which of its channels gets the turn does not matter: they take from the same packets.
+    /// How long its next batch has waited for admission, and the last refused request: since when, until when. The
+    /// channel does not matter: all channels take from the same packets.
     waited: Nanos,
     asked: Option<(Nanos, Nanos)>,
     gone: bool,
 }
 
-/// What one process knows of one device.
+/// One process's view of one device.
 #[derive(Debug)]
 struct View {
     predictor: Predictor,
@@ -156,7 +156,7 @@ enum Event {
     Woken(usize, u64),
 }
 
-/// Tags of hogs: none of a sender's reach this far.
+/// Tags of hogs: larger than any sender's.
 const HOGS: u64 = 1 << 48;
 
 struct World<'a> {
@@ -176,13 +176,13 @@ struct World<'a> {
     shares: Vec<Vec<Box<dyn Share>>>,
     views: Vec<Vec<View>>,
     sheets: Vec<Sheet>,
-    /// Whose batch a tag is: thread of the sender.
+    /// The owner of each tag: the sender's thread.
     owners: std::collections::HashMap<u64, usize>,
     outcome: Outcome,
     completed: Vec<Completed>,
 }
 
-/// Runs it to its end.
+/// Runs the scenario to its end.
 ///
 /// # Panics
 /// If a VM has no channel, or a batch no pages.
@@ -236,13 +236,13 @@ impl<'a> World<'a> {
         for vm in &scenario.vms {
             let of_process = |sheet: &Sheet| -> Box<dyn Share> {
                 if vm.lies {
-                    // It holds a slot that says nothing.
+                    // It holds an empty slot.
                     let _ = sheet.slot(true);
                     return Policy::Fifo.share(false, sheet);
                 }
                 scenario.policy.share(scenario.spill, sheet)
             };
-            // All VMs of one process share what decides.
+            // All VMs of one process use the same shares.
             if scenario.policy != Policy::Exact || shares.is_empty() || vm.lies {
                 shares.push(sheets.iter().map(of_process).collect());
             } else {
@@ -295,7 +295,7 @@ impl<'a> World<'a> {
         self.events.push(Reverse((at.max(self.now), self.serial, event)));
     }
 
-    /// Which of the shares decides for a VM.
+    /// Returns the index of the shares that decide for a VM.
     fn process(&self, vm: usize) -> usize {
         if self.shares[vm].is_empty() { 0 } else { vm }
     }
@@ -326,12 +326,12 @@ impl<'a> World<'a> {
     fn die(&mut self, vm: usize) {
         self.migrations[vm].gone = true;
         for device in 0..self.devices.len() {
-            // Where there is a ledger, every VM is a process and holds the slot of its number.
+            // With a ledger, every VM is a process and holds the slot of its number.
             self.sheets[device].kill(vm);
         }
         for index in 0..self.threads.len() {
             if self.threads[index].vm == vm {
-                // Who has a core gives it back at the end of the step.
+                // A thread on a core releases it at the end of the step.
                 if self.threads[index].state == State::Blocked {
                     self.threads[index].state = State::Ended;
                 }
@@ -375,11 +375,11 @@ impl<'a> World<'a> {
         }
     }
 
-    /// It has a core.
+    /// Handles a thread's getting a core.
     fn dispatch(&mut self, thread: usize) {
         let it = &mut self.threads[thread];
         it.state = State::Working;
-        // Of the last milliseconds.
+        // Over the last milliseconds.
         let fade = (-((self.now - it.faded) as f64) / 5e6).exp2();
         it.faded = self.now;
         it.ran = it.ran * fade + 1.0;
@@ -393,7 +393,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// A step of this much CPU and memory traffic begins; the thread has a core.
+    /// Begins a step of this much CPU and memory traffic; the thread has a core.
     fn work(&mut self, thread: usize, cpu: Cpu, traffic: f64, then: Then) {
         let it = &mut self.threads[thread];
         let cpu = cpu.and(std::mem::take(&mut it.owes));
@@ -401,7 +401,7 @@ impl<'a> World<'a> {
         if traffic > 0.0 {
             end = end.max(self.memory.reserve(self.now, traffic));
         }
-        // A core that waits for memory is busy; what is above the figure belongs to the same account.
+        // A core that waits for memory is busy; the excess belongs to the same account.
         let cpu = cpu.times((end - self.now) as f64 / cpu.total().max(1.0));
         it.then = then;
         it.ran += (end - self.now) as f64;
@@ -432,7 +432,7 @@ impl<'a> World<'a> {
         self.release();
     }
 
-    /// A step is done.
+    /// Handles the end of a step.
     fn stepped(&mut self, thread: usize) {
         let vm = self.threads[thread].vm;
         if self.migrations[vm].gone {
@@ -466,7 +466,7 @@ impl<'a> World<'a> {
         self.decide(thread);
     }
 
-    /// One sender that has nothing to do learns of a packet.
+    /// Wakes one idle sender for a packet.
     fn wake_sender(&mut self, vm: usize) {
         let blocked = |thread: &Thread| thread.vm == vm && thread.channel.is_some() && thread.state == State::Blocked;
         let now = self.now;
@@ -560,7 +560,7 @@ impl<'a> World<'a> {
             let vm = self.threads[thread].vm;
             let channel = self.threads[thread].channel.expect("only senders submit");
             if let Some(batch) = self.senders[channel].in_flight.iter_mut().find(|batch| batch.tag == done.tag) {
-                // The device reads memory as everybody does.
+                // The device uses memory bandwidth too.
                 let visible = done.at.max(self.memory.reserve(self.now, batch.packet.bytes() as f64));
                 batch.visible = Some(visible);
                 let sojourn = visible - batch.submitted;
@@ -575,7 +575,8 @@ impl<'a> World<'a> {
         self.schedule(device);
     }
 
-    /// The published structure's polling thread sees completions in the order of submission.
+    /// Handles a completion in the published structure, whose polling thread sees completions in the order of
+    /// submission.
     fn polled(&mut self, vm: usize, tag: u64, visible: Nanos) {
         if self.scenario.structure != Structure::CompletionThread {
             return;
@@ -593,7 +594,7 @@ impl<'a> World<'a> {
         if migration.polled.is_empty() && !woken.is_empty() {
             let polling = migration.polled_until.saturating_sub(migration.polls_since) as f64;
             migration.polls_since = migration.polled_until;
-            // It sleeps where there is nothing.
+            // It sleeps when there is no work.
             self.outcome.vms[vm].poll += Cpu::charged(polling + self.scenario.costs.wake);
         }
         for (thread, seen) in woken {

@@ -1,4 +1,4 @@
-//! The ledger's table between simulated processes, with one who dies and one who lies.
+//! The ledger's table between simulated processes, including one that dies and one that lies.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,7 +15,7 @@ struct Shared {
 pub struct Sheet(Arc<Mutex<Shared>>);
 
 impl Sheet {
-    /// Another process takes a slot; a liar's always says that it has and wants nothing.
+    /// Takes a slot for another process; a liar's slot always shows that it has and wants nothing.
     pub fn slot(&self, lies: bool) -> SimulatedTable {
         let mut shared = self.0.lock().expect("never poisoned");
         shared.slots.push(Slot::default());
@@ -23,7 +23,7 @@ impl Sheet {
         SimulatedTable { sheet: self.clone(), own: shared.slots.len() - 1, lies }
     }
 
-    /// The owner of a slot is gone; what it said stays.
+    /// Marks the owner of a slot as dead; the slot's content stays.
     pub fn kill(&self, slot: usize) {
         if let Some(dead) = self.0.lock().expect("never poisoned").dead.get_mut(slot) {
             *dead = true;

@@ -4,17 +4,17 @@ use crate::Nanos;
 use crate::host::{Outcome, WINDOW};
 use crate::scenario::{Hog, Policy, Scenario, Structure, Vm};
 
-/// What the VMs hold.
+/// The content of the VMs' memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
-    /// Every page is looked at whole, and every second one is sent: as in the published run.
+    /// Every page is scanned completely, and every second one is sent: as in the published run.
     Half,
-    /// All is zero: nothing but looking.
+    /// All pages are zero: scanning only.
     Zero,
 }
 
 impl Content {
-    /// As tables name it.
+    /// Returns its name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Half => "half zero",
@@ -30,7 +30,7 @@ impl Content {
     }
 }
 
-/// So many VMs of `mib` MiB, all at once, on `cores`; no policy: the CPU alone.
+/// Makes a scenario of this many VMs of `mib` MiB, all at once, on `cores`; without a policy only the CPU is used.
 pub fn crowd(
     vms: usize,
     mib: u64,
@@ -58,26 +58,26 @@ pub fn crowd(
     scenario
 }
 
-/// How the unequal VMs are mixed.
+/// The mixes of unequal VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mix {
     /// All from the beginning.
     Together,
-    /// Half of the light ones come after 200 ms.
+    /// Half of the light ones start after 200 ms.
     Late,
-    /// Someone else keeps 32 batches of 512 KiB in the device.
+    /// Another program keeps 32 batches of 512 KiB in the device.
     Hog,
-    /// One of the light ones takes what it can and says that it has nothing.
+    /// One of the light ones takes as much as it can and claims to have nothing.
     Liar,
     /// One of the heavy ones is killed after 150 ms.
     Death,
 }
 
 impl Mix {
-    /// All of them.
+    /// All mixes.
     pub const ALL: [Self; 5] = [Self::Together, Self::Late, Self::Hog, Self::Liar, Self::Death];
 
-    /// As tables name it.
+    /// Returns its name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Together => "together",
@@ -94,8 +94,8 @@ pub const HEAVY: u32 = 10;
 const HEAVIES: usize = 10;
 const ALL: usize = 100;
 
-/// Ten heavy VMs, with four senders and 32 batches each, and ninety light ones, on one device that all of them want all the
-/// time: nothing to send, no lack of cores.
+/// Makes ten heavy VMs, with four senders and 32 batches each, and ninety light ones, on one device that all of them
+/// want all the time: nothing to send, enough cores.
 pub fn unequal(mix: Mix, policy: Policy, spill: bool) -> Scenario {
     let light = Vm { normal_per_mille: 0, ..Vm::gib(1) };
     let heavy = Vm { weight: HEAVY, channels: 4, window: 32, ..light };
@@ -117,25 +117,25 @@ pub fn unequal(mix: Mix, policy: Policy, spill: bool) -> Scenario {
     scenario
 }
 
-/// How far shares of the device are from the weights, in windows of 100 ms.
+/// The deviation of the device's shares from the weights, in windows of 100 ms.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shares {
-    /// Windows in which all looked at wanted the device all the time.
+    /// Windows in which all examined VMs wanted the device all the time.
     pub windows: usize,
-    /// The furthest of any VM in any window, as a part of what was its due.
+    /// The largest deviation of any VM in any window, as a part of its due share.
     pub worst: f64,
-    /// On average.
+    /// The mean deviation.
     pub mean: f64,
 }
 
-/// Compares device time with weights, among those who keep to the rules, in the windows from when all were there until the
-/// first of them was done. Who died is not looked at, nor the window in which it did.
+/// Compares device time with weights, among the honest VMs, in the windows from when all had started until the first
+/// was done. A VM that died is excluded, and so is the window of its death.
 pub fn shares(scenario: &Scenario, outcome: &Outcome) -> Shares {
     let honest: Vec<usize> =
         (0..scenario.vms.len()).filter(|&vm| !scenario.vms[vm].lies && scenario.vms[vm].dies.is_none()).collect();
     let begun = scenario.vms.iter().map(|vm| vm.begins.max(vm.dies.unwrap_or(0))).max().unwrap_or(0);
     let done = honest.iter().map(|&vm| outcome.vms[vm].finished.unwrap_or(outcome.ended)).min().unwrap_or(0);
-    // The first window is not looked at: what all have in the device at the very beginning belongs to no order yet.
+    // The first window is excluded: the batches that all have in the device at the very beginning follow no order yet.
     let (first, last) = (begun.div_ceil(WINDOW).max(1), done / WINDOW);
     let weights: f64 = honest.iter().map(|&vm| f64::from(scenario.vms[vm].weight)).sum();
     let mut shares = Shares::default();
@@ -155,7 +155,7 @@ pub fn shares(scenario: &Scenario, outcome: &Outcome) -> Shares {
     shares
 }
 
-/// The longest that any batch of anyone who keeps to the rules waited: to be let in, and then to be done.
+/// Returns the longest wait of any batch of an honest VM: for admission, and then until done.
 pub fn longest_wait(scenario: &Scenario, outcome: &Outcome) -> Nanos {
     let honest = scenario.vms.iter().zip(&outcome.vms).filter(|(vm, _)| !vm.lies);
     honest.map(|(_, vm)| vm.longest_wait).max().unwrap_or(0)

@@ -1,5 +1,5 @@
-//! Figures that are measured where the simulator runs: asking by the product's own code, filling by a loop that stores the
-//! same bytes, in the cache.
+//! Costs that are measured where the simulator runs: admission by the product's own code, filling descriptors by a loop
+//! that stores the same bytes, in the cache.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -10,7 +10,7 @@ use sterna_offload::share::{Ask, Fair, Share, Verdict};
 
 use crate::costs::Costs;
 
-/// Rounds; the median counts, since a virtual machine is interrupted now and then.
+/// Rounds; the median counts, since a virtual machine is interrupted at times.
 const ROUNDS: usize = 15;
 
 fn median(mut nanos: impl FnMut() -> f64) -> f64 {
@@ -19,7 +19,7 @@ fn median(mut nanos: impl FnMut() -> f64) -> f64 {
     all[ROUNDS / 2]
 }
 
-/// CPU time of this thread, ns: a machine that is busy otherwise does not count.
+/// Returns the CPU time of this thread in ns, which is independent of other load.
 pub fn thread_cpu() -> f64 {
     let now = clock_gettime(ClockId::ThreadCPUTime);
     now.tv_sec as f64 * 1e9 + now.tv_nsec as f64
@@ -33,7 +33,7 @@ fn each(times: u32, mut what: impl FnMut()) -> f64 {
     (thread_cpu() - begun) / f64::from(times)
 }
 
-/// `ask` and `done` of a share, for one batch.
+/// Measures `ask` and `done` of a share, for one batch.
 pub fn asking(share: &mut dyn Share) -> f64 {
     let mut now = 1_000_000;
     median(|| {
@@ -47,7 +47,7 @@ pub fn asking(share: &mut dyn Share) -> f64 {
     })
 }
 
-/// The same with a ledger's file in `directory`; nothing where there can be none.
+/// As [`asking`], with a ledger's file in `directory`; nothing if there can be none.
 pub fn asking_ledger(directory: &Path) -> Option<f64> {
     let name = format!("bench{}", std::process::id());
     let file = LedgerFile::open(directory, &name).ok()?;
@@ -56,8 +56,8 @@ pub fn asking_ledger(directory: &Path) -> Option<f64> {
     Some(nanos)
 }
 
-/// Filling a descriptor of 64 bytes and clearing a record of 32, for each page of a batch. In memory that no device has had
-/// since: what its lines cost when they come back is charged.
+/// Measures filling a descriptor of 64 bytes and clearing a record of 32, for each page of a batch. In memory that no
+/// device has used since: the cost of its returning cache lines is charged.
 fn filling() -> f64 {
     const PAGES: usize = 128;
     let mut descriptors = vec![[0u64; 8]; PAGES];
@@ -76,7 +76,7 @@ fn filling() -> f64 {
     })
 }
 
-/// The figures that can be measured here put into `costs`.
+/// Replaces the values in `costs` that can be measured here.
 #[must_use]
 pub fn here(costs: &Costs) -> Costs {
     Costs { fill_descriptor: filling(), ask: asking(&mut Fair::default()), ..costs.clone() }

@@ -1,9 +1,10 @@
-//! One migration's way from guest memory to guest memory, for judging who chooses how batches are encoded.
+//! The path of one migration from guest memory to guest memory, for evaluating the choice of encodings.
 //!
-//! As in the engine, each channel's thread reads a batch, encodes it, and writes it to its connection; all channels share a window,
-//! a network, and where they must the cores and the engines of an accelerator. What is a queue there is one here: the socket's buffers,
-//! the network, the receivers. What a choice is told is what the engine tells it ([`Interval`]), so the product's own
-//! [`sterna_codec::select::Selection`] can be put in, or a fixed method, or one that knows everything.
+//! As in the engine, each channel's thread reads a batch, encodes it, and writes it to its connection; all channels
+//! share a window, a network, and if limited the cores and the engines of an accelerator. Each queue of the engine is
+//! one here: the socket's buffers, the network, the receivers. A choice gets the same input as from the engine
+//! ([`Interval`]), so the product's own [`sterna_codec::select::Selection`] can be used, or a fixed method, or one that
+//! knows everything.
 
 pub mod choices;
 mod parts;
@@ -15,31 +16,31 @@ use sterna_codec::select::Interval;
 
 use parts::{Allowance, Servers, Window};
 
-/// What the kernel holds of a connection at the receiver.
+/// Bytes that the kernel holds of a connection at the receiver.
 const RECEIVE_BUFFER: usize = 6 << 20;
 /// Batches of the same 2 MiB of memory take the same channel.
 const REGION: usize = 4;
 
-/// What lies between both guests' memory. Times are in nanoseconds, rates in bytes per nanosecond.
+/// The resources between both guests' memory. Times are in nanoseconds, rates in bytes per nanosecond.
 #[derive(Clone, Debug)]
 pub struct Path {
-    /// Sending threads, each with a connection and a receiving thread of its own.
+    /// Sending threads, each with its own connection and receiving thread.
     pub channels: usize,
-    /// Of the network; infinite where it is only memory.
+    /// Rate of the network; infinite for memory.
     pub rate: f64,
-    /// From this batch on it is another one.
+    /// From this batch on, the rate is another one.
     pub change: Option<(usize, f64)>,
     /// Reading a byte of guest memory, with its checksum.
     pub read: f64,
     /// Writing a byte to a connection.
     pub write: f64,
-    /// Taking a byte from one.
+    /// Reading a byte from a connection.
     pub receive: f64,
     /// Checking a byte of content and putting it into the destination's memory.
     pub place: f64,
     /// Cores that the sending threads share, and as many that the receiving threads share.
     pub cores: usize,
-    /// CPUs that they may use, as the choice is told of it; infinite where they may use all.
+    /// CPUs that they may use, as the choice knows it; infinite without a limit.
     pub allowed: f64,
     /// Engines of the accelerator.
     pub engines: usize,
@@ -48,7 +49,7 @@ pub struct Path {
 }
 
 impl Path {
-    /// A network of this rate between machines where nothing else is scarce, with one channel.
+    /// Makes a path with a network of this rate between machines without other limits, with one channel.
     pub fn link(rate: f64) -> Self {
         Self {
             channels: 1,
@@ -66,7 +67,7 @@ impl Path {
     }
 }
 
-/// What encoding made of a batch.
+/// The result of encoding a batch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Encoded {
     /// Bytes before.
@@ -75,57 +76,57 @@ pub struct Encoded {
     pub bytes: usize,
     /// Nanoseconds of the thread.
     pub thread: f64,
-    /// Then of an engine of the accelerator, for which the thread waits.
+    /// Further nanoseconds of an engine of the accelerator, for which the thread waits.
     pub engine: f64,
     /// Nanoseconds of the receiver to decode it.
     pub decoding: f64,
 }
 
-/// Who decides, for one channel.
+/// The choice of encodings, for one channel.
 pub trait Choice {
-    /// Encodes a batch, by its number among those of all channels, while the network has something of its channel to send
-    /// for so many nanoseconds still.
+    /// Encodes batch number `batch` of all channels. `left` is how many nanoseconds the network still has data of the
+    /// channel to send.
     fn encode(&mut self, batch: usize, left: f64) -> Encoded;
 
-    /// The last one took so long, with the wait for an engine.
+    /// Reports the duration of the last encoding, including the wait for an engine.
     fn encoded(&mut self, nanos: u64) {
         let _ = nanos;
     }
 
-    /// It was written.
+    /// Reports that the batch was written.
     fn sent(&mut self, interval: &Interval) {
         let _ = interval;
     }
 }
 
-/// What a migration took.
+/// The cost of a migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Took {
     /// Nanoseconds until everything was in place.
     pub time: f64,
-    /// Of the sending threads' CPUs.
+    /// Nanoseconds of the sending threads' CPUs.
     pub cpu: f64,
-    /// Of the accelerator's engines.
+    /// Nanoseconds of the accelerator's engines.
     pub engines: f64,
-    /// What threads waited until one of them was free.
+    /// Nanoseconds that threads waited for a free engine.
     pub queued: f64,
     /// Bytes on the network.
     pub bytes: usize,
 }
 
 impl Took {
-    /// CPUs that the sending threads used on average.
+    /// Returns the mean number of CPUs that the sending threads used.
     pub fn cpus(&self) -> f64 {
         self.cpu / self.time
     }
 }
 
-/// What a thread does next.
+/// A thread's next action.
 #[derive(Clone, Copy, Debug)]
 enum Next {
-    /// Takes a batch. Since when it has been asking the window for room.
+    /// Takes a batch. With the time since when it has waited for room in the window.
     Batch(f64),
-    /// Writes what it has encoded.
+    /// Writes an encoded batch.
     Write(Encoded),
 }
 
@@ -136,18 +137,18 @@ struct Channel {
     batch: usize,
     /// The end of its packet before.
     since: f64,
-    /// Since then: waited, and the CPU time used.
+    /// Since then: time waited, and the CPU time used.
     waited: f64,
     used: f64,
-    /// The receiver has said so since then.
+    /// Busy time that the receiver has reported since then.
     placing: f64,
-    /// When all it has written will have arrived.
+    /// When all written bytes will have arrived.
     arrived: f64,
-    /// What has not arrived, or was not taken by the receiver: until when, and how many bytes.
+    /// Bytes that have not arrived, or were not read by the receiver: until when, and how many.
     sending: VecDeque<Passing>,
     arriving: VecDeque<(f64, usize)>,
     receiver_free: f64,
-    /// How long nothing was on its way anywhere, by the time of its packet before.
+    /// How long nothing was in transit on any channel, at the time of its packet before.
     idle: f64,
 }
 
@@ -160,21 +161,21 @@ struct Passing {
 }
 
 impl Passing {
-    /// What is not through yet.
+    /// Returns the bytes that have not passed.
     fn left(&self, now: f64) -> f64 {
         let part = (self.until - now) / (self.until - self.from).max(f64::MIN_POSITIVE);
         self.bytes as f64 * part.clamp(0.0, 1.0)
     }
 
-    /// When so much of it has passed since `now`, or all of it.
+    /// Returns when `bytes` of it have passed since `now`, or all of it.
     fn when_less_by(&self, bytes: f64, now: f64) -> f64 {
         let each = (self.until - self.from) / self.bytes.max(1) as f64;
-        // At least a nanosecond, as what rounds to nothing would never end.
+        // At least a nanosecond, as a step that rounds to nothing would never end.
         (now.max(self.from) + bytes * each).min(self.until).max(now + 1.0)
     }
 }
 
-/// Bytes that have not passed by `now`; what has, is forgotten.
+/// Returns the bytes that have not passed by `now`; removes those that have.
 fn left(passing: &mut VecDeque<Passing>, now: f64) -> f64 {
     while passing.front().is_some_and(|first| first.until <= now) {
         passing.pop_front();
@@ -200,7 +201,7 @@ impl PartialOrd for At {
     }
 }
 
-/// The channel that takes this batch, of so many.
+/// Returns the channel that takes this batch.
 fn channel_of(batch: usize, channels: usize) -> usize {
     batch / REGION % channels
 }
@@ -219,7 +220,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
     let mut engines = Servers::new(path.engines);
     let mut allowance = Allowance::new(path.allowed);
     let mut window = Window::default();
-    // Acknowledgements that will come: when, of which channel, how many bytes, and how long the receiver was busy with them.
+    // Pending acknowledgements: when, of which channel, how many bytes, and how long the receiver was busy with them.
     let mut coming: BinaryHeap<Reverse<(At, usize, u64)>> = BinaryHeap::new();
     let mut threads: BinaryHeap<Reverse<At>> = (0..path.channels).map(|channel| Reverse(At(0.0, channel))).collect();
     let mut channels: Vec<Channel> = (0..path.channels)
@@ -249,7 +250,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
         match channel.next {
             Next::Batch(_) if channel.batch >= batches => {}
             Next::Batch(_) if !window.has_room() => {
-                // Until the next acknowledgement that is known, or until another thread has brought one about.
+                // Until the next known acknowledgement, or until another thread has caused one.
                 let known = coming.peek().map(|Reverse((At(at, _), ..))| *at);
                 let others = threads.peek().map(|Reverse(At(at, _))| *at);
                 let until = known.or(others).expect("what fills the window is on its way, or about to be");
@@ -283,7 +284,8 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                 let writing = bytes as f64 * path.write;
                 let (_, mut written) = senders.serve(now, writing);
                 channel.used += writing;
-                // The network, which carries the beginning while the end is written, and before it what the receiver has not taken yet.
+                // The network carries the beginning while the end is written, and before it the bytes that the receiver
+                // has not read yet.
                 let rate = match path.change {
                     Some((from, rate)) if channel.batch > from => rate,
                     _ => path.rate,
@@ -297,11 +299,11 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                 {
                     let_in = let_in.max(until);
                 }
-                // While a receiver takes nothing, the network is there for others.
+                // While a receiver reads nothing, the network is free for others.
                 network_free = (start + bytes as f64 / rate).max(written);
                 channel.arrived = (let_in + bytes as f64 / rate).max(written);
                 channel.sending.push_back(Passing { from: let_in, until: channel.arrived, bytes });
-                // It is written when the socket has room for what is left of it.
+                // It is written when the socket has room for the rest of it.
                 let had_room = written;
                 loop {
                     let too_much = left(&mut channel.sending, written) - path.socket as f64;
@@ -321,7 +323,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
                 coming.push(Reverse((At(placed, index), size, (placed - ready) as u64)));
                 took.time = took.time.max(placed);
                 took.bytes += bytes;
-                // What the choice is told.
+                // The input of the choice.
                 let elapsed = written - channel.since;
                 let idle = std::mem::replace(&mut channel.idle, network_idle);
                 let idle = network_idle - idle;
@@ -348,7 +350,7 @@ pub fn run<C: Choice>(path: &Path, batches: usize, choices: &mut [C]) -> Took {
     took
 }
 
-/// Forgets what has left by `now`.
+/// Removes the entries that have left by `now`.
 fn free(queue: &mut VecDeque<(f64, usize)>, now: f64) {
     while queue.front().is_some_and(|(until, _)| *until <= now) {
         queue.pop_front();

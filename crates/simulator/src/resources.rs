@@ -1,10 +1,10 @@
-//! What everybody shares: pipes of some bandwidth, and cores with a run queue.
+//! The shared resources: pipes of limited bandwidth, and cores with a run queue.
 
 use std::collections::VecDeque;
 
 use crate::Nanos;
 
-/// Something that moves bytes one after another: memory, a network. It is never busier than it can be.
+/// Moves bytes one after another: memory, a network. It is never busier than its bandwidth allows.
 #[derive(Clone, Debug)]
 pub struct Pipe {
     bytes_per_nano: f64,
@@ -13,25 +13,25 @@ pub struct Pipe {
 }
 
 impl Pipe {
-    /// With this bandwidth in GB/s.
+    /// Makes a pipe with this bandwidth in GB/s.
     pub fn new(gigabytes: f64) -> Self {
         Self { bytes_per_nano: gigabytes, free: 0.0, moved: 0.0 }
     }
 
-    /// When these bytes will be through, if they come now.
+    /// Returns when these bytes will have passed, if they come now.
     pub fn reserve(&mut self, now: Nanos, bytes: f64) -> Nanos {
         self.free = self.free.max(now as f64) + bytes / self.bytes_per_nano;
         self.moved += bytes;
         self.free.ceil() as Nanos
     }
 
-    /// Nanoseconds of work since the beginning.
+    /// Returns nanoseconds of work since the beginning.
     pub fn busy(&self) -> f64 {
         self.moved / self.bytes_per_nano
     }
 }
 
-/// Cores of a host and who waits for one, first come first served.
+/// The cores of a host and the threads that wait for one, first come first served.
 #[derive(Clone, Debug, Default)]
 pub struct Cores {
     free: usize,
@@ -39,12 +39,12 @@ pub struct Cores {
 }
 
 impl Cores {
-    /// So many.
+    /// Makes `count` cores.
     pub fn new(count: usize) -> Self {
         Self { free: count, waiting: VecDeque::new() }
     }
 
-    /// A thread wants to run; true if it has a core.
+    /// Requests a core for a thread; returns true if it has one.
     pub fn want(&mut self, thread: usize) -> bool {
         if self.free > 0 {
             self.free -= 1;

@@ -5,7 +5,7 @@
 
 use crc_fast::{CrcAlgorithm, checksum};
 
-/// The CRC-32C of `bytes`.
+/// Returns the CRC-32C of `bytes`.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
@@ -15,17 +15,17 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
 pub struct Crc32c(crc_fast::Digest);
 
 impl Crc32c {
-    /// The checksum of nothing yet.
+    /// Starts with the checksum of an empty message.
     pub fn new() -> Self {
         Self(crc_fast::Digest::new(CrcAlgorithm::Crc32Iscsi))
     }
 
-    /// Takes the next piece in.
+    /// Adds the next piece.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
-    /// The checksum of all the pieces.
+    /// Returns the checksum of all the pieces.
     pub fn finish(self) -> u32 {
         self.0.finalize() as u32
     }

@@ -1,8 +1,9 @@
-//! The control channel: small messages in JSON, each behind its length, so that a trace of it can be read.
+//! The control channel: small messages in JSON, each preceded by its length, so that a trace of the channel is
+//! readable.
 //!
-//! `length u32` (little-endian, at most [`MAX_CONTROL_MESSAGE`]), then that many bytes of JSON. Fields that a version
-//! does not know are ignored; a message that it does not know is an error, since the sender would not have sent it
-//! without the capability having been chosen.
+//! `length u32` (little-endian, at most [`MAX_CONTROL_MESSAGE`]), then that many bytes of JSON. A receiver ignores
+//! fields that it does not know. An unknown message is an error, since the sender must not send it unless its
+//! capability was chosen.
 
 use std::fmt;
 
@@ -13,21 +14,22 @@ use crate::limits::MAX_CONTROL_MESSAGE;
 use crate::limits::MAX_DEVICE_CHANNELS;
 use crate::switchover::SwitchoverMessage;
 
-/// How the virtual machine's own software is driven.
+/// How the virtual machine monitors are driven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// Sterna drives both QEMUs, takes the guest from the source's own migration stream, and answers for the switchover.
+    /// Sterna drives both QEMUs, receives the guest through the source's own migration stream, and decides the
+    /// switchover.
     Owner,
-    /// Sterna drives both QEMUs, reads guest RAM from outside, and answers for the switchover.
+    /// Sterna drives both QEMUs, reads guest RAM from outside, and decides the switchover.
     Direct,
-    /// Somebody else drives them; Sterna relays, and claims nothing about the switchover.
+    /// Another program drives the QEMUs; Sterna relays, and guarantees nothing about the switchover.
     Proxy,
     /// Sterna is part of the virtual machine monitors themselves.
     Embedded,
 }
 
-/// What a session in mode `proxy` carries.
+/// The content of a session in mode `proxy`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RelayContent {
@@ -37,16 +39,16 @@ pub enum RelayContent {
     Connection,
 }
 
-/// What one side can do; see [`crate::handshake`] for how two of them meet.
+/// What one side supports; see [`crate::handshake`] for how the two sides agree.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capabilities {
     /// Names of the compression methods that it can decode.
     pub methods: Vec<String>,
-    /// Largest packet content it takes, in bytes.
+    /// The largest packet content that it accepts, in bytes.
     pub packet_size: u32,
     /// Names of the features it offers.
     pub features: Vec<String>,
-    /// Names of the features without which it will not go on.
+    /// Names of the features that it requires of the other side.
     pub required: Vec<String>,
 }
 
@@ -57,17 +59,17 @@ pub struct Hello {
     pub program: String,
     /// The migration's key, 64 hexadecimal digits.
     pub key: String,
-    /// How the two virtual machines are driven.
+    /// How the two virtual machine monitors are driven.
     pub mode: Mode,
     /// How many RAM channels will be opened.
     pub channels: u16,
-    /// What the source can do.
+    /// What the source supports.
     pub capabilities: Capabilities,
     /// The machine that will be moved.
     pub machine: Machine,
 }
 
-/// What the source says of the virtual machine before anything moves.
+/// The source's description of the virtual machine, sent before anything moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// The virtual machine monitor and its version, for instance `QEMU 10.0.2`.
@@ -76,7 +78,7 @@ pub struct Machine {
     pub machine_type: String,
     /// Guest RAM in bytes, 0 where it is not known yet.
     pub ram: u64,
-    /// The downtime that the source promises, in milliseconds, 0 where nothing is promised.
+    /// The downtime that the source promises, in milliseconds, 0 if it promises none.
     pub downtime_ms: u64,
     /// The RAM blocks, by number, where the two sides must agree on them before anything moves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -84,19 +86,19 @@ pub struct Machine {
     /// The devices whose state travels apart from the monitor's, by number.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<Device>,
-    /// Which channels that state takes.
+    /// The channels for that state.
     #[serde(default, skip_serializing_if = "DeviceChannels::is_usual")]
     pub device_channels: DeviceChannels,
 }
 
-/// A RAM block, as both sides must have it.
+/// A RAM block, which must be the same on both sides.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Block {
     /// Its name.
     pub name: String,
     /// Its length in bytes.
     pub bytes: u64,
-    /// Bytes in a page of its backing: what is missing in post-copy is missing in pages of this size.
+    /// Bytes in a page of its backing: the unit in which pages are missing in post-copy.
     pub page_size: u64,
 }
 
@@ -129,14 +131,14 @@ pub enum DeviceChannels {
     /// Those of RAM, and all devices save and load at the same time.
     #[default]
     Mixed,
-    /// So many of its own, 1 … [`MAX_DEVICE_CHANNELS`], and all devices save and load at the same time.
+    /// This many channels of its own, 1 … [`MAX_DEVICE_CHANNELS`], and all devices save and load at the same time.
     Own(u16),
-    /// The stream channel, one device after the other and nothing ahead: the way of those who know no other.
+    /// The stream channel, one device after the other and nothing ahead: for peers that support nothing else.
     Serial,
 }
 
 impl DeviceChannels {
-    /// How many channels of their own.
+    /// Returns the number of separate channels.
     pub fn own(self) -> u16 {
         if let Self::Own(channels) = self { channels } else { 0 }
     }
@@ -146,16 +148,16 @@ impl DeviceChannels {
     }
 }
 
-/// The destination takes the migration.
+/// The destination accepts the migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
     /// Name and version of the program, for logs.
     pub program: String,
-    /// What both sides will use: never more than was offered.
+    /// The capabilities that both sides will use: never more than was offered.
     pub chosen: Capabilities,
 }
 
-/// The totals against which the destination checks that it has everything.
+/// The totals by which the destination checks that it has everything.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Totals {
     /// The last sequence number of each RAM channel at the end of RAM, by index.
@@ -178,7 +180,7 @@ pub enum ReturnPath {
     SwitchoverAck,
 }
 
-/// How placing went, for the source's report.
+/// The destination's figures of placing and loading, for the source's report.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DestinationFigures {
     /// CPU-seconds of the receiving process.
@@ -191,68 +193,70 @@ pub struct DestinationFigures {
     pub start_ms: f64,
 }
 
-/// How post-copy went at the destination.
+/// The destination's figures of post-copy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PostCopyFigures {
-    /// Pages that somebody waited for and that were asked for.
+    /// Pages that a thread waited for and that were requested.
     pub requests: u64,
-    /// Microseconds from the fault to the page in place, of the middle request.
+    /// Microseconds from the fault until the page is in place, median of the requests.
     pub latency_p50_us: u32,
-    /// As before, of the request that 99 of 100 were faster than.
+    /// Microseconds from the fault until the page is in place, 99th percentile of the requests.
     pub latency_p99_us: u32,
 }
 
-/// All that is said on the control channel.
+/// All messages of the control channel.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ControlMessage {
-    /// Source: what will be moved and what the source can do.
+    /// Source: the machine to be moved, and what the source supports.
     Hello(Box<Hello>),
-    /// Destination: it will take it, and what was chosen.
+    /// Destination: accepts the migration, with the chosen capabilities.
     Welcome(Welcome),
-    /// Either: the migration is not possible, and why. The connection is closed after it.
+    /// Either: the migration is not possible, with the reason. The connection is closed after it.
     Refused {
         /// The reason, for a person.
         reason: String,
     },
-    /// Destination: the guest's RAM blocks are known and ready to be filled; pages may come. How each will be placed.
+    /// Destination: the guest's RAM blocks are known and ready to be filled; pages may be sent. With the placement of
+    /// each block.
     Ready {
         /// One line for each RAM block.
         placement: Vec<String>,
-        /// Where a gateway takes deltas: the numbers of the RAM blocks that it takes them of.
+        /// From a gateway that accepts deltas: the numbers of the RAM blocks for which it accepts them.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         deltas: Vec<u16>,
     },
-    /// Source: all of RAM has been sent, and this is how much it was. Goes before the switchover's `Prepare`.
+    /// Source: all of RAM has been sent, with the totals. Sent before the switchover's `Prepare`.
     Totals(Totals),
-    /// Destination: what QEMU said on its return path.
+    /// Destination: a message that QEMU sent on its return path.
     ReturnPath(ReturnPath),
     /// Either: a step of the switchover.
     Switchover(SwitchoverMessage),
-    /// Source, in mode `proxy`, before anything else: what this session carries, and for which of the destination's sockets.
+    /// Source, in mode `proxy`, before any other message: the content of this session, and the destination's socket for
+    /// it.
     Relay {
         /// What the session carries.
         content: RelayContent,
-        /// The name that both sides were started with for the socket; empty: the socket that was given without a name.
+        /// The name given to the socket on both sides; empty for the socket without a name.
         socket: String,
     },
-    /// Destination: the answer to [`ControlMessage::Relay`].
+    /// Destination: the reply to [`ControlMessage::Relay`].
     RelayAnswer {
-        /// Why the destination does not carry it; none: the data channels may be opened.
+        /// Why the destination does not carry the session; none if the data channels may be opened.
         refusal: Option<String>,
     },
-    /// Destination: what the source sent ahead is loaded, the guest may be paused.
+    /// Destination: the state that the source sent ahead is loaded, the guest may be paused.
     SwitchoverAck,
-    /// Destination: how much of a device's state may be on its way or waiting for it. The first says how much at once; each further one
-    /// permits more.
+    /// Destination: how much of a device's state may be sent. The first message grants a credit; each further one
+    /// increases it.
     DeviceCredit {
         /// The device's number.
         device: u16,
-        /// All that may have been sent of it so far, in bytes as [`cost`](crate::device::cost) counts them.
+        /// The total that may have been sent so far, in bytes as [`cost`](crate::device::cost) counts them.
         up_to: u64,
     },
-    /// Destination: the device has taken what was saved ahead of the guest's stop.
+    /// Destination: the device has loaded the state that was saved before the guest's pause.
     DeviceTaken {
         /// The device's number.
         device: u16,
@@ -262,27 +266,28 @@ pub enum ControlMessage {
         /// The device's number.
         device: u16,
     },
-    /// Source: the guest will go on before all of its RAM is there. Every page sent so far is placed.
+    /// Source: the guest will resume at the destination before all of its RAM has arrived. Every page sent so far is
+    /// placed.
     PostCopy,
-    /// Destination: missing pages are watched, discards and the post-copy channel may come; after a lost connection: so may
-    /// all data channels of this incarnation.
+    /// Destination: missing pages are watched; discards and the post-copy channel may be sent. After a lost connection:
+    /// all data channels of this incarnation may be opened.
     PostCopyReady,
     /// Destination: no page is missing any more.
     PostCopyDone(PostCopyFigures),
     /// Destination: figures for the report.
     Figures(DestinationFigures),
-    /// Either: something failed, and what. The guest's fate is in the switchover messages.
+    /// Either: a failure, with its description. The switchover messages determine the guest's fate.
     Failed {
         /// What failed, for a person.
         reason: String,
     },
-    /// Source: it knows how the migration ended and hangs up; nothing it should be told is missing.
+    /// Source: it knows the result of the migration and closes the connection; it needs no further message.
     Goodbye,
-    /// Either: nothing to say, still here.
+    /// Either: a sign of life, sent when there is no other message.
     Heartbeat,
 }
 
-/// A control message that cannot be read.
+/// A control message that cannot be parsed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
@@ -295,7 +300,7 @@ pub enum ControlError {
 }
 
 impl ControlMessage {
-    /// The message as it travels, its length in front.
+    /// Encodes the message, with its length in front.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![0; 4];
         serde_json::to_writer(&mut bytes, self).expect("control messages have string keys and finite numbers");
@@ -305,19 +310,19 @@ impl ControlMessage {
     }
 }
 
-/// Cuts the bytes of a control channel into messages.
+/// Splits the bytes of a control channel into messages.
 #[derive(Debug, Default)]
 pub struct ControlReader {
     pending: Vec<u8>,
 }
 
 impl ControlReader {
-    /// Takes bytes that arrived.
+    /// Adds bytes that arrived.
     pub fn push(&mut self, bytes: &[u8]) {
         self.pending.extend_from_slice(bytes);
     }
 
-    /// The next whole message, if its last byte has arrived.
+    /// Returns the next message, once its last byte has arrived.
     pub fn next_message(&mut self) -> Result<Option<ControlMessage>, ControlError> {
         let Some((length, rest)) = self.pending.split_first_chunk() else { return Ok(None) };
         let length = u32::from_le_bytes(*length) as usize;
@@ -337,7 +342,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_read_back_however_they_are_cut() {
+    fn messages_read_back_however_they_are_split() {
         let messages = [
             ControlMessage::Heartbeat,
             ControlMessage::Totals(Totals { ram: vec![3, 4], ..Totals::default() }),

@@ -1,31 +1,31 @@
-//! The content of a delta packet: for each of its pages, in the table's order, what has changed in it.
+//! The content of a delta packet: the changes of each of its pages, in the table's order.
 //!
 //! ```text
 //!  0  record length u16, at most MAX_RECORD    4  CRC-32C of the page that results, u32
 //!  2  reserved u16                             8  record
 //! ```
-//! A record is what Intel DSA's Create Delta Record writes (Intel DSA architecture specification, 8.3.8): ten bytes for each word of
-//! eight that differs, its offset divided by 8 as a u16, then the word. It is against the content of the page that the receiver
-//! has acknowledged last.
+//! A record is the output of Intel DSA's Create Delta Record (Intel DSA architecture specification, 8.3.8): ten bytes
+//! for each word of eight that differs, its offset divided by 8 as a u16, then the word. It applies to the content of
+//! the page that the receiver has acknowledged last.
 
 use crate::packet::PacketError;
 
 /// Bytes before each record.
 pub const DELTA_HEADER_LENGTH: usize = 8;
-/// Most bytes of a record. Longer ones cost more than half of a page; it goes whole then.
+/// The most bytes of a record. A longer one would cost more than half of a page: the whole page is sent instead.
 pub const MAX_RECORD: usize = 2040;
 
-/// What has changed in one page.
+/// The changes of one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageDelta<'a> {
-    /// CRC-32C of the page that results.
+    /// CRC-32C of the resulting page.
     pub checksum: u32,
     /// The record.
     pub record: &'a [u8],
 }
 
 impl PageDelta<'_> {
-    /// What goes before the record.
+    /// Returns the header of the record.
     pub fn header(&self) -> [u8; DELTA_HEADER_LENGTH] {
         debug_assert!(self.record.len() <= MAX_RECORD);
         let mut bytes = [0; DELTA_HEADER_LENGTH];
@@ -35,7 +35,7 @@ impl PageDelta<'_> {
     }
 }
 
-/// The deltas of a packet's content, one after the other; an error where it is not what it should be, and nothing after it.
+/// The deltas of a packet's content, one after the other; after malformed content an error, and then no more.
 #[derive(Clone, Debug)]
 pub struct PageDeltas<'a> {
     rest: &'a [u8],
@@ -43,7 +43,7 @@ pub struct PageDeltas<'a> {
 }
 
 impl<'a> PageDeltas<'a> {
-    /// Of a packet whose table speaks of so many pages.
+    /// Reads the content of a packet whose table lists this many pages.
     pub fn new(content: &'a [u8], pages: u64) -> Self {
         Self { rest: content, pages }
     }

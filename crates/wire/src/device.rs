@@ -1,19 +1,20 @@
-//! The state of one device on its way: in pieces that take any channel, put in order again where it is loaded, within a bound.
+//! The state of one device in transit: in pieces that travel on any channel, reassembled in order where it is loaded,
+//! within a limit.
 //!
-//! The destination says how much of a device's state may be on its way or waiting there ([`DeviceCredit`]); the source sends no more.
-//! So a device that takes nothing for a while holds its own source up and nobody else: no channel ever waits for it, and the piece
-//! that it needs next is never behind one that there is no room for.
+//! The destination grants credit ([`DeviceCredit`]): how much of a device's state may be in transit or queued at the
+//! destination. The source sends no more. So a device that accepts nothing for a while delays only its own source: no
+//! channel ever waits for it, and the piece that it needs next is never behind a piece that there is no room for.
 //!
 //! [`DeviceCredit`]: crate::control::ControlMessage::DeviceCredit
 
 use std::collections::BTreeMap;
 
-/// What a piece counts beyond its content, in bytes: many small ones take more memory than what is in them.
+/// The cost of a piece beyond its content, in bytes: many small pieces take more memory than their content.
 pub const PIECE_OVERHEAD: u64 = 4096;
-/// The least that a device may be granted at once, in bytes.
+/// The smallest first credit of a device, in bytes.
 pub const LEAST_CREDIT: u64 = 64 << 10;
 
-/// What a piece with so many bytes of content counts.
+/// Returns the cost of a piece with this many bytes of content.
 pub const fn cost(content: usize) -> u64 {
     (content as u64).saturating_add(PIECE_OVERHEAD)
 }
@@ -23,28 +24,28 @@ pub const fn cost(content: usize) -> u64 {
 pub enum Piece<B> {
     /// Some of its bytes.
     Bytes(B),
-    /// What is to be loaded before the guest is stopped ends here.
+    /// The end of the state that is to be loaded before the guest is paused.
     Ahead,
-    /// The state ends here.
+    /// The end of the state.
     End,
 }
 
-/// What the other side says of a device cannot be.
+/// An impossible message of the other side about a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// More came than was permitted.
+    /// More arrived than was permitted.
     #[error("more of the device's state has come than was permitted: {received} bytes, of {permitted}")]
     BeyondCredit {
-        /// Bytes so far, as they are counted.
+        /// Bytes so far, by cost.
         received: u64,
         /// Bytes permitted.
         permitted: u64,
     },
-    /// Two pieces have the same place.
+    /// Two pieces have the same position.
     #[error("piece {0} of the device's state has come twice")]
     Twice(u64),
-    /// A piece that lies behind the end.
+    /// A piece behind the end.
     #[error("piece {0} of the device's state lies behind its end")]
     BehindEnd(u64),
     /// The first credit is too small to send anything.
@@ -52,7 +53,7 @@ pub enum DeviceError {
     Credit(u64),
 }
 
-/// The sending end: counts places and credit.
+/// The sending end: counts positions and credit.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceSender {
     next: u64,
@@ -63,7 +64,7 @@ pub struct DeviceSender {
 }
 
 impl DeviceSender {
-    /// The destination permits so many bytes in all.
+    /// Records that the destination permits this many bytes in total.
     ///
     /// # Errors
     /// The first credit is below [`LEAST_CREDIT`].
@@ -78,24 +79,24 @@ impl DeviceSender {
         Ok(())
     }
 
-    /// What was sent and is not known to have been taken, as it is counted.
+    /// Returns the cost of the pieces that were sent and are not known to have been loaded.
     pub fn untaken(&self) -> u64 {
         self.spent.saturating_sub(self.taken())
     }
 
-    /// What is known to have been taken, as it is counted.
+    /// Returns the cost of the pieces that are known to have been loaded.
     pub fn taken(&self) -> u64 {
         self.up_to - self.at_once
     }
 
-    /// How many bytes of content a piece has at most, where a packet has `packet`; none before the first credit. Several fit into
-    /// the credit, so that one can be sent while others are loaded.
+    /// Returns the most content bytes of a piece if a packet has `packet`; none before the first credit. Several pieces
+    /// fit into the credit, so that one can be sent while others are loaded.
     pub fn largest_piece(&self, packet: usize) -> Option<usize> {
         let most = (self.at_once / 4).checked_sub(PIECE_OVERHEAD)?;
         Some(packet.min(usize::try_from(most).unwrap_or(usize::MAX)))
     }
 
-    /// The place of a piece with so many bytes of content, if it may be sent now.
+    /// Returns the position of a piece with this many bytes of content, if it may be sent now.
     pub fn send(&mut self, content: usize) -> Option<u64> {
         let spent = self.spent.checked_add(cost(content))?;
         if spent > self.up_to {
@@ -107,36 +108,37 @@ impl DeviceSender {
     }
 }
 
-/// The receiving end: puts pieces in order, and says when more may come. `B` is what holds the bytes.
+/// The receiving end: puts pieces in order, and determines when more may be sent. `B` holds the bytes.
 #[derive(Clone, Debug)]
 pub struct DeviceReceiver<B> {
     next: u64,
     waiting: BTreeMap<u64, Piece<B>>,
     received: u64,
-    /// What was taken, as it is counted.
+    /// The cost of the pieces that were loaded.
     taken: u64,
     permitted: u64,
     at_once: u64,
-    /// The place of the end, once that has come.
+    /// The position of the end, once that has arrived.
     end: Option<u64>,
 }
 
 impl<B> DeviceReceiver<B> {
-    /// Nothing has come yet, and `at_once` bytes may: at least [`LEAST_CREDIT`].
+    /// Makes a receiver that permits `at_once` bytes at first: at least [`LEAST_CREDIT`].
     pub fn new(at_once: u64) -> Self {
         debug_assert!(at_once >= LEAST_CREDIT);
         Self { next: 0, waiting: BTreeMap::new(), received: 0, taken: 0, permitted: at_once, at_once, end: None }
     }
 
-    /// How many bytes may come in all, as they are counted.
+    /// Returns the total cost that is permitted.
     pub fn permitted(&self) -> u64 {
         self.permitted
     }
 
-    /// Whether a piece with so many bytes of content may come at `place`. To be asked before memory is reserved for it.
+    /// Checks whether a piece with this many bytes of content may arrive at `place`. Call it before reserving memory
+    /// for the piece.
     ///
     /// # Errors
-    /// It may not, and why.
+    /// The piece is not permitted, and why.
     pub fn check(&self, place: u64, content: usize) -> Result<(), DeviceError> {
         let received = self.received.saturating_add(cost(content));
         if received > self.permitted {
@@ -151,7 +153,7 @@ impl<B> DeviceReceiver<B> {
         Ok(())
     }
 
-    /// Takes a piece with so many bytes of content.
+    /// Adds a piece with this many bytes of content.
     ///
     /// # Errors
     /// As [`DeviceReceiver::check`].
@@ -168,32 +170,32 @@ impl<B> DeviceReceiver<B> {
         Ok(())
     }
 
-    /// Whether the next piece in order is here.
+    /// Returns whether the next piece in order has arrived.
     pub fn has_next(&self) -> bool {
         self.waiting.contains_key(&self.next)
     }
 
-    /// The next piece in order, if it is here.
+    /// Returns the next piece in order, if it has arrived.
     pub fn next_piece(&mut self) -> Option<Piece<B>> {
         let piece = self.waiting.remove(&self.next)?;
         self.next += 1;
         Some(piece)
     }
 
-    /// A piece with so many bytes of content is not needed any more. What may come in all now, where that is to be said: not for
-    /// every piece, since it costs a message.
+    /// Records that a piece with this many bytes of content was loaded. Returns the total cost permitted now, if it
+    /// should be sent: not for every piece, since it costs a message.
     pub fn done_with(&mut self, content: usize) -> Option<u64> {
         self.taken += cost(content);
         self.permit(self.at_once / 8)
     }
 
-    /// What may come in all now, where not all of that was said: for when there is nothing more to be taken, so that the source knows
-    /// that all has been.
+    /// Returns the total cost permitted now, if not all of it was sent: called when nothing is left to be loaded, so
+    /// that the source learns that everything was.
     pub fn unsaid(&mut self) -> Option<u64> {
         self.permit(1)
     }
 
-    /// Permits what may come in all now, where that is at least so much more than was permitted.
+    /// Updates the permitted total, if it increases by at least `least`.
     fn permit(&mut self, least: u64) -> Option<u64> {
         let up_to = self.taken.saturating_add(self.at_once);
         if up_to - self.permitted < least {
@@ -203,7 +205,7 @@ impl<B> DeviceReceiver<B> {
         Some(up_to)
     }
 
-    /// Bytes that are on their way or wait here at most, as they are counted.
+    /// Returns the most bytes in transit or queued here, by cost.
     pub fn at_once(&self) -> u64 {
         self.at_once
     }
@@ -224,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_taken_in_order_whatever_the_order_they_come_in() {
+    fn pieces_are_returned_in_order_whatever_their_order_of_arrival() {
         let mut receiver = receiver();
         receiver.arrived(2, 0, Piece::End).unwrap();
         receiver.arrived(1, 1, bytes(b"b")).unwrap();
@@ -235,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn impossible_pieces_are_refused() {
         let mut receiver = receiver();
         receiver.arrived(0, 1, bytes(b"a")).unwrap();
         receiver.arrived(3, 1, bytes(b"d")).unwrap();
@@ -258,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_receiver_without_a_bound_need_not_say_that_more_may_come() {
+    fn a_receiver_without_a_bound_sends_no_further_credit() {
         let mut receiver = DeviceReceiver::new(u64::MAX);
         receiver.arrived(0, 1000, bytes(b"a")).unwrap();
         receiver.next_piece().unwrap();
@@ -266,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_taken_is_known_when_the_rest_is_said() {
+    fn loaded_pieces_are_known_once_the_remaining_credit_is_sent() {
         let (mut sender, mut receiver) = (DeviceSender::default(), receiver());
         sender.credit(receiver.permitted()).unwrap();
         let place = sender.send(100).unwrap();
@@ -285,14 +287,15 @@ mod tests {
         sender.credit(LEAST_CREDIT).unwrap();
         assert_eq!(sender.largest_piece(1 << 19), Some(12 << 10));
         assert_eq!(sender.largest_piece(4096), Some(4096));
-        // An older one that comes late takes nothing back.
+        // An older credit that arrives late does not reduce it.
         sender.credit(2 * LEAST_CREDIT).unwrap();
         sender.credit(1).unwrap();
         assert!(sender.send(LEAST_CREDIT as usize).is_some());
     }
 
     proptest! {
-        /// Both ends: pieces arrive in any order, credits late; the state is the same, the bound is kept, and it always ends.
+        /// Both ends: pieces arrive in any order, credits late. The state is the same, the limit is kept, and it always
+        /// ends.
         #[test]
         fn a_state_arrives_whole_within_its_bound(
             lengths in prop::collection::vec(0usize..=100, 0..200),
@@ -354,7 +357,7 @@ mod tests {
                         sender.credit(up_to).unwrap();
                     }
                 }
-                // Where no message is on its way, the sender is never held up.
+                // Where no message is in transit, the sender is never blocked.
                 if credits.is_empty() && on_the_way.is_empty() && receiver.waiting.is_empty() {
                     prop_assert!(ended || sender.clone().send(largest).is_some());
                 }

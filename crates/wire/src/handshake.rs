@@ -1,7 +1,6 @@
-//! How two versions meet: capabilities are offered by one side, chosen by the other, and checked by the first again.
+//! How two versions agree: one side offers capabilities, the other side chooses, and the first side checks the choice.
 //!
-//! A refusal says which capability is missing on which side, so that the person who reads it knows which program to
-//! update.
+//! A refusal names the missing capability and the side that lacks it, so that its reader knows which program to update.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +10,8 @@ use crate::identity::MigrationKey;
 use crate::limits::{MAX_CONTENT, MAX_DEVICE_CHANNELS, MAX_DEVICES, MAX_NAME, MAX_RAM_CHANNELS, MIN_PACKET_SIZE};
 use crate::text::cleaned;
 
-/// Most bytes of packets that all channels together may make a destination buffer, whatever packet size is asked for.
+/// The most bytes of packets that all channels together may make a destination buffer, whatever the requested packet
+/// size.
 const MAX_BUFFERED: u32 = 256 << 20;
 
 /// Why a migration was refused at its beginning.
@@ -21,7 +21,7 @@ pub enum Refusal {
     /// The hello's key is malformed.
     #[error("the hello message has no valid key")]
     Key,
-    /// The header's proof does not fit the key: replayed from another connection, or damaged.
+    /// The header's proof does not match the key: it was replayed from another connection, or damaged.
     #[error("the control channel's proof does not belong to this connection")]
     Proof,
     /// Too many or no channels.
@@ -57,12 +57,12 @@ pub enum Refusal {
     /// No method in common: even `none` is not known.
     #[error("the two sides have no compression method in common, not even \"none\"")]
     NoMethod,
-    /// The destination chose what was never offered.
+    /// The destination chose a capability that was not offered.
     #[error("the destination chose what the source did not offer: {0}")]
     NotOffered(String),
 }
 
-/// The destination's side of the handshake: checks the hello, and chooses.
+/// Checks the hello and chooses the capabilities, at the destination.
 ///
 /// `exporter` is that of the control connection's TLS session, empty without TLS.
 pub fn choose(
@@ -92,7 +92,7 @@ pub fn choose(
     Ok((key, chosen))
 }
 
-/// The source's side: checks that what the destination chose was offered.
+/// Checks, at the source, that the destination's choice was offered.
 pub fn conclude(offered: &Capabilities, welcome: &Welcome) -> Result<Capabilities, Refusal> {
     let chosen = &welcome.chosen;
     let strange = |chosen: &[String], offered: &[String]| chosen.iter().find(|name| !offered.contains(name)).cloned();
@@ -104,7 +104,7 @@ pub fn conclude(offered: &Capabilities, welcome: &Welcome) -> Result<Capabilitie
     }
     require(offered, chosen, "source", "destination")?;
     check(chosen)?;
-    // Each name once, however often it was said.
+    // Each name once, however often it occurs.
     Ok(Capabilities {
         methods: common(&offered.methods, &chosen.methods),
         features: common(&offered.features, &chosen.features),
@@ -112,7 +112,7 @@ pub fn conclude(offered: &Capabilities, welcome: &Welcome) -> Result<Capabilitie
     })
 }
 
-/// What speaks against the devices of `machine` and their channels, whatever the other side has.
+/// Checks the devices of `machine` and their channels, independently of the other side.
 pub fn check_devices(machine: &Machine) -> Result<(), Refusal> {
     if let DeviceChannels::Own(channels) = machine.device_channels
         && !(1..=MAX_DEVICE_CHANNELS).contains(&channels)

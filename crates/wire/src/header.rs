@@ -1,7 +1,7 @@
-//! The channel header: what every connection says first, and how it is answered.
+//! The channel header, which every connection sends first, and the reply to it.
 //!
 //! The receiver never guesses from content what a connection is for (requirement V1). A header that is not understood
-//! is refused with a reason in words, in a form that every version can read: the reply's layout never changes.
+//! is refused with a reason as text, in a form that every version can read: the reply's layout never changes.
 //!
 //! ```text
 //!  0  magic "STERNA\r\n"         12  index u16        24  migration id [16]
@@ -18,9 +18,9 @@ use crate::text::cleaned_bytes;
 
 /// Length of an encoded [`ChannelHeader`], in bytes.
 pub const CHANNEL_HEADER_LENGTH: usize = 80;
-/// The version of the protocol that this crate speaks.
+/// The version of the protocol that this crate implements.
 pub const PROTOCOL_VERSION: u16 = 1;
-/// The first bytes of every connection. The line break shows a connection that was treated as text.
+/// The first bytes of every connection. The line break reveals a connection that was treated as text.
 pub const MAGIC: [u8; 8] = *b"STERNA\r\n";
 
 /// What a channel carries.
@@ -31,11 +31,11 @@ pub enum ChannelKind {
     Control = 1,
     /// Packets of pages, and device state mixed with them.
     Ram = 2,
-    /// Device state alone; index 0 carries what of the virtual machine's own stream is not RAM.
+    /// Device state alone; index 0 carries the part of the virtual machine's own stream that is not RAM.
     DeviceState = 3,
-    /// Page requests and their answers after post-copy has started.
+    /// Page requests and their replies after post-copy has started.
     PostCopy = 4,
-    /// A connection of somebody else's protocol, carried unchanged.
+    /// A connection of another program's protocol, carried unchanged.
     Opaque = 5,
 }
 
@@ -54,7 +54,7 @@ impl std::fmt::Display for ChannelKind {
 impl ChannelKind {
     const ALL: [Self; 5] = [Self::Control, Self::Ram, Self::DeviceState, Self::PostCopy, Self::Opaque];
 
-    /// How many channels of this kind one migration may have.
+    /// Returns how many channels of this kind one migration may have.
     pub const fn most(self) -> u16 {
         match self {
             Self::Control => 1,
@@ -65,16 +65,16 @@ impl ChannelKind {
     }
 }
 
-/// What a connection says first.
+/// The first message of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChannelHeader {
     /// The migration that the channel belongs to.
     pub id: MigrationId,
     /// What it carries.
     pub kind: ChannelKind,
-    /// Which channel of its kind, from 0.
+    /// Index of the channel among those of its kind, from 0.
     pub index: u16,
-    /// Which incarnation of the migration's connections, from 1.
+    /// Incarnation of the migration's connections, from 1.
     pub incarnation: u32,
     /// The proof that it belongs to the migration.
     pub proof: Proof,
@@ -84,13 +84,13 @@ pub struct ChannelHeader {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HeaderError {
-    /// The magic is missing: something else is connecting.
+    /// The magic is missing: another program is connecting.
     #[error("this is not a Sterna channel: the connection does not begin with Sterna's magic")]
     Magic,
     /// Another version of the protocol.
     #[error("protocol version {0} is not spoken here, only version {PROTOCOL_VERSION}")]
     Version(u16),
-    /// The bytes were changed on their way.
+    /// The bytes were damaged in transit.
     #[error("the channel header is damaged: its checksum does not match")]
     Checksum,
     /// A kind of channel that this version does not know.
@@ -99,9 +99,9 @@ pub enum HeaderError {
     /// An index beyond the limit of its kind.
     #[error("channel index {index} is beyond the limit of {most} channels of its kind")]
     Index {
-        /// The index asked for.
+        /// The requested index.
         index: u16,
-        /// How many there may be.
+        /// The most channels of this kind.
         most: u16,
     },
     /// Incarnations are counted from 1.
@@ -110,20 +110,20 @@ pub enum HeaderError {
 }
 
 impl ChannelHeader {
-    /// A header with its proof.
+    /// Makes a header with its proof.
     pub fn new(key: &MigrationKey, subject: &ProofSubject<'_>) -> Self {
         let ProofSubject { id, kind, index, incarnation, .. } = *subject;
         Self { id, kind, index, incarnation, proof: prove(key, subject) }
     }
 
-    /// Whether the proof fits the migration's key and the TLS session (`exporter`, empty without TLS).
+    /// Returns whether the proof matches the migration's key and the TLS session (`exporter`, empty without TLS).
     pub fn belongs(&self, key: &MigrationKey, exporter: &[u8]) -> bool {
         let Self { id, kind, index, incarnation, proof } = self;
         let subject = ProofSubject { id: *id, kind: *kind, index: *index, incarnation: *incarnation, exporter };
         verify(key, &subject, proof)
     }
 
-    /// The header as it travels.
+    /// Encodes the header.
     pub fn encode(&self) -> [u8; CHANNEL_HEADER_LENGTH] {
         let mut bytes = [0; CHANNEL_HEADER_LENGTH];
         bytes[0..8].copy_from_slice(&MAGIC);
@@ -138,7 +138,7 @@ impl ChannelHeader {
         bytes
     }
 
-    /// Reads a header; what it claims is well-formed afterwards, but not yet proved: see [`ChannelHeader::belongs`].
+    /// Decodes a header. Its fields are well-formed afterwards, but not yet proved: see [`ChannelHeader::belongs`].
     pub fn decode(bytes: &[u8; CHANNEL_HEADER_LENGTH]) -> Result<Self, HeaderError> {
         if bytes[0..8] != MAGIC {
             return Err(HeaderError::Magic);
@@ -171,20 +171,20 @@ fn field<const N: usize>(bytes: &[u8; CHANNEL_HEADER_LENGTH], at: usize) -> [u8;
 /// Length of the fixed part of a [`ChannelReply`], in bytes.
 pub const REPLY_PREFIX_LENGTH: usize = 4;
 
-/// The answer to a channel header: `status u8 (0 accepted, 1 refused), again u8, length u16, reason`. `again` is 1 where the same
-/// may be accepted a little later; versions that do not know of it read a refusal.
+/// The reply to a channel header: `status u8 (0 accepted, 1 refused), again u8, length u16, reason`. `again` is 1 if
+/// the same header may be accepted a little later; versions that do not know it read a refusal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChannelReply {
     /// The channel may be used.
     Accepted,
-    /// It may not, and this is why. The connection is closed after it.
+    /// The channel may not be used, for this reason. The connection is closed after it.
     Refused(String),
-    /// There is no room for it at the moment, and this is why: the same may be accepted a little later. The connection is closed
-    /// after it.
+    /// There is no room for the channel at the moment, for this reason: the same header may be accepted a little later.
+    /// The connection is closed after it.
     Busy(String),
 }
 
-/// The peer's answer to a channel header makes no sense.
+/// The peer's reply to a channel header is malformed.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
     "the peer's answer to the channel header is not one (status {status}, length {length}): not a Sterna receiver?"
@@ -195,7 +195,7 @@ pub struct BadReply {
 }
 
 impl ChannelReply {
-    /// The reply as it travels.
+    /// Encodes the reply.
     pub fn encode(&self) -> Vec<u8> {
         let (status, again, reason) = match self {
             Self::Accepted => (0, 0, String::new()),
@@ -208,7 +208,7 @@ impl ChannelReply {
         bytes
     }
 
-    /// How many bytes of reason follow the fixed part.
+    /// Returns how many bytes of reason follow the fixed part.
     pub fn reason_length(prefix: [u8; REPLY_PREFIX_LENGTH]) -> Result<usize, BadReply> {
         let (status, length) = (prefix[0], u16::from_le_bytes([prefix[2], prefix[3]]));
         let possible = match status {
@@ -219,7 +219,7 @@ impl ChannelReply {
         if possible { Ok(length.into()) } else { Err(BadReply { status, length }) }
     }
 
-    /// The reply, from its fixed part (already checked by [`ChannelReply::reason_length`]) and its reason.
+    /// Decodes the reply from its fixed part (already checked by [`ChannelReply::reason_length`]) and its reason.
     pub fn decode(prefix: [u8; REPLY_PREFIX_LENGTH], reason: &[u8]) -> Self {
         match prefix {
             [0, ..] => Self::Accepted,
@@ -239,7 +239,7 @@ mod tests {
         ChannelHeader::new(&key, &ProofSubject { id, kind: ChannelKind::Ram, index: 3, incarnation: 1, exporter: b"" })
     }
 
-    /// Bytes with `change` applied and the checksum made right again, so that the checks behind it are reached.
+    /// Applies `change` and corrects the checksum, so that the later checks are reached.
     fn altered(change: impl FnOnce(&mut [u8; CHANNEL_HEADER_LENGTH])) -> [u8; CHANNEL_HEADER_LENGTH] {
         let mut bytes = header().encode();
         change(&mut bytes);

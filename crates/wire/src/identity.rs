@@ -1,9 +1,9 @@
-//! Who a connection belongs to: the migration's id, its key, and the proof made from them.
+//! The identity of a migration: its id, its key, and the proof that a connection belongs to it.
 //!
-//! TLS says who a *peer* is. It does not say that a connection belongs to *this migration*: that is what the proof in
-//! the channel header is for, a keyed hash over everything that distinguishes the channel and over the TLS session it
-//! travels in, so that a header seen elsewhere is worth nothing. Without TLS the key crosses the network in clear, and
-//! the proof only protects against accidents; the documents say so.
+//! TLS authenticates a *peer*. It does not show that a connection belongs to *this migration*. The proof in the channel
+//! header does: a keyed hash over everything that identifies the channel and over the TLS session it travels in, so
+//! that a header seen elsewhere is useless. Without TLS the key crosses the network in clear, and the proof only
+//! protects against accidents; the documents say so.
 
 use std::fmt;
 
@@ -20,12 +20,12 @@ pub const KEY_LENGTH: usize = 32;
 pub struct MigrationId([u8; 16]);
 
 impl MigrationId {
-    /// An id from 16 bytes, which should be random.
+    /// Makes an id of 16 bytes, which should be random.
     pub const fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(bytes)
     }
 
-    /// The id's 16 bytes.
+    /// Returns the id's 16 bytes.
     pub const fn as_bytes(&self) -> &[u8; 16] {
         &self.0
     }
@@ -43,7 +43,7 @@ impl fmt::Debug for MigrationId {
     }
 }
 
-/// The text was not a migration id: 32 hexadecimal digits.
+/// The text is not a migration id: 32 hexadecimal digits.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("not a migration id: expected 32 hexadecimal digits, as `sterna send` and `sterna receive` print it")]
 pub struct BadMigrationId;
@@ -56,22 +56,22 @@ impl std::str::FromStr for MigrationId {
     }
 }
 
-/// The secret of one migration, made by the source, told to the destination on the control channel.
+/// The secret of one migration, made by the source and sent to the destination on the control channel.
 #[derive(Clone, PartialEq, Eq)]
 pub struct MigrationKey([u8; KEY_LENGTH]);
 
 impl MigrationKey {
-    /// A key from 32 random bytes.
+    /// Makes a key of 32 random bytes.
     pub const fn from_bytes(bytes: [u8; KEY_LENGTH]) -> Self {
         Self(bytes)
     }
 
-    /// The key as 64 hexadecimal digits, for the hello message and for the record on disk.
+    /// Returns the key as 64 hexadecimal digits, for the hello message and for the record on disk.
     pub fn to_hex(&self) -> String {
         to_hex(&self.0)
     }
 
-    /// The key from 64 hexadecimal digits; `None` if the text is anything else.
+    /// Parses a key of 64 hexadecimal digits; `None` if the text is anything else.
     pub fn from_hex(text: &str) -> Option<Self> {
         from_hex(text).map(Self)
     }
@@ -83,16 +83,16 @@ impl fmt::Debug for MigrationKey {
     }
 }
 
-/// What the proof covers.
+/// The data that the proof covers.
 #[derive(Clone, Copy, Debug)]
 pub struct ProofSubject<'a> {
     /// The migration that the channel belongs to.
     pub id: MigrationId,
     /// What the channel carries.
     pub kind: ChannelKind,
-    /// Which channel of its kind.
+    /// Index of the channel among those of its kind.
     pub index: u16,
-    /// Which incarnation of the connection.
+    /// Incarnation of the connection.
     pub incarnation: u32,
     /// The TLS exporter of the connection (RFC 8446, section 7.5); empty without TLS.
     pub exporter: &'a [u8],
@@ -106,7 +106,7 @@ pub fn prove(key: &MigrationKey, subject: &ProofSubject<'_>) -> Proof {
     keyed(key, subject).finalize().into_bytes().into()
 }
 
-/// Whether `proof` is the right one; compared in constant time.
+/// Returns whether `proof` is right; compares in constant time.
 pub fn verify(key: &MigrationKey, subject: &ProofSubject<'_>, proof: &Proof) -> bool {
     keyed(key, subject).verify_slice(proof).is_ok()
 }

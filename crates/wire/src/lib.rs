@@ -1,15 +1,16 @@
-//! What travels between two Sterna hosts, and both ends of the conversation as state machines without I/O or clocks.
+//! The messages between two Sterna hosts, and both ends of the protocol as state machines without I/O or clocks.
 //!
-//! Bytes and events are passed in, bytes and actions come out: so both ends run against each other in one
-//! deterministic test, and the model checker drives the same types as the programs do. Nothing here opens a socket,
-//! starts a thread or reads a clock. `docs/protocol.md` describes the whole protocol for those who write another end.
+//! Bytes and events are passed in; bytes and actions are returned. So one deterministic test runs both ends against
+//! each other, and the model checker drives the same types as the programs do. No code here opens a socket, starts a
+//! thread or reads a clock. `docs/protocol.md` describes the whole protocol for implementers of another end.
 //!
-//! * [`header`]: what every connection says first, and the answer; [`identity`]: that it belongs to this migration.
+//! * [`header`]: the first message of every connection, and the reply; [`identity`]: the proof that it belongs to this
+//!   migration.
 //! * [`handshake`]: capabilities offered and chosen.
-//! * [`control`]: the small messages; [`switchover`]: who may run the guest, and who decides.
-//! * [`packet`]: pages, device state and everything else that is large, [`delta`]: pages by what has changed in them;
-//!   [`device`]: the state of one device, in any order; [`sequence`]: that none is missing.
-//! * [`limits`]: every bound a peer is held to.
+//! * [`control`]: the small messages; [`switchover`]: which host may run the guest, and which decides.
+//! * [`packet`]: pages, device state and all other bulk data, [`delta`]: pages as changes; [`device`]: the state of one
+//!   device, in any order; [`sequence`]: that no packet is missing.
+//! * [`limits`]: every limit that is enforced on a peer.
 
 pub mod checksum;
 pub mod control;

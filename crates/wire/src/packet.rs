@@ -1,4 +1,4 @@
-//! Packets: what travels on every channel but the control channel.
+//! Packets: the messages of every channel but the control channel.
 //!
 //! ```text
 //!  0  magic u32 "STPK"      8  sequence u64       24  content length u32 (decoded)
@@ -25,16 +25,16 @@ pub const MAX_TABLE: usize = MAX_RUNS * RUN_LENGTH;
 const MAGIC: [u8; 4] = *b"STPK";
 const HEADER_CHECKSUM_AT: usize = 32;
 
-/// What a packet is.
+/// The kind of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum PacketKind {
     /// Pages of the RAM block named by `subject`.
     Pages = 1,
-    /// All pages of generation `detail` that travel on this channel have gone before: a page is sent at most once in a
-    /// generation.
+    /// The end of generation `detail` on this channel: all its pages there have been sent. A page is sent at most once
+    /// in a generation.
     GenerationEnd = 2,
-    /// A record of the virtual machine's own stream; `subject` says which, the content is the record's.
+    /// A record of the virtual machine's own stream: `subject` is its kind, the content is the record's.
     Stream = 3,
     /// A buffer of device state; the table names the device: see [`DeviceLabel`].
     DeviceState = 4,
@@ -42,19 +42,19 @@ pub enum PacketKind {
     Opaque = 5,
     /// The peer has closed its writing half of an opaque connection.
     OpaqueEnd = 6,
-    /// The source has newer content of these pages of the RAM block named by `subject` than what it sent before, which
-    /// is to be given up. The table is that of zero pages; there is no content.
+    /// Stale pages of the RAM block named by `subject`: the source has newer content than it sent before, so the
+    /// receiver must discard them. The table is that of zero pages; there is no content.
     Discard = 7,
-    /// Pages of the RAM block named by `subject`, by what has changed in them. The table is that of normal pages; see
+    /// Pages of the RAM block named by `subject`, as changes. The table is that of normal pages; see
     /// [`PageDeltas`](crate::delta::PageDeltas) for the content.
     Deltas = 8,
-    /// Bytes of the state of device `subject`, as the hello numbers it. `detail` counts what is said of the device by this and the next
-    /// two kinds, on whichever channels, from 0: its place among them. There is no table.
+    /// Bytes of the state of device `subject`, as numbered in the hello. `detail` is the position among the packets of
+    /// this and the next two kinds for the device, on all channels, from 0. There is no table.
     DeviceBuffer = 9,
-    /// In its place, `detail`, among the buffers of device `subject`: what was saved while the guest runs, and is to be loaded before it
-    /// is stopped, ends here. There is no content.
+    /// The end of the state of device `subject` that was saved while the guest runs, and is to be loaded before it is
+    /// paused; at position `detail` among its buffers. There is no content.
     DeviceAhead = 10,
-    /// In its place, `detail`, behind the last buffer of device `subject`: its state ends here. There is no content.
+    /// The end of the state of device `subject`, at position `detail` behind its last buffer. There is no content.
     DeviceEnd = 11,
 }
 
@@ -77,7 +77,7 @@ impl PacketKind {
 /// The fixed part of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PacketHeader {
-    /// What the packet is.
+    /// The kind of packet.
     pub kind: PacketKind,
     /// The number of the compression method of the payload (`sterna-codec` has the table); 0 is none.
     pub method: u8,
@@ -93,7 +93,7 @@ pub struct PacketHeader {
     pub content_length: u32,
     /// CRC-32C of the decoded content.
     pub content_checksum: u32,
-    /// More about the packet, by kind: the generation of a [`PacketKind::GenerationEnd`], the place of a
+    /// Further data, by kind: the generation of a [`PacketKind::GenerationEnd`], the position of a
     /// [`PacketKind::DeviceBuffer`].
     pub detail: u64,
 }
@@ -102,7 +102,7 @@ pub struct PacketHeader {
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PacketError {
-    /// The stream of packets is out of step.
+    /// The stream of packets is out of sync.
     #[error("what should be a packet does not begin like one: the channel is out of step")]
     Magic,
     /// An unknown kind.
@@ -111,14 +111,14 @@ pub enum PacketError {
     /// Header or table were damaged.
     #[error("the packet's header is damaged: its checksum does not match")]
     HeaderChecksum,
-    /// A length beyond its limit, before anything is reserved for it.
+    /// A length beyond its limit, detected before anything is reserved for it.
     #[error("the packet's {what} of {length} bytes is beyond the limit of {limit}")]
     TooLong {
         /// Which length.
         what: &'static str,
-        /// What it says.
+        /// Its value.
         length: u64,
-        /// What it may say.
+        /// Its limit.
         limit: u64,
     },
     /// The table does not fit its kind.
@@ -137,15 +137,15 @@ pub enum PacketError {
     /// Content and table contradict each other.
     #[error("the packet's content is {content} bytes, its table speaks of {table}")]
     ContentLength {
-        /// Bytes that the header claims.
+        /// Bytes according to the header.
         content: u64,
-        /// Bytes that the table adds up to.
+        /// Bytes according to the table.
         table: u64,
     },
 }
 
 impl PacketHeader {
-    /// Writes header and table checksummed: `table` is what will follow.
+    /// Encodes the header, with the checksum of itself and of `table`, which will follow.
     pub fn encode(&self, table: &[u8]) -> [u8; PACKET_HEADER_LENGTH] {
         debug_assert_eq!(self.table_length as usize, table.len());
         let mut bytes = [0; PACKET_HEADER_LENGTH];
@@ -164,8 +164,8 @@ impl PacketHeader {
         bytes
     }
 
-    /// Reads a header whose lengths may be trusted for reserving memory, though not yet the table behind it: see
-    /// [`PacketHeader::check_table`]. `content_limit` is the packet size agreed on, in bytes.
+    /// Decodes a header. Its lengths may be used for reserving memory, but the table behind it is not checked yet: see
+    /// [`PacketHeader::check_table`]. `content_limit` is the agreed packet size, in bytes.
     pub fn decode(bytes: &[u8; PACKET_HEADER_LENGTH], content_limit: usize) -> Result<Self, PacketError> {
         if bytes[0..4] != MAGIC {
             return Err(PacketError::Magic);
@@ -185,12 +185,13 @@ impl PacketHeader {
         let content_limit = content_limit.min(MAX_CONTENT);
         bounded("table", header.table_length, MAX_TABLE)?;
         bounded("content", header.content_length, content_limit)?;
-        // What does not shrink travels raw, so a payload is never longer than its content.
+        // Content that does not shrink is sent uncompressed, so a payload is never longer than its content.
         bounded("payload", header.payload_length, header.content_length as usize)?;
         Ok(header)
     }
 
-    /// Checks header and table together against the header's checksum. `bytes` are those the header was read from.
+    /// Checks header and table together against the header's checksum. `bytes` are those that the header was decoded
+    /// from.
     pub fn check_table(bytes: &[u8; PACKET_HEADER_LENGTH], table: &[u8]) -> Result<(), PacketError> {
         if header_checksum(bytes, table).to_le_bytes() == field(bytes, HEADER_CHECKSUM_AT) {
             Ok(())
@@ -220,7 +221,7 @@ fn field<const N: usize>(bytes: &[u8; PACKET_HEADER_LENGTH], at: usize) -> [u8; 
     bytes[at..at + N].try_into().expect("the header's fields lie inside it")
 }
 
-/// What the pages of a run are.
+/// The kind of the pages of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum RunKind {
@@ -247,7 +248,7 @@ impl Run {
     const FIRST_BITS: u32 = 40;
     const KIND_SHIFT: u32 = 60;
 
-    /// The run as it travels.
+    /// Encodes the run.
     pub fn encode(&self) -> [u8; RUN_LENGTH] {
         debug_assert!(self.count >= 1 && self.count <= Self::MAX_COUNT && self.first >> Self::FIRST_BITS == 0);
         let count = u64::from(self.count - 1);
@@ -255,7 +256,7 @@ impl Run {
         word.to_le_bytes()
     }
 
-    /// Reads a run.
+    /// Decodes a run.
     pub fn decode(bytes: [u8; RUN_LENGTH]) -> Result<Self, PacketError> {
         let word = u64::from_le_bytes(bytes);
         let kind = match word >> Self::KIND_SHIFT {
@@ -267,13 +268,13 @@ impl Run {
         Ok(Self { kind, first: word & ((1 << Self::FIRST_BITS) - 1), count: count + 1 })
     }
 
-    /// One past the last page.
+    /// Returns the page after the last.
     pub fn end(&self) -> u64 {
         self.first + u64::from(self.count)
     }
 }
 
-/// What the receiver needs to know of a RAM block to check a packet.
+/// The shape of a RAM block, which a receiver needs for checking a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockShape {
     /// Length in pages.
@@ -289,13 +290,13 @@ pub struct PageTable {
 }
 
 impl PageTable {
-    /// An empty table that will never need to grow.
+    /// Makes an empty table that will never need to grow.
     pub fn new() -> Self {
         Self { runs: Vec::with_capacity(MAX_RUNS) }
     }
 
-    /// Reads `table` and checks that every page lies in the block, that pages ascend, and, but for deltas, that the content is as
-    /// long as the normal runs say.
+    /// Parses `table` and checks that every page lies in the block, that pages ascend, and, except for deltas, that the
+    /// content has the length of the normal runs.
     pub fn read(&mut self, header: &PacketHeader, table: &[u8], blocks: &[BlockShape]) -> Result<(), PacketError> {
         self.runs.clear();
         let (runs, rest) = table.as_chunks::<RUN_LENGTH>();
@@ -321,7 +322,7 @@ impl PageTable {
             self.runs.push(run);
         }
         if header.kind == PacketKind::Deltas {
-            // How long each is, the content itself says.
+            // The length of each delta is in the content.
             let any_zero = self.runs.iter().any(|run| run.kind == RunKind::Zero);
             return if any_zero { Err(PacketError::Table("deltas of zero pages")) } else { Ok(()) };
         }
@@ -332,7 +333,7 @@ impl PageTable {
         Ok(())
     }
 
-    /// The runs that were read.
+    /// Returns the runs.
     pub fn runs(&self) -> &[Run] {
         &self.runs
     }
@@ -341,19 +342,20 @@ impl PageTable {
 /// Length of an encoded [`PageRequest`], in bytes.
 pub const PAGE_REQUEST_LENGTH: usize = 16;
 
-/// Pages that a destination asks its source for, in post-copy or after it has refused a packet: `block u16`, reserved `u16`, `count u32`, `first u64`.
+/// A destination's request for pages, in post-copy or after it has refused a packet: `block u16`, reserved `u16`,
+/// `count u32`, `first u64`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRequest {
     /// The RAM block's index.
     pub block: u16,
     /// The first page, in the block's pages.
     pub first: u64,
-    /// How many pages; 0 ends the list of what is missing.
+    /// Number of pages; 0 ends the list of missing pages.
     pub count: u32,
 }
 
 impl PageRequest {
-    /// The request as it travels.
+    /// Encodes the request.
     pub fn encode(&self) -> [u8; PAGE_REQUEST_LENGTH] {
         let mut bytes = [0; PAGE_REQUEST_LENGTH];
         bytes[0..2].copy_from_slice(&self.block.to_le_bytes());
@@ -362,7 +364,7 @@ impl PageRequest {
         bytes
     }
 
-    /// Reads a request and checks that its pages are in RAM.
+    /// Decodes a request and checks that its pages are in RAM.
     pub fn decode(bytes: &[u8; PAGE_REQUEST_LENGTH], blocks: &[BlockShape]) -> Result<Self, PacketError> {
         let part = |at: usize, length: usize| &bytes[at..at + length];
         let block = u16::from_le_bytes(part(0, 2).try_into().expect("2 bytes"));
@@ -376,7 +378,7 @@ impl PageRequest {
     }
 }
 
-/// Names the device that a buffer of device state belongs to: `instance u32, name`.
+/// Identifies the device that a buffer of device state belongs to: `instance u32, name`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceLabel<'a> {
     /// The device's name, at most [`MAX_NAME`] bytes.
@@ -386,14 +388,14 @@ pub struct DeviceLabel<'a> {
 }
 
 impl<'a> DeviceLabel<'a> {
-    /// The label as it travels, in a packet's table.
+    /// Encodes the label, for a packet's table.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = self.instance.to_le_bytes().to_vec();
         bytes.extend_from_slice(self.name);
         bytes
     }
 
-    /// Reads a label.
+    /// Decodes a label.
     pub fn decode(table: &'a [u8]) -> Result<Self, PacketError> {
         let Some((instance, name)) = table.split_first_chunk() else {
             return Err(PacketError::Table("a device label without its instance"));
@@ -409,23 +411,23 @@ impl<'a> DeviceLabel<'a> {
 pub const ACK_LENGTH: usize = 16;
 const ACK_MAGIC: [u8; 4] = *b"STAK";
 
-/// The receiver's answer on a channel: everything up to and with `sequence` has been placed.
+/// The receiver's acknowledgement on a channel: everything up to and including `sequence` has been placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ack {
     /// The last packet placed.
     pub sequence: u64,
-    /// Since its last acknowledgement, how long the receiver has done something other than wait for bytes, in microseconds: what a source
-    /// goes by that asks itself whether the network holds it back or the receiver. 0 from who does not say.
+    /// Microseconds since its last acknowledgement in which the receiver did something other than wait for bytes: lets
+    /// a source determine whether the network or the receiver limits it. 0 from a receiver that does not report it.
     pub busy_us: u32,
 }
 
-/// What should be an acknowledgement or a refusal is neither.
+/// The bytes are neither an acknowledgement nor a refusal.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("what should be an acknowledgement or a refusal does not begin like one: the channel is out of step")]
 pub struct BadAck;
 
 impl Ack {
-    /// The acknowledgement as it travels: `magic u32 "STAK", busy u32 (microseconds), sequence u64`.
+    /// Encodes the acknowledgement: `magic u32 "STAK", busy u32 (microseconds), sequence u64`.
     pub fn encode(&self) -> [u8; ACK_LENGTH] {
         let mut bytes = [0; ACK_LENGTH];
         bytes[0..4].copy_from_slice(&ACK_MAGIC);
@@ -434,7 +436,7 @@ impl Ack {
         bytes
     }
 
-    /// Reads an acknowledgement.
+    /// Decodes an acknowledgement.
     pub fn decode(bytes: &[u8; ACK_LENGTH]) -> Result<Self, BadAck> {
         if bytes[0..4] != ACK_MAGIC {
             return Err(BadAck);
@@ -447,9 +449,9 @@ impl Ack {
 
 const REFUSAL_MAGIC: [u8; 4] = *b"STRF";
 
-/// The receiver's other answer, where both sides have agreed on it: the content of packet `sequence` is not what the source read
-/// from the guest. So many [`PageRequest`]s follow: its normal pages, which are to be sent again. The packet counts as placed
-/// with the next acknowledgement all the same.
+/// The receiver's refusal, if both sides have agreed on it: the content of packet `sequence` differs from what the
+/// source read from the guest. `requests` [`PageRequest`]s follow: its normal pages, which must be retransmitted. The
+/// packet nevertheless counts as placed with the next acknowledgement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// The packet, not acknowledged yet.
@@ -459,7 +461,7 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// The refusal as it travels: `magic u32 "STRF", requests u32, sequence u64`.
+    /// Encodes the refusal: `magic u32 "STRF", requests u32, sequence u64`.
     pub fn encode(&self) -> [u8; ACK_LENGTH] {
         let mut bytes = [0; ACK_LENGTH];
         bytes[0..4].copy_from_slice(&REFUSAL_MAGIC);
@@ -469,17 +471,17 @@ impl Refusal {
     }
 }
 
-/// What the receiver of a packet channel says.
+/// A message of the receiver of a packet channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// Packets were placed.
     Placed(Ack),
-    /// A packet was not.
+    /// A packet was refused.
     Refused(Refusal),
 }
 
 impl Answer {
-    /// Reads an answer; the requests of a refusal follow it.
+    /// Decodes an answer; the requests of a refusal follow it.
     pub fn decode(bytes: &[u8; ACK_LENGTH]) -> Result<Self, BadAck> {
         if bytes[0..4] != REFUSAL_MAGIC {
             return Ack::decode(bytes).map(Self::Placed);

@@ -1,8 +1,8 @@
-//! Sequence numbers of one channel: what was sent, what has been placed, what is missing.
+//! Sequence numbers of one channel: which packets were sent, which have been placed, which are missing.
 //!
-//! Completeness is counted, never assumed: at the end the source says the last number of each channel, and the
-//! destination is complete only when each channel has placed exactly that one. A channel made again in post-copy, where
-//! the destination says what it lacks, begins again at 1.
+//! Completeness is counted, never assumed: at the end the source sends the last number of each channel, and the
+//! destination is complete only when each channel has placed exactly that one. A channel that is reopened in post-copy,
+//! where the destination lists its missing pages, begins again at 1.
 
 /// The sending end of a channel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -21,18 +21,18 @@ pub struct BadAcknowledgement {
 }
 
 impl SendSequence {
-    /// The number for the next packet, from 1.
+    /// Returns the number for the next packet, from 1.
     pub fn advance(&mut self) -> u64 {
         self.last += 1;
         self.last
     }
 
-    /// The last number given out; 0 before the first.
+    /// Returns the last number used; 0 before the first.
     pub fn last(&self) -> u64 {
         self.last
     }
 
-    /// Takes the receiver's word that everything up to `sequence` is placed.
+    /// Records the receiver's acknowledgement of everything up to `sequence`.
     pub fn acknowledge(&mut self, sequence: u64) -> Result<(), BadAcknowledgement> {
         if sequence <= self.acknowledged || sequence > self.last {
             let Self { last, acknowledged } = *self;
@@ -42,12 +42,12 @@ impl SendSequence {
         Ok(())
     }
 
-    /// Packets sent and not yet acknowledged.
+    /// Returns how many packets were sent and not yet acknowledged.
     pub fn outstanding(&self) -> u64 {
         self.last - self.acknowledged
     }
 
-    /// The last packet acknowledged; 0 before the first.
+    /// Returns the last packet acknowledged; 0 before the first.
     pub fn acknowledged(&self) -> u64 {
         self.acknowledged
     }
@@ -68,19 +68,19 @@ pub struct OutOfSequence {
 }
 
 impl ReceiveSequence {
-    /// Checks that `sequence` is the one that is due.
+    /// Checks that `sequence` is the expected one.
     pub fn expect(&self, sequence: u64) -> Result<(), OutOfSequence> {
         let expected = self.placed + 1;
         if sequence == expected { Ok(()) } else { Err(OutOfSequence { expected, found: sequence }) }
     }
 
-    /// The packet that was due has been placed.
+    /// Records that the expected packet has been placed.
     pub fn placed(&mut self) -> u64 {
         self.placed += 1;
         self.placed
     }
 
-    /// The last packet placed; 0 before the first.
+    /// Returns the last packet placed; 0 before the first.
     pub fn last(&self) -> u64 {
         self.placed
     }

@@ -1,13 +1,13 @@
-//! Text that came from a peer, made fit to be shown.
+//! Makes text from a peer safe to print.
 //!
-//! A peer's refusal or error is read by a person in a terminal or a log: it is cut at [`MAX_TEXT`] bytes, and what a terminal
-//! obeys instead of showing it is replaced: control characters (escape sequences, line breaks that would forge log
-//! lines) and Unicode's format characters (overrides of the direction, which let a text read as another one; characters
-//! without width, which make two different texts look alike).
+//! A peer's refusal or error is read by a person in a terminal or a log. It is truncated to [`MAX_TEXT`] bytes, and
+//! characters that a terminal interprets instead of showing are replaced: control characters (escape sequences, line
+//! breaks that would forge log lines) and Unicode's format characters (overrides of the direction, which make a text
+//! read as another one; characters without width, which make two different texts look alike).
 
 use crate::limits::MAX_TEXT;
 
-/// `text` on one line, every control and format character replaced by a space.
+/// Returns `text` on one line, every control and format character replaced by a space.
 pub fn printable(text: &str) -> String {
     text.chars().map(shown).collect()
 }
@@ -16,8 +16,8 @@ fn shown(character: char) -> char {
     if character.is_control() || is_format(character) { ' ' } else { character }
 }
 
-/// Whether Unicode counts a character as formatting rather than text: general categories Cf, Zl and Zp of Unicode 16, the
-/// blocks of tags as a whole.
+/// Returns whether Unicode counts a character as formatting rather than text: general categories Cf, Zl and Zp of
+/// Unicode 16, the blocks of tags as a whole.
 fn is_format(character: char) -> bool {
     matches!(character,
         '\u{ad}' | '\u{600}'..='\u{605}' | '\u{61c}' | '\u{6dd}' | '\u{70f}' | '\u{890}'..='\u{891}' | '\u{8e2}'
@@ -26,7 +26,8 @@ fn is_format(character: char) -> bool {
         | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e0fff}')
 }
 
-/// `text` cut to [`MAX_TEXT`] bytes at a character boundary, every control and format character replaced by a space.
+/// Returns `text` truncated to [`MAX_TEXT`] bytes at a character boundary, every control and format character replaced
+/// by a space.
 pub fn cleaned(text: &str) -> String {
     let mut clean = String::with_capacity(text.len().min(MAX_TEXT));
     for character in text.chars() {
@@ -39,7 +40,7 @@ pub fn cleaned(text: &str) -> String {
     clean
 }
 
-/// [`cleaned`] for bytes that may not even be UTF-8.
+/// As [`cleaned`], for bytes that may not even be UTF-8.
 pub fn cleaned_bytes(bytes: &[u8]) -> String {
     cleaned(&String::from_utf8_lossy(&bytes[..bytes.len().min(4 * MAX_TEXT)]))
 }

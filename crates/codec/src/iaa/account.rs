@@ -1,4 +1,4 @@
-//! Who encoded what IAA was asked for, by bytes of content: what the report says of one guest.
+//! Counts which encoder did how much of IAA's work, by bytes of content, for the report of one guest.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::account;
 
-/// Why a batch was not encoded by a device, or not used.
+/// Why a device did not encode a batch, or its output was not used.
 #[derive(Clone, Copy, Debug, Error)]
 pub(super) enum Trouble {
     #[error("no device answered within {0:?}")]
@@ -20,7 +20,7 @@ pub(super) enum Trouble {
 #[derive(Debug, Default)]
 pub(super) struct Account {
     device: AtomicU64,
-    /// Of what devices did.
+    /// The verified part of the devices' work.
     verified: AtomicU64,
     cpu: AtomicU64,
     last: Mutex<Option<Trouble>>,
@@ -42,7 +42,7 @@ impl Account {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(trouble);
     }
 
-    /// None before anything was encoded.
+    /// Returns the description; none before anything was encoded.
     pub(super) fn words(&self) -> Option<String> {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let by_device = if of(&self.verified) > 0 { "IAA, verified" } else { "IAA" };

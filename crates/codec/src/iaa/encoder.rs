@@ -1,7 +1,8 @@
-//! A channel's encoder: a batch out to a device in pieces, all of them at once, and their streams back as one.
+//! A channel's encoder: a batch goes to a device in pieces, all of them at once, and their streams come back as one.
 //!
-//! A device may still read a batch's input after it was given up, so the input must lie in memory that outlives the batch: each
-//! encoder has a region of its own, and copies what it is given there. Beside what a device takes for it, that is little.
+//! A device may still read a batch's input after it was given up, so the input must lie in memory that outlives the
+//! batch: each encoder has its own region, into which it copies its input. That costs little compared with a device's
+//! time.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,14 +20,14 @@ use crate::{CodecError, Encoded, Encoder, check_len, deflate, worthwhile};
 pub(super) struct IaaEncoder {
     offload: Arc<Offload>,
     channel: Channel,
-    /// Room for one batch.
+    /// Memory for one batch.
     region: Arc<Region>,
     verifier: Option<Verifier>,
-    /// For what is longer than a batch, and for when no device does it.
+    /// For input longer than a batch, and for when no device does it.
     cpu: Deflater,
     rest: Rest,
     account: Arc<Account>,
-    /// Who has written the last stream, if nobody has read it again.
+    /// The device that wrote the last stream, if the stream was not verified.
     maker: Option<Maker>,
 }
 
@@ -47,7 +48,7 @@ impl IaaEncoder {
         Self { offload, channel, region, verifier, cpu, rest: Rest::default(), account, maker: None }
     }
 
-    /// Hands `input` to offload and waits for it; none if it was not taken, or takes too long.
+    /// Submits `input` to offload and waits for the result; none if it was not accepted, or takes too long.
     fn offloaded(&mut self, input: &[u8]) -> Option<(Batch, Option<Maker>)> {
         self.region.range(0, input.len()).ok()?;
         if self.rest.goes_on() {
@@ -66,7 +67,7 @@ impl IaaEncoder {
         let ticket = self.channel.submit(batch).ok()?;
         let late = Duration::from_nanos(self.offload.lateness());
         let Some(done) = self.channel.wait(self.offload.deadline(late)) else {
-            // Dropped with its ticket: what a device still does for it does not matter any more.
+            // Dropped with its ticket: later work of a device on it does not matter any more.
             self.trouble(Trouble::Late(late));
             return None;
         };
@@ -104,7 +105,7 @@ impl Encoder for IaaEncoder {
         match verified {
             Some(true) => {}
             Some(false) => {
-                // The device is out of service, and another may do better: none is left alone for this.
+                // The device is out of service, and another may do better: no back-off for this.
                 self.account.trouble(Trouble::Wrong);
                 return Ok(self.by_cpu(input, output));
             }

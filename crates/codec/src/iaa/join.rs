@@ -1,26 +1,28 @@
-//! One stream of a batch that was deflated in pieces, each by a job of its own.
+//! Joins the stream of a batch that was deflated in pieces, each by its own job.
 //!
-//! All streams but the last end at a whole byte and not for good ([`Batch::push_continued`]), so they follow each other as they are. A
-//! piece that did not shrink follows as stored blocks (RFC 1951, 3.2.4): one piece of noise does not spoil the batch.
+//! All streams but the last end at a byte boundary without a final block ([`Batch::push_continued`]), so they can be
+//! concatenated. A piece that did not shrink follows as stored blocks (RFC 1951, 3.2.4): one incompressible piece does
+//! not affect the others.
 
 use sterna_offload::Batch;
 
-/// Bytes of a piece, at least (less would cost the device more to begin than to do) and at most.
-const LEAST: usize = 16 << 10;
-const MOST: usize = 64 << 10;
-/// Pieces of a batch, where they may be that small: as many as offload has with a device at once.
+/// The least bytes of a piece (a smaller one would cost the device more to begin than to do), and the most.
+const MIN_PIECE: usize = 16 << 10;
+const MAX_PIECE: usize = 64 << 10;
+/// Pieces of a batch, if it is large enough: as many as offload has in a device at once.
 const JOBS: usize = 8;
 
-/// Most bytes of a stored block, and what it has besides them: a byte for its kind, the length, and its complement.
+/// The most bytes of a stored block, and its overhead: a byte for its kind, the length, and its complement.
 const STORED: usize = 0xffff;
 const HEADER: usize = 5;
 
-/// Bytes of each piece of a batch, but for the last, which may have less.
+/// Returns the bytes of each piece of a batch, except the last, which may have fewer.
 pub(super) fn piece(batch: usize) -> usize {
-    batch.div_ceil(JOBS).next_multiple_of(4096).clamp(LEAST, MOST)
+    batch.div_ceil(JOBS).next_multiple_of(4096).clamp(MIN_PIECE, MAX_PIECE)
 }
 
-/// Writes the stream of `input`, of which `batch` has the pieces, to the start of `output`. Says how long it is; none if it does not fit.
+/// Writes the stream of `input`, the pieces of which are in `batch`, to the start of `output`. Returns its length; none
+/// if it does not fit.
 pub(super) fn join(batch: &Batch, input: &[u8], output: &mut [u8]) -> Option<usize> {
     let pieces = input.chunks(piece(input.len()));
     let (count, mut at) = (pieces.len(), 0);
@@ -63,15 +65,15 @@ mod tests {
     use crate::libdeflate::Decompressor;
 
     #[test]
-    fn a_batch_is_cut_into_pieces_that_keep_a_device_busy_and_are_worth_a_job() {
+    fn a_batch_is_split_into_pieces_that_keep_a_device_busy_and_are_worth_a_job() {
         for (batch, bytes) in [(1, 16), (64, 16), (128, 16), (130, 20), (256, 32), (512, 64), (4096, 64)] {
             assert_eq!(piece(batch << 10), bytes << 10, "{batch} KiB");
         }
     }
 
     #[test]
-    fn stored_blocks_are_a_stream_of_the_length_that_was_said() {
-        for bytes in [1, STORED - 1, STORED, STORED + 1, 2 * STORED, MOST] {
+    fn stored_blocks_are_a_stream_of_the_predicted_length() {
+        for bytes in [1, STORED - 1, STORED, STORED + 1, 2 * STORED, MAX_PIECE] {
             let content: Vec<u8> = (0..bytes).map(|at| at as u8).collect();
             let mut stream = vec![0; stored_len(bytes)];
             assert_eq!(store(&content, true, &mut stream), Some(stream.len()));

@@ -1,5 +1,6 @@
-//! Reading again what a device has written: the check that IAA's vendor recommends after each compression. The packet's checksum finds
-//! the same at the destination, for less work; this is for where there is none, or where nothing is to be sent twice.
+//! Verifies a device's output by decompressing it: the check that IAA's vendor recommends after each compression. The
+//! packet's checksum detects the same at the destination, for less work; this is for packets without a checksum, or
+//! where retransmissions are unwanted.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,21 +13,21 @@ use crate::libdeflate::Decompressor;
 
 pub(super) struct Verifier {
     offload: Arc<Offload>,
-    /// Where devices write what a stream says.
+    /// The output of devices.
     read: Arc<Region>,
-    /// Who has the last word.
+    /// The final judge.
     cpu: Decompressor,
-    /// Where it writes; empty until it has to.
+    /// The CPU's output; empty until it is needed.
     read_by_cpu: Vec<u8>,
 }
 
-/// What became of a stream that was to be read by a device.
+/// The result of a device's decompression.
 enum Read {
-    /// It is what it should be.
+    /// It equals the content.
     Right,
-    /// It is not, or the device has read it wrongly.
+    /// It differs, or the device has decompressed it wrongly.
     Doubtful(Option<Maker>),
-    /// Nobody has read it.
+    /// No device has decompressed it.
     Not,
 }
 
@@ -36,15 +37,15 @@ impl Verifier {
         Ok(Self { offload: Arc::clone(offload), read: batch_memory(offload), cpu, read_by_cpu: Vec::new() })
     }
 
-    /// Whether `stream`, which `maker` has written, is `content`. A device that has erred, in writing or in reading it, is taken out of
-    /// service. Nothing is under way on `channel`, but for what nobody wants any more.
+    /// Returns whether `stream`, which `maker` has written, decompresses to `content`. A device that has erred, in
+    /// writing or in reading, is taken out of service. `channel` has nothing in progress, except discarded batches.
     pub(super) fn is_right(&mut self, channel: &Channel, stream: &[u8], content: &[u8], maker: Maker) -> bool {
         let reader = match self.by_device(channel, stream, content) {
             Read::Right => return true,
             Read::Doubtful(reader) => reader,
             Read::Not => None,
         };
-        // Of two devices that do not agree, the CPU says which is wrong.
+        // If two devices disagree, the CPU determines which is wrong.
         let right = self.by_cpu(stream, content);
         if !right {
             self.offload.distrust(maker, "what it had compressed decompresses to something else");
@@ -64,7 +65,7 @@ impl Verifier {
         let Ok(ticket) = channel.submit(batch) else { return Read::Not };
         let late = Duration::from_nanos(self.offload.lateness());
         let Some(Done { batch, outcome, maker, .. }) = channel.wait(self.offload.deadline(late)) else {
-            // Dropped: the device may write there for a while, so it is not looked at again.
+            // Dropped: the device may still write there for a while, so the memory is not read again.
             drop(ticket);
             self.read = batch_memory(&self.offload);
             return Read::Not;

@@ -1,4 +1,4 @@
-//! Who really encoded, by bytes of content: what the report says.
+//! Counts which encoder did how much, by bytes of content, for the report.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -13,7 +13,7 @@ pub(super) struct Account {
     hardware: AtomicU64,
     software: AtomicU64,
     cpu: AtomicU64,
-    /// By nobody: software is forbidden.
+    /// Not encoded: software is forbidden.
     raw: AtomicU64,
     last: Mutex<Option<Trouble>>,
 }
@@ -39,7 +39,7 @@ impl Account {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(trouble);
     }
 
-    /// None before anything was encoded.
+    /// Returns the description; none before anything was encoded.
     pub(super) fn words(&self) -> Option<String> {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let parts = [

@@ -1,4 +1,4 @@
-//! A channel's encoder: pieces of a batch out to the workers, their members back in order.
+//! A channel's encoder: pieces of a batch go to the workers, their members come back in order.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::{CodecError, Encoded, Encoder, check_len, worthwhile};
 
 pub(super) struct QatEncoder {
     channel: Channel,
-    /// For input and result of a job each. What is missing is with the workers, or early.
+    /// Buffers for input and result of each job. Missing ones are with the workers, or in `early`.
     idle: Vec<(Buffer, Buffer)>,
     /// Pieces of this batch that were done before their turn.
     early: Vec<Completion>,
@@ -25,21 +25,21 @@ pub(super) struct QatEncoder {
     rest: Rest,
 }
 
-/// A batch on its way.
+/// A batch in progress.
 struct Pieces<'a> {
     all: std::slice::Chunks<'a, u8>,
-    /// How many have been handed in; they are numbered from 0.
+    /// How many have been submitted; they are numbered from 0.
     out: u64,
-    /// No more are taken.
+    /// No more are accepted.
     closed: bool,
-    /// Nothing has gone wrong yet.
+    /// No error has occurred yet.
     trusted: bool,
 }
 
-/// What a member has become of.
+/// The result for a member.
 enum Member {
     Written(usize),
-    /// There is no room for it, or nobody may make it.
+    /// There is no room for it, or no encoder may make it.
     None,
 }
 
@@ -55,7 +55,7 @@ impl QatEncoder {
         Self { channel, idle, early, cpu, patience, account, batch: 0, rest }
     }
 
-    /// What tells a piece from those of other batches, some of which may come back late.
+    /// Returns a number that distinguishes a piece from those of other batches, some of which may complete late.
     fn tag(&self, piece: u64) -> u64 {
         self.batch << 32 | piece
     }
@@ -66,7 +66,7 @@ impl QatEncoder {
         }
     }
 
-    /// Has as many pieces out as there are buffers for.
+    /// Submits as many pieces as there are buffers for.
     fn hand_in(&mut self, pieces: &mut Pieces<'_>) {
         while pieces.trusted
             && !pieces.closed
@@ -83,7 +83,7 @@ impl QatEncoder {
                     let Job { tag, input, output, .. } = refused.job;
                     self.keep(Completion { tag, result: Err(Failure::ShutDown), input, output });
                     pieces.closed = true;
-                    // Others' work is no trouble: the CPU helps out.
+                    // A queue full of other work is no trouble: the CPU helps out.
                     if !matches!(refused.reason, Reason::Full | Reason::ChannelFull) {
                         self.troubled(&mut pieces.trusted, refused.reason.into());
                     }
@@ -92,7 +92,7 @@ impl QatEncoder {
         }
     }
 
-    /// A piece that was handed in, once it is done; none if that takes too long.
+    /// Returns a submitted piece, once it is done; none if that takes too long.
     fn taken(&mut self, piece: u64, patience: Duration) -> Option<Completion> {
         let tag = self.tag(piece);
         if let Some(at) = self.early.iter().position(|done| done.tag == tag) {
@@ -109,9 +109,9 @@ impl QatEncoder {
         }
     }
 
-    /// The member that QATzip has made of a piece; none if it has not.
+    /// Returns the member that QATzip has made of a piece; none if it has not.
     fn by_qatzip(&mut self, piece: u64, content: usize, trusted: &mut bool, room: &mut [u8]) -> Option<Member> {
-        // Who was late once is looked at, but not waited for again.
+        // After one late piece, others are collected but not waited for.
         let patience = if *trusted { self.patience } else { Duration::ZERO };
         let Some(done) = self.taken(piece, patience) else {
             self.troubled(trusted, Trouble::Late(self.patience));
@@ -126,7 +126,7 @@ impl QatEncoder {
                     Member::Written(member.len())
                 }))
             }
-            // Nothing is wrong with a device that is not asked.
+            // A device that was not used is not at fault.
             Err(Failure::TooSmall { .. }) => None,
             Err(failure) => {
                 self.troubled(trusted, failure.into());

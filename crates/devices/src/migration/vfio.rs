@@ -1,5 +1,5 @@
-//! VFIO devices of one guest, shared by the monitor, which stops all of them and lets all of them run, and by the engine's threads, one
-//! for each, which save and load.
+//! The VFIO devices of one guest, shared by the monitor, which stops and runs all of them, and by the engine's threads,
+//! one for each device, which save and load.
 
 use std::fmt;
 use std::io::{BufRead, Write};
@@ -18,13 +18,13 @@ use crate::vfio::{
 ///
 /// | when | the monitor calls |
 /// |---|---|
-/// | before [`Source::run`](sterna::source::Source::run) | [`save_devices`](Self::save_devices), and gives each to the source |
-/// | [`SourceVmm::pause`](sterna::vmm::SourceVmm::pause), the guest's CPUs stand | [`stop`](Self::stop) |
+/// | before [`Source::run`](sterna::source::Source::run) | [`save_devices`](Self::save_devices), whose devices it passes to the source |
+/// | [`SourceVmm::pause`](sterna::vmm::SourceVmm::pause), the guest's CPUs are stopped | [`stop`](Self::stop) |
 /// | [`SourceVmm::resume`](sterna::vmm::SourceVmm::resume), before the CPUs run | [`run_on`](Self::run_on) |
 /// | [`Source::run`](sterna::source::Source::run) has returned an error, and the guest runs | [`reset_failed`](Self::reset_failed) |
 ///
-/// A migration that fails before the guest was paused resumes nothing: the devices have run all the while, and cease to be read by
-/// themselves. After any failure the same devices can be moved again.
+/// A migration that fails before the guest was paused calls no `resume`: the devices have been running all the time,
+/// and the engine stops reading them. After any failure the same devices can be moved again.
 pub struct VfioSource<D: Device> {
     devices: Arc<[Outgoing<D>]>,
     peers: Peers,
@@ -38,7 +38,7 @@ struct Outgoing<D: Device> {
 
 struct Saved<D: Device> {
     saver: Saver<D>,
-    /// The monitor has begun to stop the devices, and has not let them run on.
+    /// The monitor has begun to stop the devices, and has not resumed them.
     stopped: bool,
 }
 
@@ -61,10 +61,12 @@ impl<D: Device> fmt::Debug for VfioSource<D> {
 }
 
 impl<D: Device> VfioSource<D> {
-    /// All of a guest's VFIO devices, each in RUNNING and known to the destination by the same name and instance.
+    /// Makes the source of all of a guest's VFIO devices, each in RUNNING and known to the destination by the same name
+    /// and instance.
     ///
     /// # Errors
-    /// One of them cannot be migrated, or not beside the others ([`Peers`]). That is found here, before anything is begun.
+    /// One of them cannot be migrated, or not together with the others ([`Peers`]). This is detected here, before
+    /// anything is begun.
     pub fn new(devices: impl IntoIterator<Item = (DeviceId, D)>, peers: Peers) -> Result<Self, VfioError> {
         let outgoing = |(id, device): (DeviceId, D)| {
             let saver = Saver::new(device, id.to_string())?;
@@ -77,13 +79,13 @@ impl<D: Device> VfioSource<D> {
         Ok(Self { devices, peers, ahead: u64::MAX })
     }
 
-    /// At most so many bytes of each device are sent while the guest runs; no limit unless said otherwise.
+    /// Limits the bytes of each device that are sent while the guest runs; no limit by default.
     #[must_use]
     pub fn ahead_at_most(self, bytes: u64) -> Self {
         Self { ahead: bytes, ..self }
     }
 
-    /// The devices, each for [`Source::device`](sterna::source::Source::device), for one migration.
+    /// Returns the devices, each for [`Source::device`](sterna::source::Source::device), for one migration.
     pub fn save_devices(&self) -> Vec<(DeviceId, Box<dyn SaveDevice>)>
     where
         D: 'static,
@@ -97,22 +99,24 @@ impl<D: Device> VfioSource<D> {
         (0..self.devices.len()).map(save_device).collect()
     }
 
-    /// Stops all devices: first all of them keep from writing to each other, then all stop. The guest's CPUs have stopped. When this
-    /// returns no device writes guest RAM any more, and the last report of each one's [`DmaLog`](crate::vfio::DmaLog) can be had.
+    /// Stops all devices, after the guest's CPUs: first all of them stop writing to each other, then all stop. When
+    /// this returns no device writes guest RAM any more, and the last report of each one's
+    /// [`DmaLog`](crate::vfio::DmaLog) can be collected.
     ///
     /// # Errors
-    /// Some devices are stopped and some are not: [`run_on`](Self::run_on), and only then may the CPUs run.
+    /// Some devices are stopped and others not: call [`run_on`](Self::run_on), and resume the CPUs only after that.
     pub fn stop(&self) -> Result<(), VfioError> {
         let mut all = self.lock_all();
         all.iter_mut().for_each(|device| device.stopped = true);
         stop_together(&mut savers(&mut all), self.peers)
     }
 
-    /// Has all devices run on with the state that they have. Any number of times; the guest's CPUs stand until it has succeeded.
+    /// Resumes all devices with their present state. It may be called repeatedly; the guest's CPUs stay stopped until
+    /// it has succeeded.
     ///
     /// # Errors
-    /// Every device is tried, and the first error given; none may write to others then. [`VfioError::NeedsReset`]: see
-    /// [`reset_failed`](Self::reset_failed).
+    /// Every device is tried, and the first error returned; none may write to others then. [`VfioError::NeedsReset`]:
+    /// see [`reset_failed`](Self::reset_failed).
     pub fn run_on(&self) -> Result<(), VfioError> {
         let mut all = self.lock_all();
         abort_together(&mut savers(&mut all))?;
@@ -120,8 +124,9 @@ impl<D: Device> VfioSource<D> {
         Ok(())
     }
 
-    /// Resets the devices that are in ERROR, which loses their state, and names them: the guest has to be told, as by unplugging and
-    /// plugging them. Where the guest stands, [`run_on`](Self::run_on) comes after it.
+    /// Resets the devices that are in ERROR, which loses their state, and returns their names: the guest must be
+    /// notified, for example by unplugging and plugging them. If the guest is paused, call [`run_on`](Self::run_on)
+    /// afterwards.
     ///
     /// # Errors
     /// A device cannot be reset.
@@ -147,8 +152,8 @@ fn savers<'a, D: Device>(all: &'a mut [MutexGuard<'_, Saved<D>>]) -> Vec<&'a mut
     all.iter_mut().map(|device| &mut device.saver).collect()
 }
 
-/// The most that is read ahead at once of a device that does not say how much it has, in bytes.
-const UNTOLD: u64 = 64 << 20;
+/// The most bytes read ahead at once from a device that does not report how much it has.
+const UNREPORTED_AHEAD: u64 = 64 << 20;
 
 /// One device, for one migration.
 struct Saving<D: Device> {
@@ -157,7 +162,7 @@ struct Saving<D: Device> {
     ahead: u64,
     begun: bool,
     estimate: u64,
-    /// Of a device that does not say how much it has, bytes read since it last had nothing.
+    /// For a device that does not report how much it has: bytes read since it last had none.
     since_dry: u64,
     buffer: Vec<u8>,
 }
@@ -167,7 +172,7 @@ impl<D: Device> Saving<D> {
         self.devices[self.at].lock()
     }
 
-    /// Reads what comes next, if the device is stopped or, as is wanted, is not.
+    /// Reads the next chunk if the device is stopped, or running, as `stopped` requires.
     fn read(&mut self, stopped: bool) -> Result<Chunk, VfioError> {
         self.buffer.resize(CHUNK, 0);
         let mut saved = self.devices[self.at].lock();
@@ -181,10 +186,11 @@ impl<D: Device> SaveDevice for Saving<D> {
         if !std::mem::replace(&mut self.begun, true) {
             saved.saver.begin(self.ahead)?;
         }
-        // No more than there is now: a device that changes as fast as it is read would keep the guest from ever being stopped.
-        let told = saved.saver.remaining().unwrap_or_default().ahead;
+        // No more than there is now: a device that changes as fast as it is read would otherwise keep the guest from
+        // ever being paused.
+        let reported = saved.saver.remaining().unwrap_or_default().ahead;
         drop(saved);
-        let most = told.map_or(UNTOLD, sum).max(CHUNK as u64);
+        let most = reported.map_or(UNREPORTED_AHEAD, sum).max(CHUNK as u64);
         let mut read = 0;
         let mut dry = false;
         while read < most && !dry {
@@ -200,8 +206,8 @@ impl<D: Device> SaveDevice for Saving<D> {
             let saved = self.lock();
             !saved.stopped && saved.saver.may_read_ahead()
         };
-        if told.is_none() {
-            // What it had since it last had nothing, by the next time it may have again. Until it has nothing there is more to come.
+        if reported.is_none() {
+            // The bytes read since it last had none, as an estimate of what it will have the next time.
             self.since_dry += read;
             self.estimate = self.since_dry;
             if dry && more {
@@ -211,13 +217,13 @@ impl<D: Device> SaveDevice for Saving<D> {
         Ok(if more { Ahead::Later } else { Ahead::Nothing })
     }
 
-    /// An estimate that cannot be had ends nothing: the last one counts.
+    /// A failed estimate ends nothing: the last one counts.
     fn remaining(&mut self) -> u64 {
         let now = self.lock().saver.remaining();
         if let Ok(now) = now
-            && let Some(told) = now.ahead.map(sum).max(now.stopped)
+            && let Some(left) = now.ahead.map(sum).max(now.stopped)
         {
-            self.estimate = told;
+            self.estimate = left;
         }
         self.estimate
     }
@@ -238,7 +244,7 @@ impl<D: Device> SaveDevice for Saving<D> {
     }
 }
 
-/// Of what is to be read ahead, all.
+/// Returns all bytes that can be read ahead.
 fn sum(ahead: PrecopyInfo) -> u64 {
     ahead.initial_bytes.saturating_add(ahead.dirty_bytes)
 }
@@ -247,12 +253,12 @@ impl<D: Device> Drop for Saving<D> {
     fn drop(&mut self) {
         let mut saved = self.lock();
         if saved.stopped {
-            // From STOP_COPY to STOP, now that nobody waits for it any more. All of its state was read, or it runs on after an error: either way
-            // nothing depends on it.
+            // From STOP_COPY to STOP, since saving is over. Its whole state was read, or it will be resumed after an
+            // error: in both cases an error here does not matter.
             let _ = saved.saver.finish();
         } else if self.begun {
-            // Where a migration ends before the guest was paused nobody calls `run_on`, and the device is still in PRE_COPY. It runs in any
-            // case; what keeps it from being moved again is said when that is tried.
+            // If a migration ends before the guest was paused, `run_on` is not called, and the device is still in
+            // PRE_COPY. It runs in any case; an obstacle to moving it again is reported by the next attempt.
             let _ = saved.saver.abort();
         }
     }
@@ -260,9 +266,10 @@ impl<D: Device> Drop for Saving<D> {
 
 /// A guest's VFIO devices at the destination. Clones are the same devices.
 ///
-/// The monitor gives what [`load_devices`](Self::load_devices) has to its [`Destination`](sterna::destination::Destination), and calls
-/// [`run`](Self::run) in [`DestinationVmm::resume`](sterna::vmm::DestinationVmm::resume), before the guest's CPUs run. All devices have
-/// loaded by then, and stand.
+/// The monitor passes the devices of [`load_devices`](Self::load_devices) to its
+/// [`Destination`](sterna::destination::Destination), and calls [`run`](Self::run) in
+/// [`DestinationVmm::resume`](sterna::vmm::DestinationVmm::resume), before the guest's CPUs run. All devices are loaded
+/// and stopped then.
 pub struct VfioDestination<D: Device> {
     devices: Arc<[Incoming<D>]>,
 }
@@ -291,7 +298,7 @@ impl<D: Device> fmt::Debug for VfioDestination<D> {
 }
 
 impl<D: Device> VfioDestination<D> {
-    /// Devices as they were opened, in RUNNING. What they hold is lost when their state comes.
+    /// Takes devices as they were opened, in RUNNING. Loading a state discards their content.
     ///
     /// # Errors
     /// One of them cannot be migrated.
@@ -303,7 +310,8 @@ impl<D: Device> VfioDestination<D> {
         Ok(Self { devices: devices.into_iter().map(incoming).collect::<Result<_, VfioError>>()? })
     }
 
-    /// The devices, each for [`Destination::device`](sterna::destination::Destination::device), for one migration.
+    /// Returns the devices, each for [`Destination::device`](sterna::destination::Destination::device), for one
+    /// migration.
     pub fn load_devices(&self) -> Vec<(DeviceId, Box<dyn LoadDevice>)>
     where
         D: 'static,
@@ -314,19 +322,20 @@ impl<D: Device> VfioDestination<D> {
         (0..self.devices.len()).map(load_device).collect()
     }
 
-    /// Has all devices run with what was loaded: the guest belongs here, and its CPUs do not run yet. There is no way back.
+    /// Runs all devices with the loaded state: the guest belongs to this host, and its CPUs do not run yet. This cannot
+    /// be undone.
     ///
     /// # Errors
-    /// Every device is tried, and the first error given; it can be called again.
+    /// Every device is tried, and the first error returned; it can be called again.
     pub fn run(&self) -> Result<(), VfioError> {
         let mut all: Vec<_> = self.devices.iter().map(Incoming::lock).collect();
         run_together(&mut all.iter_mut().map(|loader| &mut **loader).collect::<Vec<_>>())
     }
 
-    /// After a migration that failed: resets all devices, which are as they were opened then, for another try or another guest.
+    /// Resets all devices after a failed migration, to their state after opening, for another attempt or another guest.
     ///
     /// # Errors
-    /// Every device is tried, and the first error given. A device that runs for the guest is not reset.
+    /// Every device is tried, and the first error returned. A device that runs for the guest is not reset.
     pub fn abort(&self) -> Result<(), VfioError> {
         self.devices.iter().map(|device| device.lock().abort()).fold(Ok(()), Result::and)
     }

@@ -1,4 +1,4 @@
-//! A vhost-user back-end, given to the engine.
+//! Connects a vhost-user back-end to the engine.
 
 use std::io::{BufRead, Write};
 use std::time::{Duration, Instant};
@@ -11,17 +11,18 @@ use crate::vhost_user::BackEnd;
 
 /// A back-end at the source, for [`Source::device`](sterna::source::Source::device).
 ///
-/// The monitor suspends the device (`GET_VRING_BASE` for each vring) in [`SourceVmm::pause`](sterna::vmm::SourceVmm::pause), and starts
-/// its vrings again in [`SourceVmm::resume`](sterna::vmm::SourceVmm::resume): whatever was read of its state, it goes on as before.
-/// The protocol has nothing ahead of the stop, and does not say how long a state is.
+/// The monitor suspends the device (`GET_VRING_BASE` for each vring) in
+/// [`SourceVmm::pause`](sterna::vmm::SourceVmm::pause), and starts its vrings again in
+/// [`SourceVmm::resume`](sterna::vmm::SourceVmm::resume): the device then continues, whether or not its state was read.
+/// The protocol cannot read ahead of the stop, and does not report the length of a state.
 pub struct VhostUserSource {
     back_end: BackEnd,
     patience: Duration,
 }
 
 impl VhostUserSource {
-    /// For one migration. `patience` is how long the back-end may take for its state, all in all; what the network takes besides is not
-    /// counted.
+    /// Makes the source for one migration. `patience` is the total time that the back-end may take for its state; the
+    /// time of the network is not counted.
     pub fn new(back_end: BackEnd, patience: Duration) -> Self {
         Self { back_end, patience }
     }
@@ -46,15 +47,15 @@ impl SaveDevice for VhostUserSource {
 /// A back-end at the destination, for [`Destination::device`](sterna::destination::Destination::device): connected, with its memory table,
 /// its vrings not started.
 ///
-/// The monitor starts the vrings in [`DestinationVmm::resume`](sterna::vmm::DestinationVmm::resume). After a migration that failed it must
-/// not: the back-end has a part of a state, or all of it; load again or end it.
+/// The monitor starts the vrings in [`DestinationVmm::resume`](sterna::vmm::DestinationVmm::resume). After a failed
+/// migration it must not: the back-end has a part of a state, or all of it; load again or end it.
 pub struct VhostUserDestination {
     back_end: BackEnd,
     patience: Duration,
 }
 
 impl VhostUserDestination {
-    /// For one migration. `patience` as at the [source](VhostUserSource::new).
+    /// Makes the destination for one migration. `patience` as at the [source](VhostUserSource::new).
     pub fn new(back_end: BackEnd, patience: Duration) -> Self {
         Self { back_end, patience }
     }
@@ -78,12 +79,12 @@ impl LoadDevice for VhostUserDestination {
     }
 }
 
-/// How long a back-end may still be waited for.
+/// The remaining time for waiting on a back-end.
 struct Patience(Duration);
 
 impl Patience {
     fn during<T>(&mut self, call: impl FnOnce(Instant) -> T) -> T {
-        /// A clock may have no time that is much later.
+        /// A clock cannot represent a time that is much later.
         const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);
         let begun = Instant::now();
         let result = call(begun + self.0.min(YEAR));
@@ -97,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_back_end_has_taken_is_taken_from_its_patience_and_the_time_between_is_not() {
+    fn time_of_the_back_end_counts_against_its_patience_and_time_between_calls_does_not() {
         let mut patience = Patience(Duration::from_secs(1000));
         let (first, ended) = patience.during(|deadline| {
             let begun = Instant::now();

@@ -1,12 +1,12 @@
-//! What source and destination have in common: a device, its name, and where it is known to be.
+//! The common part of source and destination: a device, its name, and its known state.
 
 use std::io;
 
 use super::device::{Device, Flags, State};
 use super::error::VfioError;
 
-/// How often a device is told to run again. The header leaves open where it is after an error; from each such place there is
-/// a way on.
+/// How often a device is asked to run again. The header leaves open which state it is in after an error; from each
+/// possible state RUNNING can be reached.
 const ATTEMPTS: usize = 3;
 
 #[derive(Debug)]
@@ -14,12 +14,12 @@ pub(super) struct Control<D> {
     pub(super) device: D,
     pub(super) name: String,
     pub(super) flags: Flags,
-    /// `None`: a change failed, and the kernel does not say where it left the device.
+    /// `None` if a change failed, and the kernel does not report in which state it left the device.
     pub(super) state: Option<State>,
 }
 
 impl<D: Device> Control<D> {
-    /// Asks the device what it can do. It must run: whoever begins is the only one.
+    /// Queries what the device supports. It must be in RUNNING: another program may be migrating it otherwise.
     pub(super) fn new(device: D, name: String) -> Result<Self, VfioError> {
         let flags = device.migration().map_err(|source| VfioError::NoMigration { device: name.clone(), source })?;
         if !flags.stop_copy() {
@@ -56,7 +56,7 @@ impl<D: Device> Control<D> {
     pub(super) fn go_without_stream(&mut self, to: State) -> Result<(), VfioError> {
         match self.go(to)? {
             None => Ok(()),
-            Some(_) => Err(self.stream_error(to, "a stream that nobody asked for")),
+            Some(_) => Err(self.stream_error(to, "a stream that was not requested")),
         }
     }
 
@@ -64,7 +64,7 @@ impl<D: Device> Control<D> {
         VfioError::Stream { device: self.name.clone(), to, problem }
     }
 
-    /// As `go_without_stream`, again and again while there is hope. A device in ERROR is left there.
+    /// As `go_without_stream`, but retries. A device in ERROR is left there.
     pub(super) fn insist(&mut self, to: State) -> Result<(), VfioError> {
         let mut attempt = 1;
         loop {
@@ -98,7 +98,7 @@ impl<D: Device> Control<D> {
     }
 }
 
-/// `call`, again when a signal came between.
+/// Repeats `call` if a signal interrupted it.
 pub(super) fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
     loop {
         match call() {

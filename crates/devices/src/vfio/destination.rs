@@ -8,12 +8,12 @@ use super::error::VfioError;
 
 /// Loads the state of one device.
 ///
-/// Order: [`begin`](Self::begin), [`write`](Self::write) of everything that the source's [`Saver`](super::Saver) gave, in its
-/// order (how it is divided does not count), [`finish`](Self::finish), and when the guest belongs here,
-/// [`run_quiesced`](Self::run_quiesced) and [`run`](Self::run), with several devices by
+/// Order: [`begin`](Self::begin), [`write`](Self::write) of all bytes that the source's [`Saver`](super::Saver) has
+/// read, in order (in pieces of any size), [`finish`](Self::finish), and when the guest belongs to this host,
+/// [`run_quiesced`](Self::run_quiesced) and [`run`](Self::run), for several devices by
 /// [`run_together`](super::run_together). Until it runs, [`abort`](Self::abort) empties the device.
 ///
-/// One dropped halfway leaves its device as it is.
+/// Dropping it leaves the device in its state.
 #[derive(Debug)]
 pub struct Loader<D: Device> {
     control: Control<D>,
@@ -32,38 +32,38 @@ enum Phase {
 }
 
 impl<D: Device> Loader<D> {
-    /// For a device in RUNNING, as it is after it was opened. `name` is for messages.
+    /// Makes a loader for a device in RUNNING, as it is after it was opened. `name` is for messages.
     pub fn new(device: D, name: impl Into<String>) -> Result<Self, VfioError> {
         let control = Control::new(device, name.into())?;
         Ok(Self { control, data: None, written: 0, phase: Phase::New })
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &str {
         &self.control.name
     }
 
-    /// What the device offers.
+    /// Returns what the device supports.
     pub fn flags(&self) -> Flags {
         self.control.flags
     }
 
-    /// The state it is known to be in; `None` after a failure that the kernel did not explain.
+    /// Returns the state that it is known to be in; `None` after a failure that the kernel did not explain.
     pub fn state(&self) -> Option<State> {
         self.control.state
     }
 
-    /// Bytes loaded so far.
+    /// Returns the bytes loaded so far.
     pub fn bytes_written(&self) -> u64 {
         self.written
     }
 
-    /// Whether it runs for the guest: [`run`](Self::run) has succeeded.
+    /// Returns whether it runs for the guest: [`run`](Self::run) has succeeded.
     pub fn is_running(&self) -> bool {
         self.phase == Phase::Running
     }
 
-    /// Makes the device ready to take a state; what it had is gone.
+    /// Prepares the device for loading a state; its content is lost.
     pub fn begin(&mut self) -> Result<(), VfioError> {
         self.expect(Phase::New, "begin", "begun already")?;
         self.data = Some(self.or_fail(|control| control.go_for_stream(State::Resuming))?);
@@ -79,12 +79,12 @@ impl<D: Device> Loader<D> {
         };
         while !bytes.is_empty() {
             let error = match uninterrupted(|| data.write(bytes)) {
-                Ok(taken @ 1..) => {
-                    bytes = &bytes[taken..];
-                    self.written += taken as u64;
+                Ok(accepted @ 1..) => {
+                    bytes = &bytes[accepted..];
+                    self.written += accepted as u64;
                     continue;
                 }
-                // Again and again would be for ever.
+                // Retrying would never end.
                 Ok(0) => io::ErrorKind::WriteZero.into(),
                 Err(error) => error,
             };
@@ -94,9 +94,10 @@ impl<D: Device> Loader<D> {
         Ok(())
     }
 
-    /// Everything was written: the device checks it and takes it over. It stays stopped.
+    /// Completes loading: the device checks the state and adopts it. It stays stopped.
     ///
-    /// After an error the state was not complete, not for this device, or the device has failed: [`abort`](Self::abort).
+    /// After an error the state was incomplete, or not for this device, or the device has failed: call
+    /// [`abort`](Self::abort).
     pub fn finish(&mut self) -> Result<(), VfioError> {
         self.expect(Phase::Loading, "finish", "not loading")?;
         self.or_fail(|control| control.go_without_stream(State::Stop))?;
@@ -105,14 +106,14 @@ impl<D: Device> Loader<D> {
         Ok(())
     }
 
-    /// The first half of running, for several devices: it runs, but does not write to others yet. Does nothing where the
-    /// device cannot do that.
+    /// Does the first half of running, for several devices: the device runs, but does not write to others yet. Does
+    /// nothing if the device does not support that.
     pub fn run_quiesced(&mut self) -> Result<(), VfioError> {
         self.expect(Phase::Loaded, "run_quiesced", "not loaded, or runs already")?;
         if self.control.flags.p2p() { self.control.insist(State::RunningP2p) } else { Ok(()) }
     }
 
-    /// The device runs with what was loaded. Only when the guest belongs here: there is no way back.
+    /// Runs the device with the loaded state. Only when the guest belongs to this host: this cannot be undone.
     ///
     /// After an error it can be called again, unless the device has failed ([`VfioError::NeedsReset`]).
     pub fn run(&mut self) -> Result<(), VfioError> {
@@ -122,8 +123,8 @@ impl<D: Device> Loader<D> {
         Ok(())
     }
 
-    /// Gives up: the device is reset, which is the only way out of loading. It is in RUNNING then, as when it was opened, and
-    /// has nothing to run with.
+    /// Aborts loading: resets the device, the only transition out of loading. It is in RUNNING then, as after opening,
+    /// with no state.
     pub fn abort(&mut self) -> Result<(), VfioError> {
         match self.phase {
             Phase::New => return Ok(()),

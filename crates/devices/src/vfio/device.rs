@@ -1,4 +1,5 @@
-//! The kernel's calls on a VFIO device, as the consumer needs them: two traits, so that a device in software can stand in.
+//! The kernel's calls on a VFIO device that the consumer needs: two traits, so that a software device can be used
+//! instead.
 
 use std::fmt;
 use std::io;
@@ -9,37 +10,37 @@ const STOP_COPY: u64 = abi::VFIO_MIGRATION_STOP_COPY as u64;
 const P2P: u64 = abi::VFIO_MIGRATION_P2P as u64;
 const PRE_COPY: u64 = abi::VFIO_MIGRATION_PRE_COPY as u64;
 
-/// What a device can do, as `VFIO_DEVICE_FEATURE_MIGRATION` tells it.
+/// What a device supports, as reported by `VFIO_DEVICE_FEATURE_MIGRATION`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Flags(pub u64);
 
 impl Flags {
-    /// STOP, STOP_COPY and RESUMING: what every device that migrates has.
+    /// STOP, STOP_COPY and RESUMING, which every device that migrates has.
     pub const STOP_COPY: Self = Self(STOP_COPY);
 
-    /// With RUNNING_P2P (and PRE_COPY_P2P, where there is PRE_COPY).
+    /// Adds RUNNING_P2P (and PRE_COPY_P2P, where there is PRE_COPY).
     #[must_use]
     pub const fn with_p2p(self) -> Self {
         Self(self.0 | P2P)
     }
 
-    /// With PRE_COPY.
+    /// Adds PRE_COPY.
     #[must_use]
     pub const fn with_pre_copy(self) -> Self {
         Self(self.0 | PRE_COPY)
     }
 
-    /// Whether the device migrates at all.
+    /// Returns whether the device migrates at all.
     pub const fn stop_copy(self) -> bool {
         self.0 & STOP_COPY != 0
     }
 
-    /// Whether the device can be kept from writing to other devices before it is stopped.
+    /// Returns whether the device's writes to other devices can be suspended before it is stopped.
     pub const fn p2p(self) -> bool {
         self.0 & P2P != 0
     }
 
-    /// Whether state can be read while the device runs.
+    /// Returns whether state can be read while the device runs.
     pub const fn pre_copy(self) -> bool {
         self.0 & PRE_COPY != 0
     }
@@ -58,19 +59,19 @@ impl fmt::Debug for Flags {
 pub enum State {
     /// Failed; only a reset helps.
     Error,
-    /// Changes nothing, inside or outside.
+    /// Stopped: changes nothing, inside or outside.
     Stop,
     /// Runs.
     Running,
     /// Stopped, and its state can be read to the end.
     StopCopy,
-    /// Stopped, and takes a new state.
+    /// Stopped, and a new state can be loaded.
     Resuming,
     /// Runs, but starts no DMA to other devices.
     RunningP2p,
-    /// Runs, and what it has of its state can be read.
+    /// Runs, and its available state can be read.
     PreCopy,
-    /// Both of the last two.
+    /// Both RUNNING_P2P and PRE_COPY.
     PreCopyP2p,
     /// A state of a newer kernel.
     Other(u32),
@@ -89,7 +90,7 @@ impl State {
         Self::PreCopyP2p,
     ];
 
-    /// The header's number.
+    /// Returns the header's number.
     pub fn number(self) -> u32 {
         match self {
             Self::Other(number) => number,
@@ -97,17 +98,17 @@ impl State {
         }
     }
 
-    /// The state of a number.
+    /// Returns the state with this number.
     pub fn from_number(number: u32) -> Self {
         Self::ALL.get(number as usize).copied().unwrap_or(Self::Other(number))
     }
 
-    /// Whether the device runs in it, be it without DMA to others.
+    /// Returns whether the device runs in this state, with or without DMA to others.
     pub fn runs(self) -> bool {
         matches!(self, Self::Running | Self::RunningP2p | Self::PreCopy | Self::PreCopyP2p)
     }
 
-    /// Whether a device with these flags has this state.
+    /// Returns whether a device with these flags has this state.
     pub fn offered(self, flags: Flags) -> bool {
         match self {
             Self::Error | Self::Running => true,
@@ -136,8 +137,8 @@ impl fmt::Display for State {
     }
 }
 
-/// What a device estimates to have for its reader while it runs: `struct vfio_precopy_info`. Both say nothing of what
-/// comes once it is stopped.
+/// A running device's estimates of the state to read: `struct vfio_precopy_info`. Neither includes the state that
+/// follows once it is stopped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrecopyInfo {
     /// Bytes of the first pass that were not read yet. The header recommends not to stop the device before this is 0.
@@ -156,54 +157,53 @@ pub struct DmaRange {
 }
 
 /// The calls on a device. Errors carry the kernel's errno (`raw_os_error`).
-///
-/// All take `&self`: the kernel orders them itself, and who watches DMA is not who saves.
+/// All take `&self`: the kernel orders them itself, and watching DMA and saving happen on different threads.
 pub trait Device: Send + Sync {
     /// A stream of state.
     type Data: Data;
 
-    /// `VFIO_DEVICE_FEATURE_MIGRATION`. `ENOTTY`: the device does not migrate.
+    /// Queries `VFIO_DEVICE_FEATURE_MIGRATION`. `ENOTTY`: the device does not migrate.
     fn migration(&self) -> io::Result<Flags>;
 
-    /// The state it is in: `VFIO_DEVICE_FEATURE_MIG_DEVICE_STATE`, asked.
+    /// Queries its state: `VFIO_DEVICE_FEATURE_MIG_DEVICE_STATE`.
     fn state(&self) -> io::Result<State>;
 
-    /// Takes it to another state, by the kernel's shortest way. A stream comes with the steps RUNNING → PRE_COPY,
-    /// RUNNING_P2P → PRE_COPY_P2P, STOP → STOP_COPY and STOP → RESUMING. After an error it may be in any state of the way,
-    /// or in ERROR.
+    /// Changes its state, by the kernel's shortest path. The steps RUNNING → PRE_COPY, RUNNING_P2P → PRE_COPY_P2P, STOP
+    /// → STOP_COPY and STOP → RESUMING return a stream. After an error the device may be in any state of the path, or
+    /// in ERROR.
     fn set_state(&self, state: State) -> io::Result<Option<Self::Data>>;
 
-    /// About how many bytes there are to read once it is stopped: `VFIO_DEVICE_FEATURE_MIG_DATA_SIZE`, in any state.
-    /// `ENOTTY` from kernels before 6.2.
+    /// Estimates how many bytes there are to read once it is stopped: `VFIO_DEVICE_FEATURE_MIG_DATA_SIZE`, in any
+    /// state. `ENOTTY` from kernels before 6.2.
     fn data_size(&self) -> io::Result<u64>;
 
-    /// `VFIO_DEVICE_RESET`: RUNNING, from any state, and nothing left of what it held.
+    /// Resets it (`VFIO_DEVICE_RESET`): to RUNNING, from any state, with the loss of its content.
     fn reset(&self) -> io::Result<()>;
 
-    /// `VFIO_DEVICE_FEATURE_DMA_LOGGING_START`. `page_size` is a hint; gives what the device chose. The kernel promises to
-    /// take 256 ranges. `ENOTTY`: the device has no log.
+    /// Starts the log: `VFIO_DEVICE_FEATURE_DMA_LOGGING_START`. `page_size` is a hint; returns the device's choice. The
+    /// kernel guarantees to accept 256 ranges. `ENOTTY`: the device has no log.
     fn dma_logging_start(&self, page_size: u64, ranges: &[DmaRange]) -> io::Result<u64>;
 
-    /// `VFIO_DEVICE_FEATURE_DMA_LOGGING_REPORT`: sets in `bitmap` the bit of each page of `range` that was written, bit 0
-    /// of word 0 for the range's first, and forgets them. Clears nothing in `bitmap`, which has a bit for every page.
-    /// After an error the log is lost.
+    /// Reads the log: `VFIO_DEVICE_FEATURE_DMA_LOGGING_REPORT`. Sets in `bitmap` the bit of each page of `range` that
+    /// was written, bit 0 of word 0 for the range's first page, and clears the device's log of them. Clears nothing in
+    /// `bitmap`, which has a bit for every page. After an error the log is lost.
     fn dma_logging_report(&self, range: DmaRange, page_size: u64, bitmap: &mut [u64]) -> io::Result<()>;
 
-    /// `VFIO_DEVICE_FEATURE_DMA_LOGGING_STOP`.
+    /// Stops the log: `VFIO_DEVICE_FEATURE_DMA_LOGGING_STOP`.
     fn dma_logging_stop(&self) -> io::Result<()>;
 
-    /// Whether each report has to be about the whole of what was mapped at once. Not so with the kernel.
+    /// Returns whether each report has to cover a whole mapping. False for the kernel.
     fn reports_whole_mappings(&self) -> bool {
         false
     }
 }
 
-/// A stream of state. Its bytes are the driver's: their order counts, how they are divided does not.
+/// A stream of state. The driver defines its bytes: their order counts, not how they are divided.
 pub trait Data: Send {
-    /// Bytes of state: 0 at the end. `ENOMSG`: nothing now (in PRE_COPY and PRE_COPY_P2P only).
+    /// Reads bytes of state: 0 at the end. `ENOMSG`: nothing now (in PRE_COPY and PRE_COPY_P2P only).
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize>;
 
-    /// Takes bytes of state, as many as it says.
+    /// Writes bytes of state, and returns how many were accepted.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize>;
 
     /// `VFIO_MIG_GET_PRECOPY_INFO`. `EINVAL` unless the device is in PRE_COPY or PRE_COPY_P2P.

@@ -1,4 +1,4 @@
-//! The dirty log of a device's DMA: which guest pages it wrote, as the device itself or its driver notes it.
+//! The dirty log of a device's DMA: the guest pages that it wrote, as recorded by the device itself or its driver.
 
 use std::io;
 
@@ -8,13 +8,13 @@ use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
 use super::device::{Device, DmaRange};
 
-/// Ranges that the kernel promises to take: as many as fit one page of 4 KiB, of 16 bytes each.
-const MOST_RANGES: usize = 256;
-/// Pages asked for at once, unless it has to be all of a mapping: 64 KiB of bitmap, 2 GiB of guest memory.
+/// Ranges that the kernel guarantees to accept: as many as fit one page of 4 KiB, of 16 bytes each.
+const MAX_RANGES: usize = 256;
+/// Pages queried at once, unless a device requires a whole mapping: 64 KiB of bitmap, 2 GiB of guest memory.
 const PIECE: u64 = 8 * 65536;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Part of a RAM block, and where the device sees it.
+/// A part of a RAM block, and its I/O addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaMapping {
     /// Its first I/O address.
@@ -23,19 +23,20 @@ pub struct DmaMapping {
     pub pages: u64,
     /// The RAM block.
     pub block: usize,
-    /// The block's page that it begins with.
+    /// The page of the block at which it begins.
     pub first_page: u64,
 }
 
-/// What one device writes. In a guest's log it is one of several ([`union`](sterna_memory::dirty::union)): each device that
-/// is passed through has one, and the CPUs have theirs.
+/// The log of one device's writes. A guest's log unites several ([`union`](sterna_memory::dirty::union)): one for each
+/// device that is passed through, and those of the CPUs.
 ///
-/// The last `collect` comes after the device was stopped ([`stop_together`](super::stop_together)); until then it writes.
-/// Names whole pages of the device's own granularity: with a page size above 4 KiB, also neighbours of what was written.
-/// Memory that the device reads and the guest's mappings of I/O addresses are the monitor's matter.
+/// The last `collect` follows after the device was stopped ([`stop_together`](super::stop_together)); until then the
+/// device writes. The log names whole pages of the device's own granularity: with a page size above 4 KiB, also
+/// neighbours of written pages. Memory that the device reads and the guest's mappings of I/O addresses are the
+/// monitor's responsibility.
 ///
-/// When the device fails to report, its log is worth nothing, and so is this one until it is stopped and started: who goes
-/// on has to take every page for written.
+/// If the device fails to report, its log is useless, and so is this one until it is stopped and started: a caller that
+/// continues has to treat every page as written.
 #[derive(Debug)]
 pub struct DmaLog<D> {
     device: D,
@@ -43,17 +44,18 @@ pub struct DmaLog<D> {
     /// Pages of each block.
     blocks: Vec<u64>,
     mappings: Vec<DmaMapping>,
-    /// What the device is asked to watch.
+    /// The ranges that the device is asked to watch.
     ranges: Vec<DmaRange>,
     words: Vec<u64>,
-    /// Pages asked for at once.
+    /// Pages queried at once.
     piece: u64,
     started: bool,
     lost: bool,
 }
 
 impl<D: Device> DmaLog<D> {
-    /// For RAM blocks of these numbers of pages, mapped for the device as `mappings` say. `name` is for messages.
+    /// Makes a log for RAM blocks of these numbers of pages, mapped for the device by `mappings`. `name` is for
+    /// messages.
     pub fn new(
         device: D,
         name: impl Into<String>,
@@ -75,7 +77,7 @@ impl<D: Device> DmaLog<D> {
                 return Err(refused(&name, "watch", io::Error::new(io::ErrorKind::InvalidInput, problem)));
             }
         }
-        let ranges = to_watch(&mappings, MOST_RANGES)
+        let ranges = to_watch(&mappings, MAX_RANGES)
             .ok_or_else(|| refused(&name, "watch", io::Error::new(io::ErrorKind::InvalidInput, "mappings overlap")))?;
         let piece = if device.reports_whole_mappings() { u64::MAX } else { PIECE };
         let most = mappings.iter().map(|mapping| mapping.pages.min(piece)).max().unwrap_or(0);
@@ -98,7 +100,7 @@ impl<D: Device> DmaLog<D> {
                     let (at, run) = (u64::from(bits.trailing_zeros()), bits >> bits.trailing_zeros());
                     let run = u64::from(run.trailing_ones());
                     let from = word as u64 * 64 + at;
-                    // Bits past the last page mean nothing.
+                    // Bits past the last page have no meaning.
                     dirty.set(first + from.min(pages)..first + (from + run).min(pages));
                     bits = if at + run == 64 { 0 } else { bits & (u64::MAX << (at + run)) };
                 }
@@ -116,8 +118,8 @@ impl<D: Device> DirtyLog for DmaLog<D> {
         }
         if let Some(first) = self.mappings.first() {
             self.device.dma_logging_start(PAGE, &self.ranges).map_err(|error| refused(&self.name, "watch", error))?;
-            // A kernel may start a log that it cannot report: Linux without `CONFIG_IOMMUFD_DRIVER` (`EOPNOTSUPP`). What these
-            // pages have is forgotten, as is all that was written before `start` has returned.
+            // A kernel may start a log that it cannot report: Linux without `CONFIG_IOMMUFD_DRIVER` (`EOPNOTSUPP`). The
+            // log of these pages is cleared thereby, like that of all writes before `start` has returned.
             let pages = DmaRange { iova: first.iova, length: first.pages.min(self.piece) * PAGE };
             if let Err(error) = self.device.dma_logging_report(pages, PAGE, &mut self.words) {
                 // The first error is the one to report.
@@ -166,8 +168,8 @@ fn refused(device: &str, what: &str, source: io::Error) -> DirtyLogError {
     DirtyLogError::System { what: format!("have device {device} {what} its DMA"), source }
 }
 
-/// The ranges of `mappings`, in order, neighbours joined; where that leaves more than `most`, those with the least between
-/// them joined too, since a device may watch more than it is asked for. `None`: they overlap.
+/// Returns the ranges of `mappings`, in order, adjacent ones joined; if more than `most` remain, those with the
+/// smallest gaps are joined too, since a device may watch more than requested. `None` if they overlap.
 fn to_watch(mappings: &[DmaMapping], most: usize) -> Option<Vec<DmaRange>> {
     let mut ranges: Vec<DmaRange> =
         mappings.iter().map(|m| DmaRange { iova: m.iova, length: m.pages * PAGE }).collect();
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_ranges_are_joined_where_the_gaps_are_least() {
+    fn too_many_ranges_are_joined_at_the_smallest_gaps() {
         let mappings = [mapping(0, 1), mapping(2, 1), mapping(100, 1), mapping(110, 1), mapping(1000, 1)];
         assert_eq!(pages(&to_watch(&mappings, 3).unwrap()), [(0, 3), (100, 11), (1000, 1)]);
         assert_eq!(pages(&to_watch(&mappings, 1).unwrap()), [(0, 1001)]);
@@ -216,10 +218,10 @@ mod tests {
     }
 
     #[test]
-    fn equal_gaps_never_leave_more_than_the_most() {
+    fn equal_gaps_never_leave_more_than_the_maximum() {
         let mappings: Vec<_> = (0..1000).map(|at| mapping(at * 2, 1)).collect();
-        let ranges = to_watch(&mappings, MOST_RANGES).unwrap();
-        assert!(ranges.len() <= MOST_RANGES, "{}", ranges.len());
+        let ranges = to_watch(&mappings, MAX_RANGES).unwrap();
+        assert!(ranges.len() <= MAX_RANGES, "{}", ranges.len());
         assert_eq!(pages(&ranges), [(0, 1999)]);
     }
 

@@ -1,4 +1,4 @@
-//! What can go wrong with a device: what happened, to which device, what to do.
+//! Errors of a device: what happened, to which device, what to do.
 
 use std::io;
 
@@ -13,7 +13,7 @@ pub enum VfioError {
     NoMigration {
         /// The device.
         device: String,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
     /// Flags that this version of the interface does not have.
@@ -23,10 +23,10 @@ pub enum VfioError {
     Unsupported {
         /// The device.
         device: String,
-        /// What it says.
+        /// The flags that it reports.
         flags: Flags,
     },
-    /// Someone else has begun something.
+    /// Another program uses the device.
     #[error("device {device} is in {state}, not in RUNNING: another program migrates it, or a reset is due")]
     Busy {
         /// The device.
@@ -34,7 +34,7 @@ pub enum VfioError {
         /// Its state.
         state: State,
     },
-    /// Several devices are to be stopped, and one cannot be kept from writing to the others.
+    /// Several devices are to be stopped, and one cannot suspend its writes to the others.
     #[error(
         "device {device} cannot hold back its DMA to other devices (no P2P state), so it cannot be stopped together with \
          them; migrate with it alone, or say that the guest uses no DMA between devices"
@@ -48,21 +48,21 @@ pub enum VfioError {
     Transition {
         /// The device.
         device: String,
-        /// Where it was, if known.
+        /// Its state before, if known.
         from: Option<State>,
-        /// Where it should have gone.
+        /// The target state.
         to: State,
-        /// Where it is now, if the kernel says so.
+        /// Its state now, if the kernel reports it.
         now: Option<State>,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// A change of state succeeded without the stream that comes with it, or with one that does not.
+    /// A change of state succeeded without the stream that belongs to it, or with an unexpected one.
     #[error("the driver of device {device} made {problem} when going to {to}: it does not keep to the interface")]
     Stream {
         /// The device.
         device: String,
-        /// Where it went.
+        /// The new state.
         to: State,
         /// What is wrong.
         problem: &'static str,
@@ -74,7 +74,7 @@ pub enum VfioError {
         device: String,
         /// Bytes read before.
         after: u64,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The state could not be loaded.
@@ -82,9 +82,9 @@ pub enum VfioError {
     Write {
         /// The device.
         device: String,
-        /// Bytes taken before.
+        /// Bytes accepted before.
         after: u64,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The device is in ERROR.
@@ -98,30 +98,30 @@ pub enum VfioError {
     Reset {
         /// The device.
         device: String,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// How much is left could not be asked.
+    /// The remaining length could not be queried.
     #[error("device {device} does not say how much of its state is left: {source}")]
     Size {
         /// The device.
         device: String,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// A call that does not fit what came before.
+    /// A call that does not fit the calls before.
     #[error("{call} on device {device} is out of order: it is {phase}")]
     Order {
         /// The device.
         device: String,
         /// What was called.
         call: &'static str,
-        /// What it cannot follow.
+        /// The phase, in which it is not allowed.
         phase: &'static str,
     },
 }
 
-/// Where the device was asked, and says no.
+/// Explains an error that means that the device does not support migration.
 fn advice(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(_) => {
@@ -140,6 +140,6 @@ fn whereabouts(state: &Option<State>) -> String {
     match state {
         Some(State::Error) => "it has failed and must be reset".to_owned(),
         Some(state) => format!("it is in {state} now"),
-        None => "where it is now, nobody says".to_owned(),
+        None => "its state now is not known".to_owned(),
     }
 }

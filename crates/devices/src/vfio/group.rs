@@ -1,7 +1,7 @@
-//! Several devices of one guest. A device that is stopped must not be written to by another one that runs, so all of them
-//! go through the states without DMA between devices first (`VFIO_MIGRATION_P2P`), and all come back through them.
+//! Several devices of one guest. A running device must not write to a stopped one, so all of them first go through the
+//! states without DMA between devices (`VFIO_MIGRATION_P2P`), and all return through them.
 //!
-//! Changes of state take a driver milliseconds, and this is downtime: each device's is made on a thread of its own.
+//! A change of state takes a driver milliseconds, which are downtime: each device's change runs on its own thread.
 
 use std::panic;
 use std::thread;
@@ -11,27 +11,27 @@ use super::device::Device;
 use super::error::VfioError;
 use super::source::Saver;
 
-/// What is known of DMA between the devices of a guest.
+/// Whether there is DMA between the devices of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peers {
-    /// There may be some: several devices are stopped only if all of them can hold it back.
+    /// There may be some: several devices are stopped only if all of them can suspend it.
     MayWrite,
-    /// There is none, so devices may be stopped one after another: the IOMMU or the monitor's address map does not have
-    /// one device's memory for another.
+    /// There is none, so devices may be stopped one after another: the IOMMU or the monitor's address map does not give
+    /// one device access to another's memory.
     Separate,
 }
 
-/// Stops all devices of a guest whose CPUs have stopped: first all of them keep from writing to each other, then all stop.
+/// Stops all devices of a guest whose CPUs have stopped: first all of them stop writing to each other, then all stop.
 ///
-/// A device that cannot hold back its DMA is found before anything happens. After any other error some devices are stopped
-/// and some are not: [`abort_together`].
+/// A device that cannot suspend its DMA is detected before anything happens. After any other error some devices are
+/// stopped and others not: call [`abort_together`].
 pub fn stop_together<D: Device>(savers: &mut [&mut Saver<D>], peers: Peers) -> Result<(), VfioError> {
     check_peers(savers, peers)?;
     each(savers, |saver| saver.quiesce())?;
     each(savers, |saver| saver.stop())
 }
 
-/// Whether these devices can be stopped together.
+/// Checks whether these devices can be stopped together.
 pub(crate) fn check_peers<D: Device>(savers: &[&mut Saver<D>], peers: Peers) -> Result<(), VfioError> {
     if peers == Peers::MayWrite
         && savers.len() > 1
@@ -42,10 +42,10 @@ pub(crate) fn check_peers<D: Device>(savers: &[&mut Saver<D>], peers: Peers) -> 
     Ok(())
 }
 
-/// Has all devices run again, with the state that they have. The guest's CPUs must stand still until this has succeeded.
+/// Runs all devices again, with their present state. The guest's CPUs must stay stopped until this has succeeded.
 ///
-/// Every device is tried, and the first error given. Where one cannot run again (see [`Saver::state`]), none is allowed to
-/// write to others: reset it ([`Saver::reset`]), or stop using it, and call this again.
+/// Every device is tried, and the first error returned. If one cannot run again (see [`Saver::state`]), none is allowed
+/// to write to others: reset it ([`Saver::reset`]), or stop using it, and call this again.
 pub fn abort_together<D: Device>(savers: &mut [&mut Saver<D>]) -> Result<(), VfioError> {
     if savers.len() > 1 {
         each(savers, |saver| saver.abort_quiesced())?;
@@ -53,9 +53,9 @@ pub fn abort_together<D: Device>(savers: &mut [&mut Saver<D>]) -> Result<(), Vfi
     each(savers, |saver| saver.abort())
 }
 
-/// Has all devices run with what was loaded. Only when the guest belongs here, and before its CPUs run.
+/// Runs all devices with the loaded state. Only when the guest belongs to this host, and before its CPUs run.
 ///
-/// Every device is tried, and the first error given; it can be called again.
+/// Every device is tried, and the first error returned; it can be called again.
 pub fn run_together<D: Device>(loaders: &mut [&mut Loader<D>]) -> Result<(), VfioError> {
     let mut waiting: Vec<&mut Loader<D>> =
         loaders.iter_mut().filter(|loader| !loader.is_running()).map(|loader| &mut **loader).collect();
@@ -65,7 +65,7 @@ pub fn run_together<D: Device>(loaders: &mut [&mut Loader<D>]) -> Result<(), Vfi
     each(&mut waiting, |loader| loader.run())
 }
 
-/// Does `act` with all at the same time; the first error in their order.
+/// Calls `act` with all at the same time; returns the first error in their order.
 fn each<T: Send>(all: &mut [&mut T], act: impl Fn(&mut T) -> Result<(), VfioError> + Sync) -> Result<(), VfioError> {
     let Some((first, rest)) = all.split_first_mut() else {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The `unsafe` of this crate: VFIO's operations on file descriptors, each with the structure that it takes.
+//! The `unsafe` part of the VFIO module: its operations on file descriptors, each with its structure.
 
 use std::ffi::CStr;
 use std::io;
@@ -61,7 +61,7 @@ fn header<T>(flags: u32, data: T) -> Feature<T> {
     Feature { argsz: size_of::<Feature<T>>() as u32, flags, data }
 }
 
-/// Gets or sets a feature; gives its data as the kernel left it.
+/// Gets or sets a feature; returns its data as the kernel left it.
 pub(super) fn feature<T: Plain>(fd: BorrowedFd<'_>, flags: u32, data: T) -> io::Result<T> {
     let mut feature = header(flags, data);
     // SAFETY: the kernel reads and writes within the `argsz` bytes, and `T` is numbers (`Plain`).
@@ -69,7 +69,7 @@ pub(super) fn feature<T: Plain>(fd: BorrowedFd<'_>, flags: u32, data: T) -> io::
     Ok(feature.data)
 }
 
-/// The stream that a device file said in `data_fd` to have made.
+/// Returns the stream that a device file reported in `data_fd`.
 pub(super) fn take_stream(device: BorrowedFd<'_>, state: u32) -> io::Result<Option<OwnedFd>> {
     let asked = abi::vfio_device_feature_mig_state { device_state: state, data_fd: -1 };
     let answer = feature(device, abi::VFIO_DEVICE_FEATURE_SET | abi::VFIO_DEVICE_FEATURE_MIG_DEVICE_STATE, asked)?;
@@ -91,7 +91,7 @@ pub(super) fn precopy_info(stream: BorrowedFd<'_>) -> io::Result<abi::vfio_preco
     Ok(info)
 }
 
-/// `VFIO_DEVICE_FEATURE_DMA_LOGGING_START`: gives the page size chosen.
+/// Calls `VFIO_DEVICE_FEATURE_DMA_LOGGING_START`: returns the chosen page size.
 pub(super) fn dma_logging_start(device: BorrowedFd<'_>, page_size: u64, ranges: &[DmaRange]) -> io::Result<u64> {
     let ranges: Vec<_> =
         ranges.iter().map(|r| abi::vfio_device_feature_dma_logging_range { iova: r.iova, length: r.length }).collect();
@@ -108,7 +108,7 @@ pub(super) fn dma_logging_start(device: BorrowedFd<'_>, page_size: u64, ranges: 
 /// `VFIO_DEVICE_FEATURE_DMA_LOGGING_REPORT`
 ///
 /// # Panics
-/// When `bitmap` has not a bit for each page.
+/// If `bitmap` lacks a bit for a page.
 pub(super) fn dma_logging_report(
     device: BorrowedFd<'_>,
     range: DmaRange,
@@ -159,7 +159,7 @@ mod tests {
 
     use super::operation::*;
 
-    /// What the bindings do not have, against the header that is installed, as far as that has it.
+    /// Compares values that the bindings lack with the installed header, as far as it has them.
     #[test]
     fn operations_have_the_numbers_of_the_kernels_header() {
         let ours = [

@@ -1,4 +1,4 @@
-//! A device by its file descriptor: the kernel itself behind [`Device`].
+//! A device by its file descriptor: the kernel's implementation of [`Device`].
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
@@ -15,18 +15,19 @@ use super::ioctl;
 #[derive(Debug)]
 pub struct KernelDevice {
     fd: OwnedFd,
-    /// What must stay open for `fd` to stay usable, closed after it.
+    /// Descriptors that must stay open while `fd` is used, closed after it.
     _behind: Vec<OwnedFd>,
 }
 
 impl KernelDevice {
-    /// By the file descriptor that a monitor has: of a device file bound to an iommufd, or from a group. A duplicate will do.
+    /// Takes the file descriptor that a monitor has: of a device file bound to an iommufd, or from a group. A duplicate
+    /// works too.
     pub fn new(fd: OwnedFd) -> Self {
         Self { fd, _behind: Vec::new() }
     }
 
-    /// Opens a device file (`/dev/vfio/devices/vfio0`) and binds it to an iommufd of its own, without any memory. For
-    /// tests and tools: a monitor has the device open already, and only one may.
+    /// Opens a device file (`/dev/vfio/devices/vfio0`) and binds it to a new iommufd, without any memory. For tests and
+    /// tools: a monitor has the device open already, and only one process may.
     pub fn open(path: &Path) -> io::Result<Self> {
         let device: OwnedFd = open(path)?.into();
         let iommufd: OwnedFd = open(Path::new("/dev/iommu"))?.into();
@@ -34,7 +35,8 @@ impl KernelDevice {
         Ok(Self { fd: device, _behind: vec![iommufd] })
     }
 
-    /// Opens the device `name` (`0000:06:00.1`) of a group (`/dev/vfio/12`), with a container of its own, as [`open`](Self::open).
+    /// Opens the device `name` (`0000:06:00.1`) of a group (`/dev/vfio/12`), with a new container, like
+    /// [`open`](Self::open).
     pub fn open_in_group(group: &Path, name: &str) -> io::Result<Self> {
         let name = CString::new(name).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
         let container: OwnedFd = open(Path::new("/dev/vfio/vfio"))?.into();

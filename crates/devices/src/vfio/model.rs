@@ -1,22 +1,22 @@
-//! A VFIO device in software, for tests of whatever migrates devices: it does what the header allows and refuses what the
-//! header does not, with the errno of the header or, where that leaves it open, of the kernel's own code.
+//! A VFIO device in software, for tests of code that migrates devices: it does what the header allows and refuses
+//! everything else, with the errno of the header or, where that leaves it open, of the kernel's own code.
 //!
-//! | of a device | here |
+//! | of a device | in the model |
 //! |---|---|
-//! | states and ways between them | [`arcs`]: the header's single steps, and the shortest way made of them |
+//! | states and paths between them | [`arcs`]: the header's single steps, and the shortest path made of them |
 //! | optional states | [`Config::flags`]; a state that is not offered is `EINVAL` |
 //! | ERROR | by a [`Fault`], or a state that does not load; everything but a reset is `EINVAL` then |
 //! | streams | exist from the step that begins them to the step that ends them; then `ENODEV`. Reading one that is written, or the reverse, is `EBADF` |
 //! | pre-copy | the first pass, then what [`ModelDevice::run`] changed; `ENOMSG` when there is nothing, and the end only in STOP_COPY |
 //! | `VFIO_MIG_GET_PRECOPY_INFO` | exact here; `EINVAL` outside of PRE_COPY and PRE_COPY_P2P, `ENOTTY` without |
-//! | loading | checked at RESUMING → STOP: `EINVAL` unless it is exactly what a device of the same size gave |
+//! | loading | checked at RESUMING → STOP: `EINVAL` unless it is exactly the state of a device of the same size |
 //! | short reads and writes | [`Config::most`] |
 //! | reset | RUNNING, the streams are dead, the state is a fresh device's |
 //! | DMA logging | [`Config::dma_page_size`]; ranges and page sizes checked as the kernel's core does |
 //! | DMA between devices | [`Fabric`] |
 //!
-//! Its state is bytes, changed by [`ModelDevice::run`] and only while the device runs, so what arrives can be compared
-//! with what left. What it cannot show: time, what drivers do that the header does not say, and real DMA.
+//! Its state is bytes, changed by [`ModelDevice::run`] and only while the device runs, so the loaded state can be
+//! compared with the saved one. It cannot model time, drivers' behaviour beyond the header, or real DMA.
 //!
 //! ```
 //! use sterna_devices::vfio::model::{Config, ModelDevice};
@@ -50,34 +50,34 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::device::{Data, Device, DmaRange, Flags, PrecopyInfo, State};
 use stream::Saving;
 
-/// Which device.
+/// The configuration of a device.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What it offers; `None`: it does not migrate (`ENOTTY`).
+    /// Its features; `None` if it does not migrate (`ENOTTY`).
     pub flags: Option<Flags>,
     /// Its state.
     pub state: Vec<u8>,
-    /// Whether the state is a guest's: it has one from the start, as at a source.
+    /// Whether the state is a guest's from the start, as at a source.
     pub live: bool,
-    /// At most so many bytes per read and write of a stream; less, by chance, when [`seed`](Self::seed) is given.
+    /// The most bytes per read and write of a stream; randomly less, if [`seed`](Self::seed) is given.
     pub most: usize,
-    /// Makes each read and write as short as chance will have it.
+    /// Makes the length of each read and write random.
     pub seed: Option<u64>,
-    /// Nothing to read in PRE_COPY is 0 bytes and not `ENOMSG`. Not what the header says, but a driver in the kernel's own tree
-    /// does it (`samples/vfio-mdev/mtty.c`).
+    /// Returns 0 bytes instead of `ENOMSG` if there is nothing to read in PRE_COPY. This violates the header, but a
+    /// driver in the kernel's own tree does it (`samples/vfio-mdev/mtty.c`).
     pub zero_for_nothing: bool,
     /// A state that does not load takes the device to ERROR; else it stays in RESUMING. The header allows both.
     pub bad_state_is_error: bool,
     /// The smallest page of its DMA log; `None`: it has no log (`ENOTTY`).
     pub dma_page_size: Option<u64>,
-    /// Whether it says how much there is to read (Linux 6.2 and later).
+    /// Whether it reports how much there is to read (Linux 6.2 and later).
     pub tells_size: bool,
     /// The other devices of its guest.
     pub fabric: Fabric,
 }
 
 impl Config {
-    /// A guest's device with everything optional.
+    /// Makes a guest's device with all optional features.
     pub fn with_state(state: Vec<u8>) -> Self {
         Self {
             flags: Some(Flags::STOP_COPY.with_p2p().with_pre_copy()),
@@ -93,19 +93,19 @@ impl Config {
         }
     }
 
-    /// A device that no guest has used, for `size` bytes of state.
+    /// Makes a device that no guest has used, for `size` bytes of state.
     pub fn empty(size: usize) -> Self {
         Self { live: false, ..Self::with_state(vec![0; size]) }
     }
 
-    /// With other flags.
+    /// Sets other flags.
     #[must_use]
     pub fn flags(mut self, flags: Flags) -> Self {
         self.flags = Some(flags);
         self
     }
 
-    /// On the fabric of other devices.
+    /// Adds the device to the fabric of other devices.
     #[must_use]
     pub fn on(mut self, fabric: &Fabric) -> Self {
         self.fabric = fabric.clone();
@@ -142,12 +142,12 @@ pub enum Call {
     DmaLoggingStop,
 }
 
-/// Where a failing change of state leaves the device.
+/// The state after a failed change of state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Leaves {
-    /// Where it was.
+    /// The old state.
     Unchanged,
-    /// After so many steps of its way; all but the last at most.
+    /// After this many steps of its path; at most all but the last.
     Midway(usize),
     /// In ERROR.
     InError,
@@ -156,18 +156,18 @@ pub enum Leaves {
 /// One call that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// Which call.
+    /// The call.
     pub call: Call,
-    /// So many of them succeed before.
+    /// Number of successful calls before.
     pub after: u32,
-    /// What it says.
+    /// Its error.
     pub errno: i32,
     /// For changes of state.
     pub leaves: Leaves,
 }
 
 impl Fault {
-    /// The call fails once, the first time, with `EIO`, and leaves the device where it was.
+    /// Makes the first such call fail once, with `EIO`, without a change of state.
     pub fn of(call: Call) -> Self {
         Self { call, after: 0, errno: libc::EIO, leaves: Leaves::Unchanged }
     }
@@ -202,7 +202,7 @@ fn errno(number: i32) -> io::Error {
 }
 
 impl ModelDevice {
-    /// A device in RUNNING.
+    /// Makes a device in RUNNING.
     pub fn new(config: Config) -> Self {
         let number = config.fabric.add(config.live);
         let contents = config.state.clone();
@@ -225,28 +225,28 @@ impl ModelDevice {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a call fail. Faults of the same call come after each other.
+    /// Makes a call fail. Faults of the same call apply one after the other.
     pub fn fail(&self, fault: Fault) {
         self.inner().faults.push_back(fault);
     }
 
-    /// The state that it holds.
+    /// Returns its content.
     pub fn contents(&self) -> Vec<u8> {
         self.inner().contents.clone()
     }
 
-    /// The state it is in: as [`Device::state`], but no fault's matter.
+    /// Returns its state: as [`Device::state`], but without faults.
     pub fn is_in(&self) -> State {
         self.inner().state
     }
 
-    /// Whether it runs with a guest's state.
+    /// Returns whether it runs with a guest's state.
     pub fn runs_guest(&self) -> bool {
         let inner = self.inner();
         inner.live && inner.state.runs()
     }
 
-    /// The device works: the byte at `at` of its state changes. False: it is stopped, and does not.
+    /// Lets the device work: changes the byte at `at` of its content. Returns false if it is stopped.
     pub fn run(&self, at: usize) -> bool {
         let mut inner = self.inner();
         if !inner.state.runs() || at >= inner.contents.len() {
@@ -259,12 +259,13 @@ impl ModelDevice {
         true
     }
 
-    /// The device writes to memory. False: it is stopped, and does not.
+    /// Lets the device write to memory. Returns false if it is stopped.
     pub fn dma_write(&self, range: DmaRange) -> bool {
         self.dma(range, || {})
     }
 
-    /// As [`dma_write`](Self::dma_write), where there is memory: `write` writes it, and the device is not stopped amid that.
+    /// As [`dma_write`](Self::dma_write), with real memory: `write` writes it, and the device is not stopped during
+    /// that.
     pub fn dma(&self, range: DmaRange, write: impl FnOnce()) -> bool {
         let mut inner = self.inner();
         if !inner.state.runs() {
@@ -279,7 +280,7 @@ impl ModelDevice {
 }
 
 impl Inner {
-    /// The fault that this call meets, if any.
+    /// Returns the fault that applies to this call, if any.
     fn fault(&mut self, calls: &[Call]) -> Option<Fault> {
         let at = self.faults.iter().position(|fault| calls.contains(&fault.call))?;
         match self.faults[at].after.checked_sub(1) {
@@ -305,7 +306,7 @@ impl Inner {
         self.config.fabric.moved(self.number, State::Error, self.live, false);
     }
 
-    /// One step. What the device does in it, before it is in the new state.
+    /// Makes one step: the device's work before it is in the new state.
     fn step(&mut self, to: State) -> io::Result<()> {
         let from = self.state;
         if let (State::Resuming, Some(Stream::Loading(bytes))) = (from, &self.stream) {
@@ -338,7 +339,7 @@ impl Inner {
         Ok(())
     }
 
-    /// As many bytes as a read or write of `asked` may be.
+    /// Returns how many bytes a read or write of `asked` may have.
     fn most(&mut self, asked: usize) -> usize {
         let most = asked.min(self.config.most);
         if self.config.seed.is_none() || most <= 1 {

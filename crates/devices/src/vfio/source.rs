@@ -6,33 +6,38 @@ use super::control::{Control, uninterrupted};
 use super::device::{Data, Device, Flags, PrecopyInfo, State};
 use super::error::VfioError;
 
-/// What [`Saver::read`] gave.
+/// The result of [`Saver::read`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunk {
-    /// So many bytes, at the beginning of the buffer.
+    /// This many bytes, at the beginning of the buffer.
     Bytes(usize),
-    /// Nothing now: the device runs, and what it had was read, or as much of it as may be read ahead.
+    /// No bytes now: the device runs, and its available state was read, or as much of it as may be read ahead.
     NothingNow,
-    /// This was all. Only after [`Saver::stop`].
+    /// The end of the state. Only after [`Saver::stop`].
     End,
 }
 
-/// What is left to read. Estimates, all of them.
+/// Estimates of the state that is left to read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Remaining {
-    /// What there is to read before the device is stopped; 0 where nothing can be read ahead. `None`: the device does not say (vfio-user).
+    /// State to read before the device is stopped; 0 where nothing can be read ahead. `None` if the device does not
+    /// report it (vfio-user).
     pub ahead: Option<PrecopyInfo>,
-    /// Bytes to read once the device is stopped. `None`: the device does not say (the kernel before Linux 6.2, vfio-user).
+    /// Bytes to read once the device is stopped. `None` if the device does not report it (the kernel before Linux 6.2,
+    /// vfio-user).
     pub stopped: Option<u64>,
 }
 
-/// Reads the state of one device: ahead while the guest runs, where the device offers that, and the rest when it is stopped.
+/// Reads the state of one device: ahead while the guest runs, if the device supports that, and the rest when it is
+/// stopped.
 ///
-/// Order: [`begin`](Self::begin), `read` as often as one likes, [`quiesce`](Self::quiesce), [`stop`](Self::stop), `read` until
-/// [`Chunk::End`], [`finish`](Self::finish); or [`abort`](Self::abort) anywhere. With several devices, `quiesce` and `stop`
-/// are [`stop_together`](super::stop_together), and `abort` is [`abort_together`](super::abort_together).
+/// Order: [`begin`](Self::begin), `read` any number of times, [`quiesce`](Self::quiesce), [`stop`](Self::stop), `read`
+/// until [`Chunk::End`], [`finish`](Self::finish); or [`abort`](Self::abort) anywhere. For several devices use
+/// [`stop_together`](super::stop_together) for `quiesce` and `stop`, and [`abort_together`](super::abort_together) for
+/// `abort`.
 ///
-/// One dropped halfway leaves its device as it is, so also stopped: to whom the guest belongs is not decided here.
+/// Dropping it leaves the device in its state, possibly stopped: this type does not decide to which host the guest
+/// belongs.
 #[derive(Debug)]
 pub struct Saver<D: Device> {
     control: Control<D>,
@@ -45,34 +50,35 @@ pub struct Saver<D: Device> {
 }
 
 impl<D: Device> Saver<D> {
-    /// For a device in RUNNING. `name` is for messages.
+    /// Makes a saver for a device in RUNNING. `name` is for messages.
     pub fn new(device: D, name: impl Into<String>) -> Result<Self, VfioError> {
         let control = Control::new(device, name.into())?;
         Ok(Self { control, data: None, ahead: 0, read: 0, ended: false, failed: false })
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &str {
         &self.control.name
     }
 
-    /// What the device offers.
+    /// Returns what the device supports.
     pub fn flags(&self) -> Flags {
         self.control.flags
     }
 
-    /// The state it is known to be in; `None` after a failure that the kernel did not explain.
+    /// Returns the state that it is known to be in; `None` after a failure that the kernel did not explain.
     pub fn state(&self) -> Option<State> {
         self.control.state
     }
 
-    /// Bytes read so far.
+    /// Returns the bytes read so far.
     pub fn bytes_read(&self) -> u64 {
         self.read
     }
 
-    /// Makes ready to read ahead where the device offers that, and says whether it does. At most `ahead` bytes come before
-    /// the device is stopped, so that one whose state changes faster than the network does not fill it for ever.
+    /// Starts reading ahead if the device supports that, and returns whether it does. At most `ahead` bytes are read
+    /// before the device is stopped, so that a device whose state changes faster than the network does not fill it for
+    /// ever.
     pub fn begin(&mut self, ahead: u64) -> Result<bool, VfioError> {
         if self.control.state != Some(State::Running) || self.data.is_some() {
             return Err(self.control.order("begin", "begun already"));
@@ -85,23 +91,23 @@ impl<D: Device> Saver<D> {
         Ok(true)
     }
 
-    /// Whether it is being read ahead, and more may be.
+    /// Returns whether it is being read ahead, and more may be read.
     pub(crate) fn may_read_ahead(&self) -> bool {
         self.data.is_some() && self.ahead > 0 && !self.failed && self.control.state.is_some_and(State::runs)
     }
 
-    /// What is left to read, as the device estimates it.
+    /// Returns the device's estimate of the state left to read.
     pub fn remaining(&self) -> Result<Remaining, VfioError> {
         let failed = |source| VfioError::Size { device: self.control.name.clone(), source };
         let ahead = match (&self.data, self.control.state) {
-            (Some(data), Some(State::PreCopy | State::PreCopyP2p)) => told(data.precopy_info()),
+            (Some(data), Some(State::PreCopy | State::PreCopyP2p)) => supported(data.precopy_info()),
             _ => Ok(Some(PrecopyInfo::default())),
         };
-        let stopped = told(self.control.device.data_size());
+        let stopped = supported(self.control.device.data_size());
         Ok(Remaining { ahead: ahead.map_err(failed)?, stopped: stopped.map_err(failed)? })
     }
 
-    /// Reads what comes next of the state to the beginning of `buffer`. An empty one gets nothing.
+    /// Reads the next part of the state to the beginning of `buffer`. An empty buffer gets nothing.
     ///
     /// Waits for the device where its driver does; not for a device that has nothing now.
     pub fn read(&mut self, buffer: &mut [u8]) -> Result<Chunk, VfioError> {
@@ -123,11 +129,12 @@ impl<D: Device> Saver<D> {
         let length = buffer.len().min(most);
         let buffer = &mut buffer[..length];
         if buffer.is_empty() {
-            // Not asked for: an answer of 0 would look like the end.
+            // Not read: a result of 0 would look like the end.
             return Ok(if most == 0 { Chunk::NothingNow } else { Chunk::Bytes(0) });
         }
         match uninterrupted(|| data.read(buffer)) {
-            // The end is only in STOP_COPY; `mtty`, the kernel's sample driver, says 0 instead of `ENOMSG` before.
+            // The end comes only in STOP_COPY; before, `mtty`, the kernel's sample driver, returns 0 instead of
+            // `ENOMSG`.
             Ok(0) if ahead => Ok(Chunk::NothingNow),
             Ok(0) => {
                 self.ended = true;
@@ -148,8 +155,8 @@ impl<D: Device> Saver<D> {
         }
     }
 
-    /// Keeps the device from writing to other devices; it runs on. Does nothing where the device cannot. The guest's CPUs must
-    /// have stopped: from here on nobody may touch the device.
+    /// Stops the device's writes to other devices; it continues to run. Does nothing if the device does not support
+    /// that. The guest's CPUs must have stopped: from here on no CPU may access the device.
     pub fn quiesce(&mut self) -> Result<(), VfioError> {
         let to = match self.control.state {
             Some(State::Running) => State::RunningP2p,
@@ -163,7 +170,7 @@ impl<D: Device> Saver<D> {
         self.control.go_without_stream(to)
     }
 
-    /// Stops the device. Then all the rest of its state can be read. The guest's CPUs must have stopped.
+    /// Stops the device. Then the rest of its state can be read. The guest's CPUs must have stopped.
     pub fn stop(&mut self) -> Result<(), VfioError> {
         if self.failed {
             return Err(self.control.order("stop", "failed; abort it"));
@@ -180,8 +187,8 @@ impl<D: Device> Saver<D> {
         }
     }
 
-    /// Ends saving, after [`Chunk::End`]. The device stays stopped, with its state: [`abort`](Self::abort) still has it run
-    /// again.
+    /// Ends saving, after [`Chunk::End`]. The device stays stopped, with its state: [`abort`](Self::abort) can still
+    /// run it again.
     pub fn finish(&mut self) -> Result<(), VfioError> {
         if !self.ended || self.failed || self.control.state != Some(State::StopCopy) {
             return Err(self.control.order("finish", "not read to its end"));
@@ -191,8 +198,8 @@ impl<D: Device> Saver<D> {
         Ok(())
     }
 
-    /// The first half of giving up, for several devices: a stopped one runs again, but does not write to others yet. Does
-    /// nothing where the device cannot do that.
+    /// Does the first half of aborting, for several devices: a stopped device runs again, but does not write to others
+    /// yet. Does nothing if the device does not support that.
     pub fn abort_quiesced(&mut self) -> Result<(), VfioError> {
         if !self.control.flags.p2p() || self.control.state.is_some_and(|state| self.given_up(state)) {
             return Ok(());
@@ -200,15 +207,16 @@ impl<D: Device> Saver<D> {
         self.control.insist(State::RunningP2p)
     }
 
-    /// Whether `abort` would do nothing.
+    /// Returns whether `abort` would do nothing.
     fn given_up(&self, state: State) -> bool {
         state == State::Running && self.data.is_none()
     }
 
-    /// Gives up: the device runs again with the state that it has, and what was read is worth nothing. Any number of times.
+    /// Aborts saving: the device runs again with its state, and the bytes read are useless. It may be called
+    /// repeatedly.
     ///
-    /// [`VfioError::NeedsReset`]: the device has failed, and this did not. [`reset`](Self::reset) brings it back without its
-    /// state; that is the caller's decision, since the guest has to be told.
+    /// [`VfioError::NeedsReset`]: the device has failed, which `abort` cannot mend. [`reset`](Self::reset) revives it
+    /// without its state; the caller decides on that, since the guest must be notified.
     pub fn abort(&mut self) -> Result<(), VfioError> {
         self.control.insist(State::Running)?;
         self.data = None;
@@ -225,8 +233,8 @@ impl<D: Device> Saver<D> {
     }
 }
 
-/// None where this is nothing that a device can be asked.
-fn told<T>(answer: io::Result<T>) -> io::Result<Option<T>> {
+/// Returns none if the device does not support the query.
+fn supported<T>(answer: io::Result<T>) -> io::Result<Option<T>> {
     match answer {
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => Ok(None),
         answer => answer.map(Some),

@@ -18,12 +18,12 @@ use rustix::net::{
 
 use super::connection::{Command, Connection};
 
-/// The version of the protocol, major and minor, that libvfio-user and QEMU have.
+/// The version of the protocol, major and minor, of libvfio-user and QEMU.
 const VERSION: (u16, u16) = (0, 1);
-/// What is taken and given in one message: the specification's own default.
+/// The most data in one message: the specification's own default.
 const MAX_DATA: usize = 1 << 20;
-/// The most that is read of a server's capabilities.
-const MOST_TEXT: usize = 64 << 10;
+/// The most bytes that are read of a server's capabilities.
+const MAX_TEXT: usize = 64 << 10;
 
 /// Bytes of a message's header: identifier, command, size of the message, flags, error.
 const HEADER: usize = 16;
@@ -33,13 +33,16 @@ const TYPE: u32 = 0xf;
 const NO_REPLY: u32 = 0x10;
 const ERROR: u32 = 0x20;
 
-/// A connection to a server whose client has none of its own: it negotiates the version, and carries one command after the other.
+/// A connection to a server, for a monitor without one: it negotiates the version, and carries one command after the
+/// other.
 ///
-/// For servers that map the guest's memory. Their own commands (`VFIO_USER_DMA_READ`, `VFIO_USER_DMA_WRITE`), by which others reach it,
-/// are answered with `ENOTSUP`, while a command of the client's is under way. File descriptors that come with a reply are closed.
+/// For servers that map the guest's memory. Their own commands (`VFIO_USER_DMA_READ`, `VFIO_USER_DMA_WRITE`), for
+/// memory that is not mapped, are answered with `ENOTSUP` while a command of the client's is in progress. File
+/// descriptors that come with a reply are closed.
 ///
-/// Where a server does not answer in time, or not by the protocol, the connection is shut down: what it says later would be taken for the
-/// reply to something else. The guest's device is gone with it, so it should have as much time as the slowest thing that it does.
+/// If a server does not answer in time, or violates the protocol, the connection is shut down: a late answer would be
+/// taken for the reply to another command. The guest's device is lost with it, so the time limit should cover the
+/// slowest operation.
 pub struct Client {
     end: Mutex<End>,
     max_data: usize,
@@ -53,18 +56,18 @@ impl fmt::Debug for Client {
 
 struct End {
     stream: UnixStream,
-    /// For each command.
+    /// Time limit of each command.
     patience: Duration,
     next_id: u16,
-    /// Why the connection is of no more use.
+    /// Why the connection cannot be used any more.
     lost: Option<String>,
 }
 
-/// How a command failed.
+/// The failure of a command.
 enum Failure {
-    /// The server says so.
+    /// The server reports an error.
     Refused(i32),
-    /// The connection, or the protocol.
+    /// The connection failed, or the protocol was violated.
     Lost(io::Error),
 }
 
@@ -85,47 +88,49 @@ fn against_the_protocol(what: String) -> Failure {
 }
 
 impl Client {
-    /// Connects to a server's socket. `patience` is how long each command may take from its turn on.
+    /// Connects to a server's socket. `patience` is the time limit of each command from its turn on.
     ///
     /// # Errors
-    /// Nobody listens there, or nobody is let in now (`WouldBlock`): a server has one client. Or see [`new`](Self::new).
+    /// No server listens there, or it accepts no client now (`WouldBlock`): a server has one client. Or see
+    /// [`new`](Self::new).
     pub fn connect(socket: &Path, patience: Duration) -> io::Result<Self> {
         let address = SocketAddrUnix::new(socket)?;
-        // A full queue of those who want to be let in would be waited for, for ever.
+        // With a full listen queue, a blocking connect would wait for ever.
         let stream =
             socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
         match connect(&stream, &address) {
             Ok(()) => Self::new(stream.into(), patience),
             Err(Errno::AGAIN) => {
-                let told = format!("the vfio-user server at {} lets nobody in now: has it a client?", socket.display());
-                Err(io::Error::new(io::ErrorKind::WouldBlock, told))
+                let error =
+                    format!("the vfio-user server at {} lets nobody in now: has it a client?", socket.display());
+                Err(io::Error::new(io::ErrorKind::WouldBlock, error))
             }
             Err(error) => Err(error.into()),
         }
     }
 
-    /// On a stream on which nothing was said yet.
+    /// Makes a client on a stream on which nothing has been sent yet.
     ///
     /// # Errors
-    /// The server refuses, does not answer in time or not by the protocol, or has another major version.
+    /// The server refuses, does not answer in time or violates the protocol, or has another major version.
     pub fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
         let client = Self {
             end: Mutex::new(End { stream, patience, next_id: 0, lost: None }),
-            // Until the server has said its own.
+            // Until the server has sent its own limit.
             max_data: MAX_DATA,
         };
         let max_data = client.negotiate()?;
         Ok(Self { max_data, ..client })
     }
 
-    /// Gives the bytes of data that a message may carry.
+    /// Negotiates the version. Returns the bytes of data that a message may carry.
     fn negotiate(&self) -> io::Result<usize> {
         let capabilities = format!("{{\"capabilities\":{{\"max_data_xfer_size\":{MAX_DATA}}}}}\0");
         let [major, minor] = [VERSION.0, VERSION.1].map(u16::to_ne_bytes);
         let version = [major, minor].concat();
-        let (mut theirs, mut said) = ([0; 4], vec![0; MOST_TEXT]);
+        let (mut theirs, mut their_capabilities) = ([0; 4], vec![0; MAX_TEXT]);
         let request = [&version[..], capabilities.as_bytes()];
-        let length = self.call_with(Command::VERSION, request, &[], [&mut theirs, &mut said])?;
+        let length = self.call_with(Command::VERSION, request, &[], [&mut theirs, &mut their_capabilities])?;
         let problem = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
         let [major, minor] = [&theirs[..2], &theirs[2..]].map(|bytes| u16::from_ne_bytes([bytes[0], bytes[1]]));
         if length < 4 || major != VERSION.0 || minor > VERSION.1 {
@@ -134,7 +139,7 @@ impl Client {
                 "the vfio-user server answers version {ours}.{ours_minor} with {major}.{minor} in {length} bytes"
             )));
         }
-        let text = match said[..length - 4].split_last() {
+        let text = match their_capabilities[..length - 4].split_last() {
             None => return Ok(MAX_DATA),
             Some((0, text)) => text,
             Some(_) => return Err(problem("the vfio-user server's capabilities do not end in 0".into())),
@@ -150,11 +155,12 @@ impl Client {
         }
     }
 
-    /// As [`Connection::call`], with file descriptors that go with the command. A command that the socket does not hold at once, some 200
-    /// KiB, must not meet a server that is sending as much itself: neither reads then, until the patience is over.
+    /// As [`Connection::call`], with file descriptors that are sent with the command. A command too large for the
+    /// socket's buffer, some 200 KiB, must not meet a server that is sending as much itself: then neither reads, until
+    /// the time limit.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Connection::call`].
     pub fn call_with(
         &self,
         command: Command,
@@ -164,8 +170,8 @@ impl Client {
     ) -> io::Result<usize> {
         let mut end = self.end();
         if let Some(why) = &end.lost {
-            let told = format!("the connection to the vfio-user server was given up: {why}");
-            return Err(io::Error::new(io::ErrorKind::NotConnected, told));
+            let error = format!("the connection to the vfio-user server was given up: {why}");
+            return Err(io::Error::new(io::ErrorKind::NotConnected, error));
         }
         match end.exchange(command, request, descriptors, reply) {
             Ok(length) => Ok(length),
@@ -174,9 +180,9 @@ impl Client {
                 end.lost = Some(error.to_string());
                 // It may be lost already.
                 let _ = end.stream.shutdown(std::net::Shutdown::Both);
-                // No errno: that would be the server's.
-                let told = format!("the vfio-user server is lost, with its device, by command {}: {error}", command.0);
-                Err(io::Error::new(error.kind(), told))
+                // No errno: that would be taken for the server's.
+                let lost = format!("the vfio-user server is lost, with its device, by command {}: {error}", command.0);
+                Err(io::Error::new(error.kind(), lost))
             }
         }
     }
@@ -205,7 +211,7 @@ impl Connection for Client {
 struct Header {
     id: u16,
     command: u16,
-    /// Of the whole message, in bytes.
+    /// Size of the whole message, in bytes.
     size: u32,
     flags: u32,
     error: u32,
@@ -237,7 +243,7 @@ impl End {
         descriptors: &[BorrowedFd<'_>],
         reply: [&mut [u8]; 2],
     ) -> Result<usize, Failure> {
-        // A time that the clock cannot tell is never reached.
+        // A time beyond the clock's range is never reached.
         let deadline = Instant::now().checked_add(self.patience);
         self.next_id = self.next_id.wrapping_add(1);
         let id = self.next_id;
@@ -247,7 +253,7 @@ impl End {
         self.send([&header.to_bytes(), request[0], request[1]], descriptors, deadline)?;
         loop {
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                // However much it says of its own.
+                // Even while it keeps sending its own commands.
                 return Err(self.too_late());
             }
             let mut bytes = [0; HEADER];
@@ -271,7 +277,7 @@ impl End {
                 )));
             }
             if header.flags & ERROR != 0 {
-                // There should be none; libvfio-user sends back what it was about to answer.
+                // There should be none; libvfio-user sends back the reply that it had prepared.
                 self.skip(&header, payload, deadline)?;
                 // The number is optional.
                 let known = (1..4096).contains(&header.error);
@@ -292,7 +298,7 @@ impl End {
         }
     }
 
-    /// Answers a command of the server's that it is not known here.
+    /// Answers a command of the server's with `ENOTSUP`.
     fn refuse(&mut self, header: &Header, payload: usize, deadline: Option<Instant>) -> Result<(), Failure> {
         self.skip(header, payload, deadline)?;
         if header.flags & NO_REPLY != 0 {
@@ -302,11 +308,11 @@ impl End {
         self.send([&answer.to_bytes(), &[], &[]], &[], deadline)
     }
 
-    /// Reads a payload that is of no use.
+    /// Reads and discards a payload.
     fn skip(&self, header: &Header, payload: usize, deadline: Option<Instant>) -> Result<(), Failure> {
-        if payload > MAX_DATA + MOST_TEXT {
-            let told = format!("command {} with flags {:#x} has {payload} bytes", header.command, header.flags);
-            return Err(against_the_protocol(told));
+        if payload > MAX_DATA + MAX_TEXT {
+            let error = format!("command {} with flags {:#x} has {payload} bytes", header.command, header.flags);
+            return Err(against_the_protocol(error));
         }
         let mut left = payload;
         let mut unread = [0; 4096];
@@ -337,7 +343,7 @@ impl End {
             }
             match sendmsg(&self.stream, left, &mut ancillary, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(sent) => {
-                    // They went with the first bytes.
+                    // They were sent with the first bytes.
                     with = &[];
                     IoSlice::advance_slices(&mut left, sent);
                 }
@@ -352,11 +358,11 @@ impl End {
     fn receive(&self, bytes: &mut [u8], deadline: Option<Instant>) -> Result<(), Failure> {
         let mut left = bytes;
         while !left.is_empty() {
-            // Descriptors that come along are none that were asked for: without room for them the kernel closes them.
+            // Unexpected descriptors: without room for them the kernel closes them.
             match recv(&self.stream, &mut *left, RecvFlags::DONTWAIT) {
                 Ok((0, _)) => {
-                    let told = "it has closed the connection, in the middle of a command";
-                    return Err(Failure::Lost(io::Error::new(io::ErrorKind::UnexpectedEof, told)));
+                    let error = "it has closed the connection, in the middle of a command";
+                    return Err(Failure::Lost(io::Error::new(io::ErrorKind::UnexpectedEof, error)));
                 }
                 Ok((read, _)) => left = &mut left[read..],
                 Err(Errno::AGAIN) => self.wait(PollFlags::IN, deadline)?,
@@ -368,13 +374,13 @@ impl End {
     }
 
     fn too_late(&self) -> Failure {
-        let told = format!("it did not answer within {} s", self.patience.as_secs_f64());
-        Failure::Lost(io::Error::new(io::ErrorKind::TimedOut, told))
+        let error = format!("it did not answer within {} s", self.patience.as_secs_f64());
+        Failure::Lost(io::Error::new(io::ErrorKind::TimedOut, error))
     }
 
     fn wait(&self, ready: PollFlags, deadline: Option<Instant>) -> Result<(), Failure> {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        // What the kernel cannot count is no deadline either.
+        // A time beyond the kernel's range is no deadline either.
         let timeout = left.and_then(|left| Timespec::try_from(left).ok());
         match poll(&mut [PollFd::from_borrowed_fd(self.stream.as_fd(), ready)], timeout.as_ref()) {
             Ok(0) => Err(self.too_late()),

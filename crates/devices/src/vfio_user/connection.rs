@@ -1,4 +1,4 @@
-//! One command and its reply: what the device needs of whoever holds the socket.
+//! One command and its reply: the interface that the device needs to the owner of the socket.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use std::io;
 pub struct Command(pub u16);
 
 impl Command {
-    /// `VFIO_USER_VERSION`: what a connection begins with.
+    /// `VFIO_USER_VERSION`: the first command of a connection.
     pub const VERSION: Self = Self(1);
     /// `VFIO_USER_DEVICE_RESET`
     pub const DEVICE_RESET: Self = Self(13);
@@ -19,19 +19,21 @@ impl Command {
     pub const MIG_DATA_WRITE: Self = Self(18);
 }
 
-/// A connection to a server, after its version was negotiated. A server has one client: a monitor that talks to it already has this
-/// connection, and lends it by this trait; [`Client`](super::Client) is for those who have none.
+/// A connection to a server, after its version was negotiated. A server has one client: a monitor that is already
+/// connected lends its connection by this trait; [`Client`](super::Client) is for monitors without one.
 ///
-/// All take `&self`: who watches a device's DMA is not who saves its state.
+/// All take `&self`: watching a device's DMA and saving its state happen on different threads.
 pub trait Connection: Send + Sync {
-    /// Bytes of data that one message may carry: the least of what both sides have said (`max_data_xfer_size`, 1 MiB where nothing was); at least 1.
+    /// Returns the bytes of data that one message may carry: the smaller of both sides' limits (`max_data_xfer_size`,
+    /// 1 MiB by default); at least 1.
     fn max_data(&self) -> usize;
 
-    /// Sends a command, waits for its reply, and gives the length of the reply's payload. The payload sent is the parts of `request` one
-    /// after the other; that of the reply fills the first part of `reply`, then the second.
+    /// Sends a command, waits for its reply, and returns the length of the reply's payload. The payload sent is the
+    /// concatenated parts of `request`; that of the reply fills the first part of `reply`, then the second.
     ///
     /// # Errors
-    /// The server's errno (`raw_os_error`), where the reply is an error. Anything else means that the connection is of no more use; a
-    /// payload that is longer than `reply` is such a case, and a server that takes too long should be.
+    /// The server's errno (`raw_os_error`), if the reply is an error. Any other error means that the connection cannot
+    /// be used any more, including a payload longer than `reply`; a server that takes too long should be treated so
+    /// too.
     fn call(&self, command: Command, request: [&[u8]; 2], reply: [&mut [u8]; 2]) -> io::Result<usize>;
 }

@@ -1,4 +1,5 @@
-//! A server's device, as VFIO has devices: the specification's `DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE` and `DEVICE_RESET`.
+//! A server's device, with VFIO's interface: the specification's `DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE`
+//! and `DEVICE_RESET`.
 
 use std::io;
 use std::sync::Arc;
@@ -15,9 +16,9 @@ const SET: u32 = abi::VFIO_DEVICE_FEATURE_SET;
 const HEAD: usize = 8;
 /// Bytes of `iova`, `length` and `page_size`, which a report of DMA begins with.
 const REPORT: usize = 24;
-/// The most of a state that is written in one message, in bytes. libvfio-user takes what one call of `recv` gives for all of a message
-/// (`tran_sock_recv_body`), and a unix socket gives no more in one piece than it was handed in one: some 48 KiB.
-const MOST_WRITTEN: usize = 32 << 10;
+/// The most bytes of a state that are written in one message. libvfio-user treats the result of one call of `recv` as a whole message
+/// (`tran_sock_recv_body`), and a unix socket returns no more in one piece than it was passed in one: some 48 KiB.
+const MAX_WRITTEN: usize = 32 << 10;
 
 /// The device behind a connection.
 #[derive(Debug)]
@@ -26,14 +27,14 @@ pub struct VfioUserDevice<C> {
 }
 
 impl<C> Clone for VfioUserDevice<C> {
-    /// The same device.
+    /// Returns the same device.
     fn clone(&self) -> Self {
         Self { connection: Arc::clone(&self.connection) }
     }
 }
 
 impl<C: Connection> VfioUserDevice<C> {
-    /// The device of the server at the other end.
+    /// Makes the device of the server at the other end.
     pub fn new(connection: Arc<C>) -> Self {
         Self { connection }
     }
@@ -49,7 +50,7 @@ impl<C: Connection> VfioUserDevice<C> {
         Ok(data)
     }
 
-    /// Sets a feature; the server's reply is in the place of `data`.
+    /// Sets a feature; the server's reply replaces `data`.
     fn set(&self, feature: u32, data: &mut [u8]) -> io::Result<()> {
         let due = HEAD + data.len();
         let request = two(due, SET | feature)?;
@@ -59,8 +60,8 @@ impl<C: Connection> VfioUserDevice<C> {
     }
 }
 
-/// `Connection::call`, whose errors are final: VFIO's callers repeat what a signal has interrupted, and a server must not be able to
-/// have them do that for ever.
+/// Calls `Connection::call` and makes its errors final: VFIO's callers repeat calls that a signal has interrupted, and
+/// a server must not be able to make them do that for ever.
 fn call(
     connection: &impl Connection,
     command: Command,
@@ -78,7 +79,7 @@ fn too_short(length: usize, expected: usize) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, problem)
 }
 
-/// Two numbers of 32 bits, in the order of this machine, as all of the protocol is.
+/// Returns two numbers of 32 bits, in the byte order of this machine, as in all of the protocol.
 fn two(first: usize, second: u32) -> io::Result<[u8; 8]> {
     let first = u32::try_from(first).map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
     let mut bytes = [0; 8];
@@ -91,7 +92,7 @@ fn number32(bytes: &[u8]) -> u32 {
     u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
 
-/// Whether in this state the server has a session in which it gives its state.
+/// Returns whether the server has a saving session in this state.
 fn saves(state: State) -> bool {
     matches!(state, State::PreCopy | State::PreCopyP2p | State::StopCopy)
 }
@@ -109,7 +110,7 @@ impl<C: Connection> Device for VfioUserDevice<C> {
         Ok(State::from_number(number32(&data)))
     }
 
-    /// As the trait has it; the server is asked for the state it is in where that says whether a stream begins.
+    /// As the trait; the server's present state is queried to determine whether a stream begins.
     fn set_state(&self, state: State) -> io::Result<Option<VfioUserData<C>>> {
         let begins = if saves(state) || state == State::Resuming {
             let from = self.state()?;
@@ -128,18 +129,18 @@ impl<C: Connection> Device for VfioUserDevice<C> {
         Ok(begins.then(|| VfioUserData { connection: Arc::clone(&self.connection) }))
     }
 
-    /// Always `ENOTTY`: it is none of the features that the specification has.
+    /// Always `ENOTTY`: the specification has no such feature.
     fn data_size(&self) -> io::Result<u64> {
         Err(io::Error::from_raw_os_error(libc::ENOTTY))
     }
 
     /// # Errors
-    /// Also where the server has taken the command, but is not in RUNNING after it.
+    /// Also if the server has accepted the command, but is not in RUNNING after it.
     fn reset(&self) -> io::Result<()> {
         call(&*self.connection, Command::DEVICE_RESET, [&[], &[]], [&mut [], &mut []])?;
         match self.state()? {
             State::Running => Ok(()),
-            // libvfio-user resets the device, and leaves the state of its migration as it is.
+            // libvfio-user resets the device, but does not change its migration state.
             state => Err(io::Error::other(format!(
                 "the vfio-user server is in {state} after its reset; end its process and start it again"
             ))),
@@ -190,36 +191,37 @@ impl<C: Connection> Device for VfioUserDevice<C> {
         self.set(abi::VFIO_DEVICE_FEATURE_DMA_LOGGING_STOP, &mut [])
     }
 
-    /// libvfio-user answers no other (`ENOTSUP`).
+    /// True: libvfio-user supports no other report (`ENOTSUP`).
     fn reports_whole_mappings(&self) -> bool {
         true
     }
 }
 
-/// The session in which a server gives or takes its state. It has no name of its own: it is over when the state is left that it belongs to.
+/// The session in which a server saves or loads its state. It has no name of its own: it ends when its device state is
+/// left.
 #[derive(Debug)]
 pub struct VfioUserData<C> {
     connection: Arc<C>,
 }
 
 impl<C: Connection> VfioUserData<C> {
-    /// As much of `length` bytes as fits one message.
+    /// Returns as much of `length` bytes as fits one message.
     fn piece(&self, length: usize) -> usize {
-        // Nothing asked for would be nothing given, and that is the end of a state.
+        // A request for nothing would return nothing, which means the end of a state.
         length.min(self.connection.max_data().clamp(1, 1 << 30))
     }
 }
 
 impl<C: Connection> Data for VfioUserData<C> {
-    /// 0 at the end, and where there is nothing now. The specification takes less than was asked for to be the end, too; libvfio-user's
-    /// devices may give less and have more, and all of them say 0 when asked once more.
+    /// Returns 0 at the end, and if there is nothing now. For the specification a short read is the end, too;
+    /// libvfio-user's devices may return less and have more, and all of them return 0 to a further request.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let most = self.piece(buffer.len());
         let mut head = [0; HEAD];
         let request = two(HEAD + most, most as u32)?;
         let reply: [&mut [u8]; 2] = [&mut head, &mut buffer[..most]];
         let length = call(&*self.connection, Command::MIG_DATA_READ, [&request, &[]], reply)?;
-        // It may be longer than what it holds: libvfio-user's are always as long as was asked for.
+        // It may be longer than its content: libvfio-user's replies are always as long as requested.
         let given = number32(&head[4..]) as usize;
         if length < HEAD || given > most || length < HEAD + given {
             return Err(too_short(length, HEAD + given));
@@ -228,8 +230,8 @@ impl<C: Connection> Data for VfioUserData<C> {
     }
 
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let piece = &bytes[..self.piece(bytes.len().min(MOST_WRITTEN))];
-        // `argsz` counts what is sent, although the reply has no payload: libvfio-user refuses less.
+        let piece = &bytes[..self.piece(bytes.len().min(MAX_WRITTEN))];
+        // `argsz` counts the sent bytes, although the reply has no payload: libvfio-user refuses less.
         let head = two(HEAD + piece.len(), piece.len() as u32)?;
         call(&*self.connection, Command::MIG_DATA_WRITE, [&head, piece], [&mut [], &mut []])?;
         Ok(piece.len())

@@ -1,7 +1,8 @@
 //! The two messages, each with a deadline.
 //!
-//! The crate `vhost` waits for an answer as long as it takes, and offers nothing to wait less: a receive timeout on the socket makes it
-//! try again. So the call runs on the caller's thread, and a second one, which ends with it, shuts the connection down when time is up.
+//! The crate `vhost` waits for a reply without a limit, and a receive timeout on the socket only makes it retry. So the
+//! call runs on the caller's thread, and a second thread, which ends with it, shuts the connection down at the
+//! deadline.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -15,7 +16,7 @@ use vhost::vhost_user::{Error as VhostUserError, VhostUserFrontend};
 
 use super::{BackEnd, Error, Step};
 
-/// Hands over the back-end's end of a pipe; gives the channel that the back-end wants used instead, if it has one.
+/// Passes the back-end's end of a pipe; returns the channel that the back-end wants to use instead, if any.
 pub(super) fn set_device_state_fd(
     back_end: &BackEnd,
     direction: Direction,
@@ -26,7 +27,7 @@ pub(super) fn set_device_state_fd(
     within(back_end, step, deadline, || back_end.frontend.set_device_state_fd(direction, Phase::STOPPED, theirs))
 }
 
-/// Asks whether the state that was moved is whole.
+/// Asks whether the moved state is complete.
 pub(super) fn check_device_state(back_end: &BackEnd, step: Step, deadline: Instant) -> Result<(), Error> {
     within(back_end, step, deadline, || back_end.frontend.check_device_state())
 }
@@ -43,7 +44,7 @@ fn within<T>(
             let left = deadline.saturating_duration_since(Instant::now());
             let expired = waits.recv_timeout(left) == Err(RecvTimeoutError::Timeout);
             if expired {
-                // Fails only where the peer has shut it down already.
+                // Fails only if the peer has shut it down already.
                 let _ = shutdown(&*back_end.socket, Shutdown::Both);
             }
             expired

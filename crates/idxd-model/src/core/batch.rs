@@ -1,4 +1,4 @@
-//! A batch while it is executed: which member is next, what a fence waits for, what its record will say (3.8, 3.9, 8.3.2).
+//! A batch in execution: the next member, fences, and the content of its record (3.8, 3.9, 8.3.2).
 
 use super::random::Random;
 use crate::memory::Fault;
@@ -26,14 +26,14 @@ pub(super) struct Batch {
     fault: Option<Fault>,
 }
 
-/// What a batch's engine does next.
+/// The next action of a batch's engine.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Next {
-    /// This member.
+    /// Execute this member.
     Member(Box<[u8; 64]>),
-    /// Waits for records.
+    /// Wait for records.
     Fence,
-    /// Nothing more to start.
+    /// No member is left to start.
     Over,
 }
 
@@ -58,7 +58,7 @@ impl Batch {
         }
     }
 
-    /// The list is here, or as much of it as could be read.
+    /// Adds the list, or as much of it as could be read.
     pub(super) fn fetched(&mut self, members: Vec<u8>, fault: Option<Fault>) {
         self.members = members;
         self.fault = fault;
@@ -76,7 +76,7 @@ impl Batch {
         dsa::FLAGS.get(self.member(index)) as u32 & dsa::FENCE != 0
     }
 
-    /// Whether [`Batch::next`] would say something other than that it waits.
+    /// Returns whether [`Batch::next`] would return an action other than waiting.
     pub(super) fn can_go_on(&self) -> bool {
         !self.stretch.is_empty() || self.rest >= self.count() || self.pending == 0 || !self.fenced(self.rest)
     }
@@ -110,18 +110,18 @@ impl Batch {
         }
     }
 
-    /// A member has been executed with this status.
+    /// Records that a member has been executed with this status.
     pub(super) fn executed(&mut self, code: u8) {
         self.processed += 1;
         self.failed |= code & 0x3f != status::SUCCESS;
     }
 
-    /// A member's record could not be written in the first place: the device may count that as a failure (8.3.2).
+    /// Records that a member's record could not be written at first: the device may count that as a failure (8.3.2).
     pub(super) fn doubt(&mut self) {
         self.failed = true;
     }
 
-    /// Whether its record can be written now.
+    /// Returns whether its record can be written now.
     pub(super) fn is_over(&self) -> bool {
         let started = self.abandoned || (self.stretch.is_empty() && self.rest == self.count());
         started && self.pending == 0

@@ -1,4 +1,4 @@
-//! The device: what it consists of, what is submitted to it, what is due when, and what an administrator does to it.
+//! The device: its parts, submissions to it, its schedule of events, and an administrator's actions.
 
 mod engines;
 mod records;
@@ -16,32 +16,32 @@ use crate::ops::{Limits, Record, Target};
 use crate::table::dsa;
 use crate::table::status;
 
-/// What a device has done.
+/// Counters of a device's work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Accounts {
     /// Descriptors executed, members of batches included, batches and drains not.
     pub descriptors: u64,
     /// Batches.
     pub batches: u64,
-    /// Bytes that decided how long it took.
+    /// Bytes that determined the duration.
     pub bytes: u64,
-    /// Descriptors that a page fault ended.
+    /// Descriptors that ended with a page fault.
     pub faults: u64,
     /// Page requests made.
     pub page_requests: u64,
-    /// Time that they took, by the timing, ns.
+    /// Their total time, by the timing, ns.
     pub page_request_ns: u64,
     /// The longest of them, ns.
     pub longest_page_request_ns: u64,
-    /// Submissions told to retry.
+    /// Submissions that got the result retry.
     pub retries: u64,
     /// Descriptors lost because a dedicated queue was full.
     pub overflows: u64,
-    /// Errors reported in the software error register, those lost for want of room included.
+    /// Errors reported in the software error register, including those lost because it was full.
     pub software_errors: u64,
     /// Completion records that the kernel has copied from the event log.
     pub event_log_records: u64,
-    /// Completion records that nobody will ever see.
+    /// Completion records that software will never see.
     pub lost_records: u64,
     /// Time that engines were occupied, by the timing, ns.
     pub engine_ns: u64,
@@ -56,7 +56,7 @@ pub struct SoftwareError {
     pub queue: usize,
     /// Operation of the descriptor.
     pub operation: u8,
-    /// Others came after it.
+    /// Whether later errors were lost.
     pub overflow: bool,
 }
 
@@ -69,13 +69,13 @@ enum State {
 #[derive(Debug, Default)]
 struct Engine {
     group: usize,
-    /// Given out, or occupied, or hung.
+    /// Has a job, or is occupied, or hangs.
     busy: bool,
     /// The batch whose members it executes.
     batch: Option<u64>,
 }
 
-/// What a descriptor belongs to.
+/// The owner of a descriptor.
 #[derive(Clone, Copy, Debug)]
 enum Owner {
     Entry { queue: usize, sequence: u64 },
@@ -100,7 +100,7 @@ enum Event {
     Timed { queue: usize, sequence: u64, tag: u64, started: Nanos },
 }
 
-/// A record on its way.
+/// A record that is not written yet.
 #[derive(Debug)]
 struct Pending {
     owner: Owner,
@@ -117,7 +117,7 @@ struct Pending {
 pub struct Device {
     config: DeviceConfig,
     timing: Timing,
-    /// Whether the timing decides when things happen, or only what is accounted.
+    /// Whether the timing determines when events happen, or only the accounts.
     paced: bool,
     state: State,
     queues: Vec<Queue>,
@@ -190,12 +190,12 @@ impl Device {
         })
     }
 
-    /// As it was configured.
+    /// Returns its configuration.
     pub fn config(&self) -> &DeviceConfig {
         &self.config
     }
 
-    /// Hands in what has reached the portal of a queue (5.3).
+    /// Submits a descriptor that has reached the portal of a queue (5.3).
     pub fn submit(&mut self, queue: usize, posting: Posting, payload: Payload, now: Nanos) -> Submitted {
         let halted = self.state == State::Halted;
         let queue_state = &mut self.queues[queue];
@@ -221,10 +221,10 @@ impl Device {
         Submitted::Dropped
     }
 
-    /// What is to be done next, of all that is due by `now`.
+    /// Returns the next action, of all that is due by `now`.
     pub fn poll(&mut self, now: Nanos) -> Step {
         loop {
-            // What comes in after the next event is not taken before it.
+            // A submission after the next event is not handled before that event.
             let bound = self.due.peek().map_or(now, |&Reverse((at, _, _))| at.min(now)).max(self.time);
             if let Some(step) = self.dispatch(bound) {
                 return step;
@@ -241,14 +241,14 @@ impl Device {
                 next => {
                     let next = next.map(|&Reverse((at, _, _))| at);
                     self.time = self.time.max(now);
-                    // An engine that was free all the time may have something that has come in since.
+                    // An idle engine may have received work since.
                     return self.dispatch(now).unwrap_or(Step::Idle { next });
                 }
             }
         }
     }
 
-    /// When [`Device::poll`] will have something to do, if nothing is submitted.
+    /// Returns when [`Device::poll`] will have something to do, if nothing is submitted.
     pub fn next_event(&self) -> Option<Nanos> {
         let due = self.due.peek().map(|&Reverse((at, _, _))| at);
         if self.state == State::Halted {
@@ -277,7 +277,7 @@ impl Device {
         self.events.insert(id, event);
     }
 
-    /// An event is due. Some if the owner has to do something.
+    /// Handles an event. Returns a step if the owner has to act.
     fn happen(&mut self, id: u64, event: Event) -> Option<Step> {
         match event {
             Event::Ready(engine) => {
@@ -301,18 +301,18 @@ impl Device {
         }
     }
 
-    /// Takes the software error register's content, which makes room for the next.
+    /// Takes the software error register's content, which makes room for the next error.
     pub fn take_software_error(&mut self) -> Option<SoftwareError> {
         self.error.take()
     }
 
-    /// Everything in it is gone; `ENQCMD` is told to retry; only a reset helps (5.7).
+    /// Halts it: its content is lost; `ENQCMD` returns retry; only a reset helps (5.7).
     pub fn halt(&mut self) {
         self.forget();
         self.state = State::Halted;
     }
 
-    /// Everything in it is gone; its queues are disabled (*Reset Device*).
+    /// Resets it: its content is lost; its queues are disabled (*Reset Device*).
     pub fn reset(&mut self) {
         self.forget();
         self.state = State::Enabled;
@@ -338,49 +338,49 @@ impl Device {
         self.fabric_free_ps = 0;
     }
 
-    /// Whether it is in the halt state.
+    /// Returns whether it is in the halt state.
     pub fn is_halted(&self) -> bool {
         self.state == State::Halted
     }
 
-    /// *Enable WQ* and *Disable WQ*: a disabled queue takes nothing, what is in it is completed.
+    /// Does *Enable WQ* or *Disable WQ*: a disabled queue accepts nothing, its descriptors are completed.
     pub fn enable(&mut self, queue: usize, enabled: bool) {
         self.queues[queue].enabled = enabled;
     }
 
-    /// Whether a queue takes descriptors.
+    /// Returns whether a queue accepts descriptors.
     pub fn is_enabled(&self, queue: usize) -> bool {
         self.queues[queue].enabled && self.state == State::Enabled
     }
 
-    /// Event log on or off.
+    /// Switches the event log on or off.
     pub fn set_event_log(&mut self, on: bool) {
         self.config.event_log = on;
     }
 
-    /// Adds something that goes wrong.
+    /// Adds a fault.
     pub fn add_script(&mut self, script: Script) {
         if script.device.as_deref().is_none_or(|only| only == self.config.name) {
             self.scripts.push(Active::new(script));
         }
     }
 
-    /// Nothing goes wrong any more.
+    /// Removes all faults.
     pub fn clear_scripts(&mut self) {
         self.scripts.clear();
     }
 
-    /// Entries of a queue that are in use.
+    /// Returns how many entries of a queue are in use.
     pub fn occupancy(&self, queue: usize) -> usize {
         self.queues[queue].entries.len()
     }
 
-    /// What a queue has accepted and not completed.
+    /// Returns how many descriptors a queue has accepted and not completed.
     pub fn in_flight(&self, queue: usize) -> usize {
         self.queues[queue].outstanding.len()
     }
 
-    /// What it has done.
+    /// Returns its counters.
     pub fn accounts(&self) -> Accounts {
         self.accounts
     }

@@ -1,14 +1,14 @@
 //! A device as a state machine, without threads and without clocks: descriptors and the time are passed in, work and
-//! writes come out.
+//! writes are returned.
 //!
 //! ```text
 //! submit ─> queue (size, threshold) ─> engine of the group ─> Step::Execute ─> finish ─┬─> engine free again
 //!           by priority                fetches a batch's list                          └─> Step::Write ─> written
 //! ```
 //!
-//! The owner calls [`Device::poll`] with the time until it says [`Step::Idle`]: what it is given to execute it may execute
-//! elsewhere and report with [`Device::finish`]; what it is given to write it writes at once and reports with
-//! [`Device::written`]. With [`Payload::Timed`] nothing is read or written: that is the mode for simulators.
+//! The owner calls [`Device::poll`] with the time until it returns [`Step::Idle`]. A job to execute may be executed
+//! elsewhere and is reported with [`Device::finish`]; a write is done at once and reported with [`Device::written`].
+//! With [`Payload::Timed`] nothing is read or written: that is the mode for simulators.
 
 mod batch;
 mod device;
@@ -24,35 +24,35 @@ pub use timing::{PageRequests, Timing};
 use crate::memory::{AddressSpace, Fault};
 use crate::ops::{self, Effects, Limits, Outcome, Record, Scratch};
 
-/// Nanoseconds of whichever clock the caller has.
+/// Nanoseconds of the caller's clock.
 pub type Nanos = u64;
 
 /// How 64 bytes reached the portal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Posting {
-    /// `ENQCMD`: a deferrable memory write, answered.
+    /// `ENQCMD`: a deferrable memory write with a reply.
     NonPosted,
-    /// `MOVDIR64B`: a posted write, never answered.
+    /// `MOVDIR64B`: a posted write without a reply.
     Posted,
 }
 
-/// What is submitted.
+/// A submission.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Payload {
     /// A real descriptor.
     Descriptor(Box<[u8; 64]>),
-    /// One that only takes the time it would take: for simulators, nothing is read or written.
+    /// Only takes time: for simulators; nothing is read or written.
     Timed(Timed),
 }
 
-/// What decides how long a descriptor or batch takes.
+/// The properties that determine how long a descriptor or batch takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Timed {
-    /// Given back with the completion.
+    /// Returned with the completion.
     pub tag: u64,
     /// Descriptors of a batch; up to 1 is a descriptor by itself.
     pub members: u32,
-    /// Bytes of each: what is written, or, of operations that only read, all that is read.
+    /// Bytes of each: those written, or, for operations that only read, all bytes read.
     pub bytes: u64,
     /// Whether it writes to a destination.
     pub writes: bool,
@@ -62,18 +62,18 @@ pub struct Timed {
     pub page_requests: u32,
 }
 
-/// The answer to a submission.
+/// The result of a submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Submitted {
-    /// It has an entry in the queue (a posted write never learns of it).
+    /// It has an entry in the queue (the sender of a posted write does not learn this).
     Accepted,
-    /// Retry: no room, or a queue that takes nothing.
+    /// Retry: no room, or a queue that accepts nothing.
     Retry,
-    /// A posted write that went nowhere; dedicated and full is software error 0x53.
+    /// A posted write was dropped; on a full dedicated queue this is software error 0x53.
     Dropped,
 }
 
-/// What the owner of a device has to do next.
+/// The next action of a device's owner.
 #[derive(Debug)]
 pub enum Step {
     /// Execute this and report with [`Device::finish`].
@@ -82,9 +82,9 @@ pub enum Step {
     Write(Write),
     /// A [`Payload::Timed`] is complete.
     Completed(Completed),
-    /// Nothing before this time, or before the next submission.
+    /// Nothing is due before this time, or before the next submission.
     Idle {
-        /// When.
+        /// The time.
         next: Option<Nanos>,
     },
 }
@@ -92,13 +92,13 @@ pub enum Step {
 /// A completed [`Payload::Timed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completed {
-    /// As submitted.
+    /// The tag of the submission.
     pub tag: u64,
     /// The queue it was submitted to.
     pub queue: usize,
     /// When its record became visible.
     pub at: Nanos,
-    /// When an engine took it out of the queue.
+    /// When an engine took it from the queue.
     pub started: Nanos,
 }
 
@@ -126,7 +126,7 @@ pub(super) enum Task {
     },
 }
 
-/// What came of a [`Job`].
+/// The result of a [`Job`].
 #[derive(Debug)]
 pub struct Done {
     pub(super) id: u64,
@@ -141,12 +141,12 @@ pub(super) enum Came {
 }
 
 impl Job {
-    /// The engine that does it.
+    /// Returns the engine that does it.
     pub fn engine(&self) -> usize {
         self.engine
     }
 
-    /// Does it.
+    /// Executes it.
     pub fn run(&self, memory: &dyn AddressSpace, scratch: &mut Scratch) -> Done {
         let came = match &self.task {
             Task::Descriptor { bytes, in_batch, limits, effects } => {
@@ -182,7 +182,7 @@ fn fetch(memory: &dyn AddressSpace, address: u64, count: usize, page_requests: b
     }
 }
 
-/// A write that becomes visible now: a completion record, or data that a script has held back.
+/// A write that becomes visible now: a completion record, or data that a script has delayed.
 #[derive(Debug)]
 pub struct Write {
     pub(super) id: u64,
@@ -204,19 +204,19 @@ pub(super) enum Writing {
     },
 }
 
-/// What came of a [`Write`].
+/// The result of a [`Write`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Written {
-    /// It is there.
+    /// It was written.
     Done,
-    /// It is there, after a page request.
+    /// It was written, after a page request.
     Requested,
     /// The address could not be translated.
     Faulted,
 }
 
 impl Write {
-    /// Does it.
+    /// Executes it.
     pub fn perform(&self, memory: &dyn AddressSpace) -> Written {
         match &self.what {
             Writing::Data { address, bytes } => match memory.write(*address, bytes) {

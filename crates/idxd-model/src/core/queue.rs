@@ -1,4 +1,4 @@
-//! A work queue: what fits, what is waiting, what is still on its way.
+//! A work queue: its capacity, its waiting entries, its incomplete descriptors.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -6,7 +6,7 @@ use super::{Nanos, Payload};
 use crate::config::{Mode, QueueConfig};
 use crate::ops::Limits;
 
-/// Something in a queue.
+/// An entry of a queue.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) sequence: u64,
@@ -24,7 +24,7 @@ pub(super) struct Queue {
     pub(super) outstanding: BTreeSet<u64>,
     /// Drains that wait for everything before them.
     pub(super) drains: Vec<Entry>,
-    /// Turns taken, each worth the inverse of the priority: the least is next.
+    /// Turns taken, each worth the inverse of the priority: the smallest sum is next.
     pub(super) turns: u64,
     sequence: u64,
 }
@@ -43,7 +43,7 @@ impl Queue {
         }
     }
 
-    /// Entries that a client may use: 5.3, *limited portal*.
+    /// Returns the number of entries that a client may use: 5.3, *limited portal*.
     pub(super) fn room(&self) -> usize {
         match self.config.mode {
             Mode::Shared if self.config.threshold > 0 => self.config.threshold as usize,
@@ -57,7 +57,7 @@ impl Queue {
         self.sequence += 1;
     }
 
-    /// Ends an entry; returns the drains that have waited for it.
+    /// Removes an entry; returns the drains that have waited for it.
     pub(super) fn complete(&mut self, sequence: u64) -> Vec<Entry> {
         self.outstanding.remove(&sequence);
         if self.drains.is_empty() {
@@ -75,12 +75,12 @@ impl Queue {
         ready
     }
 
-    /// Whether everything before this entry is complete.
+    /// Returns whether everything before this entry is complete.
     pub(super) fn clear_before(&self, sequence: u64) -> bool {
         self.outstanding.first().is_none_or(|&first| first >= sequence)
     }
 
-    /// Forgets everything: reset or halt.
+    /// Removes everything: reset or halt.
     pub(super) fn clear(&mut self) {
         self.entries.clear();
         self.outstanding.clear();

@@ -1,4 +1,4 @@
-//! How long things take, as parameters. The defaults are fitted to published figures; each says which.
+//! The duration of operations, as parameters. The defaults are fitted to published values, which are named.
 //!
 //! An engine is occupied by a descriptor for [`Timing::descriptor_ns`], the translations it misses, and its bytes at the
 //! engine's rate; the bytes of all engines of a device share the device's rate in the order in which they are taken. The
@@ -26,7 +26,7 @@ pub struct Timing {
     pub engine_byte_ps: u64,
     /// Of one engine, picoseconds per byte, operations that only read.
     pub engine_read_byte_ps: u64,
-    /// Reading a batch's list: once, ns.
+    /// Reading a batch's list: fixed part, ns.
     pub batch_ns: u64,
     /// Reading a batch's list: per descriptor, ns.
     pub batch_descriptor_ns: u64,
@@ -36,9 +36,9 @@ pub struct Timing {
     pub event_log_ns: u64,
     /// Page requests.
     pub page_requests: PageRequests,
-    /// What `ENQCMD` costs its core, ns: for simulators of submitters, the device does not use it.
+    /// The cost of `ENQCMD` to its core, ns: for simulators of submitters, the device does not use it.
     pub enqcmd_ns: u64,
-    /// What `MOVDIR64B` costs its core, ns: likewise.
+    /// The cost of `MOVDIR64B` to its core, ns: likewise.
     pub movdir64b_ns: u64,
 }
 
@@ -89,7 +89,7 @@ impl Timing {
         }
     }
 
-    /// Of one kind.
+    /// Returns the timing of a kind of device.
     pub fn of(kind: Kind) -> Timing {
         match kind {
             Kind::Dsa => Timing::dsa(),
@@ -114,7 +114,7 @@ impl Timing {
     }
 }
 
-/// How long page requests take.
+/// The duration of page requests.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PageRequests {

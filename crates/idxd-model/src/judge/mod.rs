@@ -1,16 +1,16 @@
-//! A judge of what devices have said: every descriptor that was submitted and every record that came back, held against the
-//! [`table`](crate::table) of the specification. With it a trace of hardware that we do not have becomes a test.
+//! Checks a device's behaviour: compares every submitted descriptor and every returned record with the
+//! [`table`](crate::table) of the specification. So a trace of hardware that we do not have becomes a test.
 //!
-//! It knows no memory, so what data was compared or copied cannot be judged; sizes, flags, codes, addresses, counts and order
-//! can. What the specification leaves undefined (fields that a status does not use) is not looked at.
+//! The judge does not see memory, so it cannot check compared or copied data; it checks sizes, flags, codes, addresses,
+//! counts and order. Fields that the specification leaves undefined (because a status does not use them) are ignored.
 //!
-//! | module | what |
+//! | module | checks |
 //! |---|---|
-//! | `descriptor` | is it one that the queue may be given: sections 5.4, 5.5, 8.1, 8.3; IAA 4.1, 4.2 |
-//! | `operands` | which memory an operation reads and writes: what a fault address has to be in |
-//! | `completion` | does the record follow from the descriptor: sections 5.8, 8.2, 8.3; IAA 4.4, 6.2 |
-//! | `batch` | do the records of members and of their batch fit together: sections 3.8, 3.9, 8.3.2 |
-//! | this one | what belongs together, in which order and how much at once |
+//! | `descriptor` | whether the queue may get it: sections 5.4, 5.5, 8.1, 8.3; IAA 4.1, 4.2 |
+//! | `operands` | the memory that an operation reads and writes, which contains every fault address |
+//! | `completion` | whether the record follows from the descriptor: sections 5.8, 8.2, 8.3; IAA 4.4, 6.2 |
+//! | `batch` | whether the records of members and of their batch are consistent: sections 3.8, 3.9, 8.3.2 |
+//! | this one | the assignment, order and number of submissions and completions |
 
 mod batch;
 mod completion;
@@ -30,9 +30,9 @@ use summary::Summary;
 pub use summary::{Latency, OperationSummary};
 
 /// Findings that are kept; more are counted.
-const MOST_FINDINGS: usize = 1000;
+const MAX_FINDINGS: usize = 1000;
 
-/// What a trace says of a queue.
+/// A trace's description of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Queue {
     /// DSA or IAA.
@@ -43,28 +43,28 @@ pub struct Queue {
     pub mode: Mode,
     /// Entries.
     pub size: u32,
-    /// Most descriptors of a batch.
+    /// The most descriptors of a batch.
     pub max_batch: u64,
-    /// Most bytes of a transfer.
+    /// The most bytes of a transfer.
     pub max_transfer: u64,
     /// Whether descriptors may block on faults.
     pub block_on_fault: bool,
 }
 
-/// Something that the specification does not have, or that does not hang together.
+/// A violation of the specification, or a contradiction within the trace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// Line of the trace.
     pub line: usize,
     /// Number of the submission.
     pub submission: Option<u64>,
-    /// Which member of a batch, from 0.
+    /// Index of the member of a batch, from 0.
     pub member: Option<usize>,
-    /// The field, as the specification calls it.
+    /// The field, by its name in the specification.
     pub field: &'static str,
-    /// What was there, and what is wrong with it.
+    /// Its value, and what is wrong with it.
     pub wrong: String,
-    /// Where the specification says otherwise; of the DSA specification if it does not say which.
+    /// The violated section; of the DSA specification unless it names another.
     pub section: &'static str,
 }
 
@@ -81,7 +81,7 @@ impl Display for Finding {
     }
 }
 
-/// A descriptor that was never answered: the trace ended, or the device was given up. No finding.
+/// A descriptor without a completion: the trace ended, or the device was given up. Not a finding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unanswered {
     /// Line of its submission.
@@ -94,25 +94,25 @@ pub struct Unanswered {
     pub operation: &'static str,
 }
 
-/// What a trace came to.
+/// The result of checking a trace.
 #[derive(Clone, Debug)]
 pub struct Verdict {
     /// The findings, by line; the first thousand of them.
     pub findings: Vec<Finding>,
-    /// How many there were.
+    /// The total number of findings.
     pub found: u64,
-    /// Descriptors without an answer, in their order.
+    /// Descriptors without a completion, in order.
     pub unanswered: Vec<Unanswered>,
-    /// Operation by operation, what was done and how long it took.
+    /// By operation, the amount of work and its duration.
     pub operations: Vec<OperationSummary>,
 }
 
-/// One thing wrong with a descriptor or a record, before it is known where that stands.
+/// A fault of a descriptor or a record, without its position.
 #[derive(Clone, Debug)]
 struct Wrong {
-    /// What a device says of such a descriptor; 0 if it says nothing.
+    /// The status that a device reports for such a descriptor; 0 if none.
     status: u8,
-    /// With *Invalid flags*, which.
+    /// With *Invalid flags*, the flags.
     flags: u32,
     field: &'static str,
     text: String,
@@ -142,20 +142,20 @@ struct Answered {
     members: Vec<(usize, [u8; 32])>,
 }
 
-struct Known {
+struct QueueState {
     name: String,
     queue: Queue,
     outstanding: u64,
     /// Codes that were refused as unsupported, and codes that were executed.
     unsupported: BTreeMap<u8, (usize, u64)>,
     executed: HashSet<u8>,
-    /// Submissions before this one were over when a drain was.
+    /// Submissions before this one were complete when a drain was.
     drained: u64,
 }
 
-/// Takes a trace line by line.
+/// Reads a trace line by line.
 pub struct Judge {
-    queues: Vec<Known>,
+    queues: Vec<QueueState>,
     names: HashMap<String, usize>,
     outstanding: BTreeMap<u64, Submitted>,
     /// Numbers that were submitted.
@@ -183,7 +183,7 @@ impl std::fmt::Debug for Judge {
 }
 
 impl Judge {
-    /// Of an empty trace.
+    /// Starts with an empty trace.
     pub fn new() -> Judge {
         Judge {
             queues: Vec::new(),
@@ -199,7 +199,7 @@ impl Judge {
         }
     }
 
-    /// A queue, before its first submission.
+    /// Records a queue, before its first submission.
     pub fn queue(&mut self, line: usize, name: &str, queue: Queue) {
         self.settle();
         let expected = name.starts_with("dsa") || name.starts_with("iax") || name.starts_with("iaa");
@@ -225,7 +225,7 @@ impl Judge {
 
     fn know(&mut self, name: &str, queue: Queue) -> usize {
         self.names.insert(name.to_owned(), self.queues.len());
-        self.queues.push(Known {
+        self.queues.push(QueueState {
             name: name.to_owned(),
             queue,
             outstanding: 0,
@@ -236,7 +236,7 @@ impl Judge {
         self.queues.len() - 1
     }
 
-    /// A descriptor that the queue took at `at`.
+    /// Records a descriptor that the queue accepted at `at`.
     pub fn submission(&mut self, line: usize, at: u64, number: u64, queue: &str, descriptor: &[u8; 64]) {
         self.settle();
         if self.last.is_some_and(|last| last >= number) {
@@ -252,7 +252,7 @@ impl Judge {
             None => {
                 let text = format!("is {queue:?}, which no line has described");
                 self.find(line, Some(number), None, Wrong::new("queue", "format", text));
-                // Everything is permitted, but the kind must be something.
+                // Everything is permitted, but a kind is needed.
                 let kind = if queue.starts_with("dsa") { Kind::Dsa } else { Kind::Iaa };
                 let (size, max_transfer) = (u32::MAX, u64::MAX);
                 let mode = Mode::Shared;
@@ -276,7 +276,7 @@ impl Judge {
         self.submitting = Some(number);
     }
 
-    /// The next member of the batch that was just submitted.
+    /// Records the next member of the batch that was just submitted.
     pub fn member(&mut self, line: usize, number: u64, descriptor: &[u8; 64]) {
         if self.submitting != Some(number) {
             self.settle();
@@ -300,7 +300,7 @@ impl Judge {
         }
     }
 
-    /// A record that was seen at `at`.
+    /// Records a completion record that was seen at `at`.
     pub fn completion(&mut self, line: usize, at: u64, number: u64, record: &[u8]) {
         self.settle();
         let Some(submitted) = self.outstanding.remove(&number) else {
@@ -331,7 +331,7 @@ impl Judge {
         self.answering = Some(Answered { line, number, submitted, record: record.to_vec(), members: Vec::new() });
     }
 
-    /// The next record of a member of the batch that was just answered.
+    /// Records the next record of a member of the batch that was just completed.
     pub fn member_record(&mut self, line: usize, number: u64, record: &[u8]) {
         let fits = <[u8; 32]>::try_from(record).ok();
         match (&mut self.answering, fits) {
@@ -348,7 +348,7 @@ impl Judge {
         }
     }
 
-    /// The end of the trace, wherever that is: members that are missing of what was written last are not held against it.
+    /// Ends the trace, at any point: missing members of the last batch are no findings.
     pub fn finish(mut self) -> Verdict {
         let short = |number: &u64| {
             let submitted = self.outstanding.get(number);
@@ -383,7 +383,7 @@ impl Judge {
         Verdict { findings: self.findings, found: self.found, unanswered: list, operations: self.summary.operations() }
     }
 
-    /// No more members come of what was last begun.
+    /// Handles the end of the members of the last batch.
     fn settle(&mut self) {
         if let Some(number) = self.submitting.take()
             && let Some(submitted) = self.outstanding.get(&number)
@@ -442,7 +442,7 @@ impl Judge {
 
     fn find(&mut self, line: usize, submission: Option<u64>, member: Option<usize>, wrong: Wrong) {
         self.found += 1;
-        if self.findings.len() < MOST_FINDINGS {
+        if self.findings.len() < MAX_FINDINGS {
             let Wrong { field, text, section, .. } = wrong;
             self.findings.push(Finding { line, submission, member, field, wrong: text, section });
         }

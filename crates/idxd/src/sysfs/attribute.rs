@@ -1,21 +1,21 @@
-//! Reading one attribute: a small text file that may be missing, unreadable, or anything at all.
+//! Reads one attribute: a small text file that may be missing, unreadable, or have any content.
 
 use std::fs::OpenOptions;
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Longest attribute that is read: sysfs itself has no longer ones.
+/// The longest attribute that is read: sysfs itself has no longer ones.
 const MAX_BYTES: u64 = 4096;
 
-/// An attribute that is there and makes no sense, and on which it depends whether a queue is safe to use.
+/// An attribute with an invalid value on which the safe use of a queue depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Doubt(pub(super) &'static str);
 
-/// It has been noted.
+/// An invalid value, which has been recorded.
 struct Odd;
 
-/// The attributes of one directory, and what was odd about them.
+/// The attributes of one directory, and their invalid values.
 pub(super) struct Attributes {
     directory: PathBuf,
     name: String,
@@ -35,18 +35,19 @@ impl Attributes {
         self.oddities
     }
 
-    /// The trimmed text; `None` if the attribute does not exist (older kernels and lesser devices lack some), is empty, or
-    /// cannot be read, which is an oddity.
+    /// Returns the trimmed text; `None` if the attribute does not exist (older kernels and lesser devices lack some),
+    /// is empty, or cannot be read, which is recorded.
     pub(super) fn text(&mut self, attribute: &str) -> Option<String> {
         self.read(attribute).ok().flatten().filter(|text| !text.is_empty())
     }
 
-    /// As [`text`](Self::text), but whoever must not guess learns whether the attribute is there and makes no sense.
+    /// As [`text`](Self::text), but returns an error if the attribute exists with an invalid value, for callers that
+    /// must not guess.
     pub(super) fn text_or_doubt(&mut self, attribute: &'static str) -> Result<Option<String>, Doubt> {
         Ok(self.read(attribute).map_err(|Odd| Doubt(attribute))?.filter(|text| !text.is_empty()))
     }
 
-    /// 0 or 1, and `None` only where the kernel does not have the attribute: where it is there and is neither, nobody knows.
+    /// Returns 0 or 1 as a bool, and `None` only if the kernel lacks the attribute; any other value is an error.
     pub(super) fn switch_or_doubt(&mut self, attribute: &'static str) -> Result<Option<bool>, Doubt> {
         match self.read(attribute).map_err(|Odd| Doubt(attribute))?.as_deref() {
             None => Ok(None),
@@ -60,16 +61,17 @@ impl Attributes {
         }
     }
 
-    /// The trimmed text, empty or not; `None` if there is no such attribute. What cannot be read is noted as odd.
+    /// Returns the trimmed text, empty or not; `None` if there is no such attribute. An unreadable attribute is
+    /// recorded as odd.
     fn read(&mut self, attribute: &str) -> Result<Option<String>, Odd> {
         let mut bytes = Vec::new();
-        // Not blocking: whoever names another directory may have a pipe in it, which would wait for a writer.
+        // Non-blocking: a directory given by the user may contain a pipe, which would wait for a writer.
         let path = self.directory.join(attribute);
         let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path);
         let read = file.and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
         match read {
             Ok(_) => {}
-            // A link that leads nowhere is there.
+            // A dangling link exists.
             Err(error) if error.kind() == io::ErrorKind::NotFound && path.symlink_metadata().is_err() => {
                 return Ok(None);
             }
@@ -87,7 +89,7 @@ impl Attributes {
         }
     }
 
-    /// An unsigned number of at most `most`, decimal or with `0x`.
+    /// Returns an unsigned number of at most `most`, decimal or with `0x`.
     pub(super) fn number(&mut self, attribute: &str, most: u64) -> Option<u64> {
         let text = self.text(attribute)?;
         match parse_unsigned(&text) {
@@ -108,17 +110,17 @@ impl Attributes {
         self.number(attribute, most.into()).map(|value| value as u32)
     }
 
-    /// A number that the kernel shows as -1 where there is none: NUMA node, group.
+    /// Returns a number that the kernel shows as -1 where there is none: NUMA node, group.
     pub(super) fn number_or_none(&mut self, attribute: &str, most: u32) -> Option<u32> {
         if self.text(attribute)? == "-1" { None } else { self.number32(attribute, most) }
     }
 
-    /// 0 or 1.
+    /// Returns 0 or 1 as a bool.
     pub(super) fn switch(&mut self, attribute: &str) -> Option<bool> {
         self.number(attribute, 1).map(|value| value == 1)
     }
 
-    /// `enabled` or anything else.
+    /// Returns whether the text is `enabled`.
     pub(super) fn enabled(&mut self, attribute: &str) -> Option<bool> {
         Some(self.text(attribute)? == "enabled")
     }
@@ -134,7 +136,7 @@ impl Attributes {
 
 pub(super) fn parse_unsigned(text: &str) -> Option<u64> {
     match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        // `from_str_radix` takes a sign, which no attribute has.
+        // `from_str_radix` accepts a sign, which no attribute has.
         Some(hex) if hex.bytes().all(|byte| byte.is_ascii_hexdigit()) => u64::from_str_radix(hex, 16).ok(),
         Some(_) => None,
         None if text.bytes().all(|byte| byte.is_ascii_digit()) => text.parse().ok(),
@@ -142,7 +144,7 @@ pub(super) fn parse_unsigned(text: &str) -> Option<u64> {
     }
 }
 
-/// Enough of a text to recognise it.
+/// Shortens a text so that it is still recognisable.
 fn shorten(text: &str) -> String {
     text.chars().take(40).collect()
 }

@@ -1,4 +1,4 @@
-//! The capability registers that sysfs shows: which operations, which limits, which features.
+//! The capability registers that sysfs shows: operations, limits, features.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ pub struct OperationSet {
 }
 
 impl OperationSet {
-    /// A set of the given codes.
+    /// Makes a set of the given codes.
     pub fn of(codes: impl IntoIterator<Item = u8>) -> Self {
         let mut set = Self::default();
         for code in codes {
@@ -51,17 +51,17 @@ impl OperationSet {
         Some(Self { words })
     }
 
-    /// Whether the code is in the set.
+    /// Returns whether the code is in the set.
     pub fn contains_code(&self, code: u8) -> bool {
         self.words[usize::from(code / 64)] >> (code % 64) & 1 == 1
     }
 
-    /// Whether the operation is in the set.
+    /// Returns whether the operation is in the set.
     pub fn contains(&self, operation: Operation) -> bool {
         self.contains_code(operation as u8)
     }
 
-    /// All codes in the set.
+    /// Returns all codes in the set.
     pub fn codes(&self) -> impl Iterator<Item = u8> {
         let set = *self;
         (0..=u8::MAX).filter(move |code| set.contains_code(*code))
@@ -106,7 +106,7 @@ impl GeneralCapabilities {
         self.bit(8)
     }
 
-    /// A batch can be told that it continues one with failures.
+    /// A batch can be marked as the continuation of one with failures.
     pub const fn batch_continuation(self) -> bool {
         self.bit(15)
     }

@@ -30,7 +30,7 @@ impl Kind {
         self.prefix()
     }
 
-    /// Alignment of its completion records, which is also their size.
+    /// Returns the alignment of its completion records, which is also their size.
     pub const fn record_bytes(self) -> u64 {
         match self {
             Kind::Dsa => 32,
@@ -48,7 +48,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// A device, without what is in it. `None` is "not known": the kernel does not show it or showed garbage.
+/// A device, without its parts. `None` means unknown: the kernel does not show the attribute or its value is invalid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Device {
@@ -59,9 +59,9 @@ pub struct Device {
     /// Which accelerator it is.
     pub kind: Kind,
     /// The version register: 0x100 is the first generation (Sapphire and Emerald Rapids), on which processes without
-    /// `CAP_SYS_RAWIO` cannot have batches. 0 if not known.
+    /// `CAP_SYS_RAWIO` cannot use batches. 0 if not known.
     pub version: u32,
-    /// The NUMA node it hangs on.
+    /// Its NUMA node.
     pub numa_node: Option<u32>,
     /// Whether the device is enabled.
     pub enabled: Option<bool>,
@@ -69,11 +69,11 @@ pub struct Device {
     pub configurable: Option<bool>,
     /// Whether user-space queues can bind an address space: shared virtual addressing is on.
     pub pasid_enabled: Option<bool>,
-    /// An attribute that is there, makes no sense, and must be known before anything is submitted.
+    /// An attribute with an invalid value that must be known before anything is submitted.
     pub doubtful: Option<&'static str>,
-    /// Most descriptors in a batch; absent on IAA.
+    /// The most descriptors in a batch; absent on IAA.
     pub max_batch: Option<u32>,
-    /// Most bytes of a transfer.
+    /// The most bytes of a transfer.
     pub max_transfer: Option<u64>,
     /// Number of work queues.
     pub max_queues: Option<u32>,
@@ -85,7 +85,7 @@ pub struct Device {
     pub max_groups: Option<u32>,
     /// General capabilities.
     pub capabilities: Option<GeneralCapabilities>,
-    /// Operations it has. For first-generation devices newer kernels leave *batch* out, although a portal takes it.
+    /// Its operations. For first-generation devices newer kernels omit *batch*, although a portal accepts it.
     pub operations: Option<OperationSet>,
     /// IAA capabilities; only second-generation IAA devices show them.
     pub iaa_capabilities: Option<IaaCapabilities>,
@@ -99,7 +99,7 @@ pub struct Device {
 pub(crate) const FIRST_GENERATION: u32 = 0x1ff;
 
 impl Device {
-    /// A device of which nothing is known but its name and kind: for queues that come from elsewhere than sysfs.
+    /// Makes a device with only a name and a kind: for queues that do not come from sysfs.
     pub fn new(name: &str, kind: Kind) -> Self {
         Self {
             name: name.to_owned(),
@@ -125,7 +125,7 @@ impl Device {
         }
     }
 
-    /// Whether it is a device of the first generation, or may be one.
+    /// Returns whether it is a device of the first generation, or may be one.
     pub fn is_first_generation(&self) -> bool {
         self.version <= FIRST_GENERATION
     }
@@ -156,7 +156,7 @@ impl Device {
     }
 }
 
-/// What is believed of a kernel's numbers: the registers have no more bits (DSA sections 9.2.2 to 9.2.4).
+/// The largest plausible values of a kernel's numbers: the registers have no more bits (DSA sections 9.2.2 to 9.2.4).
 const MAX_NODES: u32 = 4095;
 const MAX_BATCH: u32 = 1 << 15;
 const MAX_TRANSFER: u64 = 1 << 31;
@@ -226,25 +226,25 @@ impl EngineInfo {
     }
 }
 
-/// Whom a queue serves.
+/// The users of a queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QueueType {
     /// Processes, through a device file.
     User,
     /// The kernel itself.
     Kernel,
-    /// Nobody: not configured.
+    /// No user: not configured.
     None,
-    /// Something this crate does not know.
+    /// A type that this crate does not know.
     Other(String),
 }
 
-/// How a queue takes descriptors.
+/// The mode in which a queue accepts descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// From many processes; says when it is full.
+    /// From many processes; reports when it is full.
     Shared,
-    /// From one; drops what does not fit.
+    /// From one process; drops descriptors that do not fit.
     Dedicated,
 }
 
@@ -271,25 +271,25 @@ pub struct QueueInfo {
     pub node: PathBuf,
     /// Whether the queue is enabled.
     pub enabled: Option<bool>,
-    /// Whom it serves.
+    /// The users of the queue.
     pub queue_type: Option<QueueType>,
     /// The kernel driver it is bound to or meant for: `user` for processes.
     pub driver: Option<String>,
-    /// The name the administrator gave it.
+    /// The administrator's name for it.
     pub label: Option<String>,
     /// Shared or dedicated; `None` if not known, in which case the queue is not usable.
     pub mode: Option<Mode>,
     /// Entries. 0 if not known.
     pub size: u32,
-    /// Of a shared queue, the entries that can be filled through a limited portal, which is what processes have.
+    /// For a shared queue, the entries that can be filled through a limited portal, the only kind for processes.
     pub threshold: Option<u32>,
     /// Priority within the group, 1 to 15, higher first.
     pub priority: Option<u32>,
     /// The group it is in.
     pub group: Option<u32>,
-    /// Most descriptors in a batch; 1 if it takes none.
+    /// The most descriptors in a batch; 1 if it accepts no batches.
     pub max_batch: u32,
-    /// Most bytes of one transfer.
+    /// The most bytes of one transfer.
     pub max_transfer: u64,
     /// Whether descriptors may block on faults.
     pub block_on_fault: bool,
@@ -297,7 +297,7 @@ pub struct QueueInfo {
     pub ats_disable: bool,
     /// Whether page requests are off: every fault is reported, none resolved.
     pub prs_disable: bool,
-    /// An attribute that is there, makes no sense, and must be known before anything is submitted: the queue is not usable.
+    /// An attribute with an invalid value that must be known before anything is submitted: the queue is not usable.
     pub doubtful: Option<&'static str>,
     /// Operations the queue is configured for; `None` means whatever the device has.
     pub operations: Option<OperationSet>,
@@ -305,16 +305,16 @@ pub struct QueueInfo {
     pub clients: Option<u32>,
     /// Why it cannot be used, if it cannot.
     pub unusable: Option<Unusable>,
-    /// What is worth knowing of a queue that can.
+    /// Remarks about a usable queue.
     pub remarks: Vec<Remark>,
 }
 
-/// Taken for the largest transfer where the kernel does not show it: its default.
+/// The assumed largest transfer if the kernel does not show it: the kernel's default.
 const DEFAULT_TRANSFER: u64 = 2 << 20;
 
 impl QueueInfo {
-    /// A queue that comes from elsewhere than sysfs, for instance a model: what is not known has the kernel's defaults, and
-    /// nothing is said against it.
+    /// Makes a queue that does not come from sysfs, for instance a model's: unknown values have the kernel's defaults,
+    /// and the queue is usable.
     pub fn new(name: &str, device: Arc<Device>, mode: Mode, size: u32) -> Self {
         let index = name.rsplit('.').next().and_then(|digits| digits.parse().ok()).unwrap_or(0);
         Self {
@@ -344,17 +344,17 @@ impl QueueInfo {
         }
     }
 
-    /// Which accelerator it is a queue of.
+    /// Returns the kind of its accelerator.
     pub fn kind(&self) -> Kind {
         self.device.kind
     }
 
-    /// Whether the kernel says that the queue has the operation. `None` if it says nothing.
+    /// Returns whether the kernel declares that the queue has the operation. `None` if it declares nothing.
     pub fn declares(&self, code: u8) -> Option<bool> {
         self.operations.or(self.device.operations).map(|set| set.contains_code(code))
     }
 
-    /// `dsa0/wq0.0`: how `accel-config` calls it.
+    /// Returns `dsa0/wq0.0`, its name in `accel-config`.
     pub fn full_name(&self) -> String {
         format!("{}/{}", self.device.name, self.name)
     }
@@ -362,7 +362,7 @@ impl QueueInfo {
     pub(super) fn read(index: u32, device: &Arc<Device>, at: &Directories, attributes: &mut Attributes) -> Self {
         let name = attributes.name().to_owned();
         let mode = attributes.text("mode");
-        // Older kernels have neither. Where they are, a guess could lose writes, or submit to another driver's queue.
+        // Older kernels have neither. On newer ones, a guess could lose writes, or submit to another driver's queue.
         let ats_disable = attributes.switch_or_doubt("ats_disable");
         let driver = attributes.text_or_doubt("driver_name");
         let doubt = ats_disable.as_ref().err().or(driver.as_ref().err());
@@ -390,7 +390,7 @@ impl QueueInfo {
             threshold: attributes.number32("threshold", MAX_ENTRIES).map(|threshold| threshold.min(size)),
             priority: attributes.number32("priority", 15),
             group: attributes.number_or_none("group_id", MAX_MEMBERS),
-            // Batches are believed only where the kernel shows them: the attribute is hidden where there are none.
+            // Batches are used only if the kernel shows the attribute, which is hidden where there are none.
             max_batch: max_batch.filter(|_| device.kind == Kind::Dsa).unwrap_or(1).max(1),
             max_transfer: max_transfer.or(device.max_transfer).unwrap_or(DEFAULT_TRANSFER).max(1),
             block_on_fault: attributes.switch("block_on_fault").unwrap_or(false),
@@ -404,7 +404,7 @@ impl QueueInfo {
     }
 }
 
-/// A device with all that is in it.
+/// A device with all its parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceInfo {
@@ -416,6 +416,6 @@ pub struct DeviceInfo {
     pub engines: Vec<EngineInfo>,
     /// Its work queues.
     pub queues: Vec<QueueInfo>,
-    /// Attributes that could not be made sense of, one sentence each.
+    /// Attributes with invalid values, one sentence each.
     pub oddities: Vec<String>,
 }

@@ -1,7 +1,7 @@
-//! Whether a queue can be used, and if not, why and what would help: a sentence and the lines to type.
+//! Determines whether a queue can be used, and if not, why, with a remedy: a sentence and the commands.
 //!
-//! What an administrator cannot change with `accel-config` (boot parameters, permissions) is in the sentence. The option names
-//! are those of accel-config 3.5 and later.
+//! The sentence covers what an administrator cannot change with `accel-config` (boot parameters, permissions). The
+//! option names are those of accel-config 3.5 and later.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,16 +14,16 @@ use crate::flags::Operation;
 pub struct Unusable {
     /// The reason, by type.
     pub reason: Reason,
-    /// The lines that would help, to be typed in this order as root; empty where none would.
+    /// The commands that would help, to be run in this order as root; empty if none would.
     pub commands: Vec<String>,
 }
 
-/// Something worth knowing of a queue that can be used.
+/// A remark about a usable queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Remark {
     /// One sentence.
     pub what: String,
-    /// The lines that would change it; empty where none would.
+    /// The commands that would change it; empty if none would.
     pub commands: Vec<String>,
 }
 
@@ -36,11 +36,11 @@ pub enum Reason {
         /// Its driver, if shown.
         driver: Option<String>,
     },
-    /// It is for a driver that is not the one for processes.
+    /// It is meant for another driver than the one for processes.
     OtherDriver(String),
-    /// It has no entries: nobody has configured it. A device has a few queues that nobody needs.
+    /// It has no entries: it has not been configured. Some queues of a device are normally unused.
     NotConfigured,
-    /// It has no type, or one this crate does not know.
+    /// It has no type, or an unknown one.
     NotForUsers,
     /// Shared virtual addressing is off.
     NoSharedAddressing,
@@ -50,17 +50,17 @@ pub enum Reason {
     DeviceDisabled,
     /// The queue is disabled.
     QueueDisabled,
-    /// The kernel does not show something that must be known.
+    /// The kernel does not show a required attribute.
     Unknown(&'static str),
-    /// The same of its device.
+    /// The kernel does not show a required attribute of its device.
     UnknownOfDevice(&'static str),
     /// It is in no group, or in one without an engine.
     NoEngine,
-    /// The device file is not there.
+    /// The device file does not exist.
     NoNode(PathBuf),
     /// The device file may not be opened by this process.
     NoPermission(PathBuf),
-    /// It is dedicated and somebody has it.
+    /// It is dedicated and another process has it open.
     Taken,
 }
 
@@ -130,7 +130,7 @@ impl fmt::Display for Remark {
     }
 }
 
-/// Gives each queue of the device its verdict.
+/// Determines for each queue of the device whether it can be used.
 pub(super) fn judge(info: &mut DeviceInfo) {
     for index in 0..info.queues.len() {
         let queue = &info.queues[index];
@@ -141,7 +141,7 @@ pub(super) fn judge(info: &mut DeviceInfo) {
     }
 }
 
-/// The first thing in the way, from what lies deepest.
+/// Returns the first obstacle, the most fundamental one first.
 fn reason(info: &DeviceInfo, queue: &QueueInfo) -> Option<Reason> {
     let device = &info.device;
     if device.pasid_enabled == Some(false) {
@@ -203,17 +203,19 @@ fn node(path: &Path) -> Result<(), Reason> {
     }
 }
 
-/// The lines that would help.
+/// Returns the commands that would help.
 ///
-/// Two things of the kernel's driver (`drivers/dma/idxd`, `sysfs.c` and `device.c`) decide what they are. Whoever disables a queue
-/// loses its configuration (type, mode, threshold, priority, name, limits), so all of it is given again, not only what is to change.
-/// And sizes and groups can be changed only while the *device* is disabled, which loses those of all its queues and engines.
+/// Two properties of the kernel's driver (`drivers/dma/idxd`, `sysfs.c` and `device.c`) determine them. Disabling a
+/// queue loses its configuration (type, mode, threshold, priority, name, limits), so all of it is set again, not only
+/// the changed part. And sizes and groups can be changed only while the *device* is disabled, which loses those of all
+/// its queues and engines.
 fn commands(info: &DeviceInfo, queue: &QueueInfo, reason: &Reason) -> Vec<String> {
     match reason {
         Reason::NoSharedAddressing | Reason::NoNode(_) | Reason::NoPermission(_) | Reason::UnknownOfDevice(_) => {
             Vec::new()
         }
-        // How many entries it should have depends on what all other queues of the device are for, which is a plan, and no repair.
+        // The right number of entries depends on the purpose of all other queues of the device: that is a plan, not a
+        // repair.
         _ if queue.size == 0 => Vec::new(),
         Reason::DeviceDisabled | Reason::QueueDisabled if configured(info, queue) => enable(info, queue),
         Reason::AtsDisabled | Reason::Unknown("ats_disable") => {
@@ -245,19 +247,20 @@ fn reconfigure(info: &DeviceInfo, queue: &QueueInfo, wanted: &Wanted) -> Vec<Str
     lines
 }
 
-/// What is configured already needs only to be enabled.
+/// A configured queue only needs to be enabled.
 fn enable(info: &DeviceInfo, queue: &QueueInfo) -> Vec<String> {
     let device =
         (info.device.enabled != Some(true)).then(|| format!("accel-config enable-device {}", info.device.name));
     device.into_iter().chain([format!("accel-config enable-wq {}", queue.full_name())]).collect()
 }
 
-/// Whether only enabling is missing.
+/// Returns whether only enabling is missing.
 fn configured(info: &DeviceInfo, queue: &QueueInfo) -> bool {
     queue.mode.is_some() && placed(info, queue)
 }
 
-/// Whether it has what can be given to it only while its device is disabled: entries, and a group with an engine.
+/// Returns whether it has the settings that can only be made while its device is disabled: entries, and a group with an
+/// engine.
 fn placed(info: &DeviceInfo, queue: &QueueInfo) -> bool {
     queue.size > 0 && queue.group.is_some_and(|group| served(info, group) || info.engines.is_empty())
 }
@@ -266,7 +269,7 @@ fn served(info: &DeviceInfo, group: u32) -> bool {
     info.engines.iter().any(|engine| engine.group == Some(group))
 }
 
-/// Engines for the group: those that it has; else one that has no group, or any.
+/// Returns the commands for the group's engines: those that it has; else one without a group, or any.
 fn engine_lines(info: &DeviceInfo, group: u32) -> Vec<String> {
     let line = |name: &str| format!("accel-config config-engine {}/{name} --group-id={group}", info.device.name);
     let own = info.engines.iter().filter(|engine| engine.group == Some(group));
@@ -278,20 +281,20 @@ fn engine_lines(info: &DeviceInfo, group: u32) -> Vec<String> {
     vec![free.map_or_else(|| line(&format!("engine{}.0", info.device.number)), |engine| line(&engine.name))]
 }
 
-/// Descriptors in a batch that suit migration: the pages of a packet of the usual 512 KiB. The kernel's default of 32 would make
-/// four of it.
+/// Descriptors in a batch that suit migration: the pages of a packet of the usual 512 KiB. The kernel's default of 32
+/// would split them into four batches.
 pub const USUAL_BATCH: u32 = 128;
 /// Bytes of a transfer that suit migration: the kernel's default, and four such packets.
 pub const USUAL_TRANSFER: u64 = 2 << 20;
 
-/// The threshold that suits a shared queue of this size: at least one entry, as a rule a twelfth of them, is kept for the kernel's own
-/// commands (config-wq(1), `--threshold`).
+/// Returns the threshold that suits a shared queue of this size: at least one entry, normally a twelfth of them, is
+/// reserved for the kernel's own commands (config-wq(1), `--threshold`).
 pub const fn usual_threshold(size: u32) -> u32 {
     let kept = if size < 24 { 1 } else { size / 12 };
     size.saturating_sub(kept)
 }
 
-/// What a queue should be like afterwards, where that is not what it is or what suits.
+/// The desired settings of a queue, where they differ from its present or the usual ones.
 struct Wanted {
     mode: Mode,
     also: &'static str,
@@ -334,7 +337,7 @@ fn config_line(info: &DeviceInfo, queue: &QueueInfo, wanted: &Wanted, with_size:
     )
 }
 
-/// Whether a label from sysfs can stand in a line that people paste into a root shell.
+/// Returns whether a label from sysfs is safe in a command that people paste into a root shell.
 fn plain(label: &str) -> bool {
     !label.is_empty() && label.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
 }
@@ -342,7 +345,7 @@ fn plain(label: &str) -> bool {
 fn remarks(info: &DeviceInfo, queue: &QueueInfo) -> Vec<Remark> {
     let mut remarks = Vec::new();
     if queue.kind() == Kind::Dsa {
-        // The line has the batch size that suits in any case.
+        // The command has a suitable batch size in any case.
         let larger = || reconfigure(info, queue, &Wanted::of(queue));
         let declared = queue.declares(Operation::Batch as u8);
         let most = queue.device.max_batch.unwrap_or(1);

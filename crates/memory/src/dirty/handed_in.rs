@@ -1,33 +1,33 @@
-//! The dirty log of those who say what they write: device models, vhost back ends, DMA of devices.
+//! The dirty log of writers that report their writes: device models, vhost back ends, DMA of devices.
 //!
-//! A bitmap per RAM block, set by [`DirtyMarker`] from any thread and taken by [`HandedInLog`].
+//! A bitmap per RAM block, set by [`DirtyMarker`] from any thread and collected by [`HandedInLog`].
 
 use super::{DirtyLog, DirtyLogError, check_collect};
 use crate::bitmap::{AtomicPageBitmap, PageBitmap};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Notes pages for a [`HandedInLog`]; cheap to clone, one for each thread that writes.
+/// Marks pages for a [`HandedInLog`]; cheap to clone, one for each thread that writes.
 ///
-/// **Write first, then mark.** A mark set before the write can be taken, and the old content read, before the new is
-/// there.
+/// **Write first, then mark.** A mark set before the write can be collected, and the old content read, before the new
+/// content is there.
 #[derive(Clone, Debug)]
 pub struct DirtyMarker {
     blocks: Arc<[AtomicPageBitmap]>,
 }
 
 impl DirtyMarker {
-    /// `pages` of RAM block `block` have been written. Also outside of migrations: then it costs no more than reading a
-    /// bit that is set already.
+    /// Marks `pages` of RAM block `block` as written. It may be called outside of migrations too: then it costs no more
+    /// than reading a bit that is set already.
     ///
     /// # Panics
-    /// When there is no such block or the pages are not within it.
+    /// If there is no such block or the pages are not within it.
     pub fn mark(&self, block: usize, pages: Range<u64>) {
         self.blocks[block].set(pages);
     }
 }
 
-/// The log that takes what was marked. Names exactly that.
+/// Collects the marked pages. Names exactly those.
 #[derive(Debug)]
 pub struct HandedInLog {
     marker: DirtyMarker,
@@ -36,13 +36,13 @@ pub struct HandedInLog {
 }
 
 impl HandedInLog {
-    /// For RAM blocks of these numbers of pages.
+    /// Makes a log for RAM blocks of these numbers of pages.
     pub fn new(pages: &[u64]) -> Self {
         let blocks = pages.iter().map(|pages| AtomicPageBitmap::new(*pages)).collect();
         Self { marker: DirtyMarker { blocks }, pages: pages.to_vec(), started: false }
     }
 
-    /// What writers mark with.
+    /// Returns the marker for writers.
     pub fn marker(&self) -> DirtyMarker {
         self.marker.clone()
     }
@@ -53,8 +53,8 @@ impl DirtyLog for HandedInLog {
         if self.started {
             return Err(DirtyLogError::AlreadyStarted);
         }
-        // Markers do not ask whether the log is started: a writer could read "no" and then be overtaken by the first
-        // round. What they marked so far was written before it was marked, and so before the first round reads it.
+        // Markers do not check whether the log is started: a writer could read "no" and then be overtaken by the first
+        // round. Pages marked so far were written before they were marked, and so before the first round reads them.
         for block in self.marker.blocks.iter() {
             block.clear(0..block.pages());
         }

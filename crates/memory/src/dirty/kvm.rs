@@ -1,5 +1,5 @@
-//! What both KVM dirty logs need: memory slots with logging switched on and off, and the few operations, as raw file
-//! descriptors, since monitors use KVM wrappers of many versions.
+//! The common part of both KVM dirty logs: switching logging of memory slots on and off, and the few operations, on raw
+//! file descriptors, since monitors use KVM wrappers of many versions.
 //!
 //! Source: `include/uapi/linux/kvm.h`, `Documentation/virt/kvm/api.rst`.
 
@@ -28,7 +28,7 @@ pub struct KvmSlot {
 }
 
 impl KvmSlot {
-    /// Its pages.
+    /// Returns its length in pages.
     pub(super) fn pages(&self) -> u64 {
         self.size / PAGE_SIZE as u64
     }
@@ -77,7 +77,7 @@ impl Vm {
         Ok(Self { fd, slots, blocks: blocks.to_vec() })
     }
 
-    /// Switches logging on for all slots, or for none when one fails.
+    /// Switches logging on for all slots, or for none if one fails.
     pub(super) fn start_logging(&self) -> Result<(), DirtyLogError> {
         for (index, slot) in self.slots.iter().enumerate() {
             if let Err(error) = self.set_flags(slot, slot.flags | KVM_MEM_LOG_DIRTY_PAGES) {
@@ -91,7 +91,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Switches logging off for all slots, whatever happens to one of them.
+    /// Switches logging off for all slots, even if one fails.
     pub(super) fn stop_logging(&self) -> Result<(), DirtyLogError> {
         self.slots.iter().map(|slot| self.set_flags(slot, slot.flags)).fold(Ok(()), Result::and)
     }
@@ -112,7 +112,7 @@ impl Vm {
             .map_err(DirtyLogError::system(format!("switch the dirty log of KVM memory slot {} {switched}", slot.slot)))
     }
 
-    /// What the VM answers about a capability: 0 where it has not got it.
+    /// Returns the VM's value of a capability: 0 where the VM lacks it.
     pub(super) fn capability(&self, capability: u32) -> Result<u64, DirtyLogError> {
         capability_of(&self.fd, capability)
     }
@@ -122,7 +122,7 @@ impl Vm {
         enable_on(&self.fd, capability, argument)
     }
 
-    /// One operation of the VM.
+    /// Calls one operation of the VM.
     ///
     /// # Safety
     /// `argument` must be what `operation` takes: a number, or the exposed address of its structure.

@@ -1,11 +1,11 @@
 //! KVM's dirty bitmap: one bit per page of a memory slot, set by KVM when a vCPU writes.
 //!
-//! With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` (Linux 5.2) reading the log leaves it as it is, and `KVM_CLEAR_DIRTY_LOG`
+//! With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` (Linux 5.2) reading the log does not change it, and `KVM_CLEAR_DIRTY_LOG`
 //! clears and protects pages in pieces, so that vCPUs never wait for the whole guest at once. Without it,
-//! `KVM_GET_DIRTY_LOG` does all in one. `Documentation/virt/kvm/api.rst`, on these three.
+//! `KVM_GET_DIRTY_LOG` reads, clears and protects in one step. See `Documentation/virt/kvm/api.rst` on all three.
 //!
-//! **Not seen**: what the monitor itself, vhost or a device writes. **Named without being written**: a page that a vCPU
-//! reads while KVM has it not mapped, as KVM maps it for writing at once and notes it (`make_spte` on x86).
+//! **Not seen**: writes of the monitor itself, of vhost or of a device. **Named without being written**: a page that a
+//! vCPU reads while it is not mapped in KVM, because KVM maps it writable at once and records it (`make_spte` on x86).
 
 use super::kvm::{self, KvmSlot, Vm};
 use super::{DirtyLog, DirtyLogError, check_collect};
@@ -18,29 +18,29 @@ pub struct KvmLog {
     vm: Vm,
     clearing: Clearing,
     started: Option<Clearing>,
-    /// Room for the log of the largest slot.
+    /// Buffer for the log of the largest slot.
     words: Vec<u64>,
 }
 
-/// Who clears what was read.
+/// The step that clears the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Clearing {
-    /// Reading does.
+    /// `KVM_GET_DIRTY_LOG`.
     ByReading,
-    /// We do, piece by piece.
+    /// `KVM_CLEAR_DIRTY_LOG`, piece by piece.
     ByUs,
 }
 
 impl KvmLog {
-    /// For the slots of `vm`, that hold RAM blocks of `blocks` pages each. Blocks may have several slots, and parts
-    /// without any. The VM's descriptor is duplicated.
+    /// Makes a log of the slots of `vm` that hold RAM blocks of `blocks` pages each. Blocks may have several slots, and
+    /// parts without a slot. The VM's descriptor is duplicated.
     ///
-    /// `start` enables manual protection for the whole VM where KVM has it: slots that the monitor logs for purposes of
-    /// its own then need `KVM_CLEAR_DIRTY_LOG`, too.
+    /// `start` enables manual protection for the whole VM where KVM supports it: slots that the monitor logs for its
+    /// own purposes then need `KVM_CLEAR_DIRTY_LOG` too.
     ///
     /// # Safety
-    /// While this log exists, each slot must be one that the VM has, with exactly these values: its flags are set anew,
-    /// and a slot that differed would be made or moved by that, and memory handed to the guest.
+    /// While this log exists, each slot must be one that the VM has, with exactly these values: the log sets the slot's
+    /// flags again, and would thereby create or move a slot with other values, and give its memory to the guest.
     pub unsafe fn new(vm: BorrowedFd<'_>, blocks: &[u64], slots: Vec<KvmSlot>) -> Result<Self, DirtyLogError> {
         let fd = vm.try_clone_to_owned().map_err(DirtyLogError::system("duplicate the VM's file descriptor"))?;
         // SAFETY: the caller's promise is the one needed.
@@ -49,8 +49,8 @@ impl KvmLog {
         Ok(Self { vm, clearing: Clearing::ByUs, started: None, words: vec![0; words_for(largest)] })
     }
 
-    /// Has pages cleared and protected by reading, the whole slot at once. For monitors that log slots for purposes of
-    /// their own and do not clear them: manual protection is then switched *off* for the whole VM at `start`.
+    /// Makes reading clear and protect pages, the whole slot at once. For monitors that log slots for their own
+    /// purposes and do not clear them: manual protection is then switched *off* for the whole VM at `start`.
     #[must_use]
     pub fn cleared_by_reading(mut self) -> Self {
         self.clearing = Clearing::ByReading;
@@ -69,7 +69,7 @@ impl KvmLog {
         Ok(words)
     }
 
-    /// Clears and protects the pages set in `words`, that begin with page `first` of the slot, a multiple of 64.
+    /// Clears and protects the pages set in `words`, which begins with page `first` of the slot, a multiple of 64.
     fn clear(vm: &Vm, slot: &KvmSlot, first: u64, words: &[u64]) -> Result<(), DirtyLogError> {
         let pages = (words.len() as u64 * 64).min(slot.pages() - first);
         let mut argument = kvm::ClearDirtyLog {
@@ -85,7 +85,7 @@ impl KvmLog {
             .map_err(DirtyLogError::system(format!("clear the dirty log of KVM memory slot {}", slot.slot)))
     }
 
-    /// Clears all pages of all slots, whatever the log says.
+    /// Clears all pages of all slots, whatever the log contains.
     fn clear_all(vm: &Vm) -> Result<(), DirtyLogError> {
         let ones = vec![u64::MAX; PIECE];
         for slot in &vm.slots {
@@ -115,9 +115,9 @@ impl DirtyLog for KvmLog {
                 .map_err(DirtyLogError::system("choose who clears the KVM dirty log"))?;
         }
         self.vm.start_logging()?;
-        // With INITIALLY_SET nothing is protected when logging is switched on; all pages count as dirty, and are
-        // protected when they are cleared. So they are all cleared here, and in pieces: without it KVM would protect
-        // the whole slot in one go. From here on a write sets a bit, and what was before is sent in the first round.
+        // With INITIALLY_SET nothing is protected when logging is switched on: all pages count as dirty, and are
+        // protected when they are cleared. So they are all cleared here, in pieces; without it KVM would protect the
+        // whole slot at once. From here on a write sets a bit, and earlier writes are sent in the first round.
         if used & kvm::KVM_DIRTY_LOG_INITIALLY_SET != 0
             && let Err(error) = Self::clear_all(&self.vm)
         {
@@ -157,7 +157,7 @@ impl DirtyLog for KvmLog {
 
 impl Drop for KvmLog {
     fn drop(&mut self) {
-        // A log that is dropped has nobody left to tell.
+        // Drop cannot return an error.
         let _ = self.stop();
     }
 }
@@ -178,8 +178,8 @@ fn add_words(dirty: &mut PageBitmap, first: u64, words: &[u64]) {
     }
 }
 
-/// Words cleared by one call: 1 GiB of guest memory. KVM holds its MMU lock and flushes TLBs once per call; words in
-/// between that are zero cost it next to nothing.
+/// Words cleared by one call: 1 GiB of guest memory. KVM takes its MMU lock and flushes TLBs once per call; zero words
+/// cost next to nothing.
 const PIECE: usize = 4096;
 
 #[cfg(test)]

@@ -1,18 +1,19 @@
-//! KVM's dirty rings (Linux 5.11): each vCPU writes the pages it dirties into a ring that is shared with us. Costs by what
-//! is dirty, not by the size of the guest, and a vCPU that dirties faster than rounds come waits by itself.
+//! KVM's dirty rings (Linux 5.11): each vCPU writes the pages it dirties into a ring that is shared with us. The cost
+//! depends on the number of dirty pages, not on the size of the guest, and a vCPU that fills its ring between rounds
+//! waits.
 //!
-//! An entry goes from empty to dirty (KVM), to harvested (we), and back to empty by `KVM_RESET_DIRTY_RINGS`, which
-//! protects the page again. So **harvest, reset, then read**: only after the reset is a further write noted anew. Both
-//! steps and the handing over of pages are done under one lock here, since a vCPU thread whose ring is full must do the
-//! first two at a time of its own.
+//! An entry goes from empty to dirty (by KVM), to harvested (by this log), and back to empty by
+//! `KVM_RESET_DIRTY_RINGS`, which protects the page again. So **harvest, reset, then read**: only after the reset is a
+//! further write recorded. Both steps and the delivery of pages happen under one lock here, since a vCPU thread whose
+//! ring is full must do the first two by itself at any time.
 //!
-//! What an embedder does:
-//! 1. [`enable`] on the VM, before any vCPU is made. From then on the VM has no dirty bitmaps.
+//! Steps for an embedder:
+//! 1. Call [`enable`] on the VM, before any vCPU is made. From then on the VM has no dirty bitmaps.
 //! 2. Make the vCPUs, and one [`KvmRingLog`] for all of them.
 //! 3. In each vCPU thread, on `KVM_EXIT_DIRTY_RING_FULL` (31): [`RingHarvester::harvest`], then run again.
 //!
-//! A vCPU that is in guest mode may hold its last entries back (Intel's page modification log, flushed at each exit): they
-//! come with the next `collect`. One that has left `KVM_RUN` holds nothing back, so the last `collect` has all.
+//! A vCPU in guest mode may delay its last entries (Intel's page modification log, flushed at each exit): they come
+//! with the next `collect`. A vCPU that has left `KVM_RUN` delays nothing, so the last `collect` has all.
 //!
 //! Source: `Documentation/virt/kvm/api.rst` on `KVM_CAP_DIRTY_LOG_RING`, `struct kvm_dirty_gfn` in
 //! `include/uapi/linux/kvm.h`, `virt/kvm/dirty_ring.c`.
@@ -26,11 +27,11 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Gives each vCPU of `vm` that is made from now on a dirty ring of `bytes`: a power of two, at least 4096 and on
-/// processors with a page modification log 16384; 16 bytes are one page. KVM says how much at most, usually 1 MiB.
+/// processors with a page modification log 16384; 16 bytes are one page. KVM limits the size, usually to 1 MiB.
 ///
-/// Must come before the first vCPU.
+/// Call it before the first vCPU is made.
 pub fn enable(vm: BorrowedFd<'_>, bytes: u32) -> Result<(), DirtyLogError> {
-    // Processors that order stores have both, others only the second.
+    // Processors with ordered stores have both, others only the second.
     for capability in [kvm::KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm::KVM_CAP_DIRTY_LOG_RING] {
         let most = kvm::capability_of(&vm, capability)?;
         if most != 0 {
@@ -51,14 +52,14 @@ pub struct KvmRingLog {
     shared: Arc<Shared>,
 }
 
-/// What a vCPU thread calls when its ring is full; cheap to clone.
+/// The interface for a vCPU thread whose ring is full; cheap to clone.
 #[derive(Clone, Debug)]
 pub struct RingHarvester {
     shared: Arc<Shared>,
 }
 
 impl RingHarvester {
-    /// Empties the rings of all vCPUs; what was in them is kept for the log. Returns how many entries there were.
+    /// Empties the rings of all vCPUs, and keeps their entries for the log. Returns how many entries there were.
     ///
     /// May be called at any time, also while the log is not started.
     pub fn harvest(&self) -> Result<u64, DirtyLogError> {
@@ -67,14 +68,16 @@ impl RingHarvester {
 }
 
 impl KvmRingLog {
-    /// For the slots of `vm`, that hold RAM blocks of `blocks` pages each, and all `vcpus`, made after [`enable`] with
-    /// `ring_bytes`. The VM's descriptor is duplicated.
+    /// Makes a log of the slots of `vm` that hold RAM blocks of `blocks` pages each, and of all `vcpus`, made after
+    /// [`enable`] with `ring_bytes`. The VM's descriptor is duplicated.
     ///
     /// # Safety
-    /// * While this log exists, each slot must be one that the VM has, with exactly these values: its flags are set anew,
-    ///   and a slot that differed would be made or moved by that, and memory handed to the guest.
-    /// * `vcpus` must be vCPUs of this VM, and `ring_bytes` what was enabled: beyond its end a ring cannot be accessed.
-    /// * Nobody else harvests these rings.
+    /// * While this log exists, each slot must be one that the VM has, with exactly these values: the log sets the
+    ///   slot's flags again, and would thereby create or move a slot with other values, and give its memory to the
+    ///   guest.
+    /// * `vcpus` must be vCPUs of this VM, and `ring_bytes` the size that was enabled: beyond its end a ring cannot be
+    ///   accessed.
+    /// * No other code harvests these rings.
     pub unsafe fn new(
         vm: BorrowedFd<'_>,
         vcpus: &[BorrowedFd<'_>],
@@ -85,7 +88,7 @@ impl KvmRingLog {
         let fd = vm.try_clone_to_owned().map_err(DirtyLogError::system("duplicate the VM's file descriptor"))?;
         // SAFETY: the caller's promise is the one needed.
         let vm = unsafe { Vm::new(fd, blocks, slots)? };
-        // Without a ring the VM refuses this, and mapping one would give memory that cannot be accessed.
+        // Without a ring the VM refuses the reset, and mapping a ring would give memory that cannot be accessed.
         reset(&vm).map_err(|_| DirtyLogError::Missing {
             what: "a dirty ring in this VM",
             instead: "enable it before the first vCPU is made",
@@ -96,7 +99,7 @@ impl KvmRingLog {
         Ok(Self { shared: Arc::new(Shared { vm, state }) })
     }
 
-    /// For the vCPU threads.
+    /// Returns the interface for the vCPU threads.
     pub fn harvester(&self) -> RingHarvester {
         RingHarvester { shared: Arc::clone(&self.shared) }
     }
@@ -109,8 +112,8 @@ impl DirtyLog for KvmRingLog {
         if state.started {
             return Err(DirtyLogError::AlreadyStarted);
         }
-        // A VM in which manual protection was enabled with INITIALLY_SET would protect nothing when logging starts:
-        // there is no bitmap here in which all pages could be set.
+        // A VM with manual protection and INITIALLY_SET would protect nothing when logging starts, because there is no
+        // bitmap here in which all pages could be set.
         if vm.capability(kvm::KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)? != 0 {
             vm.enable(kvm::KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, 0)
                 .map_err(DirtyLogError::system("disable manual protection of the KVM dirty log"))?;
@@ -140,7 +143,7 @@ impl DirtyLog for KvmRingLog {
         }
         state.started = false;
         let stopped = self.shared.vm.stop_logging();
-        // What is left is of no use, and an overflow of no harm any more.
+        // The remaining entries are of no use, and an overflow does no harm any more.
         let harvested = match state.harvest(&self.shared.vm) {
             Err(DirtyLogError::RingOverflow { .. }) => Ok(()),
             harvested => harvested.map(|_| ()),
@@ -152,7 +155,7 @@ impl DirtyLog for KvmRingLog {
 
 impl Drop for KvmRingLog {
     fn drop(&mut self) {
-        // A log that is dropped has nobody left to tell.
+        // Drop cannot return an error.
         let _ = self.stop();
     }
 }
@@ -165,7 +168,7 @@ struct Shared {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Rings and pending pages are as good after a panic as before.
+        // A panic leaves rings and pending pages valid.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -176,13 +179,13 @@ struct State {
     /// Harvested, protected again and not yet collected, by block.
     pending: Vec<PageBitmap>,
     started: bool,
-    /// The vCPU whose ring was found full. KVM keeps entries in reserve and never lets that happen, except that a KVM
-    /// that emulates many instructions in a row (kvm_pvm does) can use up the reserve before it looks.
+    /// The vCPU whose ring was found full. KVM keeps reserve entries to prevent that, but a KVM that emulates many
+    /// instructions in a row (kvm_pvm does) can use up the reserve before it checks.
     overflowed: Option<usize>,
 }
 
 impl State {
-    /// Takes what is in the rings into `pending` and protects those pages again.
+    /// Moves the entries of the rings into `pending` and protects those pages again.
     fn harvest(&mut self, vm: &Vm) -> Result<u64, DirtyLogError> {
         let mut harvested = 0;
         for (vcpu, ring) in self.rings.iter_mut().enumerate() {
@@ -195,13 +198,13 @@ impl State {
             let mut taken = 0;
             while let Some((slot, offset)) = ring.take() {
                 taken += 1;
-                // More than all: KVM writes over entries that it has not yet got back.
+                // The ring is full: KVM overwrites entries that it has not got back.
                 if taken >= ring.count as u64 {
                     self.overflowed = Some(vcpu);
                     return Err(DirtyLogError::RingOverflow { vcpu });
                 }
                 harvested += 1;
-                // Slots that are not ours are logged by someone for another purpose, who gave up on bitmaps with us.
+                // Other slots are logged for another purpose, whose owner gave up bitmaps when rings were enabled.
                 let Some(slot) = vm.slots.iter().find(|known| known.slot == slot) else { continue };
                 if offset >= slot.pages() {
                     return Err(slot.error(format!("its dirty ring names page {offset} of {}", slot.pages())));
@@ -210,7 +213,7 @@ impl State {
                 self.pending[slot.block].set(page..page + 1);
             }
         }
-        // A signal can end a reset early, with success (kvm_dirty_ring_reset, Linux 6.16): look at the rings.
+        // A signal can end a reset early, with success (kvm_dirty_ring_reset, Linux 6.16): check the rings.
         while self.rings.iter().any(Ring::awaits_reset) {
             reset(vm).map_err(DirtyLogError::system("reset the KVM dirty rings"))?;
         }
@@ -239,7 +242,7 @@ fn reset(vm: &Vm) -> std::io::Result<()> {
 struct Ring {
     entries: *mut Entry,
     count: usize,
-    /// Index of the entry that becomes dirty next. Not known at first, as a log before us may have used the ring.
+    /// Index of the entry that becomes dirty next. Unknown at first, as an earlier log may have used the ring.
     next: Option<usize>,
 }
 
@@ -272,7 +275,7 @@ impl Ring {
         let next = self.next.or_else(|| self.find_first())?;
         self.next = Some(next);
         let entry = self.entry(next);
-        // Acquire: KVM filled in the rest before it set this.
+        // Acquire: KVM wrote the other fields before it set this.
         if entry.flags.load(Ordering::Acquire) & (DIRTY | RESET) != DIRTY {
             return None;
         }
@@ -283,8 +286,9 @@ impl Ring {
         Some(page)
     }
 
-    /// The first of the dirty entries. They are one run, that grows at its end only; so a dirty entry after one that is
-    /// still clean afterwards is the first. A full ring has been found before, see `State::overflowed`.
+    /// Finds the first of the dirty entries. They are one run that grows only at its end, so a dirty entry whose
+    /// predecessor is still clean after it was read is the first. A full ring has been detected before, see
+    /// `State::overflowed`.
     fn find_first(&self) -> Option<usize> {
         let is_dirty = |index: usize| self.entry(index).flags.load(Ordering::Acquire) & DIRTY != 0;
         (0..self.count).find(|index| is_dirty(*index) && !is_dirty(index + self.count - 1))

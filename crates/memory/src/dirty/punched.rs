@@ -43,15 +43,15 @@ use std::sync::Arc;
 /// The part of a file that is a RAM block: of one in memory (memfd, tmpfs, hugetlbfs), or on a disk.
 #[derive(Clone, Debug)]
 pub struct SharedFile {
-    /// The file, opened for reading and writing. Nothing is written.
+    /// The file, opened for reading and writing. It is not written.
     pub file: Arc<File>,
-    /// Where the block begins, in bytes; a multiple of its page size.
+    /// Offset of the block in the file, in bytes; a multiple of its page size.
     pub offset: u64,
     /// Pages of the block.
     pub pages: u64,
 }
 
-/// The log that names what another one does and what was punched out. See the [module](self).
+/// A log that names the pages that another log names and those that were punched out. See the [module](self).
 pub struct PunchedLog {
     writes: Box<dyn DirtyLog>,
     files: Vec<Option<SharedFile>>,
@@ -60,16 +60,16 @@ pub struct PunchedLog {
 
 struct Started {
     scanner: Scanner,
-    /// Of each block with a file.
+    /// One for each block with a file.
     views: Vec<Option<View>>,
-    /// Registered for the views, so that the kernel maps there only what was asked for (`uffd_disable_fault_around` in
-    /// `include/linux/userfaultfd_k.h`). Nothing is protected by it.
+    /// Registered for the views, so that the kernel maps only the requested pages there (`uffd_disable_fault_around` in
+    /// `include/linux/userfaultfd_k.h`). It protects nothing.
     _userfault: Userfault,
 }
 
 impl PunchedLog {
-    /// For the RAM blocks of `writes`, the log of who writes them. `files`: of each block its file, or none where it is
-    /// not shared memory; blocks beyond are not.
+    /// Makes a log for the RAM blocks of `writes`, the log of their writers. `files` has the file of each block, or
+    /// none where the block is not shared memory; blocks beyond the list are not.
     pub fn new(writes: Box<dyn DirtyLog>, files: Vec<Option<SharedFile>>) -> Self {
         Self { writes, files, started: None }
     }
@@ -91,7 +91,7 @@ impl PunchedLog {
                 continue;
             };
             let mut view = View::new(block, file)?;
-            // Before the registration: now the kernel may map neighbours too, which is faster.
+            // Before the registration, so that the kernel may map neighbouring pages too, which is faster.
             view.for_each_data(0..file.pages, |view, pages| populate(&view.addresses, &pages))?;
             userfault.register_write_protect(view.addresses.clone())?;
             view.remember(&mut scanner, 0..file.pages)?;
@@ -107,7 +107,7 @@ impl DirtyLog for PunchedLog {
         match self.look_first() {
             Ok(started) => self.started = Some(started),
             Err(error) => {
-                // The first error says why.
+                // The first error is the one to report.
                 let _ = self.writes.stop();
                 return Err(error);
             }
@@ -140,14 +140,14 @@ impl DirtyLog for PunchedLog {
     }
 }
 
-/// A mapping of a block's file that nobody else uses.
+/// A mapping of a block's file that only this log uses.
 struct View {
     block: usize,
     file: SharedFile,
     addresses: Range<usize>,
     /// Pages that were mapped at the end of the last look.
     mapped: PageBitmap,
-    /// Room for those that are mapped at this one.
+    /// Buffer for the pages that are mapped at this look.
     now: PageBitmap,
 }
 
@@ -179,7 +179,7 @@ impl View {
         })
     }
 
-    /// Names what was mapped and is no more, and maps the data among what is named now.
+    /// Names pages that were mapped and are not any more, and maps those named now that are data.
     fn look(&mut self, scanner: &mut Scanner, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
         let all = 0..self.file.pages;
         self.now.clear(all.clone());
@@ -197,9 +197,9 @@ impl View {
         self.map_data(scanner, dirty)
     }
 
-    /// Maps the pages among `wanted` that are not mapped and are data, and remembers them.
+    /// Maps and records the pages among `wanted` that are not mapped and are data.
     ///
-    /// Others stay as they are: mapping one of them could hide that it was punched out since it was looked at.
+    /// Others stay unmapped: mapping one could hide that it was punched out since the look.
     fn map_data(&mut self, scanner: &mut Scanner, wanted: &PageBitmap) -> Result<(), DirtyLogError> {
         let mut from = 0;
         while let Some(run) = wanted.next_run(from, u64::MAX) {
@@ -216,7 +216,7 @@ impl View {
         Ok(())
     }
 
-    /// Remembers which of `pages` are mapped.
+    /// Records which of `pages` are mapped.
     fn remember(&mut self, scanner: &mut Scanner, pages: Range<u64>) -> Result<(), DirtyLogError> {
         let mapped = &mut self.mapped;
         find_mapped(scanner, &self.addresses, pages, |pages| mapped.set(pages))
@@ -251,8 +251,8 @@ fn populate(addresses: &Range<usize>, pages: &Range<u64>) -> Result<(), DirtyLog
         match unsafe { madvise(pointer, len, Advice::LinuxPopulateRead) } {
             Ok(()) => return Ok(()),
             Err(Errno::INTR | Errno::AGAIN) => {}
-            // Past the end of a file that was cut off, or a hole of hugetlb for which there is no huge page: nothing that
-            // was sent with content can be there.
+            // Past the end of a truncated file, or a hole of hugetlb without an available huge page: no page with
+            // content that was sent can be there.
             Err(Errno::FAULT) => return Ok(()),
             Err(error) => {
                 let what = format!("map {len} bytes of shared memory at {start:#x}");
@@ -282,7 +282,7 @@ fn find_mapped(
     })
 }
 
-/// A page that is being moved to another place in memory counts as swapped meanwhile.
+/// A page that the kernel is migrating counts as swapped meanwhile.
 const MAPPED: Query = Query {
     any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
     returned: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,

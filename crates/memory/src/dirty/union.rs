@@ -1,16 +1,16 @@
-//! Several dirty logs as one: for example KVM's for the vCPUs and a handed-in one for a device that writes from user
-//! space.
+//! Several dirty logs as one: for example KVM's for the vCPUs and a log of reported writes for a device that writes
+//! from user space.
 
 use super::{DirtyLog, DirtyLogError};
 use crate::bitmap::PageBitmap;
 
-/// A page is dirty when any of the logs says so. All logs number the same RAM blocks in the same way.
+/// A page is dirty if any of the logs names it. All logs number the same RAM blocks in the same way.
 pub struct UnionLog {
     logs: Vec<Box<dyn DirtyLog>>,
 }
 
 impl UnionLog {
-    /// All of `logs`.
+    /// Makes the union of `logs`.
     pub fn new(logs: Vec<Box<dyn DirtyLog>>) -> Self {
         Self { logs }
     }
@@ -21,7 +21,7 @@ impl DirtyLog for UnionLog {
         for index in 0..self.logs.len() {
             if let Err(error) = self.logs[index].start() {
                 for started in &mut self.logs[..index] {
-                    // The first error is the one that says why; a log that cannot even stop adds nothing to it.
+                    // The first error is the one to report, whether or not this log stops.
                     let _ = started.stop();
                 }
                 return Err(error);
@@ -39,7 +39,7 @@ impl DirtyLog for UnionLog {
     }
 
     fn stop(&mut self) -> Result<(), DirtyLogError> {
-        // Each is stopped, whatever the others say.
+        // Stops each log, even if another one fails.
         self.logs.iter_mut().map(|log| log.stop()).fold(Ok(()), Result::and)
     }
 }

@@ -1,40 +1,40 @@
 //! The dirty log of any memory of a process: asynchronous userfaultfd write protection and `PAGEMAP_SCAN` (Linux 6.7).
 //!
-//! Pages are write-protected; a write lifts the protection of its page, in the kernel, without waiting for anyone; the
-//! scan finds the unprotected pages and protects them again in one step under the page table lock. So no write is between
-//! two answers. Works on anonymous memory, transparent huge pages, shared memory (memfd, tmpfs), hugetlb and mappings of
-//! files on a disk, and needs no privilege. KVM follows the page tables of the process, so vCPUs on this memory are seen
-//! too.
+//! Pages are write-protected. A write lifts the protection of its page, in the kernel, without waiting. The scan finds
+//! the unprotected pages and protects them again in one step under the page table lock, so no write is lost between two
+//! results. It works on anonymous memory, transparent huge pages, shared memory (memfd, tmpfs), hugetlb and mappings of
+//! files on a disk, and needs no privilege. KVM follows the page tables of the process, so writes of vCPUs to this
+//! memory are seen too.
 //!
-//! The memory is this process's ([`WriteProtectLog::new`]) or that of another one ([`WriteProtectLog::of_process`]): of a
-//! monitor that Sterna migrates from outside, or of a vhost-user back end that maps the guest's RAM. One log sees the
-//! writes of one process; the [union](super::union) of all that map the memory is the guest's.
+//! The memory belongs to this process ([`WriteProtectLog::new`]) or to another one ([`WriteProtectLog::of_process`]): a
+//! monitor that Sterna migrates from outside, or a vhost-user back end that maps the guest's RAM. One log sees the
+//! writes of one process; the guest's log is the [union](super::union) for all processes that map the memory.
 //!
-//! **Not seen**: writes by another process or through another mapping, by system calls on the file of shared memory, and by
-//! devices (VFIO). Hand those in. Writes by system calls into memory that they had pinned before (`O_DIRECT`) are named
-//! when the memory is pinned, **not when the data lands**: collect, wait until what was in flight has ended, then read. The
-//! [module of logs](super) says why.
+//! **Not seen**: writes by another process or through another mapping, by system calls on the file of shared memory,
+//! and by devices (VFIO). Report those. Writes by system calls into memory that they had pinned before (`O_DIRECT`) are
+//! named when the memory is pinned, **not when the data arrives**: collect, wait until the I/O in flight has ended,
+//! then read. The [module of logs](super) explains why.
 //!
-//! **Memory given back** while the log runs (balloons, free page reporting, virtio-mem) reads as zero afterwards. Of
-//! anonymous memory (`MADV_DONTNEED`) it is named: a page that the destination may have and that has no page table entry
-//! any more was given back. What the destination may have is what was populated at the start, what the first round sends
-//! ([`DirtyLog::found_populated`]) and what was named since. Of other memory the kernel leaves the protection in place of
-//! the page:
-//! * Private mappings of files: named, as the process's own page is gone. What is there now is the file's content.
-//! * Private hugetlb: named, as above; but **not named** where the page is read before the next scan, since that makes a new
-//!   page of the process. Keep balloons still there, or hand in what they give back.
+//! **Freed memory** (balloons, free page reporting, virtio-mem) reads as zero afterwards. Freed anonymous memory
+//! (`MADV_DONTNEED`) is named: a page that the destination may have and that has no page table entry any more was
+//! freed. The destination may have the pages that were populated at the start, those that the first round sends
+//! ([`DirtyLog::found_populated`]) and those that were named since. For other memory the kernel leaves the protection
+//! in place of the page:
+//! * Private mappings of files: named, as the process's own page is gone. The page then has the file's content.
+//! * Private hugetlb: named, as above; but **not named** where the page is read before the next scan, since that makes
+//!   a new page of the process. Stop balloons there, or report the pages that they free.
 //! * Shared memory: **not named**. [`punched`](super::punched) names it.
 //!
 //! **Named without being written**:
 //! * The whole of a huge page, written in any part: always on hugetlb; on transparent huge pages when the huge page is
 //!   new (a protected one is split at the first write, and then counts by 4 KiB).
-//! * A page of private memory that appeared by being read.
+//! * A page of private memory that was populated by a read.
 //!
-//! **Cost besides faults**: each scan walks the page tables twice, once for what was written and once for what was given
-//! back: together 3 ms per GiB in pages of 4 KiB (1.7 to 5.8), 0.04 ms in huge pages, as the example `given_back` measures
-//! on a virtual machine with two CPUs. Private memory that was never touched costs nothing. Shared memory gets page tables
-//! for all of it, 2 MiB per GiB: its pages can lose their page table entries to reclaim, and only where every other page
-//! has a mark does a missing entry tell that the page was written.
+//! **Cost besides faults**: each scan walks the page tables twice, once for written pages and once for freed ones:
+//! together 3 ms per GiB in pages of 4 KiB (1.7 to 5.8), 0.04 ms in huge pages, as the example `given_back` measures on
+//! a virtual machine with two CPUs. Private memory that was never touched costs nothing. Shared memory gets page tables
+//! for all of it, 2 MiB per GiB: reclaim can remove its page table entries, and a missing entry means a written page
+//! only if every other page has a mark.
 
 use super::{DirtyLog, DirtyLogError, check_collect, next_gap};
 use crate::PAGE_SIZE;
@@ -56,17 +56,17 @@ use std::sync::Arc;
 pub struct MappedBlock {
     /// Pages of the whole block.
     pub pages: u64,
-    /// The parts of it that the process maps, in any order. Pages that lie in no part are never named; pages that lie in
-    /// several parts are named when they are written through any of them.
+    /// The parts of it that the process maps, in any order. Pages in no part are never named; pages in several parts
+    /// are named when they are written through any of them.
     pub parts: Vec<MappedPart>,
 }
 
-/// Where a process maps a part of a RAM block.
+/// The location of a part of a RAM block in a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MappedPart {
-    /// Addresses in that process: whole pages, of hugetlb whole huge pages.
+    /// Addresses in that process: whole pages, for hugetlb whole huge pages.
     pub addresses: Range<usize>,
-    /// The page of the block that lies at the first address.
+    /// The page of the block at the first address.
     pub first_page: u64,
 }
 
@@ -81,12 +81,12 @@ impl MappedPart {
 pub struct WriteProtectLog {
     memory: Memory,
     blocks: Vec<MappedBlock>,
-    /// Of each block.
+    /// The length of each block.
     pages: Vec<u64>,
     started: Option<Started>,
 }
 
-/// Whose memory is tracked.
+/// The process whose memory is tracked.
 #[derive(Debug)]
 enum Memory {
     Own,
@@ -97,12 +97,12 @@ enum Memory {
 struct Started {
     userfault: Arc<Userfault>,
     scanner: Scanner,
-    blocks: Vec<Known>,
-    /// Room for a block's pages.
+    blocks: Vec<BlockState>,
+    /// Buffer for a block's pages.
     scratch: PageBitmap,
 }
 
-/// A part of a block within one mapping: all of it has one kind of backing.
+/// A part of a block within one mapping, and so with one kind of backing.
 #[derive(Debug)]
 struct Part {
     pid: i32,
@@ -111,7 +111,7 @@ struct Part {
     kind: Kind,
 }
 
-/// What a mapping is, as far as the kernel treats protections differently.
+/// The kinds of mapping in which the kernel treats protection differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     /// Private memory without a file, of ordinary or transparent huge pages.
@@ -134,22 +134,22 @@ impl Kind {
     }
 }
 
-/// What a log knows of a block.
+/// The recorded state of a block.
 #[derive(Debug)]
-struct Known {
+struct BlockState {
     parts: Vec<Part>,
-    /// Pages that the destination may have with another content than zeros.
+    /// Pages that the destination may have with content other than zeros.
     held: PageBitmap,
-    /// Of [`Kind::Private`] parts: pages that were the process's own at the last look, and not the file's.
+    /// In [`Kind::Private`] parts: pages that belonged to the process at the last look, and not to the file.
     own: PageBitmap,
 }
 
 impl WriteProtectLog {
-    /// The features that a [given userfaultfd](Self::of_process) has.
+    /// The features that a [given userfaultfd](Self::of_process) must have.
     pub const FEATURES: u64 = WP_ASYNC | WP_UNPOPULATED;
 
-    /// For the RAM blocks at these addresses of this process, mapped from `start` to `stop` and not remapped meanwhile.
-    /// Ranges are of whole pages, for hugetlb of whole huge pages.
+    /// Makes a log for the RAM blocks at these addresses of this process, mapped from `start` to `stop` and not
+    /// remapped meanwhile. Ranges are of whole pages, for hugetlb of whole huge pages.
     pub fn new(blocks: Vec<Range<usize>>) -> Result<Self, DirtyLogError> {
         let blocks = blocks.into_iter().map(|addresses| MappedBlock {
             pages: (addresses.len() / PAGE_SIZE) as u64,
@@ -158,20 +158,20 @@ impl WriteProtectLog {
         Self::of(Memory::Own, blocks.collect())
     }
 
-    /// For memory of another process, mapped there from `start` to `stop` and not remapped meanwhile.
+    /// Makes a log for memory of another process, mapped there from `start` to `stop` and not remapped meanwhile.
     ///
-    /// `userfault` was made in that process and has [`Self::FEATURES`] ([`Userfault::from_descriptor`]). One for faults of
-    /// user space only is enough, since the kernel answers all faults by itself. What it watched in these ranges before
-    /// ends with `start`: a range that was registered for missing pages too would make threads of that process wait for
-    /// pages that nobody puts in place. This process needs the right to trace the other one (`/proc/PID/pagemap`,
-    /// ptrace(2)).
+    /// `userfault` was made in that process and has [`Self::FEATURES`] ([`Userfault::from_descriptor`]). A userfaultfd
+    /// for faults of user space only is enough, since the kernel resolves all faults by itself. Its earlier
+    /// registrations in these ranges end with `start`: a range that was registered for missing pages too would make
+    /// threads of that process wait for pages that are never placed. This process needs the right to trace the other
+    /// one (`/proc/PID/pagemap`, ptrace(2)).
     ///
-    /// The log keeps the descriptor from `stop` to the next `start`. When the log is dropped, or this process dies, nothing
-    /// is left in the other process, provided that no other copy of the descriptor is open.
+    /// The log keeps the descriptor from `stop` to the next `start`. When the log is dropped, or this process dies,
+    /// nothing remains in the other process, provided that no other copy of the descriptor is open.
     ///
     /// # Errors
-    /// When the parts overlap in addresses or do not fit their blocks, or the userfaultfd lacks a feature. `start`,
-    /// `collect` and `stop` report [`DirtyLogError::Gone`] and [`DirtyLogError::NotWatched`]; `stop` is no error when the
+    /// The parts overlap in addresses or do not fit their blocks, or the userfaultfd lacks a feature. `start`,
+    /// `collect` and `stop` report [`DirtyLogError::Gone`] and [`DirtyLogError::NotWatched`]; `stop` succeeds when the
     /// process has ended.
     pub fn of_process(
         process: Arc<TargetProcess>,
@@ -185,7 +185,7 @@ impl WriteProtectLog {
         Self::of(Memory::OfProcess { process, userfault: Arc::new(userfault) }, blocks)
     }
 
-    /// Finds out whether the log could be started, and leaves the memory as it was.
+    /// Checks whether the log could be started, and leaves the memory unchanged.
     ///
     /// # Errors
     /// Those of [`DirtyLog::start`]: the kernel is too old, part of the memory is watched by another userfaultfd or cannot be watched, the
@@ -222,7 +222,7 @@ impl WriteProtectLog {
     }
 
     fn open() -> Result<Arc<Userfault>, DirtyLogError> {
-        // All faults are answered by the kernel, so those of user space are enough, and need no privilege.
+        // The kernel resolves all faults, so faults of user space are enough, and need no privilege.
         Ok(Arc::new(Userfault::open(Faults::OfUserSpace, WP_ASYNC | WP_UNPOPULATED | WP_HUGETLBFS_SHMEM)?))
     }
 
@@ -253,22 +253,23 @@ impl WriteProtectLog {
             Memory::OfProcess { process, .. } => Mappings::of_process(process.pid()),
         };
         let mappings = mappings.map_err(DirtyLogError::system(format!("read /proc/{of_process}/maps")));
-        // Before the answers are looked at: a process that has ended is the reason for what is missing in them, and what
-        // was read of the next process that has its number is no answer.
+        // Before the results are used: if the process has ended, that is the reason for missing entries, and data of
+        // the next process with its id is invalid.
         if let Memory::OfProcess { process, .. } = &self.memory {
             check_alive(process)?;
         }
         Ok((page_map?, mappings?))
     }
 
-    /// Registers and protects all parts; returns what is known then of each block. `watched` is what was registered, also after an error.
+    /// Registers and protects all parts; returns the initial state of each block. `watched` lists the registered
+    /// ranges, also after an error.
     fn watch(
         &self,
         scanner: &mut Scanner,
         userfault: &Userfault,
         mappings: &Mappings,
         watched: &mut Vec<Range<usize>>,
-    ) -> Result<Vec<Known>, DirtyLogError> {
+    ) -> Result<Vec<BlockState>, DirtyLogError> {
         let pid = self.pid();
         let mut blocks = Vec::new();
         for (block, mapped) in self.blocks.iter().enumerate() {
@@ -280,8 +281,8 @@ impl WriteProtectLog {
                 userfault.register_write_protect(range.clone())?;
                 watched.push(range.clone());
                 if matches!(self.memory, Memory::OfProcess { .. }) {
-                    // The range is watched by no other userfaultfd, as registering it would have failed. What this one
-                    // had it registered for before is not changed by that.
+                    // No other userfaultfd watches the range, or registering it would have failed. An earlier
+                    // registration of this one persists through the new one.
                     userfault.unregister(range.clone())?;
                     userfault.register_write_protect(range)?;
                 }
@@ -289,8 +290,8 @@ impl WriteProtectLog {
             let (mut held, mut own) = (PageBitmap::new(mapped.pages), PageBitmap::new(mapped.pages));
             for part in &parts {
                 part.protect(scanner, userfault)?;
-                // What is populated from now on is found written, or it is given back first and found by nobody: such pages
-                // the caller hands in (`found_populated`).
+                // A page populated from now on is found written, unless it is freed first: the caller reports such
+                // pages (`found_populated`).
                 if part.kind != Kind::Shared {
                     part.find(scanner, Query::POPULATED, |pages| {
                         held.set(pages);
@@ -299,12 +300,12 @@ impl WriteProtectLog {
                 }
                 part.find_own(scanner, &mut own)?;
             }
-            blocks.push(Known { parts, held, own });
+            blocks.push(BlockState { parts, held, own });
         }
         Ok(blocks)
     }
 
-    /// The error, or what is behind it: that the process has ended.
+    /// Returns the error, or its cause if the process has ended.
     fn explain(&self, error: DirtyLogError) -> DirtyLogError {
         match &self.memory {
             Memory::OfProcess { process, userfault } if userfault.is_orphaned() => {
@@ -333,7 +334,7 @@ impl DirtyLog for WriteProtectLog {
                 self.started = Some(Started { userfault, scanner, blocks, scratch });
             }
             Err(error) => {
-                // The first error says why.
+                // The first error is the one to report.
                 let _ = release(&userfault, watched);
                 return Err(self.explain(error));
             }
@@ -351,13 +352,13 @@ impl DirtyLog for WriteProtectLog {
     fn collect(&mut self, block: usize, dirty: &mut PageBitmap) -> Result<(), DirtyLogError> {
         check_collect(self.started.is_some(), &self.pages, block, dirty)?;
         let Started { userfault, scanner, blocks, scratch } = self.started.as_mut().ok_or(DirtyLogError::NotStarted)?;
-        let known = &mut blocks[block];
-        if let Err(error) = known.collect(scanner, userfault, scratch, dirty) {
+        let state = &mut blocks[block];
+        if let Err(error) = state.collect(scanner, userfault, scratch, dirty) {
             return Err(self.explain(error));
         }
-        if let (Memory::OfProcess { process, .. }, Some(part)) = (&self.memory, known.parts.first()) {
-            // An address space that is gone has no page that was written, and the scan says no more. Reading its page map
-            // does: nothing is read (`pagemap_read` in `fs/proc/task_mmu.c`).
+        if let (Memory::OfProcess { process, .. }, Some(part)) = (&self.memory, state.parts.first()) {
+            // The scan of a vanished address space finds no written page and no error. Reading its page map reveals it:
+            // 0 bytes are read (`pagemap_read` in `fs/proc/task_mmu.c`).
             let mut entry = [0; 8];
             let at = (part.addresses.start / PAGE_SIZE * entry.len()) as u64;
             let read = scanner.file().read_at(&mut entry, at);
@@ -382,16 +383,16 @@ impl Drop for WriteProtectLog {
     }
 }
 
-/// Ends protections and registrations: of all ranges, whatever happens with one of them.
+/// Ends protections and registrations of all ranges, even if one fails.
 fn release(userfault: &Userfault, ranges: impl IntoIterator<Item = Range<usize>>) -> Result<(), UserfaultError> {
     let mut result = Ok(());
     for range in ranges {
-        // Unprotected first: older kernels leave protections behind when only the registration ends.
+        // Unprotects first: older kernels leave protections behind when only the registration ends.
         let lifted = userfault.write_protect(range.clone(), false);
         let ended = userfault.unregister(range);
         result = result.and(lifted).and(ended);
     }
-    // With the address space everything has ended.
+    // They ended with the address space.
     if result.is_err() && userfault.is_orphaned() {
         return Ok(());
     }
@@ -405,7 +406,7 @@ fn check_alive(process: &TargetProcess) -> Result<(), DirtyLogError> {
     })
 }
 
-/// Checks that parts are whole pages within their blocks, and that no two lie at the same addresses: a write there would be
+/// Checks that parts are whole pages within their blocks, and that no two overlap in addresses: a write there would be
 /// named for the first of them only.
 fn check_blocks(blocks: &[MappedBlock]) -> Result<(), DirtyLogError> {
     let mut all = Vec::new();
@@ -435,7 +436,7 @@ fn check_blocks(blocks: &[MappedBlock]) -> Result<(), DirtyLogError> {
     Ok(())
 }
 
-impl Known {
+impl BlockState {
     fn collect(
         &mut self,
         scanner: &mut Scanner,
@@ -452,7 +453,7 @@ impl Known {
             part.find_given_back(scanner, userfault, held, dirty)?;
         }
         for part in parts.iter().filter(|part| part.kind == Kind::Private) {
-            // The kernel leaves the protection in place of a page that is given back. What it leaves no more is the page.
+            // The kernel leaves the protection in place of a freed page, but not the page.
             let pages = part.pages_of(&part.addresses);
             scratch.clear(pages.clone());
             part.find_own(scanner, scratch)?;
@@ -471,23 +472,23 @@ impl Known {
 }
 
 impl Part {
-    /// Protects all there is: of shared memory also what is not there yet. What appears later in private memory appears
-    /// unprotected, and so as written.
+    /// Protects all pages; of shared memory also absent ones. Pages that appear later in private memory are
+    /// unprotected, and so count as written.
     fn protect(&self, scanner: &mut Scanner, userfault: &Userfault) -> Result<(), DirtyLogError> {
         let all = self.addresses.clone();
-        // Very large pages are left out by the scan, see `collect`.
+        // The scan skips very large pages, see `collect`.
         if self.kind == Kind::Shared
             || scanner.apply(all.clone(), self.query()).map_err(self.scan_failed(&all))? < all.end
         {
             userfault.write_protect(all.clone(), true)?;
         }
-        // Nothing so far has failed if the userfaultfd belongs to another process, with memory at these addresses too.
+        // No call so far fails if the userfaultfd belongs to another process with memory at the same addresses.
         let watched = Query { flags: PM_SCAN_CHECK_WPASYNC, all_of: PAGE_IS_WRITTEN, ..Query::default() };
         scanner.apply(all.start..all.start + PAGE_SIZE, watched).map_err(self.scan_failed(&all))?;
         Ok(())
     }
 
-    /// Calls `written` for each run of pages of the block that were written, all of them protected again when this returns.
+    /// Calls `written` for each run of pages of the block that were written; all are protected again when this returns.
     fn collect(
         &self,
         scanner: &mut Scanner,
@@ -510,8 +511,8 @@ impl Part {
             }
             let ended_early = walked_to < end && regions.len() < Scanner::REGIONS;
             if protects && ended_early {
-                // The scan does not protect hugetlb pages larger than 2 MiB: it leaves them out and says where the last
-                // one left out begins. Find and protect in two steps then. A page written in between is in this answer,
+                // The scan does not protect hugetlb pages larger than 2 MiB: it skips them and returns where the last
+                // skipped one begins. Find and protect in two steps then. A page written in between is in this result,
                 // is protected before this returns and is read later: nothing is lost.
                 query.flags &= !PM_SCAN_WP_MATCHING;
             } else if walked_to <= at {
@@ -523,12 +524,12 @@ impl Part {
         Ok(())
     }
 
-    /// Adds to `dirty` the held pages that were given back and not touched again, each once: they have no page table entry,
-    /// and get a mark in its place, which ends with the next write or when the page is given back again.
+    /// Adds to `dirty` the held pages that were freed and not touched again, each once: they have no page table entry,
+    /// and get a mark instead, which ends with the next write or when the page is freed again.
     ///
-    /// Of shared memory every page had a mark at the start: one that has no entry was written before it was given back.
-    /// `collect` has named it where the kernel takes a missing entry for a write; it does not for hugetlb, nor before a fix
-    /// of 2026 for a whole page table that is missing.
+    /// In shared memory every page had a mark at the start: a page without an entry was written before it was freed.
+    /// `collect` has named it where the kernel counts a missing entry as a write; it does not for hugetlb, nor, before
+    /// a fix of 2026, for a missing page table.
     fn find_given_back(
         &self,
         scanner: &mut Scanner,
@@ -537,7 +538,8 @@ impl Part {
         dirty: &mut PageBitmap,
     ) -> Result<(), DirtyLogError> {
         let mut mark = |pages: Range<u64>| {
-            // A page that is written before the mark would come is protected as written, and named and read all the same.
+            // A page that is written before it gets the mark is protected although written; it is named and read all
+            // the same.
             userfault.write_protect(self.addresses_of(&pages), true)?;
             dirty.set(pages);
             Ok::<(), DirtyLogError>(())
@@ -556,7 +558,7 @@ impl Part {
         })
     }
 
-    /// Adds to `own` the pages of a private mapping that are the process's own.
+    /// Adds to `own` the pages of a private mapping that belong to the process.
     fn find_own(&self, scanner: &mut Scanner, own: &mut PageBitmap) -> Result<(), DirtyLogError> {
         if self.kind != Kind::Private {
             return Ok(());
@@ -601,15 +603,15 @@ impl Part {
         }
     }
 
-    /// Finds written pages, tells and protects them.
+    /// Finds written pages, reports and protects them.
     ///
-    /// Whether a page without a page table entry counts as written differs: always where exactly `PAGE_IS_WRITTEN` is
-    /// asked for and returned, else with newer kernels only (`pagemap_scan_pmd_entry` and `pagemap_page_category` in
-    /// `fs/proc/task_mmu.c`; "matching the pte_none case" in a fix of 2026). So both questions are put such that all
-    /// kernels agree.
-    /// Shared memory: it counts, since reclaim drops the entry of a written page without a trace. All that was not written
-    /// was marked at the start. Private memory: it does not, since reclaim leaves a swap entry there; what is missing
-    /// was never used, or was given back (`find_given_back`).
+    /// Kernels differ in whether a page without a page table entry counts as written: always where exactly
+    /// `PAGE_IS_WRITTEN` is requested and returned, otherwise with newer kernels only (`pagemap_scan_pmd_entry` and
+    /// `pagemap_page_category` in `fs/proc/task_mmu.c`; "matching the pte_none case" in a fix of 2026). So both queries
+    /// are written such that all kernels agree.
+    /// In shared memory it counts, since reclaim drops the entry of a written page without a trace, and all unwritten
+    /// pages were marked at the start. In private memory it does not, since reclaim leaves a swap entry there; a page
+    /// without an entry was never used, or was freed (`find_given_back`).
     fn query(&self) -> Query {
         let flags = PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC;
         let any_of = if self.kind == Kind::Shared { 0 } else { PAGE_IS_PRESENT | PAGE_IS_SWAPPED };
@@ -617,7 +619,7 @@ impl Part {
     }
 }
 
-/// Cuts a part by the mappings of its process; none where part of it is not mapped.
+/// Splits a part by the mappings of its process; returns none where a part of it is not mapped.
 fn parts_of(pid: i32, part: &MappedPart, mappings: &Mappings) -> Option<Vec<Part>> {
     let mut parts = Vec::new();
     let range = &part.addresses;
@@ -639,7 +641,7 @@ mod tests {
                         5000-6000 r--p 00000000 08:01 9 /usr/lib/x\n";
 
     #[test]
-    fn a_part_is_cut_by_mappings_and_one_with_a_gap_is_not_mapped() {
+    fn a_part_is_split_by_mappings_and_one_with_a_gap_is_not_mapped() {
         let mappings = Mappings::from(MAPS);
         let cut = |addresses: Range<usize>| {
             let parts = parts_of(1, &MappedPart { addresses, first_page: 7 }, &mappings)?;
@@ -660,7 +662,7 @@ mod tests {
         let check = |parts: Vec<Vec<MappedPart>>| {
             check_blocks(&parts.into_iter().map(|parts| MappedBlock { pages: 4, parts }).collect::<Vec<_>>())
         };
-        // The same page at two places, and a block that the process does not map.
+        // The same page at two addresses, and a block that the process does not map.
         check(vec![vec![part(0x1000..0x3000, 2), part(0x5000..0x6000, 3)], vec![], vec![part(0x3000..0x4000, 0)]])
             .unwrap();
         let error = check(vec![vec![part(0x1000..0x3000, 3)]]).unwrap_err().to_string();

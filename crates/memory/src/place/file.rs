@@ -1,8 +1,8 @@
 //! Placing by `pwritev` into the file that backs guest RAM.
 //!
-//! For plain memfd and tmpfs this costs less than a mapping: the kernel fills a fresh page in one go instead of first
-//! clearing it in a page fault and then letting us store to it. It does not get faster with more threads, because the kernel
-//! lets one writer at a time into a file; a mapping needs two or more threads, and 1.7 times the CPU, to be as fast.
+//! For plain memfd and tmpfs this costs less than a mapping: the kernel fills a fresh page at once instead of clearing
+//! it in a page fault and then letting us store to it. More threads do not make it faster, because the kernel admits
+//! one writer at a time to a file; a mapping needs two or more threads, and 1.7 times the CPU, to be as fast.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -20,15 +20,15 @@ use crate::PAGE_SIZE;
 /// How a range is made to read as zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroBy {
-    /// `fallocate(FALLOC_FL_PUNCH_HOLE)`: the memory goes back to the system. Wrong for memory that was preallocated on
-    /// purpose, or that a device has pinned for DMA: the device would keep using the old page.
+    /// `fallocate(FALLOC_FL_PUNCH_HOLE)`: frees the memory. Wrong for memory that was preallocated on purpose, or that
+    /// a device has pinned for DMA: the device would keep using the old page.
     PunchHole,
-    /// Zeros are written. Always right.
+    /// Writes zeros. Always right.
     Writing,
 }
 
-/// Below this many bytes writing zeros is cheaper than punching a hole, which takes the page out of every mapping.
-const PUNCH_AT_LEAST: u64 = 64 * 1024;
+/// Below this many bytes writing zeros is cheaper than punching a hole, which removes the page from every mapping.
+const MIN_PUNCH: u64 = 64 * 1024;
 
 /// A file (memfd, tmpfs) that is guest RAM, written by system calls.
 #[derive(Debug)]
@@ -37,19 +37,19 @@ pub struct FileWrite {
     base: u64,
     size: u64,
     zero_by: ZeroBy,
-    /// One writer at a time: the kernel allows no more, and threads that wait for the file's own lock burn CPU (it spins),
-    /// while threads that wait here sleep.
+    /// One writer at a time: the kernel allows no more, and threads that wait for the file's own lock burn CPU (it
+    /// spins), while threads that wait here sleep.
     turn: Mutex<()>,
 }
 
 impl FileWrite {
-    /// Takes `size` bytes of `file` from `file_offset`. The file must be open for writing and not in append mode.
+    /// Uses `size` bytes of `file` from `file_offset`. The file must be open for writing and not in append mode.
     pub fn new(file: File, file_offset: u64, size: u64, zero_by: ZeroBy) -> Result<Self, PlaceError> {
         let have = file
             .metadata()
             .map_err(|source| PlaceError::Io { what: "fstat of the file behind guest RAM", offset: 0, source })?
             .len();
-        // A write past the end would grow the file: nobody would see those pages.
+        // A write past the end would grow the file, and the guest would not have those pages.
         if file_offset.checked_add(size).is_none_or(|end| end > have) {
             return Err(PlaceError::Unusable(format!(
                 "the file behind guest RAM has {have} bytes, too few for {size} from offset {file_offset}"
@@ -58,7 +58,7 @@ impl FileWrite {
         Ok(Self { file, base: file_offset, size, zero_by, turn: Mutex::new(()) })
     }
 
-    /// Writes consecutive slices at `offset`, going on after short writes.
+    /// Writes consecutive slices at `offset`, continuing after short writes.
     fn write_run(&self, mut offset: u64, mut slices: &mut [IoSlice<'_>]) -> Result<(), PlaceError> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         // Drops leading empty slices, so that 0 bytes written always means no progress.
@@ -132,7 +132,7 @@ impl Place for FileWrite {
         let page = kernel_page_size();
         let start = offset.next_multiple_of(page);
         let end = (offset + len) / page * page;
-        if self.zero_by == ZeroBy::Writing || end <= start || end - start < PUNCH_AT_LEAST {
+        if self.zero_by == ZeroBy::Writing || end <= start || end - start < MIN_PUNCH {
             return self.write_zeros(offset, len);
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -140,7 +140,7 @@ impl Place for FileWrite {
             match rustix::fs::fallocate(&self.file, flags, self.base + start, end - start) {
                 Ok(()) => break,
                 Err(Errno::INTR) => {}
-                // The file system cannot punch, or a seal forbids it: zeros do the same.
+                // The file system cannot punch, or a seal forbids it: writing zeros has the same effect.
                 Err(Errno::OPNOTSUPP | Errno::PERM) => return self.write_zeros(offset, len),
                 Err(errno) => {
                     return Err(failed("punching a hole in guest RAM", offset, errno.into()));

@@ -1,11 +1,11 @@
 //! Placing through a shared mapping of the file that backs guest RAM.
 //!
-//! The faster way where the backing has huge pages: one fault per 2 MiB, then stores at memory speed. hugetlbfs has no
-//! other way: it does not implement `write`.
+//! The faster method where the backing has huge pages: one fault per 2 MiB, then stores at memory speed. hugetlbfs has
+//! no other method: it does not implement `write`.
 //!
-//! A store into a shared mapping ends in SIGBUS when the backing has no page to give (tmpfs full, huge page pool empty) or
-//! was truncated. So each range is populated by `MADV_POPULATE_WRITE` (Linux 5.14) before it is stored to: the same fault,
-//! but its failure is an error code, and one system call takes the faults of a whole batch.
+//! A store into a shared mapping ends in SIGBUS if the backing has no page available (tmpfs full, huge page pool empty)
+//! or was truncated. So each range is populated by `MADV_POPULATE_WRITE` (Linux 5.14) before it is stored to: the same
+//! fault, but its failure is an error code, and one system call takes the faults of a whole batch.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -65,7 +65,7 @@ impl Mapped {
             offset: 0,
             source: errno.into(),
         })?;
-        // `shmem_enabled=advise` and tmpfs `huge=advise` give huge pages only to those who ask. A refusal (hugetlbfs, no
+        // With `shmem_enabled=advise` and tmpfs `huge=advise`, huge pages must be requested. A refusal (hugetlbfs, no
         // such pages) changes nothing, so it is not an error.
         // SAFETY: advice on the whole of the mapping made above.
         let _ = unsafe { rustix::mm::madvise(start, length, Advice::LinuxHugepage) };
@@ -78,7 +78,7 @@ impl Mapped {
         self.start.as_ptr().cast::<u8>().wrapping_add(offset as usize)
     }
 
-    /// Takes the faults of a range now, so that no store can end in SIGBUS for want of a page.
+    /// Takes the page faults of a range now, so that no store can end in SIGBUS for lack of a page.
     fn populate(&self, offset: u64, len: u64) -> Result<(), PlaceError> {
         if len == 0 {
             return Ok(());
@@ -110,7 +110,7 @@ impl Place for Mapped {
         check_pieces(pieces, self.size)?;
         let mut rest = pieces;
         while let Some(first) = rest.first() {
-            // Pieces that follow each other in the block are one populate call.
+            // Consecutive pieces in the block need one populate call.
             let mut end = first.offset + first.data.len() as u64;
             let mut run = 1;
             while let Some(next) = rest.get(run).filter(|next| next.offset == end) {

@@ -1,4 +1,4 @@
-//! Placing into memory of this process: the way of a VMM that embeds the library.
+//! Placing into memory of this process, for a VMM that embeds the library.
 
 use super::{Piece, Place, PlaceError, Way, check, check_pages, check_pieces};
 use crate::PAGE_SIZE;
@@ -19,7 +19,7 @@ unsafe impl Send for OwnMemory {}
 unsafe impl Sync for OwnMemory {}
 
 impl OwnMemory {
-    /// Takes `size` bytes of guest RAM at `start`.
+    /// Uses `size` bytes of guest RAM at `start`.
     ///
     /// # Safety
     /// The range stays mapped and writable until the value is dropped. No Rust reference to it exists meanwhile, except

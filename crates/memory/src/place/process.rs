@@ -4,11 +4,11 @@
 //! write its memory. The kernel faults the pages in on behalf of the target, so huge pages, NUMA policy and cgroup charge
 //! are those of the target, and private file mappings are copied on write as if the target had stored itself.
 //!
-//! Process numbers are reused, and a process may exchange its program (execve). The file is opened once and refers to
-//! the address space that the process had then (`mm_struct`, `proc_mem_open` in the kernel's `fs/proc/base.c`): whatever
-//! becomes of the number, no other address space is read or written. When that address space is gone, the kernel
-//! transfers 0 bytes. `process_vm_writev` names its target by number in each call, and so could reach a stranger: a
-//! program with more rights, started by whoever has ended QEMU.
+//! Process ids are reused, and a process may replace its program (execve). The file is opened once and refers to the
+//! address space that the process had then (`mm_struct`, `proc_mem_open` in the kernel's `fs/proc/base.c`): no other
+//! address space is ever read or written. When that address space is gone, the kernel transfers 0 bytes.
+//! `process_vm_writev` identifies its target by id in each call, and so could reach an unrelated process: for example a
+//! more privileged program, started by whoever ended QEMU.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, IoSlice};
@@ -23,8 +23,7 @@ use rustix::process::{Pid, PidfdFlags};
 use super::{Piece, Place, PlaceError, VECTOR, Way, ZEROS, check, check_pages, check_pieces, together};
 use crate::PAGE_SIZE;
 
-/// Another process with the address space that it has, held so that its number cannot come to mean a different one
-/// unnoticed.
+/// Another process and its address space, held by descriptors, so that reuse of its id is noticed.
 ///
 /// Facts that were looked up by process id (its mappings, its files) after `open` are facts about this process if
 /// `check_alive` succeeds after the look-up.
@@ -32,29 +31,29 @@ use crate::PAGE_SIZE;
 pub struct TargetProcess {
     pid: i32,
     pidfd: OwnedFd,
-    /// Its address space, or why it cannot be accessed.
+    /// Its address space, or the reason why it cannot be accessed.
     memory: Result<File, Errno>,
 }
 
 impl TargetProcess {
-    /// Takes hold of the process that has this id now.
+    /// Opens the process that has this id now.
     pub fn open(pid: i32) -> Result<Self, PlaceError> {
         let target = Pid::from_raw(pid).ok_or(PlaceError::Gone { pid })?;
         let pidfd = rustix::process::pidfd_open(target, PidfdFlags::empty()).map_err(|errno| not_held(pid, errno))?;
         let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/mem"));
         let memory = memory.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO));
         let target = Self { pid, pidfd, memory };
-        // It has been this process all the while, so the address space is its own.
+        // The process lived through both calls, so the address space is its own.
         target.check_alive()?;
         Ok(target)
     }
 
-    /// Its id.
+    /// Returns its id.
     pub fn pid(&self) -> i32 {
         self.pid
     }
 
-    /// Says whether the process still runs.
+    /// Returns an error if the process has ended.
     pub fn check_alive(&self) -> Result<(), PlaceError> {
         let mut polled = [PollFd::new(&self.pidfd, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -66,14 +65,14 @@ impl TargetProcess {
         }
     }
 
-    /// Says whether the process still has the address space that it had when it was found: reads one byte at `address`, which
-    /// is mapped there.
+    /// Returns an error if the process no longer has the address space that it had when it was opened. Reads one byte
+    /// at `address`, which is mapped there.
     pub(crate) fn check_address_space(&self, address: usize) -> Result<(), PlaceError> {
         loop {
             match self.memory()?.read_at(&mut [0], address as u64) {
                 Ok(0) => return Err(PlaceError::Gone { pid: self.pid }),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // The address space is there, whatever has become of the address.
+                // The address space exists; whether the address is mapped does not matter.
                 Ok(_) | Err(_) => return self.check_alive(),
             }
         }
@@ -98,11 +97,11 @@ pub struct ProcessWrite {
 }
 
 impl ProcessWrite {
-    /// Takes `size` bytes at address `base` of `process`, and asks the kernel whether its memory may be accessed: by
-    /// reading one byte, which needs the same permission as writing and changes nothing.
+    /// Uses `size` bytes at address `base` of `process`. Checks that its memory may be accessed by reading one byte:
+    /// reading needs the same permission as writing and changes nothing.
     ///
-    /// The caller has made sure that the range is what it takes it for, and that the process may write there: the kernel
-    /// does not ask for that (`FOLL_FORCE`), and gives private pages that are read-only a new content.
+    /// The caller has verified that the range is the intended memory, and that the process may write there: the kernel
+    /// does not check that (`FOLL_FORCE`), and overwrites even private read-only pages.
     pub fn new(process: &Arc<TargetProcess>, base: u64, size: u64) -> Result<Self, PlaceError> {
         let end = base.checked_add(size).filter(|end| i64::try_from(*end).is_ok());
         if size == 0 || end.is_none() {
@@ -114,7 +113,7 @@ impl ProcessWrite {
         Ok(place)
     }
 
-    /// Writes consecutive slices at `offset`, going on after partial writes.
+    /// Writes consecutive slices at `offset`, continuing after partial writes.
     fn write_run(&self, mut offset: u64, mut slices: &mut [IoSlice<'_>]) -> Result<(), PlaceError> {
         let memory = self.process.memory()?;
         // Drops leading empty slices, so that 0 bytes written always means that the address space is gone.
@@ -149,19 +148,19 @@ impl ProcessWrite {
         Ok(())
     }
 
-    /// The address space is gone: the process has ended, or has exchanged its program.
+    /// Returns the error for a vanished address space: the process has ended, or has replaced its program.
     fn gone(&self) -> PlaceError {
         PlaceError::Gone { pid: self.process.pid }
     }
 
     fn explain(&self, offset: u64, source: io::Error) -> PlaceError {
-        // A process that dies in the middle loses its address space first: say that, not "not mapped".
+        // A dying process loses its address space first: report its end, not "not mapped".
         if let Err(gone) = self.process.check_alive() {
             return gone;
         }
         let pid = self.process.pid;
         match Errno::from_io_error(&source) {
-            // The kernel has one error for all of it (`mem_rw`).
+            // The kernel returns one error for several causes (`mem_rw`).
             Some(Errno::IO | Errno::FAULT) => PlaceError::Unmapped { pid, address: self.base + offset },
             Some(Errno::PERM | Errno::ACCESS) => PlaceError::Denied { pid },
             Some(Errno::NOMEM) => PlaceError::NoMemory { offset, source },
@@ -179,7 +178,7 @@ impl Place for ProcessWrite {
         check_pieces(pieces, self.size)?;
         let mut rest = pieces;
         while let Some(first) = rest.first() {
-            // Neighbours in the block are one call.
+            // Pieces that are adjacent in the block share a call.
             let mut slices = [IoSlice::new(&[]); VECTOR];
             let mut end = first.offset;
             let mut run = 0;

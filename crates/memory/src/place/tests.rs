@@ -1,4 +1,4 @@
-//! The ways to place, each against what it really writes to: files, memfds, a child process.
+//! The methods of placing, each tested against the real target: files, memfds, a child process.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -104,7 +104,7 @@ impl Drop for Child {
     }
 }
 
-/// Pages read back: all of them, more than one system call takes, in any order, none; nothing outside.
+/// Reads pages back: all of them, more than one system call takes, in any order, none; none outside.
 fn read_back(place: &dyn Place, expected: &[u8]) {
     let pages = SIZE / PAGE_SIZE as u64;
     let all: Vec<u64> = (0..pages).map(|page| page * PAGE_SIZE as u64).collect();
@@ -127,7 +127,7 @@ fn read_back(place: &dyn Place, expected: &[u8]) {
     assert!(page.iter().all(|byte| *byte == 0xee));
 }
 
-/// The pieces every way is tried with: neighbours, a gap, unaligned, empty, the last byte.
+/// The pieces that every method is tested with: adjacent, a gap, unaligned, empty, the last byte.
 fn exercise(place: &dyn Place, read: &dyn Fn() -> Vec<u8>) {
     let page = vec![0xa5_u8; 4096];
     let odd: Vec<u8> = (0..10_000).map(|i| (i % 251) as u8 + 1).collect();
@@ -203,7 +203,7 @@ fn mapping_writes_a_memfd() {
 }
 
 #[test]
-fn mapping_at_a_file_offset_touches_only_its_part() {
+fn mapping_at_a_file_offset_writes_only_its_part() {
     let file = memfd();
     let place = Mapped::new(&file, 8192, 4096).unwrap();
     place.write(0, &[7; 4096]).unwrap();
@@ -243,7 +243,7 @@ fn file_write_writes_a_memfd() {
 }
 
 #[test]
-fn file_write_at_a_file_offset_touches_only_its_part() {
+fn file_write_at_a_file_offset_writes_only_its_part() {
     let file = memfd();
     let place = FileWrite::new(file.try_clone().unwrap(), 4096, 8192, ZeroBy::PunchHole).unwrap();
     place.write(4095, &[7; 10]).unwrap();
@@ -253,7 +253,7 @@ fn file_write_at_a_file_offset_touches_only_its_part() {
 }
 
 #[test]
-fn punching_gives_memory_back_and_writing_zeros_does_not() {
+fn punching_frees_memory_and_writing_zeros_does_not() {
     for (zero_by, blocks_left) in [(ZeroBy::PunchHole, false), (ZeroBy::Writing, true)] {
         let file = memfd();
         let place = FileWrite::new(file.try_clone().unwrap(), 0, SIZE, zero_by).unwrap();
@@ -290,7 +290,7 @@ fn process_write_reaches_the_childs_memory_and_only_the_childs() {
 }
 
 #[test]
-fn process_that_ended_is_named_so() {
+fn process_that_ended_is_named_in_the_error() {
     let memory = Anonymous::new();
     let mut child = Child::new();
     let pid = child.0;
@@ -307,8 +307,8 @@ fn process_that_ended_is_named_so() {
     assert!(matches!(error, PlaceError::Gone { .. }), "{error}");
 }
 
-/// A child that exchanges its program when it is told to, and keeps its number: its memory is another program's then, as it is
-/// when the number goes to another process.
+/// A child that replaces its program on request, and keeps its id: its address space is another program's then, as it
+/// is when the id is reused.
 #[test]
 fn a_program_that_comes_under_the_same_number_is_never_written() {
     use std::io::{Read, Write};
@@ -371,7 +371,7 @@ fn range_that_is_not_mapped_is_an_error_with_its_address() {
     let error = place.write(0, &vec![3; SIZE as usize]).unwrap_err();
     let at = memory.address() + hole as u64;
     assert!(matches!(error, PlaceError::Unmapped { address, .. } if address == at), "{error}");
-    // What lies before the hole was written, as the documentation says it may be.
+    // The part before the hole was written, as the documentation permits.
     assert_eq!(child.read(memory.address(), 4096), vec![3; 4096]);
 
     let error = ProcessWrite::new(&child.target(), at, 4096).unwrap_err();

@@ -1,29 +1,29 @@
-//! Putting missing pages in place: all of a page at once, and only where there is none yet.
+//! Placing missing pages: a whole page atomically, and only where there is none yet.
 //!
-//! Nobody sees half a page, and what is there is never replaced: who comes first wins, decided by the kernel
-//! (`Documentation/admin-guide/mm/userfaultfd.rst`, "Resolving Userfaults").
+//! No thread sees half a page, and an existing page is never replaced: the first to place it wins, as decided by the
+//! kernel (`Documentation/admin-guide/mm/userfaultfd.rst`, "Resolving Userfaults").
 
 use super::{RawRange, UFFDIO_COPY, UFFDIO_WAKE, UFFDIO_ZEROPAGE, Userfault, UserfaultError, call};
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
 
-/// What became of pages that were to be put in place.
+/// The result of placing pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filled {
-    /// All of them are in place now, and who waited for them is awake.
+    /// All are placed, and the threads that waited for them are awake.
     Placed,
-    /// Where the page after the first `placed` bytes belongs, there is one already. It stays as it is, and so does all
-    /// after it; who waited there is awake.
+    /// The page after the first `placed` bytes exists already. It is unchanged, and so are all pages after it; threads
+    /// that waited there are awake.
     AlreadyThere {
-        /// Bytes put in place before that, whole pages.
+        /// Bytes placed before that, whole pages.
         placed: usize,
     },
 }
 
 impl Userfault {
-    /// Puts `content` in place at address `to`, within one mapping that is watched for missing pages. Both are multiples
-    /// of the page size of its backing.
+    /// Places `content` at address `to`, within one mapping that is watched for missing pages. Both are multiples of
+    /// the page size of its backing.
     ///
     /// # Safety
     /// The pages are of memory that is accessed by raw pointers only: in a missing page the content changes, to Rust
@@ -40,7 +40,7 @@ impl Userfault {
         })
     }
 
-    /// Puts zero pages in place in `range`, within one mapping where the kernel [can](super::Registered::zero_page).
+    /// Places zero pages in `range`, within one mapping where the kernel [can](super::Registered::zero_page).
     ///
     /// # Safety
     /// As for [`Self::copy`].
@@ -55,18 +55,20 @@ impl Userfault {
         })
     }
 
-    /// Wakes who waits for a page of `range`: it tries again, and if the page is still missing, its fault is told again.
+    /// Wakes all threads that wait for a page of `range`: they retry, and if the page is still missing, their fault is
+    /// reported again.
     pub fn wake(&self, range: Range<usize>) -> Result<(), UserfaultError> {
         let mut argument = RawRange::from(range.clone());
         // SAFETY: the operation reads one `struct uffdio_range` and changes no memory.
         unsafe { call(self.as_fd(), UFFDIO_WAKE, (&raw mut argument).cast()) }.map_err(|source| UserfaultError::Range {
-            what: "wake who waits at",
+            what: "wake threads that wait at",
             range,
             source,
         })
     }
 
-    /// Repeats `step`, which goes on after so many bytes and tells how many it did, until all is done or one is there.
+    /// Repeats `step`, which continues after `done` bytes and returns how many it did, until all are done or a page
+    /// exists.
     ///
     /// A positive count with `EAGAIN` is progress; without progress `EAGAIN` means that the address space is changing,
     /// and some kernels write no count at all then (so it starts as 0).
@@ -85,8 +87,8 @@ impl Userfault {
                 Some(libc::EAGAIN) if count > 0 => {}
                 Some(libc::EAGAIN) => std::thread::yield_now(),
                 Some(libc::EEXIST) => {
-                    // Whoever put the page there through this descriptor woke its waiters; one that came to be there in
-                    // another way, say by a write to the file of shared memory, woke nobody.
+                    // Placing a page through this descriptor wakes its waiters; a page that appeared otherwise, say by
+                    // a write to the file of shared memory, woke no thread.
                     self.wake(range.start + placed..range.end)?;
                     return Ok(Filled::AlreadyThere { placed });
                 }

@@ -1,4 +1,4 @@
-//! Taking the faults of missing pages from the kernel, in a thread that can be ended.
+//! Receiving the faults of missing pages from the kernel, in a thread that can be stopped.
 
 use super::{Userfault, UserfaultError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -8,28 +8,28 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Ends [`Userfault::wait_faults`], in whatever thread, for good. Clones are the same handle.
+/// Ends [`Userfault::wait_faults`] in all threads, permanently. Clones are the same handle.
 #[derive(Clone, Debug)]
 pub struct Stop {
     event: Arc<OwnedFd>,
 }
 
 impl Stop {
-    /// A handle that has not stopped anything yet. Needs one file descriptor.
+    /// Makes a handle that has not stopped anything yet. Needs one file descriptor.
     pub fn new() -> io::Result<Self> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { event: Arc::new(event) })
     }
 
-    /// Everyone who waits with this handle, now or later, returns.
+    /// Makes every thread that waits with this handle, now or later, return.
     pub fn stop(&self) {
-        // Refused only where the counter is at its end: then it is readable, which is all that counts.
+        // Refused only where the counter is at its maximum: then it is readable, as intended.
         let _ = rustix::io::write(&*self.event, &1u64.to_ne_bytes());
     }
 }
 
 impl Stop {
-    /// Waits for `time`, or until it is stopped: then true.
+    /// Waits for `time`, or until stopped. Returns true if stopped.
     pub fn within(&self, time: Duration) -> bool {
         let deadline = Instant::now() + time;
         loop {
@@ -39,14 +39,14 @@ impl Stop {
             match poll(&mut waits, left.as_ref()) {
                 Ok(ready) => return ready > 0,
                 Err(Errno::INTR) => {}
-                // Who cannot wait does not go on for ever.
+                // A thread that cannot wait must not loop for ever.
                 Err(_) => return true,
             }
         }
     }
 }
 
-/// The fault of someone who waits for a missing page: `struct uffd_msg`.
+/// The fault of a thread that waits for a missing page: `struct uffd_msg`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Fault {
@@ -59,23 +59,23 @@ pub struct Fault {
 const _: () = assert!(size_of::<Fault>() == 32);
 
 impl Fault {
-    /// The address accessed, rounded down to a page (of 4096 bytes, on hugetlb perhaps more).
+    /// Returns the accessed address, rounded down to a page (of 4096 bytes, on hugetlb perhaps more).
     pub fn address(&self) -> usize {
         self.address as usize
     }
 }
 
-/// Room for the faults taken at once.
+/// Buffer for the faults that are received at once.
 #[derive(Debug)]
 pub struct FaultBuffer {
     faults: [Fault; Self::FAULTS],
 }
 
 impl FaultBuffer {
-    /// The most faults taken at once. Each stands for a thread that waits, so few guests ever fill it.
+    /// The most faults received at once. Each stands for a waiting thread, so few guests ever fill it.
     pub const FAULTS: usize = 64;
 
-    /// Empty.
+    /// Makes an empty buffer.
     pub fn new() -> Self {
         Self { faults: [Fault { event: 0, reserved: [0; 7], flags: 0, address: 0, thread: 0 }; Self::FAULTS] }
     }
@@ -88,9 +88,9 @@ impl Default for FaultBuffer {
 }
 
 impl Userfault {
-    /// Waits for faults of missing pages and takes them; none when `stop` was called, even if there are faults.
+    /// Waits for faults of missing pages and receives them; none when `stop` was called, even if there are faults.
     ///
-    /// A fault that was taken is told again only after its thread was [woken](Self::wake) and still misses the page.
+    /// A received fault is reported again only after its thread was [woken](Self::wake) and still misses the page.
     /// Several threads may wait at once: each fault goes to one of them.
     pub fn wait_faults<'b>(
         &self,
@@ -115,7 +115,7 @@ impl Userfault {
             let room = unsafe { std::slice::from_raw_parts_mut(buffer.faults.as_mut_ptr().cast::<u8>(), bytes) };
             match rustix::io::read(self.as_fd(), room) {
                 Ok(length) => return missing_pages(&buffer.faults[..length / size_of::<Fault>()]).map(Some),
-                // The page came, or another thread took the fault, between poll and read.
+                // The page was placed, or another thread received the fault, between poll and read.
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(errno) => return Err(UserfaultError::Wait(errno.into())),
             }
@@ -123,8 +123,8 @@ impl Userfault {
     }
 }
 
-/// `faults`, when all are of missing pages. Other events come only to who asks for their features when opening, other
-/// page faults only from ranges watched for them: neither is a thing to pass over.
+/// Returns `faults` if all are of missing pages. Other events are sent only if their features were requested, other
+/// page faults only for ranges registered for them: both are errors here.
 fn missing_pages(faults: &[Fault]) -> Result<&[Fault], UserfaultError> {
     match faults.iter().find(|fault| fault.event != EVENT_PAGEFAULT || fault.flags & (FLAG_WP | FLAG_MINOR) != 0) {
         None => Ok(faults),
@@ -144,7 +144,7 @@ mod tests {
     #[test]
     fn anything_but_a_missing_page_is_an_error() {
         let fault = |event, flags| Fault { event, reserved: [0; 7], flags, address: 0x1000, thread: 0 };
-        // Read and written.
+        // A read and a write.
         assert_eq!(missing_pages(&[fault(0x12, 0), fault(0x12, 1)]).unwrap().len(), 2);
         for other in [fault(0x15, 0), fault(0x12, 1 << 1), fault(0x12, 1 << 2)] {
             let error = missing_pages(&[fault(0x12, 0), other]).unwrap_err().to_string();

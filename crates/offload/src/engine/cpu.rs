@@ -1,7 +1,8 @@
-//! The CPU does everything, and finishes what a device left: on the thread of whoever collects the completion.
+//! The CPU's engine. It does every operation, and finishes what a device left undone, on the thread that collects the
+//! completion.
 //!
-//! Guest memory races. Whatever looks at it more than once works on a copy: each byte is read once, by a volatile or
-//! vector load of `sterna-memory`.
+//! Guest memory races. Code that needs the same bytes more than once works on a copy: each byte is read once, by a
+//! volatile or vector load of `sterna-memory`.
 
 use std::cell::RefCell;
 
@@ -23,8 +24,8 @@ pub(crate) fn execute(request: &mut Request, run: Run) {
     }
 }
 
-/// A checksum of what the item reads, as it is now: a guest may be writing it.
-pub(crate) fn seen(request: &Request, item: usize) -> u32 {
+/// Returns the checksum of the item's memory as it is now: a guest may be writing it.
+pub(crate) fn current_checksum(request: &Request, item: usize) -> u32 {
     let item = request.items[item];
     // SAFETY: the range is within a region that the request has entered.
     unsafe { crc32c_raw(item.first, item.bytes as usize, 0) }
@@ -114,15 +115,15 @@ fn one(request: &mut Request, index: usize) {
     }
 }
 
-/// What a thread needs to deflate and inflate, made when it first does.
+/// A thread's compressor and decompressor, made at first use.
 #[derive(Default)]
 struct Codec {
     deflater: Option<Deflater>,
     inflater: Option<Inflater>,
 }
 
-/// Gives `bytes` bytes of this thread's own, of undefined content, and its codec: codecs look at their data more than once, and so
-/// need it to lie still.
+/// Lends `bytes` bytes of this thread's own memory, of undefined content, and the thread's codec: codecs read their
+/// data more than once, and so need stable memory.
 fn with_scratch(bytes: usize, work: impl FnOnce(&mut [u8], &mut Codec)) {
     thread_local! {
         static SCRATCH: RefCell<(Vec<u8>, Codec)> = RefCell::default();

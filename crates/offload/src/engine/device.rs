@@ -1,8 +1,9 @@
-//! A device in service, and how it is taken out of it.
+//! A device in service, and how it is taken out of service.
 //!
-//! A device that fails, lies or says nothing gets no more work. What it may still write is quarantined, and its queues are
-//! drained and closed, on a thread of its own as closing can hang: the kernel drains a queue when its file is closed, so
-//! when that has returned the device is quiet and the quarantine ends. If it never returns, the memory is kept for ever.
+//! A device that fails, gives a wrong result or does not answer gets no more work. The memory that it may still write
+//! is quarantined, and its queues are drained and closed, on a separate thread because closing can hang. The kernel
+//! drains a queue when its file is closed, so once that has returned the device is quiet and the quarantine ends. If it
+//! never returns, the memory is kept for ever.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, RwLock};
@@ -28,7 +29,7 @@ use crate::sync::lock_std;
 use crate::time::{Bell, Nanos};
 use crate::trace::Trace;
 
-/// What engines use of the process's offload.
+/// The process's offload state that engines use.
 #[derive(Clone, Debug)]
 pub(crate) struct Common {
     pub(crate) settings: Settings,
@@ -40,7 +41,7 @@ pub(crate) struct Common {
 
 impl Common {
     pub(crate) fn patience(&self) -> Nanos {
-        // As much as can be multiplied by what deadlines are multiplied by.
+        // Limited so that the multiplication of deadlines cannot overflow.
         u64::try_from(self.settings.patience.as_nanos()).unwrap_or(Nanos::MAX).clamp(1, Nanos::MAX / 16)
     }
 
@@ -53,13 +54,13 @@ impl Common {
 /// One queue of a device.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    /// Gone when the device is out of service.
+    /// None when the device is out of service.
     opened: RwLock<Option<Arc<WorkQueue>>>,
     pub(crate) name: Arc<str>,
-    /// Most descriptors of a batch; 1 where there are no batches.
+    /// The most descriptors of a batch; 1 where there are no batches.
     pub(crate) max_batch: u32,
     pub(crate) max_transfer: u64,
-    /// A batch's retries were all refused, and nothing was accepted since.
+    /// All retries of a batch were refused, and nothing has been accepted since.
     refuses: AtomicBool,
 }
 
@@ -75,35 +76,37 @@ impl Queue {
         }
     }
 
-    /// Submits, if the queue is still there.
+    /// Submits, if the queue is still open.
     ///
     /// # Safety
-    /// As [`WorkQueue::submit`]: the request that `descriptor` is of is kept until its record was seen, or quarantined.
+    /// As [`WorkQueue::submit`]: the request that `descriptor` belongs to is kept until its record was seen, or
+    /// quarantined.
     pub(crate) unsafe fn submit(&self, descriptor: &Descriptor) -> Option<Result<(), SubmitError>> {
         let opened = self.opened.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         // SAFETY: passed on.
         opened.as_ref().map(|queue| unsafe { queue.submit(descriptor) })
     }
 
-    /// How often a submission that it refuses is worth another try, of `retries` at most. A device that has halted, or a queue that
-    /// somebody else keeps full, refuses all: one batch finds that out, and the others need not wait for the same.
+    /// Returns how many retries a refused submission is worth, at most `retries`. A device that has halted, or a queue
+    /// that another submitter keeps full, refuses all: one batch discovers that, and the others need not wait for the
+    /// same.
     pub(crate) fn retries(&self, retries: u32) -> u32 {
         if self.refuses.load(Relaxed) { 0 } else { retries }
     }
 
-    /// All retries of a batch were refused.
+    /// Records that all retries of a batch were refused.
     pub(crate) fn refused(&self) {
         self.refuses.store(true, Relaxed);
     }
 
-    /// It has taken something.
+    /// Records that the queue has accepted a descriptor.
     pub(crate) fn accepted(&self) {
         if self.refuses.load(Relaxed) {
             self.refuses.store(false, Relaxed);
         }
     }
 
-    /// A record of the queue was seen.
+    /// Records that a completion record of the queue was seen.
     pub(crate) fn seen(&self) {
         let opened = self.opened.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(queue) = opened.as_ref() {
@@ -126,50 +129,50 @@ pub(crate) struct Admission {
 struct Quarantine {
     #[expect(clippy::vec_box, reason = "a request goes from hand to hand in its box")]
     requests: Vec<Box<Request>>,
-    /// The device's place in the list of those taken out, once it is.
+    /// The device's index in the list of those taken out, once it is there.
     place: Option<usize>,
-    /// The device is proved quiet: nothing need be kept any more.
+    /// The device is proved quiet: no memory has to be kept any more.
     quiet: bool,
 }
 
 /// A device.
 pub(crate) struct Device {
-    /// Names it in leases.
+    /// Identifies the device in leases.
     number: u64,
     pub(crate) name: Arc<str>,
     pub(crate) kind: Kind,
     pub(crate) node: Option<u32>,
     pub(crate) queues: Vec<Queue>,
-    /// By operation.
+    /// The queues for each operation.
     takers: [Takers; Operation::ALL.len()],
     next: AtomicUsize,
     out: AtomicBool,
-    /// When anything of it was last seen to complete.
+    /// When a completion of the device was last seen.
     completed: AtomicU64,
-    /// When it will be through with what it has, as predicted.
+    /// When it is predicted to have finished all its work.
     busy_until: AtomicU64,
     outstanding: AtomicU32,
-    /// What most pages of the last zero map were.
+    /// Whether most pages of the last zero map were zero.
     expect_zero: AtomicBool,
     /// Whether nearly all of them were.
     expect_run: AtomicBool,
     pub(crate) admission: Mutex<Admission>,
-    /// How it is shared, in words.
+    /// How it is shared, as text.
     pub(crate) shared: String,
     quarantine: Mutex<Quarantine>,
     second: Mutex<SecondLook>,
     pub(crate) common: Common,
 }
 
-/// Looks at a device's record before a second look is given up: some hundred microseconds.
+/// Polls of a device's record before a second look is left for later: some hundred microseconds.
 const LOOKS: u32 = 20_000;
 
-/// A page that is shown to the device once more ([`Device::still_zero`]).
+/// A question about a page that the device has answered before ([`Device::still_zero`]).
 #[derive(Debug)]
 struct SecondLook {
-    /// The record. Gone where the device may write it for as long as the process lives.
+    /// The completion record. None if the device may write it for as long as the process lives.
     slab: Option<Slab>,
-    /// One that was not answered in time: until it is, the record is the device's, and the page may be read.
+    /// A question without an answer in time: until it is answered, the device may write the record and read the page.
     under_way: Option<UnderWay>,
 }
 
@@ -177,24 +180,25 @@ struct SecondLook {
 struct UnderWay {
     queue: usize,
     since: Nanos,
-    /// The page's, with a use more.
+    /// The page's region, entered once more.
     region: Arc<Region>,
 }
 
 impl SecondLook {
     fn record(&self) -> Option<&CompletionRecord> {
-        // SAFETY: the slab is page-aligned, larger than a record, initialised (zero at first), and a record is made of atomics.
+        // SAFETY: the slab is page-aligned, larger than a record, initialised (zero at first), and a record is made of
+        // atomics.
         self.slab.as_ref().map(|slab| unsafe { &*slab.pointer().cast::<CompletionRecord>() })
     }
 
-    /// The device is quiet (or has answered): it is not under way any more.
+    /// Ends the question: the device has answered or is quiet.
     fn over(&mut self) -> Option<usize> {
         let UnderWay { queue, region, .. } = self.under_way.take()?;
         region.leave();
         Some(queue)
     }
 
-    /// The device may write the record, and read the page, for ever.
+    /// Leaks the record and the page's region: the device may use them for ever.
     fn give_up(&mut self) {
         if let Some(under_way) = self.under_way.take() {
             tracing::warn!(region = ?under_way.region, "a record and a page of a device that may not be quiet are kept");
@@ -210,7 +214,7 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    /// A device with these queues of it, all proved.
+    /// Makes a device of these queues, all of which have been tested.
     pub(crate) fn new(number: u64, queues: Vec<Arc<WorkQueue>>, common: &Common) -> Arc<Self> {
         let info = Arc::clone(&queues[0].info().device);
         let code = match info.kind {
@@ -248,40 +252,40 @@ impl Device {
         })
     }
 
-    /// Whether it gets work.
+    /// Returns whether it gets work.
     pub(crate) fn in_service(&self) -> bool {
         !self.out.load(Ordering::Acquire)
     }
 
-    /// Whether a queue of it has `operation`.
+    /// Returns whether one of its queues has `operation`.
     pub(crate) fn does(&self, operation: Operation) -> bool {
         !self.takers[operation.index()].is_empty()
     }
 
-    /// The queue whose turn it is, for work that has been refused so often.
+    /// Returns the next queue for work that has been refused `refusals` times.
     pub(crate) fn next_queue(&self, operation: Operation, urgent: bool, refusals: u32) -> Option<usize> {
         self.takers[operation.index()].choose(urgent, refusals, self.next.fetch_add(1, Relaxed))
     }
 
-    /// Something that will take `predicted` was submitted. Says when it is expected to be complete.
+    /// Records a submission that is predicted to take `predicted`. Returns when it is expected to complete.
     pub(crate) fn submitted(&self, predicted: Nanos, now: Nanos) -> Nanos {
         if self.outstanding.fetch_add(1, Relaxed) == 0 {
             self.busy_until.store(now, Relaxed);
         }
-        // Two at once may both begin with the same figure: it is a prediction, and the next completion puts it right.
+        // Two threads may start from the same value: it is a prediction, and the next completion corrects it.
         let until = self.busy_until.load(Relaxed).max(now).saturating_add(predicted);
         self.busy_until.store(until, Relaxed);
         until
     }
 
-    /// Something was seen to complete.
+    /// Records that a completion was seen.
     pub(crate) fn completed(&self, now: Nanos) {
         self.outstanding.fetch_sub(1, Relaxed);
         self.completed.fetch_max(now, Relaxed);
     }
 
-    /// Whether what was submitted at `submitted` and is overdue since `deadline` has to be given up: nothing of the device has
-    /// completed for as long as that takes, or the others' completions have gone by it for four times as long.
+    /// Returns whether a descriptor submitted at `submitted` and overdue since `deadline` is to be given up: the device
+    /// has completed nothing for the time that takes, or others completed for four times as long.
     pub(crate) fn given_up(&self, submitted: Nanos, deadline: Nanos, now: Nanos) -> bool {
         if now < deadline {
             return false;
@@ -291,35 +295,35 @@ impl Device {
             || now >= deadline.saturating_add(4 * (deadline - submitted))
     }
 
-    /// How much longer than on an idle device something submitted now may take.
+    /// Returns how much longer than on an idle device a descriptor submitted now may take.
     pub(crate) fn backlog(&self, now: Nanos) -> Nanos {
         self.busy_until.load(Relaxed).saturating_sub(now)
     }
 
-    /// Whether the next pages are expected to be zero.
+    /// Returns whether the next pages are expected to be zero.
     pub(crate) fn expects_zero(&self) -> bool {
         self.expect_zero.load(Relaxed)
     }
 
-    /// Whether nearly all of the next pages are expected to be zero.
+    /// Returns whether nearly all of the next pages are expected to be zero.
     pub(crate) fn expects_run(&self) -> bool {
         self.expect_run.load(Relaxed)
     }
 
-    /// Notes what most pages were, and whether nearly all of them were zero.
+    /// Records whether most pages were zero, and whether nearly all of them were.
     pub(crate) fn expect_zero(&self, zero: bool, nearly_all: bool) {
         self.expect_zero.store(zero, Relaxed);
         self.expect_run.store(nearly_all, Relaxed);
     }
 
-    /// Puts it out of service, once.
+    /// Takes it out of service, once.
     pub(crate) fn take_out(self: &Arc<Self>, reason: &str) {
         {
             let mut quarantine = lock_std(&self.quarantine);
             if quarantine.place.is_some() {
                 return;
             }
-            // Before anybody finds it out of service: what he has it keep is noted there.
+            // Set before other threads see it out of service: the requests that they quarantine are counted there.
             quarantine.place = Some(self.common.statistics.taken_out(self.name.to_string(), reason.to_owned()));
         }
         self.out.store(true, Ordering::Release);
@@ -328,7 +332,7 @@ impl Device {
         self.common.closers.run(Box::new(move || device.close()));
     }
 
-    /// Keeps a request that it may still write, until it is proved quiet.
+    /// Quarantines a request that the device may still write, until the device is proved quiet.
     pub(crate) fn keep(&self, mut request: Box<Request>) {
         request.go(State::Quarantined);
         let mut quarantine = lock_std(&self.quarantine);
@@ -344,12 +348,12 @@ impl Device {
         self.common.statistics.change(quarantine.place, |out| out.quarantined_bytes += bytes);
     }
 
-    /// Whether it is closed, and proved not to touch memory any more.
+    /// Returns whether it is closed, and proved not to touch memory any more.
     pub(crate) fn is_quiet(&self) -> bool {
         lock_std(&self.quarantine).quiet
     }
 
-    /// Requests in quarantine.
+    /// Returns the number of requests in quarantine.
     pub(crate) fn quarantined(&self) -> usize {
         lock_std(&self.quarantine).requests.len()
     }
@@ -357,16 +361,16 @@ impl Device {
     fn free(&self, mut request: Box<Request>) {
         request.leave();
         request.go(State::Free);
-        // No part of it is with the device any more, as its records would not say.
+        // No part of it is in the device any more, whatever its records show.
         request.work.reset();
         self.common.pools(request.node()).put(request);
     }
 
-    /// Drains and closes its queues. Returns when it is quiet, or never.
+    /// Drains and closes its queues. Returns when the device is quiet, or never.
     fn close(&self) {
         let time = &self.common.settings.time;
         let queues: Vec<_> = self.queues.iter().filter_map(Queue::take).collect();
-        // The records of the drains are in this slab, which outlives the closing of the queues.
+        // The completion records of the drains are in this slab, which outlives the queues.
         let records = Slab::new(queues.len() * 64, self.node);
         let asleep = Bell::default();
         for (number, queue) in queues.iter().enumerate() {
@@ -375,7 +379,7 @@ impl Device {
             let record = unsafe { &*records.pointer().wrapping_add(number * 64).cast::<LongRecord>() };
             let drain = Descriptor::drain().with_record(record.address());
             let mut pause = 1_000;
-            // SAFETY: the record lives until the queue is closed, below; a drain names nothing else.
+            // SAFETY: the record lives until the queue is closed, below; a drain names no other memory.
             while unsafe { queue.submit(&drain) }.is_err() && time.now() < end {
                 time.wait(&asleep, 0, time.now() + pause);
                 pause = (pause * 2).min(1_000_000);
@@ -385,7 +389,8 @@ impl Device {
                 pause = (pause * 2).min(1_000_000);
             }
         }
-        // The last reference unmaps the portal and then closes the file, in which the kernel drains the queue.
+        // Dropping the last reference unmaps the portal and then closes the file, whereupon the kernel drains the
+        // queue.
         let shared = queues.into_iter().filter(|queue| Arc::strong_count(queue) > 1).count();
         if shared > 0 {
             tracing::error!(device = &*self.name, "a queue is also held elsewhere: it cannot be proved quiet");
@@ -405,8 +410,9 @@ impl Device {
         tracing::info!(device = &*self.name, "the accelerator is closed and quiet");
     }
 
-    /// Shows the device this page of `region`, which somebody has entered, once more, and says whether it calls it zero. None if it
-    /// does not answer at once: this is for the rare case that the CPU sees something else, and worth no waiting.
+    /// Asks the device a second time whether this page of `region`, which a request has entered, is zero. Returns none
+    /// if the device does not answer at once: the call is for the rare case that the CPU read something else, which is
+    /// not worth waiting.
     pub(crate) fn still_zero(&self, queue: usize, page: *const u8, region: &Arc<Region>, now: Nanos) -> Option<bool> {
         let mut second = lock_std(&self.second);
         if !self.answered(&mut second) {
@@ -416,8 +422,8 @@ impl Device {
         record.clear();
         let descriptor = Descriptor::compare_pattern(page.expose_provenance() as u64, 0, PAGE_SIZE as u32)
             .with_record(record.address());
-        // SAFETY: the record is kept until it was seen or the device is proved quiet, else for ever; the page is only read, and its
-        // region is entered until then.
+        // SAFETY: the record is kept until it was seen or the device is proved quiet, else for ever; the page is only
+        // read, and its region is entered until then.
         unsafe { self.queues[queue].submit(&descriptor) }?.ok()?;
         let said = (0..LOOKS).find_map(|_| {
             std::hint::spin_loop();
@@ -432,8 +438,8 @@ impl Device {
         said.status.is_success().then_some(said.result == 0)
     }
 
-    /// Looks at a page that was shown once more and not answered for at once, and says whether it is still under way. A device that
-    /// keeps silent is taken out of service.
+    /// Looks at a second question without an answer, and returns whether it is still in progress. A device that stays
+    /// silent is taken out of service.
     pub(crate) fn second_look(self: &Arc<Self>, now: Nanos) -> bool {
         let since = {
             let mut second = lock_std(&self.second);
@@ -443,12 +449,12 @@ impl Device {
             second.under_way.as_ref().map_or(now, |under_way| under_way.since)
         };
         if now.saturating_sub(since) >= self.common.patience() {
-            self.take_out("no answer about a page that it was shown once more");
+            self.take_out("no answer to a second question about a page");
         }
         true
     }
 
-    /// Whether nothing of `second` is under way (any more).
+    /// Returns whether `second` has nothing in progress (any more).
     fn answered(&self, second: &mut SecondLook) -> bool {
         if second.under_way.is_some() && second.record().is_some_and(|record| record.poll().is_none()) {
             return false;
@@ -459,7 +465,7 @@ impl Device {
         true
     }
 
-    /// Gives a grant back.
+    /// Releases a grant.
     pub(crate) fn give_back(&self, grant: Option<Grant>, submitted: Option<Nanos>, now: Nanos) {
         let Some(grant) = grant else { return };
         let mut admission = lock_std(&self.admission);
@@ -478,7 +484,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         let mut second = lock_std(&self.second);
         if second.under_way.is_some() {
-            // Closed here, in which the kernel drains them, unless somebody else holds one too.
+            // The kernel drains the queues when they are closed here, unless another owner holds one too.
             let held = self.queues.iter().filter_map(Queue::take).filter(|queue| Arc::strong_count(queue) > 1).count();
             match held {
                 0 => _ = second.over(),
@@ -499,7 +505,7 @@ impl Drop for Device {
     }
 }
 
-/// What closes devices.
+/// Closes devices, on threads of its own or when called.
 #[derive(Debug)]
 pub(crate) struct Closers {
     threads: bool,
@@ -539,19 +545,19 @@ impl Closers {
             closers.ended.ring();
         });
         if let Err(error) = started {
-            // The job is lost and with it the proof: what the device may write is kept for ever.
+            // The job is lost and with it the proof: memory that the device may write is kept for ever.
             tracing::error!(%error, "no thread to close an accelerator with");
             lock_std(&self.jobs).running -= 1;
         }
     }
 
-    /// Without threads: closes what waits to be closed.
+    /// Closes the devices that wait to be closed, where there are no threads.
     pub(crate) fn run_waiting(&self) {
         let waiting = std::mem::take(&mut lock_std(&self.jobs).waiting);
         waiting.into_iter().for_each(|job| job());
     }
 
-    /// Waits until all devices are closed, at most so long. Says whether they are.
+    /// Waits until all devices are closed, at most `at_most`. Returns whether they are.
     pub(crate) fn wait(&self, at_most: Duration) -> bool {
         let end = std::time::Instant::now() + at_most;
         loop {
@@ -570,8 +576,7 @@ impl Closers {
 
 impl Drop for Closers {
     fn drop(&mut self) {
-        // Closing is what a job does when it is run, and not when it is dropped: the device would be closed without its
-        // quarantine being let go of.
+        // A device is closed by running a job. Dropping the job would close the device without ending its quarantine.
         std::mem::forget(std::mem::take(&mut lock_std(&self.jobs).waiting));
     }
 }

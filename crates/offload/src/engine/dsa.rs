@@ -1,4 +1,4 @@
-//! Intel DSA: which operation is which descriptor, and what its record means.
+//! Intel DSA: the descriptor of each operation, and the meaning of its completion record.
 
 use sterna_idxd::{Completion, Descriptor, Operation as Code, Status};
 
@@ -7,11 +7,11 @@ use crate::engine::{Cause, Kind};
 use crate::operation::Operation;
 use crate::request::{Answer, Request};
 
-/// What DSA devices are told.
+/// The dialect of DSA devices.
 #[derive(Debug)]
 pub(crate) struct Dsa;
 
-/// The code of `operation`, where there is one.
+/// Returns the opcode of `operation`, where there is one.
 pub(crate) fn code(operation: Operation) -> Option<u8> {
     let code = match operation {
         Operation::ZeroMap => Code::ComparePattern,
@@ -31,7 +31,7 @@ impl Dialect for Dsa {
 
     fn takes(&self, request: &Request, item: usize, max_transfer: u64) -> bool {
         let item = &request.items[item];
-        // A delta record of no entries, or one shorter than an entry, is what the device refuses (status 15).
+        // The device refuses a delta record of no entries, or one shorter than an entry (status 15).
         let record = request.operation != Operation::ApplyDelta || item.room > 0;
         u64::from(item.bytes) <= max_transfer && u64::from(item.room) <= max_transfer && record
     }
@@ -43,8 +43,8 @@ impl Dialect for Dsa {
         let room = || request.room(index).expose_provenance() as u64;
         let bytes = item.bytes;
         let descriptor = match request.operation {
-            // Result 0 is "all of it is the pattern". Only members of batches have a prediction: it is what their batch's
-            // status is made of.
+            // Result 0 means that all of the range is the pattern. Only members of batches have an expected result,
+            // from which the batch's status is made.
             Operation::ZeroMap if part.is_none() => {
                 Descriptor::compare_pattern(first, 0, bytes).expecting(u8::from(!expect_zero))
             }
@@ -73,7 +73,7 @@ impl Dialect for Dsa {
     }
 }
 
-/// What the record of item `item` means, be it a part of its own or a member of a batch.
+/// Returns what the record of item `item` means, whether it is a part of its own or a member of a batch.
 pub(crate) fn meaning(request: &Request, item: usize, completion: &Completion) -> Meaning {
     let Completion { status, result, bytes_completed, .. } = *completion;
     let of = request.items[item];
@@ -96,7 +96,8 @@ pub(crate) fn meaning(request: &Request, item: usize, completion: &Completion) -
         (_, Operation::Checksum | Operation::CopyChecksum) => Meaning::Answer(Answer::Checksum(completion.crc())),
         (_, Operation::CreateDelta) => match (result, completion.delta_size()) {
             (0, _) => Meaning::Answer(Answer::Equal),
-            // None of no entries, which would be result 0, and none beyond its room: who says so cannot be believed.
+            // A record of no entries would be result 0, and a record cannot exceed its space: a device that reports
+            // either is wrong.
             (1, size) if size > 0 && size <= of.room && size % crate::delta::ENTRY as u32 == 0 => {
                 Meaning::Answer(Answer::Written(size))
             }
@@ -104,7 +105,7 @@ pub(crate) fn meaning(request: &Request, item: usize, completion: &Completion) -
             _ => Meaning::Broken(status),
         },
         (_, Operation::Copy | Operation::Place | Operation::ApplyDelta) => Meaning::Answer(Answer::Written(of.bytes)),
-        // A difference beyond the end: nothing that this device says can be believed.
+        // A difference beyond the end: the device is wrong, and none of its results can be trusted.
         _ => Meaning::Broken(status),
     }
 }

@@ -1,5 +1,5 @@
-//! Intel IAA: deflate with the fixed codes, and inflate. Nothing is ever completed in part: a job that met a fault is the
-//! CPU's from its start.
+//! Intel IAA: deflate with the fixed codes, and inflate. No job is completed in part: after a fault the CPU does the
+//! job from its start.
 
 use sterna_idxd::iaa::{
     AnalyticsError, Completion as Completed, CompressAecs, CompressAecsPair, Descriptor as Iax, Operation as Code,
@@ -11,17 +11,18 @@ use crate::engine::{Cause, Kind};
 use crate::operation::Operation;
 use crate::request::{Answer, Request};
 
-/// What IAA devices are told.
+/// The dialect of IAA devices.
 #[derive(Debug)]
 pub(crate) struct Iaa {
-    /// The codes, which a device may be reading as long as the process lives.
+    /// The codes, which a device may read as long as the process lives.
     codes: &'static CompressAecsPair,
-    /// The same for a block that others follow.
+    /// The same for a block that is not the last.
     continued: &'static CompressAecsPair,
 }
 
-/// Behind a block that does not end its stream: an empty stored block (RFC 1951, 3.2.4), which ends at a whole byte, where the next
-/// stream can follow. The first byte is for its three bits where the block before has left none.
+/// Follows a block that does not end its stream: an empty stored block (RFC 1951, 3.2.4), which ends at a byte
+/// boundary, where the next stream can follow. The first byte provides the three header bits where the previous block's
+/// last byte has no space for them.
 const STORED_NOTHING: [u8; 5] = [0, 0, 0, 0xff, 0xff];
 
 impl Iaa {
@@ -31,8 +32,8 @@ impl Iaa {
     }
 }
 
-/// Ends the part of a stream that a device has written for `item` at a whole byte. Says how long it is then; none if there is no room
-/// for that, or what the device says cannot be.
+/// Ends the part of a stream that a device has written for `item` at a byte boundary. Returns its length; none if there
+/// is no space for that, or if the device's result is impossible.
 fn ended(request: &Request, item: usize, completion: &Completed) -> Option<Answer> {
     let (written, bits, room) = (completion.output_bytes, completion.output_bits, request.items[item].room);
     if written == 0 || written > room || bits > 7 {
@@ -53,7 +54,7 @@ fn ended(request: &Request, item: usize, completion: &Completed) -> Option<Answe
     Some(Answer::Written(end as u32))
 }
 
-/// The code of `operation`, where there is one.
+/// Returns the opcode of `operation`, where there is one.
 pub(crate) fn code(operation: Operation) -> Option<u8> {
     match operation {
         Operation::Deflate => Some(Code::Compress as u8),
@@ -87,7 +88,7 @@ impl Dialect for Iaa {
     }
 
     fn poll(&self, request: &Request, part: usize) -> Option<Completion> {
-        // The first 16 bytes, which is all that the runner looks at, are those of a DSA record.
+        // The first 16 bytes, all that the runner reads, are laid out as in a DSA record.
         request.work.lists().iaa_part(part).poll().map(|_| ())?;
         let bytes = request.work.lists().part_bytes(part);
         let (first, _) = bytes.split_first_chunk::<32>().expect("a record has 64 bytes");
@@ -112,7 +113,7 @@ impl Dialect for Iaa {
             (Status::Success, Operation::Inflate) if completion.output_bytes <= of.bytes => {
                 Meaning::Answer(Answer::Written(completion.output_bytes))
             }
-            // What the device does not read may still be a stream with a longer window: the CPU has the last word.
+            // The device may fail on a valid stream with a longer window: the CPU decides.
             (Status::OutputOverflow | Status::AnalyticsError, _) => Meaning::Rest(Cause::Unsuitable),
             (status, _) if status.is_page_fault() => Meaning::Rest(Cause::PageFault),
             (status, _) if status.is_rejected() => Meaning::Rest(Cause::Unsuitable),

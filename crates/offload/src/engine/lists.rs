@@ -1,5 +1,5 @@
-//! The memory of a request that a device reads and writes to know what to do and to say what it did: descriptors, one
-//! record per item for the members of batches, one record per part for what is submitted.
+//! The memory through which a request and a device communicate: descriptors, one record per item for the members of
+//! batches, and one record per part for what is submitted.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -27,18 +27,18 @@ impl Lists {
         Self { slab: Slab::new(bytes, shape.node), items: shape.pages }
     }
 
-    /// Bytes of it.
+    /// Returns its size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.slab.bytes()
     }
 
-    /// The descriptor of item `item`.
+    /// Returns the descriptor of item `item`.
     pub(crate) fn descriptor(&self, item: usize) -> *mut Descriptor {
         assert!(item < self.items);
         self.slab.pointer().wrapping_add(item * LINE).cast()
     }
 
-    /// The record of item `item`, if it is a member of a batch.
+    /// Returns the record of item `item`, which is a member of a batch.
     pub(crate) fn member(&self, item: usize) -> &CompletionRecord {
         assert!(item < self.items);
         let at = self.items * LINE + item * MEMBER;
@@ -47,7 +47,7 @@ impl Lists {
         unsafe { &*self.slab.pointer().wrapping_add(at).cast::<CompletionRecord>() }
     }
 
-    /// The result of item `item`, a member of a batch, if it was done in full. One word is read.
+    /// Returns the result of item `item`, a member of a batch, if it was done completely. Reads one word.
     pub(crate) fn member_result(&self, item: usize) -> Option<u8> {
         let word = std::ptr::from_ref(self.member(item)).cast::<AtomicU64>();
         // SAFETY: a record is made of such words, and begins with one.
@@ -55,25 +55,25 @@ impl Lists {
         Status::from_code(bytes[record_offset::STATUS]).is_done().then_some(bytes[record_offset::RESULT])
     }
 
-    /// The record of part `part`, as a DSA device writes it.
+    /// Returns the record of part `part`, as a DSA device writes it.
     pub(crate) fn part(&self, part: usize) -> &CompletionRecord {
         // SAFETY: as for `member`; 64 bytes each.
         unsafe { &*self.part_at(part).cast::<CompletionRecord>() }
     }
 
-    /// The record of part `part`, as an IAA device writes it.
+    /// Returns the record of part `part`, as an IAA device writes it.
     pub(crate) fn iaa_part(&self, part: usize) -> &iaa::CompletionRecord {
         // SAFETY: as above.
         unsafe { &*self.part_at(part).cast::<iaa::CompletionRecord>() }
     }
 
-    /// The descriptor of item `item`, for the trace.
+    /// Returns the descriptor of item `item`, for the trace.
     pub(crate) fn descriptor_bytes(&self, item: usize) -> [u8; LINE] {
         // SAFETY: inside the slab, aligned, initialised; devices only read descriptors.
         unsafe { *(*self.descriptor(item)).as_bytes() }
     }
 
-    /// The record of item `item`, for the trace.
+    /// Returns the record of item `item`, for the trace.
     pub(crate) fn member_bytes(&self, item: usize) -> [u8; MEMBER] {
         let words = std::ptr::from_ref(self.member(item)).cast::<AtomicU64>();
         let mut bytes = [0; MEMBER];
@@ -84,7 +84,7 @@ impl Lists {
         bytes
     }
 
-    /// The record of part `part`, for the trace.
+    /// Returns the record of part `part`, for the trace.
     pub(crate) fn part_bytes(&self, part: usize) -> [u8; LINE] {
         let words = self.part_at(part).cast::<AtomicU64>();
         let mut bytes = [0; LINE];

@@ -1,6 +1,8 @@
-//! The engines behind the table of operations: who can do what, how a request is begun, looked at and settled.
+//! The engines behind the table of operations: which engine can do which operation, and how a request is begun, looked
+//! at and settled.
 //!
-//! A new engine implements [`Engine`] and is put into the table at start; no caller and nothing in `channel.rs` changes.
+//! A new engine implements [`Engine`] and is put into the table at start; no caller, and nothing in `channel.rs`,
+//! changes.
 
 pub(crate) mod cpu;
 pub(crate) mod device;
@@ -27,7 +29,7 @@ use crate::time::{NEVER, Nanos};
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Kind {
-    /// The CPU, always there.
+    /// The CPU, always available.
     Cpu,
     /// Intel Data Streaming Accelerator.
     Dsa,
@@ -36,7 +38,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Its name, as `--accel` has it.
+    /// Returns its name, as in `--accel`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -51,21 +53,21 @@ impl Kind {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Cause {
-    /// A page was not there for the device.
+    /// A page was not present for the device.
     PageFault,
     /// The queue stayed full.
     QueueFull,
-    /// The device said that it failed.
+    /// The device reported an error.
     DeviceError,
-    /// The device said nothing.
+    /// The device did not answer.
     Timeout,
-    /// What the device gave was not so.
+    /// The device's result was wrong.
     WrongResult,
     /// No device was in service.
     OutOfService,
-    /// The CPU was expected to be sooner.
+    /// The CPU was expected to be faster.
     Spilled,
-    /// The device does not take items like this one.
+    /// The device does not accept such items.
     Unsuitable,
 }
 
@@ -85,7 +87,7 @@ impl Display for Cause {
 }
 
 impl Cause {
-    /// All of them.
+    /// All causes.
     pub const ALL: [Self; 8] = [
         Self::PageFault,
         Self::QueueFull,
@@ -98,7 +100,7 @@ impl Cause {
     ];
 }
 
-/// Items one after another.
+/// Consecutive items.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) first: u32,
@@ -109,27 +111,27 @@ pub(crate) struct Run {
 #[derive(Debug)]
 pub(crate) struct Work {
     lists: Option<Lists>,
-    /// Which engine has it, by its place in the table.
+    /// The engine that has it, as an index into the table.
     pub(crate) engine: usize,
-    /// When it is worth looking at again.
+    /// When to look at it again.
     pub(crate) due: Nanos,
-    /// Completions of its channel when it was told to wait.
-    pub(crate) told: u64,
-    /// What is left for the CPU.
+    /// Completions of its channel when it was made to wait.
+    pub(crate) seen: u64,
+    /// The items left for the CPU.
     pub(crate) rest: Vec<Run>,
-    /// How it will have ended.
+    /// The outcome to report.
     pub(crate) outcome: Outcome,
-    /// Where its parts are.
+    /// The positions of its parts.
     pub(crate) parts: Parts,
-    /// Members whose records have to be read.
+    /// Members of batches whose records have to be read.
     pub(crate) review: Vec<Run>,
-    /// The share's permission, as long as a device has it.
+    /// The share's permission, while a device has the request.
     pub(crate) grant: Option<Grant>,
-    /// When a device first got anything of it.
+    /// When a device first got a part of it.
     pub(crate) begun: Nanos,
-    /// The CPU was said to be sooner: it is told how long it took.
+    /// The share expected the CPU to be faster: it is notified how long the CPU took.
     pub(crate) spilled: bool,
-    /// No device has had any of it: all of it is the CPU's, and counted as such.
+    /// No device has had any of it: the CPU does all of it, and it is counted as such.
     pub(crate) by_cpu: bool,
 }
 
@@ -139,7 +141,7 @@ impl Work {
             lists: shape.device.then(|| Lists::new(shape)),
             engine: 0,
             due: NEVER,
-            told: 0,
+            seen: 0,
             rest: Vec::with_capacity(shape.pages),
             outcome: Outcome::Done,
             parts: Parts::default(),
@@ -158,88 +160,88 @@ impl Work {
         self.parts = Parts::default();
         self.review.clear();
         (self.spilled, self.by_cpu) = (false, false);
-        debug_assert!(self.grant.is_none(), "a grant goes back when the device is done");
+        debug_assert!(self.grant.is_none(), "a grant is released when the device is done");
     }
 
-    /// Descriptors and records, to be kept for ever.
+    /// Takes the descriptors and records, to be leaked.
     pub(crate) fn take_lists(&mut self) -> Option<Lists> {
         self.lists.take()
     }
 
-    /// Descriptors and records.
+    /// Returns the descriptors and records.
     pub(crate) fn lists(&self) -> &Lists {
         self.lists.as_ref().expect("requests of a process with accelerators have lists")
     }
 
-    /// Bytes that a device may write, without the buffer.
+    /// Returns how many bytes a device may write, without the buffer.
     pub(crate) fn bytes(&self) -> usize {
         self.lists.as_ref().map_or(0, Lists::bytes)
     }
 }
 
-/// What an engine made of a new request.
+/// An engine's decision about a new request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Begun {
     /// A device has it.
     InDevice,
-    /// Not its turn yet: ask again then.
+    /// Not yet admitted: ask again at this time.
     Wait(Nanos),
-    /// The CPU shall do it.
+    /// The CPU does it.
     Spill(Cause),
 }
 
-/// How a request is getting on.
+/// The progress of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {
-    /// A device has it; `work.due` says when to look again.
+    /// A device has it; `work.due` is when to look again.
     Going,
-    /// No device has it; `work.rest` is the CPU's.
+    /// No device has it; `work.rest` is left for the CPU.
     Done,
-    /// A device has it and is not expected to give it back.
+    /// A device has it and is not expected to return it.
     Lost,
 }
 
-/// Who asks for a share of a device.
+/// A submitter that asks for a share of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Whose {
     pub(crate) vm: u32,
     /// Unique in the process.
     pub(crate) channel: u32,
     pub(crate) weight: u32,
-    /// Somebody waits for it.
+    /// A guest's downtime or another caller waits for this work.
     pub(crate) urgent: bool,
 }
 
 /// An engine.
 pub(crate) trait Engine: Debug + Send + Sync {
-    /// What kind it is.
+    /// Returns its kind.
     fn kind(&self) -> Kind;
 
-    /// Whether it can do `operation` at all.
+    /// Returns whether it can do `operation` at all.
     fn does(&self, operation: Operation) -> bool;
 
-    /// Gives a queued request to a device.
+    /// Submits a queued request to a device.
     fn begin(&self, request: &mut Request, whose: Whose, now: Nanos) -> Begun;
 
-    /// Looks at the records that say whether anything is finished, and submits what is still to be submitted.
+    /// Reads the completion records, and submits further parts.
     fn advance(&self, request: &mut Request, now: Nanos) -> Progress;
 
-    /// Turns records into answers, on the caller's thread; may add to `work.rest`.
+    /// Converts records to answers, on the caller's thread; may add to `work.rest`.
     fn settle(&self, request: &mut Request);
 
-    /// Which of its devices had `request`.
+    /// Returns which of its devices had `request`.
     fn device(&self, request: &Request) -> usize;
 
-    /// Its device of this number gave a wrong result: it is taken out of service.
+    /// Takes its device of this number out of service for a wrong result.
     fn distrust(&self, device: usize, what: &str);
 
-    /// Asks the device that had `request`, which nobody has any more, once more whether page `item` is zero. None if it does
-    /// not say so at once.
+    /// Asks the device that had `request`, which is owned by the calling thread now, a second time whether page `item`
+    /// is zero. Returns none if the device does not answer at once.
     fn still_zero(&self, _request: &Request, _item: usize, _now: Nanos) -> Option<bool> {
         None
     }
 
-    /// Looks at what [`Self::still_zero`] has left under way, and says whether anything of it still is.
+    /// Looks at the questions of [`Self::still_zero`] in progress, and returns whether any remain.
     fn second_looks(&self, _now: Nanos) -> bool {
         false
     }
@@ -247,9 +249,10 @@ pub(crate) trait Engine: Debug + Send + Sync {
     /// Keeps a request that a device may still write, until the device is proved quiet.
     fn quarantine(&self, request: Box<Request>);
 
-    /// Requests in quarantine.
+    /// Returns the number of requests in quarantine.
     fn quarantined(&self) -> usize;
 
-    /// The CPU did what the share of the request's device had said it would be sooner at, and took so long.
+    /// Notifies the share of the request's device how long the CPU took for work that the share expected the CPU to do
+    /// faster.
     fn spilled(&self, request: &Request, took: Nanos, now: Nanos);
 }

@@ -1,9 +1,10 @@
-//! How a request goes through a device: in parts, a few at a time.
+//! How a request passes through a device: in parts, a few at a time.
 //!
-//! A part is one submission: a batch of descriptors where the queue takes batches, else the descriptor of one item, or, for
-//! zero maps, one descriptor over a run of pages that lie side by side (*range first*: what the device reports ends the
-//! run, and it goes on behind that page). Every part has a record of its own, and only these are polled; the records of a batch's
-//! members are read when its own says that not all went as predicted, and by the thread that collects the completion.
+//! A part is one submission: a batch of descriptors where the queue accepts batches, else the descriptor of one item,
+//! or, for zero maps, one descriptor over a run of adjacent pages (*range first*: the device stops at the first page
+//! that is not zero, and the next range begins behind that page). Every part has its own record, and only these records
+//! are polled. The records of a batch's members are read only if the batch's record shows that not all results were as
+//! predicted, by the thread that collects the completion.
 
 use sterna_idxd::{Completion, Descriptor, Status, SubmitError, descriptor_offset as at};
 use sterna_memory::PAGE_SIZE;
@@ -20,22 +21,22 @@ use crate::state::State;
 use crate::sync::lock_std;
 use crate::time::{NEVER, Nanos};
 
-/// Parts of one request that are with a device at once.
+/// The most parts of one request in a device at once.
 pub(crate) const PARTS: usize = 8;
 
-/// The first wait after a refused submission; it doubles.
+/// The first pause after a refused submission; it doubles.
 const FIRST_PAUSE: Nanos = 2_000;
 const LONGEST_PAUSE: Nanos = 256_000;
-/// The first look at something overdue comes so much later, each further one by a quarter of its age later.
+/// The delay of the first look at an overdue part; each further look waits a quarter of the part's age.
 const SHORTEST_LOOK: Nanos = 5_000;
 const LONGEST_LOOK: Nanos = 5_000_000;
 /// The shortest and the longest run of a range-first zero map, in pages.
 const SHORTEST_RUN: u32 = 1;
-/// Pages side by side that are asked for by one range where a batch is possible too.
+/// Adjacent pages that are submitted as one range where a batch is possible too.
 const WORTH_A_RUN: u32 = 16;
 const LONGEST_RUN: u32 = 128;
 
-/// What a part is.
+/// The form of a part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Form {
     /// Items as members of a batch.
@@ -43,11 +44,11 @@ pub(crate) enum Form {
     Batch,
     /// One item.
     Single,
-    /// Pages side by side, as one range.
+    /// Adjacent pages, as one range.
     Range,
 }
 
-/// Where a part is.
+/// The position of a part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Place {
     #[default]
@@ -77,26 +78,26 @@ pub(crate) struct Parts {
     parts: [Part; PARTS],
     device: usize,
     queue: usize,
-    /// Items before this one have been given to parts.
+    /// Items before this one have been assigned to parts.
     cursor: u32,
-    /// Refused submissions, one after another, and when the next may be tried.
+    /// Consecutive refused submissions, and when the next may be tried.
     refusals: u32,
     not_before: Nanos,
-    /// The share of `device` has said that it shall wait, and expects to be asked again.
+    /// The share of `device` has made it wait, and expects another request for admission.
     waits: bool,
-    /// Most bytes of a part, where the share says that others wait.
-    most: u64,
+    /// The most bytes of a part, where the share reports that others wait.
+    max_bytes: u64,
     /// Whether pages are expected to be zero.
     expect_zero: bool,
     /// Whether nearly all of them are.
     expect_run: bool,
     /// Pages of the next range.
     stride: u32,
-    /// Device time over all parts, as measured.
+    /// Measured device time, summed over all parts.
     nanos: Nanos,
 }
 
-/// What a device's answer to one item means.
+/// The meaning of a device's result for one item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Meaning {
     /// The page is zero.
@@ -107,29 +108,29 @@ pub(crate) enum Meaning {
     Answer(Answer),
     /// The CPU has to do the item.
     Rest(Cause),
-    /// The same, and the device is not to be trusted any more.
+    /// The CPU has to do the item, and the device is not trusted any more.
     Broken(Status),
 }
 
-/// What a kind of device is told and what it answers.
+/// How a kind of device is instructed, and how its records are read.
 pub(crate) trait Dialect: std::fmt::Debug + Send + Sync {
     /// Its kind.
     const KIND: Kind;
 
-    /// Whether it can do item `item` on a queue of such transfers.
+    /// Returns whether it can do item `item` on a queue with this limit of a transfer.
     fn takes(&self, request: &Request, item: usize, max_transfer: u64) -> bool;
 
-    /// The descriptor of item `item`, as part number `part` or as a member of a batch.
+    /// Returns the descriptor of item `item`, as part number `part` or as a member of a batch.
     fn describe(&self, request: &Request, item: usize, part: Option<usize>, expect_zero: bool) -> Descriptor;
 
-    /// What the record of part `part` says, once it says something; and its bytes for the trace.
+    /// Returns the record of part `part`, if it is written, and its bytes for the trace.
     fn poll(&self, request: &Request, part: usize) -> Option<Completion>;
 
-    /// What the record of part `part`, which is of item `item` alone, means.
+    /// Returns what the record of part `part`, which holds item `item` alone, means.
     fn read(&self, request: &Request, item: usize, part: usize, completion: &Completion) -> Meaning;
 }
 
-/// The engine over all devices that speak `D`.
+/// The engine over all devices of dialect `D`.
 #[derive(Debug)]
 pub(crate) struct Accelerator<D> {
     dialect: D,
@@ -146,20 +147,21 @@ impl<D: Dialect> Accelerator<D> {
         &self.devices[request.work.parts.device]
     }
 
-    /// The next device in service that has the request's operation, of the node of its pages if there is one.
+    /// Returns the next device in service that supports the request's operation, on the node of its pages if there is
+    /// one.
     fn choose(&self, request: &Request) -> Option<usize> {
         let node = request.regions.iter().find_map(|region| region.node());
         let turn = self.next.fetch_add(1, Relaxed);
         let able = |at: &usize| self.devices[*at].in_service() && self.devices[*at].does(request.operation);
         let in_service = || (0..self.devices.len()).filter(able);
         let near = |at: &usize| node.is_none() || self.devices[*at].node.is_none() || self.devices[*at].node == node;
-        // One that is taken out between the count and the choice only spoils the turn.
+        // A device taken out between the count and the choice only disturbs the rotation.
         let in_turn = |count: usize| if count == 0 { 0 } else { turn % count };
         let chosen = in_service().filter(near).nth(in_turn(in_service().filter(near).count()));
         chosen.or_else(|| in_service().nth(in_turn(in_service().count())))
     }
 
-    /// Cuts the next part off the items that no part has had.
+    /// Makes the next part of the items that are in no part yet.
     fn next_part(&self, request: &mut Request) -> Option<Part> {
         let queue = &self.devices[request.work.parts.device].queues[request.work.parts.queue];
         let items = request.items.len() as u32;
@@ -170,7 +172,7 @@ impl<D: Dialect> Accelerator<D> {
         let (form, count) = if queue.max_batch > 1 {
             let longest = (queue.max_transfer / PAGE_SIZE as u64).min(LONGEST_RUN.into()) as u32;
             let count = within(request, first, queue.max_batch.min(items - first));
-            // Where pages were zero one and all, one descriptor asks for a whole run of them.
+            // Where all pages were zero, one descriptor asks for a whole run of them.
             let run = match request.work.parts.expect_run {
                 true => side_by_side(request, first, count.min(longest)),
                 false => 0,
@@ -190,7 +192,7 @@ impl<D: Dialect> Accelerator<D> {
         Some(Part { place: Place::Waiting, form, run: (first, count), ..Part::default() })
     }
 
-    /// Writes the descriptors of items that are to be members of a batch, and clears their records.
+    /// Writes the descriptors of the members of a batch, and clears their records.
     fn describe_members(&self, request: &Request, items: std::ops::Range<usize>) {
         let lists = request.work.lists();
         let expect_zero = request.work.parts.expect_zero;
@@ -199,7 +201,7 @@ impl<D: Dialect> Accelerator<D> {
             let member = lists.member(item);
             member.clear();
             let descriptor = match template {
-                // All pages of a zero map have the same descriptor but for two addresses.
+                // All pages of a zero map have the same descriptor except for two addresses.
                 Some(Template(mut bytes)) => {
                     let source = request.items[item].first.expose_provenance() as u64;
                     bytes[at::RECORD..at::RECORD + 8].copy_from_slice(&member.address().to_le_bytes());
@@ -216,7 +218,7 @@ impl<D: Dialect> Accelerator<D> {
         }
     }
 
-    /// Submits part `number`. `Err` says why it could not be; [`Cause::QueueFull`] is worth another try.
+    /// Submits part `number`. An error gives the cause; [`Cause::QueueFull`] is worth a retry.
     fn submit(&self, request: &mut Request, number: usize, now: Nanos) -> Result<(), Cause> {
         let device = self.device_of(request);
         if !device.in_service() {
@@ -253,7 +255,7 @@ impl<D: Dialect> Accelerator<D> {
                 return Err(Cause::DeviceError);
             }
         }
-        // First of all: whatever becomes of this thread, the memory is the device's from now on.
+        // Before anything else: whatever happens to this thread, the memory is the device's from now on.
         request.work.parts.parts[number].place = Place::InDevice;
         let bytes = bytes_of(request, &part);
         let predicted = lock_std(&device.admission).predictors[request.operation.index()].predict(bytes, count as u32);
@@ -296,7 +298,7 @@ impl<D: Dialect> Accelerator<D> {
         }
     }
 
-    /// The queue had no room for part `number`. Says whether it is worth another try.
+    /// Records that the queue refused part `number`. Returns whether it is worth a retry.
     fn refused(&self, request: &mut Request, number: usize, now: Nanos) -> bool {
         let device = self.device_of(request);
         let counters = device.common.statistics.of(request.operation, D::KIND);
@@ -307,14 +309,14 @@ impl<D: Dialect> Accelerator<D> {
         let parts = &mut request.work.parts;
         parts.refusals += 1;
         parts.parts[number].due = now + pause;
-        let again = parts.refusals <= limit;
-        if !again {
+        let retry = parts.refusals <= limit;
+        if !retry {
             queue.refused();
         }
-        again
+        retry
     }
 
-    /// Everything that is not with the device is the CPU's.
+    /// Leaves all items that the device does not have to the CPU.
     fn give_up(&self, request: &mut Request, cause: Cause) {
         let mut left = 0;
         for number in 0..PARTS {
@@ -335,7 +337,7 @@ impl<D: Dialect> Accelerator<D> {
         counters.fell_back(cause, u64::from(left + count));
     }
 
-    /// The device is quiet: what it has not answered by now it has thrown away.
+    /// Handles a quiet device: it has discarded everything without a record.
     fn never_done(&self, request: &mut Request) {
         for number in 0..PARTS {
             let part = request.work.parts.parts[number];
@@ -346,7 +348,7 @@ impl<D: Dialect> Accelerator<D> {
         self.give_up(request, Cause::OutOfService);
     }
 
-    /// The record of part `number` was seen.
+    /// Handles the seen record of part `number`.
     fn completed(&self, request: &mut Request, number: usize, completion: &Completion, now: Nanos) {
         let part = request.work.parts.parts[number];
         let device = self.device_of(request);
@@ -381,7 +383,7 @@ impl<D: Dialect> Accelerator<D> {
     fn batch_completed(&self, request: &mut Request, part: &Part, completion: &Completion) {
         let (first, count) = part.run;
         match (completion.status, request.operation) {
-            // All as predicted: no member's record is read.
+            // All results are as predicted: no member's record is read.
             (Status::Success, Operation::ZeroMap) => {
                 if request.work.parts.expect_zero {
                     request.set_zero_run(first as usize, (first + count) as usize);
@@ -400,7 +402,7 @@ impl<D: Dialect> Accelerator<D> {
         request.work.review.push(Run { first, count });
     }
 
-    /// A range of pages: zero up to where the device stopped.
+    /// Handles the record of a range of pages: they are zero up to where the device stopped.
     fn range_completed(&self, request: &mut Request, number: usize, part: &Part, completion: &Completion) {
         let (first, count) = part.run;
         let stopped = (completion.bytes_completed as usize / PAGE_SIZE) as u32;
@@ -428,7 +430,7 @@ impl<D: Dialect> Accelerator<D> {
             counters.fell_back(cause.expect("matched above"), count.into());
             return request.work.rest.push(Run { first, count });
         }
-        // What comes before is compared and equal. The page it stopped in has a difference, or a part that was not there.
+        // The pages before are compared and equal. The page it stopped in has a difference, or was partly not present.
         request.set_zero_run(first as usize, (first + stopped) as usize);
         if let Some(cause) = cause {
             self.mean(request, (first + stopped) as usize, Meaning::Rest(cause));
@@ -463,7 +465,7 @@ impl<D: Dialect> Accelerator<D> {
             }
         };
         device.common.statistics.of(request.operation, D::KIND).fell_back(cause, 1);
-        // Faults come in runs: so does what the CPU is left.
+        // Page faults come in runs, and so do the items left to the CPU.
         let item = item as u32;
         match request.work.rest.last_mut() {
             Some(run) if run.first + run.count == item => run.count += 1,
@@ -471,13 +473,13 @@ impl<D: Dialect> Accelerator<D> {
         }
     }
 
-    /// Whether a part that was not answered will not be any more.
+    /// Returns whether a part without an answer will get none any more.
     fn is_lost(&self, request: &Request, part: &Part, now: Nanos) -> bool {
         let device = self.device_of(request);
         match device.in_service() {
             true => device.given_up(part.submitted, part.deadline, now),
-            // What only reads is sooner done again. What writes guest memory cannot be, as long as the device may still be at it: it
-            // is waited for while the device is drained and closed.
+            // An operation that only reads is done again. One that writes guest memory must not be done again while the
+            // device may still write: it waits while the device is drained and closed.
             false => !request.operation.writes_guest() || now >= part.deadline,
         }
     }
@@ -507,24 +509,26 @@ impl<D: Dialect> Engine for Accelerator<D> {
         if now < not_before {
             return Begun::Wait(not_before);
         }
-        // Elsewhere it would begin at the end of the line, and those behind it here would wait for nobody.
+        // On another device it would start at the end of the queue, and the requests behind it here would wait for
+        // nothing.
         let waits = std::mem::take(&mut request.work.parts.waits) && self.device_of(request).in_service();
         let chosen = if waits { Some(request.work.parts.device) } else { self.choose(request) };
         let Some(chosen) = chosen else { return Begun::Spill(Cause::OutOfService) };
-        // Also if it goes to the CPU: this device's share is told how long that took.
+        // Also if it goes to the CPU: this device's share is notified how long that took.
         request.work.parts.device = chosen;
         let device = &self.devices[chosen];
         let Some(queue) = device.next_queue(request.operation, urgent, refusals) else {
             return Begun::Spill(Cause::Unsuitable);
         };
-        // What pages were is learned from zero maps and asked by them; whatever else lies side by side is no run of zeros.
+        // Only zero maps use the expectation, which is learned from zero maps; adjacent ranges of other operations are
+        // no run of zeros.
         let expect_run = request.operation == Operation::ZeroMap && device.expects_run();
         let expect_zero = device.expects_zero();
         let max_transfer = device.queues[queue].max_transfer;
         if !(0..request.items.len()).all(|item| self.dialect.takes(request, item, max_transfer)) {
             return Begun::Spill(Cause::Unsuitable);
         }
-        let most;
+        let max_bytes;
         {
             let mut admission = lock_std(&device.admission);
             let predicted =
@@ -537,10 +541,18 @@ impl<D: Dialect> Engine for Accelerator<D> {
                 }
                 Verdict::Spill => return Begun::Spill(Cause::Spilled),
             }
-            most = admission.share.largest_batch();
+            max_bytes = admission.share.largest_batch();
         }
-        request.work.parts =
-            Parts { device: chosen, queue, expect_zero, expect_run, stride: 16, refusals, most, ..Parts::default() };
+        request.work.parts = Parts {
+            device: chosen,
+            queue,
+            expect_zero,
+            expect_run,
+            stride: 16,
+            refusals,
+            max_bytes,
+            ..Parts::default()
+        };
         request.work.begun = now;
         let part = self.next_part(request).expect("a batch has items");
         request.work.parts.parts[0] = part;
@@ -554,7 +566,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
             Err(Cause::QueueFull) if self.refused(request, 0, now) => {
                 let until = request.work.parts.parts[0].due;
                 request.work.parts.not_before = until;
-                // The grant is for this device; the next try may be with another.
+                // The grant is for this device; the next attempt may use another.
                 self.give_grant_back(request, now);
                 Begun::Wait(until)
             }
@@ -589,8 +601,8 @@ impl<D: Dialect> Engine for Accelerator<D> {
             self.never_done(request);
         } else if let Some(number) = lost {
             let part = request.work.parts.parts[number];
-            // Once more: this thread may have been off its CPU between the record and the clock, and what it has seen since may
-            // show that the device lives.
+            // Polls a second time: this thread may have been off its CPU between the record and the clock, and later
+            // records may show that the device works.
             match self.dialect.poll(request, number) {
                 Some(completion) => self.completed(request, number, &completion, now),
                 None if !self.is_lost(request, &part, now) => {}
@@ -619,7 +631,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
         while let Some(Run { first, count }) = request.work.review.pop() {
             for item in first as usize..(first + count) as usize {
                 if request.operation == Operation::ZeroMap {
-                    // Of nearly all pages the first word says it all.
+                    // For nearly all pages the first word is enough.
                     match request.work.lists().member_result(item) {
                         Some(0) => {
                             request.set_zero(item);
@@ -630,7 +642,7 @@ impl<D: Dialect> Engine for Accelerator<D> {
                     }
                 }
                 let meaning = match request.work.lists().member(item).poll() {
-                    // Abandoned, or behind a page of the list that was not there.
+                    // Abandoned, or behind a page of the list that was not present.
                     None => Meaning::Rest(Cause::PageFault),
                     Some(completion) => crate::engine::dsa::meaning(request, item, &completion),
                 };
@@ -684,20 +696,20 @@ impl<D> Accelerator<D> {
 }
 
 impl Parts {
-    /// When the first of them is worth a look; [`NEVER`] when there is none.
+    /// Returns when the first of them is worth a look; [`NEVER`] when there is none.
     fn due(&self) -> Nanos {
         let with = |place| self.parts.iter().filter(move |part| part.place == place).map(|part| part.due);
-        // Parts are submitted in their order: those behind one that waits wait for it.
+        // Parts are submitted in order: those behind a waiting part wait for it.
         with(Place::InDevice).chain(with(Place::Waiting).take(1)).min().unwrap_or(NEVER)
     }
 
-    /// Whether a device has any of them.
+    /// Returns whether a device has any of them.
     pub(crate) fn with_device(&self) -> bool {
         self.parts.iter().any(|part| part.place == Place::InDevice)
     }
 }
 
-/// Bytes that a part is about.
+/// Returns the bytes of a part's items.
 fn bytes_of(request: &Request, part: &Part) -> u64 {
     let (first, count) = (part.run.0 as usize, part.run.1 as usize);
     match request.operation {
@@ -706,9 +718,9 @@ fn bytes_of(request: &Request, part: &Part) -> u64 {
     }
 }
 
-/// How many items from `first` on, of `count`, a part may have: one at least.
+/// Returns how many of the `count` items from `first` a part may have: at least one.
 fn within(request: &Request, first: u32, count: u32) -> u32 {
-    let mut left = request.work.parts.most;
+    let mut left = request.work.parts.max_bytes;
     let fits = |item: &&Item| match left.checked_sub(item.bytes.into()) {
         Some(rest) => {
             left = rest;
@@ -724,11 +736,11 @@ fn within(request: &Request, first: u32, count: u32) -> u32 {
 #[derive(Clone, Copy)]
 struct Template([u8; 64]);
 
-/// How many pages from `first` on, at most `most`, lie one behind the other.
-fn side_by_side(request: &Request, first: u32, most: u32) -> u32 {
+/// Returns how many pages from `first`, at most `max`, are adjacent.
+fn side_by_side(request: &Request, first: u32, max: u32) -> u32 {
     let items = &request.items[first as usize..];
     let mut count = 1;
-    while count < (most as usize).min(items.len())
+    while count < (max as usize).min(items.len())
         && items[count].first == items[count - 1].first.wrapping_add(PAGE_SIZE)
     {
         count += 1;
@@ -736,10 +748,10 @@ fn side_by_side(request: &Request, first: u32, most: u32) -> u32 {
     count as u32
 }
 
-/// How long to wait after `refusals` refusals: twice as long each time, and different for everyone.
+/// Returns the pause after `refusals` refusals: it doubles each time, with a random part per request.
 fn pause(refusals: u32, salt: u64) -> Nanos {
-    let most = (FIRST_PAUSE << refusals.min(16)).min(LONGEST_PAUSE);
+    let longest = (FIRST_PAUSE << refusals.min(16)).min(LONGEST_PAUSE);
     // One round of splitmix64's mixing.
     let mixed = (salt ^ (salt >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    most / 2 + (mixed ^ (mixed >> 27)) % (most / 2)
+    longest / 2 + (mixed ^ (mixed >> 27)) % (longest / 2)
 }

@@ -1,25 +1,27 @@
-//! Without a ledger and without knowing who else is there: each keeps the wait in the queue short by itself.
+//! Without a ledger, and without knowing the other users of a device: each process keeps its waiting time in the queue
+//! short by itself.
 //!
-//! What a process may have in the device is a window of device time. It grows by one batch for each window that came back
-//! quickly, and shrinks by a third when batches took longer than they should. Where the window is full and room is further
-//! away than the CPU would take, the CPU does the batch; the window keeps asking the device, so that one notices when it is
-//! free again. This gives no weights, and someone who ignores it gets more; but nobody waits long.
+//! The device time that a process may have in the device is its window. The window grows by one batch for each window
+//! that completed quickly, and shrinks by a third when batches took too long. Where the window is full and a free place
+//! is further away than the CPU would need, the CPU does the batch; the window's batches continue to measure the
+//! device, so the process notices when the device is free again. This method has no weights, and a process that ignores
+//! it gets more; but no process waits long.
 
 use std::collections::BTreeMap;
 
 use super::spill::CpuCost;
 use super::{Ask, CONTENDED_BATCH, Grant, Nanos, Share, Verdict};
 
-/// What is aimed at.
+/// The target of the control.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DelaySettings {
-    /// Below this time from submission to completion the window grows.
+    /// The window grows while batches take less than this from submission to completion.
     pub low: Nanos,
-    /// Above this it shrinks.
+    /// The window shrinks when they take more than this.
     pub high: Nanos,
     /// The most device time in flight.
     pub window: Nanos,
-    /// Whether batches go to the CPU when that is quicker.
+    /// Whether batches go to the CPU when that is faster.
     pub spill: bool,
 }
 
@@ -29,15 +31,15 @@ impl Default for DelaySettings {
     }
 }
 
-/// The window never falls below this, whatever is measured: 1 µs of device time, a batch of 512 KiB in about 20 round trips.
-const LEAST_WINDOW: f64 = 1_000.0;
-/// The longest that one waits before the device is tried again.
-const LONGEST_WAIT: Nanos = 2_000_000;
-const LEAST_WAIT: Nanos = 5_000;
-/// What is left of the window when it shrinks.
+/// The window's minimum, whatever is measured: 1 µs of device time, a batch of 512 KiB in about 20 round trips.
+const MIN_WINDOW: f64 = 1_000.0;
+/// The longest wait before the next attempt at the device.
+const MAX_WAIT: Nanos = 2_000_000;
+const MIN_WAIT: Nanos = 5_000;
+/// The factor by which the window shrinks.
 const DECREASE: f64 = 0.7;
 
-/// Additive increase, multiplicative decrease on the time that batches take.
+/// Additive increase, multiplicative decrease by the time that batches take.
 #[derive(Debug)]
 pub struct DelayBased {
     settings: DelaySettings,
@@ -49,7 +51,7 @@ pub struct DelayBased {
     last_admitted: Nanos,
     last_shrunk: Nanos,
     cpu: CpuCost,
-    /// Which of this process's channels wait, and since when: the one that has waited longest goes first.
+    /// When each waiting channel of this process began to wait, and when it is expected: the longest wait goes first.
     waiting: BTreeMap<(u32, u32), (Nanos, Nanos)>,
 }
 
@@ -60,7 +62,7 @@ impl Default for DelayBased {
 }
 
 impl DelayBased {
-    /// Begins with a window of the time aimed at.
+    /// Starts with a window of the target time.
     pub fn new(settings: DelaySettings) -> Self {
         Self {
             settings,
@@ -75,26 +77,26 @@ impl DelayBased {
         }
     }
 
-    /// Device time that may be in flight.
+    /// Returns the device time that may be in flight.
     pub fn window(&self) -> Nanos {
         self.window as Nanos
     }
 
-    /// When there will be room for this much device time.
+    /// Returns when there will be room for this much device time.
     fn room_at(&self, predicted: Nanos, now: Nanos) -> Nanos {
         if self.batches == 0 {
             // A window smaller than the batch: one batch at a time, with a pause so that on average the window is kept.
             let pause = self.sojourn * (predicted as f64 / self.window);
             let pause = if predicted as f64 > self.window { pause as Nanos } else { 0 };
-            return self.last_admitted.saturating_add(pause.min(LONGEST_WAIT)).max(now);
+            return self.last_admitted.saturating_add(pause.min(MAX_WAIT)).max(now);
         }
         let filled = self.in_flight.saturating_add(predicted) as f64;
         if filled <= self.window {
             return now;
         }
-        // What is in flight comes back over one sojourn.
+        // The batches in flight complete over one sojourn.
         let part = ((filled - self.window) / self.in_flight.max(1) as f64).min(1.0);
-        now.saturating_add(((self.sojourn * part) as Nanos).clamp(LEAST_WAIT, LONGEST_WAIT))
+        now.saturating_add(((self.sojourn * part) as Nanos).clamp(MIN_WAIT, MAX_WAIT))
     }
 
     fn left(&mut self, grant: &Grant) {
@@ -107,8 +109,8 @@ impl Share for DelayBased {
     fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict {
         let who = (ask.vm, ask.channel);
         let (since, _) = *self.waiting.entry(who).or_insert((now, now));
-        // Who has not come back for two of the longest waits does not hold the others up.
-        self.waiting.retain(|_, (_, expected)| now <= expected.saturating_add(2 * LONGEST_WAIT));
+        // A channel that is late by two of the longest waits does not delay the others.
+        self.waiting.retain(|_, (_, expected)| now <= expected.saturating_add(2 * MAX_WAIT));
         self.waiting.insert(who, (since, now));
         let before =
             self.waiting.iter().filter(|&(&other, &(before, _))| (before, other) < (since, who)).count() as u64;
@@ -133,12 +135,12 @@ impl Share for DelayBased {
         self.left(&grant);
         let seen = sojourn as f64;
         self.sojourn = if self.sojourn == 0.0 { seen } else { self.sojourn * 0.75 + seen * 0.25 };
-        // A batch that is itself longer than the target must not count as waiting.
+        // The batch's own device time is not waiting time.
         let waited = sojourn.saturating_sub(grant.predicted);
         if waited > self.settings.high {
-            // Once for each time round: what is in flight now was submitted before this was known.
+            // At most one decrease per sojourn: the batches in flight now were submitted before this measurement.
             if now.saturating_sub(self.last_shrunk) > sojourn {
-                self.window = (self.window * DECREASE).max(LEAST_WINDOW);
+                self.window = (self.window * DECREASE).max(MIN_WINDOW);
                 self.last_shrunk = now;
             }
         } else if waited < self.settings.low {

@@ -5,14 +5,14 @@ use super::spill::CpuCost;
 use super::turns::Turns;
 use super::{Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, Share, Verdict};
 
-/// The least time to be sent away for: asking again costs something too.
-const LEAST_WAIT: Nanos = 5_000;
-/// And the most, in case the device is quicker than predicted.
-const MOST_WAIT: Nanos = 2_000_000;
+/// The shortest wait: asking again has a cost.
+const MIN_WAIT: Nanos = 5_000;
+/// The longest wait, in case the device is faster than predicted.
+const MAX_WAIT: Nanos = 2_000_000;
 
-/// A grant comes back when its completion is noticed, and a thread that waits for a core notices late. So what is in the
-/// hardware is reckoned by predicted time; grants that are out may be more than the bound by this factor, in case the device
-/// is slower than predicted.
+/// A grant is returned when its completion is noticed, and a thread that waits for a core notices late. So the work in
+/// the hardware is computed from predicted times. The outstanding grants may exceed the bound by this factor at most,
+/// in case the device is slower than predicted.
 const OUTSTANDING: Nanos = 4;
 
 /// Start-time fair queueing by predicted device time, with a bound on what is in the hardware.
@@ -20,10 +20,10 @@ const OUTSTANDING: Nanos = 4;
 pub struct Fair {
     turns: Turns,
     bound: Nanos,
-    /// Of grants that have not come back.
+    /// Of the grants that have not been returned.
     in_flight: Nanos,
     batches: u64,
-    /// When the device will have done all of it, as predicted.
+    /// When the device is predicted to have done all of it.
     drained: Nanos,
     pace: Pace,
     cpu: CpuCost,
@@ -38,7 +38,7 @@ impl Default for Fair {
 }
 
 impl Fair {
-    /// With so much device time in the hardware at most; a single batch that is larger goes alone.
+    /// Allows at most `bound` of device time in the hardware; a single batch that is larger goes alone.
     pub fn new(bound: Nanos) -> Self {
         Self {
             turns: Turns::default(),
@@ -53,27 +53,28 @@ impl Fair {
         }
     }
 
-    /// Batches go to the CPU when their turn is further away than the CPU would take. Who spills keeps its turn.
+    /// Sends batches to the CPU when their turn is further away than the CPU would need. A VM whose batch spills keeps
+    /// its turn.
     #[must_use]
     pub fn spilling(mut self) -> Self {
         self.spill = true;
         self
     }
 
-    /// Holds nobody back who has the device to itself: there is nobody to share it with, and to wait costs something. The first that
-    /// comes beside it finds what is in the hardware by then.
+    /// Does not limit a VM that has the device to itself: limiting would cost throughput and help no other VM. When a
+    /// second VM comes, it waits for the work that is in the hardware by then.
     #[must_use]
     pub fn free_alone(mut self) -> Self {
         self.free_alone = true;
         self
     }
 
-    /// Device time of all grants that have not come back.
+    /// Returns the device time of all grants that have not been returned.
     pub fn in_flight(&self) -> Nanos {
         self.in_flight
     }
 
-    /// Device time that is still in the hardware, as predicted.
+    /// Returns the device time that is predicted to be still in the hardware.
     fn backlog(&self, now: Nanos) -> Nanos {
         let reckoned = self.drained.saturating_sub(now).min(self.pace.stretch(self.in_flight));
         reckoned.max(self.in_flight.saturating_sub(self.bound.saturating_mul(OUTSTANDING - 1)))
@@ -105,7 +106,7 @@ impl Share for Fair {
             self.turns.wait(ask, now.saturating_add(cost));
             return Verdict::Spill;
         }
-        let until = now.saturating_add(wait.clamp(LEAST_WAIT, MOST_WAIT));
+        let until = now.saturating_add(wait.clamp(MIN_WAIT, MAX_WAIT));
         self.turns.wait(ask, until);
         Verdict::Wait { until }
     }

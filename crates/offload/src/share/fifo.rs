@@ -1,4 +1,4 @@
-//! No share at all: everything goes to the hardware at once. What the others are compared with.
+//! No sharing: everything goes to the hardware at once. The baseline for the other shares.
 
 use super::{Ask, Grant, Nanos, Share, Verdict};
 

@@ -1,21 +1,21 @@
-//! Who may put how much work on a device, and when.
+//! Admission to a device: which submitter may submit how much work, and when.
 //!
-//! A work queue of the hardware is a plain FIFO that serves whoever is quickest to fill it, and what is in it is everyone's
-//! waiting time. So admission happens here, before the hardware: little is let in at once, and who is let in next follows
-//! the weights. There is no clock and no device in this module: time is passed in, which lets the simulator run the very
-//! same code in virtual time.
+//! A work queue of the hardware is a plain FIFO: the fastest submitter fills it, and its content is every submitter's
+//! waiting time. So admission happens here, before the hardware: little is admitted at once, and the order of admission
+//! follows the weights. This module has no clock and no device: time is passed in, which lets the simulator run the
+//! very same code in virtual time.
 //!
-//! | share | who is bound by it | weights |
+//! | share | members | weights |
 //! |---|---|---|
-//! | [`Fifo`] | nobody | none |
+//! | [`Fifo`] | – | none |
 //! | [`Fair`] | the VMs of one process | exact |
-//! | [`Ledger`] | processes that keep the same ledger | exact among those who are honest |
-//! | [`DelayBased`] | each by itself, from what it measures | none; waiting is bounded, the rest goes to the CPU |
+//! | [`Ledger`] | processes that keep the same ledger | exact among honest processes |
+//! | [`DelayBased`] | each process by itself, from its measurements | none; waiting is bounded, the rest goes to the CPU |
 //!
-//! How a caller uses one: [`Share::ask`] before a batch is submitted; on [`Verdict::Wait`] ask again at that moment or when
-//! a batch of its own has completed, whichever is first; on [`Verdict::Spill`] do the batch on the CPU and say how long it
-//! took ([`Share::spilled`]). Every grant goes back by [`Share::done`] or [`Share::dropped`]. Who waits and then does not
-//! come back loses its turn and holds nobody up.
+//! Use: call [`Share::ask`] before a batch is submitted. On [`Verdict::Wait`] ask again at the given time or when
+//! another batch of the caller has completed, whichever is first. On [`Verdict::Spill`] do the batch on the CPU and
+//! report how long that took ([`Share::spilled`]). Return every grant by [`Share::done`] or [`Share::dropped`]. A
+//! caller that waits and does not ask again loses its turn and delays no other.
 
 mod delay;
 mod fair;
@@ -32,98 +32,99 @@ pub use fifo::Fifo;
 pub use ledger::Ledger;
 pub use predict::Predictor;
 
-/// A moment or a span in nanoseconds, on a clock that never goes back.
+/// A time or a duration in nanoseconds, on a monotonic clock.
 pub type Nanos = u64;
 
-/// The most bytes in one batch while others wait: a batch is everyone's waiting time.
+/// The most bytes in one batch while other submitters wait: they all wait for the batch.
 pub const CONTENDED_BATCH: u64 = 512 << 10;
 
-/// Device time that is let into one hardware queue at once, where shares are kept: 300 µs. Less leaves the device idle
-/// while the next in turn wakes; more is waiting that nobody can be spared any more.
+/// Device time that is admitted into one hardware queue at once, where a share limits it: 300 µs. Less leaves the
+/// device idle while the thread of the next turn wakes; more is waiting time that cannot be avoided any more.
 pub const IN_FLIGHT: Nanos = 300_000;
 
-/// The largest weight; larger ones count as this. The least is 1.
+/// The largest weight; larger ones count as this. The smallest is 1.
 pub const MAX_WEIGHT: u32 = 1000;
 
-/// How long room is kept for one that was told to come back and is late: 50 µs. After that others are let past it; it keeps its
-/// place in the order.
+/// How long the place of a waiting caller is reserved when it is late: 50 µs. After that other batches pass it; it
+/// keeps its place in the order.
 pub const PATIENCE: Nanos = 50_000;
 
-/// A batch that wants to go to the device.
+/// A batch for which admission is requested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ask {
-    /// Whose it is; shares are between these.
+    /// The VM that submits it; devices are shared between VMs.
     pub vm: u32,
-    /// Which of the VM's channels asks: several may wait at one time.
+    /// The VM's channel: several may wait at one time.
     pub channel: u32,
-    /// How much this VM may have beside the others, 1 to [`MAX_WEIGHT`].
+    /// The VM's weight beside the others, 1 to [`MAX_WEIGHT`].
     pub weight: u32,
-    /// Device time that it will take, by a [`Predictor`].
+    /// Device time that it will take, predicted by a [`Predictor`].
     pub predicted: Nanos,
     /// Bytes that the device will read.
     pub bytes: u64,
 }
 
-/// The answer.
+/// The admission decision.
 #[derive(Debug)]
 #[must_use]
 pub enum Verdict {
-    /// Submit it now. The grant goes back when it has completed.
+    /// Submit it now. Return the grant when it has completed.
     Admit(Grant),
-    /// Not yet. Ask again then, or when a batch of one's own has completed.
+    /// Not yet. Ask again at this time, or when another batch of the caller has completed.
     Wait {
-        /// The moment to ask again; never in the past.
+        /// When to ask again; never in the past.
         until: Nanos,
     },
-    /// The CPU is the quicker way: do it there.
+    /// Do it on the CPU, which is faster.
     Spill,
 }
 
-/// Permission for one batch: room in the hardware queue that is taken until the grant is given back.
+/// Permission for one batch: it occupies room in the hardware queue until it is returned.
 #[derive(Debug)]
 #[must_use]
 pub struct Grant {
     pub(crate) vm: u32,
     pub(crate) predicted: Nanos,
     pub(crate) bytes: u64,
-    /// From submission to completion, as reckoned when it was let in; 0 where nothing was.
+    /// Expected time from submission to completion, as of the admission; 0 where none was computed.
     pub(crate) expected: Nanos,
 }
 
 impl Grant {
-    /// Whose batch it is for.
+    /// Returns the VM that the batch belongs to.
     pub fn vm(&self) -> u32 {
         self.vm
     }
 
-    /// The device time that was predicted.
+    /// Returns the predicted device time.
     pub fn predicted(&self) -> Nanos {
         self.predicted
     }
 
-    /// Its bytes.
+    /// Returns the batch's bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 }
 
-/// Admission to one hardware queue, as one process sees it.
+/// Admission to one hardware queue, from the view of one process.
 pub trait Share: Send {
-    /// May this batch go now?
+    /// Decides whether this batch may be submitted now.
     fn ask(&mut self, ask: &Ask, now: Nanos) -> Verdict;
 
-    /// A batch has completed, `sojourn` after it was submitted.
+    /// Returns the grant of a batch that has completed, `sojourn` after its submission.
     fn done(&mut self, grant: Grant, sojourn: Nanos, now: Nanos);
 
-    /// A batch will never complete or was never submitted.
+    /// Returns the grant of a batch that will never complete or was never submitted.
     fn dropped(&mut self, grant: Grant);
 
-    /// A batch of so many bytes was done on the CPU instead and took this long by the clock, waiting for a core included.
+    /// Records that a batch of `bytes` bytes was done on the CPU instead, in `took` of wall-clock time, waiting for a
+    /// core included.
     fn spilled(&mut self, bytes: u64, took: Nanos, now: Nanos) {
         let _ = (bytes, took, now);
     }
 
-    /// The most bytes that one batch should have now.
+    /// Returns the most bytes that one batch should have now.
     fn largest_batch(&self) -> u64 {
         u64::MAX
     }

@@ -1,20 +1,20 @@
-//! How much device time a batch will take: so much per byte and so much per descriptor, learned from completions.
+//! Predicts the device time of a batch: a time per byte and a time per descriptor, learned from completions.
 //!
-//! What is seen is the time from when the device could have begun to when the completion was noticed: other processes'
-//! batches in between and late looks make it longer, never shorter. So a low quantile is followed rather than the mean, in
-//! steps of bounded size: a single reading moves the figures by a few per cent, however wild it is.
+//! The observed time runs from the earliest start on the device to the noticed completion: other processes' batches in
+//! between and late looks make it longer, never shorter. So the prediction follows a low quantile rather than the mean,
+//! in steps of bounded size: one observation, however extreme, changes it by a few per cent.
 
 use super::Nanos;
 
-/// The quantile that is followed.
+/// The quantile that the prediction follows.
 const QUANTILE: f64 = 0.25;
 /// Size of a step at first and in the long run, relative.
 const FIRST_STEP: f64 = 0.08;
 const LAST_STEP: f64 = 0.01;
-/// The figures stay within this factor of where they began.
+/// The values stay within this factor of their initial values.
 const RANGE: f64 = 16.0;
 
-/// One operation on one device.
+/// The predictor of one operation on one device.
 #[derive(Clone, Copy, Debug)]
 pub struct Predictor {
     first_per_byte: f64,
@@ -33,7 +33,7 @@ impl Default for Predictor {
 }
 
 impl Predictor {
-    /// Begins with these figures, in nanoseconds.
+    /// Starts with these values, in nanoseconds.
     ///
     /// # Panics
     /// If one of them is not above zero.
@@ -49,7 +49,7 @@ impl Predictor {
         }
     }
 
-    /// Device time of so many bytes in so many descriptors.
+    /// Returns the device time of `bytes` bytes in `descriptors` descriptors.
     pub fn predict(&self, bytes: u64, descriptors: u32) -> Nanos {
         (self.exact(bytes, descriptors) as Nanos).max(1)
     }
@@ -58,13 +58,14 @@ impl Predictor {
         self.per_byte * bytes as f64 + self.per_descriptor * f64::from(descriptors)
     }
 
-    /// A batch was submitted and seen complete at these moments. Batches of one queue are given in the order of completion.
+    /// Learns from a batch that was submitted and seen complete at these times. Call it in the order of completion on
+    /// one queue.
     pub fn learn(&mut self, bytes: u64, descriptors: u32, submitted: Nanos, completed: Nanos) {
         let begun = submitted.max(self.last_completed);
         self.last_completed = self.last_completed.max(completed);
         let predicted = self.exact(bytes, descriptors);
         if completed <= begun || predicted <= 0.0 {
-            // Completed together with the one before: it says nothing of this one alone.
+            // Completed together with the batch before: its own time is unknown.
             return;
         }
         let taken = (completed - begun) as f64;

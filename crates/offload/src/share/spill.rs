@@ -1,18 +1,18 @@
-//! When the CPU is the quicker way: the wait for the device against what the same bytes took on the CPU lately.
+//! When the CPU is faster: compares the wait for the device with the CPU's recent time for the same bytes.
 //!
-//! The CPU's figure is learned by the clock, waiting for a core included. So on a host whose cores are taken, the CPU looks
-//! as slow as it is, and work keeps going to the device.
+//! The CPU's time is wall-clock time, waiting for a core included. So on a host whose cores are busy the CPU counts as
+//! slow, and work keeps going to the device.
 
 use super::Nanos;
 
-/// A zero scan of memory that is in no cache, before one was measured: about 20 GB/s.
+/// The initial value, before a measurement: a zero scan of uncached memory at about 20 GB/s.
 const FIRST_GUESS: f64 = 0.05;
 
-/// A figure that was higher than the best is forgotten by half in this time. Else one busy moment would keep work off the CPU
-/// for ever, since nothing new is learned where nothing is done.
+/// The excess of a value over the best one halves in this time. Otherwise one busy moment would keep work off the CPU
+/// for ever, since no new value is measured while the CPU does no work.
 const HALF_LIFE: f64 = 5e6;
 
-/// What doing it on the CPU costs.
+/// The CPU's time per byte.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CpuCost {
     nanos_per_byte: f64,
@@ -27,16 +27,16 @@ impl Default for CpuCost {
 }
 
 impl CpuCost {
-    /// A batch was done on the CPU.
+    /// Learns from a batch that was done on the CPU.
     pub(super) fn learn(&mut self, bytes: u64, took: Nanos, now: Nanos) {
         if bytes == 0 {
             return;
         }
         let current = self.current(now);
-        // A thread that lost its core for long must not teach that the CPU is useless: at most four times the last figure.
+        // A thread that lost its core for long must not make the CPU look useless: at most four times the last value.
         let seen = (took as f64 / bytes as f64).clamp(current / 4.0, current * 4.0);
         self.nanos_per_byte = (current * 0.75 + seen * 0.25).clamp(0.001, 100.0);
-        // The best rises slowly: the machine may have become slower for good.
+        // The best value rises slowly: the machine may have become slower permanently.
         self.best = (self.best * 1.001).min(self.nanos_per_byte);
         self.learned = now;
     }
@@ -46,7 +46,7 @@ impl CpuCost {
         self.best + (self.nanos_per_byte - self.best) * (-age / HALF_LIFE).exp2()
     }
 
-    /// How long these bytes will take on it.
+    /// Returns how long these bytes will take on the CPU.
     pub(super) fn of(&self, bytes: u64, now: Nanos) -> Nanos {
         (self.current(now) * bytes as f64) as Nanos
     }

@@ -1,40 +1,41 @@
-//! Whose turn it is: start-time fair queueing (Goyal, Vin, Cheng 1996) over flows that come and ask.
+//! The order of admission: start-time fair queueing (Goyal, Vin, Cheng 1996) over flows that poll for admission.
 //!
-//! A flow's batch has a start tag, the larger of virtual time and the finish tag of the flow's batch before; the finish tag
-//! is later by its device time over the flow's weight. The least start tag goes first, and virtual time is that of the last
-//! one let in. So a flow that was away begins beside the others: it neither owes nor has saved anything.
+//! A flow's batch has a start tag: the larger of virtual time and the finish tag of the flow's batch before. The finish
+//! tag is later by the batch's device time divided by the flow's weight. The smallest start tag goes first, and virtual
+//! time is the start tag of the batch admitted last. So a flow that was idle starts level with the others: it neither
+//! owes nor has saved anything.
 //!
-//! In the textbook a flow's batches stand in a queue. Here its channels come and ask, and one that is late by a thread's wake-up
-//! has missed its turn without having been away. So a flow may be behind virtual time by two of its batches and still
-//! get them.
+//! In the textbook a flow's batches wait in a queue. Here its channels poll, and a channel that is late by a thread's
+//! wake-up has missed its turn without having been idle. So a flow may be behind virtual time by two of its batches and
+//! still get them.
 
 use std::collections::BTreeMap;
 
 use super::{Ask, Nanos, PATIENCE, weight};
 
-/// Virtual nanoseconds of a flow with weight 1 for each nanosecond of the device: enough for weights to divide well, and
-/// nine years of work before it would run over.
+/// Virtual nanoseconds of a flow with weight 1 for each nanosecond of the device: enough for weights to divide well,
+/// and nine years of work before an overflow.
 pub(super) const SCALE: u64 = 64;
 
-/// Batches that a flow may be late by.
+/// Batches by which a flow may be late.
 pub(super) const CREDIT: u64 = 2;
 
-/// A flow that has nothing in the device and has asked for nothing for this long does not want it any more: 100 ms. Between two batches it
-/// still does.
+/// A flow that has had nothing in the device and has not asked for this long counts as idle: 100 ms. Between two
+/// batches it is not idle.
 const AWAY: Nanos = 100_000_000;
 
-/// What has been heard of it last is forgotten after this, if virtual time has passed it.
+/// A flow is forgotten when it has been silent for this long and virtual time has passed it.
 const FORGET: Nanos = 1_000_000_000;
-/// A channel that has not come back for this long does not wait any more.
+/// A channel that has not asked for this long does not wait any more.
 const GONE: Nanos = 20 * PATIENCE;
 
-/// Virtual time that a batch takes of its flow.
+/// Returns the virtual time that a batch takes of its flow.
 pub(super) fn virtual_span(predicted: Nanos, weight: u64) -> u64 {
-    // A batch takes at least something: else one that predicts nothing would be let in without end.
+    // At least something: else batches predicted to take nothing would be admitted without limit.
     predicted.max(1).saturating_mul(SCALE) / weight.max(1)
 }
 
-/// The start tag of a flow's next batch.
+/// Returns the start tag of a flow's next batch.
 pub(super) fn start_tag(finish: u64, virtual_time: u64, span: u64) -> u64 {
     finish.max(virtual_time.saturating_sub(span.saturating_mul(CREDIT)))
 }
@@ -44,7 +45,7 @@ pub(super) fn start_tag(finish: u64, virtual_time: u64, span: u64) -> u64 {
 struct Waiter {
     channel: u32,
     predicted: Nanos,
-    /// When it is to ask again.
+    /// When it should ask again.
     expected: Nanos,
 }
 
@@ -57,11 +58,11 @@ impl Waiter {
 #[derive(Debug)]
 struct Flow {
     finish: u64,
-    /// Of its next batch, while one waits.
+    /// Start tag of its next batch, while one waits.
     start: u64,
     weight: u64,
     in_flight: u64,
-    /// In the order in which they came.
+    /// In the order of their first request.
     waiters: Vec<Waiter>,
     heard: Nanos,
 }
@@ -85,7 +86,7 @@ pub(super) struct Turns {
 }
 
 impl Turns {
-    /// A channel asks: it waits from now on, and the device time of those that come before it is given back.
+    /// Registers a channel's request: it waits from now on. Returns the device time of the batches that go first.
     pub(super) fn ask(&mut self, ask: &Ask, now: Nanos) -> Nanos {
         self.sweep(now);
         let virtual_time = self.virtual_time;
@@ -105,7 +106,7 @@ impl Turns {
         self.before(ask, now)
     }
 
-    /// Device time that waits with an earlier turn, of channels that are not late.
+    /// Returns the device time that waits with an earlier turn, of channels that are not late.
     fn before(&self, ask: &Ask, now: Nanos) -> Nanos {
         let mut before: Nanos = 0;
         let mut own = self.flows.get(&ask.vm).map_or(0, |flow| flow.start);
@@ -131,7 +132,7 @@ impl Turns {
         before
     }
 
-    /// It is told to come back then.
+    /// Records that the channel was made to wait until `until`.
     pub(super) fn wait(&mut self, ask: &Ask, until: Nanos) {
         let flow = self.flows.get_mut(&ask.vm);
         if let Some(waiter) = flow.and_then(|flow| flow.waiters.iter_mut().find(|waiter| waiter.channel == ask.channel))
@@ -140,27 +141,28 @@ impl Turns {
         }
     }
 
-    /// Its batch is let in. Virtual time is the largest start tag that was: one let past a late flow does not take it back.
+    /// Records the admission of its batch. Virtual time is the largest start tag so far: a batch that passes a late
+    /// flow does not move it back.
     pub(super) fn admit(&mut self, ask: &Ask) {
         if let Some(flow) = self.flows.get_mut(&ask.vm) {
             flow.waiters.retain(|waiter| waiter.channel != ask.channel);
             let span = virtual_span(ask.predicted, flow.weight);
             self.virtual_time = self.virtual_time.max(flow.start);
             flow.finish = flow.start.saturating_add(span);
-            // Who waits behind it in the same flow.
+            // For the channels that wait behind it in the same flow.
             flow.start = start_tag(flow.finish, self.virtual_time, span);
             flow.in_flight += 1;
         }
     }
 
-    /// A batch has left the device.
+    /// Records that a batch has left the device.
     pub(super) fn left(&mut self, vm: u32) {
         if let Some(flow) = self.flows.get_mut(&vm) {
             flow.in_flight = flow.in_flight.saturating_sub(1);
         }
     }
 
-    /// A batch that was let in did not go: its flow has not had what it stood for.
+    /// Reverses the admission of a batch that was not submitted: its flow has not used the device time.
     pub(super) fn returned(&mut self, vm: u32, predicted: Nanos) {
         self.left(vm);
         if let Some(flow) = self.flows.get_mut(&vm) {
@@ -170,18 +172,18 @@ impl Turns {
         }
     }
 
-    /// The weights of all flows that have something in the device or wait for it.
+    /// Returns the weights of all flows that have work in the device or wait.
     pub(super) fn active_weight(&self, now: Nanos) -> u64 {
         self.flows.values().filter(|flow| flow.active(now)).map(|flow| flow.weight).sum()
     }
 
-    /// Whether nobody but this one wants the device, or has wanted it a moment ago.
+    /// Returns whether no other flow uses the device, or did so recently.
     pub(super) fn alone(&self, vm: u32, now: Nanos) -> bool {
         let away = |flow: &Flow| flow.in_flight == 0 && now >= flow.heard.saturating_add(AWAY);
         self.flows.iter().all(|(&other, flow)| other == vm || away(flow))
     }
 
-    /// Whether anyone but one flow wants the device.
+    /// Returns whether more than one flow uses the device.
     pub(super) fn contended(&self) -> bool {
         let wants = |flow: &&Flow| flow.in_flight > 0 || !flow.waiters.is_empty();
         self.flows.values().filter(wants).nth(1).is_some()
@@ -192,7 +194,7 @@ impl Turns {
             return;
         }
         self.swept = now;
-        // Nobody is there: what was is over, and the next begin at the end of it.
+        // No flow is active: virtual time moves to the end of all of them.
         if self.flows.values().all(|flow| !flow.active(now)) {
             let last = self.flows.values().map(|flow| flow.finish).max().unwrap_or(0);
             self.virtual_time = self.virtual_time.max(last);

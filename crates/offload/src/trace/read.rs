@@ -1,5 +1,5 @@
-//! The reader of traces. They come from strangers, and from processes that were killed: nothing is believed, memory is
-//! bounded, and a file may end anywhere.
+//! The reader of traces. They come from other people's machines, and from processes that were killed: every value is
+//! checked, memory is bounded, and a file may end anywhere.
 
 use std::io::{self, BufRead};
 
@@ -8,31 +8,31 @@ use thiserror::Error;
 use super::HEADER;
 use crate::time::Nanos;
 
-/// One submission of a trace, and what became of it.
+/// One submission of a trace, and its completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exchange {
     /// Its number.
     pub number: u64,
     /// The queue: `dsa0/wq0.0`.
     pub queue: String,
-    /// When it was submitted, on the clock of the process that did.
+    /// When it was submitted, on the clock of the submitting process.
     pub submitted: Nanos,
-    /// What was submitted.
+    /// The submitted descriptor.
     pub descriptor: Box<[u8; 64]>,
     /// If it is a batch, its members.
     pub members: Vec<[u8; 64]>,
-    /// What came back, if anything did.
+    /// The completion, if there is one.
     pub answer: Option<Answer>,
 }
 
-/// What came back for a submission.
+/// The completion of a submission.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// When it was seen, which is some time after it was written.
+    /// When it was seen, some time after it was written.
     pub seen: Nanos,
     /// The record: 32 bytes of a DSA, 64 of an IAA.
     pub record: Vec<u8>,
-    /// The records of the members, as they were then.
+    /// The records of the members at that time.
     pub members: Vec<[u8; 32]>,
 }
 
@@ -46,12 +46,12 @@ pub struct TraceError {
     pub wrong: String,
 }
 
-/// Most bytes of a line: a descriptor in hexadecimal, and a queue's name.
+/// The longest line: a descriptor in hexadecimal, and a queue's name.
 const LONGEST_LINE: usize = 1024;
-/// Most bytes of a trace. What is kept of one is less than twice as much: a submission has at least 130 bytes of text.
+/// The most bytes of a trace. Its parsed form is less than twice as large: a submission has at least 130 bytes of text.
 const LONGEST_TRACE: u64 = 256 << 20;
-/// Most queues of one trace: 255 devices with 255 queues would be too many to be believed.
-const MOST_QUEUES: usize = 4096;
+/// The most queues of one trace; the 255 times 255 queues that names allow are not plausible.
+const MAX_QUEUES: usize = 4096;
 
 /// One line.
 #[derive(Clone, Copy, Debug)]
@@ -92,8 +92,8 @@ impl Record {
     }
 }
 
-/// Reads a trace up to its end, or to where it breaks off. Empty lines and those that begin with `#` are comments. Whether the
-/// last line was cut.
+/// Reads a trace up to its end, or to where it breaks off. Empty lines and those that begin with `#` are comments.
+/// Returns whether the last line was cut.
 fn lines(
     input: impl BufRead,
     mut each: impl FnMut(usize, Entry<'_>) -> Result<(), String>,
@@ -116,7 +116,7 @@ fn lines(
             if got == LONGEST_LINE {
                 return Err(wrong("it is too long".into()));
             }
-            // Whoever wrote it was killed in the middle of this line, which says less than it was to say.
+            // The writer was killed within this line, so its values are incomplete.
             return if begun { Ok(true) } else { Err(empty(line)) };
         }
         if ended {
@@ -135,8 +135,8 @@ fn lines(
             (true, false) => {
                 let entry = parse(text).map_err(wrong)?;
                 queues += usize::from(matches!(entry, Entry::Queue { .. }));
-                if queues > MOST_QUEUES {
-                    return Err(wrong(format!("more than {MOST_QUEUES} queues")));
+                if queues > MAX_QUEUES {
+                    return Err(wrong(format!("more than {MAX_QUEUES} queues")));
                 }
                 each(line, entry).map_err(wrong)?;
             }
@@ -199,7 +199,7 @@ fn one_of(word: &str, no: &str, yes: &str) -> Result<bool, String> {
 }
 
 fn number<T: std::str::FromStr>(word: &str) -> Result<T, String> {
-    // `parse` would take a sign.
+    // `parse` would accept a sign.
     let digits = word.bytes().all(|digit| digit.is_ascii_digit());
     word.parse().ok().filter(|_| digits).ok_or_else(|| format!("{word:?} is no number"))
 }
@@ -217,10 +217,10 @@ fn bytes<const N: usize>(hex: &str) -> Result<[u8; N], String> {
     Ok(bytes)
 }
 
-/// Reads a whole trace, or as much as there is of one that breaks off: what has no answer then is without one.
+/// Reads a whole trace, or the intact part of one that breaks off: submissions without a completion have none.
 ///
 /// # Errors
-/// The first line that is not of the format, or belongs to nothing before it.
+/// The first line that does not follow the format, or refers to no earlier line.
 pub fn read(input: impl BufRead) -> Result<Vec<Exchange>, TraceError> {
     let mut exchanges = Vec::new();
     lines(input, |_, entry| take(entry, &mut exchanges))?;
@@ -274,20 +274,20 @@ fn find(exchanges: &mut [Exchange], number: u64) -> Result<&mut Exchange, String
     at.map(|at| &mut exchanges[at]).map_err(|_| format!("there is no submission {number} before it"))
 }
 
-/// What a trace came to.
+/// The result of checking a trace.
 #[cfg(feature = "model")]
 #[derive(Debug)]
 pub struct Replay {
-    /// What was done, and what of it the specification does not have.
+    /// What was submitted, and what of it violates the specification.
     pub verdict: sterna_idxd_model::judge::Verdict,
-    /// Whether the trace breaks off within a line, which was left out: its writer was killed.
+    /// Whether the trace breaks off within a line, which was ignored: its writer was killed.
     pub cut: bool,
 }
 
-/// Has a trace judged: every descriptor and every record, and how they belong together.
+/// Checks a trace: every descriptor and every record, and how they belong together.
 ///
 /// # Errors
-/// The first line that is not of the format. What is of the format and wrong is a finding.
+/// The first line that does not follow the format. A well-formed line with wrong content is a finding.
 #[cfg(feature = "model")]
 pub fn replay(input: impl BufRead) -> Result<Replay, TraceError> {
     use sterna_idxd_model::{Kind, Mode, judge};

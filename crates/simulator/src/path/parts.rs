@@ -35,9 +35,9 @@ const QUEUEING: f64 = 50e6;
 const INTERVAL: f64 = 10e6;
 const DECAY: f64 = 0.9;
 /// Two batches, and what it is at first.
-const LEAST: f64 = 1048576.0;
-const FIRST: f64 = 4.0 * LEAST;
-const MOST: f64 = 256.0 * LEAST;
+const MIN_WINDOW: f64 = 1048576.0;
+const FIRST: f64 = 4.0 * MIN_WINDOW;
+const MAX_WINDOW: f64 = 256.0 * MIN_WINDOW;
 
 impl Default for Window {
     fn default() -> Self {
@@ -46,9 +46,9 @@ impl Default for Window {
 }
 
 impl Window {
-    /// Whether another batch may be on its way. Who asks in vain waits.
+    /// Returns whether another batch may be in flight. A caller that gets false waits.
     pub(super) fn has_room(&mut self) -> bool {
-        let room = self.in_flight == 0 || (self.in_flight as f64) + LEAST / 2.0 <= self.bytes;
+        let room = self.in_flight == 0 || (self.in_flight as f64) + MIN_WINDOW / 2.0 <= self.bytes;
         self.limited |= !room;
         room
     }
@@ -66,7 +66,7 @@ impl Window {
         }
         if self.limited {
             self.rate = (self.acknowledged as f64 / elapsed).max(self.rate * DECAY);
-            self.bytes = (self.rate * QUEUEING).clamp(LEAST, MOST);
+            self.bytes = (self.rate * QUEUEING).clamp(MIN_WINDOW, MAX_WINDOW);
         }
         (self.since, self.acknowledged, self.limited) = (now, 0, false);
     }
@@ -81,7 +81,7 @@ pub(super) struct Allowance {
 }
 
 const SPAN: f64 = 10e6;
-const MOST_DEBT: f64 = 30e6;
+const MAX_DEBT: f64 = 30e6;
 
 impl Allowance {
     pub(super) fn new(cpus: f64) -> Self {
@@ -95,7 +95,7 @@ impl Allowance {
         }
         let elapsed = (now - self.at).max(0.0);
         self.at += elapsed;
-        self.level = ((self.level + elapsed * self.cpus).min(SPAN) - used).max(-MOST_DEBT);
+        self.level = ((self.level + elapsed * self.cpus).min(SPAN) - used).max(-MAX_DEBT);
         (-self.level / SPAN).clamp(0.0, 1.0)
     }
 }

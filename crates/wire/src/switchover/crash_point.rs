@@ -1,5 +1,5 @@
-//! Names for the moments at which a test build of the gateway kills itself: before and after every action of either
-//! machine. `tests/switchover_model.rs` checks that each of them is reached; the end-to-end tests go through them all.
+//! Crash points: the moments at which a test build of the gateway kills itself, before and after every action of either
+//! machine. `tests/switchover_model.rs` checks that each is reached; the end-to-end tests go through all of them.
 
 use super::{DestinationAction, DestinationState, Outcome, SourceAction, SourceState, SwitchoverMessage};
 use std::fmt;
@@ -33,15 +33,15 @@ macro_rules! steps {
 steps! {
     /// The source writes `started`.
     SourceRecordStarted = "source" "record-started";
-    /// The source has QEMU start its migration.
+    /// The source makes QEMU start its migration.
     SourceStartMigration = "source" "start-migration";
-    /// The source says `Prepare`.
+    /// The source sends `Prepare`.
     SourceSendPrepare = "source" "send-prepare";
-    /// The source passes SHUT on to its QEMU.
+    /// The source forwards SHUT to its QEMU.
     SourceRelayShut = "source" "relay-shut";
     /// The source writes the decision.
     SourceRecordCommitted = "source" "record-committed";
-    /// The source says `Commit`.
+    /// The source sends `Commit`.
     SourceSendCommit = "source" "send-commit";
     /// The source ends its QEMU, whose guest runs at the destination.
     SourceEndGuest = "source" "end-guest";
@@ -51,45 +51,45 @@ steps! {
     SourceRecordAborted = "source" "record-aborted";
     /// The source ends QEMU's migration.
     SourceEndMigration = "source" "end-migration";
-    /// The source says `Abort`.
+    /// The source sends `Abort`.
     SourceSendAbort = "source" "send-abort";
-    /// The source has QEMU run the guest again.
+    /// The source makes QEMU resume the guest.
     SourceCont = "source" "cont";
     /// The source writes `resumed`.
     SourceRecordResumed = "source" "record-resumed";
     /// The source writes that its QEMU is gone.
     SourceRecordGone = "source" "record-gone";
-    /// The source answers that it committed.
+    /// The source replies that it committed.
     SourceSendOutcomeCommitted = "source" "send-outcome-committed";
-    /// The source answers that it aborted.
+    /// The source replies that it aborted.
     SourceSendOutcomeAborted = "source" "send-outcome-aborted";
     /// The destination writes `started`.
     DestinationRecordStarted = "destination" "record-started";
-    /// The destination has QEMU stay paused after loading.
+    /// The destination makes QEMU stay paused after loading.
     DestinationClearAutostart = "destination" "clear-autostart";
-    /// The destination lets the stream flow.
+    /// The destination lets the stream through to QEMU.
     DestinationAcceptStream = "destination" "accept-stream";
     /// The destination writes `prepared`.
     DestinationRecordPrepared = "destination" "record-prepared";
-    /// The destination says `Prepared`.
+    /// The destination sends `Prepared`.
     DestinationSendPrepared = "destination" "send-prepared";
     /// The destination writes `committed`.
     DestinationRecordCommitted = "destination" "record-committed";
-    /// The destination has QEMU run the guest.
+    /// The destination makes QEMU run the guest.
     DestinationCont = "destination" "cont";
     /// The destination writes `running`.
     DestinationRecordRunning = "destination" "record-running";
-    /// The destination says `Running`.
+    /// The destination sends `Running`.
     DestinationSendRunning = "destination" "send-running";
     /// The destination writes `aborted`.
     DestinationRecordAborted = "destination" "record-aborted";
     /// The destination ends its QEMU.
     DestinationQuit = "destination" "quit";
-    /// The destination says `Abort`.
+    /// The destination sends `Abort`.
     DestinationSendAbort = "destination" "send-abort";
-    /// The destination asks what was decided.
+    /// The destination asks for the decision.
     DestinationAskOutcome = "destination" "ask-outcome";
-    /// The destination says `Lost`.
+    /// The destination sends `Lost`.
     DestinationSendLost = "destination" "send-lost";
 }
 
@@ -98,11 +98,11 @@ steps! {
 pub enum Moment {
     /// Nothing of the action has happened.
     Before,
-    /// The action has happened, the machine has not been told.
+    /// The action has happened, its completion has not been reported to the machine.
     After,
 }
 
-/// A named moment to crash at, such as `source.before-record-committed`.
+/// A named crash point, such as `source.before-record-committed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CrashPoint {
     /// Before or after.
@@ -132,7 +132,7 @@ impl FromStr for CrashPoint {
 }
 
 impl SourceAction {
-    /// The step that this action is, if one may crash around it.
+    /// Returns the crash step of this action, if it has one.
     pub fn step(&self) -> Option<Step> {
         Some(match self {
             Self::WriteRecord(SourceState::Started) => Step::SourceRecordStarted,
@@ -157,7 +157,7 @@ impl SourceAction {
 }
 
 impl DestinationAction {
-    /// The step that this action is, if one may crash around it.
+    /// Returns the crash step of this action, if it has one.
     pub fn step(&self) -> Option<Step> {
         Some(match self {
             Self::WriteRecord(DestinationState::Started) => Step::DestinationRecordStarted,

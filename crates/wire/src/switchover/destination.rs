@@ -1,9 +1,9 @@
-//! The destination's half of the switchover: the side that waits to be told.
+//! The destination's half of the switchover: the side that waits for the decision.
 
 use super::{DestinationState, Outcome, SwitchoverMessage};
 use crate::text::cleaned;
 
-/// What the guest at the destination is doing, as its monitor tells.
+/// The state of the destination's guest, as its monitor reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationGuest {
     /// `inmigrate`: waits for a stream or is loading one.
@@ -12,71 +12,72 @@ pub enum DestinationGuest {
     Paused,
     /// The guest runs.
     Running,
-    /// The process has ended, or another one answers at its socket. QEMU exits by itself when its stream breaks off.
+    /// The process has ended, or another process answers at its socket. QEMU exits by itself when its stream breaks
+    /// off.
     Gone,
 }
 
-/// What happened, as the driver tells the destination's machine.
+/// An event that the driver reports to the destination's machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationEvent {
-    /// The record asked for is durable.
+    /// The requested record is durable.
     RecordWritten,
     /// Writing the record failed: the old or the new content may be on the disk.
     RecordFailed,
-    /// The source has connected again, proof included; channels of an older connection are closed, whether or not its
-    /// `ConnectionLost` was told.
+    /// The source has reconnected, with a valid proof; channels of an older connection are closed, whether or not its
+    /// `ConnectionLost` was reported.
     Connected,
-    /// The connection is gone, or silent for too long.
+    /// The connection is gone, or has been silent for too long.
     ConnectionLost,
-    /// The source said something.
+    /// The source sent a message.
     Message(SwitchoverMessage),
-    /// QMP has answered the `stop` that [`DestinationAction::ClearAutostart`] asked for.
+    /// QMP has completed the `stop` that [`DestinationAction::ClearAutostart`] requested.
     AutostartCleared,
-    /// Counted against the totals everything is placed, QEMU has sent SHUT(0) and reports `paused`.
+    /// Everything in the totals is placed, QEMU has sent SHUT(0) and reports `paused`.
     AllPlacedAndLoaded,
-    /// So many *write leases* are out: pieces of guest RAM that an accelerator which fell silent may still write. None to
-    /// begin with; told whenever it changes. While there is one this side is not prepared: a late write would land
-    /// under the running guest.
+    /// The number of *write leases*: pieces of guest RAM that an unresponsive accelerator may still write. 0 initially;
+    /// reported whenever it changes. While there is a lease this side is not prepared: a late write would corrupt the
+    /// running guest.
     WriteLeases(u32),
-    /// QEMU's state changed, or is the answer to [`DestinationAction::Cont`] or [`DestinationAction::Quit`].
+    /// QEMU's state changed, or is the result of [`DestinationAction::Cont`] or [`DestinationAction::Quit`].
     Guest(DestinationGuest),
-    /// An operator asserts that the source is gone for good and its guest cannot run. Without its process there is no
-    /// record to recover from, so a prepared destination commits itself.
+    /// An operator asserts that the source is gone for good and its guest cannot run. Without the source's process
+    /// there is no record to recover from, so a prepared destination commits by itself.
     SourceFenced,
-    /// The migration shall not go on: cancelled, a time limit, an error of the data plane; or the action at hand failed.
-    /// Once prepared the destination may not give up by itself, and this is ignored.
+    /// The migration must end: cancelled, a time limit, an error of the data plane; or the current action failed. A
+    /// prepared destination may not abort by itself, and ignores this.
     Failed {
-        /// Why, in words, for people.
+        /// The reason, as text for people.
         reason: String,
     },
 }
 
-/// What the driver shall do.
+/// An action for the driver.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
-    /// Write the record durably and answer `RecordWritten` or `RecordFailed`.
+    /// Write the record durably and report `RecordWritten` or `RecordFailed`.
     WriteRecord(DestinationState),
-    /// See to it that the guest stays paused when it is loaded, and answer `AutostartCleared`. With QEMU: QMP
-    /// `migrate-incoming`, then `stop` while `inmigrate`; answer when QMP has answered. Until then
-    /// not one byte of the stream may reach QEMU: it would start the guest when the stream ends.
+    /// Ensure that the guest stays paused when it is loaded, and report `AutostartCleared`. With QEMU: QMP
+    /// `migrate-incoming`, then `stop` while `inmigrate`; report when QMP has completed it. Until then not one byte of
+    /// the stream may reach QEMU: QEMU would start the guest when the stream ends.
     ClearAutostart,
-    /// Let the stream flow into QEMU and guest RAM.
+    /// Let the stream through to QEMU and guest RAM.
     AcceptStream,
-    /// Send on the control channel; without a connection, drop it.
+    /// Send on the control channel; without a connection, drop the message.
     Send(SwitchoverMessage),
-    /// QMP `cont`; answer with `Guest(Running)`, or `Failed`.
+    /// QMP `cont`; report `Guest(Running)`, or `Failed`.
     Cont,
     /// QMP `announce-self`.
     AnnounceSelf,
-    /// End the QEMU process of this record, if it still lives; answer with `Guest(Gone)`, or `Failed`.
+    /// End the QEMU process of this record, if it is still alive; report `Guest(Gone)`, or `Failed`.
     Quit,
     /// Keep (or start) listening for the source.
     AwaitSource,
-    /// How it ended. The machine still answers a source that connects.
+    /// The migration has ended. The machine still answers a source that connects.
     Done(DestinationEnd),
 }
 
-/// How it ended for the destination.
+/// The end of the migration at the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationEnd {
     /// The guest runs here.
@@ -91,13 +92,13 @@ pub enum DestinationEnd {
         /// What happened.
         reason: String,
     },
-    /// An action on QEMU failed; put right what the reason says, then `recover`.
+    /// An action on QEMU failed; remedy the reason, then run `recover`.
     Stuck {
         /// What failed.
         reason: String,
     },
-    /// The record and QEMU contradict each other (a guest runs that nobody committed, or an empty QEMU): someone else has
-    /// been at it. Nothing is touched.
+    /// The record and QEMU contradict each other (a guest runs without a commit, or a QEMU is empty): another program
+    /// has interfered. Nothing is changed.
     Conflict,
 }
 
@@ -130,12 +131,12 @@ impl Phase {
     }
 }
 
-/// The destination's machine. See the module for the contract with its driver.
+/// The destination's state machine. See the module for the contract with its driver.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DestinationSwitchover {
     phase: Phase,
     connected: bool,
-    /// An operator has asserted that the source is gone for good: nobody is waited for.
+    /// An operator has asserted that the source is gone for good: do not wait for it.
     fenced_peer: bool,
     prepare_heard: bool,
     loaded: bool,
@@ -146,19 +147,19 @@ pub struct DestinationSwitchover {
 }
 
 impl DestinationSwitchover {
-    /// Begins, on an open connection, before QEMU is touched.
+    /// Begins a switchover, on an open connection, before QEMU is touched.
     pub fn begin() -> (Self, Vec<DestinationAction>) {
         let mut machine = Self::at(Phase::WritingStarted);
         machine.connected = true;
         (machine, vec![DestinationAction::WriteRecord(DestinationState::Started)])
     }
 
-    /// Goes on after a crash, from the record and from what QEMU is doing now. Without a record nothing was begun and
+    /// Continues after a crash, from the record and from QEMU's present state. Without a record nothing was begun and
     /// there is nothing to recover.
     ///
-    /// `fenced_peer` is an operator's word that the source's guest is gone for good and can never run. A prepared
-    /// destination then commits itself. If the source had aborted and run on before it went, this guest is older than
-    /// what is on shared disks.
+    /// `fenced_peer` is an operator's assertion that the source's guest is gone for good and can never run. A prepared
+    /// destination then commits by itself. If the source had aborted and resumed its guest before it went, this guest
+    /// is older than the content of shared disks.
     pub fn recover(
         record: DestinationState,
         qemu: DestinationGuest,
@@ -172,7 +173,7 @@ impl DestinationSwitchover {
         let mut actions = Vec::new();
         match (record, qemu) {
             (S::Running, _) => machine.write(Phase::Running, None, &mut actions),
-            // Only a commit makes Sterna start a guest, so the record is behind.
+            // Sterna starts a guest only after a commit, so the record is outdated.
             (S::Prepared | S::Committed, Q::Running) => {
                 machine.write(Phase::WritingRunning, Some(S::Running), &mut actions);
             }
@@ -204,17 +205,17 @@ impl DestinationSwitchover {
         (machine, actions)
     }
 
-    /// Whether it may still give up: it has not said that it is prepared.
+    /// Returns whether it may still abort: it has not sent `Prepared`.
     pub fn may_give_up(&self) -> bool {
         self.phase.unprepared() || matches!(self.phase, Phase::WritingStarted | Phase::WritingPrepared)
     }
 
-    /// Whether it stands prepared and waits to be told: it may not be cancelled here.
+    /// Returns whether it is prepared and waits for the decision: it may not be cancelled here.
     pub fn unsure(&self) -> bool {
         self.phase == Phase::Prepared
     }
 
-    /// Takes an event; returns what to do, in order.
+    /// Handles an event; returns the actions, in order.
     pub fn on(&mut self, event: DestinationEvent) -> Vec<DestinationAction> {
         let mut actions = Vec::new();
         if self.phase.writing() {
@@ -280,9 +281,9 @@ impl DestinationSwitchover {
 
     fn not_written(&mut self, actions: &mut Vec<DestinationAction>) {
         match self.phase {
-            // QEMU has not been touched, so it is left as it is.
+            // QEMU has not been touched, so it is left unchanged.
             Phase::WritingStarted => self.discarded("the destination could not write its record", actions),
-            // The source has not been told, so it cannot have decided.
+            // `Prepared` has not been sent, so the source cannot have committed.
             Phase::WritingPrepared => self.abort("the destination could not write its record", actions),
             // The decision is the source's record, not this one: a running guest with an older record is recognised.
             _ => self.written(actions),
@@ -291,11 +292,11 @@ impl DestinationSwitchover {
 
     fn step(&mut self, event: DestinationEvent, actions: &mut Vec<DestinationAction>) {
         match event {
-            // Not asked for: a driver that repeats an answer changes nothing.
+            // Unexpected: a driver that repeats a report changes nothing.
             DestinationEvent::RecordWritten | DestinationEvent::RecordFailed => {}
             DestinationEvent::Connected => {
                 if self.connected {
-                    // The source noticed before this side did that the older one broke.
+                    // The source noticed the loss of the older connection before this side did.
                     self.lose_connection(actions);
                 }
                 self.connected = true;
@@ -304,7 +305,7 @@ impl DestinationSwitchover {
                     Phase::Running => self.send(SwitchoverMessage::Running, actions),
                     Phase::Discarded => self.send(SwitchoverMessage::Abort { reason: self.reason.clone() }, actions),
                     Phase::Lost => self.send(SwitchoverMessage::Lost { reason: self.reason.clone() }, actions),
-                    // It speaks when it is through.
+                    // A reply is sent when its current step is done.
                     _ => {}
                 }
             }
@@ -359,7 +360,7 @@ impl DestinationSwitchover {
         use SwitchoverMessage as M;
         let waits = self.phase == Phase::Prepared;
         match message {
-            // A small guest's last byte may be on its way before the first is accepted here.
+            // A small guest's last byte may be in transit before the first is accepted here.
             M::Prepare if self.phase.unprepared() => {
                 self.prepare_heard = true;
                 self.prepare(actions);
@@ -372,7 +373,7 @@ impl DestinationSwitchover {
             }
             M::Outcome(Outcome::Aborted) if waits => self.abort("the source had given up", actions),
             _ if self.phase.unprepared() => self.abort("the source said something out of turn", actions),
-            // Late or repeated: `Outcome` after `Commit`, `Abort` while it is being discarded.
+            // Late or repeated: `Outcome` after `Commit`, `Abort` while the guest is being discarded.
             _ => {}
         }
     }

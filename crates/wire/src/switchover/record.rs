@@ -1,6 +1,6 @@
-//! The record of a migration on disk: what one side of the switchover must still know after its process has died.
+//! The record of a migration on disk: the state that one side of the switchover needs after its process has died.
 //!
-//! Data only. Writing it durably, locking it and finding it again is the driver's work (see the module's contract).
+//! Data only. The driver writes it durably, locks it and finds it again (see the module's contract).
 
 use crate::control::Mode;
 use crate::identity::{MigrationId, MigrationKey};
@@ -10,10 +10,10 @@ use thiserror::Error;
 /// Version of the record's format that this build reads and writes.
 pub const RECORD_VERSION: u32 = 1;
 
-/// Largest record, in bytes, that is parsed at all.
+/// The largest record, in bytes, that is parsed at all.
 const MAX_RECORD: usize = 64 * 1024;
 
-/// How far the source had come.
+/// The progress of the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SourceState {
@@ -21,38 +21,39 @@ pub enum SourceState {
     Started,
     /// The decision: the guest belongs to the destination.
     Committed,
-    /// The guest belongs to the source, which may not have made it run again yet.
+    /// The guest belongs to the source, which may not have resumed it yet.
     Aborted,
     /// As aborted, and the source's guest has been seen running since: QEMU is not touched any more.
     Resumed,
-    /// The destination has confirmed that the guest runs there, and what was left of it here was ended or kept as it was
-    /// asked for.
+    /// The destination has confirmed that the guest runs there, and the source's monitor was ended or kept as
+    /// requested.
     Finished,
-    /// The source's monitor has ended without the destination's word that the guest runs there: there is no guest here any
-    /// more, and nothing to settle on this side.
+    /// The source's monitor has ended without the destination's confirmation that the guest runs there: there is no
+    /// guest here any more, and nothing to settle on this side.
     Gone,
 }
 
-/// What becomes of the source's monitor once the destination has confirmed that the guest runs there.
+/// What happens to the source's monitor once the destination has confirmed that the guest runs there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SourceAfter {
     /// It is ended.
     Quit,
-    /// It is kept, with a stopped copy of the guest that must never be resumed. So also where a record does not name it.
+    /// It is kept, with a paused copy of the guest that must never be resumed. The default for records without this
+    /// field.
     #[default]
     Keep,
 }
 
-/// How far the destination had come.
+/// The progress of the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DestinationState {
-    /// A migration was begun; what QEMU has loaded is not complete.
+    /// A migration was begun; the guest is not completely loaded in QEMU.
     Started,
-    /// Loaded, complete and paused; waits to be told.
+    /// Loaded, complete and paused; waits for the decision.
     Prepared,
-    /// Told to run, or made to by an operator who fenced the source.
+    /// Committed by the source, or by an operator who fenced the source.
     Committed,
     /// The guest has been seen running here.
     Running,
@@ -60,7 +61,7 @@ pub enum DestinationState {
     Aborted,
 }
 
-/// Whose record it is and what it says.
+/// The side that the record belongs to, and its state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "side", content = "state", rename_all = "snake_case")]
 pub enum RecordState {
@@ -71,7 +72,7 @@ pub enum RecordState {
 }
 
 impl RecordState {
-    /// The name of the state, as it stands in the record.
+    /// Returns the name of the state, as in the record.
     pub fn name(self) -> &'static str {
         match self {
             Self::Source(SourceState::Started) | Self::Destination(DestinationState::Started) => "started",
@@ -85,8 +86,8 @@ impl RecordState {
         }
     }
 
-    /// Whether `recover` would leave QEMU alone, so that a new migration may use the same QEMU. An aborted destination
-    /// is settled as soon as its QEMU process is gone, which the caller sees.
+    /// Returns whether `recover` would leave QEMU unchanged, so that a new migration may use the same QEMU. An aborted
+    /// destination is settled as soon as its QEMU process is gone, which the caller checks.
     pub fn settled(self) -> bool {
         matches!(
             self,
@@ -96,16 +97,16 @@ impl RecordState {
     }
 }
 
-/// Which process, across the reuse of process numbers.
+/// Identifies a process, also after the reuse of process ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ProcessIdentity {
-    /// Process number, as of `SO_PEERCRED` on the QMP socket.
+    /// Process id, as of `SO_PEERCRED` on the QMP socket.
     pub pid: u32,
     /// Start time in clock ticks since boot, field 22 of `/proc/PID/stat` (proc(5)).
     pub start_ticks: u64,
 }
 
-/// What one side keeps on disk about one migration. The file holds a key: mode 0600.
+/// The data that one side keeps on disk about one migration. The file holds a key: mode 0600.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// Format version, [`RECORD_VERSION`].
@@ -113,35 +114,35 @@ pub struct Record {
     /// The migration's id, which also names the file.
     #[serde(with = "as_hex")]
     pub migration: MigrationId,
-    /// Whose record it is and how far that side had come.
+    /// The side that the record belongs to, and its state.
     #[serde(flatten)]
     pub state: RecordState,
     /// Whether an operator asserted at this side that the other host is gone for good.
     #[serde(default)]
     pub fenced_peer: bool,
-    /// Source: where to dial the destination (`host:port`). Destination: where it listens.
+    /// Source: the destination's address (`host:port`). Destination: its listening address.
     pub peer: String,
     /// How the virtual machine monitor is driven.
     #[serde(default = "owner")]
     pub mode: Mode,
     /// Path of the QMP socket of this side's QEMU; empty for a monitor that embeds the library.
     pub qmp: String,
-    /// The QEMU process behind that socket when the migration began, where it could be told.
+    /// The QEMU process behind that socket when the migration began, if it could be determined.
     #[serde(default)]
     pub qemu: Option<ProcessIdentity>,
-    /// What settings of the virtual machine monitor were before they were changed, to be put back where the guest runs in
-    /// the end. Only the driver knows their form.
+    /// The virtual machine monitor's settings before they were changed, to be restored on the host where the guest
+    /// finally runs. Only the driver knows their form.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings_before: Option<serde_json::Value>,
-    /// Source: the destination's word that it is prepared was about to be passed on to the virtual machine monitor. Only
-    /// then can the monitor have completed this migration: a guest moved away without it was moved by somebody else.
+    /// Source: the destination's `Prepared` was about to be forwarded to the virtual machine monitor. Only then can the
+    /// monitor have completed this migration: a guest moved away without it was moved by another program.
     #[serde(default)]
     pub completion_permitted: bool,
-    /// Source, in direct mode: the guest was about to be stopped by this migration. Only then may a guest that stands be let
-    /// run on: one that stood without it was stopped by somebody else.
+    /// Source, in direct mode: this migration was about to pause the guest. Only then may a paused guest be resumed:
+    /// otherwise another program paused it.
     #[serde(default)]
     pub pausing: bool,
-    /// Source: what becomes of its monitor when the guest runs at the destination.
+    /// Source: what happens to its monitor when the guest runs at the destination.
     #[serde(default)]
     pub source_after: SourceAfter,
     /// The migration's key, in 64 hexadecimal digits.
@@ -155,7 +156,7 @@ pub struct Record {
     pub updated_ms: u64,
 }
 
-/// Records of before there were others are of QEMUs that move their own RAM.
+/// Older records lack the field: they belong to QEMUs that migrate their own RAM.
 fn owner() -> Mode {
     Mode::Owner
 }
@@ -179,13 +180,13 @@ pub enum RecordError {
 }
 
 impl Record {
-    /// The record at a later state.
+    /// Returns the record at a later state.
     #[must_use]
     pub fn advanced(&self, state: RecordState, pid: u32, now_ms: u64) -> Self {
         Self { state, pid, updated_ms: now_ms, ..self.clone() }
     }
 
-    /// The record as the file's content.
+    /// Returns the record as the file's content.
     ///
     /// # Errors
     /// None in practice; serialisation cannot fail for these types.
@@ -195,10 +196,10 @@ impl Record {
         Ok(text)
     }
 
-    /// Reads the content of a file.
+    /// Parses the content of a file.
     ///
     /// # Errors
-    /// [`RecordError`] says what is wrong with it. No state is ever guessed from a record that cannot be read.
+    /// [`RecordError`] describes what is wrong with it. No state is ever guessed from a record that cannot be read.
     pub fn from_json(text: &[u8]) -> Result<Self, RecordError> {
         #[derive(Deserialize)]
         struct Version {
@@ -281,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_without_a_word_about_the_source_afterwards_keeps_it() {
+    fn a_record_without_source_after_keeps_the_sources_monitor() {
         let text = String::from_utf8(record().to_json().unwrap()).unwrap();
         let line = "  \"source_after\": \"quit\",\n";
         assert!(text.contains(line), "{text}");
@@ -298,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_record_is_refused() {
+    fn a_file_that_is_no_record_is_refused() {
         let edit = |from: &str, to: &str| {
             let text = String::from_utf8(record().to_json().unwrap()).unwrap();
             assert!(text.contains(from));

@@ -3,104 +3,105 @@
 use super::{Outcome, SourceState, SwitchoverMessage};
 use crate::text::cleaned;
 
-/// What the guest at the source is doing, as its monitor tells: beside QEMU, as QMP's `query-status` and `query-migrate` tell
-/// it together; a monitor with Sterna in it knows.
+/// The state of the source's guest, as its monitor reports it: with QEMU, combined from QMP's `query-status` and
+/// `query-migrate`; a monitor that embeds Sterna knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SourceGuest {
-    /// No migration is under way and the guest is QEMU's own again: it runs, or stands for a reason that is not ours.
+    /// No migration is in progress and QEMU controls the guest again: it runs, or is paused for a reason unrelated to
+    /// Sterna.
     Running,
-    /// A migration is under way, the guest running or stopped for its last part. Should it end without SHUT (return path
-    /// closed, cancelled, failed), QEMU makes the guest run again by itself.
+    /// A migration is in progress, the guest running or paused for its last part. If it ends without SHUT (return path
+    /// closed, cancelled, failed), QEMU resumes the guest by itself.
     Migrating,
-    /// Migration `completed`, guest `postmigrate`: it stands until `cont`.
+    /// Migration `completed`, guest `postmigrate`: it is paused until `cont`.
     Completed,
     /// The process has ended.
     Gone,
 }
 
-/// What happened, as the driver tells the source's machine.
+/// An event that the driver reports to the source's machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SourceEvent {
-    /// The record asked for is durable.
+    /// The requested record is durable.
     RecordWritten,
     /// Writing the record failed: the old or the new content may be on the disk.
     RecordFailed,
-    /// A connection that [`SourceAction::Connect`] asked for stands, proof included.
+    /// The connection that [`SourceAction::Connect`] requested is established, with a valid proof.
     Connected,
-    /// The connection is gone, or silent for too long.
+    /// The connection is gone, or has been silent for too long.
     ConnectionLost,
-    /// The destination said something.
+    /// The destination sent a message.
     Message(SwitchoverMessage),
-    /// The last byte of QEMU's stream has been handed to the channels.
+    /// The last byte of QEMU's stream has been passed to the channels.
     FinalStateSent,
-    /// QEMU's state changed (only after [`SourceAction::StartMigration`] was performed), or is the answer to
+    /// QEMU's state changed (only after [`SourceAction::StartMigration`] was performed), or is the result of
     /// [`SourceAction::EndMigration`], [`SourceAction::Cont`] or [`SourceAction::EndGuest`].
     Guest(SourceGuest),
-    /// The migration shall not go on: cancelled, a time limit, an error of the data plane; or the action at hand failed.
+    /// The migration must end: cancelled, a time limit, an error of the data plane; or the current action failed.
     Failed {
-        /// Why, in words, for people.
+        /// The reason, as text for people.
         reason: String,
     },
 }
 
-/// What the driver shall do.
+/// An action for the driver.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SourceAction {
-    /// Write the record durably and answer `RecordWritten` or `RecordFailed`.
+    /// Write the record durably and report `RecordWritten` or `RecordFailed`.
     WriteRecord(SourceState),
-    /// Have QEMU start its migration into our sockets.
+    /// Make QEMU start its migration into our sockets.
     StartMigration,
-    /// Send on the control channel; without a connection, drop it.
+    /// Send on the control channel; without a connection, drop the message.
     Send(SwitchoverMessage),
-    /// Give the destination's SHUT(0) to QEMU's return path. QEMU then completes and reports it. Without a QEMU: answer
-    /// `Guest(Completed)`, since nothing of the guest goes on by itself.
+    /// Forward the destination's SHUT(0) to QEMU's return path. QEMU then completes and reports it. Without a QEMU:
+    /// report `Guest(Completed)`, since no guest resumes by itself.
     RelayShut,
-    /// See to it that QEMU has no migration under way (close its sockets, `migrate_cancel`), then answer with `Guest`:
+    /// Ensure that QEMU has no migration in progress (close its sockets, `migrate_cancel`), then report `Guest`:
     /// `Running` if QEMU resumed the guest, `Completed` if it had completed already.
     EndMigration,
-    /// QMP `cont`; answer with `Guest(Running)`, or `Failed`.
+    /// QMP `cont`; report `Guest(Running)`, or `Failed`.
     Cont,
-    /// QMP `announce-self`: the switches may have heard of the other host.
+    /// QMP `announce-self`: the switches may have learned the other host's port.
     AnnounceSelf,
-    /// The decision is durable and the destination has confirmed that the guest runs there: end what is left of the guest
-    /// here, or leave it, as the record's [`SourceAfter`](super::SourceAfter) says. Answer with `Guest`: `Gone` where it was
-    /// ended, `Completed` where it was left, `Running` where somebody has started it; or `Failed`, which leaves it as well.
+    /// The decision is durable and the destination has confirmed that the guest runs there: end the paused guest here,
+    /// or keep it, as the record's [`SourceAfter`](super::SourceAfter) demands. Report `Guest`: `Gone` if it was ended,
+    /// `Completed` if it was kept, `Running` if another program has started it; or `Failed`, which keeps it as well.
     EndGuest,
-    /// Dial the destination's listener, again and again, and answer `Connected`.
+    /// Connect to the destination's listener, repeatedly, and report `Connected`.
     Connect,
-    /// Nothing more will come of this machine.
+    /// The machine has ended and returns no more actions.
     Done(SourceEnd),
 }
 
-/// How it ended for the source.
+/// The end of the migration at the source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SourceEnd {
     /// The guest runs at the destination.
     Finished,
-    /// The guest runs here, and the destination knows (or is fenced).
+    /// The guest runs here, and the destination has been notified (or is fenced).
     Aborted {
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The first record could not be written: nothing was begun, the guest was not touched.
     NotStarted,
     /// The source's QEMU ended before the destination had confirmed that the guest runs there. If the destination is
-    /// prepared it holds the only copy, and only an operator can say that it may run (`recover --fenced-peer` there).
+    /// prepared it holds the only copy, and only an operator can let it run (`recover --fenced-peer` there).
     GuestGone,
-    /// Decided, but the destination's QEMU is gone. The guest stands here; `recover --fenced-peer` makes it run.
+    /// Committed, but the destination's QEMU is gone. The guest is paused here; `recover --fenced-peer` resumes it.
     DestinationLost {
         /// Whether the guest certainly never ran there.
         never_ran: bool,
-        /// The destination's words.
+        /// The reason that the destination sent.
         reason: String,
     },
-    /// The guest stands and this process cannot change it; put right what the reason says, then `recover`.
+    /// The guest is paused and this process cannot change that; remedy the reason, then run `recover`.
     Stuck {
         /// What failed.
         reason: String,
     },
-    /// The guest runs here although the destination has been given it, or runs it: someone started it by hand. Nothing
-    /// is touched; a person must stop one of the two.
+    /// The guest runs here although it was committed to the destination, or runs there: it was started by hand. Nothing
+    /// is changed; a person must stop one of the two.
     Conflict,
 }
 
@@ -119,9 +120,9 @@ enum Phase {
     WritingResumed,
     WritingGone,
     Telling,
-    /// At the destination's word that the guest runs there.
+    /// The destination confirmed that the guest runs there.
     Finished,
-    /// In any other way.
+    /// With any other result.
     Ended,
 }
 
@@ -139,14 +140,15 @@ impl Phase {
     }
 }
 
-/// The source's machine. See the module for the contract with its driver.
+/// The source's state machine. See the module for the contract with its driver.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SourceSwitchover {
     phase: Phase,
     connected: bool,
-    /// The disk may say `committed` although nothing was sent: no resuming before it says otherwise.
+    /// The disk may contain `committed` although nothing was sent: the guest must not resume before the record is
+    /// replaced.
     may_be_committed: bool,
-    /// The destination's guest is known to be gone, or the operator says so: no one is left to tell.
+    /// The destination's guest is known to be gone, or the operator asserts it: there is no peer to notify.
     destination_gone: bool,
     reason: String,
     /// Events that came while a record was being written.
@@ -154,25 +156,25 @@ pub struct SourceSwitchover {
 }
 
 impl SourceSwitchover {
-    /// Begins, on an open connection, before QEMU is touched.
+    /// Begins a switchover, on an open connection, before QEMU is touched.
     pub fn begin() -> (Self, Vec<SourceAction>) {
         let mut machine = Self::at(Phase::WritingStarted);
         machine.connected = true;
         (machine, vec![SourceAction::WriteRecord(SourceState::Started)])
     }
 
-    /// Goes on after a crash, from the record (`None`: there is none) and from what QEMU is doing now.
+    /// Continues after a crash, from the record (`None` if there is none) and from QEMU's present state.
     ///
-    /// `fenced_peer` is an operator's word that the destination's guest is gone for good and can never run. It is the only
-    /// way to make a guest run here that was committed to the destination; what the destination wrote to shared disks
-    /// meanwhile this guest does not know of.
+    /// `fenced_peer` is an operator's assertion that the destination's guest is gone for good and can never run. It is
+    /// the only means to run a guest here that was committed to the destination; this guest does not know what the
+    /// destination wrote to shared disks meanwhile.
     pub fn recover(record: Option<SourceState>, qemu: SourceGuest, fenced_peer: bool) -> (Self, Vec<SourceAction>) {
         let mut machine = Self::at(Phase::Ended);
         machine.destination_gone = fenced_peer;
         machine.reason = "the source was restarted before anything was decided".into();
         let mut actions = Vec::new();
         match record {
-            // Whether the destination's copy is still good nobody can tell here, so it is not told to discard it.
+            // The destination's copy may still be good, so the destination is not told to discard it.
             Some(SourceState::Started | SourceState::Aborted) if qemu == SourceGuest::Gone => {
                 machine.guest_gone(&mut actions);
             }
@@ -205,23 +207,23 @@ impl SourceSwitchover {
         (machine, actions)
     }
 
-    /// Whether the guest is committed to the destination: cancelling has no effect any more.
+    /// Returns whether the guest is committed to the destination: cancelling has no effect any more.
     pub fn decided(&self) -> bool {
         matches!(self.phase, Phase::Committed | Phase::EndingGuest | Phase::WritingFinished | Phase::Finished)
     }
 
-    /// Why the migration does not go on; empty before that.
+    /// Returns why the migration was aborted; empty before that.
     pub fn reason(&self) -> &str {
         &self.reason
     }
 
-    /// Whether the process may end now without leaving the guest standing: the machine is done, or only the message that
-    /// it aborted is still to be delivered (`recover` can do that later).
+    /// Returns whether the process may end now without leaving the guest paused: the machine is done, or only the
+    /// `Abort` message is still to be delivered (`recover` can do that later).
     pub fn may_stop(&self) -> bool {
         matches!(self.phase, Phase::Telling | Phase::Finished | Phase::Ended)
     }
 
-    /// Takes an event; returns what to do, in order.
+    /// Handles an event; returns the actions, in order.
     pub fn on(&mut self, event: SourceEvent) -> Vec<SourceAction> {
         let mut actions = Vec::new();
         if self.phase.writing() {
@@ -277,7 +279,7 @@ impl SourceSwitchover {
                 self.end(SourceEnd::NotStarted, actions);
             }
             Phase::WritingCommitted => {
-                // Nobody has been told, so it can still be taken back; but only by a record that says so.
+                // `Commit` has not been sent, so the decision can be revoked; but only by a record of that.
                 self.may_be_committed = true;
                 self.abort("the source could not write its decision", actions);
             }
@@ -285,16 +287,16 @@ impl SourceSwitchover {
                 let reason = format!("{}; nor could that be written down", self.reason);
                 self.end(SourceEnd::Stuck { reason }, actions);
             }
-            // The disk says `started`, which means aborted just as well.
+            // The disk contains `started`, which also means aborted.
             Phase::WritingAborted => self.resume(actions),
-            // `aborted` or `committed` on the disk only costs a later `recover` a question too many.
+            // With `aborted` or `committed` on the disk, a later `recover` asks the destination needlessly.
             _ => self.written(actions),
         }
     }
 
     fn step(&mut self, event: SourceEvent, actions: &mut Vec<SourceAction>) {
         match event {
-            // Not asked for: a driver that repeats an answer changes nothing.
+            // Unexpected: a driver that repeats a report changes nothing.
             SourceEvent::RecordWritten | SourceEvent::RecordFailed => {}
             SourceEvent::Connected => self.connected = true,
             SourceEvent::ConnectionLost => {
@@ -316,7 +318,7 @@ impl SourceSwitchover {
             SourceEvent::Failed { reason } => match self.phase {
                 phase if phase.undecided() => self.abort(&reason, actions),
                 Phase::Resuming => self.end(SourceEnd::Stuck { reason }, actions),
-                // What is left of the guest here does not run: the destination's word counts.
+                // The paused guest here does not run: the destination's confirmation counts.
                 Phase::EndingGuest => self.finish(actions),
                 _ => {}
             },
@@ -339,7 +341,7 @@ impl SourceSwitchover {
             M::AskOutcome if self.phase == Phase::Committed => {
                 actions.push(SourceAction::Send(M::Outcome(Outcome::Committed)));
             }
-            // Prepared after all, because it did not hear of the abort. It hears of that once the guest runs here.
+            // Prepared after all, because it did not receive the abort. It is notified once the guest runs here.
             M::AskOutcome | M::Prepared if self.phase == Phase::Telling => {
                 actions.push(SourceAction::Send(M::Outcome(Outcome::Aborted)));
             }
@@ -360,7 +362,7 @@ impl SourceSwitchover {
                 }
             }
             _ if self.phase.undecided() => self.abort("the destination said something out of turn", actions),
-            // Late or repeated: `Prepared` while the abort is written down, `Running` after the end.
+            // Late or repeated: `Prepared` while the abort is being recorded, `Running` after the end.
             _ => {}
         }
     }
@@ -377,16 +379,16 @@ impl SourceSwitchover {
             (phase, SourceGuest::Running) if phase.undecided() => {
                 self.abort("QEMU ended the migration itself", actions);
             }
-            // No copy can be complete yet: the destination may discard what it has.
+            // No copy can be complete yet: the destination may discard its copy.
             (Phase::Migrating, SourceGuest::Gone) => self.abort("the source's QEMU died", actions),
-            // The destination may hold the only complete copy. It is not told to discard it.
+            // The destination may hold the only complete copy, so it is not told to discard it.
             (Phase::Preparing | Phase::Relaying | Phase::Resuming, SourceGuest::Gone) => self.guest_gone(actions),
             (Phase::EndingGuest, SourceGuest::Gone | SourceGuest::Completed) => self.finish(actions),
             (Phase::Resuming, SourceGuest::Completed) => actions.push(SourceAction::Cont),
             (Phase::Resuming, SourceGuest::Running) => {
                 self.phase = Phase::WritingResumed;
                 actions.push(SourceAction::AnnounceSelf);
-                // Not before: where this guest is lost or stuck, the destination may hold the only complete copy.
+                // Not before: if this guest is lost or stuck, the destination may hold the only complete copy.
                 if self.connected && !self.destination_gone {
                     actions.push(SourceAction::Send(SwitchoverMessage::Abort { reason: self.reason.clone() }));
                 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::super::device::DmaRange;
 
 /// Ranges that fit one page of the kernel.
-const MOST_RANGES: usize = 256;
+const MAX_RANGES: usize = 256;
 
 #[derive(Debug)]
 pub(super) struct Log {
@@ -24,7 +24,7 @@ impl Log {
         if ranges.is_empty() || !hint.is_power_of_two() {
             return Err(libc::EINVAL);
         }
-        if ranges.len() > MOST_RANGES {
+        if ranges.len() > MAX_RANGES {
             return Err(libc::E2BIG);
         }
         for (index, range) in ranges.iter().enumerate() {

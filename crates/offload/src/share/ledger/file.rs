@@ -1,11 +1,11 @@
 //! The ledger's file: a page of slots on a file system in memory, one file for each device.
 //!
-//! It is read and written by system calls rather than mapped: somebody may cut the file short, and a mapping would then kill
-//! the process (`SIGBUS`). A batch costs two calls.
+//! It is read and written by system calls rather than mapped: another process may truncate the file, and a mapping
+//! would then kill this process (`SIGBUS`). A batch costs two calls.
 //!
-//! A slot belongs to whoever holds the open-file-description lock on its first byte (fcntl_locking(2)): the kernel gives it back
-//! when the last descriptor is closed, however the process ends. The descriptor is closed on exec; a forked child keeps the
-//! slot held, but then the slot does not change any more and the others pass over it.
+//! A slot belongs to the process that holds the open-file-description lock on its first byte (fcntl_locking(2)): the
+//! kernel releases it when the last descriptor is closed, however the process ends. The descriptor is closed on exec. A
+//! forked child keeps the slot held, but the slot does not change any more, and the other processes ignore it.
 
 use std::ffi::CString;
 use std::io;
@@ -22,7 +22,7 @@ pub const SLOTS: usize = 128;
 /// Bytes of a slot: a cache line of its own.
 const SLOT_BYTES: usize = 64;
 const FILE_BYTES: usize = SLOT_BYTES * (1 + SLOTS);
-/// "sterna" and the version of what lies in the file.
+/// "sterna" and the version of the file format.
 const MAGIC: u64 = u64::from_le_bytes(*b"sternaL1");
 /// `TMPFS_MAGIC` and `RAMFS_MAGIC` of linux/magic.h.
 const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
@@ -31,20 +31,20 @@ const IN_MEMORY: [i64; 2] = [0x0102_1994, 0x8584_58f6];
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The name of a device is a file name here.
+    /// A device's name must be usable as a file name here.
     #[error("'{0}' is no name of a device")]
     Name(String),
-    /// The system said no.
+    /// A system call failed.
     #[error("cannot {what} the ledger {path}: {source}", path = path.display())]
     Io {
-        /// What was tried.
+        /// The failed action.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// Others could write what they like into it, or it is no plain file.
+    /// Other users could write into it, or it is no plain file.
     #[error("the ledger {path} is not to be trusted: {why}; remove it, or have root own it", path = path.display())]
     Untrusted {
         /// The file.
@@ -52,19 +52,19 @@ pub enum OpenError {
         /// What is wrong with it.
         why: &'static str,
     },
-    /// Every batch writes to it.
+    /// The ledger must not lie on a disk, as every batch writes to it.
     #[error("the ledger {path} would lie on a disk; give a directory on tmpfs, such as /dev/shm", path = path.display())]
     NotInMemory {
         /// The file.
         path: PathBuf,
     },
-    /// Another program's file, or another version's.
+    /// The file of another program, or of another version.
     #[error("{path} is no ledger of this version; remove it when no process uses it", path = path.display())]
     NotALedger {
         /// The file.
         path: PathBuf,
     },
-    /// All slots are held.
+    /// All slots are in use.
     #[error("all {SLOTS} slots of the ledger {path} are held", path = path.display())]
     Full {
         /// The file.
@@ -78,22 +78,22 @@ pub struct LedgerFile {
     file: OwnedFd,
     path: PathBuf,
     own: usize,
-    /// Slots up to here are read each time: beyond were none when all were read last.
+    /// The number of slots that are read each time: beyond these, no slot was in use at the last full read.
     reach: AtomicUsize,
     reads: AtomicUsize,
 }
 
-/// All slots are read once in so many times. The lowest free slot is taken, so those in use lie together.
+/// One read in this many covers all slots. The lowest free slot is taken, so used slots lie together.
 const FULL_READ: usize = 32;
 
 impl LedgerFile {
-    /// Opens the ledger of `device` in `directory`, makes it where there is none, and takes a free slot.
+    /// Opens the ledger of `device` in `directory`, creates it if necessary, and takes a free slot.
     ///
-    /// A new file belongs to this user alone. For processes of several users, root makes an empty one (mode 660 and their group), which
-    /// whoever comes first fills.
+    /// A new file belongs to this user alone. For processes of several users, root creates an empty one (mode 660 and
+    /// their group), which the first process initialises.
     ///
     /// # Errors
-    /// [`OpenError`]: without a ledger there is still [`DelayBased`](super::super::DelayBased).
+    /// [`OpenError`]: without a ledger, use [`DelayBased`](super::super::DelayBased).
     pub fn open(directory: &Path, device: &str) -> Result<Self, OpenError> {
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if device.is_empty() || device.len() > 64 || device.starts_with('.') || !device.bytes().all(plain) {
@@ -124,7 +124,7 @@ impl LedgerFile {
         Ok(ledger)
     }
 
-    /// Where it is.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -134,7 +134,7 @@ impl LedgerFile {
         for (place, word) in bytes.chunks_exact_mut(8).zip(slot.words()) {
             place.copy_from_slice(&word.to_le_bytes());
         }
-        // A slot that cannot be written shows the others less than there is, as one of a process without a ledger does.
+        // A failed write shows the others too little, as the missing slot of a process without a ledger does.
         let _ = rustix::io::pwrite(&self.file, &bytes, offset(index));
     }
 }
@@ -143,7 +143,7 @@ fn offset(index: usize) -> u64 {
     ((1 + index) * SLOT_BYTES) as u64
 }
 
-/// A ledger in which nobody holds a slot.
+/// Returns the content of a ledger without owners of slots.
 fn empty() -> [u8; FILE_BYTES] {
     let mut bytes = [0u8; FILE_BYTES];
     bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
@@ -151,7 +151,7 @@ fn empty() -> [u8; FILE_BYTES] {
     bytes
 }
 
-/// Makes it whole before it has a name: nobody sees half a file, and of two that make it one wins.
+/// Writes the file completely before it gets its name: no process sees half a file, and of two creators one wins.
 fn make(directory: &Path, path: &Path) -> Result<(), rustix::io::Errno> {
     let mode = Mode::RUSR | Mode::WUSR;
     let file = rustix::fs::open(directory, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode)?;
@@ -184,7 +184,8 @@ fn check(file: &OwnedFd, path: &Path) -> Result<(), Result<OpenError, rustix::io
         return Err(Ok(OpenError::NotInMemory { path: path.into() }));
     }
     if stat.st_size == 0 {
-        // As root has made it. Of two that fill it at once both write the same head, and slots are written with their locks only.
+        // An empty file that root has created. Two processes that initialise it at once write the same head; slots are
+        // written under their locks only.
         rustix::io::pwrite(file, &empty()[..SLOT_BYTES], 0).map_err(Err)?;
     }
     let mut head = [0u8; 16];
@@ -196,7 +197,7 @@ fn check(file: &OwnedFd, path: &Path) -> Result<(), Result<OpenError, rustix::io
     Ok(())
 }
 
-/// Locks or unlocks the first byte of a slot for this open file; false where another holds it.
+/// Locks or unlocks the first byte of a slot for this open file. Returns false if another process holds it.
 fn lock(file: impl AsFd, slot: usize, kind: libc::c_int) -> Result<bool, rustix::io::Errno> {
     let range = libc::flock {
         l_type: kind as libc::c_short,
@@ -230,7 +231,7 @@ impl Table for LedgerFile {
         let reach = if full { SLOTS } else { self.reach.load(Ordering::Relaxed).min(SLOTS) };
         let mut bytes = [0u8; SLOT_BYTES * SLOTS];
         let wanted = &mut bytes[..SLOT_BYTES * reach];
-        // What is not there reads as free.
+        // Missing bytes read as free slots.
         let read = rustix::io::pread(&self.file, &mut *wanted, offset(0)).unwrap_or(0);
         wanted[read..].fill(0);
         slots.iter_mut().skip(reach).for_each(|slot| *slot = Slot::default());
@@ -255,7 +256,7 @@ impl Table for LedgerFile {
     }
 
     fn alive(&self, index: usize) -> bool {
-        // Whoever gets the lock of a slot may write it; then it is free again.
+        // A process that gets the lock of a slot may write it: clear the slot, then release it.
         if index == self.own || index >= SLOTS {
             return true;
         }

@@ -1,25 +1,29 @@
-//! Shares between processes that co-operate: each says in a common file what it has in a queue and what it wants there.
+//! Shares between co-operating processes: each process records in a common file what it has in a queue and what it
+//! waits for.
 //!
-//! Every process has a **slot**: its weight, the device time it has in flight, the device time it wants, and its place in the
-//! order of start-time fair queueing, which is the same as inside one process. The batch with the earliest turn is let in when
-//! everything in flight leaves room for it within [`IN_FLIGHT`]; one with a later turn when it leaves room for it, and for all
-//! that waits before it, within two thirds of that. While others wait, a process has no more in flight than its
-//! weight's part, or one batch where the part is smaller than a batch.
+//! Every process has a **slot**: its weight, the device time it has in flight, the device time it wants, and its place
+//! in the order of start-time fair queueing, which is the same as inside one process. The batch with the earliest turn
+//! is admitted when everything in flight leaves room for it within [`IN_FLIGHT`]. A batch with a later turn is admitted
+//! when there is room for it, and for all batches that wait before it, within two thirds of that. While others wait, a
+//! process has no more in flight than its weight's part, or one batch where the part is smaller than a batch.
 //!
-//! There is no lock around a decision: each looks, decides, and publishes what it took or that it waits. Those that look at the
-//! same moment can all go, so more than the bound can be in flight: by one batch for each other process at most, and by what
-//! one of them took beyond its part and one batch before the others came. That is waiting time, never a wrong result, and the tags make up for it in the next turns. A batch costs one look and one
-//! publication; that it has left the device is not published but follows from when it was expected to.
+//! No lock protects a decision: each process reads, decides, and publishes that it took room or that it waits.
+//! Processes that read at the same moment can all be admitted, so more than the bound can be in flight: at most one
+//! batch for each other process, and the excess over its part and one batch that one of them took before the others
+//! came. The excess is waiting time, never a wrong result, and the tags compensate for it in the next turns. A batch
+//! costs one read and one publication; its completion is not published but follows from its expected time.
 //!
-//! Nothing that others wrote is believed beyond what they might rightly say:
+//! The values in other processes' slots are limited to what an honest process could write:
 //!
-//! * what a slot claims to have or want counts up to its part and one batch, its weight up to [`MAX_WEIGHT`](super::MAX_WEIGHT);
+//! * the time that a slot claims to have or want counts up to its part and one batch, its weight up to
+//!   [`MAX_WEIGHT`](super::MAX_WEIGHT);
 //! * virtual time stays near the median of all, and is no faster than a device can work;
-//! * a slot that wants but does not come back is let past (within [`PATIENCE`]), and one whose owner has died is cleared: the kernel
-//!   gave its lock back;
-//! * whatever all the others claim, a process with nothing in flight gets a batch in after [`LONGEST_TURN`].
+//! * a slot that waits but does not ask again is passed (after [`PATIENCE`]), and one whose owner has died is cleared:
+//!   the kernel has released its lock;
+//! * whatever the others claim, a process with nothing in flight gets a batch admitted after [`LONGEST_TURN`].
 //!
-//! Who has more in the device than its slot says is not seen here. Others then wait longer than they expect, and spill.
+//! A process that has more in the device than its slot shows is not detected. The others then wait longer than they
+//! expect, and spill.
 
 pub mod file;
 mod slot;
@@ -32,19 +36,19 @@ use super::spill::CpuCost;
 use super::turns::{SCALE, Turns, start_tag, virtual_span};
 use super::{Ask, CONTENDED_BATCH, Grant, IN_FLIGHT, Nanos, PATIENCE, Share, Verdict};
 
-/// The longest that one who has nothing in flight waits for a turn, whatever the others claim.
+/// The longest wait of a process with nothing in flight, whatever the others claim.
 pub const LONGEST_TURN: Nanos = 50_000_000;
-/// Turns that come in less than this are nobody's fault.
+/// Turns shorter than this are normal.
 const SHORT_TURN: Nanos = 5_000_000;
-/// What a batch may be believed to take: 512 KiB at 10 GB/s.
+/// The most that a batch may plausibly take: 512 KiB at 10 GB/s.
 const LIKELY_BATCH: Nanos = 50_000;
-const LEAST_WAIT: Nanos = 5_000;
-/// A slot that has not changed for this long wants nothing any more; perhaps its owner is dead.
+const MIN_WAIT: Nanos = 5_000;
+/// A slot that has not changed for this long does not wait any more; perhaps its owner is dead.
 const SILENCE: Nanos = 1_000_000;
-/// Who waits shows that it lives well within the others' patience.
-const MOST_WAIT: Nanos = SILENCE / 2;
+/// The longest wait: a waiting process updates its slot well before the others ignore it.
+const MAX_WAIT: Nanos = SILENCE / 2;
 
-/// What this process has seen of another's slot.
+/// Observations of another process's slot.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     slot: Slot,
@@ -52,11 +56,11 @@ struct Seen {
     probed: Nanos,
 }
 
-/// What the others want and have, as far as it is believed.
+/// The sums over the other slots, after the limits.
 struct Others {
     weight: u64,
     in_flight: Nanos,
-    /// Wanted with an earlier turn.
+    /// Device time wanted with an earlier turn.
     before: Nanos,
     anyone_waits: bool,
 }
@@ -73,7 +77,7 @@ pub struct Ledger<T: Table> {
     finish: u64,
     in_flight: Nanos,
     batches: u64,
-    /// Since when a batch has waited, and when it is expected to be asked for again.
+    /// Since when a batch has waited, and when it is expected to ask again.
     waiting: Option<(Nanos, Nanos)>,
     virtual_time: Option<u64>,
     looked: Nanos,
@@ -109,19 +113,20 @@ impl<T: Table> Ledger<T> {
         }
     }
 
-    /// Batches go to the CPU when their turn is further away than the CPU would take. Who spills keeps its turn.
+    /// Sends batches to the CPU when their turn is further away than the CPU would need. A process whose batch spills
+    /// keeps its turn.
     #[must_use]
     pub fn spilling(mut self) -> Self {
         self.spill = true;
         self
     }
 
-    /// Device time that this process has in flight, as predicted.
+    /// Returns the device time that this process has in flight, as predicted.
     pub fn in_flight(&self) -> Nanos {
         self.in_flight
     }
 
-    /// Looks at all slots. What has not changed since it was last looked at is older.
+    /// Reads all slots. A slot that has not changed since the last read ages.
     fn look(&mut self, now: Nanos) {
         self.table.read(&mut self.slots);
         let own = self.table.own();
@@ -138,13 +143,14 @@ impl<T: Table> Ledger<T> {
                 continue;
             }
             let age = now.saturating_sub(seen.since);
-            // Grants come back when completions are noticed, which can be late; what the device still has is until then.
+            // Grants are returned when completions are noticed, which can be late: after `until` the device has
+            // finished.
             slot.in_flight = slot.in_flight.min(slot.until.saturating_sub(now));
             if now > slot.again.saturating_add(PATIENCE) {
                 slot.wants = 0;
             }
             if age > SILENCE {
-                // Asked once in a while: it is a system call.
+                // Only now and then: the check is a system call.
                 if now.saturating_sub(seen.probed) > SILENCE {
                     seen.probed = now;
                     if !self.table.alive(index) {
@@ -158,15 +164,15 @@ impl<T: Table> Ledger<T> {
         self.follow(now);
     }
 
-    /// Virtual time: the least start tag that waits. But no less than the median by more than honest tags lie apart, never back, and
-    /// no faster than one device that works for a single flow of weight 1.
+    /// Updates virtual time: the smallest waiting start tag. But no less than the median by more than honest tags
+    /// differ, never back, and no faster than one device that works for a single flow of weight 1.
     fn follow(&mut self, now: Nanos) {
         let elapsed = now.saturating_sub(self.looked);
         self.looked = now;
         self.tags.clear();
         self.tags.extend(self.slots.iter().filter(|slot| slot.wants > 0).map(|slot| slot.start));
         if self.tags.is_empty() {
-            // Nobody waits: the last that was let in.
+            // No process waits: the batch admitted last counts.
             self.tags.extend(self.slots.iter().filter(|slot| slot.active()).map(|slot| slot.start).max());
         }
         if self.own.wants > 0 {
@@ -180,7 +186,7 @@ impl<T: Table> Ledger<T> {
         let (_, &mut median, _) = self.tags.select_nth_unstable(middle);
         let seen = least.max(median.saturating_sub(2 * LIKELY_BATCH * SCALE));
         self.virtual_time = Some(match self.virtual_time {
-            // Just come: beside the others.
+            // New here: level with the others.
             None => seen,
             Some(before) => {
                 let most = before.saturating_add((2 * elapsed.min(u64::MAX / 4 / SCALE) + self.bound) * SCALE);
@@ -209,12 +215,12 @@ impl<T: Table> Ledger<T> {
         others
     }
 
-    /// Of the device time that may be in flight, what belongs to this weight.
+    /// Returns the part of the bound that belongs to this weight.
     fn part(&self, weight: u64, all: u64) -> Nanos {
         self.bound * weight / all.max(1)
     }
 
-    /// A batch that has wanted to go since then will be asked for again at that moment, and the others know.
+    /// Records, and publishes, that a batch waiting since `since` will ask again at `expected`.
     fn come_again(&mut self, since: Nanos, expected: Nanos) {
         self.waiting = Some((since, expected));
         self.own.again = expected;
@@ -230,7 +236,7 @@ impl<T: Table> Ledger<T> {
     fn admit(&mut self, ask: &Ask, ahead: Nanos, now: Nanos) -> Verdict {
         self.turns.admit(ask);
         self.own.until = now.saturating_add(ahead);
-        // Against what was predicted, not against what it has been stretched to already.
+        // Against the predicted time, not the stretched one.
         let expected = ahead.saturating_sub(self.pace.stretch(ask.predicted)).saturating_add(ask.predicted);
         self.finish = self.own.start.saturating_add(virtual_span(ask.predicted, self.own.weight()));
         self.in_flight = self.in_flight.saturating_add(ask.predicted);
@@ -252,12 +258,12 @@ impl<T: Table> Share for Ledger<T> {
         let before_own = self.turns.ask(ask, now);
         let needed = before_own.saturating_add(ask.predicted);
         self.own.weight = self.turns.active_weight(now).max(1);
-        // The first look comes before the first tag: one begins beside the others, not at zero.
+        // The first read comes before the first tag: a process starts level with the others, not at zero.
         if self.virtual_time.is_none() {
             self.look(now);
             self.finish = self.virtual_time.unwrap_or(0);
         }
-        // What was not asked for again for long has not been waiting.
+        // A batch that did not ask for long has not been waiting.
         if self.waiting.is_some_and(|(_, expected)| now > expected.saturating_add(SILENCE)) {
             self.waiting = None;
         }
@@ -274,17 +280,17 @@ impl<T: Table> Share for Ledger<T> {
         let own = self.pace.stretch(self.in_flight).min(self.own.until.saturating_sub(now));
         let ahead = self.pace.stretch(needed).saturating_add(own).saturating_add(others.in_flight);
         let filled = ahead.saturating_add(self.pace.stretch(others.before));
-        // While others wait, a process has its part, and gives it to its own VMs in their order.
+        // While others wait, a process has its part, and distributes it to its own VMs in their order.
         let within_part =
             !others.anyone_waits || (before_own == 0 && (self.batches == 0 || own < self.part(self.own.weight(), all)));
-        // Past an earlier turn only where the device might run dry before its owner wakes: who asks more often because its
-        // batches are smaller would else take every gap that the other sleeps through.
+        // An earlier turn is passed only where the device might run dry before its owner wakes: else a process that
+        // asks more often because its batches are smaller would take every gap during the other's sleep.
         let room = if others.before > 0 { self.bound * 2 / 3 } else { self.bound };
         let alone = self.batches == 0 && others.in_flight == 0 && others.before == 0 && before_own == 0;
         let since = self.waiting.map_or(now, |(since, _)| since);
         let turn = ask.predicted.saturating_mul(2 * all / self.own.weight()).clamp(SHORT_TURN, LONGEST_TURN);
         let overdue = self.batches == 0 && before_own == 0 && now.saturating_sub(since) >= turn;
-        // However slow the device is against its prediction: no more than this is out.
+        // A limit for a device that is much slower than predicted.
         let outstanding = self.batches == 0 || self.in_flight.saturating_add(ask.predicted) <= self.bound;
         if (filled <= room && within_part && outstanding) || alone || overdue {
             return self.admit(ask, ahead, now);
@@ -299,7 +305,7 @@ impl<T: Table> Share for Ledger<T> {
             self.come_again(since, expected);
             return Verdict::Spill;
         }
-        let until = now.saturating_add(wait.clamp(LEAST_WAIT, MOST_WAIT));
+        let until = now.saturating_add(wait.clamp(MIN_WAIT, MAX_WAIT));
         self.turns.wait(ask, until);
         self.come_again(since, until);
         Verdict::Wait { until }
@@ -314,7 +320,7 @@ impl<T: Table> Share for Ledger<T> {
     fn dropped(&mut self, grant: Grant) {
         self.left(&grant);
         self.turns.returned(grant.vm, grant.predicted);
-        // Neither is it paid for among the processes, nor do the others wait for it.
+        // The process does not pay for it, and the others do not wait for it.
         self.finish = self.finish.saturating_sub(virtual_span(grant.predicted, self.own.weight()));
         self.own.until = self.own.until.saturating_sub(self.pace.stretch(grant.predicted));
         self.publish();

@@ -1,23 +1,23 @@
-//! What a process says of itself, and the table of all that do.
+//! The slot in which a process publishes its state, and the table of all slots.
 
 use super::super::MAX_WEIGHT;
 
-/// One process, as it says. Words of 64 bits, so that a reader sees an old one or a new one.
+/// The state of one process, as published. Words of 64 bits, so that a reader gets an old or a new value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Slot {
     /// Weight of the VMs that are active in it; 0 in a free slot.
     pub weight: u64,
     /// Device time in flight, in nanoseconds.
     pub in_flight: u64,
-    /// Device time wanted; 0 when it waits for nothing.
+    /// Device time wanted; 0 when no batch waits.
     pub wants: u64,
-    /// Start tag of the batch that waits, or of the last one that went.
+    /// Start tag of the waiting batch, or of the last one admitted.
     pub start: u64,
-    /// When the device will have done all that is in flight, on the system's monotonic clock.
+    /// When the device will have done everything in flight, on the system's monotonic clock.
     pub until: u64,
-    /// When it will ask again for what it wants, on the same clock.
+    /// When the process will ask again, on the same clock.
     pub again: u64,
-    /// Changes with every word that is written: who waits and is alive is seen to be.
+    /// Changes with every write: shows that a waiting process is alive.
     pub beat: u64,
 }
 
@@ -25,13 +25,13 @@ pub struct Slot {
 pub(super) const WORDS: usize = 7;
 
 impl Slot {
-    /// From what lies in the table, whatever it is.
+    /// Makes a slot from the words of the table, whatever they contain.
     pub fn from_words(words: [u64; WORDS]) -> Self {
         let [weight, in_flight, wants, start, until, again, beat] = words;
         Self { weight, in_flight, wants, start, until, again, beat }
     }
 
-    /// As it lies in the table.
+    /// Returns the words for the table.
     pub fn words(&self) -> [u64; WORDS] {
         [self.weight, self.in_flight, self.wants, self.start, self.until, self.again, self.beat]
     }
@@ -41,25 +41,25 @@ impl Slot {
     }
 
     pub(super) fn weight(&self) -> u64 {
-        // A process of many VMs has the weight of all; no more than a hundred of the heaviest.
+        // A process of many VMs has the weight of all; at most that of a hundred of the heaviest.
         self.weight.clamp(1, u64::from(MAX_WEIGHT) * 100)
     }
 }
 
-/// Where the slots lie. Words are read and written one by one; nothing holds several of them together.
+/// Access to the slots. Words are read and written individually; several words are not consistent with each other.
 pub trait Table: Send {
-    /// How many slots there are.
+    /// Returns how many slots there are.
     fn slots(&self) -> usize;
 
-    /// The slot that this process holds.
+    /// Returns the slot that this process holds.
     fn own(&self) -> usize;
 
-    /// Reads all slots. What cannot be read is free.
+    /// Reads all slots. A slot that cannot be read counts as free.
     fn read(&self, slots: &mut [Slot]);
 
-    /// Writes the own slot.
+    /// Writes this process's slot.
     fn write(&self, slot: &Slot);
 
-    /// Whether the owner of a slot still lives. One that does not is cleared.
+    /// Returns whether the owner of a slot is alive. The slot of a dead owner is cleared.
     fn alive(&self, index: usize) -> bool;
 }
