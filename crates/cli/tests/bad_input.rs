@@ -25,9 +25,9 @@ const CANCELLED: Option<i32> = Some(3);
 /// So slow that a migration is under way for seconds.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 /// What a sterna may have in memory, whatever is thrown at it, in KiB: without a migration there is no window.
-const MOST_MEMORY: u64 = 48 << 10;
+const MAX_MEMORY_KIB: u64 = 48 << 10;
 /// More than a text may be that quotes a peer, in bytes.
-const LONGEST_TEXT: usize = 8 << 10;
+const MAX_TEXT_BYTES: usize = 8 << 10;
 
 /// Two machines that run nothing, which is enough for a refusal.
 fn idle_pair() -> Option<Pair> {
@@ -57,7 +57,7 @@ fn refusal(name: &str, process: Sterna, words: &[&str]) {
 }
 
 /// An address at which nobody listens.
-fn nobody() -> String {
+fn unused_address() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
@@ -71,7 +71,7 @@ fn resident(pid: u32) -> u64 {
 #[test]
 fn what_cannot_be_carried_is_refused_before_the_guest_is_touched() {
     let Some(pair) = idle_pair() else { return };
-    let to = nobody();
+    let to = unused_address();
     let monitor = &pair.source.monitor;
     let set = |command: &str, arguments: Value| drop(monitor.execute(command, arguments).unwrap());
     let capability = |name: &str, on: bool| {
@@ -100,7 +100,7 @@ fn a_qemu_that_does_not_wait_for_a_guest_is_refused_as_destination() {
     let mut command = receive(pair.source.qemu.qmp_path(), &pair.destination_state());
     refusal("receive", Sterna::start("receive", command.args(["--quiet", "--insecure"])), &["-incoming defer"]);
     assert!(pair.source.runs());
-    let mut command = send(pair.destination.qemu.qmp_path(), &nobody(), &pair.source_state(), &pair.report());
+    let mut command = send(pair.destination.qemu.qmp_path(), &unused_address(), &pair.source_state(), &pair.report());
     refusal("send", Sterna::start("send", command.args(["--quiet", "--insecure"])), &["destination"]);
 }
 
@@ -122,10 +122,10 @@ fn machine_types_must_be_the_same() {
 fn a_qmp_socket_that_is_busy_missing_or_no_monitor_is_named() {
     let Some(pair) = idle_pair() else { return };
     let other = Qmp::connect(pair.source.qemu.qmp_path()).unwrap();
-    refused_send(&pair, &nobody(), &["--insecure"], &["QMP socket busy"]);
+    refused_send(&pair, &unused_address(), &["--insecure"], &["QMP socket busy"]);
     drop(other);
     let missing = pair.scratch.path().join("missing.sock");
-    let mut command = send(&missing, &nobody(), &pair.source_state(), &pair.report());
+    let mut command = send(&missing, &unused_address(), &pair.source_state(), &pair.report());
     refusal("send", Sterna::start("send", command.args(["--quiet", "--insecure"])), &["missing.sock"]);
 }
 
@@ -200,7 +200,7 @@ fn a_certificate_that_is_foreign_not_allowed_or_expired_is_refused_and_the_right
     refused(&expired, &["expired"]);
     refused(&stranger, &["somebody-else", "--allow"]);
     refused_send(&pair, &address, &["--insecure"], &[]);
-    assert!(receiver.poll().is_none() && resident(receiver.pid()) < MOST_MEMORY);
+    assert!(receiver.poll().is_none() && resident(receiver.pid()) < MAX_MEMORY_KIB);
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
 
     let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
@@ -302,17 +302,17 @@ fn whatever_is_thrown_at_a_waiting_receiver_it_answers_in_words_and_then_takes_a
     for (name, bytes, word) in cases {
         let answer = answer_to(&address, &bytes);
         assert!(answer.to_lowercase().contains(word), "{name}: answered {answer:?}, without {word:?}");
-        assert!(answer.len() < LONGEST_TEXT, "{name}: an answer of {} bytes", answer.len());
+        assert!(answer.len() < MAX_TEXT_BYTES, "{name}: an answer of {} bytes", answer.len());
         assert!(receiver.poll().is_none(), "{name}: the receiver lives");
     }
     // More than are served at once, all silent. They stay, and so do more than are waited for that say that they are
     // control channels and then nothing.
     let mut silent: Vec<_> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
     silent[0].set_read_timeout(Some(LONG)).unwrap();
-    let mut said = Vec::new();
-    silent[0].read_to_end(&mut said).unwrap();
-    let said = String::from_utf8_lossy(&said);
-    assert!(said.contains("too many connections"), "who makes room is told why: {said:?}");
+    let mut answer = Vec::new();
+    silent[0].read_to_end(&mut answer).unwrap();
+    let answer = String::from_utf8_lossy(&answer);
+    assert!(answer.contains("too many connections"), "who makes room is told why: {answer:?}");
     let halves = std::iter::repeat_with(|| {
         let mut half = TcpStream::connect(&address).unwrap();
         half.write_all(&control).unwrap();
@@ -320,7 +320,7 @@ fn whatever_is_thrown_at_a_waiting_receiver_it_answers_in_words_and_then_takes_a
         half
     });
     let halves: Vec<_> = halves.take(40).collect();
-    assert!(resident(receiver.pid()) < MOST_MEMORY, "{} KiB", resident(receiver.pid()));
+    assert!(resident(receiver.pid()) < MAX_MEMORY_KIB, "{} KiB", resident(receiver.pid()));
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
 
     let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
@@ -329,7 +329,7 @@ fn whatever_is_thrown_at_a_waiting_receiver_it_answers_in_words_and_then_takes_a
     drop((silent, halves));
     let (received, lines) = receiver.finish_with_lines();
     assert!(received.success() && pair.destination.runs());
-    assert!(lines.iter().all(|line| line.len() < LONGEST_TEXT && !line.contains(char::is_control)), "{lines:?}");
+    assert!(lines.iter().all(|line| line.len() < MAX_TEXT_BYTES && !line.contains(char::is_control)), "{lines:?}");
     pair.never_both().unwrap();
 }
 
@@ -358,7 +358,7 @@ fn a_source_that_floods_a_receiver_busy_with_its_qemu_has_to_wait() {
     }
     let memory = resident(receiver.pid());
     rustix::process::kill_process(qemu, rustix::process::Signal::CONT).unwrap();
-    assert!(pushed_back && memory < MOST_MEMORY, "{memory} KiB");
+    assert!(pushed_back && memory < MAX_MEMORY_KIB, "{memory} KiB");
     drop(source);
     assert_eq!(receiver.finish().0.code(), FAILED);
 }

@@ -19,22 +19,22 @@ const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 
 /// How a crash point is reached.
 #[derive(Clone, Copy, Debug)]
-enum Way {
+enum Scenario {
     /// By a migration that nothing else disturbs.
     Migration,
     /// By a migration that is cancelled at the point's own side.
     Cancelled,
     /// By `recover` of the point's side, after its migration crashed at the point of this name.
     Recovery(&'static str),
-    /// As [`Way::Recovery`], with the destination's QEMU killed before.
+    /// As [`Scenario::Recovery`], with the destination's QEMU killed before.
     RecoveryWithoutQemu(&'static str),
-    /// As [`Way::Recovery`], with the source's QEMU killed before.
+    /// As [`Scenario::Recovery`], with the source's QEMU killed before.
     RecoveryWithoutSource(&'static str),
 }
 
 /// The way to each step, the same in both modes: the library's drivers, which move a guest directly, go by the same state machine
 /// as those of QEMU's stream, and pass every step of it. No step is without a way: where a new one is added, this does not compile.
-fn way(step: Step) -> Way {
+fn scenario(step: Step) -> Scenario {
     use Step::*;
     match step {
         SourceRecordStarted
@@ -44,13 +44,13 @@ fn way(step: Step) -> Way {
         | SourceRecordCommitted
         | SourceSendCommit
         | SourceEndGuest
-        | SourceRecordFinished => Way::Migration,
-        SourceRecordAborted | SourceEndMigration | SourceSendAbort | SourceRecordResumed => Way::Cancelled,
+        | SourceRecordFinished => Scenario::Migration,
+        SourceRecordAborted | SourceEndMigration | SourceSendAbort | SourceRecordResumed => Scenario::Cancelled,
         // QEMU completed and the decision was not written: `recover` takes the guest back.
-        SourceCont | SourceSendOutcomeAborted => Way::Recovery("source.before-record-committed"),
+        SourceCont | SourceSendOutcomeAborted => Scenario::Recovery("source.before-record-committed"),
         // The destination is prepared and holds the only copy.
-        SourceRecordGone => Way::RecoveryWithoutSource("source.before-record-committed"),
-        SourceSendOutcomeCommitted => Way::Recovery("source.after-record-committed"),
+        SourceRecordGone => Scenario::RecoveryWithoutSource("source.before-record-committed"),
+        SourceSendOutcomeCommitted => Scenario::Recovery("source.after-record-committed"),
         DestinationRecordStarted
         | DestinationClearAutostart
         | DestinationAcceptStream
@@ -59,10 +59,10 @@ fn way(step: Step) -> Way {
         | DestinationRecordCommitted
         | DestinationCont
         | DestinationRecordRunning
-        | DestinationSendRunning => Way::Migration,
-        DestinationRecordAborted | DestinationQuit | DestinationSendAbort => Way::Cancelled,
-        DestinationAskOutcome => Way::Recovery("destination.after-record-prepared"),
-        DestinationSendLost => Way::RecoveryWithoutQemu("destination.after-record-committed"),
+        | DestinationSendRunning => Scenario::Migration,
+        DestinationRecordAborted | DestinationQuit | DestinationSendAbort => Scenario::Cancelled,
+        DestinationAskOutcome => Scenario::Recovery("destination.after-record-prepared"),
+        DestinationSendLost => Scenario::RecoveryWithoutQemu("destination.after-record-committed"),
     }
 }
 
@@ -84,12 +84,12 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
     let fault = format!("{point}:crash");
     let settings = pair.source.migration_settings();
     let mut migration;
-    match way(point.step) {
-        Way::Migration => {
+    match scenario(point.step) {
+        Scenario::Migration => {
             migration = start(mode, pair, &[], crashing, &fault);
             migration.wait_crash(crashing)?;
         }
-        Way::Cancelled => {
+        Scenario::Cancelled => {
             migration = start(mode, pair, SLOW, crashing, &fault);
             let (Some(sender), Some(receiver)) = (&migration.sender, &migration.receiver) else { unreachable!() };
             sender.wait_for("placement: ");
@@ -100,13 +100,13 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
             }
             migration.wait_crash(crashing)?;
         }
-        Way::Recovery(first) => {
+        Scenario::Recovery(first) => {
             migration = start(mode, pair, &[], crashing, &format!("{first}:crash"));
             migration.wait_crash(crashing)?;
             let recovery = crashing.recover(&migration.pair, &[], Some(&fault)).ok_or("no record was left")?;
             killed(recovery.finish().0)?;
         }
-        Way::RecoveryWithoutQemu(first) => {
+        Scenario::RecoveryWithoutQemu(first) => {
             migration = start(mode, pair, &[], crashing, &format!("{first}:crash"));
             migration.wait_crash(crashing)?;
             migration.pair.destination.kill();
@@ -114,7 +114,7 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
             killed(recovery.finish().0)?;
             return without_qemu(migration);
         }
-        Way::RecoveryWithoutSource(first) => {
+        Scenario::RecoveryWithoutSource(first) => {
             migration = start(mode, pair, &[], crashing, &format!("{first}:crash"));
             migration.wait_crash(crashing)?;
             migration.pair.source.kill();

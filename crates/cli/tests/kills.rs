@@ -16,17 +16,17 @@ use support::pair::{Pair, eventually};
 use support::settle::{Migration, Side, outcome};
 
 /// Kills in an ordinary test run, in each mode.
-const FEW: u64 = 20;
+const DEFAULT_KILLS: u64 = 20;
 /// Processes that are stopped in an ordinary test run, and for how many seconds.
-const FEW_STOPS: u64 = 4;
+const DEFAULT_STOPS: u64 = 4;
 const STOPPED: u64 = 2;
 /// Cases at once; most of each is waiting.
 const WORKERS: u64 = 3;
-/// Such that a migration of the 100 MiB takes about as long as [`longest`] says.
+/// Such that a migration of the 100 MiB takes about as long as [`last_moment`] says.
 const BANDWIDTH: &[&str] = &["--bandwidth", "150MB/s", "--method", "none"];
 /// The last moment at which a process is killed, after `send` was started; some migrations are over by then. All of memory is sent twice
 /// directly, where it is written all the while.
-fn longest(mode: &str) -> Duration {
+fn last_moment(mode: &str) -> Duration {
     Duration::from_millis(if mode == "direct" { 3000 } else { 1600 })
 }
 
@@ -121,7 +121,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// The destination's QEMU is gone. The source goes on, by itself before the decision, by its operator after it.
 fn without_destination(mut migration: Migration) -> Result<String, String> {
-    let (_, said) = migration.sender.take().expect("it was started").finish();
+    let (_, output) = migration.sender.take().expect("it was started").finish();
     let mut receiver = migration.receiver.take().expect("it was started");
     // A receiver that no source reached waits for one.
     if Side::Destination.record(&migration.pair).is_none() {
@@ -132,7 +132,7 @@ fn without_destination(mut migration: Migration) -> Result<String, String> {
         migration.pair.never_both()?;
         // It had taken the guest over, and died as any QEMU may.
         return if migration.pair.source.runs() {
-            Err(format!("both had it: {said}"))
+            Err(format!("both had it: {output}"))
         } else {
             Ok("the only copy is gone".into())
         };
@@ -225,14 +225,14 @@ fn at_random_moments(
 }
 
 fn kills(mode: &str) {
-    let count = number("STERNA_KILLS").unwrap_or(FEW);
-    at_random_moments("kill", count, longest(mode), |pair, victim, moment| kill(mode, pair, victim, moment));
+    let count = number("STERNA_KILLS").unwrap_or(DEFAULT_KILLS);
+    at_random_moments("kill", count, last_moment(mode), |pair, victim, moment| kill(mode, pair, victim, moment));
 }
 
 fn stops(mode: &str) {
-    let count = number("STERNA_STOPS").unwrap_or(FEW_STOPS);
+    let count = number("STERNA_STOPS").unwrap_or(DEFAULT_STOPS);
     let time = Duration::from_secs(number("STERNA_STOPPED").unwrap_or(STOPPED));
-    at_random_moments("stop", count, longest(mode), |pair, victim, moment| stop(mode, pair, victim, moment, time));
+    at_random_moments("stop", count, last_moment(mode), |pair, victim, moment| stop(mode, pair, victim, moment, time));
 }
 
 #[test]

@@ -289,16 +289,16 @@ fn a_receiver_that_waits_is_cancelled_by_a_signal() {
     let mut child = sterna(home.path(), &line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     // The first note: signals are watched from before it on.
-    let mut said = String::new();
-    stderr.read_line(&mut said).unwrap();
-    assert!(!said.starts_with("sterna: "), "{said}");
+    let mut text = String::new();
+    stderr.read_line(&mut text).unwrap();
+    assert!(!text.starts_with("sterna: "), "{text}");
 
     let pid = rustix::process::Pid::from_child(&child);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
 
-    stderr.read_to_string(&mut said).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(3), "{said}");
-    assert!(said.contains("SIGTERM: cancelling"), "{said}");
+    stderr.read_to_string(&mut text).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(3), "{text}");
+    assert!(text.contains("SIGTERM: cancelling"), "{text}");
     let json = std::fs::read(home.path().join("report.json")).unwrap();
     assert_eq!(serde_json::from_slice::<serde_json::Value>(&json).unwrap()["outcome"], "cancelled");
 }

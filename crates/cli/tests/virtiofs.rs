@@ -159,9 +159,12 @@ fn a_virtiofsd_that_reads_files_past_the_page_cache_is_not_moved_directly() {
     let Some(hosts) = Hosts::start(side, side, false) else { return };
     let (state, report) = (hosts.pair.source_state(), hosts.pair.report());
     let mut command = send_by("direct", hosts.pair.source.qemu.qmp_path(), "127.0.0.1:1", &state, &report);
-    let (sent, said) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
+    let (sent, lines) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
     assert_eq!(sent.code(), Some(1));
-    assert!(said.iter().any(|line| line.contains("--allow-direct-io") && line.contains("was not touched")), "{said:?}");
+    assert!(
+        lines.iter().any(|line| line.contains("--allow-direct-io") && line.contains("was not touched")),
+        "{lines:?}"
+    );
     hosts.source_goes_on(&hosts.done_at_source());
 }
 
@@ -176,10 +179,10 @@ fn post_copy_is_refused_where_a_virtiofsd_would_read_missing_memory() {
     let (state, report) = (hosts.pair.source_state(), hosts.pair.report());
     let mut command = send_by("direct", source.qemu.qmp_path(), &receiver.address(), &state, &report);
     command.args(["--insecure", "--on-no-convergence", "post-copy"]);
-    let (sent, said) = Sterna::start("send", &mut command).finish_with_lines();
+    let (sent, lines) = Sterna::start("send", &mut command).finish_with_lines();
     assert_eq!(sent.code(), Some(1));
     let words = ["post-copy is not possible at the destination", "1 vhost-user back ends", "was not touched"];
-    assert!(said.iter().any(|line| words.iter().all(|word| line.contains(word))), "{said:?}");
+    assert!(lines.iter().any(|line| words.iter().all(|word| line.contains(word))), "{lines:?}");
     hosts.source_goes_on(&hosts.done_at_source());
 }
 

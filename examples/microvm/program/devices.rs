@@ -95,13 +95,13 @@ mod tests {
 
     #[test]
     fn results_are_shown_as_text_and_json() {
-        let said = |verified| Devices::with(verified).text();
-        assert_eq!(said(Verified::default()), None);
+        let text = |verified| Devices::with(verified).text();
+        assert_eq!(text(Verified::default()), None);
         assert_eq!(Devices::default().text(), None);
         let right = Verified { blocks: 300, wrong: 0, first: None };
-        assert_eq!(said(right).as_deref(), Some("1 device of 1.00 MiB: 300 blocks verified, none wrong"));
+        assert_eq!(text(right).as_deref(), Some("1 device of 1.00 MiB: 300 blocks verified, none wrong"));
         let first = Some(WrongBlock { block: 7, fault: Fault::Stale { generation: 3 } });
-        let wrong = said(Verified { blocks: 300, wrong: 2, first }).expect("said");
+        let wrong = text(Verified { blocks: 300, wrong: 2, first }).expect("text");
         assert!(wrong.ends_with("2 wrong, the first: of scratch/0 block 7 is stale: generation 3"), "{wrong}");
     }
 }

@@ -251,7 +251,7 @@ fn qemu_that_goes_away_ends_commands_and_waits_but_not_the_events_it_sent() {
 fn an_event_that_is_too_long_is_dropped_and_the_next_is_kept() {
     let (_directory, path, server) = monitor(|mut peer| {
         peer.greet();
-        peer.send(&format!(r#"{{"event": "MIGRATION", "data": {{"status": "{}"}}}}"#, "x".repeat(MAX_EVENT)));
+        peer.send(&format!(r#"{{"event": "MIGRATION", "data": {{"status": "{}"}}}}"#, "x".repeat(MAX_EVENT_BYTES)));
         peer.send(r#"{"event": "STOP"}"#);
         // Until the other side has looked.
         let _ = peer.lines.read_line(&mut String::new());
@@ -266,7 +266,7 @@ fn an_event_that_is_too_long_is_dropped_and_the_next_is_kept() {
 fn queue_of_unread_events_is_bounded_and_keeps_the_newest() {
     let mut state = State::default();
     for n in 0..MAX_EVENTS + 3 {
-        state.sort(json!({ "event": "E", "data": n }));
+        state.dispatch(json!({ "event": "E", "data": n }));
     }
     assert_eq!(state.events.len(), MAX_EVENTS);
     assert_eq!(state.events.front().unwrap().data, 3);
