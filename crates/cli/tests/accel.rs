@@ -1,4 +1,4 @@
-//! `sterna accel` as a person types it: what it says of a host, of devices that work, and of devices that do not.
+//! `sterna accel` as a user runs it: its output for a host, for devices that work, and for devices that do not.
 
 use std::io::BufReader;
 use std::os::unix::process::CommandExt;
@@ -11,7 +11,7 @@ use sterna_idxd_model::{Model, ModelConfig};
 /// Both kinds of device, with a queue each.
 const HEALTHY: &str = r#"{"devices":[{"name":"dsa0","queues":[{"name":"wq0.0","size":64,"max_batch_size":128}]},
     {"name":"iax1","kind":"iaa","queues":[{"name":"wq1.0","size":32}]}]}"#;
-/// Copies that are not what was read, and a device that halts.
+/// A device with wrong copies, and one that halts.
 const BROKEN: &str = r#"{"devices":[{"name":"dsa0"}],"faults":[{"opcode":17,"what":"wrong_result"}]}"#;
 const HALTS: &str = r#"{"devices":[{"name":"dsa0"}],"faults":[{"nth":30,"what":"halt"}]}"#;
 
@@ -119,7 +119,7 @@ fn a_queue_that_is_wrong_is_found_whichever_it_is_and_named() {
 fn a_wrong_result_is_said_with_its_place_and_both_values_and_the_trace_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     let trace = dir.path().join("trace.txt");
-    // Checksums and compares, which nobody checks again.
+    // Checksums and compares, whose results are not checked again.
     for (opcode, part) in [(16, "checksum 0, of "), (5, "pair ")] {
         let model = format!(r#"{{"devices":[{{}}],"faults":[{{"opcode":{opcode},"what":"wrong_result"}}]}}"#);
         let (run, _dir) = with_model(&model, &["capture", "--rounds", "3", "-o", trace.to_str().unwrap()]);
@@ -210,7 +210,7 @@ fn two_models_with_a_device_of_one_name_are_not_made_one() {
     assert!(run.status.success() && text_of(&run).contains("dsa1/wq1.0"), "{}", text_of(&run));
 }
 
-/// The document's examples, as somebody pastes them.
+/// The document's examples, as a user pastes them.
 #[test]
 fn the_examples_of_the_model_document_work() {
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/accelerator-model.md");
@@ -232,7 +232,7 @@ fn the_examples_of_the_model_document_work() {
     assert!(test.status.success() && text_of(&test).contains("dsa0/wq0.1"), "{}", text_of(&test));
 }
 
-/// What a file holds that must not be touched.
+/// The content of a file that must not be touched.
 const PRECIOUS: &str = "precious";
 
 fn precious(dir: &Path) -> PathBuf {
@@ -348,7 +348,7 @@ fn output_that_is_lost_is_an_error() {
     }
 }
 
-/// `| head -1`: who has seen enough is no error.
+/// `| head -1`: a reader that closes the pipe is no error.
 #[test]
 fn a_reader_that_goes_away_is_no_error() {
     for words in [&["plan", "--usual", "4"][..], &["plan", "--usual", "4", "--json", "-"], &["list"]] {
@@ -389,7 +389,7 @@ fn the_number_of_guests_changes_what_a_plan_says_of_them() {
     assert!(many.contains("not one for each of 10000 guests: no more than 44 at once"), "{many}");
 }
 
-/// A host as sysfs shows it, with device files that are plain files.
+/// Makes a host's sysfs tree, with plain files as device files.
 fn host(config: &str) -> (tempfile::TempDir, sterna_idxd_model::Tree) {
     let dir = tempfile::tempdir().unwrap();
     let tree = Model::manual(ModelConfig::from_json(config).unwrap()).unwrap().write_tree(dir.path()).unwrap();
@@ -499,7 +499,7 @@ fn a_captured_trace_is_replayed_and_what_is_wrong_in_it_is_named() {
         );
     }
 
-    // The last line ends within its record: whoever wrote it was killed.
+    // The last line ends within its record, as if its writer was killed.
     let cut = replay(&whole[..whole.len() - 20]);
     assert!(cut.status.success(), "{}", text_of(&cut));
     assert!(

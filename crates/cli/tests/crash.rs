@@ -14,10 +14,10 @@ use support::settle::{Migration, Side, killed};
 
 /// Cases at once; most of each is waiting.
 const WORKERS: usize = 4;
-/// So slow that a migration is certainly under way when it is cancelled.
+/// So slow that a migration is certainly active when it is cancelled.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 
-/// How a crash point is reached.
+/// How a migration reaches a crash point.
 #[derive(Clone, Copy, Debug)]
 enum Scenario {
     /// By a migration that nothing else disturbs.
@@ -32,8 +32,8 @@ enum Scenario {
     RecoveryWithoutSource(&'static str),
 }
 
-/// The way to each step, the same in both modes: the library's drivers, which move a guest directly, go by the same state machine
-/// as those of QEMU's stream, and pass every step of it. No step is without a way: where a new one is added, this does not compile.
+/// Returns the scenario that reaches each step, the same in both modes: the library's drivers of direct mode use the same state machine as
+/// those of QEMU's stream, and pass every step of it. A new step without a scenario does not compile.
 fn scenario(step: Step) -> Scenario {
     use Step::*;
     match step {
@@ -78,7 +78,7 @@ fn start(mode: &str, pair: Pair, words: &[&str], side: Side, fault: &str) -> Mig
     Migration::start_by(mode, pair, words, source, destination)
 }
 
-/// Crashes at `point`, recovers, and says who runs the guest in the end.
+/// Crashes at `point`, and recovers. Returns the side that runs the guest in the end.
 fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
     let crashing = side(point);
     let fault = format!("{point}:crash");
@@ -141,7 +141,7 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
     Ok(side)
 }
 
-/// The guest was given to a destination whose QEMU is gone: no side may start it by itself. An operator does.
+/// The guest belongs to a destination whose QEMU has ended: no side may start it by itself, but an operator does.
 fn without_qemu(mut migration: Migration) -> Result<Side, String> {
     let settled = migration.settle();
     if settled.is_ok() || migration.pair.source.runs() {
@@ -155,7 +155,7 @@ fn without_qemu(mut migration: Migration) -> Result<Side, String> {
     migration.exactly_one()
 }
 
-/// The source's QEMU is gone with nothing decided: its record is settled, and an operator starts the only copy.
+/// The source QEMU has ended before the decision: its record is settled, and an operator starts the only copy.
 fn without_source(mut migration: Migration) -> Result<Side, String> {
     let recovery = Side::Source.recover(&migration.pair, &[], None).ok_or("no record was left")?;
     let (status, _) = recovery.finish();
@@ -215,7 +215,7 @@ fn table(mode: &str) {
     assert!(failed.is_empty(), "{} of {} crash points failed: {failed:?}", failed.len(), ends.len());
     if wanted.is_none() {
         assert_eq!(ends.len(), CrashPoint::ALL.len(), "each point was passed");
-        // The decision is what divides them.
+        // The decision determines the side.
         let end = |name: &str| ends[&name.parse::<CrashPoint>().unwrap()].clone().unwrap();
         assert_eq!(end("source.before-record-committed"), Side::Source);
         assert_eq!(end("source.after-record-committed"), Side::Destination);

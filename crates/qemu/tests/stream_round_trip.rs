@@ -1,4 +1,4 @@
-//! Random migrations written and read back, in pieces of any length: what went in comes out, in order.
+//! Writes random migrations and reads them back, in pieces of any length: the items are the same, in the same order.
 //! The seed is printed; `STERNA_TEST_SEED` repeats a run.
 
 mod stream_support;
@@ -18,7 +18,7 @@ const VARIANTS: [WireVariant; 4] = [
 const BLOCKS: [(&str, u64); 4] =
     [("pc.ram", 0x100_0000), ("/rom@etc/acpi/tables", 0x2_0000), ("pc.bios", 0x4_0000), ("b", 0x1_0000)];
 
-/// What a main channel says, with pages one by one.
+/// An item of a main channel, with pages one by one.
 #[derive(Debug, PartialEq, Eq)]
 enum StreamItem {
     Page(usize, u64, Vec<u8>),
@@ -46,7 +46,7 @@ fn content(random: &mut Random, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// Writes a random migration; what it should say and how many sync points it had.
+/// Writes a random migration. Returns its bytes, its items and the number of its sync points.
 fn write_main(
     random: &mut Random,
     variant: WireVariant,
@@ -271,7 +271,7 @@ fn one_sync_of_each_channel_belongs_to_each_sync_point() {
             channel.sync_to(main.sync_points()).unwrap();
         }
 
-        // As the destination counts: a sync point is a FLUSH record or, on old machine types, a section's end.
+        // Counted as the destination does: a sync point is a FLUSH record or, on old machine types, a section's end.
         let bytes = main.into_inner();
         let mut reader = MainReader::new(bytes.as_slice());
         let (mut points, mut page) = (0, [0; 4096]);
