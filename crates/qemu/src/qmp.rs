@@ -422,7 +422,9 @@ fn seconds(time: Duration) -> String {
 fn connect_reason(kind: io::ErrorKind, error: &io::Error) -> String {
     match kind {
         io::ErrorKind::NotFound => "no such file; start QEMU with -qmp unix:PATH,server=on,wait=off".into(),
-        io::ErrorKind::ConnectionRefused => "nobody listens on it: this QEMU has ended, or is not there yet".into(),
+        io::ErrorKind::ConnectionRefused => {
+            "no process listens on it: this QEMU has ended, or has not started yet".into()
+        }
         io::ErrorKind::PermissionDenied => "permission denied; run as the user that QEMU runs as".into(),
         _ => error.to_string(),
     }

@@ -41,7 +41,7 @@ impl Vcpu for ThreadVcpu {
         let count = share.count as usize;
         // SAFETY: in RAM by the layout, aligned to pages, any bits are values, and no other vCPU's. A migration reads and
         // places pages by raw and volatile accesses only. The references end with the step: while the vCPU is held, the
-        // memory is whoever's holds it.
+        // memory belongs to its holder.
         let (pages, table) =
             unsafe { (slice::from_raw_parts_mut(pages.cast(), count), slice::from_raw_parts_mut(table.cast(), count)) };
         let mut work = Share { vcpu: share.vcpu, pages, table, plan, whole: share.whole != 0 };
