@@ -1,10 +1,10 @@
-//! madvise(2) of a process's own memory, run in that process.
+//! Runs madvise(2) in another process, for that process's memory.
 //!
-//! Some advice the kernel takes only from the process itself: `MADV_DONTNEED`, `MADV_NOHUGEPAGE`, `MADV_HUGEPAGE`. A call takes some tens of
-//! microseconds of turns between two programs, so thousands of ranges are not given one by one: process_madvise(2) takes up to 1024 in one
-//! call, and since Linux 6.13 all advice where a process advises itself (`process_madvise_remote_valid` in `mm/madvise.c` is asked for others
-//! only). Its vector must lie in that process's memory: in a mapping of its own, which is made for that and unmapped afterwards. On older
-//! kernels madvise(2) is run for each range.
+//! The kernel accepts some advice only from the process itself: `MADV_DONTNEED`, `MADV_NOHUGEPAGE`, `MADV_HUGEPAGE`. A call costs some tens
+//! of microseconds of turns between two programs, so thousands of ranges are not passed one by one: process_madvise(2) accepts up to 1024
+//! ranges in one call, and since Linux 6.13 all advice if a process advises itself (`process_madvise_remote_valid` in `mm/madvise.c` is checked
+//! for other processes only). Its vector must lie in that process's memory: in a mapping that is made for it and unmapped afterwards. On
+//! older kernels madvise(2) is run for each range.
 
 use std::fs::File;
 use std::ops::Range;
@@ -15,30 +15,30 @@ use libc::c_int;
 
 use crate::{AttachError, Process, StoppedThread};
 
-/// Ranges in one call, as many as the kernel takes (`UIO_MAXIOV`).
-const VECTOR: usize = 1024;
+/// Maximum number of ranges in one call, from the kernel (`UIO_MAXIOV`).
+const MAX_RANGES: usize = 1024;
 /// Bytes of a `struct iovec`.
 const ENTRY: usize = 16;
-/// Bytes that one call gives advice on: the kernel takes up to 0.3 s to free so many pages of 4 KiB, and a call is waited for 2 s.
+/// Maximum bytes of the ranges in one call: the kernel takes up to 0.3 s to free that many pages of 4 KiB, and a call may take 2 s.
 const MAX_BYTES: u64 = 1 << 30;
-/// So many ranges take no longer one by one than the five calls around a vector.
-const FEW: usize = 6;
+/// Up to this number of ranges, single calls are as fast as a vector with its five extra calls.
+const MAX_SINGLE_CALLS: usize = 6;
 
-/// What giving advice has cost.
+/// The cost of giving advice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Advised {
     /// How long the main thread of the process was stopped.
     pub stopped: Duration,
-    /// System calls that ran there.
+    /// System calls that ran in the process.
     pub calls: u32,
 }
 
-/// Has the process give the kernel `advice` (of madvise(2)) about `ranges` of its memory, with its main thread stopped meanwhile. Ranges are
-/// whole pages, in addresses of the process.
+/// Makes the process give the kernel `advice` (of madvise(2)) about `ranges` of its memory, with its main thread stopped meanwhile. Ranges
+/// are whole pages, in addresses of the process.
 ///
 /// # Errors
-/// Those of [`Process::stop`] and [`StoppedThread::system_call`]; [`AttachError::Slow`] after `limit`, and [`AttachError::Refused`] where
-/// the kernel refuses a range. The advice may then have been given about some of the ranges.
+/// Those of [`Process::stop`] and [`StoppedThread::system_call`]; [`AttachError::Slow`] after `limit`, and [`AttachError::Refused`] if
+/// the kernel refuses a range. Some of the ranges may then have been advised.
 pub fn advise(
     process: &Process,
     ranges: &[Range<u64>],
@@ -52,8 +52,8 @@ pub fn advise(
     let mut session = Session { thread: process.stop()?, process, calls: 0 };
     let deadline = Instant::now() + limit;
     let slow = |done: usize| AttachError::Slow { pid: process.pid(), limit, done, of: parts.len() };
-    let mut done = if parts.len() > FEW { session.by_vector(&parts, advice, deadline)? } else { 0 };
-    // All of them, or none: then this kernel takes no vector.
+    let mut done = if parts.len() > MAX_SINGLE_CALLS { session.by_vector(&parts, advice, deadline)? } else { 0 };
+    // The vector call handles all ranges before the deadline, or none if this kernel does not support it.
     if done > 0 && done < parts.len() {
         return Err(slow(done));
     }
@@ -68,13 +68,13 @@ pub fn advise(
     Ok(Advised { stopped: session.thread.resume()?, calls })
 }
 
-/// `range` in parts of at most [`MAX_BYTES`].
+/// Splits `range` into parts of at most [`MAX_BYTES`].
 fn parts(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
     let Range { start, end } = *range;
     (start..end).step_by(MAX_BYTES as usize).map(move |at| at..(at + MAX_BYTES).min(end))
 }
 
-/// A stopped thread, and how many calls it has made.
+/// A stopped thread, and the number of calls that ran in it.
 struct Session<'a> {
     thread: StoppedThread<'a>,
     process: &'a Process,
@@ -87,17 +87,17 @@ impl Session<'_> {
         self.thread.system_call(number, arguments)
     }
 
-    /// Gives advice about `parts` by vectors, until `deadline`; returns about how many, which is none where the kernel cannot do it.
+    /// Gives advice about `parts` by vectors, until `deadline`. Returns the number of parts advised; 0 if the kernel does not support it.
     fn by_vector(&mut self, parts: &[Range<u64>], advice: c_int, deadline: Instant) -> Result<usize, AttachError> {
         let memory = self.process.open_to_write("mem").map_err(|source| AttachError::Io {
             pid: self.process.pid(),
             what: "open its memory for writing",
             source,
         })?;
-        // As the process knows itself, which may be in a pid namespace of its own.
+        // The process's number in its own pid namespace.
         let own = self.call(libc::SYS_getpid, [0; 6])?;
         let pidfd = self.call(libc::SYS_pidfd_open, [own, 0, 0, 0, 0, 0])?;
-        let length = (VECTOR * ENTRY) as u64;
+        let length = (MAX_RANGES * ENTRY) as u64;
         let access = (libc::PROT_READ | libc::PROT_WRITE) as u64;
         let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u64;
         let outcome = match self.call(libc::SYS_mmap, [0, length, access, flags, u64::MAX, 0]) {
@@ -112,7 +112,7 @@ impl Session<'_> {
         outcome.and_then(|done| closed.map(|_| done))
     }
 
-    /// By vectors that are written to `room` in the process, which knows itself as `pidfd`.
+    /// Gives advice by vectors, which are written to address `room` in the process. `pidfd` is its own pidfd of itself.
     fn advise_through(
         &mut self,
         memory: &File,
@@ -123,13 +123,13 @@ impl Session<'_> {
     ) -> Result<usize, AttachError> {
         let pid = self.process.pid();
         let mut done = 0;
-        let mut vector = Vec::with_capacity(VECTOR * ENTRY);
+        let mut vector = Vec::with_capacity(MAX_RANGES * ENTRY);
         while done < parts.len() && Instant::now() < deadline {
             vector.clear();
             let (mut bytes, mut count) = (0, 0);
             for part in &parts[done..] {
                 let length = part.end - part.start;
-                if count == VECTOR || count > 0 && bytes + length > MAX_BYTES {
+                if count == MAX_RANGES || count > 0 && bytes + length > MAX_BYTES {
                     break;
                 }
                 (bytes, count) = (bytes + length, count + 1);
@@ -152,7 +152,7 @@ impl Session<'_> {
                 }
                 Err(error) => return Err(error),
             };
-            // The kernel tells the bytes of the ranges before the one that it refused. A range that it has done in part is done again.
+            // The kernel returns the bytes of the ranges before a refused one. A range that was done in part is done again.
             let before = done;
             for part in &parts[done..done + count] {
                 let length = part.end - part.start;

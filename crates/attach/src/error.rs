@@ -1,28 +1,28 @@
-//! What can go wrong, in words: what happened, to which process, in which state the process is, and what to do.
+//! The errors: what happened to which process, in which state the process is, and what to do.
 
 use std::io;
 use std::time::Duration;
 
-/// Why nothing could be run in the other process. Unless the error says otherwise, the process runs on as if nothing had happened.
+/// Why a request for another process failed. Unless the error states otherwise, the process runs on unchanged.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AttachError {
     /// There is no process of this number.
     #[error("there is no process {pid}")]
     NoProcess {
-        /// The number that was given.
+        /// The given number.
         pid: i32,
     },
     /// The number is that of a thread which is not the main thread of its process.
     #[error("{pid} is a thread, not a process: give the number of its process (Tgid in /proc/{pid}/status)")]
     NotAProcess {
-        /// The number that was given.
+        /// The given number.
         pid: i32,
     },
     /// The process is the caller's own.
     #[error("process {pid} is this process itself: a process cannot trace its own threads")]
     Myself {
-        /// The number that was given.
+        /// The given number.
         pid: i32,
     },
     /// This kernel lacks a system call.
@@ -33,15 +33,15 @@ pub enum AttachError {
         /// The release that has it.
         since: &'static str,
     },
-    /// This program was built for a CPU on which nothing of this exists.
+    /// This program was built for an unsupported CPU.
     #[error("system calls in another process are written for x86-64 only; this program was built for {0}")]
     Architecture(&'static str),
-    /// The kernel does not permit to trace the process.
+    /// The kernel does not permit this program to trace the process.
     #[error("it is not permitted to trace process {pid}: {reason}")]
     NotPermitted {
         /// The process.
         pid: i32,
-        /// What forbids it, as far as it can be told, and what to do.
+        /// Why, as far as that is known, and what to do.
         reason: String,
     },
     /// Another process traces this one already: a debugger, `strace`.
@@ -62,7 +62,7 @@ pub enum AttachError {
         /// The process.
         pid: i32,
     },
-    /// A thread that was slowed down has ended, or there never was one of this number.
+    /// A thread that was slowed down has ended, or never existed.
     #[error("process {pid} has no thread {tid}: the thread has ended, or the process executed another program")]
     ThreadEnded {
         /// The process.
@@ -70,7 +70,7 @@ pub enum AttachError {
         /// The thread.
         tid: i32,
     },
-    /// The thread did not come to a stop in time: it waits in the kernel where it cannot be interrupted.
+    /// The thread did not stop in time: it waits in the kernel where it cannot be interrupted.
     #[error(
         "the main thread of process {pid} did not stop within {limit:?} (state {state}{place}): it waits in the kernel where nothing interrupts it, \
          as after vfork or on a disk. It was left alone; try again later"
@@ -78,23 +78,23 @@ pub enum AttachError {
     DoesNotStop {
         /// The process.
         pid: i32,
-        /// How long was waited.
+        /// The time limit.
         limit: Duration,
         /// The thread's state, from `/proc/PID/status`.
         state: String,
-        /// Where in the kernel it waits, where that can be read: `, in FUNCTION`, or empty.
+        /// Where in the kernel it waits: `, in FUNCTION`, or empty if that is not known.
         place: String,
     },
-    /// Signals, or user code, kept the thread from the place where a system call can be put in.
+    /// Because of signals or user code, the thread did not reach a place where a system call can be injected.
     #[error(
         "the main thread of process {pid} was not found at a place where a system call can be put in within {limit:?} ({why}); it runs on unchanged, try again later"
     )]
     Unsettled {
         /// The process.
         pid: i32,
-        /// How long was tried.
+        /// The time limit.
         limit: Duration,
-        /// What it was that came in between each time.
+        /// What intervened each time.
         why: &'static str,
     },
     /// The thread runs 32-bit code.
@@ -103,7 +103,7 @@ pub enum AttachError {
         /// The process.
         pid: i32,
     },
-    /// A seccomp filter guards the process, and it could not be put out of action for our call.
+    /// The process is under a seccomp filter, which could not be suspended for our call.
     #[error(
         "process {pid} is under seccomp, whose filter might kill it for a system call that it does not expect, and the kernel does not let us \
          suspend the filter ({source}): CAP_SYS_ADMIN is needed, no seccomp filter on this program itself, and a kernel with CONFIG_CHECKPOINT_RESTORE"
@@ -114,20 +114,20 @@ pub enum AttachError {
         /// The kernel's answer to `PTRACE_O_SUSPEND_SECCOMP`.
         source: io::Error,
     },
-    /// The process ended, or its main thread did, while it was being worked on.
+    /// The process or its main thread ended during the request.
     #[error("process {pid} ended while {during}")]
     Ended {
         /// The process.
         pid: i32,
-        /// What was being done.
+        /// The step that was in progress.
         during: &'static str,
     },
-    /// Another thread of the process executed a new program, which ended the thread that was held.
+    /// Another thread of the process executed a new program, which ended the held thread.
     #[error("process {pid} executed another program while {during}; the new program runs untouched")]
     Replaced {
         /// The process.
         pid: i32,
-        /// What was being done.
+        /// The step that was in progress.
         during: &'static str,
     },
     /// No `syscall` instruction was found in the executable mappings of the process, or the one found could not be executed.
@@ -135,26 +135,26 @@ pub enum AttachError {
     NoInstruction {
         /// The process.
         pid: i32,
-        /// What was found instead.
+        /// Why none can be executed.
         why: String,
     },
-    /// The system call would not come back to where it was put in, or would make a second process there.
+    /// The system call would not return to the place where it was injected, or would create a second process.
     #[error("{call} is not run in another process: it does not return, or makes a second process there")]
     Unsuitable {
         /// The call.
         call: String,
     },
-    /// The system call ran there, and failed.
+    /// The system call ran in the process, and failed.
     #[error("{call} in process {pid} failed: {source}")]
     Refused {
         /// The call.
         call: String,
         /// The process.
         pid: i32,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The system call did not come back in time.
+    /// The system call did not return in time.
     #[error(
         "{call} in process {pid} did not return within {limit:?}: its main thread is in that call. As soon as the call returns, and while this program runs, \
          the thread is put back and released"
@@ -164,21 +164,21 @@ pub enum AttachError {
         call: String,
         /// The process.
         pid: i32,
-        /// How long was waited.
+        /// The time limit.
         limit: Duration,
     },
-    /// Advice about memory took longer than it may.
+    /// Advice about memory took too long.
     #[error(
         "advice about memory of process {pid} took longer than {limit:?}: it was given about {done} of {of} ranges"
     )]
     Slow {
         /// The process.
         pid: i32,
-        /// How long it may take.
+        /// The time limit.
         limit: Duration,
-        /// Ranges that it was given about.
+        /// Ranges about which advice was given.
         done: usize,
-        /// Ranges in all, long ones in parts.
+        /// All ranges, long ones in parts.
         of: usize,
     },
     /// A descriptor that was made in the process could not be closed there.
@@ -194,10 +194,10 @@ pub enum AttachError {
         what: &'static str,
         /// Why it could not be closed.
         close: Box<AttachError>,
-        /// What had happened before: an error, or that nothing had.
+        /// The earlier error, or that there was none.
         first: String,
     },
-    /// What stands under a number in the process is not what was made there.
+    /// A descriptor of the process is not the expected one.
     #[error("descriptor {number} of process {pid} is {found}, not {expected}; it was left as it is")]
     WrongDescriptor {
         /// The process.
@@ -209,20 +209,20 @@ pub enum AttachError {
         /// What it should be.
         expected: &'static str,
     },
-    /// Something else failed.
+    /// Another operation failed.
     #[error("process {pid}: cannot {what}: {source}")]
     Io {
         /// The process.
         pid: i32,
         /// What failed.
         what: &'static str,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl AttachError {
-    /// The process, or a thread of it, has this tracer.
+    /// Returns the error for a process or thread that has this tracer.
     pub(crate) fn already_traced(pid: i32, tracer: i32) -> AttachError {
         let name = std::fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
         AttachError::AlreadyTraced { pid, tracer, name: name.trim().to_owned() }

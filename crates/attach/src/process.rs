@@ -1,4 +1,4 @@
-//! A process, held so that its number cannot come to mean another one, and what `/proc` says about it.
+//! A process, held so that its number cannot come to mean another process, and its files in `/proc`.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -15,10 +15,10 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use crate::AttachError;
 use crate::system::Tid;
 
-/// A process that is held by a pidfd (pidfd_open(2)) and by its directory in `/proc`: a number that the kernel gives to another
-/// process later is never taken for it.
+/// A process, held by a pidfd (pidfd_open(2)) and by its directory in `/proc`, so that a later process with the same number is never
+/// mistaken for it.
 ///
-/// Holding does nothing to the process.
+/// Holding does not affect the process.
 #[derive(Debug, Clone)]
 pub struct Process {
     held: Arc<Held>,
@@ -35,7 +35,7 @@ impl Process {
     /// Holds the process of this number.
     ///
     /// # Errors
-    /// [`AttachError::NoProcess`], [`AttachError::NotAProcess`] and [`AttachError::Myself`] for a number that cannot be worked with;
+    /// [`AttachError::NoProcess`], [`AttachError::NotAProcess`] and [`AttachError::Myself`] for an unsuitable number;
     /// [`AttachError::Kernel`] before Linux 5.3; [`AttachError::Io`].
     pub fn open(pid: i32) -> Result<Process, AttachError> {
         let Some(number) = Some(pid).filter(|&pid| pid > 0).and_then(Pid::from_raw) else {
@@ -59,7 +59,7 @@ impl Process {
                 error => failed("open its directory in /proc")(error),
             })?;
         let process = Process { held: Arc::new(Held { pid, pidfd, directory }) };
-        // A number is not given anew while its process has not ended: the directory was that process's.
+        // A living process keeps its number, so the directory is this process's.
         if process.has_ended() { Err(AttachError::NoProcess { pid }) } else { Ok(process) }
     }
 
@@ -75,7 +75,7 @@ impl Process {
         self.held.pidfd.as_fd()
     }
 
-    /// Returns whether the process has ended; one that its parent has not heard of yet has ended too.
+    /// Returns whether the process has ended. A zombie, for which its parent has not waited yet, has ended, too.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         let mut ends = [PollFd::new(&self.held.pidfd, PollFlags::IN)];
@@ -87,7 +87,7 @@ impl Process {
     /// need not be stopped for it.
     ///
     /// # Errors
-    /// [`AttachError::Refused`] with `EBADF` where the number is not open there; [`AttachError::NotPermitted`] without the right to trace
+    /// [`AttachError::Refused`] with `EBADF` if the number is not open there; [`AttachError::NotPermitted`] without the right to trace
     /// the process; [`AttachError::Ended`]; [`AttachError::Kernel`] before Linux 5.6.
     pub fn take_descriptor(&self, number: i32) -> Result<OwnedFd, AttachError> {
         let pid = self.held.pid;
@@ -101,19 +101,19 @@ impl Process {
         })
     }
 
-    /// A file of the process's directory in `/proc`, read to its end.
+    /// Reads a file of the process's directory in `/proc`.
     pub(crate) fn read(&self, name: &str) -> io::Result<Vec<u8>> {
         let mut content = Vec::new();
         self.open_file(name)?.read_to_end(&mut content)?;
         Ok(content)
     }
 
-    /// A file of the process's directory in `/proc`, opened for reading.
+    /// Opens a file of the process's directory in `/proc` for reading.
     pub(crate) fn open_file(&self, name: &str) -> io::Result<File> {
         self.open_file_for(name, OFlags::RDONLY)
     }
 
-    /// A file of the process's directory in `/proc`, opened for reading and writing.
+    /// Opens a file of the process's directory in `/proc` for reading and writing.
     pub(crate) fn open_to_write(&self, name: &str) -> io::Result<File> {
         self.open_file_for(name, OFlags::RDWR)
     }
@@ -122,43 +122,43 @@ impl Process {
         Ok(rustix::fs::openat(&self.held.directory, name, access | OFlags::CLOEXEC, Mode::empty())?.into())
     }
 
-    /// A line of the main thread's `status`, without its name; empty where there is none.
+    /// Returns a field of the main thread's `status`; empty if there is none.
     pub(crate) fn status(&self, field: &str) -> String {
         self.status_of(self.held.pid, field)
     }
 
-    /// A line of the `status` of one of its threads, without its name; empty where there is none.
+    /// Returns a field of a thread's `status`; empty if there is none.
     fn status_of(&self, tid: Tid, field: &str) -> String {
         field_of(&self.read(&format!("task/{tid}/status")).unwrap_or_default(), field)
     }
 
-    /// Who traces the main thread, or 0.
+    /// Returns the tracer of the main thread, or 0.
     pub(crate) fn tracer(&self) -> i32 {
         self.tracer_of(self.held.pid)
     }
 
-    /// Who traces a thread of the process, or 0.
+    /// Returns the tracer of a thread of the process, or 0.
     pub(crate) fn tracer_of(&self, tid: Tid) -> i32 {
         self.status_of(tid, "TracerPid").parse().unwrap_or(0)
     }
 
-    /// Whether the main thread has ended while other threads of the process run, or all have.
+    /// Returns whether the main thread has ended, alone or with all other threads.
     pub(crate) fn main_thread_has_ended(&self) -> bool {
         self.thread_has_ended(self.held.pid)
     }
 
-    /// Whether the process has no thread of this number that runs.
+    /// Returns whether the process has no living thread of this number.
     pub(crate) fn thread_has_ended(&self, tid: Tid) -> bool {
         let state = self.status_of(tid, "State");
         state.is_empty() || state.starts_with(['Z', 'X'])
     }
 
-    /// Whether the process has a thread of this number; one that has ended and is still listed counts.
+    /// Returns whether `/proc` lists a thread of this number, which may have ended.
     pub(crate) fn has_thread(&self, tid: Tid) -> bool {
         rustix::fs::accessat(&self.held.directory, format!("task/{tid}"), Access::EXISTS, AtFlags::empty()).is_ok()
     }
 
-    /// What forbids to trace the process, as far as it can be told from outside, and what to do (ptrace(2), "Ptrace access mode
+    /// Returns why tracing the process is not permitted, as far as that is visible, and what to do (ptrace(2), "Ptrace access mode
     /// checking").
     pub(crate) fn why_not_permitted(&self) -> String {
         let own = std::fs::read("/proc/self/status").unwrap_or_default();
@@ -215,7 +215,7 @@ fn first_word(text: &str) -> &str {
     text.split_whitespace().next().unwrap_or("")
 }
 
-/// The value of `Field:` in a file like `/proc/PID/status`.
+/// Returns the value of `Field:` in a file like `/proc/PID/status`.
 fn field_of(status: &[u8], field: &str) -> String {
     let status = String::from_utf8_lossy(status);
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));

@@ -1,12 +1,12 @@
-//! Threads of another process, slowed down: held by ptrace(2) for a slice of time, let run for a slice, and so on.
+//! Slows threads of another process down: holds them by ptrace(2) for a slice of time, lets them run for a slice, and so on.
 //!
-//! A control group's `cpu.max` would do the same, but a limit that was written stays when its writer is killed. A thread that is held by
-//! ptrace(2) is let go by the kernel when its tracer ends, however that ends. So the threads are attached to only while they are held:
-//! in between they run as if there were no tracer, and signals that come then are of no concern here.
+//! A control group's `cpu.max` would do the same, but its limit would stay if this program were killed. The kernel releases a thread that is
+//! held by ptrace(2) whenever its tracer ends. The threads are attached to only while they are held: in between they run without a tracer,
+//! and need no handling of their signals.
 //!
-//! One thread of this program does it all ([`Slower`]), because the kernel takes ptrace(2) requests from the thread that attached. A thread
-//! that was asked to stop and has not done so by the end of the slice cannot be detached. It is detached as soon as it stops, or by the end
-//! of the tracing thread.
+//! One thread of this program does all of this ([`Slower`]), because the kernel accepts ptrace(2) requests only from the thread that attached.
+//! A thread that has not stopped by the end of the slice cannot be detached. It is detached as soon as it stops, or by the end of the
+//! tracing thread.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,65 +19,65 @@ use crate::system::{self, Resume, Tid};
 use crate::tracee::{self, LIMIT};
 use crate::{AttachError, Process};
 
-/// How long the threads run between two slices in which they are held: QEMU's own throttle has the same slice
-/// (`CPU_THROTTLE_TIMESLICE_NS` in system/cpu-throttle.c).
+/// How long the threads run between two slices in which they are held, as in QEMU's own throttle (`CPU_THROTTLE_TIMESLICE_NS` in
+/// system/cpu-throttle.c).
 const RUN_SLICE: Duration = Duration::from_millis(10);
-/// The longest slice in which threads are held. QEMU's own throttle holds for 990 ms at 99 %, which timers of a guest take badly.
+/// The longest slice in which threads are held. QEMU's own throttle holds for 990 ms at 99 %, which disturbs a guest's timers.
 const MAX_HOLD_SLICE: Duration = Duration::from_millis(100);
 /// The largest share of the time in which threads are held, percent.
 const MAX_PERCENT: u8 = 99;
-/// How long the stops that were asked for are waited for at once.
+/// How long to wait for requested stops before other work.
 const STOPPING_TIME: Duration = Duration::from_millis(2);
-/// How long such a wait does without sleeping, and the longest sleep within it.
+/// How long such a wait spins before it sleeps, and its longest sleep.
 const SPIN: Duration = Duration::from_micros(20);
 const MAX_PAUSE: Duration = Duration::from_micros(200);
-/// After so long a thread that could not be held is looked at again, twice as long each time.
-const MIN_BETWEEN_LOOKS: Duration = Duration::from_micros(100);
-/// The longest such time, and the time between two looks at a thread that has not stopped.
-const BETWEEN_LOOKS: Duration = Duration::from_millis(1);
-/// The pause before a look is at least so many times as long as the look before it took.
+/// First interval after which a thread that could not be held is stopped again; it doubles each time.
+const MIN_POLL_INTERVAL: Duration = Duration::from_micros(100);
+/// The longest such interval, and the interval of polling a thread that has not stopped.
+const MAX_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// The pause before a poll is at least this many times as long as the poll before it took.
 const MIN_PAUSE_RATIO: u32 = 4;
-/// A thread that has not stopped after this long may have ended, which no report of a stop says.
+/// After this time without a stop a thread is checked for its end, of which ptrace(2) gives no report.
 const MAY_HAVE_ENDED: Duration = Duration::from_millis(20);
 /// How long a process may take to die, or to become another program, once its threads have begun to end.
 const TRANSITION: Duration = Duration::from_millis(250);
-/// How long the tracing thread may take for one order: it does everything in far less, unless the kernel keeps it.
+/// How long the tracing thread may take for one order. It needs far less, unless it is blocked in the kernel.
 const PATIENCE: Duration = LIMIT.saturating_mul(3);
-/// What is being done, for errors.
+/// The step in progress, for errors.
 const DURING: &str = "its threads were slowed down";
 
 /// Where a thread was when it was stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoppedAt {
-    /// The address of the instruction that it executes next; behind the `syscall` instruction within a system call.
+    /// The address of its next instruction; in a system call, the one after `syscall`.
     pub instruction: u64,
-    /// The system call that it was in, and the six arguments; `None` where it ran code of its own.
+    /// Number and arguments of the system call that the thread was in; `None` if it ran user code.
     pub system_call: Option<(c_long, [u64; 6])>,
 }
 
-/// What a [`Slowdown`] has done so far.
+/// Statistics of a [`Slowdown`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Held {
-    /// Slices in which threads were to be held, the one under way not counted.
+    /// Completed slices in which threads were to be held.
     pub slices: u64,
-    /// How long threads were held in these slices, the sum over all threads.
+    /// How long threads were held in these slices, summed over all threads.
     pub time: Duration,
-    /// How often a thread was found where it may not be held, and let run on at once.
+    /// How often a thread was stopped at a place where it may not be held, and released at once.
     pub let_run: u64,
 }
 
-/// Threads of another process that are held for a share of the time. Dropped: all of them run, and none is attached to.
+/// Holds threads of another process for a share of the time. When this is dropped, all of them run, and none is traced.
 ///
-/// All threads are held at the same time. Up to 50 % they run for 10 ms at a time; a slice in which they are held lasts 100 ms at most, so
-/// that above 91 % they run for less than 10 ms at a time (1 ms at 99 %). What a thread does in a system call when it is stopped goes
-/// on afterwards by the same rules as for [`Process::stop`]: it is run again, with the time that was left, or returns `EINTR` where
-/// signal(7) says so, as ioctl(2) with `KVM_RUN` does.
+/// All threads are held at the same time. They run for 10 ms at a time; a slice in which they are held lasts 100 ms at most, so above 91 %
+/// they run for less than 10 ms at a time (1 ms at 99 %). A system call that is interrupted by a stop continues by the same rules as for
+/// [`Process::stop`]: it is run again, with the remaining time, or returns `EINTR` according to signal(7), as ioctl(2) with `KVM_RUN`
+/// does.
 ///
-/// While a slice lasts no debugger can attach to the threads. Where the thread that holds them does not get a CPU, or this program is
-/// stopped (SIGSTOP), a slice lasts until it runs again. Where this program ends, of whatever cause, the kernel lets the threads run.
+/// During a slice no debugger can attach to the threads. If the tracing thread gets no CPU, or this program is stopped (SIGSTOP), a slice
+/// lasts until it runs again. If this program ends for any reason, the kernel releases the threads.
 ///
-/// Not for a program that executes another one (execve(2)) while it has several threads: attaching to its threads and the exec may wait
-/// for each other in the kernel until this program ends.
+/// Not for a program that calls execve(2) while it has several threads: attaching to its threads and the exec may wait for each other in
+/// the kernel until this program ends.
 #[derive(Debug)]
 pub struct Slowdown {
     process: Process,
@@ -87,22 +87,22 @@ pub struct Slowdown {
     held: Arc<Mutex<Held>>,
 }
 
-/// Another share of the time. The answer comes when no thread is held any more.
+/// Sets another share of the time. It is acknowledged when no thread is held any more.
 struct Order {
     percent: u8,
-    obeyed: Sender<()>,
+    done: Sender<()>,
 }
 
 /// How the tracing thread has ended.
 #[derive(Debug)]
 struct Ended {
     tracer: Tid,
-    /// Threads that had not stopped yet, and are detached by the end of the thread.
+    /// Threads that had not stopped yet, and are detached by the end of the tracing thread.
     left: Vec<Tid>,
     failure: Option<Failure>,
 }
 
-/// Why it has ended by itself.
+/// Why the tracing thread has ended by itself.
 #[derive(Debug)]
 struct Failure {
     tid: Tid,
@@ -111,14 +111,14 @@ struct Failure {
 }
 
 impl Process {
-    /// Holds these threads of the process for `percent` of the time (0 to 99, more counts as 99) until the answer is dropped. The first
-    /// slice begins at once. `may_hold` is asked, in a thread of its own, about each thread that has stopped: one that may not be held
-    /// where it was found runs on, and is stopped again 0.1 to 1 ms later, as long as the slice lasts.
+    /// Holds these threads of the process for `percent` of the time (0 to 99, more counts as 99) until the returned value is dropped. The
+    /// first slice begins at once. `may_hold` is called, on the tracing thread, for each thread that has stopped. If it returns false, the
+    /// thread runs on and is stopped again 0.1 to 1 ms later, as long as the slice lasts.
     ///
-    /// With 0 % no thread is attached to.
+    /// With 0 % no thread is traced.
     ///
     /// # Errors
-    /// [`AttachError::ThreadEnded`] where a number is not that of a thread of the process; [`AttachError::AlreadyTraced`];
+    /// [`AttachError::ThreadEnded`] if a number is not that of a thread of the process; [`AttachError::AlreadyTraced`];
     /// [`AttachError::NotPermitted`]; [`AttachError::Ended`]; [`AttachError::Architecture`]; [`AttachError::Io`]. No thread is held then.
     pub fn slow_down(
         &self,
@@ -133,15 +133,15 @@ impl Process {
         let (orders, orders_out) = mpsc::channel();
         let (end, ended) = mpsc::channel();
         let held = Arc::new(Mutex::new(Held::default()));
-        let (process, stand) = (self.clone(), Arc::clone(&held));
+        let (process, statistics) = (self.clone(), Arc::clone(&held));
         let threads = threads.iter().map(|&tid| Thread { tid, state: State::Free }).collect();
         let run = move || {
             system::be_prompt();
             let tracer = system::this_thread();
-            let mut slower = Slower { process, threads, may_hold, held: stand };
+            let mut slower = Slower { process, threads, may_hold, held: statistics };
             let failure = slower.run(&orders_out).err();
-            let left = slower.let_go();
-            // Where the owner has given up waiting there is no receiver.
+            let left = slower.finish();
+            // An owner that waits no longer has dropped the receiver.
             let _ = end.send(Ended { tracer, left, failure });
         };
         let thread = std::thread::Builder::new()
@@ -154,25 +154,24 @@ impl Process {
 }
 
 impl Slowdown {
-    /// Holds the threads for another share of the time, from 0 to 99 percent. When this returns, slices have the new length; with 0 % all
-    /// threads run.
+    /// Changes the share of the time, 0 to 99 percent. When this returns, slices have the new length; with 0 % all threads run.
     ///
     /// # Errors
-    /// Why the threads are not held any more: as [`Slowdown::check`].
+    /// Why the threads are not held any more, as for [`Slowdown::check`].
     pub fn set(self, percent: u8) -> Result<Slowdown, AttachError> {
-        let (obeyed, answer) = mpsc::channel();
-        let sent = self.orders.as_ref().is_some_and(|orders| orders.send(Order { percent, obeyed }).is_ok());
+        let (done, answer) = mpsc::channel();
+        let sent = self.orders.as_ref().is_some_and(|orders| orders.send(Order { percent, done }).is_ok());
         if sent && answer.recv_timeout(PATIENCE).is_ok() {
             return Ok(self);
         }
         Err(self.failure())
     }
 
-    /// Looks whether the threads are still held for their share of the time.
+    /// Checks that the threads are still held for their share of the time.
     ///
     /// # Errors
-    /// Why they are not any more: [`AttachError::ThreadEnded`] where one of them has ended, [`AttachError::AlreadyTraced`] where a
-    /// debugger came, [`AttachError::NotPermitted`], [`AttachError::Ended`], [`AttachError::Io`]. All of them run then.
+    /// Why they are not: [`AttachError::ThreadEnded`] if one of them has ended, [`AttachError::AlreadyTraced`] if a debugger has
+    /// attached, [`AttachError::NotPermitted`], [`AttachError::Ended`], [`AttachError::Io`]. All threads run then.
     pub fn check(self) -> Result<Slowdown, AttachError> {
         match self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
             true => Ok(self),
@@ -180,17 +179,17 @@ impl Slowdown {
         }
     }
 
-    /// What was done so far.
+    /// Returns the statistics so far.
     #[must_use]
     pub fn held(&self) -> Held {
         *self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why the tracing thread has ended by itself, or does not answer.
+    /// Returns why the tracing thread has ended by itself, or does not answer.
     fn failure(mut self) -> AttachError {
         let pid = self.process.pid();
         match self.end() {
-            Some(Failure { tid, what, source }) => why_lost(&self.process, tid, what, source),
+            Some(Failure { tid, what, source }) => explain(&self.process, tid, what, source),
             None if self.process.has_ended() => AttachError::Ended { pid, during: DURING },
             None => AttachError::Io {
                 pid,
@@ -200,16 +199,16 @@ impl Slowdown {
         }
     }
 
-    /// Ends the tracing thread, and waits until the kernel has detached what that had attached to.
+    /// Ends the tracing thread, and waits until the kernel has detached all threads.
     fn end(&mut self) -> Option<Failure> {
         self.orders = None;
         let thread = self.thread.take()?;
         let Ok(Ended { tracer, left, failure }) = self.ended.recv_timeout(PATIENCE) else {
-            // It panicked, in which case the kernel has detached all, or waits in the kernel: then joining it would take as long.
+            // The thread has panicked, so the kernel has detached all, or it is blocked in the kernel, and joining it would block as long.
             tracing::warn!(pid = self.process.pid(), "the thread that slows threads down does not end");
             return None;
         };
-        // It has nothing left to do. A panic has been printed.
+        // The thread has nothing left to do. A panic has been printed.
         let _ = thread.join();
         let Held { slices, time, let_run } = self.held();
         tracing::debug!(pid = self.process.pid(), slices, ?time, let_run, "threads are not slowed down any more");
@@ -228,11 +227,11 @@ impl Drop for Slowdown {
     }
 }
 
-/// What a failed request for a thread means. The tracing thread has ended.
-fn why_lost(process: &Process, tid: Tid, what: &'static str, source: std::io::Error) -> AttachError {
+/// Returns the error that a failed request for a thread means. The tracing thread has ended.
+fn explain(process: &Process, tid: Tid, what: &'static str, source: std::io::Error) -> AttachError {
     let pid = process.pid();
     let deadline = Instant::now() + TRANSITION;
-    // Threads end before their process, and one that is about to end may not be traced any more: what it is shows a little later.
+    // Threads end before their process, and an ending thread may not be traced any more: the cause becomes visible a little later.
     loop {
         if process.has_ended() {
             return AttachError::Ended { pid, during: DURING };
@@ -255,7 +254,7 @@ fn why_lost(process: &Process, tid: Tid, what: &'static str, source: std::io::Er
     }
 }
 
-/// How long threads run, and how long they are held, by turns.
+/// How long threads run and how long they are held, alternately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Slices {
     run: Duration,
@@ -263,7 +262,7 @@ struct Slices {
 }
 
 impl Slices {
-    /// None for 0 %.
+    /// Returns the slices for `percent`; none for 0 %.
     fn of(percent: u8) -> Option<Slices> {
         let percent = u32::from(percent.min(MAX_PERCENT));
         if percent == 0 {
@@ -287,9 +286,9 @@ struct Thread {
 enum State {
     /// Not attached to.
     Free,
-    /// Attached to, and asked to stop.
-    Asked(Instant),
-    /// Stopped, since then.
+    /// Attached to since then, and asked to stop.
+    Stopping(Instant),
+    /// Stopped; attached to since then.
     Held(Instant),
 }
 
@@ -297,11 +296,11 @@ enum State {
 enum Woken {
     TimeIsUp,
     Ordered(Order),
-    /// The owner is gone, or wants the end.
+    /// The owner has dropped the slowdown.
     Dropped,
 }
 
-/// What the tracing thread works with.
+/// The state of the tracing thread.
 struct Slower<F> {
     process: Process,
     threads: Vec<Thread>,
@@ -310,10 +309,10 @@ struct Slower<F> {
 }
 
 impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
-    /// Works until the owner wants the end, or something fails. Threads may be left held.
+    /// Runs until the owner drops the slowdown, or a request fails. Threads may still be held then.
     fn run(&mut self, orders: &Receiver<Order>) -> Result<(), Failure> {
         let mut slices: Option<Slices> = None;
-        // The first order is obeyed when its first slice has begun, so that whatever forbids it is its answer.
+        // The first order is acknowledged after its first slice has begun, so that its caller gets any error.
         let mut first = true;
         loop {
             let woken = match slices {
@@ -322,13 +321,13 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
             };
             match woken {
                 Woken::Dropped => return Ok(()),
-                Woken::Ordered(Order { percent, obeyed }) => {
+                Woken::Ordered(Order { percent, done }) => {
                     slices = Slices::of(percent);
                     if std::mem::take(&mut first) && slices.is_some() {
-                        self.stop_those_that_run()?;
+                        self.stop_free_threads()?;
                     }
-                    // An owner that has given up waiting hears of nothing.
-                    let _ = obeyed.send(());
+                    // An owner that waits no longer has dropped the receiver.
+                    let _ = done.send(());
                 }
                 Woken::TimeIsUp => {}
             }
@@ -341,22 +340,22 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
             self.held().slices += 1;
             match woken {
                 Woken::TimeIsUp => {}
-                Woken::Ordered(Order { percent, obeyed }) => {
+                Woken::Ordered(Order { percent, done }) => {
                     slices = Slices::of(percent);
-                    let _ = obeyed.send(());
+                    let _ = done.send(());
                 }
                 Woken::Dropped => return Ok(()),
             }
         }
     }
 
-    /// Lets the threads run for so long. Those that stop only now are let go at once.
+    /// Lets the threads run for `time`. Threads that stop only now are released at once.
     fn let_run(&mut self, time: Duration, orders: &Receiver<Order>) -> Result<Woken, Failure> {
         let until = Instant::now() + time;
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            let woken = match self.asked() {
-                true => wait(orders, left.min(BETWEEN_LOOKS)),
+            let woken = match self.is_stopping() {
+                true => wait(orders, left.min(MAX_POLL_INTERVAL)),
                 false => wait(orders, left),
             };
             self.take_stops(false)?;
@@ -368,8 +367,8 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
     }
 
     fn wait_for_order(&mut self, orders: &Receiver<Order>) -> Result<Woken, Failure> {
-        while self.asked() {
-            match wait(orders, BETWEEN_LOOKS) {
+        while self.is_stopping() {
+            match wait(orders, MAX_POLL_INTERVAL) {
                 Woken::TimeIsUp => self.take_stops(false)?,
                 woken => return Ok(woken),
             }
@@ -377,18 +376,18 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
         Ok(orders.recv().map_or(Woken::Dropped, Woken::Ordered))
     }
 
-    /// Holds the threads for so long, each from the moment on at which it is found where it may be held.
+    /// Holds the threads until `time` has passed, each from the moment at which it is found where it may be held.
     fn hold(&mut self, time: Duration, orders: &Receiver<Order>) -> Result<Woken, Failure> {
         let until = Instant::now() + time;
-        let mut between = MIN_BETWEEN_LOOKS;
+        let mut interval = MIN_POLL_INTERVAL;
         loop {
             let begun = Instant::now();
-            self.stop_those_that_run()?;
+            self.stop_free_threads()?;
             let now = Instant::now();
             let left = until.saturating_duration_since(now);
             let all = self.threads.iter().all(|thread| matches!(thread.state, State::Held(_)));
-            let next = if all { left } else { left.min(between.max((now - begun) * MIN_PAUSE_RATIO)) };
-            between = (between * 2).min(BETWEEN_LOOKS);
+            let next = if all { left } else { left.min(interval.max((now - begun) * MIN_PAUSE_RATIO)) };
+            interval = (interval * 2).min(MAX_POLL_INTERVAL);
             match wait(orders, next) {
                 Woken::TimeIsUp if Instant::now() < until => {}
                 woken => return Ok(woken),
@@ -396,20 +395,20 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
         }
     }
 
-    /// Stops all threads that are free, and looks where each was. Those that may not be held there are free again.
-    fn stop_those_that_run(&mut self) -> Result<(), Failure> {
+    /// Stops all free threads. Those that may not be held where they were are free again.
+    fn stop_free_threads(&mut self) -> Result<(), Failure> {
         for thread in self.threads.iter_mut().filter(|thread| thread.state == State::Free) {
             let tid = thread.tid;
             system::seize(tid, 0).map_err(failed(tid, "attach to a thread of it"))?;
-            thread.state = State::Asked(Instant::now());
-            // A number that has come to mean another process's thread: attached to, not stopped, and let go with the end of this thread.
+            thread.state = State::Stopping(Instant::now());
+            // The number means another process's thread by now, which is not stopped, and detached by the end of this thread.
             if !self.process.has_thread(tid) {
                 return Err(ended(tid, "attach to a thread of it"));
             }
         }
-        // All in one go.
+        // Interrupted together, so that all are held at the same time.
         for Thread { tid, state } in &self.threads {
-            if matches!(state, State::Asked(_)) {
+            if matches!(state, State::Stopping(_)) {
                 system::interrupt(*tid).map_err(failed(*tid, "stop a thread of it"))?;
             }
         }
@@ -418,7 +417,7 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
         loop {
             self.take_stops(true)?;
             let waited = begun.elapsed();
-            if !self.asked() || waited >= STOPPING_TIME {
+            if !self.is_stopping() || waited >= STOPPING_TIME {
                 return Ok(());
             }
             if waited < SPIN {
@@ -430,10 +429,10 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
         }
     }
 
-    /// Looks which threads have stopped. `holds`: those that may be held where they are, are.
-    fn take_stops(&mut self, holds: bool) -> Result<(), Failure> {
+    /// Takes the reports of threads that have stopped. With `hold`, holds those that may be held where they are, and releases the others.
+    fn take_stops(&mut self, hold: bool) -> Result<(), Failure> {
         for Thread { tid, state } in &mut self.threads {
-            let State::Asked(since) = *state else { continue };
+            let State::Stopping(since) = *state else { continue };
             let stop = match system::take_stop(*tid) {
                 Ok(Some(stop)) => stop,
                 Ok(None) if since.elapsed() < MAY_HAVE_ENDED || !self.process.thread_has_ended(*tid) => continue,
@@ -443,7 +442,7 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
             };
             let (signal, event) = (stop & 0xff, stop >> 8);
             let is_interrupted = event == libc::PTRACE_EVENT_STOP && signal == libc::SIGTRAP;
-            // Which includes a process that is stopped by job control (SIGSTOP), whose thread has nowhere to go.
+            // A process that is stopped by job control (SIGSTOP) may be held: its threads would not run anyway.
             let may_be_held = match event == libc::PTRACE_EVENT_STOP {
                 true if is_interrupted => {
                     let at = tracee::at_rest(*tid).map_err(failed(*tid, "read the registers of a thread of it"))?;
@@ -451,27 +450,27 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
                 }
                 stopped_by_job_control => stopped_by_job_control,
             };
-            if holds && may_be_held {
+            if hold && may_be_held {
                 *state = State::Held(since);
                 continue;
             }
-            // A signal that was about to be delivered is delivered now.
+            // Detaching delivers a signal that was about to be delivered.
             let signal = if event == 0 { signal } else { 0 };
             detach(*tid, signal)?;
             *state = State::Free;
-            if holds {
+            if hold {
                 self.held.lock().unwrap_or_else(PoisonError::into_inner).let_run += 1;
             }
         }
         Ok(())
     }
 
-    /// Lets all threads run that are held.
+    /// Releases all held threads.
     fn release(&mut self) -> Result<(), Failure> {
         let mut outcome = Ok(());
         for index in 0..self.threads.len() {
             let Thread { tid, state: State::Held(since) } = self.threads[index] else { continue };
-            // The others are let go even where this one cannot be.
+            // The other threads are released even if this one fails.
             outcome = outcome.and(detach(tid, 0));
             self.threads[index].state = State::Free;
             self.held().time += since.elapsed();
@@ -479,16 +478,16 @@ impl<F: FnMut(&StoppedAt) -> bool> Slower<F> {
         outcome
     }
 
-    /// The end: returns the threads that only the end of this thread detaches.
-    fn let_go(&mut self) -> Vec<Tid> {
-        // A thread that cannot be let go is one that is no more.
+    /// Releases all held threads. Returns those that only the end of the tracing thread detaches.
+    fn finish(&mut self) -> Vec<Tid> {
+        // Releasing fails only for a thread that has ended.
         let _ = self.release();
         self.threads.iter().filter(|thread| thread.state != State::Free).map(|thread| thread.tid).collect()
     }
 
-    /// Whether a thread was asked to stop and has not done so.
-    fn asked(&self) -> bool {
-        self.threads.iter().any(|thread| matches!(thread.state, State::Asked(_)))
+    /// Returns whether a thread was asked to stop and has not stopped yet.
+    fn is_stopping(&self) -> bool {
+        self.threads.iter().any(|thread| matches!(thread.state, State::Stopping(_)))
     }
 
     fn held(&self) -> std::sync::MutexGuard<'_, Held> {
@@ -504,7 +503,7 @@ fn wait(orders: &Receiver<Order>, time: Duration) -> Woken {
     }
 }
 
-/// Detaching wakes the thread as a signal does, so the kernel's signal code sees its registers and restarts what was interrupted.
+/// Detaches a thread. That wakes it as a signal does, so the kernel's signal code restarts an interrupted system call.
 fn detach(tid: Tid, signal: c_int) -> Result<(), Failure> {
     system::resume(tid, Resume::Detach, signal).map_err(failed(tid, "let a thread of it run"))
 }
@@ -513,7 +512,7 @@ fn failed(tid: Tid, what: &'static str) -> impl Fn(std::io::Error) -> Failure {
     move |source| Failure { tid, what, source }
 }
 
-/// The thread is no more, or is another process's.
+/// Returns the failure for a thread that has ended, or that belongs to another process.
 fn ended(tid: Tid, what: &'static str) -> Failure {
     Failure { tid, what, source: std::io::Error::from_raw_os_error(libc::ESRCH) }
 }

@@ -1,8 +1,8 @@
 //! The system calls that have no safe form: ptrace(2), and waitid(2) for ptrace-stops. All `unsafe` of this crate is here.
 //!
-//! ptrace(2) is called by its number and not by the C library's function, whose types differ between C libraries. Everything that is
-//! passed is either a number or a structure that lives in the function that passes it. The kernel looks itself whether the thread is
-//! a tracee of the calling thread that stands in ptrace-stop, and answers `ESRCH` where it is not: no call here can harm memory safety.
+//! ptrace(2) is called by its number and not by the C library's function, whose types differ between C libraries. All arguments are
+//! numbers, or structures that live in the calling function. The kernel itself checks that the thread is a tracee of the calling
+//! thread in ptrace-stop, and else returns `ESRCH`: no call here can harm memory safety.
 
 use std::io;
 
@@ -11,7 +11,7 @@ use libc::{c_int, c_long, c_void};
 /// A thread's number, as ptrace(2) takes it.
 pub(crate) type Tid = libc::pid_t;
 
-/// The kernel's `PTRACE_O_TRACESYSGOOD`: stops at system calls are marked, so that they cannot be taken for a signal.
+/// The kernel's `PTRACE_O_TRACESYSGOOD`: marks stops at system calls, which distinguishes them from signals.
 pub(crate) const MARK_SYSTEM_CALLS: c_long = 1;
 /// The kernel's `PTRACE_O_SUSPEND_SECCOMP` (`include/uapi/linux/ptrace.h`).
 pub(crate) const SUSPEND_SECCOMP: c_long = 1 << 21;
@@ -32,12 +32,12 @@ pub(crate) fn seize(tid: Tid, options: c_long) -> io::Result<()> {
     request(c_long::from(libc::PTRACE_SEIZE), tid, 0, options)
 }
 
-/// Has a traced thread stop soon; where it stands in a stop, it stops again after it was resumed.
+/// Makes a traced thread stop soon. A thread that is already in a stop stops again after it was resumed.
 pub(crate) fn interrupt(tid: Tid) -> io::Result<()> {
     request(c_long::from(libc::PTRACE_INTERRUPT), tid, 0, 0)
 }
 
-/// Ends a stop. `signal`: one that is delivered with it, or 0; heeded only where the thread stopped for a signal.
+/// Ends a stop. `signal` is delivered with it, unless it is 0; it has an effect only if the thread stopped for a signal.
 pub(crate) fn resume(tid: Tid, how: Resume, signal: c_int) -> io::Result<()> {
     let code = match how {
         Resume::Continue => libc::PTRACE_CONT,
@@ -47,19 +47,19 @@ pub(crate) fn resume(tid: Tid, how: Resume, signal: c_int) -> io::Result<()> {
     request(c_long::from(code), tid, 0, c_long::from(signal))
 }
 
-/// Sets what the kernel does about a traced thread that stands in a stop.
+/// Sets the tracing options of a traced thread that is in a stop.
 pub(crate) fn set_options(tid: Tid, options: c_long) -> io::Result<()> {
     request(c_long::from(libc::PTRACE_SETOPTIONS), tid, 0, options)
 }
 
-/// A request that reads and writes no memory of ours.
+/// Makes a request that accesses no memory of this process.
 fn request(code: c_long, tid: Tid, address: c_long, data: c_long) -> io::Result<()> {
     // SAFETY: the requests of this function's callers take numbers only; the kernel checks the thread.
     let result = unsafe { libc::syscall(libc::SYS_ptrace, code, c_long::from(tid), address, data) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The general registers of a stopped thread.
+/// Returns the general registers of a stopped thread.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn registers(tid: Tid) -> io::Result<libc::user_regs_struct> {
     let mut registers = std::mem::MaybeUninit::<libc::user_regs_struct>::zeroed();
@@ -86,8 +86,8 @@ pub(crate) fn set_registers(tid: Tid, registers: &libc::user_regs_struct) -> io:
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Whether the signal for which a thread stands in a stop was raised by the kernel for what the thread did (`si_code` above 0:
-/// sigaction(2)), not sent by anybody.
+/// Returns whether the signal for which a thread is in a stop was raised by the kernel for an action of the thread (`si_code` above 0:
+/// sigaction(2)), and not sent by a process.
 pub(crate) fn signal_is_a_fault(tid: Tid) -> io::Result<bool> {
     let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
     let to: *mut c_void = info.as_mut_ptr().cast();
@@ -102,7 +102,7 @@ pub(crate) fn signal_is_a_fault(tid: Tid) -> io::Result<bool> {
     Ok(unsafe { info.assume_init() }.si_code > 0)
 }
 
-/// Where a thread has its restartable-sequences area (rseq(2)), or `None` where it has none or the kernel cannot say (before 5.13).
+/// Returns the address of a thread's restartable-sequences area (rseq(2)); `None` if it has none, or before Linux 5.13.
 pub(crate) fn rseq_area(tid: Tid) -> Option<u64> {
     /// `struct ptrace_rseq_configuration`.
     #[repr(C)]
@@ -123,11 +123,11 @@ pub(crate) fn rseq_area(tid: Tid) -> Option<u64> {
     (result >= 0 && configuration.area != 0).then_some(configuration.area)
 }
 
-/// Looks whether a traced thread has come to a stop, and takes the report: the signal in bits 0 to 7, an event in bits 8 to 15.
-/// `None`: it has not stopped, or it has ended; ends are never taken, so the process's parent hears of them, who may be this process.
+/// Checks whether a traced thread has stopped, and takes the report: the signal in bits 0 to 7, an event in bits 8 to 15.
+/// Returns `None` if it has not stopped, or has ended. The report of an end is left to the process's parent, which may be this process.
 ///
 /// # Errors
-/// `ECHILD` where the thread is not traced by this process any more.
+/// `ECHILD` if this process does not trace the thread any more.
 pub(crate) fn take_stop(tid: Tid) -> io::Result<Option<c_int>> {
     let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
     let options = libc::WSTOPPED | libc::WNOHANG | libc::__WALL;
@@ -145,11 +145,11 @@ pub(crate) fn take_stop(tid: Tid) -> io::Result<Option<c_int>> {
     Ok((pid != 0).then_some(status))
 }
 
-/// Makes the calling thread one that a thread elsewhere may wait for: no signal handler of this program runs in it, and it does not
-/// oversleep.
+/// Prepares the calling thread for tracing, since a stopped thread waits for it: no signal handler of this program runs in it, and its
+/// sleeps do not last too long.
 pub(crate) fn be_prompt() {
     let nanosecond = std::num::NonZeroU64::new(1);
-    // The kernel's 50 µs remain where this fails.
+    // If this fails, the kernel's default of 50 µs remains.
     let _ = rustix::thread::set_current_timer_slack(nanosecond);
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::zeroed();
     // SAFETY: sigfillset fills the set that it is given; pthread_sigmask reads it; no old set is asked for.
@@ -159,7 +159,7 @@ pub(crate) fn be_prompt() {
     }
 }
 
-/// The calling thread's number.
+/// Returns the calling thread's number.
 pub(crate) fn this_thread() -> Tid {
     rustix::thread::gettid().as_raw_nonzero().get()
 }

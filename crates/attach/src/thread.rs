@@ -1,8 +1,8 @@
-//! A stopped thread as the caller has it, and the thread of this program that holds it.
+//! A stopped thread as the caller sees it, and the thread of this program that traces it.
 //!
-//! The kernel takes ptrace(2) requests from the very thread that attached. So each [`StoppedThread`] has a thread of its own here, which
-//! does nothing else, and the caller may use it from where it likes. That thread's end is also the last resort: the kernel detaches
-//! whatever a thread traced when it ends, also what has not come to a stop yet.
+//! The kernel accepts ptrace(2) requests only from the thread that attached. So each [`StoppedThread`] has a tracing thread of its own, and
+//! the caller may use it from any thread. Ending the tracing thread is also the last resort: the kernel then detaches all threads that it
+//! traced, including those that have not stopped yet.
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -15,10 +15,10 @@ use crate::system::{self, Tid};
 use crate::tracee::{LIMIT, Tracee};
 use crate::{AttachError, Process};
 
-/// How long the tracing thread may take for one thing: several steps, each with its own limit.
+/// How long the tracing thread may take for one request, which has several steps, each with its own limit.
 const PATIENCE: Duration = LIMIT.saturating_mul(6);
 
-/// The main thread of a process, stopped. Dropped: its registers are its own again, and it runs on.
+/// The main thread of a process, stopped. When this is dropped, the thread's own registers are restored, and it runs on.
 #[derive(Debug)]
 pub struct StoppedThread<'a> {
     process: &'a Process,
@@ -29,13 +29,13 @@ pub struct StoppedThread<'a> {
     stuck: bool,
 }
 
-/// A system call to be run.
+/// A system call to run.
 struct Call {
     number: c_long,
     arguments: [u64; 6],
 }
 
-/// What the tracing thread has done.
+/// The tracing thread's answers.
 enum Answer {
     Stopped(Result<(), AttachError>),
     Returned(Result<u64, AttachError>),
@@ -45,11 +45,11 @@ enum Answer {
 impl Process {
     /// Stops the main thread of the process. All other threads run on.
     ///
-    /// The thread is stopped for as long as the answer is held, but for moments within [`StoppedThread::system_call`]: a thread that was
-    /// found in user code is let run on for up to 30 ms, until it stands in a system call of its own.
+    /// The thread is stopped as long as the returned value is held, except for moments within [`StoppedThread::system_call`]: a thread in
+    /// user code runs on for up to 30 ms, until it is in a system call of its own.
     ///
     /// # Errors
-    /// Whatever keeps the thread from being stopped, within 2 s; the process runs on as before.
+    /// Why the thread could not be stopped within 2 s; the process runs on as before.
     pub fn stop(&self) -> Result<StoppedThread<'_>, AttachError> {
         let (calls, requests) = mpsc::channel();
         let (report, answers) = mpsc::channel();
@@ -75,7 +75,7 @@ impl Process {
                 stopped.wait_until_untraced();
                 Err(error)
             }
-            _ => Err(stopped.silent("its main thread was stopped")),
+            _ => Err(stopped.no_answer("its main thread was stopped")),
         }
     }
 }
@@ -83,41 +83,41 @@ impl Process {
 impl StoppedThread<'_> {
     /// Runs a system call in the thread and returns its result. Pointers among the arguments are addresses in that process.
     ///
-    /// Signals that come meanwhile are delivered to the thread, which comes to a stop again before it runs a handler. The thread's
-    /// registers are its own again when this returns.
+    /// Signals that come meanwhile are delivered to the thread, which stops again before it runs a handler. The thread's own
+    /// registers are restored when this returns.
     ///
     /// # Errors
     /// [`AttachError::Refused`] with the call's errno; [`AttachError::Seccomp`] before anything is run;
-    /// [`AttachError::Stuck`] where the call does not return within 4 s, after which nothing more can be run; [`AttachError::Ended`] and
-    /// [`AttachError::Replaced`] where the thread was ended.
+    /// [`AttachError::Stuck`] if the call does not return within 4 s, after which no other call can be run; [`AttachError::Ended`] and
+    /// [`AttachError::Replaced`] if the thread has ended.
     pub fn system_call(&mut self, number: c_long, arguments: [u64; 6]) -> Result<u64, AttachError> {
         let during = "a system call ran in it";
         let sent =
             !self.stuck && self.calls.as_ref().is_some_and(|calls| calls.send(Call { number, arguments }).is_ok());
         if !sent {
-            return Err(self.silent(during));
+            return Err(self.no_answer(during));
         }
         match self.answers.recv_timeout(PATIENCE) {
             Ok(Answer::Returned(result)) => {
                 self.stuck = matches!(result, Err(AttachError::Stuck { .. }));
                 result
             }
-            _ => Err(self.silent(during)),
+            _ => Err(self.no_answer(during)),
         }
     }
 
-    /// Returns a copy of a descriptor of the process: [`Process::take_descriptor`].
+    /// Returns a copy of a descriptor of the process, as [`Process::take_descriptor`] does.
     ///
     /// # Errors
-    /// As that one.
+    /// Those of [`Process::take_descriptor`].
     pub fn take_descriptor(&self, number: i32) -> Result<OwnedFd, AttachError> {
         self.process.take_descriptor(number)
     }
 
-    /// Lets the thread run on, and returns how long it was stopped. What it ran between two stops does not count.
+    /// Lets the thread run on, and returns how long it was stopped. Time in which it ran between two stops does not count.
     ///
     /// # Errors
-    /// [`AttachError::Ended`] and [`AttachError::Replaced`]: there is no such thread any more.
+    /// [`AttachError::Ended`] and [`AttachError::Replaced`]: the thread has ended.
     pub fn resume(mut self) -> Result<Duration, AttachError> {
         self.release()
     }
@@ -129,14 +129,14 @@ impl StoppedThread<'_> {
             // The tracing thread is waiting for a system call to return, and will release the thread then.
             _ => {
                 self.tracer = None;
-                return Err(self.silent("its main thread was released"));
+                return Err(self.no_answer("its main thread was released"));
             }
         };
         self.wait_until_untraced();
         released
     }
 
-    /// Waits for the end of the tracing thread, and until the kernel has detached what it traced, which is a little later.
+    /// Waits until the tracing thread has ended and the kernel has detached the traced thread, which happens a little later.
     fn wait_until_untraced(&mut self) {
         let Some(Ok(tid)) = self.tracer.take().map(JoinHandle::join) else { return };
         let deadline = Instant::now() + LIMIT;
@@ -145,8 +145,8 @@ impl StoppedThread<'_> {
         }
     }
 
-    /// The tracing thread has given up, or does not answer: it waits for a system call to return.
-    fn silent(&self, during: &'static str) -> AttachError {
+    /// Returns the error for a tracing thread that has ended, or that does not answer because it waits for a system call to return.
+    fn no_answer(&self, during: &'static str) -> AttachError {
         let pid = self.process.pid();
         if self.process.has_ended() {
             AttachError::Ended { pid, during }
@@ -161,14 +161,14 @@ impl Drop for StoppedThread<'_> {
         if self.calls.is_some()
             && let Err(error) = self.release()
         {
-            tracing::debug!(pid = self.process.pid(), %error, "the thread was not there to be released");
+            tracing::debug!(pid = self.process.pid(), %error, "the thread could not be released");
         }
     }
 }
 
-/// The tracing thread.
+/// Runs the tracing thread.
 fn trace(process: &Process, calls: &Receiver<Call>, answers: &Sender<Answer>) {
-    // Answers that nobody waits for any more are of no use; the thread is put back all the same.
+    // The caller may not wait for an answer any more; the thread's registers are restored all the same.
     let mut tracee = match Tracee::attach(process) {
         Ok(tracee) => tracee,
         Err(error) => {
@@ -181,7 +181,7 @@ fn trace(process: &Process, calls: &Receiver<Call>, answers: &Sender<Answer>) {
         let result = tracee.system_call(number, arguments);
         let _ = answers.send(Answer::Returned(result));
         if tracee.is_lent() {
-            // Stuck: from here on it is only waited for the call's end.
+            // Stuck: from here on this thread only waits for the call's end.
             break;
         }
     }

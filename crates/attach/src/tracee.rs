@@ -1,10 +1,10 @@
-//! One thread of another process under ptrace(2): brought to rest, lent for a system call, put back, released.
+//! One thread of another process under ptrace(2): brought to rest, its registers lent for a system call and restored, released.
 //!
-//! A [`Tracee`] lives in the thread that attached it ([`crate::thread`]), because the kernel takes requests from that one only. It
-//! knows two states in which the thread stands still. **At rest** is a ptrace-stop in the kernel's signal code (`PTRACE_EVENT_STOP`)
-//! with the thread's own registers: from there, however the stop ends, the kernel restarts an interrupted system call and delivers
-//! signals as if there had been no stop. **Lent** is everything from the first change of the registers until they are put back;
-//! [`Lent`] has the registers, and while there is one, whatever ends the `Tracee` puts them back first.
+//! A [`Tracee`] lives in the thread that attached it ([`crate::thread`]), because the kernel accepts requests only from that thread. A
+//! stopped thread has two states. **At rest** is a ptrace-stop in the kernel's signal code (`PTRACE_EVENT_STOP`) with the thread's own
+//! registers: however the stop ends, the kernel then restarts an interrupted system call and delivers signals as if there had been no
+//! stop. **Lent** is the time from the first change of the registers until they are restored. [`Lent`] has the thread's own registers;
+//! while it exists, every end of the `Tracee` restores them first.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -16,28 +16,28 @@ use crate::process::read_memory;
 use crate::system::{self, Resume, Tid};
 use crate::{AttachError, Process, StoppedAt};
 
-/// How long anything may take: the thread's stop, the search for a place, one system call.
+/// How long each step may take: the thread's stop, the search for an instruction, one system call.
 pub(crate) const LIMIT: Duration = Duration::from_secs(2);
-/// How long a thread is looked at again and again, running in between, until it stands in a system call of its own.
+/// How long a thread is stopped repeatedly, running in between, until it is in a system call of its own.
 const PATIENCE: Duration = Duration::from_millis(30);
-/// How long it runs in between, at first; twice as long each time.
-const MIN_BETWEEN: Duration = Duration::from_millis(1);
-/// How long it runs in between at most.
-const MAX_BETWEEN: Duration = Duration::from_millis(8);
-/// How long a process may take to die, or to become another program, once it has begun: until then the kernel says no to all requests.
+/// How long it runs after the first stop; twice as long each time.
+const MIN_RUN: Duration = Duration::from_millis(1);
+/// How long it runs between two stops at most.
+const MAX_RUN: Duration = Duration::from_millis(8);
+/// How long a process may take to die, or to become another program, once that has begun: until then the kernel refuses all requests.
 const TRANSITION: Duration = Duration::from_millis(250);
-/// How long a stop is waited for without sleeping.
+/// How long a wait for a stop spins before it sleeps.
 const SPIN: Duration = Duration::from_micros(20);
-/// The longest sleep between two looks for a stop.
+/// The longest sleep between two polls for a stop.
 const MAX_PAUSE: Duration = Duration::from_millis(1);
-/// How often a signal may come in between before the thread is let run for a while.
+/// How many signals may intervene before the thread runs for a while.
 const MAX_SIGNALS_IN_A_ROW: u32 = 8;
 
-/// `syscall`.
+/// The machine code of `syscall`.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// The kernel's "run this call again unless a handler runs" (`include/linux/errno.h`), which programs never see.
+/// The kernel-internal error for "run this call again unless a handler runs" (`include/linux/errno.h`).
 const ERESTARTNOHAND: i64 = 514;
-/// The largest of the kernel's own numbers of that kind, `ERESTART_RESTARTBLOCK`; the smallest is `ERESTARTSYS`, 512.
+/// The kernel-internal errors of that kind, from `ERESTARTSYS` to `ERESTART_RESTARTBLOCK`.
 const RESTARTS: std::ops::RangeInclusive<i64> = 512..=516;
 /// Code segments of 64-bit programs: on hardware, and under Xen without it (`USER_CS`, `FLAT_USER_CS64`).
 const LONG_MODE: [u64; 2] = [0x33, 0xe033];
@@ -54,23 +54,23 @@ pub(crate) struct Tracee {
     own: user_regs_struct,
     /// `Some` while the thread's registers are not its own.
     lent: Option<Lent>,
-    /// Whether the thread stands in a stop that was taken note of.
-    standing: bool,
-    /// Whether the process is stopped by job control (SIGSTOP), so that its thread must not run code of its own.
+    /// The thread is in a stop whose report was taken.
+    stopped: bool,
+    /// The process is stopped by job control (SIGSTOP), so its thread must not run code of its own.
     group_stopped: bool,
-    /// Since when the thread stands still, or runs for us only: the last moment when it was seen not to.
+    /// Start of the time in which the thread is stopped or runs only our calls: the last moment when it was seen running.
     since: Option<Instant>,
-    /// How long it stood before that.
-    stood: Duration,
-    /// Until when a thread that runs user code is let run on.
+    /// How long it was stopped before that.
+    stopped_before: Duration,
+    /// Until when a thread in user code may run on.
     patient_until: Instant,
-    /// How long it runs before it is looked at next.
-    between: Duration,
-    /// An instruction that was found in the maps.
+    /// How long it runs before the next stop.
+    run_time: Duration,
+    /// A `syscall` instruction found in the mappings.
     found: Option<u64>,
 }
 
-/// What must be put back.
+/// Registers that must be restored.
 struct Lent {
     own: user_regs_struct,
 }
@@ -82,16 +82,16 @@ enum Stop {
     Event,
     /// Because this signal is about to be delivered.
     Signal(c_int),
-    /// On its way into a system call, or out of it.
+    /// At the entry or the end of a system call.
     SystemCall,
-    /// It did not, until the deadline.
+    /// The thread did not stop before the deadline.
     TimedOut,
 }
 
-/// How an attempt to enter a system call ended, where it did not fail.
+/// How a successful attempt to enter a system call ended.
 enum Entry {
     Entered,
-    /// A signal came before it, and has been delivered.
+    /// A signal came first, and has been delivered.
     Signalled,
 }
 
@@ -107,15 +107,15 @@ impl Tracee {
             tracer: system::this_thread(),
             own: blank(),
             lent: None,
-            standing: false,
+            stopped: false,
             group_stopped: false,
             since: None,
-            stood: Duration::ZERO,
+            stopped_before: Duration::ZERO,
             patient_until: now + PATIENCE,
-            between: MIN_BETWEEN,
+            run_time: MIN_RUN,
             found: None,
         };
-        // A number that has come to mean another process by now: seized, not stopped, and let go with this thread's end.
+        // The number means another process by now, which is not stopped, and detached by the end of this thread.
         if process.has_ended() {
             return Err(AttachError::Ended { pid: tid, during: "it was attached to" });
         }
@@ -123,14 +123,14 @@ impl Tracee {
         if LONG_MODE.contains(&tracee.own.cs) { Ok(tracee) } else { Err(AttachError::ThirtyTwoBit { pid: tid }) }
     }
 
-    /// Runs a system call in the thread, which is at rest before and after, also where the call failed.
+    /// Runs a system call in the thread, which is at rest before and after, even if the call failed.
     pub(crate) fn system_call(&mut self, number: c_long, arguments: [u64; 6]) -> Result<u64, AttachError> {
         let call = name(number);
         if is_unsuitable(number) {
             return Err(AttachError::Unsuitable { call });
         }
         let deadline = Instant::now() + LIMIT;
-        if !self.standing {
+        if !self.stopped {
             self.stop("its main thread was stopped again", deadline)?;
         }
         let mut signals = 0;
@@ -154,18 +154,18 @@ impl Tracee {
                     why = "signals came in between each time";
                     signals += 1;
                     if signals % MAX_SIGNALS_IN_A_ROW == 0 && !self.group_stopped {
-                        // Each signal may have put a frame on the stack. The handlers take them off when they run.
+                        // Each signal may have put a frame on the stack, which its handler removes when it runs.
                         self.run_a_little(deadline)?;
                     }
                 }
             }
         }
         let result = self.leave(&call)?;
-        self.put_back()?;
-        // Only from the kernel's signal code does an interrupted call go on.
-        let rested = self.ask("stop it").and_then(|()| self.resume(Resume::Continue, 0));
+        self.restore_registers()?;
+        // An interrupted call continues only from the kernel's signal code.
+        let rested = self.interrupt("stop it").and_then(|()| self.resume(Resume::Continue, 0));
         match rested.and_then(|()| self.settle("it was put back", Instant::now() + LIMIT)) {
-            // Our call has been made, and may have to be undone by the next one: that one waits for the thread again.
+            // Our call has run, and the next one may have to undo it, so this is no error: the next call waits for the thread again.
             Ok(()) | Err(AttachError::DoesNotStop { .. }) => {}
             Err(error) => return Err(error),
         }
@@ -179,26 +179,26 @@ impl Tracee {
         }
     }
 
-    /// Detaches the thread, which runs on; returns how long it stood in all.
+    /// Detaches the thread, which runs on. Returns how long it was stopped in all.
     pub(crate) fn release(mut self) -> Result<Duration, AttachError> {
         self.undo()?;
-        self.stands_no_more();
-        Ok(self.stood)
+        self.end_stopped_time();
+        Ok(self.stopped_before)
     }
 
-    /// Whether the thread's registers are not its own, because it is inside a system call of ours that has not returned.
+    /// Returns whether the thread's registers are lent, because it is inside a system call of ours that has not returned.
     pub(crate) fn is_lent(&self) -> bool {
         self.lent.is_some()
     }
 
-    /// Interrupts the thread, which runs, and brings it to rest.
+    /// Interrupts the running thread and brings it to rest.
     fn stop(&mut self, during: &'static str, deadline: Instant) -> Result<(), AttachError> {
-        self.ask("stop it")?;
+        self.interrupt("stop it")?;
         self.settle(during, deadline)
     }
 
-    /// Waits for the rest that was asked for. Signals that come before are delivered: each may end the process, stop it, or have the
-    /// thread stand at the beginning of a handler.
+    /// Waits until an interrupted thread is at rest. Signals that come first are delivered: each may end the process, stop it, or bring
+    /// the thread to the beginning of a handler.
     fn settle(&mut self, during: &'static str, deadline: Instant) -> Result<(), AttachError> {
         loop {
             match self.wait(during, deadline)? {
@@ -212,35 +212,35 @@ impl Tracee {
         Ok(())
     }
 
-    /// Lets the thread, which is at rest, run for a moment, and brings it to rest again.
+    /// Lets the thread at rest run for a moment, and brings it to rest again.
     fn run_a_little(&mut self, deadline: Instant) -> Result<(), AttachError> {
         self.resume(Resume::Continue, 0)?;
-        self.stands_no_more();
-        std::thread::sleep(self.between);
-        self.between = (self.between * 2).min(MAX_BETWEEN);
+        self.end_stopped_time();
+        std::thread::sleep(self.run_time);
+        self.run_time = (self.run_time * 2).min(MAX_RUN);
         self.stop("its main thread was stopped again", deadline)
     }
 
-    /// Ends a stop for a signal: the signal does what it does, and the thread comes to rest before it runs any code.
+    /// Ends a stop for a signal: the signal is delivered, and the thread comes to rest before it runs any code.
     fn deliver(&mut self, signal: c_int) -> Result<(), AttachError> {
-        self.ask("stop it")?;
+        self.interrupt("stop it")?;
         self.resume(Resume::Continue, signal)
     }
 
-    /// Finds the `syscall` instruction to execute, or `None` where the thread should run on a little first.
+    /// Returns the `syscall` instruction to execute, or `None` if the thread should run on a little first.
     ///
-    /// A thread that was interrupted in a system call executes the instruction of that call again. Should this program die amid it,
-    /// the thread then goes on behind its own instruction, as if its call had returned what ours did.
+    /// A thread that was interrupted in a system call executes the instruction of that call again. If this program dies meanwhile, the
+    /// thread continues after its own instruction, as if its call had returned the result of ours.
     fn instruction(&mut self) -> Result<Option<u64>, AttachError> {
         let pid = self.tid;
         let failed = |what| move |source| AttachError::Io { pid, what, source };
-        // Opened each time: the file goes with the address space that the process had when it was opened.
+        // Opened each time: the open file belongs to the address space that the process has now.
         let memory = self.process.open_file("mem").map_err(|error| self.lost(error, "open its memory for reading"))?;
         let own = self.own.rip.wrapping_sub(SYSCALL.len() as u64);
         if self.own.orig_rax as i64 >= 0 && is_syscall(&memory, own) {
             return Ok(Some(own));
         }
-        // Job control forbids to let it run.
+        // Under job control the thread must not run.
         if !self.group_stopped && Instant::now() < self.patient_until {
             return Ok(None);
         }
@@ -252,7 +252,7 @@ impl Tracee {
             self.found = find_syscall(&memory, maps).map_err(failed("read its mappings"))?;
         }
         let Some(found) = self.found else {
-            // Mappings that went away with the thread are another matter.
+            // If the thread has ended, and its mappings with it, this returns that error.
             self.registers()?;
             let why = "there is none in its vDSO and in the libraries that it has mapped".into();
             return Err(AttachError::NoInstruction { pid, why });
@@ -260,8 +260,8 @@ impl Tracee {
         Ok(Some(found))
     }
 
-    /// Whether the thread stands in a critical section of rseq(2). The kernel aborts such a section when it finds the thread in it after
-    /// a pause; with other registers it would not find it there, and the section would go on as if it had not been interrupted.
+    /// Returns whether the thread is in a critical section of rseq(2). The kernel aborts such a section if the thread is in it after a
+    /// pause. With other registers the kernel would not notice that, and the section would continue as if it had not been interrupted.
     fn is_in_restartable_sequence(&self, memory: &File) -> bool {
         let word = |at: u64| {
             let mut bytes = [0; 8];
@@ -280,7 +280,7 @@ impl Tracee {
         self.suspend_seccomp()?;
         let own = self.own;
         let [rdi, rsi, rdx, r10, r8, r9] = *arguments;
-        // No number of a call in orig_rax: the kernel would take it for a call to restart.
+        // With a call's number in orig_rax, the kernel would restart that call.
         let ours = user_regs_struct {
             rax: number as u64,
             orig_rax: u64::MAX,
@@ -298,8 +298,8 @@ impl Tracee {
         self.set_registers(&ours)
     }
 
-    /// Puts the thread's own registers back; it stands in a stop.
-    fn put_back(&mut self) -> Result<(), AttachError> {
+    /// Restores the own registers of the thread, which is in a stop.
+    fn restore_registers(&mut self) -> Result<(), AttachError> {
         if let Some(Lent { own }) = &self.lent {
             let own = *own;
             self.set_registers(&own)?;
@@ -311,18 +311,18 @@ impl Tracee {
         Ok(())
     }
 
-    /// Runs the thread, its registers lent, to the entry of the system call.
+    /// Runs the thread with lent registers to the entry of the system call.
     fn enter(&mut self, call: &str, instruction: u64, deadline: Instant) -> Result<Entry, AttachError> {
         let during = "a system call was put in";
         loop {
             self.resume(Resume::UntilSystemCall, 0)?;
             match self.wait(during, deadline)? {
                 Stop::SystemCall => return Ok(Entry::Entered),
-                // Job control; nothing was executed.
+                // A stop by job control: no instruction was executed.
                 Stop::Event => {}
                 Stop::Signal(signal) => {
                     let ours = self.is_fault_of_ours(signal, instruction)?;
-                    self.put_back()?;
+                    self.restore_registers()?;
                     self.deliver(if ours { 0 } else { signal })?;
                     self.settle(during, Instant::now() + LIMIT)?;
                     if ours {
@@ -332,15 +332,15 @@ impl Tracee {
                     return Ok(Entry::Signalled);
                 }
                 Stop::TimedOut => {
-                    // It does not run: its cgroup is frozen, or no CPU time is left to it.
-                    self.ask("stop it")?;
+                    // The thread does not run: its control group is frozen, or has no CPU time left.
+                    self.interrupt("stop it")?;
                     return match self.wait(during, Instant::now() + LIMIT)? {
                         Stop::SystemCall => Ok(Entry::Entered),
                         Stop::TimedOut => {
                             Err(AttachError::Stuck { call: call.to_owned(), pid: self.tid, limit: 2 * LIMIT })
                         }
                         stop @ (Stop::Event | Stop::Signal(_)) => {
-                            self.put_back()?;
+                            self.restore_registers()?;
                             if let Stop::Signal(signal) = stop {
                                 self.deliver(signal)?;
                                 self.settle(during, Instant::now() + LIMIT)?;
@@ -354,33 +354,33 @@ impl Tracee {
         }
     }
 
-    /// Runs the thread from the entry of the system call to its end; returns what the call returned.
+    /// Runs the thread from the entry of the system call to its end. Returns the call's result.
     fn leave(&mut self, call: &str) -> Result<u64, AttachError> {
         let during = "a system call ran in it";
         self.resume(Resume::UntilSystemCall, 0)?;
         let mut stop = self.wait(during, Instant::now() + LIMIT)?;
         if stop == Stop::TimedOut {
-            self.ask("stop it")?;
+            self.interrupt("stop it")?;
             stop = self.wait(during, Instant::now() + LIMIT)?;
         }
         match stop {
             Stop::TimedOut => Err(AttachError::Stuck { call: call.to_owned(), pid: self.tid, limit: 2 * LIMIT }),
-            // Nothing but the call's end can come first; were it otherwise, the call would still be over.
+            // The end of the call always comes first; even after another stop the call would be over.
             Stop::SystemCall | Stop::Event | Stop::Signal(_) => Ok(self.registers()?.rax),
         }
     }
 
-    /// Whether a signal was raised by the instruction that we chose, and not by anything of the process.
+    /// Returns whether a signal was raised by the instruction that we chose, and not by the process itself.
     fn is_fault_of_ours(&self, signal: c_int, instruction: u64) -> Result<bool, AttachError> {
         let fault = [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGTRAP, libc::SIGSYS].contains(&signal);
         if !fault || !system::signal_is_a_fault(self.tid).map_err(|error| self.lost(error, "read its signal"))? {
             return Ok(false);
         }
-        // At the instruction, or behind it where a system call was sent back (prctl(2), PR_SET_SYSCALL_USER_DISPATCH).
+        // At the instruction, or after it if the system call was sent back (prctl(2), PR_SET_SYSCALL_USER_DISPATCH).
         Ok(self.registers()?.rip.wrapping_sub(instruction) <= SYSCALL.len() as u64)
     }
 
-    /// Keeps seccomp from judging our call. Where the kernel does not let us, a thread without seccomp needs none of it.
+    /// Suspends seccomp for our call. If the kernel does not permit that, a thread without seccomp does not need it.
     fn suspend_seccomp(&self) -> Result<(), AttachError> {
         match system::set_options(self.tid, system::MARK_SYSTEM_CALLS | system::SUSPEND_SECCOMP) {
             Ok(()) => Ok(()),
@@ -392,7 +392,7 @@ impl Tracee {
         }
     }
 
-    /// Whether nothing judges the thread's system calls. What cannot be told counts as no.
+    /// Returns whether the thread is known to be without seccomp.
     fn has_no_seccomp(&self) -> bool {
         match &*self.process.status("Seccomp") {
             "0" => true,
@@ -412,7 +412,7 @@ impl Tracee {
             let now = Instant::now();
             match system::take_stop(pid) {
                 Ok(Some(status)) => {
-                    self.standing = true;
+                    self.stopped = true;
                     self.since.get_or_insert(seen_running);
                     let (signal, event) = (status & 0xff, status >> 8);
                     if event == libc::PTRACE_EVENT_STOP {
@@ -426,8 +426,8 @@ impl Tracee {
                 Err(error) if error.raw_os_error() == Some(libc::ECHILD) => return Err(self.gone(during)),
                 Err(source) => return Err(AttachError::Io { pid, what: "wait for its stop", source }),
             }
-            // The thread stops within microseconds, as a rule, and sooner if it may have this CPU. For longer, yielding is no good: where
-            // others want the CPU too, it gives away whole time slices.
+            // Usually the thread stops within microseconds, and sooner on this CPU. Yielding for longer would cost whole time slices if
+            // other programs want the CPU.
             if asked.elapsed() < SPIN {
                 std::thread::yield_now();
                 continue;
@@ -435,7 +435,7 @@ impl Tracee {
             if self.process.has_ended() {
                 return Err(AttachError::Ended { pid, during });
             }
-            // Where this program is the process's parent, it may wait for the thread that has taken the number, in vain.
+            // If this program is the process's parent, waiting would not fail for an untraced thread that has taken the number.
             if pause == MAX_PAUSE && !self.is_ours() {
                 return Err(self.gone(during));
             }
@@ -447,12 +447,12 @@ impl Tracee {
         }
     }
 
-    fn ask(&self, what: &'static str) -> Result<(), AttachError> {
+    fn interrupt(&self, what: &'static str) -> Result<(), AttachError> {
         system::interrupt(self.tid).map_err(|error| self.lost(error, what))
     }
 
     fn resume(&mut self, how: Resume, signal: c_int) -> Result<(), AttachError> {
-        self.standing = false;
+        self.stopped = false;
         system::resume(self.tid, how, signal).map_err(|error| self.lost(error, "run it on"))
     }
 
@@ -464,15 +464,15 @@ impl Tracee {
         system::set_registers(self.tid, registers).map_err(|error| self.lost(error, "set its registers"))
     }
 
-    fn stands_no_more(&mut self) {
+    fn end_stopped_time(&mut self) {
         if let Some(since) = self.since.take() {
-            self.stood += since.elapsed();
+            self.stopped_before += since.elapsed();
         }
     }
 
-    /// What a failed request means. `ESRCH` from a thread that stood in a stop: it was killed.
+    /// Returns the error that a failed request means. `ESRCH` for a thread in a stop means that it was killed.
     fn lost(&self, error: io::Error, what: &'static str) -> AttachError {
-        // The files of a process that has ended are no more, and of one that is ending they are no process's.
+        // The files in `/proc` of an ended process do not exist, and those of an ending one return ESRCH.
         if matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT)) {
             self.gone(what)
         } else {
@@ -480,8 +480,8 @@ impl Tracee {
         }
     }
 
-    /// Why the thread is no more: its process ended, or executed another program, or only this thread ended. Which of these, shows a
-    /// little later than that the thread is gone.
+    /// Returns why the thread has ended: its process ended, or executed another program, or only this thread ended. The cause becomes
+    /// visible a little later than the end.
     fn gone(&self, during: &'static str) -> AttachError {
         let pid = self.tid;
         let deadline = Instant::now() + LIMIT;
@@ -489,7 +489,7 @@ impl Tracee {
             if self.process.has_ended() {
                 return AttachError::Ended { pid, during };
             }
-            // The thread that executes a program takes the main thread's number, and is not traced.
+            // A thread that executes a program takes the main thread's number, and is not traced.
             if !self.process.main_thread_has_ended() && !self.is_ours() {
                 return AttachError::Replaced { pid, during };
             }
@@ -498,7 +498,7 @@ impl Tracee {
         AttachError::MainThreadEnded { pid }
     }
 
-    /// Whether the thread of this number is the one that was attached to.
+    /// Returns whether the thread of this number is the one that was attached to.
     fn is_ours(&self) -> bool {
         self.process.tracer() == self.tracer
     }
@@ -512,25 +512,25 @@ impl Tracee {
         AttachError::DoesNotStop { pid: self.tid, limit: LIMIT, state: self.process.status("State"), place }
     }
 
-    /// Puts back what is lent, however long it takes, and detaches.
+    /// Restores lent registers, however long that takes, and detaches.
     fn undo(&mut self) -> Result<(), AttachError> {
         let mut signal = 0;
         while self.lent.is_some() {
-            if self.standing {
-                self.put_back()?;
+            if self.stopped {
+                self.restore_registers()?;
                 break;
             }
-            // Inside a call of ours that has not returned.
-            self.ask("stop it")?;
+            // The thread is inside a call of ours that has not returned.
+            self.interrupt("stop it")?;
             if let Stop::Signal(number) = self.wait("it was put back", Instant::now() + LIMIT)? {
                 signal = number;
             }
         }
-        if !self.standing {
-            // It runs with its own registers; the end of this thread detaches it.
+        if !self.stopped {
+            // The thread runs with its own registers; the end of the tracing thread detaches it.
             return Ok(());
         }
-        // Detaching wakes the thread as a signal does, so the kernel's signal code sees the registers and restarts what it interrupted.
+        // Detaching wakes the thread as a signal does, so the kernel's signal code restarts an interrupted system call.
         self.resume(Resume::Detach, signal)
     }
 }
@@ -540,17 +540,17 @@ impl Drop for Tracee {
         if self.lent.is_some()
             && let Err(error) = self.undo()
         {
-            tracing::debug!(pid = self.tid, %error, "the thread could not be put back");
+            tracing::debug!(pid = self.tid, %error, "the thread's registers could not be restored");
         }
     }
 }
 
-/// Whether threads of other processes can be worked with here.
+/// Checks that this CPU is supported.
 pub(crate) fn check_architecture() -> Result<(), AttachError> {
     Ok(())
 }
 
-/// Where a thread was that has come to rest; `None` where it runs 32-bit code.
+/// Returns where a thread at rest was stopped; `None` if it runs 32-bit code.
 pub(crate) fn at_rest(tid: Tid) -> io::Result<Option<StoppedAt>> {
     let registers = registers_at_rest(tid)?;
     let user_regs_struct { rdi, rsi, rdx, r10, r8, r9, .. } = registers;
@@ -559,12 +559,12 @@ pub(crate) fn at_rest(tid: Tid) -> io::Result<Option<StoppedAt>> {
     Ok(LONG_MODE.contains(&registers.cs).then_some(StoppedAt { instruction: registers.rip, system_call }))
 }
 
-/// The registers of a thread that has come to rest, from which it goes on as if there had been no stop.
+/// Returns the registers with which a thread at rest continues as if there had been no stop.
 fn registers_at_rest(tid: Tid) -> io::Result<user_regs_struct> {
     let mut registers = system::registers(tid)?;
     if registers.rax as i64 == -i64::from(libc::EINTR) && waits_without_end(&registers) {
-        // The kernel ended the call for our stop alone. Had no handler run, the program would not expect that, so it is run again;
-        // where a handler is about to run, the kernel makes EINTR of it.
+        // The kernel ended the call only for our stop, which the program does not expect without a handler. So the call is run again; if
+        // a handler is about to run, the kernel turns this value into EINTR.
         registers.rax = (-ERESTARTNOHAND) as u64;
         system::set_registers(tid, &registers)?;
     }
@@ -589,7 +589,7 @@ fn seize(process: &Process) -> Result<(), AttachError> {
         if tracer != 0 {
             return Err(AttachError::already_traced(pid, tracer));
         }
-        // A thread that has ended, or is about to be another one (execve(2)), may not be traced either: for how long, is up to others.
+        // A thread that has ended, or is about to become another one (execve(2)), may not be traced either, for an unknown time.
         if Instant::now() >= deadline {
             if process.main_thread_has_ended() {
                 return Err(AttachError::MainThreadEnded { pid });
@@ -605,7 +605,7 @@ fn is_syscall(memory: &File, at: u64) -> bool {
     read_memory(memory, at, &mut bytes).is_ok() && bytes == SYSCALL
 }
 
-/// Looks for a `syscall` instruction in executable mappings that cannot be written: the vDSO before all others, then files.
+/// Finds a `syscall` instruction in executable mappings that cannot be written: first in the vDSO, then in files.
 fn find_syscall(memory: &File, maps: File) -> io::Result<Option<u64>> {
     let mut candidates = Vec::new();
     for line in BufReader::new(maps).lines() {
@@ -620,7 +620,7 @@ fn find_syscall(memory: &File, maps: File) -> io::Result<Option<u64>> {
             _ => {}
         }
     }
-    // The two bytes may lie across two pieces.
+    // One extra byte: the instruction may cross the boundary of two pieces.
     const PIECE: usize = 64 << 10;
     let mut buffer = vec![0; PIECE + 1];
     for (start, end) in candidates {
@@ -637,9 +637,9 @@ fn find_syscall(memory: &File, maps: File) -> io::Result<Option<u64>> {
     Ok(None)
 }
 
-/// Whether registers are those of a call that the kernel ends with `EINTR` for a stop alone (signal(7), "Interruption of system calls
-/// and library functions by stop signals"), that had done nothing yet, and that waits without end: it can be run again and nobody sees
-/// a difference. One that has a time limit keeps its `EINTR`, because the time that is left is not known.
+/// Returns whether the registers are those of a call that the kernel ends with `EINTR` for a stop alone (signal(7), "Interruption of
+/// system calls and library functions by stop signals"), that had no effect yet, and that waits without a limit: the program does not
+/// notice if it is run again. A call with a time limit keeps its `EINTR`, because the remaining time is not known.
 fn waits_without_end(registers: &user_regs_struct) -> bool {
     let no_limit = match registers.orig_rax as c_long {
         // Arguments in order: rdi, rsi, rdx, r10, r8, r9.
@@ -655,7 +655,7 @@ fn waits_without_end(registers: &user_regs_struct) -> bool {
     no_limit && registers.orig_rax as i64 >= 0
 }
 
-/// Calls that do not come back to where they were put in, or come back twice.
+/// Returns whether a call does not return to the place where it was injected, or returns twice.
 fn is_unsuitable(number: c_long) -> bool {
     let calls = [
         libc::SYS_clone,
@@ -672,7 +672,7 @@ fn is_unsuitable(number: c_long) -> bool {
     number < 0 || calls.contains(&number)
 }
 
-/// A call's name, for words.
+/// Returns a call's name, for error texts.
 fn name(number: c_long) -> String {
     match number {
         libc::SYS_userfaultfd => "userfaultfd".into(),
@@ -686,7 +686,7 @@ fn name(number: c_long) -> String {
     }
 }
 
-/// Registers before any were read.
+/// Returns all registers as 0.
 fn blank() -> user_regs_struct {
     user_regs_struct {
         r15: 0,

@@ -1,4 +1,4 @@
-//! What stands for `tracee` on CPUs for which it is not written: an error in words.
+//! Takes the place of `tracee` on CPUs that it does not support: every function returns an error.
 
 use std::convert::Infallible;
 use std::io;
@@ -9,10 +9,10 @@ use libc::c_long;
 use crate::system::Tid;
 use crate::{AttachError, Process, StoppedAt};
 
-/// How long anything may take.
+/// How long each step may take.
 pub(crate) const LIMIT: Duration = Duration::from_secs(2);
 
-/// A thread that is traced: there is none here.
+/// A traced thread, of which there is none on this CPU.
 pub(crate) struct Tracee(Infallible);
 
 impl Tracee {
@@ -33,12 +33,12 @@ impl Tracee {
     }
 }
 
-/// Whether threads of other processes can be worked with here.
+/// Fails, because this CPU is not supported.
 pub(crate) fn check_architecture() -> Result<(), AttachError> {
     Err(AttachError::Architecture(std::env::consts::ARCH))
 }
 
-/// Where a thread was that has come to rest.
+/// Fails, because this CPU is not supported.
 pub(crate) fn at_rest(_tid: Tid) -> io::Result<Option<StoppedAt>> {
     Err(io::ErrorKind::Unsupported.into())
 }

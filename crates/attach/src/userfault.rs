@@ -1,4 +1,4 @@
-//! A userfaultfd of another process's address space: made there, taken, and closed there at once or later.
+//! A userfaultfd of another process's address space: made in that process, taken out of it, and closed there at once or later.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use rustix::fs::FileType;
 
 use crate::{AttachError, Process, StoppedThread};
 
-/// What the descriptor is there, as `/proc/PID/fd` has it.
+/// The target of a userfaultfd's link in `/proc/PID/fd`.
 const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 /// `include/uapi/linux/userfaultfd.h`: faults of user space only.
 const UFFD_USER_MODE_ONLY: i32 = 1;
@@ -16,10 +16,10 @@ const USERFAULTFD_IOC_NEW: u64 = 0xAA00;
 /// Major number of the kernel's miscellaneous devices, of which `/dev/userfaultfd` is one (`include/uapi/linux/major.h`).
 const MISC_MAJOR: u32 = 10;
 
-/// A userfaultfd of another process's address space. Nothing has been asked of it yet: `UFFDIO_API` comes first (ioctl_userfaultfd(2)).
+/// A userfaultfd of another process's address space. It is unused: `UFFDIO_API` comes first (ioctl_userfaultfd(2)).
 ///
-/// The kernel works on the address space that the descriptor was made in, whichever process uses it. Closing it undoes all that was
-/// registered through it.
+/// The kernel operates on the address space in which the descriptor was made, whichever process uses it. Closing it undoes all
+/// registrations.
 #[derive(Debug)]
 pub struct TakenUserfault {
     /// The descriptor, close-on-exec and non-blocking. It is the only one: none is open in the process.
@@ -31,13 +31,12 @@ pub struct TakenUserfault {
 /// How a userfaultfd is made in another process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UserfaultOrigin {
-    /// By userfaultfd(2) with `UFFD_USER_MODE_ONLY`, which needs no privilege in the process. Asynchronous write protection sees all
-    /// writes, also the kernel's; of *missing* pages only faults of user space become messages.
+    /// By userfaultfd(2) with `UFFD_USER_MODE_ONLY`, which needs no privilege in the process. Asynchronous write protection detects all
+    /// writes, also the kernel's; for *missing* pages only faults of user space become messages.
     SystemCall,
-    /// By userfaultfd(2) for all faults, those of the kernel too: the process has CAP_SYS_PTRACE, or `vm.unprivileged_userfaultfd` is 1.
+    /// By userfaultfd(2) for all faults, including the kernel's: needs CAP_SYS_PTRACE in the process, or `vm.unprivileged_userfaultfd` = 1.
     PrivilegedSystemCall,
-    /// By `/dev/userfaultfd`, which is open in the process under this number (somebody handed it in): faults of the kernel become
-    /// messages too.
+    /// By `/dev/userfaultfd`, which was passed to the process and is open there under this number: also for faults of the kernel.
     Device(i32),
 }
 
@@ -45,15 +44,14 @@ pub enum UserfaultOrigin {
 /// with its main thread stopped.
 ///
 /// # Errors
-/// Those of [`Process::stop`] and [`StoppedThread::system_call`]; [`AttachError::WrongDescriptor`] where the number of the device is
-/// that of something else; [`AttachError::DescriptorLeft`] where the descriptor was made and could not be closed. In all cases the
-/// process runs on.
+/// Those of [`Process::stop`] and [`StoppedThread::system_call`]; [`AttachError::WrongDescriptor`] if the given number is not that of
+/// the device; [`AttachError::DescriptorLeft`] if the descriptor was made and could not be closed. In all cases the process runs on.
 pub fn take_userfault(process: &Process, origin: UserfaultOrigin) -> Result<TakenUserfault, AttachError> {
     let mut thread = stop_for(process, origin)?;
     let pid = process.pid();
     let number = make(&mut thread, origin)?;
     let taken = take(&thread, pid, number);
-    // What is not ours stays open.
+    // A descriptor that is not ours stays open.
     if !matches!(taken, Err(AttachError::WrongDescriptor { .. })) {
         close_there(&mut thread, pid, number, taken.as_ref().err())?;
     }
@@ -62,19 +60,19 @@ pub fn take_userfault(process: &Process, origin: UserfaultOrigin) -> Result<Take
     Ok(TakenUserfault { descriptor, stopped })
 }
 
-/// A userfaultfd of another process's address space, of which that process has a copy: so it does not end with this program, and a thread that waits for a
-/// missing page goes on waiting then, where without the copy the page would read as zero (`userfaultfd_release` in `fs/userfaultfd.c`).
+/// A userfaultfd of another process's address space, of which that process has a copy. So it survives this program, and a thread that waits
+/// for a missing page continues to wait; without the copy the page would then read as zero (`userfaultfd_release` in `fs/userfaultfd.c`).
 #[derive(Debug)]
 pub struct SharedUserfault {
-    /// The descriptor, close-on-exec and non-blocking. As [`TakenUserfault::descriptor`] otherwise.
+    /// The descriptor, close-on-exec and non-blocking, otherwise as [`TakenUserfault::descriptor`].
     pub descriptor: OwnedFd,
-    /// The process's own.
+    /// The process's own copy.
     pub copy: UserfaultCopy,
     /// How long the main thread of the process was stopped.
     pub stopped: Duration,
 }
 
-/// The copy of a userfaultfd that was left open in its process. It stays there until it is closed, or the process ends.
+/// The copy of a userfaultfd in its process. It stays open until it is closed by [`UserfaultCopy::close`], or the process ends.
 #[derive(Debug)]
 pub struct UserfaultCopy {
     process: Process,
@@ -83,10 +81,10 @@ pub struct UserfaultCopy {
     identity: (u64, u64),
 }
 
-/// As [`take_userfault`], but the descriptor stays open in the process too.
+/// Makes and takes a userfaultfd as [`take_userfault`] does, but leaves the descriptor open in the process, too.
 ///
 /// # Errors
-/// As [`take_userfault`]. Where it fails, no descriptor is left in the process.
+/// Those of [`take_userfault`]. After an error no descriptor is left in the process.
 pub fn share_userfault(process: &Process, origin: UserfaultOrigin) -> Result<SharedUserfault, AttachError> {
     let mut thread = stop_for(process, origin)?;
     let pid = process.pid();
@@ -106,11 +104,11 @@ pub fn share_userfault(process: &Process, origin: UserfaultOrigin) -> Result<Sha
 }
 
 impl UserfaultCopy {
-    /// Closes it in the process, and returns how long the main thread of the process was stopped for that.
+    /// Closes the copy in the process. Returns how long the main thread of the process was stopped for that.
     ///
     /// # Errors
-    /// [`AttachError::WrongDescriptor`] where something else stands under its number by now; [`AttachError::DescriptorLeft`] and the
-    /// errors of [`Process::stop`] where it could not be closed; [`AttachError::Ended`].
+    /// [`AttachError::WrongDescriptor`] if the number means another file by now; [`AttachError::DescriptorLeft`] and the errors of
+    /// [`Process::stop`] if the copy could not be closed; [`AttachError::Ended`].
     pub fn close(&self) -> Result<Duration, AttachError> {
         let (process, number, pid) = (&self.process, self.number, self.process.pid());
         let mut thread = process.stop()?;
@@ -125,15 +123,15 @@ impl UserfaultCopy {
     }
 }
 
-/// Stops the process's main thread, once it is sure that what is to be used for making one is that.
+/// Stops the process's main thread, after checking that a given device is `/dev/userfaultfd`.
 fn stop_for(process: &Process, origin: UserfaultOrigin) -> Result<StoppedThread<'_>, AttachError> {
     if let UserfaultOrigin::Device(number) = origin {
-        is_the_device(process, number)?;
+        check_device(process, number)?;
     }
     process.stop()
 }
 
-/// Makes one in the process, and returns its number there.
+/// Makes a userfaultfd in the process, and returns its number there.
 fn make(thread: &mut StoppedThread<'_>, origin: UserfaultOrigin) -> Result<i32, AttachError> {
     let flags = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
     let made = match origin {
@@ -171,7 +169,7 @@ fn take(thread: &StoppedThread<'_>, pid: i32, number: i32) -> Result<OwnedFd, At
     }
 }
 
-/// What a descriptor is, as `/proc/PID/fd` has it.
+/// Returns the target of a descriptor's link in `/proc/PID/fd`.
 fn name_of(descriptor: &OwnedFd) -> Option<String> {
     let found = std::fs::read_link(format!("/proc/self/fd/{}", descriptor.as_raw_fd())).ok()?;
     Some(found.to_string_lossy().into_owned())
@@ -186,7 +184,7 @@ fn identity(pid: i32, descriptor: &OwnedFd) -> Result<(u64, u64), AttachError> {
     Ok((status.st_dev, status.st_ino))
 }
 
-/// Closes the userfaultfd of this number in the process; `before`: what had failed before that.
+/// Closes the userfaultfd of this number in the process. `before` is an earlier error.
 fn close_there(
     thread: &mut StoppedThread<'_>,
     pid: i32,
@@ -195,7 +193,7 @@ fn close_there(
 ) -> Result<(), AttachError> {
     match thread.system_call(libc::SYS_close, [number as u64, 0, 0, 0, 0, 0]) {
         Ok(_) => Ok(()),
-        // With the process, or the program that it ran, the descriptor is gone.
+        // The descriptor ended with the process or its program.
         Err(error @ (AttachError::Ended { .. } | AttachError::Replaced { .. })) => Err(error),
         Err(close) => {
             let first = match before {
@@ -207,8 +205,8 @@ fn close_there(
     }
 }
 
-/// Proves that a number is that of `/dev/userfaultfd` in the process, before anything is asked of it.
-fn is_the_device(process: &Process, number: i32) -> Result<(), AttachError> {
+/// Checks that a number is that of `/dev/userfaultfd` in the process, before it is used.
+fn check_device(process: &Process, number: i32) -> Result<(), AttachError> {
     let pid = process.pid();
     let failed = |what| move |source| AttachError::Io { pid, what, source };
     let descriptor = process.take_descriptor(number)?;

@@ -73,7 +73,7 @@ pub(crate) enum CertError {
     Make(#[from] rcgen::Error),
 }
 
-/// Makes what is missing, and says what to copy where.
+/// Makes the missing files, and prints what to copy where.
 ///
 /// # Errors
 /// See [`CertError`]; nothing is overwritten then.
@@ -85,7 +85,7 @@ pub(crate) fn run(args: &CertArgs) -> Result<(), CertError> {
     Ok(())
 }
 
-/// Whether the authority was made as well.
+/// Makes the missing files. Returns whether the authority was made as well.
 fn make(args: &CertArgs) -> Result<bool, CertError> {
     let dir = &args.dir;
     // Everything that can be refused is refused before the first file is written.
@@ -99,7 +99,7 @@ fn make(args: &CertArgs) -> Result<bool, CertError> {
             }
         }
     }
-    // Keys are made here: nobody else may exchange them.
+    // Keys are made here: no other user may be able to replace them.
     let dir = &Directory::private(dir).map_err(|source| CertError::File {
         action: "use the directory",
         path: dir.clone(),
@@ -115,7 +115,7 @@ fn make(args: &CertArgs) -> Result<bool, CertError> {
     Ok(made)
 }
 
-/// The directory's authority, made if it has none; and whether it was made.
+/// Returns the directory's authority, made if it has none, and whether it was made.
 fn authority(open: &Directory) -> Result<(Issuer<'static, KeyPair>, bool), CertError> {
     let dir = open.path();
     match (dir.join(CA_CERT).exists(), dir.join(CA_KEY).exists()) {
@@ -143,7 +143,7 @@ fn authority(open: &Directory) -> Result<(Issuer<'static, KeyPair>, bool), CertE
     }
 }
 
-/// A certificate for one host, with all its names as subject alternative names.
+/// Returns the parameters of a certificate for one host, with all its names as subject alternative names.
 fn leaf(names: &[String], usage: ExtendedKeyUsagePurpose) -> Result<CertificateParams, CertError> {
     let names: Vec<String> = names.iter().map(|name| name.trim().to_owned()).collect();
     for name in &names {
@@ -184,7 +184,7 @@ fn get(dir: &Path, name: &str) -> Result<String, CertError> {
     fs::read_to_string(&path).map_err(|source| CertError::File { action: "read", path, source })
 }
 
-/// Writes a file beside its place and moves it there, so that neither half a key nor a key with the wrong mode is seen.
+/// Writes a file beside its place and moves it there, so that no incomplete key and no key with the wrong mode is ever visible.
 fn put(dir: &Directory, name: &str, text: &str, mode: u32) -> Result<(), CertError> {
     let beside = format!(".{name}.new");
     let write = || {

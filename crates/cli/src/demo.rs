@@ -1,9 +1,9 @@
 //! `sterna demo`: a running Linux guest moves between two QEMUs on this machine, and proves that nothing was lost.
 //!
-//! The two "hosts" are network namespaces joined by a cable where the user may make them, else only two QEMUs. On each
-//! runs what a person would run there: `sterna receive` and `sterna send`, with TLS. The guest writes memory all the while
-//! and counts aloud; that its counter goes on where it stopped, and that it finds every page as it wrote it last, is the
-//! proof. `report.json` is the report of `sterna send`, and what the guest said.
+//! The two "hosts" are network namespaces joined by a virtual cable if the user may make them, else only two QEMUs. They run
+//! `sterna receive` and `sterna send`, with TLS, as users do. The guest writes memory all the time and prints a counter. The proof
+//! is that the counter continues where it stopped, and that the guest finds every page as it wrote it last. `report.json` has the
+//! report of `sterna send`, and the guest's results.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use crate::commands::{Exit, Failure};
 use crate::hosts::{Hosts, HostsError, Side, Sterna, doing, patiently};
 use crate::signals;
 
-/// No step takes longer on a machine that is only slow.
+/// Time limit of each step, enough for a slow machine.
 const LONG: Duration = Duration::from_secs(120);
 const RAM: u64 = 512 << 20;
 const FILLED: u64 = 256 << 20;
@@ -32,12 +32,12 @@ const FOLLOWED: u64 = 5;
 /// Move a real Linux guest between two QEMUs on this machine, and prove that it came through whole
 #[derive(Debug, clap::Args)]
 pub(crate) struct DemoArgs {
-    /// Where certificates, records and report.json are put
+    /// Directory for certificates, records and report.json
     #[arg(long, value_name = "DIR", default_value = "target/demo")]
     pub(crate) directory: PathBuf,
 }
 
-/// Runs the demo; its report is written whatever the end.
+/// Runs the demo. Its report is written even if it fails.
 pub(crate) fn run(args: &DemoArgs) -> Result<Exit, Failure> {
     let failed = |text: String| Failure { exit: Exit::Failed, text };
     let cancel = Cancel::new();
@@ -64,7 +64,7 @@ pub(crate) fn run(args: &DemoArgs) -> Result<Exit, Failure> {
     Ok(Exit::Completed)
 }
 
-/// The whole demo; what is known of the report so far is in `report`.
+/// Runs the demo, and collects the results in `report`.
 fn show(directory: &Path, cancel: &Cancel, report: &mut Value) -> Result<(), HostsError> {
     let hosts = match Hosts::namespaces(Link::default()) {
         Ok(hosts) => {
@@ -105,7 +105,7 @@ fn show(directory: &Path, cancel: &Cancel, report: &mut Value) -> Result<(), Hos
     let first = patiently(LONG, cancel, |limit| destination.guest().wait_tick_after(0, limit))?;
     let followed = follow(&destination, &first, cancel)?;
     let verified = destination.guest().verify(LONG)?;
-    // What the source's guest said last is known only now: its console is read beside all this.
+    // Read only now: another thread reads the source's console meanwhile.
     let last = source.guest().last_tick().ok_or_else(|| HostsError("the guest on host A never counted".into()))?;
     say("On host B the guest says:");
     for line in first_ticks(destination.console(), SHOWN) {
@@ -134,7 +134,7 @@ fn show(directory: &Path, cancel: &Cancel, report: &mut Value) -> Result<(), Hos
     Ok(())
 }
 
-/// `sterna receive` on B, `sterna send` on A, with certificates made for the occasion.
+/// Runs `sterna receive` on B and `sterna send` on A, with new certificates.
 fn migrate(
     directory: &Path,
     hosts: &Hosts,
@@ -159,7 +159,7 @@ fn migrate(
     let address = receiver.address(LONG, cancel)?;
 
     let sent_report = directory.join("send.json");
-    // One of an earlier run must not be taken for this one's.
+    // The report of an earlier run must not be mistaken for this one's.
     let _ = std::fs::remove_file(&sent_report);
     let mut command = hosts.sterna(Side::A)?;
     command.args(["send", "--to", &address, "--qmp"]).arg(source.qmp_path());
@@ -197,7 +197,7 @@ fn migrate(
     Ok(())
 }
 
-/// That the counter's lines at the destination follow each other; gives how many were looked at.
+/// Checks that the counter's lines at the destination are consecutive. Returns how many were checked.
 fn follow(destination: &Qemu, first: &Tick, cancel: &Cancel) -> Result<u64, HostsError> {
     let mut last = first.clone();
     for _ in 0..FOLLOWED {
@@ -210,8 +210,8 @@ fn follow(destination: &Qemu, first: &Tick, cancel: &Cancel) -> Result<u64, Host
     Ok(FOLLOWED)
 }
 
-/// That the counter went on where it was. One line may have been on its way through the serial port: its beginning is on
-/// one console and its end on the other, and neither counts it.
+/// Checks that the counter continued. One line may be split between the two consoles, if the guest was stopped while it was
+/// written; then neither console has that line.
 fn check_counter(last: &Tick, first: &Tick) -> Result<(), HostsError> {
     let goes_on = (last.number + 1..=last.number + 2).contains(&first.number)
         && first.milliseconds >= last.milliseconds
@@ -244,7 +244,7 @@ fn run_quietly(mut command: Command) -> Result<(), HostsError> {
 }
 
 fn say(text: &str) {
-    // Nobody may be reading any more; the report is what counts.
+    // The reader of a pipe may have closed it; the report is what counts.
     let _ = writeln!(std::io::stdout(), "{text}");
 }
 
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn the_counter_may_lose_the_line_that_was_cut_but_goes_neither_back_nor_further() {
+    fn the_counter_may_lose_one_split_line_but_goes_neither_back_nor_further() {
         assert!(check_counter(&tick(7), &tick(8)).is_ok());
         assert!(check_counter(&tick(7), &tick(9)).is_ok());
         for wrong in [tick(7), tick(6), tick(10), Tick { dirtied: 3, ..tick(8) }, Tick { milliseconds: 1, ..tick(8) }] {

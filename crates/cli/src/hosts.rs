@@ -1,5 +1,5 @@
-//! Two hosts on one machine, as the demo and the benchmarks need them: this very program as a child process on either
-//! side, in network namespaces or not, on set CPUs or not, and what it said and used.
+//! Two hosts on one machine, for the demo and the benchmarks: runs this program as a child process on each side, optionally in
+//! network namespaces and on fixed CPUs, and collects its output and its resource usage.
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -14,10 +14,10 @@ use sterna::cancel::Cancel;
 use sterna_lab::net::{Link, Network, run_in};
 use sterna_lab::usage::Usage;
 
-/// How often something that is waited for is asked whether it was cancelled.
+/// How often a wait checks for cancellation.
 const SLICE: Duration = Duration::from_millis(200);
 
-/// Why the demo or a benchmark could not go on, in words.
+/// Why the demo or a benchmark could not continue.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct HostsError(pub(crate) String);
@@ -34,7 +34,7 @@ impl From<sterna_qemu::qmp::QmpError> for HostsError {
     }
 }
 
-/// Puts what was being done before an error.
+/// Prefixes an error with the action that failed.
 pub(crate) fn doing<E: std::fmt::Display>(what: impl std::fmt::Display) -> impl FnOnce(E) -> HostsError {
     move |error| HostsError(format!("{what}: {error}"))
 }
@@ -48,29 +48,29 @@ pub(crate) enum Side {
     B,
 }
 
-/// Two hosts, and what joins them.
+/// Two hosts, and the network between them.
 #[derive(Debug)]
 pub(crate) struct Hosts {
     network: Option<Network>,
-    /// CPUs that each host has to itself, if they are set.
+    /// How many CPUs each host has to itself, if they are fixed.
     cpus: Option<u16>,
 }
 
 impl Hosts {
-    /// Joined by the loopback interface.
+    /// Returns two hosts joined by the loopback interface.
     pub(crate) fn loopback() -> Self {
         Self { network: None, cpus: None }
     }
 
-    /// Two network namespaces with a cable.
+    /// Makes two network namespaces with a virtual cable.
     ///
     /// # Errors
-    /// Where this user may not make them.
+    /// This user may not make them.
     pub(crate) fn namespaces(link: Link) -> Result<Self, sterna_lab::Error> {
         Ok(Self { network: Some(Network::new(link)?), cpus: None })
     }
 
-    /// Changes the cable between two namespaces, also while it is in use; nothing where there is none.
+    /// Changes the cable between two namespaces, also while it is in use. Does nothing without namespaces.
     ///
     /// # Errors
     /// The kernel lacks a queueing discipline.
@@ -78,13 +78,13 @@ impl Hosts {
         self.network.as_ref().map_or(Ok(()), |network| network.set_link(link))
     }
 
-    /// With the whole of A on the first `cpus` CPUs of the machine's first half, and the whole of B on those of its second:
-    /// neighbours are often two threads of one core, even where a virtual machine is not told so.
+    /// Puts all of A on the first `cpus` CPUs of the machine's first half, and all of B on those of its second half:
+    /// neighbours are often two threads of one core, even if a virtual machine does not see that.
     pub(crate) fn pinned(self, cpus: u16) -> Self {
         Self { cpus: Some(cpus), ..self }
     }
 
-    /// The namespace of a host, if it has one.
+    /// Returns the namespace of a host, if it has one.
     pub(crate) fn namespace(&self, side: Side) -> Option<String> {
         let network = self.network.as_ref()?;
         Some(match side {
@@ -93,7 +93,7 @@ impl Hosts {
         })
     }
 
-    /// The CPUs of a host, as `taskset -c` reads them, if they are set.
+    /// Returns the CPUs of a host, as `taskset -c` reads them, if they are fixed.
     pub(crate) fn cpus(&self, side: Side) -> Option<String> {
         self.cpus.map(|cpus| match side {
             Side::A => format!("0-{}", cpus - 1),
@@ -105,7 +105,7 @@ impl Hosts {
         })
     }
 
-    /// The address under which A reaches B.
+    /// Returns the address under which A reaches B.
     pub(crate) fn address_b(&self) -> IpAddr {
         match self.network {
             Some(_) => Network::ADDRESS_B.into(),
@@ -113,7 +113,7 @@ impl Hosts {
         }
     }
 
-    /// Bytes that A's interface has sent so far, headers and all; none on the loopback interface, which is not ours alone.
+    /// Returns the bytes that A's interface has sent so far, including headers; none on the loopback interface, which others use, too.
     ///
     /// # Errors
     /// The namespace has lost its interface.
@@ -128,16 +128,16 @@ impl Hosts {
         bytes.map(Some).ok_or_else(|| HostsError(format!("/proc/net/dev of {namespace} has no eth0")))
     }
 
-    /// This program on one of the hosts; options follow. The process is the program itself, not a wrapper.
+    /// Returns a command that runs this program on one of the hosts; options follow. The process is the program itself, not a wrapper.
     ///
     /// # Errors
-    /// Where this program does not know its own path.
+    /// This program's own path is unknown.
     pub(crate) fn sterna(&self, side: Side) -> Result<Command, HostsError> {
         let program = std::env::current_exe().map_err(doing("finding this program's own path"))?;
         Ok(self.command(side, &program))
     }
 
-    /// The same for another program.
+    /// Returns the same for another program.
     pub(crate) fn command(&self, side: Side, program: &Path) -> Command {
         let mut words: Vec<&OsStr> = Vec::new();
         let cpus = self.cpus(side);
@@ -160,7 +160,7 @@ enum Line {
     Output(String),
 }
 
-/// A sterna process; ended when dropped.
+/// A sterna process, killed when this is dropped.
 pub(crate) struct Sterna {
     name: String,
     child: Child,
@@ -169,58 +169,58 @@ pub(crate) struct Sterna {
     output: Vec<String>,
 }
 
-/// What a sterna process left behind.
+/// The results of a sterna process that has ended.
 pub(crate) struct Ended {
     pub(crate) status: ExitStatus,
     /// Its report, line by line.
     pub(crate) output: Vec<String>,
     /// Its notes and errors.
     pub(crate) errors: Vec<String>,
-    /// What it has used, from its start to its end.
+    /// Its resource usage, from its start to its end.
     pub(crate) usage: Usage,
 }
 
 impl Sterna {
-    /// Starts `command`; what it says is shown behind `name`, where that is wanted.
+    /// Starts `command`. If `shown`, prints its notes and errors, each after `name`.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// The command cannot be started.
     pub(crate) fn start(name: &str, mut command: Command, shown: bool) -> Result<Self, HostsError> {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(doing(format_args!("starting {name}")))?;
-        let (told, lines) = channel();
+        let (sender, lines) = channel();
         if let (Some(errors), Some(output)) = (child.stderr.take(), child.stdout.take()) {
-            // Shown when it comes, whatever is being waited for meanwhile.
+            // Shown at once, while the caller waits for other events.
             let name = shown.then(|| name.to_owned());
-            read_lines(errors, told.clone(), move |line| {
+            read_lines(errors, sender.clone(), move |line| {
                 if let Some(name) = &name {
-                    // Nobody may be reading any more.
+                    // The reader of a pipe may have closed it.
                     let _ = writeln!(std::io::stdout(), "  {name}: {line}");
                 }
                 Line::Error(line)
             });
-            read_lines(output, told, Line::Output);
+            read_lines(output, sender, Line::Output);
         }
         Ok(Self { name: name.to_owned(), child, lines, errors: Vec::new(), output: Vec::new() })
     }
 
-    /// The process.
+    /// Returns the process's number.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Waits until it says where it listens.
+    /// Waits until the process listens. Returns the address.
     ///
     /// # Errors
-    /// It ends first, or does not say so in time.
+    /// The process ends first, or does not listen in time.
     pub(crate) fn address(&mut self, limit: Duration, cancel: &Cancel) -> Result<String, HostsError> {
-        const SIGN: &str = "listening on ";
+        const PREFIX: &str = "listening on ";
         let deadline = Instant::now() + limit;
         loop {
-            if let Some((_, address)) = self.errors.iter().find_map(|line| line.split_once(SIGN)) {
+            if let Some((_, address)) = self.errors.iter().find_map(|line| line.split_once(PREFIX)) {
                 return Ok(address.to_owned());
             }
-            if !self.hear(cancel)? {
+            if !self.receive(cancel)? {
                 return Err(HostsError(format!("{} ended: {}", self.name, self.errors.join("; "))));
             }
             if Instant::now() >= deadline {
@@ -229,15 +229,15 @@ impl Sterna {
         }
     }
 
-    /// Waits for its end. When cancelled it is asked to end, and waited for all the same: both sides are to settle.
+    /// Waits for the end of the process. On cancellation it is sent SIGTERM, and still waited for: both sides must settle.
     ///
     /// # Errors
-    /// It does not end in time; it is then killed.
+    /// The process does not end in time; it is then killed.
     pub(crate) fn finish(mut self, limit: Duration, cancel: &Cancel) -> Result<Ended, HostsError> {
         let deadline = Instant::now() + limit;
         let mut asked = false;
         loop {
-            match self.hear(cancel) {
+            match self.receive(cancel) {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(_) if asked => {}
@@ -250,7 +250,7 @@ impl Sterna {
                 return Err(HostsError(format!("{} has not ended after {} s", self.name, limit.as_secs())));
             }
         }
-        // Ended but not yet waited for, a process still tells what it used.
+        // The usage of an ended process can be read until it is waited for.
         let pid = Pid::from_child(&self.child);
         while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)
         {
@@ -263,8 +263,8 @@ impl Sterna {
         Ok(Ended { status, output: std::mem::take(&mut self.output), errors: std::mem::take(&mut self.errors), usage })
     }
 
-    /// Takes one line, or a rest; false once both streams have ended.
-    fn hear(&mut self, cancel: &Cancel) -> Result<bool, HostsError> {
+    /// Receives one line, or waits for a while. Returns false once both streams have ended.
+    fn receive(&mut self, cancel: &Cancel) -> Result<bool, HostsError> {
         match self.lines.recv_timeout(SLICE) {
             Ok(Line::Error(line)) => self.errors.push(line),
             Ok(Line::Output(line)) => self.output.push(line),
@@ -297,11 +297,11 @@ fn cancelled() -> HostsError {
     HostsError("cancelled".into())
 }
 
-/// Waits for something of a guest, and looks for cancelling meanwhile: `wait` is called with short limits until it gives
-/// something else than a timeout.
+/// Waits for an event of a guest, and checks for cancellation meanwhile: calls `wait` with short limits until it returns
+/// something other than a timeout.
 ///
 /// # Errors
-/// What `wait` fails with; its last timeout when `limit` has passed.
+/// The error of `wait`; its last timeout when `limit` has passed.
 pub(crate) fn patiently<T>(
     limit: Duration,
     cancel: &Cancel,

@@ -1,8 +1,8 @@
 //! The `sterna` program: moves running guests between hosts.
 //!
-//! Of a migration it decides nothing: options are read (`args`, `units`), handed to the library (`commands`), and what
-//! happens is shown (`progress`) until it ends or is cancelled (`signals`). Whatever goes wrong ends in one message that
-//! begins with `sterna: ` and in an exit code that says where the guest is. `demo` and `bench` start the program itself as
+//! The program makes no decisions about a migration: it parses options (`args`, `units`), passes them to the library (`commands`),
+//! and shows the progress (`progress`) until the migration ends or is cancelled (`signals`). Every failure ends in one message that
+//! begins with `sterna: ` and in an exit code that shows where the guest is. `demo` and `bench` start the program itself as
 //! processes on two `hosts`.
 
 mod args;
@@ -37,11 +37,11 @@ fn main() -> ExitCode {
     if let Some(warning) = sterna_memory::cpu::warning() {
         complain(warning);
     }
-    // Nothing is known about the guest after a panic, which is what "unconfirmed" says.
+    // After a panic nothing is known about the guest, so the outcome is "unconfirmed".
     let exit = match catch_unwind(AssertUnwindSafe(|| commands::run(&cli))) {
         Ok(Ok(exit)) => exit,
         Ok(Err(failure)) => {
-            // It may quote QEMU or the peer, whose words are on one line already.
+            // The text may quote QEMU or the peer, so control characters are removed from each line.
             let lines: Vec<_> = failure.text.lines().map(sterna_wire::text::printable).collect();
             complain(&lines.join("\n"));
             failure.exit
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
     exit.into()
 }
 
-/// Prints a message; there is nothing to be done where that fails.
+/// Prints a message. A failure to print is ignored.
 fn complain(text: &str) {
     let _ = writeln!(std::io::stderr(), "sterna: {text}");
 }
@@ -74,7 +74,7 @@ fn start_log(filter: &LogFilter) {
         .init();
 }
 
-/// One line instead of a backtrace: it is for the person at the terminal, and says what to do about the guest.
+/// Prints one line instead of a backtrace, for the user at the terminal: it includes what to do about the guest.
 fn explain_panic(info: &PanicHookInfo<'_>) {
     let what = info.payload_as_str().unwrap_or("no message").replace(char::is_control, " ");
     let place = info.location().map(|place| format!(" at {}:{}", place.file(), place.line())).unwrap_or_default();

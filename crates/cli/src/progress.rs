@@ -1,7 +1,7 @@
-//! What a person sees while a guest moves: one live bar on a terminal, plain lines elsewhere, at most one a second.
+//! Shows the progress of a migration: one live bar on a terminal, plain lines elsewhere, at most one a second.
 //!
-//! All of it goes to stderr: stdout is for the report. A terminal or pipe that is gone must not stop a migration, so
-//! failed writes are ignored.
+//! All of it goes to stderr: stdout is for the report. A closed terminal or pipe must not stop a migration, so failed writes
+//! are ignored.
 
 use std::io::{IsTerminal, Write};
 use std::sync::Mutex;
@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use sterna::cancel::Cancel;
 use sterna::report::{self, Observer, Progress, ReceiveProgress};
-// Notes may repeat what QEMU or the peer said.
+// Notes may quote QEMU or the peer.
 use sterna_wire::text::printable;
 
 /// Plain lines come no more often than this.
 const LINE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Shows what a migration tells.
+/// Shows a migration's progress and notes.
 pub(crate) struct Screen {
     view: View,
     cancel: Cancel,
@@ -27,7 +27,7 @@ enum View {
     Bar(ProgressBar),
     /// A file, a pipe, or a terminal that log lines go to as well.
     Lines(Mutex<Lines>),
-    /// `--quiet`: the address, and notes only once it is being cancelled, because then someone waits for an answer.
+    /// `--quiet`: the address, and notes only during a cancellation, because the user then waits for an answer.
     Quiet,
 }
 
@@ -37,7 +37,7 @@ struct Lines {
 }
 
 impl Screen {
-    /// A view on stderr. `logging`: log lines go there too, which a live bar would garble.
+    /// Creates a view on stderr. With `logging`, log lines go there, too, which a live bar would garble.
     pub(crate) fn new(quiet: bool, logging: bool, cancel: Cancel) -> Self {
         let view = if quiet {
             View::Quiet
@@ -49,7 +49,7 @@ impl Screen {
         Self { view, cancel }
     }
 
-    /// Says something that concerns the person now, even with `--quiet`.
+    /// Shows a message that the user needs now, even with `--quiet`.
     pub(crate) fn say(&self, text: &str) {
         let text = printable(text);
         match &self.view {
@@ -63,7 +63,7 @@ impl Screen {
         }
     }
 
-    /// Takes the bar away, before the report is printed.
+    /// Removes the bar, before the report is printed.
     pub(crate) fn finish(&self) {
         if let View::Bar(bar) = &self.view {
             bar.finish_and_clear();
@@ -137,7 +137,7 @@ fn line(progress: &Progress) -> String {
     format!("{}, {:.0} % of it done, {}", headline(progress), percent(progress), figures(progress))
 }
 
-/// Phase, round and pages.
+/// Formats phase, round and pages.
 fn headline(progress: &Progress) -> String {
     let deltas = match (progress.delta_pages, progress.same_pages) {
         (0, 0) => String::new(),
@@ -147,10 +147,10 @@ fn headline(progress: &Progress) -> String {
     format!("{phase}, round {round}, {normal_pages} pages{deltas}, {zero_pages} zero")
 }
 
-/// Rates, ratio and the predicted downtime.
+/// Formats rates, ratio and the predicted downtime.
 fn figures(progress: &Progress) -> String {
     let downtime = progress.predicted_downtime_ms;
-    // Nothing is predicted before the first rates are known, or while the guest dirties faster than the network carries.
+    // There is no prediction before the first rates are known, or while the guest dirties memory faster than the network carries it.
     let downtime = if downtime.is_finite() && downtime > 0.0 && downtime < 1e7 {
         format!("{downtime:.0} ms")
     } else {
@@ -166,7 +166,7 @@ fn figures(progress: &Progress) -> String {
     )
 }
 
-/// What a destination has placed, of how much.
+/// Formats how much a destination has placed.
 fn placed(progress: &ReceiveProgress) -> String {
     let ReceiveProgress { total_bytes, placed_bytes, normal_pages, zero_pages, placed_rate, missing_bytes, .. } =
         progress;
@@ -177,7 +177,7 @@ fn placed(progress: &ReceiveProgress) -> String {
     format!("{}{of} placed ({normal_pages} pages, {zero_pages} zero){missing}, {rate}", size(*placed_bytes))
 }
 
-/// Pages that were sent again count again.
+/// Returns the share of RAM that is placed. Pages that are sent again count again.
 fn percent_placed(progress: &ReceiveProgress) -> f64 {
     match progress.total_bytes {
         0 => 0.0,
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_go_as_deltas_or_not_at_all_are_told_apart() {
+    fn delta_pages_and_unchanged_pages_are_shown_separately() {
         let progress = Progress { delta_pages: 20_000, same_pages: 7, ..sample() };
         assert_eq!(headline(&progress), "precopy, round 2, 786432 pages (20000 deltas, 7 same), 1000 zero");
     }
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_yet_is_not_shown_as_a_number() {
+    fn an_unknown_downtime_is_not_shown_as_a_number() {
         for downtime in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e300] {
             let progress = Progress { predicted_downtime_ms: downtime, ..Progress::default() };
             assert!(line(&progress).contains("downtime unknown,"), "{downtime}");
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_destination_shows_what_it_has_placed_of_what_was_announced() {
+    fn a_destination_shows_how_much_of_the_announced_ram_it_has_placed() {
         let mut progress = ReceiveProgress {
             phase: "receiving memory".to_owned(),
             elapsed_ms: 1500,
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sink_that_is_gone_stops_nothing() {
+    fn a_closed_sink_stops_nothing() {
         struct Gone;
         impl Write for Gone {
             fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {

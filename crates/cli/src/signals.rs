@@ -1,8 +1,8 @@
-//! Ctrl-C and its relatives: they cancel, they never kill.
+//! Ctrl-C and similar signals cancel; they never kill.
 //!
-//! A killed `sterna` leaves the peer to find out by silence and may need `sterna recover`; a cancelled one leaves the
-//! guest running at the source. So SIGINT, SIGTERM and SIGHUP (the terminal is gone) all only cancel, as often as they
-//! come. Who must end the program at any price has SIGQUIT and SIGKILL, and `sterna recover`.
+//! The peer of a killed `sterna` notices that only by silence, and `sterna recover` may be needed. A cancelled `sterna` leaves the
+//! guest running at the source. So SIGINT, SIGTERM and SIGHUP (the terminal was closed) all only cancel, however often they
+//! come. To end the program at any price, use SIGQUIT or SIGKILL, and then `sterna recover`.
 
 use std::io;
 use std::thread::JoinHandle;
@@ -11,24 +11,24 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use sterna::cancel::Cancel;
 
-/// What cancelling means for what is running, as a person is told it.
+/// The effect of signals on a command, as messages to the user.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Meaning {
-    /// What the first signal brings about.
+    /// The answer to the first signal.
     pub(crate) first: &'static str,
-    /// What those after it are answered.
+    /// The answer to later signals.
     pub(crate) again: &'static str,
 }
 
 impl Meaning {
-    /// A migration that is ours, its switchover included.
+    /// A migration of our own, including its switchover.
     pub(crate) const MIGRATION: Self = Self {
         first: "cancelling; unless the switchover is already decided, the guest goes on at the source",
         again: "it is already being cancelled, waiting until both sides have settled",
     };
-    /// Migrations that other programs drive: about their guests nothing is claimed.
+    /// Migrations that other programs drive; these are responsible for the guests.
     pub(crate) const RELAY: Self = Self {
-        first: "stopping; nothing new is taken, and what is under way goes on to its end; a second signal closes it",
+        first: "stopping; no new connections are accepted, and those in progress go on to their ends; a second signal closes them",
         again: "closing all connections, as if the network had failed; the programs that drive the migrations decide \
                 what becomes of the guests",
     };
@@ -37,10 +37,10 @@ impl Meaning {
         first: "cancelling; nothing more is decided here, and `sterna recover` can be run again",
         again: "it is already being cancelled",
     };
-    /// A trace of accelerators that is being written.
+    /// Writing a trace of accelerators.
     pub(crate) const CAPTURE: Self =
         Self { first: "stopping; what was captured until now is kept", again: "it is already being stopped" };
-    /// A demonstration or measurement: its guests are its own.
+    /// A demonstration or measurement with guests of its own.
     pub(crate) const TRIAL: Self =
         Self { first: "cancelling; the guests of this run end with it", again: "it is already being cancelled" };
 }
@@ -51,11 +51,11 @@ pub(crate) struct Watch {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Cancels the first of `cancels` on the first signal and so on, the last of them on all further ones. Every signal is answered
-/// through `say`, as `meaning` has it.
+/// Cancels the first of `cancels` on the first signal and so on, and the last of them on all further signals. Answers every signal
+/// through `say`, with the text from `meaning`.
 ///
 /// # Errors
-/// The system has no thread, descriptor or memory left for it.
+/// The system has no thread, descriptor or memory left.
 pub(crate) fn watch(
     cancels: impl IntoIterator<Item = Cancel>,
     meaning: Meaning,
@@ -83,7 +83,7 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.handle.close();
         if let Some(thread) = self.thread.take() {
-            // A panic over there was reported when it happened.
+            // A panic in the thread has been printed.
             let _ = thread.join();
         }
     }
@@ -94,8 +94,8 @@ fn answer(signal: i32, meaning: Meaning, already: bool) -> String {
     format!("{name}: {}", if already { meaning.again } else { meaning.first })
 }
 
-/// Whether the process was started with the signal ignored, as `nohup` does with SIGHUP; then that is to stay so.
-/// Unreadable: no.
+/// Returns whether the process was started with the signal ignored, as `nohup` does with SIGHUP; then it stays ignored.
+/// Returns false if that cannot be read.
 fn is_ignored(signal: i32) -> bool {
     // proc_pid_status(5): SigIgn is a mask in hexadecimal, bit 0 for signal 1.
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -110,22 +110,22 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn the_first_signal_cancels_and_the_second_says_that_it_is_under_way() {
+    fn the_first_signal_cancels_and_the_second_is_answered_that_it_is_being_cancelled() {
         let cancel = Cancel::new();
-        let (said, heard) = mpsc::channel();
+        let (sender, answers) = mpsc::channel();
         let watch =
-            watch([cancel.clone()], Meaning::MIGRATION, move |text| said.send(text.to_owned()).unwrap()).unwrap();
+            watch([cancel.clone()], Meaning::MIGRATION, move |text| sender.send(text.to_owned()).unwrap()).unwrap();
         assert!(!cancel.is_cancelled());
 
-        let hear = || heard.recv_timeout(Duration::from_secs(30)).expect("an answer to the signal");
+        let answer = || answers.recv_timeout(Duration::from_secs(30)).expect("an answer to the signal");
         signal_hook::low_level::raise(SIGTERM).unwrap();
-        assert!(hear().starts_with("SIGTERM: cancelling"));
+        assert!(answer().starts_with("SIGTERM: cancelling"));
         signal_hook::low_level::raise(SIGINT).unwrap();
-        assert!(hear().starts_with("SIGINT: it is already being cancelled"));
+        assert!(answer().starts_with("SIGINT: it is already being cancelled"));
 
         drop(watch);
         assert!(cancel.is_cancelled());
-        assert!(heard.recv().is_err(), "the thread has ended, and with it what it says");
+        assert!(answers.recv().is_err(), "the thread has ended, and dropped the sender");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What is wrong, or hostile: each gets a refusal in words, the source's guest runs on, and memory stays bounded.
+//! Wrong and hostile input: each is refused with the reason, the source's guest runs on, and memory stays bounded.
 
 mod support;
 
@@ -22,14 +22,14 @@ use support::{LONG, Sterna, certificates, receive, send, sterna};
 
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);
-/// So slow that a migration is under way for seconds.
+/// So slow that a migration takes seconds.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
-/// What a sterna may have in memory, whatever is thrown at it, in KiB: without a migration there is no window.
-const MOST_MEMORY: u64 = 48 << 10;
-/// More than a text may be that quotes a peer, in bytes.
-const LONGEST_TEXT: usize = 8 << 10;
+/// Maximum memory of a sterna for any input, in KiB: without a migration there is no window.
+const MAX_MEMORY_KIB: u64 = 48 << 10;
+/// Maximum bytes of a text that quotes a peer, plus one.
+const MAX_TEXT_BYTES: usize = 8 << 10;
 
-/// Two machines that run nothing, which is enough for a refusal.
+/// Starts two machines without a guest system, which is enough for a refusal.
 fn idle_pair() -> Option<Pair> {
     let options = QemuOptions::new(QemuVersion::V10_0, Guest::None);
     Pair::start(&options, &options.incoming())
@@ -56,12 +56,12 @@ fn refusal(name: &str, process: Sterna, words: &[&str]) {
     }
 }
 
-/// An address at which nobody listens.
-fn nobody() -> String {
+/// Returns an address at which no process listens.
+fn unused_address() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
-/// Resident memory in KiB.
+/// Returns the resident memory in KiB.
 fn resident(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -71,7 +71,7 @@ fn resident(pid: u32) -> u64 {
 #[test]
 fn what_cannot_be_carried_is_refused_before_the_guest_is_touched() {
     let Some(pair) = idle_pair() else { return };
-    let to = nobody();
+    let to = unused_address();
     let monitor = &pair.source.monitor;
     let set = |command: &str, arguments: Value| drop(monitor.execute(command, arguments).unwrap());
     let capability = |name: &str, on: bool| {
@@ -90,7 +90,7 @@ fn what_cannot_be_carried_is_refused_before_the_guest_is_touched() {
     set("migrate-set-parameters", json!({ "multifd-compression": "none", "tls-creds": "credentials" }));
     refused_send(&pair, &to, &["--insecure"], &["tls-creds", "--tls"]);
     set("migrate-set-parameters", json!({ "tls-creds": "" }));
-    // Now nothing is in the way but that nobody listens.
+    // Now the only obstacle is that no process listens.
     refused_send(&pair, &to, &["--insecure"], &[&to, "not touched"]);
 }
 
@@ -100,7 +100,7 @@ fn a_qemu_that_does_not_wait_for_a_guest_is_refused_as_destination() {
     let mut command = receive(pair.source.qemu.qmp_path(), &pair.destination_state());
     refusal("receive", Sterna::start("receive", command.args(["--quiet", "--insecure"])), &["-incoming defer"]);
     assert!(pair.source.runs());
-    let mut command = send(pair.destination.qemu.qmp_path(), &nobody(), &pair.source_state(), &pair.report());
+    let mut command = send(pair.destination.qemu.qmp_path(), &unused_address(), &pair.source_state(), &pair.report());
     refusal("send", Sterna::start("send", command.args(["--quiet", "--insecure"])), &["destination"]);
 }
 
@@ -122,10 +122,10 @@ fn machine_types_must_be_the_same() {
 fn a_qmp_socket_that_is_busy_missing_or_no_monitor_is_named() {
     let Some(pair) = idle_pair() else { return };
     let other = Qmp::connect(pair.source.qemu.qmp_path()).unwrap();
-    refused_send(&pair, &nobody(), &["--insecure"], &["QMP socket busy"]);
+    refused_send(&pair, &unused_address(), &["--insecure"], &["QMP socket busy"]);
     drop(other);
     let missing = pair.scratch.path().join("missing.sock");
-    let mut command = send(&missing, &nobody(), &pair.source_state(), &pair.report());
+    let mut command = send(&missing, &unused_address(), &pair.source_state(), &pair.report());
     refusal("send", Sterna::start("send", command.args(["--quiet", "--insecure"])), &["missing.sock"]);
 }
 
@@ -200,7 +200,7 @@ fn a_certificate_that_is_foreign_not_allowed_or_expired_is_refused_and_the_right
     refused(&expired, &["expired"]);
     refused(&stranger, &["somebody-else", "--allow"]);
     refused_send(&pair, &address, &["--insecure"], &[]);
-    assert!(receiver.poll().is_none() && resident(receiver.pid()) < MOST_MEMORY);
+    assert!(receiver.poll().is_none() && resident(receiver.pid()) < MAX_MEMORY_KIB);
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
 
     let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
@@ -210,7 +210,7 @@ fn a_certificate_that_is_foreign_not_allowed_or_expired_is_refused_and_the_right
     pair.never_both().unwrap();
 }
 
-/// A source that follows the protocol as far as it likes.
+/// A source that follows the protocol up to a chosen point.
 struct Fake {
     id: MigrationId,
     key: MigrationKey,
@@ -246,11 +246,11 @@ impl Fake {
     }
 }
 
-/// Sends `bytes`; gives what came until the connection was closed, which must be before long.
+/// Sends `bytes`. Returns the bytes received until the connection was closed, which must happen soon.
 fn answer_to(address: &str, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(LONG)).unwrap();
-    // It may be closed before all has been sent, and refused for what came first.
+    // The connection may be closed before all is sent, because of the first bytes.
     let _ = stream.write_all(bytes);
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -302,17 +302,17 @@ fn whatever_is_thrown_at_a_waiting_receiver_it_answers_in_words_and_then_takes_a
     for (name, bytes, word) in cases {
         let answer = answer_to(&address, &bytes);
         assert!(answer.to_lowercase().contains(word), "{name}: answered {answer:?}, without {word:?}");
-        assert!(answer.len() < LONGEST_TEXT, "{name}: an answer of {} bytes", answer.len());
+        assert!(answer.len() < MAX_TEXT_BYTES, "{name}: an answer of {} bytes", answer.len());
         assert!(receiver.poll().is_none(), "{name}: the receiver lives");
     }
-    // More than are served at once, all silent. They stay, and so do more than are waited for that say that they are
-    // control channels and then nothing.
+    // More silent connections than are served at once, which stay open; and more control channels without further bytes
+    // than are waited for.
     let mut silent: Vec<_> = (0..100).map(|_| TcpStream::connect(&address).unwrap()).collect();
     silent[0].set_read_timeout(Some(LONG)).unwrap();
-    let mut said = Vec::new();
-    silent[0].read_to_end(&mut said).unwrap();
-    let said = String::from_utf8_lossy(&said);
-    assert!(said.contains("too many connections"), "who makes room is told why: {said:?}");
+    let mut answer = Vec::new();
+    silent[0].read_to_end(&mut answer).unwrap();
+    let answer = String::from_utf8_lossy(&answer);
+    assert!(answer.contains("too many connections"), "a dropped connection gets the reason: {answer:?}");
     let halves = std::iter::repeat_with(|| {
         let mut half = TcpStream::connect(&address).unwrap();
         half.write_all(&control).unwrap();
@@ -320,7 +320,7 @@ fn whatever_is_thrown_at_a_waiting_receiver_it_answers_in_words_and_then_takes_a
         half
     });
     let halves: Vec<_> = halves.take(40).collect();
-    assert!(resident(receiver.pid()) < MOST_MEMORY, "{} KiB", resident(receiver.pid()));
+    assert!(resident(receiver.pid()) < MAX_MEMORY_KIB, "{} KiB", resident(receiver.pid()));
     assert_eq!(pair.destination.status().as_deref(), Some("inmigrate"));
 
     let mut command = send(pair.source.qemu.qmp_path(), &address, &pair.source_state(), &pair.report());
@@ -329,7 +329,7 @@ fn whatever_is_thrown_at_a_waiting_receiver_it_answers_in_words_and_then_takes_a
     drop((silent, halves));
     let (received, lines) = receiver.finish_with_lines();
     assert!(received.success() && pair.destination.runs());
-    assert!(lines.iter().all(|line| line.len() < LONGEST_TEXT && !line.contains(char::is_control)), "{lines:?}");
+    assert!(lines.iter().all(|line| line.len() < MAX_TEXT_BYTES && !line.contains(char::is_control)), "{lines:?}");
     pair.never_both().unwrap();
 }
 
@@ -345,7 +345,7 @@ fn a_source_that_floods_a_receiver_busy_with_its_qemu_has_to_wait() {
     source.read_exact(&mut [0; 64]).unwrap(); // of the welcome
     let qemu = rustix::process::Pid::from_raw(pair.destination.qemu.pid() as i32).unwrap();
     rustix::process::kill_process(qemu, rustix::process::Signal::STOP).unwrap();
-    // It asks QEMU to quit, and waits for that.
+    // The receiver sends QEMU `quit`, and waits for its end.
     source.write_all(&ControlMessage::Failed { reason: "over".into() }.encode()).unwrap();
     let message = ControlMessage::Ready { placement: vec!["x".repeat(1_000_000)], deltas: Vec::new() }.encode();
     source.set_write_timeout(Some(Duration::from_millis(500))).unwrap();
@@ -358,12 +358,12 @@ fn a_source_that_floods_a_receiver_busy_with_its_qemu_has_to_wait() {
     }
     let memory = resident(receiver.pid());
     rustix::process::kill_process(qemu, rustix::process::Signal::CONT).unwrap();
-    assert!(pushed_back && memory < MOST_MEMORY, "{memory} KiB");
+    assert!(pushed_back && memory < MAX_MEMORY_KIB, "{memory} KiB");
     drop(source);
     assert_eq!(receiver.finish().0.code(), FAILED);
 }
 
-/// A source that says its hello, then `more`, and is heard from for as long as the receiver listens.
+/// A source that sends its hello, then `more`, and then heartbeats as long as the receiver listens.
 fn beating_source(address: &str, more: &[u8]) -> std::thread::JoinHandle<()> {
     let fake = Fake::new();
     let mut source = TcpStream::connect(address).unwrap();
@@ -436,7 +436,7 @@ fn strangers_do_not_disturb_a_migration_under_way() {
     sender.wait_for("placement: ");
     let address = receiver.address();
     let fake = Fake::new();
-    // Of another migration, then with the id of this one but without its key.
+    // A channel of another migration, then one with the id of this migration but without its key.
     let id = receiver.migration().parse().unwrap();
     let impostor = Fake { id, key: MigrationKey::from_bytes([1; 32]) };
     for kind in [ChannelKind::Control, ChannelKind::Ram, ChannelKind::DeviceState] {
@@ -455,7 +455,7 @@ fn strangers_do_not_disturb_a_migration_under_way() {
 
 #[test]
 fn a_spoilt_packet_ends_the_migration_in_words_and_the_guest_runs_on() {
-    // By threads of their own: one of them waits for the limit of silence.
+    // Each on a thread of its own, because one of them waits for the limit of silence.
     std::thread::scope(|scope| {
         let cases = Spoil::ALL.map(|spoil| (spoil, scope.spawn(move || spoilt(spoil))));
         for (spoil, case) in cases {
@@ -504,7 +504,7 @@ fn ctrl_c_at_the_source_ends_it_cleanly_and_puts_the_settings_back() {
         assert_eq!(migration.pair.source.migration_settings(), before);
         let (received, _) = migration.receiver.take().unwrap().finish();
         assert_eq!(received.code(), FAILED);
-        // It was told to quit, or saw its stream break off first.
+        // Its QEMU got `quit`, or its stream broke off first.
         migration.pair.destination.qemu.wait_exit(Duration::from_secs(10)).unwrap();
         assert_eq!(migration.exactly_one(), Ok(Side::Source));
     }

@@ -14,27 +14,27 @@ use support::settle::{Migration, Side, killed};
 
 /// Cases at once; most of each is waiting.
 const WORKERS: usize = 4;
-/// So slow that a migration is certainly under way when it is cancelled.
+/// So slow that a migration is certainly active when it is cancelled.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 
-/// How a crash point is reached.
+/// How a migration reaches a crash point.
 #[derive(Clone, Copy, Debug)]
-enum Way {
+enum Scenario {
     /// By a migration that nothing else disturbs.
     Migration,
     /// By a migration that is cancelled at the point's own side.
     Cancelled,
     /// By `recover` of the point's side, after its migration crashed at the point of this name.
     Recovery(&'static str),
-    /// As [`Way::Recovery`], with the destination's QEMU killed before.
+    /// As [`Scenario::Recovery`], with the destination's QEMU killed before.
     RecoveryWithoutQemu(&'static str),
-    /// As [`Way::Recovery`], with the source's QEMU killed before.
+    /// As [`Scenario::Recovery`], with the source's QEMU killed before.
     RecoveryWithoutSource(&'static str),
 }
 
-/// The way to each step, the same in both modes: the library's drivers, which move a guest directly, go by the same state machine
-/// as those of QEMU's stream, and pass every step of it. No step is without a way: where a new one is added, this does not compile.
-fn way(step: Step) -> Way {
+/// Returns the scenario that reaches each step, the same in both modes: the library's drivers of direct mode use the same state machine as
+/// those of QEMU's stream, and pass every step of it. A new step without a scenario does not compile.
+fn scenario(step: Step) -> Scenario {
     use Step::*;
     match step {
         SourceRecordStarted
@@ -44,13 +44,13 @@ fn way(step: Step) -> Way {
         | SourceRecordCommitted
         | SourceSendCommit
         | SourceEndGuest
-        | SourceRecordFinished => Way::Migration,
-        SourceRecordAborted | SourceEndMigration | SourceSendAbort | SourceRecordResumed => Way::Cancelled,
+        | SourceRecordFinished => Scenario::Migration,
+        SourceRecordAborted | SourceEndMigration | SourceSendAbort | SourceRecordResumed => Scenario::Cancelled,
         // QEMU completed and the decision was not written: `recover` takes the guest back.
-        SourceCont | SourceSendOutcomeAborted => Way::Recovery("source.before-record-committed"),
+        SourceCont | SourceSendOutcomeAborted => Scenario::Recovery("source.before-record-committed"),
         // The destination is prepared and holds the only copy.
-        SourceRecordGone => Way::RecoveryWithoutSource("source.before-record-committed"),
-        SourceSendOutcomeCommitted => Way::Recovery("source.after-record-committed"),
+        SourceRecordGone => Scenario::RecoveryWithoutSource("source.before-record-committed"),
+        SourceSendOutcomeCommitted => Scenario::Recovery("source.after-record-committed"),
         DestinationRecordStarted
         | DestinationClearAutostart
         | DestinationAcceptStream
@@ -59,10 +59,10 @@ fn way(step: Step) -> Way {
         | DestinationRecordCommitted
         | DestinationCont
         | DestinationRecordRunning
-        | DestinationSendRunning => Way::Migration,
-        DestinationRecordAborted | DestinationQuit | DestinationSendAbort => Way::Cancelled,
-        DestinationAskOutcome => Way::Recovery("destination.after-record-prepared"),
-        DestinationSendLost => Way::RecoveryWithoutQemu("destination.after-record-committed"),
+        | DestinationSendRunning => Scenario::Migration,
+        DestinationRecordAborted | DestinationQuit | DestinationSendAbort => Scenario::Cancelled,
+        DestinationAskOutcome => Scenario::Recovery("destination.after-record-prepared"),
+        DestinationSendLost => Scenario::RecoveryWithoutQemu("destination.after-record-committed"),
     }
 }
 
@@ -78,18 +78,18 @@ fn start(mode: &str, pair: Pair, words: &[&str], side: Side, fault: &str) -> Mig
     Migration::start_by(mode, pair, words, source, destination)
 }
 
-/// Crashes at `point`, recovers, and says who runs the guest in the end.
+/// Crashes at `point`, and recovers. Returns the side that runs the guest in the end.
 fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
     let crashing = side(point);
     let fault = format!("{point}:crash");
     let settings = pair.source.migration_settings();
     let mut migration;
-    match way(point.step) {
-        Way::Migration => {
+    match scenario(point.step) {
+        Scenario::Migration => {
             migration = start(mode, pair, &[], crashing, &fault);
             migration.wait_crash(crashing)?;
         }
-        Way::Cancelled => {
+        Scenario::Cancelled => {
             migration = start(mode, pair, SLOW, crashing, &fault);
             let (Some(sender), Some(receiver)) = (&migration.sender, &migration.receiver) else { unreachable!() };
             sender.wait_for("placement: ");
@@ -100,13 +100,13 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
             }
             migration.wait_crash(crashing)?;
         }
-        Way::Recovery(first) => {
+        Scenario::Recovery(first) => {
             migration = start(mode, pair, &[], crashing, &format!("{first}:crash"));
             migration.wait_crash(crashing)?;
             let recovery = crashing.recover(&migration.pair, &[], Some(&fault)).ok_or("no record was left")?;
             killed(recovery.finish().0)?;
         }
-        Way::RecoveryWithoutQemu(first) => {
+        Scenario::RecoveryWithoutQemu(first) => {
             migration = start(mode, pair, &[], crashing, &format!("{first}:crash"));
             migration.wait_crash(crashing)?;
             migration.pair.destination.kill();
@@ -114,7 +114,7 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
             killed(recovery.finish().0)?;
             return without_qemu(migration);
         }
-        Way::RecoveryWithoutSource(first) => {
+        Scenario::RecoveryWithoutSource(first) => {
             migration = start(mode, pair, &[], crashing, &format!("{first}:crash"));
             migration.wait_crash(crashing)?;
             migration.pair.source.kill();
@@ -141,7 +141,7 @@ fn case(mode: &str, pair: Pair, point: CrashPoint) -> Result<Side, String> {
     Ok(side)
 }
 
-/// The guest was given to a destination whose QEMU is gone: no side may start it by itself. An operator does.
+/// The guest belongs to a destination whose QEMU has ended: no side may start it by itself, but an operator does.
 fn without_qemu(mut migration: Migration) -> Result<Side, String> {
     let settled = migration.settle();
     if settled.is_ok() || migration.pair.source.runs() {
@@ -155,7 +155,7 @@ fn without_qemu(mut migration: Migration) -> Result<Side, String> {
     migration.exactly_one()
 }
 
-/// The source's QEMU is gone with nothing decided: its record is settled, and an operator starts the only copy.
+/// The source QEMU has ended before the decision: its record is settled, and an operator starts the only copy.
 fn without_source(mut migration: Migration) -> Result<Side, String> {
     let recovery = Side::Source.recover(&migration.pair, &[], None).ok_or("no record was left")?;
     let (status, _) = recovery.finish();
@@ -215,7 +215,7 @@ fn table(mode: &str) {
     assert!(failed.is_empty(), "{} of {} crash points failed: {failed:?}", failed.len(), ends.len());
     if wanted.is_none() {
         assert_eq!(ends.len(), CrashPoint::ALL.len(), "each point was passed");
-        // The decision is what divides them.
+        // The decision determines the side.
         let end = |name: &str| ends[&name.parse::<CrashPoint>().unwrap()].clone().unwrap();
         assert_eq!(end("source.before-record-committed"), Side::Source);
         assert_eq!(end("source.after-record-committed"), Side::Destination);

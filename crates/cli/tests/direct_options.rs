@@ -1,5 +1,5 @@
-//! `sterna send --mode direct` with what only direct mode has: accelerators (those of a model), and what is done about a guest that writes too
-//! fast. Each guest verifies its own memory after the move.
+//! `sterna send --mode direct` with the options of direct mode: accelerators (of a model), and the reaction to a guest that writes too fast.
+//! Each guest verifies its own memory after the move.
 
 mod support;
 
@@ -34,7 +34,7 @@ struct Case<'a> {
 const CASE: Case<'_> =
     Case { backend: Backend::Memfd, fill: Fill::Mixed, writes: (16 << 20, Dirty::Stamp), send: "", receive: "" };
 
-/// What has come of it.
+/// The result of a case.
 struct Moved {
     status: ExitStatus,
     report: Value,
@@ -43,7 +43,7 @@ struct Moved {
 }
 
 impl Case<'_> {
-    /// Has it moved while it writes; none where there is no QEMU. In `send`, `MODEL` stands for the file of a model.
+    /// Moves the guest while it writes; none if there is no QEMU. In `send`, `MODEL` stands for the file of a model.
     fn run(&self) -> Option<Moved> {
         let linux = LinuxGuest {
             fill: self.fill,
@@ -70,7 +70,7 @@ impl Case<'_> {
         let words = self.send.replace("MODEL", &format!("model:{}", model.display()));
         let sender = Sterna::start("send", command.arg("--insecure").args(words.split_whitespace()));
         let (status, _) = sender.finish();
-        // One that was refused leaves `receive` waiting for another; it is ended with the test.
+        // After a refused source, `receive` waits for another one; it ends with the test.
         if status.success() {
             let (received, _) = receiver.finish();
             assert!(received.success(), "{received}");
@@ -78,7 +78,7 @@ impl Case<'_> {
         Some(Moved { status, report: report(&json), source, destination })
     }
 
-    /// Has it moved, and the guest verify its memory.
+    /// Moves the guest, and makes it verify its memory.
     fn moved(&self) -> Option<Moved> {
         let moved = self.run()?;
         assert!(moved.status.success(), "{}", moved.report);
@@ -94,7 +94,7 @@ impl Moved {
         self.report[name].as_u64().unwrap_or_else(|| panic!("{name} in {}", self.report))
     }
 
-    /// What the report says of accelerators, in one text.
+    /// Returns the report's lines about accelerators, as one text.
     fn accelerators(&self) -> String {
         let lines = self.report["accelerators"].as_array().map(Vec::as_slice).unwrap_or_default();
         lines.iter().map(|line| line.as_str().unwrap()).collect::<Vec<_>>().join("\n")
@@ -143,7 +143,7 @@ fn the_report_names_memory_that_no_accelerator_reaches() {
     let Some(moved) = (Case { backend, send: "--accel MODEL --method iaa", ..CASE }).moved() else { return };
     let accelerators = moved.accelerators();
     assert!(accelerators.contains("RAM block pc.ram") && accelerators.contains(OUT_OF_REACH), "{accelerators}");
-    // What the CPU has copied is compressed by the IAA all the same.
+    // The IAA also compresses pages that the CPU has copied.
     assert!(accelerators.contains("iax1"), "{accelerators}");
 }
 
@@ -204,7 +204,7 @@ fn a_guest_that_writes_too_fast_stays_where_that_was_asked_for_and_runs_on() {
     assert_eq!(verified.bad, 0);
 }
 
-/// A migration of the boot-sector guest, which writes 99 MiB again and again, over so little bandwidth that not all of that fits the
+/// A migration of the boot-sector guest, which writes 99 MiB all the time, over so little bandwidth that this does not fit the target
 /// downtime.
 struct TooFast {
     pair: Pair,
@@ -213,7 +213,7 @@ struct TooFast {
 }
 
 impl TooFast {
-    /// None where there is no QEMU, or no KVM and KVM is asked for.
+    /// Starts a pair; none if there is no QEMU, or no KVM although `accel` requires it.
     fn pair(accel: Accel, cpus: u32) -> Option<Pair> {
         let version = QemuVersion::V10_0;
         if accel == Accel::Kvm && !kvm_runs(version, &Guest::BootSector) {
@@ -245,7 +245,7 @@ impl TooFast {
         assert!(eventually(LONG, holds), "no thread of the guest is held");
     }
 
-    /// The guest runs at the source, at full speed, and its memory is right.
+    /// Checks that the guest runs at the source, at full speed, and that its memory is right.
     fn runs_at_source(&self) {
         let source = &self.pair.source;
         source.wait_progress().unwrap();
@@ -299,7 +299,7 @@ fn a_guest_of_kvm_moves_where_it_is_slowed_down() {
 
 #[test]
 fn a_linux_guest_that_is_slowed_down_moves_with_all_its_memory_right() {
-    // More than it can write: what it writes depends on the time that its vCPU has.
+    // More than it can write, so the actual rate depends on its vCPU's time.
     let writes = (2 << 30, Dirty::Page);
     let send = "--method none --bandwidth 40MB/s --downtime 200ms --on-no-convergence throttle:99,1,99";
     let Some(moved) = (Case { fill: Fill::Random, writes, send, ..CASE }).moved() else { return };

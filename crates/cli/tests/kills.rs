@@ -1,6 +1,6 @@
-//! Random kills: any of the four processes of a migration, in either mode, at any moment of it. Never do both guests run, and
-//! nothing is corrupted; exactly one guest runs in the end, unless the killed QEMU held the only copy. The same for processes that
-//! are stopped for a while (SIGSTOP), after which exactly one guest runs whichever it was.
+//! Random kills of any of the four processes of a migration, in both modes, at any moment. Both guests never run at once, and nothing
+//! is corrupted; exactly one guest runs in the end, unless the killed QEMU had the only copy. The same holds for processes that are
+//! stopped for a while (SIGSTOP), after which exactly one guest always runs.
 //!
 //! `STERNA_KILLS=200` for the full proof; `STERNA_SEED=…` repeats a run. `STERNA_STOPS=40 STERNA_STOPPED=30` stops 40 processes
 //! for 30 seconds each.
@@ -15,18 +15,18 @@ use sterna_wire::switchover::{DestinationState, RecordState, SourceState};
 use support::pair::{Pair, eventually};
 use support::settle::{Migration, Side, outcome};
 
-/// Kills in an ordinary test run, in each mode.
-const FEW: u64 = 20;
+/// Number of kills in an ordinary test run, in each mode.
+const DEFAULT_KILLS: u64 = 20;
 /// Processes that are stopped in an ordinary test run, and for how many seconds.
-const FEW_STOPS: u64 = 4;
+const DEFAULT_STOPS: u64 = 4;
 const STOPPED: u64 = 2;
-/// Cases at once; most of each is waiting.
+/// Concurrent cases; most of the time each of them waits.
 const WORKERS: u64 = 3;
-/// Such that a migration of the 100 MiB takes about as long as [`longest`] says.
+/// Such that a migration of the 100 MiB takes about as long as [`last_moment`] says.
 const BANDWIDTH: &[&str] = &["--bandwidth", "150MB/s", "--method", "none"];
 /// The last moment at which a process is killed, after `send` was started; some migrations are over by then. All of memory is sent twice
 /// directly, where it is written all the while.
-fn longest(mode: &str) -> Duration {
+fn last_moment(mode: &str) -> Duration {
     Duration::from_millis(if mode == "direct" { 3000 } else { 1600 })
 }
 
@@ -38,7 +38,7 @@ enum Victim {
     DestinationGuest,
 }
 
-/// A small generator of numbers (SplitMix64, Steele and others 2014): what matters is that a seed repeats them.
+/// A small random number generator (SplitMix64, Steele and others 2014): a seed repeats its numbers.
 struct Random(u64);
 
 impl Random {
@@ -51,16 +51,16 @@ impl Random {
     }
 }
 
-/// One kill; says how it ended.
+/// Makes one kill. Returns how the migration ended.
 fn kill(mode: &str, pair: Pair, victim: Victim, moment: Duration) -> Result<String, String> {
     let mut migration = Migration::start_by(mode, pair, BANDWIDTH, None, None);
-    // The moment is the point of the test: nothing is waited for, and a migration that ends earlier is none the worse.
+    // The test kills at a moment, not at an event; a migration may also end earlier.
     eventually(moment, || false);
     match victim {
         Victim::Send | Victim::Receive => {
             let process = if victim == Victim::Send { &mut migration.sender } else { &mut migration.receiver };
             let mut process = process.take().expect("it was started");
-            // One that has ended by itself needs no recovery, but bears it.
+            // A migration that has ended by itself needs no recovery, but tolerates it.
             process.kill();
             drop(process);
             migration.settle()?;
@@ -77,7 +77,7 @@ fn kill(mode: &str, pair: Pair, victim: Victim, moment: Duration) -> Result<Stri
     }
 }
 
-/// The source's QEMU is gone. A destination that stands prepared may be started by an operator; another is incomplete.
+/// The source QEMU has ended. An operator may start a prepared destination; any other is incomplete.
 fn without_source(mut migration: Migration) -> Result<String, String> {
     let (status, _) = migration.sender.take().expect("it was started").finish();
     let decided = matches!(
@@ -91,7 +91,7 @@ fn without_source(mut migration: Migration) -> Result<String, String> {
         receiver.kill();
     }
     let prepared = Some(RecordState::Destination(DestinationState::Prepared));
-    // It ends by itself unless it stands prepared, with nobody to ask any more.
+    // It ends by itself unless it is prepared and has no source to ask any more.
     eventually(LIMIT, || receiver.poll().is_some() || Side::Destination.state(&migration.pair) == prepared);
     if decided {
         receiver.finish();
@@ -116,12 +116,12 @@ fn without_source(mut migration: Migration) -> Result<String, String> {
     Ok("the only copy is gone".into())
 }
 
-/// How long a process may take to see what happened.
+/// How long a process may take to notice the kill.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The destination's QEMU is gone. The source goes on, by itself before the decision, by its operator after it.
+/// The destination QEMU has ended. The source's guest continues: by itself before the decision, by its operator after it.
 fn without_destination(mut migration: Migration) -> Result<String, String> {
-    let (_, said) = migration.sender.take().expect("it was started").finish();
+    let (_, output) = migration.sender.take().expect("it was started").finish();
     let mut receiver = migration.receiver.take().expect("it was started");
     // A receiver that no source reached waits for one.
     if Side::Destination.record(&migration.pair).is_none() {
@@ -130,9 +130,9 @@ fn without_destination(mut migration: Migration) -> Result<String, String> {
     receiver.finish();
     if outcome(&migration.pair.report()).as_deref() == Some("completed") {
         migration.pair.never_both()?;
-        // It had taken the guest over, and died as any QEMU may.
+        // It ran the guest already, and died as any QEMU may.
         return if migration.pair.source.runs() {
-            Err(format!("both had it: {said}"))
+            Err(format!("both had it: {output}"))
         } else {
             Ok("the only copy is gone".into())
         };
@@ -155,7 +155,7 @@ fn without_destination(mut migration: Migration) -> Result<String, String> {
     }
 }
 
-/// One process that is stopped for `time`, and then goes on; says where the guest is.
+/// Stops one process for `time`, and then continues it. Returns where the guest is.
 fn stop(mode: &str, pair: Pair, victim: Victim, moment: Duration, time: Duration) -> Result<String, String> {
     let mut migration = Migration::start_by(mode, pair, BANDWIDTH, None, None);
     eventually(moment, || false);
@@ -166,7 +166,7 @@ fn stop(mode: &str, pair: Pair, victim: Victim, moment: Duration, time: Duration
         Victim::DestinationGuest => migration.pair.destination.qemu.pid(),
     };
     let process = rustix::process::Pid::from_raw(process as i32).expect("a process number");
-    // One that has ended by itself cannot be stopped, and need not be.
+    // A process that has ended by itself cannot be stopped, and need not be.
     let stopped = rustix::process::kill_process(process, rustix::process::Signal::STOP).is_ok();
     if stopped {
         eventually(time, || false);
@@ -225,14 +225,14 @@ fn at_random_moments(
 }
 
 fn kills(mode: &str) {
-    let count = number("STERNA_KILLS").unwrap_or(FEW);
-    at_random_moments("kill", count, longest(mode), |pair, victim, moment| kill(mode, pair, victim, moment));
+    let count = number("STERNA_KILLS").unwrap_or(DEFAULT_KILLS);
+    at_random_moments("kill", count, last_moment(mode), |pair, victim, moment| kill(mode, pair, victim, moment));
 }
 
 fn stops(mode: &str) {
-    let count = number("STERNA_STOPS").unwrap_or(FEW_STOPS);
+    let count = number("STERNA_STOPS").unwrap_or(DEFAULT_STOPS);
     let time = Duration::from_secs(number("STERNA_STOPPED").unwrap_or(STOPPED));
-    at_random_moments("stop", count, longest(mode), |pair, victim, moment| stop(mode, pair, victim, moment, time));
+    at_random_moments("stop", count, last_moment(mode), |pair, victim, moment| stop(mode, pair, victim, moment, time));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Somebody else moves the guest, past a sterna that crashed: it is theirs then, and is not started again here.
+//! Another program moves the guest after a sterna crashed: `recover` must then not start the guest here.
 
 mod support;
 
@@ -9,7 +9,7 @@ use sterna_lab::QemuVersion;
 use support::pair::{Pair, eventually};
 use support::settle::{Migration, Side};
 
-/// So slow that a migration is under way for seconds.
+/// So slow that a migration takes seconds.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 const LIMIT: Duration = Duration::from_secs(60);
 

@@ -1,5 +1,5 @@
-//! What is left when a command has ended: of the source's QEMU, of settings, of records on a full disk, and of the command
-//! itself where its peer does not let go.
+//! The state after a command has ended: the source QEMU, its settings, records on a full disk, and the command itself if its peer
+//! does not hang up.
 
 mod support;
 
@@ -17,14 +17,14 @@ use support::{Hold, LONG, MODES, Sterna, receive, report, send, send_by};
 const FAILED: Option<i32> = Some(1);
 const CANCELLED: Option<i32> = Some(3);
 const UNCONFIRMED: Option<i32> = Some(4);
-/// So slow that a migration is under way for seconds.
+/// So slow that a migration takes seconds.
 const SLOW: &[&str] = &["--bandwidth", "20MB/s", "--method", "none"];
 
 fn warnings(report: &Value) -> String {
     report["warnings"].as_array().into_iter().flatten().filter_map(Value::as_str).collect::<Vec<_>>().join("; ")
 }
 
-/// Both processes of a migration that nothing disturbs, to their end; what `send` printed.
+/// Runs an undisturbed migration to its end. Returns the output of `send`.
 fn completed(migration: &mut Migration) -> String {
     let (sent, text) = migration.sender.take().unwrap().finish();
     let (received, _) = migration.receiver.take().unwrap().finish();
@@ -84,8 +84,8 @@ fn holds_migration(source: &Watched) -> bool {
     instances.as_array().unwrap().iter().any(|one| one["type"] == "migration")
 }
 
-/// Does to the source's QEMU what a `send` does that is killed while QEMU opens its sockets, several times unless QEMU does
-/// not clean up after one. Returns whether it did not; none where it crashed over one, as QEMU 7.2 may.
+/// Imitates a `send` that is killed while the source QEMU opens its sockets, several times until QEMU does not clean up. Returns
+/// whether QEMU did not clean up; none if it crashed, as QEMU 7.2 may.
 fn broken_off(pair: &Pair) -> Option<bool> {
     let monitor = &pair.source.monitor;
     let on = |name: &str| json!({ "capability": name, "state": true });
@@ -96,7 +96,7 @@ fn broken_off(pair: &Pair) -> Option<bool> {
         let listener = UnixListener::bind(&path).unwrap();
         monitor.execute("migrate", json!({ "uri": format!("unix:{}", path.display()) })).unwrap();
         let main = listener.accept().unwrap();
-        // The moment counts: the next connection must be on its way.
+        // The timing matters: the next connection must be in progress.
         for _ in 0..attempt % 5 {
             monitor.query_migrate().ok()?;
         }

@@ -477,7 +477,7 @@ fn a_stopped_proxy_carries_on_what_is_under_way_until_it_is_told_again() {
     let (mut stream, _) = server.accept().unwrap();
     for proxy in [&pair.sender, &pair.receiver] {
         proxy.interrupt();
-        proxy.wait_for("what is under way goes on to its end");
+        proxy.wait_for("those in progress go on to their ends");
     }
     // Nothing new, also of what comes while the socket is being closed; but what was there before goes on.
     if let Ok(mut late) = UnixStream::connect(pair.path("nbd.sock")) {
@@ -567,7 +567,7 @@ fn a_proxy_takes_over_the_socket_of_one_that_was_killed_and_no_other() {
 
     second.interrupt();
     let line = second.wait_for("SIGINT: ");
-    assert!(line.contains("nothing new is taken") && !line.contains("switchover"), "{line}");
+    assert!(line.contains("no new connections are accepted") && !line.contains("switchover"), "{line}");
     let (status, _) = second.finish();
     assert_eq!(status.code(), Some(0), "nothing was cut off");
     assert!(!path.exists());

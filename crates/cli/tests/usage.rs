@@ -1,4 +1,4 @@
-//! What the program says and returns when it cannot do what it was told: one message, the right exit code, no harm.
+//! Messages and exit codes for commands that cannot be carried out: one message, the right exit code, no harm.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
@@ -127,7 +127,7 @@ fn what_needs_direct_mode_is_refused_where_that_was_excluded() {
 
 #[test]
 fn what_decides_about_the_guest_is_refused_where_it_cannot_be_moved_directly() {
-    // This release does not tell where its RAM lies.
+    // This release does not report where its RAM lies.
     let Some(qemu) = qemu() else { return };
     let line = format!("send --qmp {} --to 127.0.0.1:1 --insecure --quiet", qemu.qmp_path().display());
     let text = one_line(&run(&format!("{line} --on-no-convergence give-up")), 1);
@@ -255,7 +255,7 @@ fn status(qemu: &Qemu) -> String {
 #[test]
 fn an_unreachable_peer_is_one_line_and_the_guest_runs_on() {
     let Some(qemu) = qemu() else { return };
-    // A port that was free a moment ago, and that nobody listens on.
+    // A port that was free a moment ago, on which no process listens.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let line = format!("send --qmp {} --to 127.0.0.1:{port} --insecure --quiet", qemu.qmp_path().display());
 
@@ -289,16 +289,16 @@ fn a_receiver_that_waits_is_cancelled_by_a_signal() {
     let mut child = sterna(home.path(), &line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     // The first note: signals are watched from before it on.
-    let mut said = String::new();
-    stderr.read_line(&mut said).unwrap();
-    assert!(!said.starts_with("sterna: "), "{said}");
+    let mut text = String::new();
+    stderr.read_line(&mut text).unwrap();
+    assert!(!text.starts_with("sterna: "), "{text}");
 
     let pid = rustix::process::Pid::from_child(&child);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
 
-    stderr.read_to_string(&mut said).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(3), "{said}");
-    assert!(said.contains("SIGTERM: cancelling"), "{said}");
+    stderr.read_to_string(&mut text).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(3), "{text}");
+    assert!(text.contains("SIGTERM: cancelling"), "{text}");
     let json = std::fs::read(home.path().join("report.json")).unwrap();
     assert_eq!(serde_json::from_slice::<serde_json::Value>(&json).unwrap()["outcome"], "cancelled");
 }

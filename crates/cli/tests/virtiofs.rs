@@ -1,5 +1,5 @@
-//! A Linux guest works with files of a directory that its host shares with it by virtiofs, and goes on with the same open files behind
-//! another virtiofsd, whose state QEMU's own stream carries.
+//! A Linux guest works with files of a directory that its host shares by virtiofs, and continues with the same open files at another
+//! virtiofsd, whose state QEMU's own stream carries.
 
 #[path = "../../devices/tests/virtiofsd/support/handles.rs"]
 mod handles;
@@ -29,7 +29,7 @@ struct Hosts {
 }
 
 impl Hosts {
-    /// `None` where the tools are missing.
+    /// Starts both; `None` if the tools are missing.
     fn start(source: (&Path, &[&str]), destination: (&Path, &[&str]), deleted: bool) -> Option<Hosts> {
         let daemons = [source, destination].map(|(directory, options)| or_skip(Virtiofsd::start(directory, options)));
         let [Some(first), Some(second)] = daemons else { return None };
@@ -45,14 +45,14 @@ impl Hosts {
         Some(hosts)
     }
 
-    /// Waits until the guest at the source has done more with each file.
+    /// Waits until the guest at the source has done further steps with each file.
     fn source_goes_on(&self, before: &FilesDone) {
         let guest = self.pair.source.qemu.guest();
         guest.wait_files(before, STEPS, LONG).unwrap();
         assert_eq!(guest.bad_lines(), [""; 0]);
     }
 
-    /// What the guest did at the source until now, as far as it said so.
+    /// Returns what the guest has done at the source, by its latest report.
     fn done_at_source(&self) -> FilesDone {
         self.pair.source.qemu.guest().last_files().expect("it says so with every tick")
     }
@@ -101,7 +101,7 @@ impl Hosts {
         self.pair.never_both().unwrap();
     }
 
-    /// What the guest has done when it has read all of its files again at the destination; its memory is right, too.
+    /// Makes the guest read all of its files again at the destination, and verifies its memory. Returns what it has done.
     fn closed(&self) -> FilesDone {
         let guest = self.pair.destination.qemu.guest();
         let done = guest.close_files(LONG).unwrap();
@@ -118,7 +118,7 @@ struct Moving {
     _scratch: TempDir,
 }
 
-/// The machine with the directory that `daemon` shares.
+/// Returns the machine with the directory that `daemon` shares.
 fn with(machine: &QemuOptions, daemon: &Virtiofsd) -> QemuOptions {
     let mut machine = machine.clone();
     machine.extra.extend(daemon.qemu_words(TAG));
@@ -159,9 +159,12 @@ fn a_virtiofsd_that_reads_files_past_the_page_cache_is_not_moved_directly() {
     let Some(hosts) = Hosts::start(side, side, false) else { return };
     let (state, report) = (hosts.pair.source_state(), hosts.pair.report());
     let mut command = send_by("direct", hosts.pair.source.qemu.qmp_path(), "127.0.0.1:1", &state, &report);
-    let (sent, said) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
+    let (sent, lines) = Sterna::start("send", command.arg("--insecure")).finish_with_lines();
     assert_eq!(sent.code(), Some(1));
-    assert!(said.iter().any(|line| line.contains("--allow-direct-io") && line.contains("was not touched")), "{said:?}");
+    assert!(
+        lines.iter().any(|line| line.contains("--allow-direct-io") && line.contains("was not touched")),
+        "{lines:?}"
+    );
     hosts.source_goes_on(&hosts.done_at_source());
 }
 
@@ -176,10 +179,10 @@ fn post_copy_is_refused_where_a_virtiofsd_would_read_missing_memory() {
     let (state, report) = (hosts.pair.source_state(), hosts.pair.report());
     let mut command = send_by("direct", source.qemu.qmp_path(), &receiver.address(), &state, &report);
     command.args(["--insecure", "--on-no-convergence", "post-copy"]);
-    let (sent, said) = Sterna::start("send", &mut command).finish_with_lines();
+    let (sent, lines) = Sterna::start("send", &mut command).finish_with_lines();
     assert_eq!(sent.code(), Some(1));
     let words = ["post-copy is not possible at the destination", "1 vhost-user back ends", "was not touched"];
-    assert!(said.iter().any(|line| words.iter().all(|word| line.contains(word))), "{said:?}");
+    assert!(lines.iter().any(|line| words.iter().all(|word| line.contains(word))), "{lines:?}");
     hosts.source_goes_on(&hosts.done_at_source());
 }
 
@@ -209,13 +212,13 @@ fn a_state_that_the_destination_refuses_leaves_the_guest_at_the_source_with_its_
     assert_eq!((sent.code(), received.code()), (Some(1), Some(1)), "{said:?} {heard:?}");
     let report = report(&hosts.pair.report());
     assert!(report["reason"].as_str().unwrap().contains("QEMU could not load the guest: see its output"), "{report}");
-    // Why, only these two say.
+    // Only these two report the reason.
     let (qemu, daemon) = (hosts.pair.destination.qemu.standard_error(), hosts.daemons[1].log());
     assert!(qemu.contains("Back-end failed to process its internal state"), "{qemu}");
     assert!(daemon.contains("No such file or directory"), "{daemon}");
     hosts.source_goes_on(&hosts.done_at_source());
 
-    // And from there to a destination that has the files.
+    // Then it moves to a destination that has the files.
     let daemon = Virtiofsd::start(shared.path(), &[]).unwrap();
     let incoming = with(&hosts.machine.incoming(), &daemon);
     hosts.pair.destination = Watched::start(&incoming, hosts.pair.scratch.path(), "another").unwrap();

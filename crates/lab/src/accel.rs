@@ -1,4 +1,4 @@
-//! Emulation or KVM: KVM only after a probe has shown that it boots the very guest. Some machines have a `/dev/kvm` that
+//! Chooses emulation or KVM: KVM only after a probe has shown that it boots this kind of guest. Some machines have a `/dev/kvm` that
 //! runs tiny guests but no Linux.
 
 use std::collections::HashMap;
@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use crate::{Error, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion, Tools};
 
-/// How long a guest may take under KVM until its first byte. A real KVM takes well under a second; a slow one (KVM in a
-/// virtual host without hardware's help, where each exit costs much) is slower than emulation and gains nothing.
+/// How long a guest may take under KVM until its first byte. A real KVM needs well under a second; a slow one (KVM in a virtual
+/// host without hardware support, where each exit is expensive) is slower than emulation and of no use.
 const FIRST_BYTE: Duration = Duration::from_secs(2);
 /// How long until it is ready.
 const BOOT: Duration = Duration::from_secs(8);
@@ -17,16 +17,16 @@ const BOOT: Duration = Duration::from_secs(8);
 /// What runs the guest's instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accel {
-    /// KVM where a probe shows that it runs the guest, else TCG. `STERNA_ACCEL=kvm|tcg` in the environment decides instead.
+    /// KVM if a probe shows that it runs the guest, else TCG. `STERNA_ACCEL=kvm|tcg` in the environment overrides this.
     Auto,
-    /// The processor.
+    /// KVM.
     Kvm,
     /// QEMU's emulation.
     Tcg,
 }
 
 impl Accel {
-    /// QEMU's name for it.
+    /// Returns QEMU's name for it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -36,9 +36,8 @@ impl Accel {
         }
     }
 
-    /// KVM or TCG: what `options` asks for, or what a probe says. The probe runs once for each kind of guest after
-    /// each boot of the host (the answer is kept among the tools), and holds for all releases: a guest does not move
-    /// between KVM and TCG.
+    /// Returns KVM or TCG, by `options` or by a probe. The probe runs once for each kind of guest after each boot of the host
+    /// (its result is kept among the tools), and applies to all releases: a guest does not move between KVM and TCG.
     pub(crate) fn resolve(self, options: &QemuOptions) -> Accel {
         match (self, std::env::var("STERNA_ACCEL").as_deref()) {
             (Accel::Kvm | Accel::Tcg, _) => self,
@@ -50,12 +49,12 @@ impl Accel {
     }
 }
 
-/// Whether KVM runs this kind of guest here, at a speed worth having. Where nobody knows yet, `version` is probed.
+/// Returns whether KVM runs this kind of guest here at a useful speed. If that is not known yet, `version` is probed.
 #[must_use]
 pub fn kvm_runs(version: QemuVersion, guest: &Guest) -> bool {
     static KNOWN: Mutex<Option<HashMap<bool, bool>>> = Mutex::new(None);
     let linux = matches!(guest, Guest::Linux(_));
-    // Held while probing: a second asker waits for the first one's answer.
+    // Locked while probing: other callers wait for the result.
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     *known.get_or_insert_default().entry(linux).or_insert_with(|| {
         let note = note_path(linux);
@@ -70,7 +69,7 @@ pub fn kvm_runs(version: QemuVersion, guest: &Guest) -> bool {
             }
         };
         if let Some(path) = note {
-            // Only saves the next process the probe.
+            // A failure only means that the next process probes again.
             let _ = std::fs::write(path, format!("{} {answer}\n", boot_id()));
         }
         answer
@@ -84,7 +83,7 @@ fn probe(version: QemuVersion, linux: bool) -> Result<(), Error> {
     let guest = if linux {
         Guest::Linux(LinuxGuest {
             memory: Some(1 << 20),
-            // Early output tells a slow start from none.
+            // Early output distinguishes a slow start from none.
             kernel_words: "earlyprintk=serial loglevel=7".into(),
             ..LinuxGuest::default()
         })

@@ -1,8 +1,8 @@
-//! `accel-config`, the tool by which administrators set up DSA and IAA, shown a directory in place of the kernel's devices.
+//! Runs `accel-config`, the tool by which administrators set up DSA and IAA, on a directory in place of the kernel's devices.
 //!
-//! It knows no other place than `/sys/bus/dsa`, so each run has a mount namespace of its own in which the directory lies
-//! there. Regular files stand in for attributes; what they lack in manners is in `accel_config.c`. Whether the driver is
-//! loaded it asks of `/sys/module/idxd`, and which drivers a queue can have of `/sys/bus/dsa/drivers`.
+//! The tool only reads `/sys/bus/dsa`, so each run has a mount namespace of its own in which the directory is mounted there.
+//! Regular files represent attributes; `accel_config.c` imitates the rest of their behaviour. The tool checks in `/sys/module/idxd`
+//! whether the driver is loaded, and in `/sys/bus/dsa/drivers` which drivers a queue can have.
 
 use std::fs;
 use std::io;
@@ -37,10 +37,10 @@ pub struct AccelConfig {
     scratch: TempDir,
 }
 
-/// What a run did.
+/// The result of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Configured {
-    /// What it printed.
+    /// The output.
     pub output: String,
     /// The attributes it wrote, in order: `dsa0/wq0.0/size` and the text.
     pub written: Vec<(String, String)>,
@@ -50,7 +50,7 @@ impl AccelConfig {
     /// The tool with `devices` in place of `/sys/bus/dsa/devices`.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] where it was not unpacked, [`Error::Unavailable`] where this user may not mount anything.
+    /// [`Error::ToolsMissing`] if it was not unpacked, [`Error::Unavailable`] if this user may not mount.
     pub fn new(tools: &Tools, devices: &Path) -> Result<AccelConfig, Error> {
         let (program, libraries) = tools.accel_config()?;
         let scratch = tempfile::tempdir().map_err(Error::io("make a directory"))?;
@@ -72,7 +72,7 @@ impl AccelConfig {
     /// Runs it with `words`, to its end.
     ///
     /// # Errors
-    /// [`Error::Command`] where it says that it failed.
+    /// [`Error::Command`] if it fails.
     pub fn run<S: AsRef<std::ffi::OsStr>>(&self, words: impl IntoIterator<Item = S>) -> Result<Configured, Error> {
         let notes = self.notes();
         match fs::remove_file(&notes) {
@@ -100,7 +100,7 @@ impl AccelConfig {
         self.scratch.path().join("written")
     }
 
-    /// Everything but the program and its words.
+    /// Returns the command without the program's name and words.
     fn command(&self) -> Command {
         let mut command = Command::new("unshare");
         command.arg("--mount");

@@ -1,8 +1,8 @@
 //! The smallest guest: one boot sector that adds one to the first word of every page from 1 MiB to 100 MiB, again and
 //! again, and writes a letter on the serial line after each pass (`A` once all are zero, then `B`).
 //!
-//! It runs within milliseconds of the firmware, under KVM that runs no Linux too. At any instant its counters are all
-//! equal, or the first ones are ahead by one: a page that a move lost or set back breaks that, and [`check`] finds it.
+//! It runs within milliseconds of the firmware, also under a KVM that runs no Linux. At any instant its counters are all
+//! equal, or the first ones are ahead by one: a page that a migration lost or set back breaks that, and [`check`] finds it.
 
 use std::fs::File;
 use std::io::Write;
@@ -65,7 +65,7 @@ const CODE: [u8; 0x7e] = [
     0x17, 0x00, 0x60, 0x7c, 0x00, 0x00,
 ];
 
-/// The 512 bytes, with the signature that firmware looks for.
+/// The 512 bytes, with the signature that firmware requires.
 #[must_use]
 pub fn image() -> [u8; 512] {
     let mut image = [0; 512];
@@ -81,7 +81,7 @@ pub(crate) fn write_disk(path: &Path) -> std::io::Result<()> {
     disk.set_len(1 << 20)
 }
 
-/// Checks the counters of a stopped machine's RAM and returns the first, which is how many passes were begun.
+/// Checks the counters of a stopped machine's RAM and returns the first one, which is the number of passes begun.
 ///
 /// # Errors
 /// [`Error::Guest`] with the page where the counters are not as the guest leaves them.
@@ -95,7 +95,7 @@ pub fn check(ram: &Ram) -> Result<u32, Error> {
     let mut last = first;
     for address in (START..END).step_by(PAGE as usize) {
         let found = counter(address)?;
-        // One step down in all: the pass under way has come this far.
+        // At most one step down: the present pass has come this far.
         let one_step = last == first && last.checked_sub(1) == Some(found);
         if found != last && !one_step {
             return Err(Error::Guest(format!(

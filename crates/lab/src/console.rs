@@ -1,4 +1,4 @@
-//! The guest's serial console: everything it wrote, waiting for what it will write, and the test guest's own language.
+//! The guest's serial console: keeps its lines, waits for further ones, and speaks the test guest's protocol.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -10,16 +10,16 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, FilesDone};
 
-/// Lines that are kept; older ones are forgotten.
-const KEPT_LINES: usize = 100_000;
-/// A line is cut here: the boot-sector guest writes letters without an end.
-const LINE_LIMIT: usize = 4096;
+/// Maximum number of lines that are kept; older ones are dropped.
+const MAX_LINES: usize = 100_000;
+/// A line is split at this length: the boot-sector guest writes letters without a line end.
+const MAX_LINE_BYTES: usize = 4096;
 
 #[derive(Default)]
 struct Log {
     lines: VecDeque<String>,
-    forgotten: usize,
-    /// What follows the last line end.
+    dropped: usize,
+    /// The bytes after the last line end.
     partial: Vec<u8>,
     bytes: u64,
     closed: bool,
@@ -34,7 +34,7 @@ impl Log {
                 b'\r' => {}
                 _ => {
                     self.partial.push(byte);
-                    if self.partial.len() == LINE_LIMIT {
+                    if self.partial.len() == MAX_LINE_BYTES {
                         self.end_line();
                     }
                 }
@@ -45,9 +45,9 @@ impl Log {
     fn end_line(&mut self) {
         self.lines.push_back(String::from_utf8_lossy(&self.partial).into_owned());
         self.partial.clear();
-        if self.lines.len() > KEPT_LINES {
+        if self.lines.len() > MAX_LINES {
             self.lines.pop_front();
-            self.forgotten += 1;
+            self.dropped += 1;
         }
     }
 
@@ -83,7 +83,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// A console at this end of `stream`, read by a thread of its own until the other end closes.
+    /// Creates a console at this end of `stream`. A thread of its own reads it until the other end closes.
     pub(crate) fn new(stream: UnixStream) -> Result<Console, Error> {
         let shared = Arc::new(Shared { log: Mutex::default(), changed: Condvar::new() });
         let mut input = stream.try_clone().map_err(Error::io("duplicating the console's descriptor"))?;
@@ -108,29 +108,29 @@ impl Console {
         Ok(Console { shared, stream, reader: Some(reader) })
     }
 
-    /// The lines so far (at most the last 100 000).
+    /// Returns the lines so far (at most the last 100 000).
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         self.shared.log().lines.iter().cloned().collect()
     }
 
-    /// How many lines there have been: a place to [wait](Console::wait_for) from.
+    /// Returns how many lines there have been: a place from which to [wait](Console::wait_for).
     #[must_use]
     pub fn line_count(&self) -> usize {
         let log = self.shared.log();
-        log.forgotten + log.lines.len()
+        log.dropped + log.lines.len()
     }
 
-    /// How many bytes there have been.
+    /// Returns how many bytes there have been.
     #[must_use]
     pub fn byte_count(&self) -> u64 {
         self.shared.log().bytes
     }
 
-    /// Waits for the first line, counted from `from` (0: the very first), that `pick` answers with a value.
+    /// Waits for the first line, counted from `from` (0: the very first), for which `pick` returns a value.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after `limit`, [`Error::QemuEnded`] where the console is closed; both with the last lines.
+    /// [`Error::Timeout`] after `limit`, [`Error::QemuEnded`] if the console is closed; both with the last lines.
     pub fn wait_for<T>(
         &self,
         what: &str,
@@ -140,9 +140,9 @@ impl Console {
     ) -> Result<T, Error> {
         let mut next = from;
         self.wait(what, limit, |log| {
-            while next < log.forgotten + log.lines.len() {
-                let line = &log.lines[next.max(log.forgotten) - log.forgotten];
-                next = next.max(log.forgotten) + 1;
+            while next < log.dropped + log.lines.len() {
+                let line = &log.lines[next.max(log.dropped) - log.dropped];
+                next = next.max(log.dropped) + 1;
                 if let Some(value) = pick(line) {
                     return Some(value);
                 }
@@ -191,7 +191,7 @@ impl Console {
     /// Types `text` and a line end.
     ///
     /// # Errors
-    /// [`Error::Io`] where QEMU has closed the console.
+    /// [`Error::Io`] if QEMU has closed the console.
     pub fn send(&self, text: &str) -> Result<(), Error> {
         (&self.stream).write_all(format!("{text}\n").as_bytes()).map_err(Error::io("writing to the guest's console"))
     }
@@ -199,7 +199,7 @@ impl Console {
 
 impl Drop for Console {
     fn drop(&mut self) {
-        // Ends the reader where QEMU has not closed its end.
+        // Ends the reader if QEMU has not closed its end.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         if let Some(reader) = self.reader.take() {
             let _ = reader.join();
@@ -207,7 +207,7 @@ impl Drop for Console {
     }
 }
 
-/// The test guest said that its memory is filled.
+/// The test guest's report that its memory is filled.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ready {
     /// Pages of 4096 bytes that it filled.
@@ -219,7 +219,7 @@ pub struct Ready {
 /// One of the test guest's counter lines.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tick {
-    /// Counts up by one, about every 200 ms.
+    /// Increases by one about every 200 ms.
     pub number: u64,
     /// Milliseconds since the guest was ready, by its own clock.
     pub milliseconds: u64,
@@ -227,7 +227,7 @@ pub struct Tick {
     pub dirty_rate: u64,
     /// Pages that it wrote since it was ready.
     pub dirtied: u64,
-    /// Pages that it verified in passing.
+    /// Pages that it verified in the background.
     pub verified: u64,
     /// Wrong pages found since it was ready.
     pub bad: u64,
@@ -236,17 +236,17 @@ pub struct Tick {
 /// The answer to [`GuestConsole::verify`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Verified {
-    /// Pages looked at: all.
+    /// Pages checked: all.
     pub pages: u64,
     /// Pages that are lost, stale, foreign or damaged.
     pub bad: u64,
     /// How often pages were written since the start, filling included.
     pub generation: u64,
-    /// Whether the guest's own table of generations came through whole.
+    /// Whether the guest's own table of generations is intact.
     pub table_whole: bool,
 }
 
-/// What the test guest has done with all its disks together.
+/// What the test guest has done with its disks, in total.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DisksDone {
     /// Reads that ended and were checked.
@@ -266,17 +266,17 @@ pub struct DisksDone {
 /// The answer to [`GuestConsole::check_disks`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckedDisks {
-    /// Buffers that were looked at.
+    /// Buffers that were checked.
     pub buffers: u64,
-    /// Buffers that were not, because a read or write was using them.
+    /// Buffers that were not checked, because a read or write was using them.
     pub busy: u64,
-    /// Pages in those that were looked at.
+    /// Pages in the checked buffers.
     pub pages: u64,
-    /// Wrong ones among these pages: not those that were found wrong before.
+    /// Wrong ones among these pages, without those that were found wrong before.
     pub bad: u64,
 }
 
-/// What the test guest (`guest/`) says and understands.
+/// The lines and commands of the test guest (`guest/`).
 pub struct GuestConsole<'a> {
     console: &'a Console,
 }
@@ -289,18 +289,18 @@ impl<'a> GuestConsole<'a> {
     /// Waits until the guest has filled its memory.
     ///
     /// # Errors
-    /// [`Error::Guest`] where it refuses its settings; as [`Console::wait_for`].
+    /// [`Error::Guest`] if the guest refuses its settings; else as [`Console::wait_for`].
     pub fn wait_ready(&self, limit: Duration) -> Result<Ready, Error> {
         self.console.wait_for("ready line of the guest", 0, limit, |line| {
-            if let Some(error) = said(line, "error") {
+            if let Some(error) = after_word(line, "error") {
                 return Some(Err(Error::Guest(error.to_owned())));
             }
-            let rest = said(line, "ready")?;
+            let rest = after_word(line, "ready")?;
             Some(Ok(Ready { pages: field(rest, "pages")?, seconds: field(rest, "seconds")? }))
         })?
     }
 
-    /// The latest counter line.
+    /// Returns the latest counter line.
     #[must_use]
     pub fn last_tick(&self) -> Option<Tick> {
         self.console.shared.log().lines.iter().rev().find_map(|line| tick(line))
@@ -315,7 +315,7 @@ impl<'a> GuestConsole<'a> {
             .wait_for(&format!("tick after {number}"), 0, limit, |line| tick(line).filter(|tick| tick.number > number))
     }
 
-    /// Has the guest verify all its memory.
+    /// Makes the guest verify all its memory.
     ///
     /// # Errors
     /// As [`Console::wait_for`].
@@ -323,7 +323,7 @@ impl<'a> GuestConsole<'a> {
         let from = self.console.line_count();
         self.console.send("verify")?;
         self.console.wait_for("answer to 'verify'", from, limit, |line| {
-            let rest = said(line, "verified")?;
+            let rest = after_word(line, "verified")?;
             Some(Verified {
                 pages: field(rest, "pages")?,
                 bad: field(rest, "bad")?,
@@ -333,13 +333,13 @@ impl<'a> GuestConsole<'a> {
         })
     }
 
-    /// The lines in which the guest says that a page is wrong.
+    /// Returns the lines in which the guest reports a wrong page.
     #[must_use]
     pub fn bad_lines(&self) -> Vec<String> {
-        self.console.lines().into_iter().filter(|line| said(line, "BAD").is_some()).collect()
+        self.console.lines().into_iter().filter(|line| after_word(line, "BAD").is_some()).collect()
     }
 
-    /// Has the guest write no more pages.
+    /// Makes the guest stop writing pages.
     ///
     /// # Errors
     /// As [`Console::send`].
@@ -347,7 +347,7 @@ impl<'a> GuestConsole<'a> {
         self.console.send("stop")
     }
 
-    /// Has the guest go on writing pages.
+    /// Makes the guest continue to write pages.
     ///
     /// # Errors
     /// As [`Console::send`].
@@ -363,39 +363,39 @@ impl<'a> GuestConsole<'a> {
         self.console.send(&format!("rate {bytes_per_second}"))
     }
 
-    /// How much the guest has done with its files, by its latest line about them.
+    /// Returns how much the guest has done with its files, by its latest line about them.
     #[must_use]
     pub fn last_files(&self) -> Option<FilesDone> {
-        self.console.shared.log().lines.iter().rev().find_map(|line| files(said(line, "files")?))
+        self.console.shared.log().lines.iter().rev().find_map(|line| files(after_word(line, "files")?))
     }
 
-    /// Waits until the guest has done `steps` more than in `before` with each of its files, or has found something wrong.
+    /// Waits until the guest has done `steps` more steps than in `before` with each of its files, or has found an error.
     ///
     /// # Errors
     /// As [`Console::wait_for`].
     pub fn wait_files(&self, before: &FilesDone, steps: u64, limit: Duration) -> Result<FilesDone, Error> {
         self.console.wait_for(&format!("{steps} steps with files after {before:?}"), 0, limit, |line| {
-            files(said(line, "files")?).filter(|done| done.bad > before.bad || done.is_beyond(before, steps))
+            files(after_word(line, "files")?).filter(|done| done.bad > before.bad || done.is_beyond(before, steps))
         })
     }
 
-    /// Has the guest stop working with its files, read all of them again, and close them.
+    /// Makes the guest stop working with its files, read all of them again, and close them.
     ///
     /// # Errors
     /// As [`Console::wait_for`].
     pub fn close_files(&self, limit: Duration) -> Result<FilesDone, Error> {
         let from = self.console.line_count();
         self.console.send("close")?;
-        self.console.wait_for("answer to 'close'", from, limit, |line| files(said(line, "closed")?))
+        self.console.wait_for("answer to 'close'", from, limit, |line| files(after_word(line, "closed")?))
     }
 
-    /// What the guest has done with its disks, by its latest line about them.
+    /// Returns what the guest has done with its disks, by its latest line about them.
     #[must_use]
     pub fn last_disks(&self) -> Option<DisksDone> {
-        self.console.shared.log().lines.iter().rev().find_map(|line| disks(said(line, "disks")?))
+        self.console.shared.log().lines.iter().rev().find_map(|line| disks(after_word(line, "disks")?))
     }
 
-    /// Waits for a line about disks, from the latest one on, that `accept` accepts, or that counts something bad.
+    /// Waits for a line about disks, from the latest one on, that `accept` accepts, or that reports an error.
     ///
     /// # Errors
     /// As [`Console::wait_for`].
@@ -406,11 +406,11 @@ impl<'a> GuestConsole<'a> {
         accept: impl Fn(&DisksDone) -> bool,
     ) -> Result<DisksDone, Error> {
         self.console.wait_for(what, self.console.line_count(), limit, |line| {
-            disks(said(line, "disks")?).filter(|done| done.bad > 0 || accept(done))
+            disks(after_word(line, "disks")?).filter(|done| done.bad > 0 || accept(done))
         })
     }
 
-    /// Has the guest check all that it has read from its disks and still has in its buffers.
+    /// Makes the guest check everything from its disks that is still in its buffers.
     ///
     /// # Errors
     /// As [`Console::wait_for`].
@@ -418,7 +418,7 @@ impl<'a> GuestConsole<'a> {
         let from = self.console.line_count();
         self.console.send("check-disks")?;
         self.console.wait_for("answer to 'check-disks'", from, limit, |line| {
-            let rest = said(line, "disks-checked")?;
+            let rest = after_word(line, "disks-checked")?;
             Some(CheckedDisks {
                 buffers: field(rest, "buffers")?,
                 busy: field(rest, "busy")?,
@@ -428,8 +428,8 @@ impl<'a> GuestConsole<'a> {
         })
     }
 
-    /// Has the guest begin no read and no write of its disks. Those that are under way end; a line with
-    /// [`DisksDone::in_flight`] 0 tells when.
+    /// Makes the guest begin no further read or write of its disks. Those in flight end; then comes a line with
+    /// [`DisksDone::in_flight`] 0.
     ///
     /// # Errors
     /// As [`Console::send`].
@@ -437,7 +437,7 @@ impl<'a> GuestConsole<'a> {
         self.console.send("pause-disks")
     }
 
-    /// Has the guest go on with its disks.
+    /// Makes the guest continue to use its disks.
     ///
     /// # Errors
     /// As [`Console::send`].
@@ -445,7 +445,7 @@ impl<'a> GuestConsole<'a> {
         self.console.send("resume-disks")
     }
 
-    /// Has the guest power its machine off.
+    /// Makes the guest power its machine off.
     ///
     /// # Errors
     /// As [`Console::send`].
@@ -454,8 +454,8 @@ impl<'a> GuestConsole<'a> {
     }
 }
 
-/// What follows `sterna-guest WORD` in a line; the kernel may have written something before it.
-fn said<'a>(line: &'a str, word: &str) -> Option<&'a str> {
+/// Returns what follows `sterna-guest WORD` in a line. The kernel may have written something before it.
+fn after_word<'a>(line: &'a str, word: &str) -> Option<&'a str> {
     let (_, rest) = line.split_once("sterna-guest ")?;
     rest.strip_prefix(word)?.strip_prefix(' ')
 }
@@ -487,7 +487,7 @@ fn disks(text: &str) -> Option<DisksDone> {
 }
 
 fn tick(line: &str) -> Option<Tick> {
-    let rest = said(line, "tick")?;
+    let rest = after_word(line, "tick")?;
     Some(Tick {
         number: rest.split_whitespace().next()?.parse().ok()?,
         milliseconds: field(rest, "ms")?,
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_waited_for_whether_it_came_before_or_comes_in_pieces() {
+    fn a_line_is_found_whether_it_came_before_or_comes_in_pieces() {
         let (console, mut far) = console();
         far.write_all(b"[    0.1] boot\r\nsterna-guest ready pages=12 mem").expect("written");
         assert_eq!(console.wait_for_line(LONG, |line| line.contains("boot")).expect("a line"), "[    0.1] boot");
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_with_files_are_waited_for_or_what_went_wrong_with_them() {
+    fn waiting_for_steps_with_files_ends_with_the_steps_or_with_an_error() {
         let (console, mut far) = console();
         let guest = GuestConsole::new(&console);
         let before = FilesDone { given: 90, journal: 5, slots: 5, deleted: 0, made: 2, bad: 0 };
@@ -582,8 +582,8 @@ mod tests {
     #[test]
     fn letters_without_a_line_end_are_counted_and_bounded() {
         let (console, mut far) = console();
-        far.write_all(&[b'B'; 3 * LINE_LIMIT]).expect("written");
-        console.wait_for_bytes(3 * LINE_LIMIT as u64, LONG).expect("bytes");
+        far.write_all(&[b'B'; 3 * MAX_LINE_BYTES]).expect("written");
+        console.wait_for_bytes(3 * MAX_LINE_BYTES as u64, LONG).expect("bytes");
         assert_eq!(console.line_count(), 3);
     }
 }

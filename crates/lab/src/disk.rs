@@ -1,4 +1,4 @@
-//! A disk that is full when a test says so: a tmpfs of its own, of few pages. Needs root.
+//! A disk that a test can fill: a tmpfs of its own, of few pages. Needs root.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
@@ -8,10 +8,10 @@ use std::process::Command;
 use crate::Error;
 use crate::error::run;
 
-/// Bytes that it holds: records of migrations, each of one page of 4 KiB, several times.
+/// Its size in bytes: enough for several records of migrations, each of one page of 4 KiB.
 const SIZE: u64 = 64 << 10;
 
-/// A small file system, mounted at a directory. Unmounted when dropped.
+/// A small file system, mounted at a directory and unmounted when this is dropped.
 #[derive(Debug)]
 pub struct SmallDisk {
     path: PathBuf,
@@ -21,7 +21,7 @@ impl SmallDisk {
     /// Makes the directory `path` and mounts a disk of 64 KiB there.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where this user may not mount.
+    /// [`Error::Unavailable`] if this user may not mount.
     pub fn mount(path: &Path) -> Result<Self, Error> {
         fs::create_dir_all(path).map_err(Error::io("making a directory to mount on"))?;
         run(Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={SIZE},mode=0700"), "tmpfs"]).arg(path))
@@ -33,10 +33,10 @@ impl SmallDisk {
         self.path.join("filling")
     }
 
-    /// Takes all that is free.
+    /// Fills all free space.
     ///
     /// # Errors
-    /// Anything but a full disk.
+    /// Every error but a full disk.
     pub fn fill(&self) -> Result<(), Error> {
         let mut file = File::create(self.filling()).map_err(Error::io("filling a disk"))?;
         loop {
@@ -48,7 +48,7 @@ impl SmallDisk {
         }
     }
 
-    /// Gives back what [`SmallDisk::fill`] took.
+    /// Frees the space that [`SmallDisk::fill`] filled.
     ///
     /// # Errors
     /// The file cannot be removed.
@@ -59,7 +59,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Lazily: a process that still ends may hold a file open.
+        // Lazily: a process that is still ending may have a file open.
         if let Err(error) = run(Command::new("umount").arg("-l").arg(&self.path)) {
             tracing::warn!(%error, "a tmpfs stays mounted");
         }

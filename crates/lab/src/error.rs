@@ -1,20 +1,20 @@
-//! What goes wrong in the laboratory, in words that say what to do.
+//! The laboratory's errors, with what to do about them.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// Why the laboratory could not do what it was asked.
+/// Why a request to the laboratory failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Something that `scripts/setup` brings is not there.
+    /// A tool that `scripts/setup` installs is missing.
     #[error("{what} not found ({looked}): run scripts/setup")]
     ToolsMissing {
         /// What was looked for.
         what: String,
-        /// Where.
+        /// The places that were searched.
         looked: String,
     },
     /// `scripts/setup` looked for something and recorded that this machine's mirrors lack it.
@@ -25,7 +25,7 @@ pub enum Error {
         /// What `scripts/setup` found instead.
         reason: String,
     },
-    /// This machine or this user cannot do it (no root, no huge pages, no network namespaces).
+    /// This machine or this user lacks something (no root, no huge pages, no network namespaces).
     #[error("{what}: {reason}")]
     Unavailable {
         /// What was wanted.
@@ -36,9 +36,9 @@ pub enum Error {
     /// A system call or a file operation failed.
     #[error("{action}: {source}")]
     Io {
-        /// What was being done, to what.
+        /// The action that failed, and its object.
         action: String,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
     /// A command ended with an error.
@@ -46,31 +46,31 @@ pub enum Error {
     Command {
         /// The command line.
         command: String,
-        /// What it wrote, or why it did not start.
+        /// The command's output, or why it did not start.
         output: String,
     },
     /// QEMU ended although it was still needed.
     #[error("QEMU ended while waiting for {waiting_for}: {output}")]
     QemuEnded {
-        /// What was being waited for.
+        /// The event that was awaited.
         waiting_for: String,
-        /// What QEMU wrote to its standard error, and the guest's last lines.
+        /// QEMU's standard error, and the guest's last lines.
         output: String,
     },
-    /// Something did not happen in time.
+    /// An event did not happen in time.
     #[error("no {waiting_for} within {} s; last on the console: {last}", .limit.as_secs_f32())]
     Timeout {
-        /// What was being waited for.
+        /// The event that was awaited.
         waiting_for: String,
-        /// How long.
+        /// The time limit.
         limit: Duration,
         /// The guest's last lines.
         last: String,
     },
-    /// The guest says that something is wrong, or nothing that can be understood.
+    /// The guest reports an error, or prints something unexpected.
     #[error("the guest says: {0}")]
     Guest(String),
-    /// A process has no memory block of the size asked for, or more than one.
+    /// A process has no memory block of the given size, or more than one.
     #[error("process {pid} has {found} mappings of {bytes} bytes that could be guest RAM, not one")]
     NoSuchBlock {
         /// The process.
@@ -97,14 +97,14 @@ impl Error {
         Error::ToolsMissing { what: what.into(), looked: format!("looked in {}", looked.join(", ")) }
     }
 
-    /// Whether the machine lacks what a test needs, rather than something being wrong.
+    /// Returns whether the machine lacks something that a test needs; every other error is a failure.
     #[must_use]
     pub fn is_absence(&self) -> bool {
         matches!(self, Error::ToolsMissing { .. } | Error::NotInMirrors { .. } | Error::Unavailable { .. })
     }
 }
 
-/// Runs `command` to its end.
+/// Runs `command` to its end. Returns its standard output.
 pub(crate) fn run(command: &mut Command) -> Result<String, Error> {
     let words: Vec<String> = std::iter::once(command.get_program())
         .chain(command.get_args())

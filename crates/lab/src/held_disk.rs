@@ -1,8 +1,8 @@
-//! A file whose reads can be held: each waits, with the reader's pages pinned where the reader opened the file with `O_DIRECT`, until a test
-//! lets it go on. That is what a slow disk does, with the moment chosen by the test; or, by a delay, as a slow disk does it.
+//! A file whose reads can be held: each read waits until a test releases it, with the reader's pages pinned if the reader opened the file
+//! with `O_DIRECT`. So a test controls the moment at which a slow disk answers; a fixed delay is possible, too.
 //!
-//! The file lies in a file system of its own that this process serves by FUSE. The protocol is that of `linux/fuse.h` (7.31), as far as one
-//! file in one directory needs it. Needs root, `/dev/fuse` and the right to mount.
+//! The file lies in a file system of its own, which this process serves by FUSE. It implements the part of `linux/fuse.h` (7.31) that one
+//! file in one directory needs. Needs root, `/dev/fuse` and the right to mount.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -25,15 +25,15 @@ use crate::Error;
 
 /// The file's name.
 const NAME: &str = "disk";
-/// Bytes of the longest read or write in one request.
+/// Maximum bytes of a read or write in one request.
 const MAX_TRANSFER: usize = 1 << 20;
-/// A request is the header, its arguments, and what is written.
+/// Maximum bytes of a request: the header, its arguments, and the written data.
 const REQUEST_BYTES: usize = MAX_TRANSFER + 4096;
 
 /// A read that is held or delayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeldRead {
-    /// Where in the file it begins, in bytes.
+    /// Its offset in the file, in bytes.
     pub offset: u64,
     /// Its length in bytes.
     pub length: u32,
@@ -41,8 +41,8 @@ pub struct HeldRead {
     unique: u64,
 }
 
-/// A file system of one file, whose reads can be held. Clones are the same one. When the last clone is dropped, it is unmounted, and reads
-/// that are still held fail. The kernel does the latter where this process dies, too.
+/// A file system of one file, whose reads can be held. Clones share it. When the last clone is dropped, it is unmounted, and held reads fail.
+/// The kernel also fails them if this process dies.
 #[derive(Clone, Debug)]
 pub struct HeldDisk {
     served: Arc<Served>,
@@ -63,7 +63,7 @@ struct Mounted(TempDir);
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // Detached: a process that still ends may have the file open.
+        // Detached: a process that is still ending may have the file open.
         if let Err(error) = unmount(self.0.path(), UnmountFlags::DETACH) {
             tracing::warn!(%error, path = %self.0.path().display(), "a file system in user space stays mounted");
         }
@@ -74,7 +74,7 @@ impl HeldDisk {
     /// Serves the file `image`; nothing is held yet.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where there is no `/dev/fuse` or this user may not mount; [`Error::Io`] where the image cannot be opened.
+    /// [`Error::Unavailable`] if there is no `/dev/fuse` or this user may not mount; [`Error::Io`] if the image cannot be opened.
     pub fn serve(image: &Path) -> Result<HeldDisk, Error> {
         let backing =
             File::options().read(true).write(true).open(image).map_err(Error::path("opening the image", image))?;
@@ -88,7 +88,7 @@ impl HeldDisk {
             .prefix("sterna-held-")
             .tempdir()
             .map_err(Error::io("making a directory to mount on"))?;
-        // For all users: a test may run QEMU as another one.
+        // For all users: a test may run QEMU as another user.
         let data = format!(
             "fd={},rootmode=40000,user_id=0,group_id=0,allow_other,max_read={MAX_TRANSFER}",
             device.as_raw_fd()
@@ -112,14 +112,14 @@ impl HeldDisk {
         Ok(HeldDisk { served: Arc::new(Served { server, stop, thread: Some(thread), mounted, path }) })
     }
 
-    /// The file, of the image's length, readable and writable by all users.
+    /// Returns the path of the file, which has the image's length and is readable and writable by all users.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.served.path
     }
 
-    /// Holds the next `count` reads that begin in the bytes `within`, in the order of their arrival. All others go on; a read of
-    /// more than 1 MiB arrives in pieces. Replaces an earlier order; what that one has held stays held.
+    /// Holds the next `count` reads that begin in the bytes `within`, in the order of their arrival. All others are answered; a read of
+    /// more than 1 MiB arrives in pieces. This replaces an earlier order, whose held reads stay held.
     pub fn hold(&self, count: usize, within: Range<u64>) {
         self.state().order = Some((count, within));
     }
@@ -129,8 +129,8 @@ impl HeldDisk {
         self.hold(usize::MAX, 0..u64::MAX);
     }
 
-    /// From now on, answers reads that are not held `delay` after their arrival, in the order of their arrival: where a guest reads by several
-    /// threads, reads are in flight nearly all the while. Zero is no delay.
+    /// From now on, answers reads that are not held `delay` after their arrival, in the order of their arrival. If a guest reads by several
+    /// threads, reads are then in flight nearly all the time. Zero is no delay.
     pub fn delay(&self, delay: Duration) {
         self.state().delay = delay;
     }
@@ -140,20 +140,20 @@ impl HeldDisk {
         self.state().order = None;
     }
 
-    /// The reads that are held now, in the order of their arrival.
+    /// Returns the reads that are held now, in the order of their arrival.
     #[must_use]
     pub fn held(&self) -> Vec<HeldRead> {
         self.state().held.iter().copied().collect()
     }
 
-    /// The reads that wait for their answer now, whether they are held or delayed: first the held ones.
+    /// Returns the reads that are held or delayed now: first the held ones.
     #[must_use]
     pub fn in_flight(&self) -> Vec<HeldRead> {
         let state = self.state();
         state.held.iter().chain(state.delayed.iter().map(|(_, read)| read)).copied().collect()
     }
 
-    /// How many reads were answered since the start.
+    /// Returns how many reads were answered since the start.
     #[must_use]
     pub fn answered(&self) -> u64 {
         self.state().answered
@@ -162,7 +162,7 @@ impl HeldDisk {
     /// Waits until at least `count` reads are held.
     ///
     /// # Errors
-    /// [`Error::Timeout`] after `limit`, with what is held.
+    /// [`Error::Timeout`] after `limit`, with the held reads.
     pub fn wait_held(&self, count: usize, limit: Duration) -> Result<Vec<HeldRead>, Error> {
         let deadline = Instant::now() + limit;
         let mut state = self.state();
@@ -178,7 +178,7 @@ impl HeldDisk {
         Ok(state.held.iter().copied().collect())
     }
 
-    /// Answers one held read, with what the image holds now. Returns whether the read was still held.
+    /// Answers one held read, with the image's present content. Returns whether the read was still held.
     pub fn release(&self, read: HeldRead) -> bool {
         let mut state = self.state();
         let Some(place) = state.held.iter().position(|held| *held == read) else { return false };
@@ -188,8 +188,8 @@ impl HeldDisk {
         true
     }
 
-    /// Answers all reads that are held or delayed now; returns how many. An order to [hold](HeldDisk::hold) further reads stays in force,
-    /// and so does a [delay](HeldDisk::delay).
+    /// Answers all reads that are held or delayed now, and returns their number. An order to [hold](HeldDisk::hold) further reads and a
+    /// [delay](HeldDisk::delay) stay in force.
     pub fn release_all(&self) -> usize {
         let mut state = self.state();
         let mut reads = std::mem::take(&mut state.held);
@@ -230,14 +230,14 @@ struct State {
     order: Option<(usize, Range<u64>)>,
     held: VecDeque<HeldRead>,
     delay: Duration,
-    /// With the moment at which each is answered.
+    /// Delayed reads, each with the time of its answer.
     delayed: VecDeque<(Instant, HeldRead)>,
     answered: u64,
 }
 
 impl State {
-    /// Whether a read that begins at `offset` is one of those to be held.
-    fn takes(&mut self, offset: u64) -> bool {
+    /// Returns whether a read that begins at `offset` is to be held.
+    fn must_hold(&mut self, offset: u64) -> bool {
         match &mut self.order {
             Some((count, within)) if *count > 0 && within.contains(&offset) => {
                 *count -= 1;
@@ -274,12 +274,12 @@ const IN_HEADER: usize = 40;
 const OUT_HEADER: usize = 16;
 /// Reads and writes of the file never go through the kernel's page cache.
 const FOPEN_DIRECT_IO: u32 = 1 << 0;
-/// Several reads of a caller may be under way: else Linux AIO waits for each in `io_submit`.
+/// Several reads of a caller may be in flight: else Linux AIO waits for each in `io_submit`.
 const ASYNC_DIO: u32 = 1 << 15;
 /// Writes, and with `MAX_PAGES` also reads, may be longer than 4 and 128 KiB.
 const BIG_WRITES: u32 = 1 << 5;
 const MAX_PAGES: u32 = 1 << 22;
-/// Reads that may be under way at once by Linux AIO.
+/// Reads that may be in flight at once by Linux AIO.
 const MAX_BACKGROUND: u16 = 1024;
 /// Seconds for which the kernel keeps names and attributes, which never change.
 const VALID: u64 = 3600;
@@ -289,7 +289,7 @@ impl Server {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Answers requests until `stop` is written to, or the file system is gone.
+    /// Answers requests until `stop` is written to, or the file system is unmounted.
     fn serve(&self, stop: &OwnedFd) {
         let mut request = vec![0; REQUEST_BYTES];
         loop {
@@ -305,7 +305,7 @@ impl Server {
             }
             match (&self.device).read(&mut request) {
                 Ok(length) => self.answer(&request[..length]),
-                // ENOENT: the request was taken back before it was read.
+                // ENOENT: the request was cancelled before it was read.
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
                 // ENODEV: unmounted.
@@ -314,7 +314,7 @@ impl Server {
         }
     }
 
-    /// Answers the delayed reads whose time has come; returns how long it is until the next one's.
+    /// Answers the delayed reads whose time has come. Returns the time until the next one.
     fn answer_delayed(&self) -> Option<Duration> {
         loop {
             let mut state = self.state();
@@ -401,7 +401,7 @@ impl Server {
     fn read(&self, unique: u64, arguments: &[u8]) {
         let read = HeldRead { offset: u64_at(arguments, 8), length: u32_at(arguments, 16), unique };
         let mut state = self.state();
-        if state.takes(read.offset) {
+        if state.must_hold(read.offset) {
             state.held.push_back(read);
             drop(state);
             return self.changed.notify_all();
@@ -429,9 +429,9 @@ impl Server {
         let mut answer = Fields(Vec::with_capacity(OUT_HEADER + body.len()));
         answer.u32((OUT_HEADER + body.len()) as u32).u32(error.cast_unsigned()).u64(unique);
         answer.0.extend_from_slice(body);
-        // ENOENT where the request was taken back, ENODEV where the file system is gone: then no process waits for the answer.
+        // ENOENT if the request was cancelled, ENODEV if the file system is unmounted: then no process waits for the answer.
         if let Err(error) = (&self.device).write(&answer.0) {
-            tracing::debug!(%error, unique, "an answer of a held disk is not taken");
+            tracing::debug!(%error, unique, "an answer of a held disk was not delivered");
         }
     }
 }
@@ -442,7 +442,7 @@ fn opened(flags: u32) -> Vec<u8> {
     answer.0
 }
 
-/// No room and no files: what `statfs` says is of no use here, but some programs fail without an answer.
+/// Returns an answer to `statfs` with all zeros: the values do not matter, but some programs fail without an answer.
 fn statistics() -> Vec<u8> {
     let mut answer = Fields::default();
     answer.zeros(5 * 8).u32(4096).u32(255).u32(4096).zeros(7 * 4);
@@ -475,7 +475,7 @@ impl Fields {
     }
 }
 
-/// A field of a request; 0 behind the request's end, which a kernel never sends.
+/// Returns a field of a request; 0 beyond the request's end, which a kernel never sends.
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..at + 4).map_or(0, |field| u32::from_ne_bytes(std::array::from_fn(|byte| field[byte])))
 }

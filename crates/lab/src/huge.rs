@@ -1,4 +1,4 @@
-//! Huge pages for guest RAM: a tmpfs that gives them, and reserved ones for hugetlb. Both need root.
+//! Huge pages for guest RAM: a tmpfs with transparent huge pages, and reserved ones for hugetlb. Both need root.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,18 +9,18 @@ use tempfile::TempDir;
 use crate::Error;
 use crate::error::run;
 
-/// A tmpfs of its own, mounted with `huge=always`: a memory file on it gets huge pages where a memfd or `/dev/shm` gets
-/// none (their setting is the machine's, usually `never`). Unmounted when dropped.
+/// A tmpfs mounted with `huge=always`: a memory file on it gets huge pages, unlike a memfd or `/dev/shm` (whose setting is the
+/// machine's, usually `never`). It is unmounted when this is dropped.
 #[derive(Debug)]
 pub struct HugeTmpfs {
     directory: TempDir,
 }
 
 impl HugeTmpfs {
-    /// Mounts one that holds up to `bytes`; nothing is reserved.
+    /// Mounts one for up to `bytes`, without reserving memory.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where this user may not mount or the kernel has no huge pages for tmpfs.
+    /// [`Error::Unavailable`] if this user may not mount or the kernel has no huge pages for tmpfs.
     pub fn mount(bytes: u64) -> Result<HugeTmpfs, Error> {
         let directory = tempfile::Builder::new()
             .prefix("sterna-huge-")
@@ -33,13 +33,13 @@ impl HugeTmpfs {
         Ok(HugeTmpfs { directory })
     }
 
-    /// Where it is mounted.
+    /// Returns where it is mounted.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.directory.path()
     }
 
-    /// A path in it for one machine's memory; QEMU creates the file.
+    /// Returns a path in it for one machine's memory; QEMU creates the file.
     #[must_use]
     pub fn file(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
@@ -48,7 +48,7 @@ impl HugeTmpfs {
 
 impl Drop for HugeTmpfs {
     fn drop(&mut self) {
-        // Lazily: a process that still ends may hold a file open.
+        // Lazily: a process that is still ending may have a file open.
         if let Err(error) = run(Command::new("umount").arg("-l").arg(self.directory.path())) {
             tracing::warn!(%error, "a tmpfs stays mounted");
         }
@@ -58,8 +58,8 @@ impl Drop for HugeTmpfs {
 const COUNT: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 static RESERVING: Mutex<()> = Mutex::new(());
 
-/// Reserved 2 MiB pages, for [`crate::Backend::MemfdHuge`]. The reservation is the machine's: one at a time in this process,
-/// put back when dropped.
+/// Reserved 2 MiB pages, for [`crate::Backend::MemfdHuge`]. The reservation is the machine's: this process has one at a time, which
+/// is undone when this is dropped.
 #[derive(Debug)]
 pub struct HugePages {
     before: u64,
@@ -70,7 +70,7 @@ impl HugePages {
     /// Reserves pages for `bytes` more than are reserved already.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where this user may not or the kernel finds too few.
+    /// [`Error::Unavailable`] if this user may not reserve pages or the kernel finds too few.
     pub fn reserve(bytes: u64) -> Result<HugePages, Error> {
         let turn = RESERVING.lock().unwrap_or_else(PoisonError::into_inner);
         let unavailable = |reason: String| Error::Unavailable { what: "reserved huge pages".into(), reason };
@@ -80,7 +80,7 @@ impl HugePages {
         let reserved = HugePages { before, _turn: turn };
         match count() {
             Ok(got) if got >= wanted => Ok(reserved),
-            // Dropping puts the number back.
+            // Dropping restores the number.
             got => Err(unavailable(format!("the kernel reserved {} of {wanted} pages", got.unwrap_or(0)))),
         }
     }

@@ -1,8 +1,8 @@
-//! The Linux guests' initial file system: one program, one console. Written as a cpio archive of the kind that Linux
-//! unpacks (`newc`, Documentation/driver-api/early-userspace/buffer-format.rst in the kernel's sources), not compressed,
-//! for unpacking costs an emulated guest more than reading does.
+//! The Linux guests' initial file system: one program, one console. It is a cpio archive in Linux's format (`newc`,
+//! Documentation/driver-api/early-userspace/buffer-format.rst in the kernel's sources), not compressed, because unpacking is
+//! slower than reading in an emulated guest.
 
-/// An archive with `program` as `/init`, the `/dev/console` that the kernel opens for it, a directory for the kernel's modules, and
+/// Returns an archive with `program` as `/init`, the `/dev/console` that the kernel opens for it, a directory for the kernel's modules, and
 /// `files` by their names.
 pub(crate) fn with_init(program: &[u8], files: &[(String, Vec<u8>)]) -> Vec<u8> {
     const DIRECTORY: u32 = 0o040_755;

@@ -1,5 +1,5 @@
-//! The laboratory: real QEMUs, real guests and networks, started and taken down for tests, demo and benchmarks; and tools of
-//! administrators, shown hosts that are made up.
+//! The laboratory: starts and ends real QEMUs, guests and networks for tests, demo and benchmarks, and runs administrators' tools on
+//! simulated hosts.
 //!
 //! ```no_run
 //! use std::time::Duration;

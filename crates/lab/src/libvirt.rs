@@ -1,13 +1,13 @@
 //! Two libvirts as two hosts on one machine.
 //!
-//! Each host has network, mount, process and host name namespaces of its own, a UUID of its own, and a `libvirtd` of Debian 12 as
-//! `scripts/setup --libvirt` unpacks it, laid over `/usr`; its guests run in the unpacked QEMU 10.0, as the user `libvirt-qemu`. `/run`,
-//! `/etc/libvirt` and libvirt's directories below `/var` belong to the host alone, so both use the same paths, as two machines do. All other
+//! Each host has network, mount, process and host name namespaces of its own, a UUID of its own, and the `libvirtd` of Debian 12 that
+//! `scripts/setup --libvirt` unpacks, overlaid on `/usr`. Its guests run in the unpacked QEMU 10.0, as the user `libvirt-qemu`. Each host
+//! has its own `/run`, `/etc/libvirt` and libvirt directories below `/var`, so both use the same paths, as two machines do. All other
 //! directories are this machine's.
 //!
-//! Both QEMUs of a guest report to the laboratory, besides to libvirt, when their guest runs ([`LibvirtGuest::assert_never_two`]).
+//! Both QEMUs of a guest report to the laboratory as well as to libvirt when their guest runs ([`LibvirtGuest::assert_never_two`]).
 //!
-//! Needs root. Everything started here ends when its value is dropped: the first process of a host takes the others with it.
+//! Needs root. Everything started here ends when its value is dropped: when the first process of a host ends, so do the others.
 
 mod guest;
 mod witness;
@@ -32,11 +32,11 @@ use crate::net::{Link, Network, run_in};
 use crate::tools::guest_program;
 use crate::{Error, Tools, initramfs, process};
 
-/// How long a libvirtd may take until it is ready. It takes a second or two.
+/// How long a libvirtd may take until it is ready. Usually that takes a second or two.
 const READY: Duration = Duration::from_secs(60);
-/// How long one command of virsh may take, in seconds: longer than any migration here, on a machine that is only slow.
+/// How long one command of virsh may take, in seconds: longer than any migration here, also on a slow machine.
 const VIRSH_SECONDS: &str = "240";
-/// The user of QEMU where this machine has none of the name: Debian's number for it.
+/// The number of QEMU's user, from Debian, for a machine without a user of that name.
 const QEMU_USER: u32 = 64055;
 const HOST_SCRIPT: &str = include_str!("libvirt/host.sh");
 
@@ -50,10 +50,10 @@ pub enum Side {
 }
 
 impl Side {
-    /// Both.
+    /// Both hosts.
     pub const ALL: [Side; 2] = [Side::A, Side::B];
 
-    /// The other one.
+    /// Returns the other host.
     #[must_use]
     pub fn other(self) -> Side {
         match self {
@@ -62,7 +62,7 @@ impl Side {
         }
     }
 
-    /// The name that resolves to the host's address on both hosts.
+    /// Returns the name that resolves to the host's address on both hosts.
     #[must_use]
     pub fn host_name(self) -> &'static str {
         match self {
@@ -71,7 +71,7 @@ impl Side {
         }
     }
 
-    /// The host's address.
+    /// Returns the host's address.
     #[must_use]
     pub fn address(self) -> Ipv4Addr {
         match self {
@@ -96,12 +96,12 @@ pub struct LibvirtHosts {
 }
 
 impl LibvirtHosts {
-    /// Starts both hosts. `certificates` has what `sterna cert` makes for a server that is called `host-a` and `host-b`; both hosts get
-    /// them for QEMU's TLS and for libvirt's own.
+    /// Starts both hosts. `certificates` has the files that `sterna cert` makes for a server with the names `host-a` and `host-b`; both
+    /// hosts use them for QEMU's TLS and for libvirt's own.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] without `scripts/setup --libvirt`; [`Error::Unavailable`] where this user may not make namespaces or
-    /// mount in them; [`Error::Command`] with libvirtd's own words where it does not start.
+    /// [`Error::ToolsMissing`] without `scripts/setup --libvirt`; [`Error::Unavailable`] if this user may not make namespaces or mount
+    /// in them; [`Error::Command`] with libvirtd's output if it does not start.
     pub fn start(certificates: &Path) -> Result<LibvirtHosts, Error> {
         let tools = Tools::locate()?;
         for part in ["libvirt/usr/sbin/libvirtd", "qemu-10.0/usr/bin/qemu-system-x86_64"] {
@@ -128,19 +128,19 @@ impl LibvirtHosts {
         Ok(LibvirtHosts { hosts, network, directory })
     }
 
-    /// One of the hosts.
+    /// Returns one of the hosts.
     #[must_use]
     pub fn host(&self, side: Side) -> &LibvirtHost {
         &self.hosts[side as usize]
     }
 
-    /// The cable between the hosts.
+    /// Returns the cable between the hosts.
     #[must_use]
     pub fn network(&self) -> &Network {
         &self.network
     }
 
-    /// A directory of this machine that both hosts see, for root only.
+    /// Returns a directory of this machine that both hosts see, for root only.
     #[must_use]
     pub fn directory(&self) -> &Path {
         self.directory.path()
@@ -149,13 +149,13 @@ impl LibvirtHosts {
     /// Starts a guest on host A and waits until its memory is filled.
     ///
     /// # Errors
-    /// [`Error::Command`] with libvirt's words, [`Error::Timeout`] where the guest does not boot.
+    /// [`Error::Command`] with libvirt's error, [`Error::Timeout`] if the guest does not boot.
     pub fn guest(&self, name: &str, options: &LibvirtGuestOptions) -> Result<LibvirtGuest<'_>, Error> {
         LibvirtGuest::start(self, name, options)
     }
 }
 
-/// A host: what runs in its namespaces.
+/// A host: the processes in its namespaces.
 pub struct LibvirtHost {
     side: Side,
     /// `unshare`, which started the first process of the namespaces.
@@ -211,7 +211,7 @@ impl LibvirtHost {
         Ok(LibvirtHost { side, starter, first, first_pidfd, notify, lab })
     }
 
-    /// Waits until libvirtd takes connections (sd_notify(3)).
+    /// Waits until libvirtd accepts connections (sd_notify(3)).
     fn wait_ready(&self) -> Result<(), Error> {
         let deadline = Instant::now() + READY;
         let mut message = [0; 512];
@@ -233,14 +233,14 @@ impl LibvirtHost {
         }
     }
 
-    /// Which host.
+    /// Returns which host this is.
     #[must_use]
     pub fn side(&self) -> Side {
         self.side
     }
 
-    /// A command that runs `program` on this host. Arguments follow; the process is the program itself, not a wrapper, and its number is the
-    /// one outside.
+    /// Returns a command that runs `program` on this host. Arguments follow; the process is the program itself, not a wrapper, and its
+    /// number is the one outside the host.
     #[must_use]
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("nsenter");
@@ -251,7 +251,7 @@ impl LibvirtHost {
     /// Runs virsh on this host to its end.
     ///
     /// # Errors
-    /// [`Error::Command`] with virsh's words.
+    /// [`Error::Command`] with virsh's error.
     pub fn virsh(&self, words: &[&str]) -> Result<String, Error> {
         run(self.command("timeout").args(["-k", "5", VIRSH_SECONDS, "virsh", "--quiet"]).args(words))
     }
@@ -259,21 +259,21 @@ impl LibvirtHost {
     /// Runs a command on this host to its end.
     ///
     /// # Errors
-    /// [`Error::Command`] with its words.
+    /// [`Error::Command`] with its error.
     pub fn run(&self, program: &str, words: &[&str]) -> Result<String, Error> {
         run(self.command(program).args(words))
     }
 
-    /// Where this machine sees the host's file `path`, which begins with `/`.
+    /// Returns this machine's path of the host's file `path`, which begins with `/`.
     #[must_use]
     pub fn path(&self, path: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root{path}", self.first))
     }
 
-    /// The process of the QEMU that runs guest `name` on this host, by libvirt's file of it.
+    /// Returns the process of the QEMU that runs guest `name` on this host, from libvirt's pid file.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where it has none.
+    /// [`Error::Unavailable`] if there is none.
     pub fn qemu_pid(&self, name: &str) -> Result<Pid, Error> {
         // libvirtd writes numbers of the host's own process namespace; the kernel shows both.
         let unavailable =
@@ -300,7 +300,7 @@ impl LibvirtHost {
             .ok_or_else(|| unavailable("no process has the number that libvirt has written down"))
     }
 
-    /// What libvirtd and the QEMUs of this host have logged.
+    /// Returns the logs of libvirtd and the QEMUs of this host.
     #[must_use]
     pub fn log(&self) -> String {
         let mut text = std::fs::read_to_string(self.lab.join("libvirtd.log")).unwrap_or_default();
@@ -326,20 +326,20 @@ impl Drop for LibvirtHost {
     }
 }
 
-/// Runs the unpacked QEMU 10.0, whatever environment libvirt gives it.
+/// Runs the unpacked QEMU 10.0, independent of the environment that libvirt sets.
 const EMULATOR: &str = "#!/bin/sh
 libraries=/usr/lib/x86_64-linux-gnu
 export LD_LIBRARY_PATH=/run/qemu$libraries:/run/qemu/lib/x86_64-linux-gnu QEMU_MODULE_DIR=/run/qemu$libraries/qemu
 exec /run/qemu/usr/bin/qemu-system-x86_64 -L /run/qemu/usr/share/qemu -L /run/qemu/usr/share/seabios -L /run/qemu/usr/lib/ipxe/qemu \"$@\"
 ";
 
-/// Writes what the host has in `/etc`, and what its guests need, before it is started.
+/// Writes the host's files in `/etc`, and the files that its guests need, before it is started.
 fn write_configuration(side: Side, place: &Path, certificates: &Path) -> Result<(), Error> {
     for part in ["lab", "libvirt", "etc/libvirt", "etc/pki", "pki/CA", "pki/libvirt/private", "pki/qemu"] {
         let directory = place.join(part);
         std::fs::create_dir_all(&directory).map_err(Error::path("making", &directory))?;
     }
-    // QEMU's user comes through the mounts only, but there it must come through.
+    // QEMU's user reaches the directories only through the mounts, and must be able to pass there.
     set_mode(&place.join("lab"), 0o755)?;
     let hosts: String = Side::ALL.map(|side| format!("{} {}\n", side.address(), side.host_name())).concat();
     write(&place.join("etc/hosts"), format!("127.0.0.1 localhost\n{hosts}"))?;
@@ -374,7 +374,7 @@ fn write_configuration(side: Side, place: &Path, certificates: &Path) -> Result<
     Ok(())
 }
 
-/// This machine's users with `libvirt-qemu` among them. Returns its number, and that of its group.
+/// Writes this machine's users and groups, with `libvirt-qemu` added. Returns its number.
 fn write_users(etc: &Path) -> Result<u32, Error> {
     let of_machine = |path: &str| std::fs::read_to_string(path).map_err(Error::path("reading", Path::new(path)));
     let without = |text: &str| -> String {

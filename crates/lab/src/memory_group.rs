@@ -1,4 +1,4 @@
-//! A control group with little memory: what a container or a systemd unit with `MemoryMax=` gives a process. Needs root.
+//! A control group with little memory, like that of a container or of a systemd unit with `MemoryMax=`. Needs root.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::Error;
 
-/// Where the hierarchy of version 1 is mounted that limits memory, and the file that has the limit.
+/// The mount point of the memory hierarchy of version 1, and the file of the limit.
 const VERSION_1: (&str, &str) = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes");
-/// Where the hierarchy of version 2 is mounted.
+/// The same of version 2.
 const VERSION_2: (&str, &str) = ("/sys/fs/cgroup", "memory.max");
 
-/// A control group whose processes together get so much memory and no more. What they have when they are moved there does not count.
-/// Removed when dropped, where its processes have ended.
+/// A control group that limits the memory of its processes together. Memory from before they were moved there does not count.
+/// It is removed when this is dropped.
 #[derive(Debug)]
 pub struct MemoryGroup {
     path: PathBuf,
@@ -23,7 +23,7 @@ impl MemoryGroup {
     /// Makes a group with a limit of `bytes`.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where this machine has no such control groups, or this user may not make one.
+    /// [`Error::Unavailable`] if this machine has no such control groups, or this user may not make one.
     pub fn new(bytes: u64) -> Result<Self, Error> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let unavailable = |error: std::io::Error| Error::Unavailable {
@@ -39,7 +39,7 @@ impl MemoryGroup {
         Ok(group)
     }
 
-    /// Moves a process with all its threads there.
+    /// Moves a process with all its threads to this group.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -55,7 +55,7 @@ impl MemoryGroup {
 
 impl Drop for MemoryGroup {
     fn drop(&mut self) {
-        // One that still lives goes back.
+        // Processes that still live are moved back.
         let left = fs::read_to_string(self.path.join("cgroup.procs")).unwrap_or_default();
         for pid in left.lines().filter_map(|line| line.parse().ok()) {
             let _ = self.write(Path::new(self.top), pid);

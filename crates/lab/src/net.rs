@@ -1,4 +1,4 @@
-//! Two hosts on one machine: two network namespaces joined by a cable of a set rate and delay. Needs root and iproute2.
+//! Two hosts on one machine: two network namespaces joined by a virtual cable with a given rate and delay. Needs root and iproute2.
 
 use std::net::Ipv4Addr;
 use std::process::Command;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::Error;
 use crate::error::run;
 
-/// What the cable does. The default does nothing.
+/// Rate and delay of the cable. The default limits nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Link {
     /// Bits a second in each direction (a token bucket); `None`: as fast as the machine.
@@ -17,7 +17,7 @@ pub struct Link {
     pub delay: Option<Duration>,
 }
 
-/// Two network namespaces, taken down when dropped. What still runs in them loses its network.
+/// Two network namespaces, removed when this is dropped. Processes that still run in them lose their network.
 #[derive(Debug)]
 pub struct Network {
     names: [String; 2],
@@ -29,11 +29,11 @@ impl Network {
     /// The address of host B.
     pub const ADDRESS_B: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 2);
 
-    /// Makes two namespaces with a cable between them. Each network is apart from all others, so all use the same
-    /// addresses (of the block set aside for documentation).
+    /// Makes two namespaces with a cable between them. Each network is separate from all others, so all use the same
+    /// addresses (of the block reserved for documentation).
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where this user may not make namespaces or the kernel lacks something.
+    /// [`Error::Unavailable`] if this user may not make namespaces or the kernel lacks a feature.
     pub fn new(link: Link) -> Result<Network, Error> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -42,11 +42,11 @@ impl Network {
         let process = std::process::id();
         let names = ["a", "b"].map(|side| format!("sterna-{process}-{number}-{side}"));
         ip(&["netns", "add", &names[0]]).map_err(unavailable)?;
-        // From here on dropping takes down what there is.
+        // From here on, dropping `network` removes what was made so far.
         let network = Network { names };
         let [a, b] = &network.names;
         ip(&["netns", "add", b]).map_err(unavailable)?;
-        // Made inside, so that the names meet no others.
+        // Made inside the namespace, so that the names do not clash with others.
         ip(&["-n", a, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", b])
             .map_err(unavailable)?;
         for (name, address) in [(a, Self::ADDRESS_A), (b, Self::ADDRESS_B)] {
@@ -58,23 +58,23 @@ impl Network {
         Ok(network)
     }
 
-    /// Changes what the cable does, also while it is in use.
+    /// Changes the cable's rate and delay, also while it is in use.
     ///
     /// # Errors
-    /// [`Error::Command`] where the kernel lacks a queueing discipline.
+    /// [`Error::Command`] if the kernel lacks a queueing discipline.
     pub fn set_link(&self, link: Link) -> Result<(), Error> {
         for name in &self.names {
-            // None there yet is no error.
+            // Fails if there is none yet, which is no error.
             let _ = tc(name, "del", &["root"]);
             let mut parent = ["root", "handle", "1:"].as_slice();
             if let Some(delay) = link.delay {
                 let delay = format!("{}us", delay.as_micros());
-                // Room for what is on its way at 10 Gbit/s and 100 ms.
+                // Enough packets in flight for 10 Gbit/s and 100 ms.
                 tc(name, "add", &[parent, &["netem", "delay", &delay, "limit", "100000"]].concat())?;
                 parent = &["parent", "1:", "handle", "2:"];
             }
             if let Some(rate) = link.bits_per_second {
-                // A burst of 2 ms, and never less than a few of the 64 KiB segments that the stack hands down whole.
+                // A burst of 2 ms, but at least a few of the stack's segments of 64 KiB.
                 let burst = (rate / 8 / 500).max(256 << 10).to_string();
                 tc(
                     name,
@@ -86,19 +86,19 @@ impl Network {
         Ok(())
     }
 
-    /// The namespace of host A.
+    /// Returns the namespace of host A.
     #[must_use]
     pub fn a(&self) -> &str {
         &self.names[0]
     }
 
-    /// The namespace of host B.
+    /// Returns the namespace of host B.
     #[must_use]
     pub fn b(&self) -> &str {
         &self.names[1]
     }
 
-    /// Cuts the cable, or mends it.
+    /// Disconnects the cable, or connects it again.
     ///
     /// # Errors
     /// [`Error::Command`].
@@ -118,7 +118,7 @@ impl Drop for Network {
     }
 }
 
-/// A command that runs `program` in a namespace. Arguments follow; the process is the program itself, not a wrapper.
+/// Returns a command that runs `program` in a namespace. Arguments follow; the process is the program itself, not a wrapper.
 #[must_use]
 pub fn run_in(namespace: &str, program: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new("ip");
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hosts_reach_each_other_and_are_gone_afterwards() {
+    fn the_hosts_reach_each_other_and_are_removed_afterwards() {
         let Some(network) = or_skip(Network::new(Link::default())) else { return };
         let (a, b) = (network.a().to_owned(), network.b().to_owned());
         assert!(namespaces().contains(&a) && namespaces().contains(&b));

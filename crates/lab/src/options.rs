@@ -1,10 +1,10 @@
-//! What a QEMU is started with: release, machine, memory and its backing, role, guest.
+//! The options of a QEMU: release, machine, memory and its backing, role, guest.
 
 use std::path::PathBuf;
 
 use crate::{Accel, Disk, QemuVersion};
 
-/// What guest RAM is in the QEMU process.
+/// The backing of guest RAM in the QEMU process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// Private anonymous memory, as without any `memory-backend` option.
@@ -20,7 +20,7 @@ pub enum Backend {
     },
 }
 
-/// Which side of a migration.
+/// A QEMU's side of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// Boots the guest.
@@ -29,7 +29,7 @@ pub enum Role {
     Incoming,
 }
 
-/// What a Linux guest fills its memory with.
+/// The content with which a Linux guest fills its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the guest's documentation describes each content")]
 pub enum Fill {
@@ -47,7 +47,7 @@ impl Fill {
     pub const ALL: [Fill; 7] =
         [Fill::Zeros, Fill::Ones, Fill::Sequence, Fill::Random, Fill::Text, Fill::Corpus, Fill::Mixed];
 
-    /// The guest's name for it.
+    /// Returns the guest's name for it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -67,9 +67,9 @@ impl Fill {
 pub enum Pattern {
     /// One after another.
     Sequential,
-    /// Any, all equally often.
+    /// At random, all equally often.
     Random,
-    /// Nine of ten writings to a tenth of them.
+    /// Nine of ten writes go to a tenth of the pages.
     Hot,
 }
 
@@ -78,33 +78,33 @@ pub enum Pattern {
 pub enum Dirty {
     /// The whole page with new content.
     Page,
-    /// Only its stamp: some words at its head.
+    /// Only its stamp: some words at its start.
     Stamp,
 }
 
-/// A directory in which a Linux guest works with files, as [`crate::SharedDirectory`] has them.
+/// A directory in which a Linux guest works with files: a [`crate::SharedDirectory`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Share {
     /// The tag of its virtiofs device ([`crate::Virtiofsd::qemu_words`]).
     pub tag: String,
-    /// Whether it works also with a file that was deleted while it is open.
+    /// Whether the guest also works with a file that was deleted while it is open.
     pub deleted: bool,
 }
 
-/// How a Linux guest uses its disks: threads read them past the guest's page cache into buffers, keep what they have read, and check it at
-/// once and again before a buffer is used anew.
+/// How a Linux guest uses its disks: threads read them past the guest's page cache into buffers, keep the content, and check it at
+/// once and again before a buffer is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskLoad {
     /// Bytes of memory for the buffers of all disks together, beside [`LinuxGuest::memory`]. At least 1 MiB for each thread of each disk.
     pub buffers: u64,
-    /// Threads for each disk, from 1 to 64. Each has one read or write under way at a time, of at most 1 MiB.
+    /// Threads for each disk, from 1 to 64. Each has one read or write of at most 1 MiB in flight.
     pub threads: u64,
     /// Bytes a second that are read and written in all; not 0. A read has 75 KiB on average.
     pub rate: u64,
 }
 
 impl Default for DiskLoad {
-    /// What keeps some hundred reads a second under way in an emulated guest.
+    /// Some hundred reads a second in an emulated guest.
     fn default() -> Self {
         DiskLoad { buffers: 64 << 20, threads: 4, rate: 16 << 20 }
     }
@@ -113,27 +113,27 @@ impl Default for DiskLoad {
 /// The test guest's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinuxGuest {
-    /// What memory is filled with.
+    /// The content of memory.
     pub fill: Fill,
-    /// Bytes to fill. At least 160 MiB less than the machine has; `None`: three quarters of what is free after boot.
+    /// Bytes to fill. At least 160 MiB less than the machine has; `None`: three quarters of the free memory after boot.
     pub memory: Option<u64>,
     /// Bytes a second to write, in whole pages; 0 is none.
     pub dirty_rate: u64,
     /// How a page is written.
     pub dirty: Dirty,
-    /// Bytes, from the start of the filled memory, that are ever written again; `None`: all.
+    /// Bytes, from the start of the filled memory, in which pages are written again; `None`: all.
     pub dirty_span: Option<u64>,
-    /// In which order.
+    /// The order of these writes.
     pub pattern: Pattern,
-    /// Bytes a second to verify all the while; 0 is none.
+    /// Bytes a second to verify all the time; 0 is none.
     pub verify_rate: u64,
     /// More words for the kernel's command line.
     pub kernel_words: String,
-    /// Files of this machine that lie in the guest's root file system, which is all in its memory, as `file-0`, `file-1` and so on.
+    /// Files of this machine that are copied to the guest's root file system, which is in its memory, as `file-0`, `file-1` and so on.
     pub files: Vec<PathBuf>,
-    /// A directory in which it works with files all the while.
+    /// A directory in which it works with files all the time.
     pub share: Option<Share>,
-    /// How it uses the machine's disks ([`QemuOptions::disks`]); `None`: it does not.
+    /// How it uses the machine's disks ([`QemuOptions::disks`]); `None`: not at all.
     pub disk_load: Option<DiskLoad>,
     /// Whether it has the driver of a balloon (`virtio-balloon-pci` among [`QemuOptions::extra`]).
     pub balloon: bool,
@@ -159,7 +159,8 @@ impl Default for LinuxGuest {
 }
 
 impl LinuxGuest {
-    /// The kernel's command line, in a machine of so many disks. What it leaves out costs an emulated guest seconds of booting.
+    /// Returns the kernel's command line for a machine with this number of disks. It turns off features that cost an emulated guest
+    /// seconds of booting.
     pub(crate) fn command_line(&self, disks: usize) -> String {
         let mut line = String::from(
             "console=ttyS0 quiet loglevel=1 panic=-1 mitigations=off nokaslr no_timer_check audit=0 apparmor=0 \
@@ -203,7 +204,7 @@ impl LinuxGuest {
     }
 }
 
-/// What runs in the machine.
+/// The guest that runs in the machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Guest {
     /// A Linux kernel with the test guest as init.
@@ -214,16 +215,16 @@ pub enum Guest {
     None,
 }
 
-/// How a QEMU is started. Made by [`QemuOptions::new`]; then set what differs.
+/// How a QEMU is started. Made by [`QemuOptions::new`], after which single fields can be changed.
 #[derive(Clone, Debug)]
 pub struct QemuOptions {
     /// The release.
     pub version: QemuVersion,
-    /// The machine type, with properties where wanted; the migration stream's variant follows it.
+    /// The machine type, with optional properties; the migration stream's variant depends on it.
     pub machine: String,
     /// Guest RAM in bytes. The Linux guest needs at least 256 MiB.
     pub memory: u64,
-    /// What guest RAM is in the process.
+    /// The backing of guest RAM.
     pub backend: Backend,
     /// Whether guest RAM is populated before the guest starts.
     pub preallocate: bool,
@@ -231,21 +232,21 @@ pub struct QemuOptions {
     pub cpus: u32,
     /// Emulation or KVM.
     pub accel: Accel,
-    /// Which side.
+    /// The side of the migration.
     pub role: Role,
-    /// What runs in it.
+    /// The guest.
     pub guest: Guest,
     /// Disks, which a Linux guest finds as `/dev/vda` and so on. Source and destination open the same files.
     pub disks: Vec<Disk>,
     /// The machine's UUID: migration refuses a destination with another one.
     pub uuid: Option<String>,
-    /// Where the QMP socket is to be; `None`: `qmp.sock` in the QEMU's private directory.
+    /// The path of the QMP socket; `None`: `qmp.sock` in the QEMU's private directory.
     pub qmp_path: Option<PathBuf>,
     /// More words for QEMU's command line.
     pub extra: Vec<String>,
     /// The network namespace to run in ([`crate::net::Network`]).
     pub namespace: Option<String>,
-    /// A directory that is another, empty one in a mount namespace of QEMU's own, as `/tmp` is in a container. Needs root.
+    /// A directory that is replaced by an empty one in a mount namespace of QEMU's own, as `/tmp` is in a container. Needs root.
     pub own_directory: Option<PathBuf>,
     /// The user number to run as, with the group of the same number and no others. Needs root, and files that this user may read.
     pub user: Option<u32>,
@@ -284,8 +285,8 @@ impl QemuOptions {
         QemuOptions { role: Role::Incoming, qmp_path: None, ..self.clone() }
     }
 
-    /// The `-machine`, `-m` and `-object` words. The block is called `pc.ram` whatever its backing, so a guest can move
-    /// from any to any.
+    /// Returns the `-machine`, `-m` and `-object` words. The block is called `pc.ram` for every backing, so a guest can move
+    /// between any two.
     pub(crate) fn memory_words(&self) -> Vec<String> {
         let size = self.memory;
         let preallocate = if self.preallocate { ",prealloc=on" } else { "" };

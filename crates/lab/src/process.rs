@@ -1,4 +1,4 @@
-//! Starts processes that end with this one, whatever way it ends.
+//! Starts processes that end with this one, however it ends.
 //!
 //! Linux sends the parent-death signal when the *thread* that started a process ends (prctl(2), `PR_SET_PDEATHSIG`). Tests
 //! run in short-lived threads, so one thread that lives as long as this process starts them all.
@@ -16,7 +16,7 @@ struct Order {
     answer: Sender<io::Result<Child>>,
 }
 
-/// Starts `command` in a process group of its own; `inherited` stay open in it under their numbers and are closed here.
+/// Starts `command` in a process group of its own. The `inherited` descriptors stay open in it under their numbers and are closed here.
 pub(crate) fn spawn(mut command: Command, inherited: Vec<OwnedFd>) -> io::Result<Child> {
     static SPAWNER: OnceLock<Sender<Order>> = OnceLock::new();
     let spawner = SPAWNER.get_or_init(|| {
@@ -26,9 +26,9 @@ pub(crate) fn spawn(mut command: Command, inherited: Vec<OwnedFd>) -> io::Result
             .spawn(move || {
                 for mut order in queue {
                     let child = order.command.spawn();
-                    // The descriptors that the closure holds are closed before anybody hears of the child.
+                    // The descriptors that the closure holds are closed before the caller gets the child.
                     drop(order.command);
-                    // Whoever asked may have given up; then the child is dropped running and ends with this process.
+                    // If the caller has ended, the child is dropped while it runs, and ends with this process.
                     let _ = order.answer.send(child);
                 }
             })
@@ -48,6 +48,6 @@ pub(crate) fn spawn(mut command: Command, inherited: Vec<OwnedFd>) -> io::Result
         });
     }
     let (answer, result) = channel();
-    spawner.send(Order { command, answer }).map_err(|_| io::Error::other("the spawner thread is gone"))?;
-    result.recv().map_err(|_| io::Error::other("the spawner thread is gone"))?
+    spawner.send(Order { command, answer }).map_err(|_| io::Error::other("the spawner thread has ended"))?;
+    result.recv().map_err(|_| io::Error::other("the spawner thread has ended"))?
 }

@@ -1,4 +1,4 @@
-//! A running QEMU: started with its sockets already open, ended with its value.
+//! A running QEMU: started with its sockets already open, and killed when its value is dropped.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -17,15 +17,15 @@ use crate::{
     Accel, Console, Error, Guest, GuestConsole, HeldDisk, QemuOptions, Role, Tools, boot_sector, initramfs, process,
 };
 
-/// How long QEMU may take to greet on its QMP socket. It takes a tenth of a second; preallocating memory takes longer.
+/// How long QEMU may take to send its QMP greeting. Usually that takes a tenth of a second; preallocating memory takes longer.
 const GREETING: Duration = Duration::from_secs(60);
 
-/// What QEMU reports where the kernel refuses a ring for [`crate::Aio::IoUring`].
+/// QEMU's error if the kernel refuses a ring for [`crate::Aio::IoUring`].
 const NO_IO_URING: &str = "failed to init linux io_uring ring";
-/// How long a killed QEMU may take to end while a disk of it holds reads, before these are answered.
+/// How long a killed QEMU with held disk reads may take to end before these reads are answered.
 const END_WITHOUT_READS: Duration = Duration::from_millis(500);
 
-/// A QEMU process with its console. Killed when dropped.
+/// A QEMU process with its console. It is killed when this is dropped.
 pub struct Qemu {
     child: Child,
     pidfd: OwnedFd,
@@ -41,7 +41,7 @@ impl Qemu {
     /// Starts a QEMU and waits until its QMP socket answers. A source's guest is then booting.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] without `scripts/setup`; [`Error::QemuEnded`] with QEMU's own words where it refuses its
+    /// [`Error::ToolsMissing`] without `scripts/setup`; [`Error::QemuEnded`] with QEMU's own error if it refuses its
     /// options.
     pub fn start(options: &QemuOptions) -> Result<Qemu, Error> {
         let tools = Tools::locate()?;
@@ -52,7 +52,7 @@ impl Qemu {
             .map_err(Error::io("making a private directory for QEMU"))?;
         let qmp_path = options.qmp_path.clone().unwrap_or_else(|| directory.path().join("qmp.sock"));
 
-        // QEMU gets the QMP socket listening and the console connected, so nothing has to be tried until it works.
+        // QEMU inherits a listening QMP socket and a connected console, so no connection has to be retried.
         let listener = UnixListener::bind(&qmp_path).map_err(Error::path("listening on", &qmp_path))?;
         let (near, far) = UnixStream::pair().map_err(Error::io("making a socket pair for the console"))?;
         let inherited = vec![OwnedFd::from(listener), OwnedFd::from(far)];
@@ -105,8 +105,8 @@ impl Qemu {
         }
     }
 
-    /// Connects once and reads the greeting: QEMU has then taken all its options. The socket takes one client at a time and
-    /// is free again afterwards.
+    /// Connects once and reads the greeting: QEMU has then accepted all its options. Afterwards the socket, which accepts one
+    /// client at a time, is free again.
     fn wait_greeting(&self) -> Result<(), Error> {
         let ended = |reason: String| Error::QemuEnded {
             waiting_for: "its QMP greeting".into(),
@@ -122,43 +122,43 @@ impl Qemu {
         }
     }
 
-    /// The process.
+    /// Returns the process's number.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Its QMP socket, which takes one client at a time.
+    /// Returns the path of its QMP socket, which accepts one client at a time.
     #[must_use]
     pub fn qmp_path(&self) -> &Path {
         &self.qmp_path
     }
 
-    /// A private directory, removed when this value is dropped: room for migration sockets.
+    /// Returns a private directory, for example for migration sockets. It is removed when this value is dropped.
     #[must_use]
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
 
-    /// KVM or TCG, as decided at the start.
+    /// Returns whether it runs on KVM or TCG.
     #[must_use]
     pub fn accel(&self) -> Accel {
         self.accel
     }
 
-    /// Guest RAM in bytes.
+    /// Returns the size of guest RAM in bytes.
     #[must_use]
     pub fn memory(&self) -> u64 {
         self.memory
     }
 
-    /// The guest's serial console.
+    /// Returns the guest's serial console.
     #[must_use]
     pub fn console(&self) -> &Console {
         &self.console
     }
 
-    /// The console in the test guest's language.
+    /// Returns the console with the test guest's commands and lines.
     #[must_use]
     pub fn guest(&self) -> GuestConsole<'_> {
         GuestConsole::new(&self.console)
@@ -172,13 +172,13 @@ impl Qemu {
         self.console.send(text)
     }
 
-    /// What QEMU has written to its standard error and output.
+    /// Returns QEMU's standard error and output so far.
     #[must_use]
     pub fn standard_error(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("stderr")).unwrap_or_default().trim().to_owned()
     }
 
-    /// Whether the process still runs.
+    /// Returns whether the process still runs.
     #[must_use]
     pub fn is_running(&self) -> bool {
         !matches!(self.poll_exit(Duration::ZERO), Ok(true))
@@ -212,10 +212,10 @@ impl Qemu {
         }
     }
 
-    /// Kills the process at once, as a host that loses power would, and waits until it is gone. Reads that a [`HeldDisk`] of it holds are
-    /// answered where the process does not end without: the kernel ends no process before its direct reads.
+    /// Kills the process at once, as a power failure of its host would, and waits for its end. If the process does not end because a
+    /// [`HeldDisk`] holds reads of it, these are answered: the kernel ends no process before its direct reads have ended.
     pub fn kill(&mut self) {
-        // Not reaped yet, so the group is still this process's own.
+        // The process has not been reaped yet, so the group is still its own.
         if let Ok(None) = self.child.try_wait() {
             let _ = kill_process_group(pid_of(&self.child), Signal::KILL);
             while !self.held_disks.is_empty() && matches!(self.poll_exit(END_WITHOUT_READS), Ok(false)) {

@@ -1,6 +1,6 @@
-//! Looks into a QEMU's guest RAM from outside, through `/proc/PID/mem`, and compares two.
+//! Reads a QEMU's guest RAM from outside, through `/proc/PID/mem`, and compares the RAM of two QEMUs.
 //!
-//! Meant for stopped machines: what a running guest is writing may be read half old and half new. Reading a page that was
+//! For stopped machines: a page that a running guest is writing may be read half old and half new. Reading a page that was
 //! never populated populates shared backings, so nothing that depends on holes may be measured afterwards.
 
 use std::fs::File;
@@ -14,9 +14,9 @@ const PAGE: u64 = 4096;
 /// Threads that compare; more gain nothing where memory is the limit.
 const THREADS: u64 = 2;
 
-/// The pages of guest RAM that loading devices at a destination may change by itself, without any Sterna: on q35, the one
-/// where the firmware keeps what it shares with devices (seen with PCI devices; the laboratory's bare machines change none).
-/// Every other page of a stopped source and its loaded destination must be equal.
+/// The pages of guest RAM that loading devices at a destination may change, even without Sterna: on q35, the page in which the
+/// firmware shares data with devices (seen with PCI devices; the laboratory's bare machines change none). Every other page of a
+/// stopped source and its loaded destination must be equal.
 pub const CHANGED_BY_LOADING: [u64; 1] = [0xe_8000];
 
 /// The guest RAM of one process.
@@ -28,11 +28,11 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// Finds the block of `bytes` in process `pid`: the one mapping of that size that can be read and written and not run,
-    /// whatever backs it. Meant for blocks of 64 MiB and more; smaller ones may have doubles.
+    /// Finds the block of `bytes` in process `pid`: the only mapping of that size that is readable, writable and not executable,
+    /// with any backing. For blocks of 64 MiB and more; smaller mappings may not be unique.
     ///
     /// # Errors
-    /// [`Error::NoSuchBlock`] where there is none or more than one, [`Error::Io`] without the right to look.
+    /// [`Error::NoSuchBlock`] if there is none or more than one, [`Error::Io`] without the right to read.
     pub fn open(pid: u32, bytes: u64) -> Result<Ram, Error> {
         let path = format!("/proc/{pid}/maps");
         let maps = std::fs::read_to_string(&path).map_err(Error::io(format!("reading {path}")))?;
@@ -45,28 +45,28 @@ impl Ram {
         Ok(Ram { memory, start, bytes })
     }
 
-    /// The block's size in bytes.
+    /// Returns the block's size in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.bytes
     }
 
-    /// Whether the block has no bytes. Never so.
+    /// Returns whether the block has no bytes, which is never the case.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// The address of the block in the process.
+    /// Returns the address of the block in the process.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.start
     }
 
-    /// Reads what stands at `offset` in the block.
+    /// Reads the bytes at `offset` in the block.
     ///
     /// # Errors
-    /// [`Error::Io`] outside the block or where the process is gone.
+    /// [`Error::Io`] outside the block, or if the process has ended.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         let inside = offset.checked_add(into.len() as u64).is_some_and(|end| end <= self.bytes);
         let answer = if inside {
@@ -78,7 +78,7 @@ impl Ram {
     }
 }
 
-/// Start addresses of the mappings (proc_pid_maps(5)) that can be a block of guest RAM of `bytes`.
+/// Returns the start addresses of the mappings (proc_pid_maps(5)) that can be a block of guest RAM of `bytes`.
 fn find(maps: &str, bytes: u64) -> Vec<u64> {
     let mut found = Vec::new();
     for line in maps.lines() {
@@ -86,7 +86,7 @@ fn find(maps: &str, bytes: u64) -> Vec<u64> {
         let (Some(range), Some(access)) = (words.next(), words.next()) else { continue };
         let Some((start, end)) = range.split_once('-') else { continue };
         let (Ok(start), Ok(end)) = (u64::from_str_radix(start, 16), u64::from_str_radix(end, 16)) else { continue };
-        // Emulated code lies in mappings that can be run.
+        // Translated code lies in executable mappings.
         if access.starts_with("rw-") && end - start == bytes {
             found.push(start);
         }
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_block_is_told_from_code_guards_and_other_sizes() {
+    fn the_block_is_found_among_code_guards_and_other_sizes() {
         let maps = "\
 7f0000000000-7f0004000000 rw-p 00000000 00:00 0 \n\
 7f0010000000-7f0014000000 rwxp 00000000 00:00 0 \n\

@@ -1,4 +1,4 @@
-//! The directory that a Linux guest works in by virtiofs, as the host sees it: what must stand there after what the guest says it has done.
+//! The directory in which a Linux guest works by virtiofs, as the host sees it: checks its files against the steps that the guest reports.
 
 use std::path::{Path, PathBuf};
 
@@ -7,25 +7,25 @@ use tempfile::TempDir;
 
 use crate::Error;
 
-/// How many steps a guest has done with each of its files ([`sterna_guest::record::File`]). A step that is counted was answered.
+/// How many steps a guest has completed with each of its files ([`sterna_guest::record::File`]).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FilesDone {
     /// Records read from the file that the host wrote.
     pub given: u64,
     /// Records appended.
     pub journal: u64,
-    /// Records written to their slots and read again.
+    /// Records written to their slots and read back.
     pub slots: u64,
     /// The same in the file that is deleted.
     pub deleted: u64,
     /// Files made and renamed.
     pub made: u64,
-    /// Files with which something went wrong; the guest works no more with these.
+    /// Files with an error; the guest does not use these any more.
     pub bad: u64,
 }
 
 impl FilesDone {
-    /// Whether at least `steps` more were done than in `before` with each file. With the deleted one only where there is one.
+    /// Returns whether at least `steps` more steps than in `before` were done with each file; with the deleted file only if there is one.
     #[must_use]
     pub fn is_beyond(&self, before: &FilesDone, steps: u64) -> bool {
         let deleted = (self.deleted, before.deleted);
@@ -39,14 +39,14 @@ impl FilesDone {
     }
 }
 
-/// Such a directory, with what the guest finds in it; removed when dropped.
+/// Such a directory, with the guest's input. It is removed when this is dropped.
 #[derive(Debug)]
 pub struct SharedDirectory {
     directory: TempDir,
 }
 
 impl SharedDirectory {
-    /// A new one below `parent`.
+    /// Makes a new one below `parent`.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -61,7 +61,7 @@ impl SharedDirectory {
         Ok(SharedDirectory { directory })
     }
 
-    /// Puts `count` empty files with the longest names into it, all of which the guest looks up.
+    /// Makes `count` empty files with names of maximum length, all of which the guest looks up.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -76,16 +76,16 @@ impl SharedDirectory {
         Ok(())
     }
 
-    /// Where it is.
+    /// Returns its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.directory.path()
     }
 
-    /// Whether what the guest has `done`, exactly that, once and in order, stands in its files; else what does not.
+    /// Checks that the files contain exactly the guest's steps in `done`, once and in order.
     ///
     /// # Errors
-    /// The first difference, in words.
+    /// The first difference.
     pub fn check(&self, done: &FilesDone) -> Result<(), String> {
         let journal = self.records(Path::new(File::Journal.name()))?;
         if let Some(place) = (0..).zip(&journal).position(|(number, found)| *found != record(File::Journal, number)) {
@@ -128,7 +128,7 @@ impl SharedDirectory {
 mod tests {
     use super::*;
 
-    /// A directory in which a guest did 300 steps of each.
+    /// Makes a directory in which a guest did 300 steps with each file.
     fn worked() -> (SharedDirectory, FilesDone) {
         let shared = SharedDirectory::new(&std::env::temp_dir()).expect("a directory");
         let done = FilesDone { journal: 300, slots: 300, made: 3, ..FilesDone::default() };
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_done_once_and_in_order_passes_and_nothing_else() {
+    fn only_steps_done_once_and_in_order_pass() {
         let (shared, done) = worked();
         shared.check(&done).expect("all is there");
         let whole = shared.records(Path::new("journal")).expect("records");

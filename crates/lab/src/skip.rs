@@ -1,14 +1,14 @@
-//! How a test says that this machine lacks what it needs.
+//! Skips a test if this machine lacks something that the test needs.
 
 use crate::Error;
 
-/// The value, or `None` with a line `skipped: …` where the machine lacks what it takes (tools not set up, no root).
+/// Returns the value, or `None` after printing a line `skipped: …` if the machine lacks something (tools not set up, no root).
 ///
-/// With `STERNA_REQUIRE_TOOLS=1` in the environment, as where everything has been set up, a lack is a failure, but not what
-/// `scripts/setup` could not have ([`Error::NotInMirrors`]).
+/// With `STERNA_REQUIRE_TOOLS=1` in the environment, for machines where everything has been set up, this is a failure, except for
+/// tools that `scripts/setup` could not get ([`Error::NotInMirrors`]).
 ///
 /// # Panics
-/// On every other error, with the error.
+/// On every other error, with its text.
 #[track_caller]
 pub fn or_skip<T>(result: Result<T, Error>) -> Option<T> {
     match result {
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_mirrors_lack_is_skipped_also_where_tools_are_required() {
+    fn a_tool_that_the_mirrors_lack_is_skipped_even_if_tools_are_required() {
         let error = Error::NotInMirrors { what: "QEMU 11.1".into(), reason: "none there".into() };
         assert!(!is_required(&error) && or_skip::<()>(Err(error)).is_none());
         let required = std::env::var_os("STERNA_REQUIRE_TOOLS").is_some();

@@ -1,4 +1,4 @@
-//! Finds what `scripts/setup` left (three QEMU releases, a kernel, accel-config, virtiofsd) and builds the guests' init.
+//! Finds the tools that `scripts/setup` installed (three QEMU releases, a kernel, accel-config, virtiofsd) and builds the guests' init.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,10 +19,10 @@ pub enum QemuVersion {
 }
 
 impl QemuVersion {
-    /// All, the oldest first.
+    /// All releases, the oldest first.
     pub const ALL: [QemuVersion; 3] = [QemuVersion::V7_2, QemuVersion::V10_0, QemuVersion::V11_1];
 
-    /// The newest machine type of this release that the laboratory uses.
+    /// Returns the newest machine type of this release that the laboratory uses.
     #[must_use]
     pub fn machine(self) -> &'static str {
         match self {
@@ -40,8 +40,8 @@ impl QemuVersion {
         }
     }
 
-    /// Whether this release needs newer libraries than the machine has, libc included. Its tree then has all of them, and the loader
-    /// that starts the program.
+    /// Returns whether this release needs newer libraries than the machine has, including libc. Its tree then has all of them, and
+    /// the loader that starts the program.
     fn has_its_own_loader(self) -> bool {
         self == QemuVersion::V11_1
     }
@@ -64,10 +64,10 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Finds `target/tools` above the running program or the current directory; `STERNA_TOOLS` says another place.
+    /// Finds `target/tools` above the running program or the current directory; `STERNA_TOOLS` names another place.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] where there is none.
+    /// [`Error::ToolsMissing`] if there is none.
     pub fn locate() -> Result<Tools, Error> {
         if let Some(directory) = std::env::var_os("STERNA_TOOLS").map(PathBuf::from) {
             return if directory.is_dir() {
@@ -83,24 +83,24 @@ impl Tools {
         found.map(|directory| Tools { directory }).ok_or_else(|| Error::missing("target/tools", &starting_points()))
     }
 
-    /// The directory itself.
+    /// Returns the directory.
     #[must_use]
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// The kernel that Linux guests boot.
+    /// Returns the kernel that Linux guests boot.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] where it was not unpacked.
+    /// [`Error::ToolsMissing`] if it was not unpacked.
     pub fn kernel(&self) -> Result<PathBuf, Error> {
         existing("the guests' kernel", self.directory.join("kernel/vmlinuz"))
     }
 
-    /// The kernel's modules that a guest needs to mount virtiofs, and for disks and a balloon, in the order in which they can be loaded.
+    /// Returns the kernel's modules for virtiofs, disks and a balloon, in the order in which a guest can load them.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] where they were not unpacked.
+    /// [`Error::ToolsMissing`] if they were not unpacked.
     pub fn modules(&self) -> Result<Vec<PathBuf>, Error> {
         let directory = existing("the modules of the guests' kernel", self.directory.join("kernel/modules"))?;
         let entries = std::fs::read_dir(&directory).map_err(Error::path("reading", &directory))?;
@@ -109,38 +109,38 @@ impl Tools {
         Ok(paths)
     }
 
-    /// The back-end of shared directories.
+    /// Returns the back-end of shared directories.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] where it was not built.
+    /// [`Error::ToolsMissing`] if it was not built.
     pub fn virtiofsd(&self) -> Result<PathBuf, Error> {
         existing("virtiofsd", self.directory.join("virtiofsd/bin/virtiofsd"))
     }
 
-    /// The program of a release with what it needs to run from where it was unpacked: libraries and modules in the
-    /// environment, firmware by `-L`. QEMU 11.1 is started by the loader of its own libc, so the command's program is that loader, and
-    /// `/proc/PID/exe` names the loader too.
+    /// Returns a command that runs a release from its unpacked tree: with libraries and modules in the environment, and firmware by
+    /// `-L`. QEMU 11.1 is started by the loader of its own libc, so the command's program, and the target of `/proc/PID/exe`, is that
+    /// loader.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] where it was not unpacked, [`Error::NotInMirrors`] where `scripts/setup` could not have it.
+    /// [`Error::ToolsMissing`] if it was not unpacked, [`Error::NotInMirrors`] if `scripts/setup` could not get it.
     pub fn qemu(&self, version: QemuVersion) -> Result<Command, Error> {
         Ok(command(&self.qemu_words(version)?))
     }
 
-    /// The administrator's tool for DSA and IAA, and where its libraries are.
+    /// Returns the administrator's tool for DSA and IAA, and the directories of its libraries.
     pub(crate) fn accel_config(&self) -> Result<(PathBuf, String), Error> {
         let tree = self.directory.join("accel-config");
         let program = existing("accel-config", tree.join("usr/bin/accel-config"))?;
         Ok((program, libraries(&tree)))
     }
 
-    /// [`Tools::qemu`] as words, for a command line that begins with other programs.
+    /// Returns the command of [`Tools::qemu`] as words, for a command line that begins with other programs.
     pub(crate) fn qemu_words(&self, version: QemuVersion) -> Result<QemuWords, Error> {
         let tree = self.directory.join(version.directory());
         let what = format!("QEMU {version}");
         let program = tree.join("usr/bin/qemu-system-x86_64");
         if !program.exists() {
-            // scripts/setup writes this file where the machine's mirrors lack the release.
+            // scripts/setup writes this file if the machine's mirrors lack the release.
             let reason = self.directory.join(format!("{}-absent", version.directory()));
             if let Ok(reason) = std::fs::read_to_string(reason) {
                 return Err(Error::NotInMirrors { what, reason: reason.trim().into() });
@@ -165,7 +165,7 @@ impl Tools {
     }
 }
 
-/// A QEMU command line's beginning.
+/// The beginning of a QEMU command line.
 pub(crate) struct QemuWords {
     pub(crate) environment: Vec<(&'static str, String)>,
     pub(crate) words: Vec<String>,
@@ -177,7 +177,7 @@ fn command(words: &QemuWords) -> Command {
     command
 }
 
-/// The directories of shared libraries in an unpacked tree, as `LD_LIBRARY_PATH` and the loader's `--library-path` have them.
+/// Returns the directories of shared libraries in an unpacked tree, for `LD_LIBRARY_PATH` and the loader's `--library-path`.
 fn libraries(tree: &Path) -> String {
     let [first, second] = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|path| tree.join(path));
     format!("{}:{}", first.display(), second.display())
@@ -191,11 +191,11 @@ fn starting_points() -> Vec<PathBuf> {
     std::env::current_exe().into_iter().chain(std::env::current_dir()).collect()
 }
 
-/// The static program that is the Linux guests' init, built on first use in this process (cargo does nothing where it is
-/// fresh). Without cargo or the sources, one built earlier is used.
+/// Returns the static program that is the Linux guests' init. It is built on first use in this process (cargo does nothing if it
+/// is up to date). Without cargo, an earlier build is used.
 ///
 /// # Errors
-/// [`Error::ToolsMissing`] where there are neither sources nor a program, [`Error::Command`] where it does not build.
+/// [`Error::ToolsMissing`] without the sources, [`Error::Command`] if it does not build.
 pub fn guest_program() -> Result<PathBuf, Error> {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     if let Some(path) = BUILT.get() {
@@ -213,7 +213,7 @@ pub fn guest_program() -> Result<PathBuf, Error> {
         .current_dir(root.join("guest"))
         .args(["build", "--quiet", "--release", "--locked", "--target-dir"])
         .arg(&target);
-    // What this process was built or tested with must not leak into another workspace's build.
+    // The settings of this process's own build or test must not leak into another workspace's build.
     for (name, _) in std::env::vars_os() {
         let name = name.to_string_lossy();
         let leaks =
@@ -247,8 +247,8 @@ mod tests {
         let Some(tools) = or_skip(Tools::locate()) else { return };
         for version in QemuVersion::ALL {
             let Some(mut qemu) = or_skip(tools.qemu(version)) else { return };
-            let said = run(qemu.arg("--version")).expect("QEMU starts");
-            assert!(said.contains(&format!("version {version}.")), "{said}");
+            let output = run(qemu.arg("--version")).expect("QEMU starts");
+            assert!(output.contains(&format!("version {version}.")), "{output}");
         }
     }
 

@@ -1,27 +1,27 @@
-//! What a process has used: processor seconds, page faults, memory. Read from `/proc` (proc_pid_stat(5)).
+//! Resource usage of a process: CPU seconds, page faults, memory. Read from `/proc` (proc_pid_stat(5)).
 
 use crate::Error;
 
-/// What a process has used since its start; the difference of two is what it used between them.
+/// A process's resource usage since its start, or between two points of time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Usage {
-    /// Processor seconds in user mode, all threads, ended ones included. In steps of 10 ms.
+    /// CPU seconds in user mode of all threads, including ended ones. In steps of 10 ms.
     pub user_seconds: f64,
-    /// Processor seconds in the kernel.
+    /// CPU seconds in the kernel.
     pub system_seconds: f64,
-    /// Page faults that read nothing from storage.
+    /// Page faults without reading from storage.
     pub minor_faults: u64,
-    /// Page faults that did.
+    /// Page faults with reading from storage.
     pub major_faults: u64,
-    /// Most bytes that were resident at once (of the whole life, also in a difference).
+    /// Peak of the resident bytes (of the whole life, also in a difference).
     pub max_resident_bytes: u64,
 }
 
 impl Usage {
-    /// What process `pid` has used so far.
+    /// Returns the usage of process `pid` so far.
     ///
     /// # Errors
-    /// [`Error::Io`] where it is gone.
+    /// [`Error::Io`] if the process has ended.
     pub fn of(pid: u32) -> Result<Usage, Error> {
         let read = |file: &str| {
             let path = format!("/proc/{pid}/{file}");
@@ -34,13 +34,13 @@ impl Usage {
         })
     }
 
-    /// User and kernel seconds together.
+    /// Returns the CPU seconds in user mode and in the kernel together.
     #[must_use]
     pub fn cpu_seconds(&self) -> f64 {
         self.user_seconds + self.system_seconds
     }
 
-    /// What was used between `earlier` and this.
+    /// Returns the usage between `earlier` and this.
     #[must_use]
     pub fn since(&self, earlier: &Usage) -> Usage {
         Usage {
@@ -54,11 +54,11 @@ impl Usage {
 }
 
 fn parse(stat: &str, status: &str) -> Option<Usage> {
-    // The name in parentheses may hold anything; the fields begin behind the last one, with the third.
+    // The name in parentheses may contain anything; the third field follows the last parenthesis.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
     let tick = rustix::param::clock_ticks_per_second() as f64;
-    // A process that has ended and was not waited for has no VmHWM.
+    // A zombie has no VmHWM.
     let peak =
         status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
     Some(Usage {
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_found_behind_a_name_with_spaces_and_parentheses() {
+    fn fields_are_found_after_a_name_with_spaces_and_parentheses() {
         let stat = "12 (a) b) S 1 12 12 0 -1 4194560 77 5 3 0 250 50 0 0 20 0 1 0 100 1000 20";
         let usage = parse(stat, "Name:\tx\nVmHWM:\t    2048 kB\n").expect("parsed");
         let tick = rustix::param::clock_ticks_per_second() as f64;

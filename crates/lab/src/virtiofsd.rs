@@ -1,4 +1,4 @@
-//! virtiofsd as a process beside a QEMU: the back-end of a directory that is shared with a guest.
+//! A virtiofsd process beside a QEMU: the back-end of a directory that is shared with a guest.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -10,24 +10,24 @@ use tempfile::TempDir;
 
 use crate::{Error, Tools, process};
 
-/// A running virtiofsd. Killed when dropped.
+/// A running virtiofsd. It is killed when this is dropped.
 pub struct Virtiofsd {
     child: Child,
     directory: TempDir,
 }
 
 impl Virtiofsd {
-    /// Shares `directory`, with more `options`. Without its sandbox, because namespaces may not be made everywhere; seccomp stays on.
+    /// Shares `directory`, with additional `options`. Its sandbox is off, because not every user may make namespaces; seccomp stays on.
     ///
     /// # Errors
-    /// [`Error::ToolsMissing`] without `scripts/setup`, [`Error::Io`] where it cannot be started.
+    /// [`Error::ToolsMissing`] without `scripts/setup`, [`Error::Io`] if it cannot be started.
     pub fn start(directory: &Path, options: &[&str]) -> Result<Virtiofsd, Error> {
         let program = Tools::locate()?.virtiofsd()?;
         let own = tempfile::Builder::new()
             .prefix("sterna-virtiofsd-")
             .tempdir()
             .map_err(Error::io("making a private directory for virtiofsd"))?;
-        // Given as a descriptor it listens before the daemon runs: nobody has to wait for it.
+        // The socket is inherited and already listening, so QEMU need not wait for the daemon.
         let socket = own.path().join("socket");
         let listener = UnixListener::bind(&socket).map_err(Error::path("listening on", &socket))?;
         let log = own.path().join("log");
@@ -44,7 +44,7 @@ impl Virtiofsd {
         Ok(Virtiofsd { child, directory: own })
     }
 
-    /// What gives a QEMU this directory, under `tag`. Its memory must be shared ([`crate::Backend::Memfd`]).
+    /// Returns the options that give a QEMU this directory, under `tag`. QEMU's memory must be shared ([`crate::Backend::Memfd`]).
     #[must_use]
     pub fn qemu_words(&self, tag: &str) -> [String; 4] {
         let socket = self.directory.path().join("socket");
@@ -56,7 +56,7 @@ impl Virtiofsd {
         ]
     }
 
-    /// What it has logged.
+    /// Returns its log.
     #[must_use]
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("log")).unwrap_or_default()
@@ -65,7 +65,7 @@ impl Virtiofsd {
 
 impl Drop for Virtiofsd {
     fn drop(&mut self) {
-        // It may have ended by itself, as it does when its QEMU goes away.
+        // It may have ended by itself, as it does when its QEMU ends.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {

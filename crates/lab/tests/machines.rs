@@ -1,5 +1,5 @@
-//! Real machines: both guests boot under each release of QEMU, and a plain QEMU-to-QEMU migration leaves memory right,
-//! as the guests themselves and a look from outside say.
+//! Real machines: both guests boot under each release of QEMU, and after a plain QEMU-to-QEMU migration memory is correct, by the
+//! guests' own checks and by a comparison from outside.
 
 mod qmp;
 
@@ -12,7 +12,7 @@ use sterna_lab::{
     or_skip, ram,
 };
 
-/// Moves the running guest by QEMU alone; returns with both machines stopped and the destination loaded.
+/// Moves the running guest by QEMU alone. Afterwards both machines are stopped and the destination is loaded.
 fn migrate(source: &Qemu, destination: &Qemu) -> (Qmp, Qmp) {
     let uri = format!("unix:{}", destination.directory().join("migration.sock").display());
     let (mut from, mut to) = (Qmp::connect(source.qmp_path()), Qmp::connect(destination.qmp_path()));
@@ -44,8 +44,7 @@ fn unexpected(differing: &[u64]) -> Vec<u64> {
     differing.iter().copied().filter(|offset| !ram::CHANGED_BY_LOADING.contains(offset)).collect()
 }
 
-/// QEMU 7.2 under TCG loses writes now and then, all by itself: that often a guest of it is moved before its memory counts as
-/// wrong.
+/// How often a guest of QEMU 7.2 is moved before its memory counts as wrong: under TCG this QEMU itself sometimes loses writes.
 const TRIES_OF_7_2: u32 = 4;
 
 fn a_moved_linux_guest_finds_its_memory_right(version: QemuVersion, guest: &LinuxGuest) {
@@ -61,7 +60,7 @@ fn a_moved_linux_guest_finds_its_memory_right(version: QemuVersion, guest: &Linu
     }
 }
 
-/// Moves a guest and has it verify its memory, unless its memory differs already while both stand: then where.
+/// Moves a guest and makes it verify its memory, unless memory differs already while both are paused: then returns where.
 fn move_linux_guest(version: QemuVersion, guest: LinuxGuest) -> Option<Vec<u64>> {
     let options = small_linux(version, guest);
     let source = or_skip(Qemu::start(&options))?;
@@ -147,7 +146,7 @@ fn the_guest_obeys_its_console() {
     let guest = qemu.guest();
     guest.wait_ready(LONG).expect("the guest boots");
     guest.stop_dirtying().expect("sent");
-    // Whatever was under way when it stopped is over after the answer.
+    // A pass that was in progress at the stop is over after the answer.
     let stopped = guest.verify(LONG).expect("an answer").generation;
     let tick = guest.last_tick().map_or(0, |tick| tick.number);
     guest.wait_tick_after(tick + 2, LONG).expect("it still counts");

@@ -1,10 +1,10 @@
-//! Where a QEMU keeps its guest's RAM: each RAM block with its address in the QEMU process and what backs it.
+//! Finds a QEMU's guest RAM: each RAM block with its address in the QEMU process and its backing.
 //!
 //! Names and sizes come from QEMU (`info ramblock`, `query-memdev`), addresses from `info ramblock` (since 8.0) or from the
 //! flat memory view and `gpa2hva` (before), backing and permissions from `/proc`. A wrong guess here would let Sterna write
-//! into a stranger's memory, so nothing is guessed: what cannot be proved is left to QEMU's own stream, with the reason.
+//! to foreign memory, so nothing is guessed: a block that cannot be located with certainty goes in-stream, with the reason.
 //!
-//! Only memory backends (`-m`, `-object memory-backend-*`) are looked for. ROMs, video memory and firmware tables are small,
+//! [`discover`] locates only memory backends (`-m`, `-object memory-backend-*`). ROMs, video memory and firmware tables are small,
 //! may be resized while loading, and always go in-stream.
 
 mod fresh;
@@ -37,7 +37,7 @@ pub struct RamBlock {
     pub used: u64,
     /// Size of a page of its backing, bytes.
     pub page_size: u64,
-    /// Where it is, or why it can only be filled by QEMU itself (a sentence's second half, for log and report).
+    /// Where the block is, or why only QEMU itself can fill it (the second half of a sentence, for log and report).
     pub location: Result<Location, String>,
 }
 
@@ -48,11 +48,11 @@ pub struct Location {
     pub process: Arc<TargetProcess>,
     /// Address of the block's first byte in that process.
     pub address: u64,
-    /// What is mapped there.
+    /// The memory mapped there.
     pub backing: Backing,
-    /// Whether QEMU was told to allocate all of it at start.
+    /// Whether QEMU allocated all of it at start.
     pub preallocated: bool,
-    /// Whether the process has locked or pinned memory (mem-lock, device assignment): pages must then not be given back.
+    /// Whether the process has locked or pinned memory (mem-lock, device assignment), which must not be given back.
     pub pinned: bool,
 }
 
@@ -62,9 +62,9 @@ pub struct Location {
 pub enum Backing {
     /// Private anonymous memory: QEMU's default.
     Anonymous,
-    /// A private mapping of a file (`share=off`): what QEMU writes is its own, like anonymous memory.
+    /// A private mapping of a file (`share=off`): written pages are QEMU's own, like anonymous memory.
     PrivateFile,
-    /// A file that others can share (`share=on`).
+    /// A file that other processes can map (`share=on`).
     Shared {
         /// The file, open for reading and writing.
         file: File,
@@ -124,7 +124,7 @@ pub fn discover(qmp: &Qmp) -> Result<Vec<RamBlock>, DiscoverError> {
     let mut flat_view = None;
     let mut blocks = Vec::with_capacity(listed.len());
     for block in listed {
-        let location = match judge(&block, &memdevs, &owned) {
+        let location = match backend_of(&block, &memdevs, &owned) {
             Err(reason) => Err(reason),
             Ok(memdev) => match &process {
                 Err(reason) => Err(reason.clone()),
@@ -148,12 +148,12 @@ pub fn discover(qmp: &Qmp) -> Result<Vec<RamBlock>, DiscoverError> {
     Ok(blocks)
 }
 
-/// Lists the RAM blocks of the QEMU behind `qmp`, as QEMU tells of them.
+/// Lists the RAM blocks of the QEMU behind `qmp`, as QEMU reports them.
 pub fn list(qmp: &Qmp) -> Result<Vec<ListedBlock>, DiscoverError> {
     monitor::ram_blocks(&qmp.human("info ramblock")?)
 }
 
-/// All RAM blocks of a QEMU with what is mapped at each, ROMs and video memory included.
+/// All RAM blocks of a QEMU with their mapped memory, including ROMs and video memory.
 #[derive(Debug)]
 pub struct MappedRam {
     process: Arc<TargetProcess>,
@@ -161,7 +161,7 @@ pub struct MappedRam {
     blocks: Vec<MappedBlock>,
 }
 
-/// A RAM block with what is mapped at its address.
+/// A RAM block with the memory mapped at its address.
 #[derive(Debug)]
 pub struct MappedBlock {
     /// Name as in the migration stream.
@@ -172,14 +172,14 @@ pub struct MappedBlock {
     pub page_size: u64,
     /// Address of the block's first byte in QEMU's process.
     pub address: u64,
-    /// What is mapped there.
+    /// The memory mapped there.
     pub backing: Backing,
-    /// Inode and device of the file, where there is one.
+    /// Inode and device of the file, if there is one.
     file: Option<(u64, (u32, u32))>,
 }
 
 impl MappedBlock {
-    /// Inode, device and the block's name, where it is a file that other processes may have mapped too.
+    /// Returns inode, device and the block's name if its memory is a file that other processes may have mapped, too.
     pub fn file_identity(&self) -> Option<(u64, (u32, u32), &str)> {
         let (inode, device) = self.file.filter(|_| matches!(self.backing, Backing::Shared { .. }))?;
         Some((inode, device, &self.name))
@@ -187,10 +187,10 @@ impl MappedBlock {
 }
 
 impl MappedRam {
-    /// Finds `listed` in the process behind `qmp`.
+    /// Finds the memory of the `listed` blocks in the process behind `qmp`.
     ///
     /// # Errors
-    /// The process or one of the blocks cannot be found for sure; the reason.
+    /// Why the process or one of the blocks cannot be found with certainty.
     pub fn find(qmp: &Qmp, listed: &[ListedBlock]) -> Result<Self, String> {
         let process = Process::behind(qmp)?;
         let find = |block: &ListedBlock| -> Result<MappedBlock, String> {
@@ -207,24 +207,28 @@ impl MappedRam {
         Ok(Self { process: process.target, locked: process.locked, blocks })
     }
 
-    /// The process that they lie in.
+    /// Returns the process in which the blocks lie.
     pub fn process(&self) -> &Arc<TargetProcess> {
         &self.process
     }
 
-    /// Whether the process has memory locked, which then cannot be given back.
+    /// Returns whether the process has locked memory, which cannot be given back.
     pub fn locked(&self) -> bool {
         self.locked
     }
 
-    /// The blocks, in the order in which they were listed.
+    /// Returns the blocks, in the order of the list.
     pub fn blocks(&self) -> &[MappedBlock] {
         &self.blocks
     }
 }
 
-/// The memory backend of a block that may be filled from outside, or why it may not.
-fn judge<'a>(block: &ListedBlock, memdevs: &'a [Memdev], owned: &[(String, String)]) -> Result<&'a Memdev, String> {
+/// Returns the memory backend of a block that may be filled from outside, or why it may not.
+fn backend_of<'a>(
+    block: &ListedBlock,
+    memdevs: &'a [Memdev],
+    owned: &[(String, String)],
+) -> Result<&'a Memdev, String> {
     // Machine types up to 4.0 name the block of a backend by its path.
     let id = block.name.strip_prefix("/objects/").unwrap_or(&block.name);
     let mut named = memdevs.iter().filter(|memdev| memdev.id == id);
@@ -257,7 +261,10 @@ struct Process {
 }
 
 impl Process {
-    /// Finds the process behind the monitor, or says why it is out of reach.
+    /// Finds the process behind the monitor.
+    ///
+    /// # Errors
+    /// Why it cannot be reached.
     fn behind(qmp: &Qmp) -> Result<Self, String> {
         let pid = qmp.peer_pid().ok_or("the QEMU process cannot be seen from here (another pid namespace)")?;
         let target = TargetProcess::open(pid).map_err(|error| error.to_string())?;
@@ -265,7 +272,7 @@ impl Process {
         let cpus = qmp.execute("query-cpus-fast", json!({})).map_err(|error| error.to_string())?;
         let mut threads = cpus.as_array().into_iter().flatten().filter_map(|cpu| cpu["thread-id"].as_i64()).peekable();
         if threads.peek().is_none() {
-            return Err("QEMU names no vCPU threads, so its process cannot be told for sure".into());
+            return Err("QEMU lists no vCPU threads, so its process cannot be identified with certainty".into());
         }
         if !threads.all(|thread| fs::exists(format!("/proc/{pid}/task/{thread}")).unwrap_or(false)) {
             return Err(format!(
@@ -276,13 +283,13 @@ impl Process {
             .map_err(|error| format!("the mappings of process {pid} cannot be read: {error}"))?;
         let status = fs::read_to_string(format!("/proc/{pid}/status"))
             .map_err(|error| format!("the status of process {pid} cannot be read: {error}"))?;
-        // Still the process that was taken hold of: all of the above is about it, and no other that got its id.
+        // Still alive, so everything above is about this process and not about a later one with the same id.
         target.check_alive().map_err(|error| error.to_string())?;
         let (pinned, locked) = (maps::has_pinned_memory(&status), maps::has_locked_memory(&status));
         Ok(Self { target: Arc::new(target), maps: Maps::parse(&text), pinned, locked })
     }
 
-    /// Finds out what is mapped at a block's address.
+    /// Finds the memory mapped at a block's address.
     fn locate(&self, address: u64, block: &ListedBlock, memdev: &Memdev) -> Result<Location, String> {
         let area = self.maps.area(address, block.total)?;
         if area.shared != memdev.share {
@@ -314,8 +321,7 @@ impl Process {
         })
     }
 
-    /// Opens the very file that is mapped: by QEMU's own descriptor, else by the mapping. (Its path may by now name another
-    /// file, or none.)
+    /// Opens the mapped file by QEMU's own descriptor, else by the mapping. Its path may name another file by now, or none.
     fn open(&self, area: &Area) -> Result<File, String> {
         let (start, end) = area.first_mapping;
         let descriptors = fs::read_dir(format!("/proc/{}/fd", self.target.pid()))
@@ -326,7 +332,7 @@ impl Process {
         let mut refused = None;
         for path in candidates {
             let is_it = |metadata: fs::Metadata| {
-                // Only regular files are opened at all: opening a device or a pipe can have effects.
+                // Only regular files are opened: opening a device or a pipe can have effects.
                 metadata.is_file() && metadata.ino() == area.inode && area.is_device(metadata.dev())
             };
             if !fs::metadata(&path).is_ok_and(is_it) {

@@ -1,4 +1,4 @@
-//! QEMU as it is: migration streams read and written, QMP, and the gateway beside an unmodified QEMU.
+//! Everything about QEMU: its migration streams, QMP, its settings and guest RAM, and the gateway beside an unmodified QEMU.
 pub mod discover;
 pub mod gateway;
 pub mod placement;

@@ -1,8 +1,8 @@
-//! Which way pages go into a RAM block of a QEMU at the destination, and why.
+//! Chooses how pages are written to a RAM block of a destination QEMU.
 //!
-//! The rule is measured (the table of ways in the documents): huge pages want a mapping, because one fault brings 2 MiB and
-//! stores then run at memory speed; ordinary shared pages want `pwrite`, which fills a fresh page without clearing it first
-//! and without a page fault; anonymous memory has only `/proc/PID/mem`. Everything else goes in QEMU's own stream.
+//! The rule is measured (docs/tuning.md): huge pages are mapped, because one page fault brings 2 MiB and stores then run at
+//! memory speed; ordinary shared pages are written by `pwrite`, which fills a fresh page without clearing it first and without a
+//! page fault; anonymous memory permits only `/proc/PID/mem`. Everything else goes through QEMU's own stream.
 
 use sterna_memory::place::{FileWrite, Mapped, Place, PlaceError, ProcessWrite, ZeroBy};
 
@@ -13,9 +13,9 @@ use crate::discover::{Backing, FileKind, Location, RamBlock};
 pub enum Placement {
     /// Sterna writes into the guest's memory.
     Direct {
-        /// The way.
+        /// Writes the pages.
         place: Box<dyn Place>,
-        /// Why this way, for log and report.
+        /// Why this method was chosen, for log and report.
         why: String,
     },
     /// The pages go to QEMU in its migration stream.
@@ -25,9 +25,9 @@ pub enum Placement {
     },
 }
 
-/// Chooses the way for `block`.
+/// Chooses the placement for `block`.
 ///
-/// Opens what it needs: afterwards only the running guest's own changes (unplugging memory, ending) can make writing fail.
+/// All files are opened now, so that later only the guest's own changes (unplugging memory, ending) can make writing fail.
 pub fn choose(block: &RamBlock) -> Placement {
     let location = match &block.location {
         Ok(location) => location,

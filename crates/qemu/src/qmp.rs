@@ -1,11 +1,11 @@
 //! A client of QEMU's machine protocol (QMP): one JSON object per line over a unix socket.
 //!
-//! Own code on serde_json rather than generated bindings: the gateway talks to every QEMU from 7.2 on, so answers are read
-//! tolerantly (unknown fields ignored, missing ones absent) instead of by one release's schema.
+//! This is own code on serde_json rather than generated bindings. The gateway supports every QEMU from 7.2 on, so it reads answers
+//! tolerantly (ignores unknown fields, treats missing ones as absent) instead of by one release's schema.
 //!
-//! A reader thread takes lines off the socket and sorts them: answers to the command they belong to (by `id`), events to a
-//! queue. So [`Qmp`] is a handle that may be cloned and used from several threads, for instance to wait for an event in
-//! one while another executes a command.
+//! A reader thread reads lines from the socket and dispatches them: answers to their command (by `id`), events to a queue. So
+//! [`Qmp`] is a handle that may be cloned and used from several threads, for instance to wait for an event in one thread while
+//! another executes a command.
 //!
 //! Protocol: docs/interop/qmp-spec in QEMU's documentation.
 
@@ -31,19 +31,19 @@ use sterna_wire::text::cleaned;
 
 pub use answers::{MigrationInfo, RamInfo, Version};
 
-/// How long a command, and the greeting, may take unless told otherwise.
+/// How long the greeting and each command may take by default.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Longest line accepted. The largest answers QEMU gives (`query-qmp-schema`) are below 1 MiB.
 const MAX_LINE: usize = 16 << 20;
 
-/// Events kept for a caller that does not read them; the oldest go first. `MIGRATION_PASS` comes once a round, so this is
-/// never reached by a migration.
+/// Maximum number of unread events in the queue; the oldest are dropped first. `MIGRATION_PASS` comes once a round, so a
+/// migration never reaches this limit.
 const MAX_EVENTS: usize = 4096;
 
-/// Longest line of an event that is kept, bytes; with [`MAX_EVENTS`], what the queue may take. Those that this program waits for
-/// have some hundred bytes.
-const MAX_EVENT: usize = 4 << 10;
+/// Maximum bytes of an event's line; longer events are dropped. Together with [`MAX_EVENTS`] this bounds the queue's memory. The
+/// events that Sterna needs have some hundred bytes.
+const MAX_EVENT_BYTES: usize = 4 << 10;
 
 /// Why a command, an event or the connection failed.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -54,7 +54,7 @@ pub enum QmpError {
     Connect {
         /// Path of the socket.
         path: String,
-        /// What the system said, and what to do.
+        /// The system's error, and what to do.
         reason: String,
     },
     /// No greeting came: QEMU serves one client per monitor.
@@ -75,7 +75,7 @@ pub enum QmpError {
         command: String,
         /// QEMU's error class, for instance `GenericError` or `CommandNotFound`.
         class: String,
-        /// QEMU's words.
+        /// QEMU's error text.
         description: String,
     },
     /// No answer in time. Whether QEMU executed the command is not known.
@@ -86,13 +86,13 @@ pub enum QmpError {
         /// How long we waited.
         waited: Duration,
     },
-    /// The connection is gone or unusable.
+    /// The connection has ended or is unusable.
     #[error("the QMP connection is closed: {reason}")]
     Closed {
         /// Why.
         reason: String,
     },
-    /// An answer that lacks what every QEMU says.
+    /// An answer lacks something that every QEMU sends.
     #[error("unexpected answer to {command}: {reason}")]
     Unexpected {
         /// The command.
@@ -107,9 +107,9 @@ pub enum QmpError {
 pub struct Event {
     /// Name, for instance `MIGRATION` or `STOP`.
     pub name: String,
-    /// Its data, `Null` when it has none.
+    /// The event's data; `Null` if it has none.
     pub data: Value,
-    /// When QEMU sent it: microseconds since 1970 by QEMU's host's clock; `None` if QEMU could not tell.
+    /// When QEMU sent it: microseconds since 1970 by the clock of QEMU's host; `None` if QEMU does not know the time.
     pub time_us: Option<u64>,
 }
 
@@ -129,7 +129,7 @@ struct Connection {
     version: Version,
 }
 
-/// What the reader thread and the callers share.
+/// The state that the reader thread and the callers share.
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<State>,
@@ -140,10 +140,10 @@ struct Shared {
 struct State {
     greeting: Option<Value>,
     next_id: u64,
-    /// Commands on their way; the answer is put in when it comes.
+    /// Commands in progress, each with its answer once that has arrived.
     pending: HashMap<u64, Option<Answer>>,
     events: VecDeque<Event>,
-    /// Why nothing more will come.
+    /// Why the connection has ended.
     closed: Option<String>,
 }
 
@@ -155,11 +155,11 @@ enum Answer {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic while holding this lock leaves nothing half done that matters: each change is one insertion.
+        // A panic with this lock held leaves the state consistent: each change is one insertion.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `ready` gives something, or the deadline passes.
+    /// Waits until `ready` returns a value. Returns none when the deadline passes.
     fn wait<T>(&self, deadline: Instant, mut ready: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
         let mut state = self.lock();
         loop {
@@ -191,7 +191,7 @@ impl Qmp {
         let started = Instant::now();
         let busy = || QmpError::Busy { path: path.display().to_string(), waited: timeout };
         let stream = connect_stream(path, timeout).map_err(|error| match error.kind() {
-            // The queue of not yet accepted connections is full: others wait for this monitor as well.
+            // The queue of connections that are not accepted yet is full: other clients wait for this monitor, too.
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => busy(),
             kind => QmpError::Connect { path: path.display().to_string(), reason: connect_reason(kind, &error) },
         })?;
@@ -235,17 +235,17 @@ impl Qmp {
         })
     }
 
-    /// Executes `command` with `arguments` (an object) and waits for its answer, as long as the connection's time limit.
+    /// Executes `command` with `arguments` (an object) and waits for its answer, within the connection's time limit.
     pub fn execute(&self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         self.execute_within(command, arguments, self.connection.timeout)
     }
 
-    /// Executes a command that may take longer (or must not take as long) as the connection's time limit.
+    /// Executes a command with a time limit of its own.
     pub fn execute_within(&self, command: &str, arguments: Value, timeout: Duration) -> Result<Value, QmpError> {
         self.execute_with(command, arguments, timeout, None)
     }
 
-    /// Executes a command that takes a descriptor (`add-fd`, `getfd`), which goes with it.
+    /// Executes a command that passes a descriptor to QEMU (`add-fd`, `getfd`).
     pub fn execute_with_descriptor(
         &self,
         command: &str,
@@ -288,7 +288,7 @@ impl Qmp {
             }
         };
         if let Err(error) = sent {
-            // Perhaps half a line went out: nothing sent after it could be understood.
+            // Part of the line may have been sent, so QEMU could not parse anything sent after it.
             shared.close(&format!("cannot write to QEMU: {error}"));
         }
         let answer = shared.wait(deadline, |state| {
@@ -308,14 +308,14 @@ impl Qmp {
                 Err(closed)
             }
             None => {
-                // A late answer finds no one waiting and is dropped.
+                // A late answer has no pending command and is dropped.
                 shared.lock().pending.remove(&id);
                 Err(QmpError::Timeout { command: command.to_owned(), waited: timeout })
             }
         }
     }
 
-    /// Executes a command of the human monitor and gives its text.
+    /// Executes a command of the human monitor and returns its output.
     pub fn human(&self, command_line: &str) -> Result<String, QmpError> {
         let answer = self.execute("human-monitor-command", json!({ "command-line": command_line }))?;
         answer
@@ -324,15 +324,15 @@ impl Qmp {
             .ok_or_else(|| QmpError::Unexpected { command: command_line.to_owned(), reason: "no text".into() })
     }
 
-    /// The oldest event not yet taken; waits for one until `deadline` (`None` when it passes).
+    /// Takes the oldest event from the queue, and waits for one until `deadline`. Returns `None` when the deadline passes.
     ///
-    /// Each event goes to one taker, whichever of the handle's users asks first.
+    /// Each event goes to one caller only, also among clones of the handle.
     pub fn next_event(&self, deadline: Instant) -> Result<Option<Event>, QmpError> {
         self.take_event(deadline, |_| true)
     }
 
-    /// The oldest event called `name` whose data satisfies `wanted`; waits for one until `deadline` (`None` when it
-    /// passes). Other events stay in the queue, so an event that came before the call is not missed.
+    /// Takes the oldest event called `name` whose data satisfies `wanted`, and waits for one until `deadline`. Returns `None`
+    /// when the deadline passes. Other events stay in the queue; an event that came before the call is found, too.
     pub fn wait_event(
         &self,
         name: &str,
@@ -355,23 +355,23 @@ impl Qmp {
             .transpose()
     }
 
-    /// Forgets the events that came so far, so that a later wait sees only newer ones.
+    /// Drops all queued events, so that a later wait sees only newer ones.
     pub fn clear_events(&self) {
         self.connection.shared.lock().events.clear();
     }
 
-    /// Process id of the peer (SO_PEERCRED): the process that last called `listen` on the socket. QEMU does so itself, also
-    /// on a socket that libvirt opened and handed over. `None` if it lives in a pid namespace that we cannot see.
+    /// Returns the process id of the peer (SO_PEERCRED): the process that last called `listen` on the socket. QEMU does so itself,
+    /// also on a socket that it got from libvirt. `None` if it lives in a pid namespace that this process cannot see.
     pub fn peer_pid(&self) -> Option<i32> {
         self.connection.peer_pid
     }
 
-    /// QEMU's version, from its greeting.
+    /// Returns QEMU's version, from its greeting.
     pub fn version(&self) -> &Version {
         &self.connection.version
     }
 
-    /// The run state, for instance `running`, `paused`, `inmigrate`, `postmigrate`.
+    /// Returns the run state, for instance `running`, `paused`, `inmigrate`, `postmigrate`.
     pub fn status(&self) -> Result<String, QmpError> {
         let answer = self.execute("query-status", json!({}))?;
         answer["status"]
@@ -380,7 +380,7 @@ impl Qmp {
             .ok_or_else(|| QmpError::Unexpected { command: "query-status".into(), reason: "no status".into() })
     }
 
-    /// State and counters of the migration, outgoing or incoming.
+    /// Returns state and counters of the migration, outgoing or incoming.
     pub fn query_migrate(&self) -> Result<MigrationInfo, QmpError> {
         Ok(MigrationInfo::from_json(&self.execute("query-migrate", json!({}))?))
     }
@@ -389,7 +389,7 @@ impl Qmp {
 impl Drop for Connection {
     fn drop(&mut self) {
         let writer = self.writer.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // Wakes the reader, which then ends. A failure means that the peer closed first, which wakes it too.
+        // Wakes the reader, which then ends. A failure means that the peer has closed the connection, which also wakes the reader.
         let _ = writer.shutdown(Shutdown::Both);
         if let Some(reader) = self.reader.take() {
             let _ = reader.join();
@@ -397,7 +397,7 @@ impl Drop for Connection {
     }
 }
 
-/// Writes `bytes`, the first of them with `descriptor` (SCM_RIGHTS, unix(7)).
+/// Writes `bytes`, and passes `descriptor` with the first of them (SCM_RIGHTS, unix(7)).
 fn write_with_descriptor(writer: &mut UnixStream, bytes: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -409,12 +409,12 @@ fn write_with_descriptor(writer: &mut UnixStream, bytes: &[u8], descriptor: Borr
     writer.write_all(&bytes[sent..])
 }
 
-/// Connects, giving up after `timeout`: on a unix socket the send time limit covers the wait for a place in the queue.
+/// Connects within `timeout`: on a unix socket the send time limit covers the wait for room in the queue.
 fn connect_stream(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     sterna::transport::unix::connect(path, timeout)
 }
 
-/// A time limit for a person.
+/// Formats a time limit for error texts.
 fn seconds(time: Duration) -> String {
     format!("{} s", time.as_secs_f64())
 }
@@ -422,13 +422,15 @@ fn seconds(time: Duration) -> String {
 fn connect_reason(kind: io::ErrorKind, error: &io::Error) -> String {
     match kind {
         io::ErrorKind::NotFound => "no such file; start QEMU with -qmp unix:PATH,server=on,wait=off".into(),
-        io::ErrorKind::ConnectionRefused => "nobody listens on it: this QEMU has ended, or is not there yet".into(),
+        io::ErrorKind::ConnectionRefused => {
+            "no process listens on it: this QEMU has ended, or has not started yet".into()
+        }
         io::ErrorKind::PermissionDenied => "permission denied; run as the user that QEMU runs as".into(),
         _ => error.to_string(),
     }
 }
 
-/// The reader thread: sorts lines until the connection ends, and says why it did.
+/// Runs the reader thread: dispatches lines until the connection ends. Returns why it ended.
 fn read_lines(mut input: BufReader<UnixStream>, shared: &Shared) -> String {
     let mut line = Vec::new();
     loop {
@@ -451,17 +453,17 @@ fn read_lines(mut input: BufReader<UnixStream>, shared: &Shared) -> String {
                 return format!("what came is not JSON ({error}): this is not a QMP socket");
             }
         };
-        if line.len() > MAX_EVENT && message["event"].is_string() {
+        if line.len() > MAX_EVENT_BYTES && message["event"].is_string() {
             tracing::warn!(bytes = line.len(), "an event of QEMU is too long and was dropped");
             continue;
         }
-        shared.lock().sort(message);
+        shared.lock().dispatch(message);
         shared.changed.notify_all();
     }
 }
 
 impl State {
-    fn sort(&mut self, mut message: Value) {
+    fn dispatch(&mut self, mut message: Value) {
         if let Some(name) = message["event"].as_str() {
             let event = Event {
                 name: name.to_owned(),
@@ -478,14 +480,14 @@ impl State {
             let answer = if message["error"].is_object() {
                 let text = |key: &str| {
                     let text = message["error"][key].as_str();
-                    cleaned(text.unwrap_or("(no words)"))
+                    cleaned(text.unwrap_or("(no text)"))
                 };
                 Answer::Error { class: text("class"), description: text("desc") }
             } else {
                 Answer::Return(message["return"].take())
             };
-            // An answer to nobody: the command's time limit had passed.
-            // One to a command that has its answer already: the first counts.
+            // An answer without a pending command is dropped: the command's time limit has passed. Of several answers to
+            // one command the first counts.
             if let Some(waiting) = message["id"].as_u64().and_then(|id| self.pending.get_mut(&id)) {
                 waiting.get_or_insert(answer);
             }
@@ -493,7 +495,7 @@ impl State {
     }
 }
 
-/// QEMU sends -1 for both parts when it cannot tell the time.
+/// Parses an event's time. QEMU sends -1 for both parts when it does not know the time.
 fn event_time(timestamp: &Value) -> Option<u64> {
     let seconds = timestamp["seconds"].as_u64()?;
     let microseconds = timestamp["microseconds"].as_u64()?;

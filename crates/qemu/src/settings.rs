@@ -1,11 +1,11 @@
-//! QEMU's migration settings: what they are, whether a migration through Sterna is possible with them, and setting those
-//! that it needs.
+//! QEMU's migration settings: reads them, checks whether a migration through Sterna is possible with them, and changes those
+//! that Sterna needs.
 //!
-//! Order matters: everything is read and judged first, so that a refusal leaves QEMU untouched. What is then changed is
-//! remembered in a [`Restore`], which puts exactly that back, also when it is only dropped.
+//! Order matters: everything is read and checked first, so that a refusal leaves QEMU untouched. A [`Restore`] then records
+//! the changed settings and restores exactly these, also when it is only dropped.
 //!
-//! Names and ranges: QEMU's qapi/migration.json, 7.2 to 10.0. Settings that are not named here are left as the user made
-//! them (announce-*, cpu-throttle-*, avail-switchover-bandwidth, switchover-ack, auto-converge, validate-uuid, …).
+//! Names and ranges: QEMU's qapi/migration.json, 7.2 to 10.0. Other settings stay as the user made them (announce-*,
+//! cpu-throttle-*, avail-switchover-bandwidth, switchover-ack, auto-converge, validate-uuid, …).
 
 #[cfg(test)]
 mod tests;
@@ -18,13 +18,13 @@ use serde_json::{Map, Value, json};
 
 use crate::qmp::{MigrationInfo, Qmp, QmpError, Version};
 
-/// The oldest QEMU that Sterna works with, as major and minor number.
+/// The oldest QEMU that Sterna supports, as major and minor number.
 pub const OLDEST_QEMU: (u32, u32) = (7, 2);
 
 /// The longest `downtime-limit` QEMU accepts.
 pub const MAX_DOWNTIME_LIMIT: Duration = Duration::from_secs(2000);
 
-/// Which end of the migration a QEMU is.
+/// A QEMU's side of the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// The guest runs here.
@@ -33,35 +33,35 @@ pub enum Role {
     Destination,
 }
 
-/// What to set.
+/// The settings that a migration needs.
 #[derive(Debug, Clone)]
 pub struct Wanted {
-    /// Which end this QEMU is.
+    /// This QEMU's side.
     pub role: Role,
-    /// multifd channels of this QEMU, 1 to 255; 0 for a single stream without multifd.
+    /// Multifd channels of this QEMU, 1 to 255; 0 for a single stream without multifd.
     pub channels: u8,
-    /// How long the guest may stand still, at most [`MAX_DOWNTIME_LIMIT`]. Only the source uses it; `None` leaves it.
+    /// QEMU's downtime limit, at most [`MAX_DOWNTIME_LIMIT`]. Only the source uses it; `None` leaves QEMU's setting.
     pub downtime_limit: Option<Duration>,
     /// Whether QEMU stops in `pre-switchover` and waits for `migrate-continue`. Only the source uses it.
     pub pause_before_switchover: bool,
 }
 
-/// Why the settings could not be made.
+/// Why the settings could not be changed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SettingsError {
     /// This guest, or this QEMU, cannot be migrated as it is. Nothing was changed.
     #[error("cannot use this QEMU as {} of a migration: {}", role.name(), reasons.join("; "))]
     Refused {
-        /// Which end it was meant to be.
+        /// The intended side of this QEMU.
         role: Role,
-        /// One sentence for each thing in the way.
+        /// One sentence for each obstacle.
         reasons: Vec<String>,
     },
-    /// A wish outside the possible range. Nothing was changed.
+    /// A value outside the possible range. Nothing was changed.
     #[error("{0}")]
     Invalid(String),
-    /// QMP failed. What had been changed was put back as far as QEMU still answers.
+    /// QMP failed. Changed settings were restored if QEMU still answers.
     #[error(transparent)]
     Qmp(#[from] QmpError),
 }
@@ -91,23 +91,23 @@ const CANNOT_CARRY: &[(&str, &str)] = &[
     ("zero-copy-send", "it does not work on the unix sockets between QEMU and Sterna"),
 ];
 
-/// What one QEMU says of itself before a migration.
+/// A QEMU's version, state and migration settings before a migration.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Its version.
+    /// QEMU's version.
     pub version: Version,
-    /// Its run state.
+    /// The run state.
     pub status: String,
-    /// State of a migration, if there was or is one.
+    /// The state of the current or last migration, if there is one.
     pub migration: MigrationInfo,
-    /// `query-migrate-capabilities`: name and whether it is on.
+    /// `query-migrate-capabilities`: each capability's name and whether it is on.
     pub capabilities: BTreeMap<String, bool>,
     /// `query-migrate-parameters`.
     pub parameters: Map<String, Value>,
 }
 
 impl Settings {
-    /// Reads them; changes nothing.
+    /// Reads the settings; changes nothing.
     pub fn read(qmp: &Qmp) -> Result<Self, QmpError> {
         let capabilities = qmp.execute("query-migrate-capabilities", json!({}))?;
         let parameters = qmp.execute("query-migrate-parameters", json!({}))?;
@@ -125,12 +125,12 @@ impl Settings {
         })
     }
 
-    /// Whether a capability is on; `false` when this QEMU does not know it.
+    /// Returns whether a capability is on; `false` if this QEMU does not know it.
     pub fn is_on(&self, capability: &str) -> bool {
         self.capabilities.get(capability).copied().unwrap_or(false)
     }
 
-    /// Everything that stands in the way of a migration through Sterna, one sentence each; empty when nothing does.
+    /// Returns every obstacle to a migration through Sterna, one sentence each; empty if there is none.
     pub fn refusals(&self, role: Role) -> Vec<String> {
         let mut reasons = Vec::new();
         let (major, minor) = OLDEST_QEMU;
@@ -202,10 +202,10 @@ impl Settings {
         reasons.push(reason);
     }
 
-    /// Judges this QEMU and, if nothing is in the way, says what must be set for a migration through Sterna. Changes nothing.
+    /// Checks this QEMU, and returns the changes that a migration through Sterna needs. Changes nothing.
     ///
-    /// Both ends: multifd with that many channels (or off), return-path, late-block-activate, events. The source also: no
-    /// bandwidth limit (the pace is Sterna's), the downtime limit, pause-before-switchover. The destination also: no multifd
+    /// Both sides: multifd with `wanted.channels` channels (or off), return-path, late-block-activate, events. The source also: no
+    /// bandwidth limit (Sterna paces), the downtime limit, pause-before-switchover. The destination also: no multifd
     /// compression, since Sterna feeds raw pages.
     pub fn plan(qmp: &Qmp, wanted: &Wanted) -> Result<Plan, SettingsError> {
         if wanted.downtime_limit.is_some_and(|limit| limit > MAX_DOWNTIME_LIMIT) {
@@ -226,7 +226,7 @@ impl Settings {
         Ok(plan)
     }
 
-    /// [`Settings::plan`], carried out.
+    /// Makes the plan of [`Settings::plan`] and carries it out.
     pub fn apply(qmp: &Qmp, wanted: &Wanted) -> Result<Restore, SettingsError> {
         Ok(Self::plan(qmp, wanted)?.carry_out()?)
     }
@@ -242,8 +242,7 @@ impl Settings {
             desired.push(("pause-before-switchover", wanted.pause_before_switchover));
         }
         for (name, on) in desired {
-            // One that this QEMU does not know (any more) needs no setting: those without which it cannot work were asked for
-            // in `refusals`.
+            // A capability that this QEMU does not know is skipped: `refusals` has checked the indispensable ones.
             if let Some(was) = self.capabilities.get(name).filter(|was| **was != on) {
                 plan.wanted.capabilities.insert(name.to_owned(), on);
                 plan.before.capabilities.insert(name.to_owned(), *was);
@@ -283,17 +282,17 @@ pub struct Values {
 }
 
 impl Values {
-    /// Sets them. QEMU refuses while a migration is under way.
+    /// Sets these values. QEMU refuses while a migration is active.
     ///
     /// # Errors
-    /// The first that came. Both kinds are tried, whatever becomes of the one.
+    /// The first failure. Capabilities are set even if setting the parameters failed.
     pub fn set(&self, qmp: &Qmp) -> Result<(), QmpError> {
         let first = send_parameters(qmp, &self.parameters);
         send_capabilities(qmp, &self.capabilities).and(first)
     }
 }
 
-/// Which settings must change.
+/// The settings that must change, with their wanted and their present values.
 #[derive(Debug)]
 pub struct Plan {
     qmp: Qmp,
@@ -302,21 +301,21 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// What those settings are now.
+    /// Returns the present values of the settings that will change.
     pub fn before(&self) -> &Values {
         &self.before
     }
 
-    /// Makes the settings. What was made before an error is put back.
+    /// Changes the settings. After an error, those already changed are restored.
     pub fn carry_out(self) -> Result<Restore, QmpError> {
-        // First, because without an answer it is unknown whether it was done, and putting back twice is harmless.
+        // Made before the change: without an answer it is unknown whether QEMU changed a setting, and restoring is always harmless.
         let restore = Restore { qmp: self.qmp, before: Some(self.before) };
         self.wanted.set(&restore.qmp)?;
         Ok(restore)
     }
 }
 
-/// The settings that were changed, and what they were.
+/// Restores the settings that were changed.
 #[derive(Debug)]
 #[must_use = "dropping it puts the settings back at once"]
 pub struct Restore {
@@ -325,25 +324,25 @@ pub struct Restore {
 }
 
 impl Restore {
-    /// Puts back what was changed. QEMU refuses while a migration is under way.
+    /// Restores the settings. QEMU refuses while a migration is active.
     pub fn restore(mut self) -> Result<(), QmpError> {
-        self.put_back()
+        self.restore_once()
     }
 
-    /// Leaves the settings as they are now.
+    /// Keeps the changed settings.
     pub fn keep(mut self) {
         self.before = None;
     }
 
-    fn put_back(&mut self) -> Result<(), QmpError> {
-        // Taken first: what failed once is not tried again by drop.
+    fn restore_once(&mut self) -> Result<(), QmpError> {
+        // Taken first, so that drop does not repeat a failed attempt.
         self.before.take().map_or(Ok(()), |before| before.set(&self.qmp))
     }
 }
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        if let Err(error) = self.put_back() {
+        if let Err(error) = self.restore_once() {
             tracing::warn!(%error, "QEMU's migration settings could not be put back");
         }
     }

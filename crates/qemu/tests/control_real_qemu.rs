@@ -1,5 +1,5 @@
-//! QMP, settings, discovery and placement against the real QEMUs that `scripts/setup` unpacks. What Sterna writes is read
-//! back by QEMU itself (`xp`), which proves that the address found is the guest's memory and nothing else.
+//! QMP, settings, discovery and placement against the real QEMUs that `scripts/setup` unpacks. QEMU itself reads Sterna's bytes
+//! back (`xp`), which proves that the discovered address is the guest's memory and nothing else.
 
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
@@ -22,7 +22,7 @@ struct Qemu {
 }
 
 impl Qemu {
-    /// `None`, with the reason printed, where the QEMU was not unpacked.
+    /// Starts a QEMU; `None`, with the reason printed, if it was not unpacked.
     fn start(version: QemuVersion, arguments: &[&str]) -> Option<Self> {
         let tools = or_skip(Tools::locate())?;
         let mut command = or_skip(tools.qemu(version))?;
@@ -67,7 +67,7 @@ fn block<'a>(blocks: &'a [RamBlock], name: &str) -> &'a RamBlock {
     blocks.iter().find(|block| block.name == name).unwrap_or_else(|| panic!("no {name} in {blocks:?}"))
 }
 
-/// What QEMU reads at a guest address. By `xp`, because QEMU 11.1 refuses `pmemsave` and `memsave` as long as it waits for a guest.
+/// Returns the bytes that QEMU reads at a guest address. By `xp`, because QEMU 11.1 refuses `pmemsave` and `memsave` as long as it waits for a guest.
 fn guest_memory(qmp: &Qmp, address: u64, size: usize) -> Vec<u8> {
     const WORDS: usize = 1024;
     assert_eq!(size % 8, 0, "read by words of 8 bytes");
@@ -85,7 +85,7 @@ fn guest_memory(qmp: &Qmp, address: u64, size: usize) -> Vec<u8> {
     memory
 }
 
-/// Writes through `place` and has QEMU read it back.
+/// Writes through `place` and makes QEMU read it back.
 fn prove(qmp: &Qmp, block: &RamBlock, way: Way) {
     let Placement::Direct { place, why } = choose(block) else {
         panic!("in-stream: {:?}", choose(block));

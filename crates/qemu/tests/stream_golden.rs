@@ -1,4 +1,4 @@
-//! The stream's parsers and writers against bytes put together by hand from QEMU's format.
+//! The stream's parsers and writers against bytes composed by hand from QEMU's format.
 
 mod stream_support;
 
@@ -12,7 +12,7 @@ fn next(reader: &mut MainReader<&[u8]>) -> Event {
     reader.next_event(&mut [0; 4096]).unwrap()
 }
 
-/// Events up to the end of RAM, and the opaque bytes.
+/// Reads the events up to the end of RAM, and the opaque bytes.
 fn read_all(bytes: &[u8]) -> (Vec<Event>, Vec<u8>) {
     let mut reader = MainReader::new(bytes);
     let mut events = Vec::new();
@@ -113,7 +113,7 @@ fn whole_stream_gives_its_events_in_order() {
 }
 
 #[test]
-fn setup_tells_how_the_channels_are_synchronised() {
+fn setup_shows_how_the_channels_are_synchronised() {
     for flush in [false, true] {
         let stream = whole_stream(flush);
         let mut reader = MainReader::new(stream.as_slice());
@@ -123,7 +123,7 @@ fn setup_tells_how_the_channels_are_synchronised() {
 }
 
 #[test]
-fn end_of_section_is_told_before_its_footer_is_there() {
+fn end_of_section_is_reported_before_its_footer_has_arrived() {
     let stream = whole_stream(false);
     let setup_end = stream.windows(8).position(|w| w == EOS.to_be_bytes()).unwrap() + 8;
     let mut reader = MainReader::new(&stream[..setup_end]);
@@ -201,7 +201,7 @@ fn page_sizes_in_the_block_list_are_recognised_and_can_be_left_out() {
     assert_eq!(sizes, [Some(0x20_0000), None, Some(0x20_0000)]);
     let plain = block_list(&[("ram0", 0x20_0000), ("rom", 0x3000), ("ram1", 0x20_0000)]);
     assert_eq!(start.payload_without_page_sizes(), plain);
-    // In a stream the record behind the last block must not be taken for a page size.
+    // In a stream, the record after the last block must not be taken for a page size.
     for behind in [EOS, FLUSH] {
         let stream = [&list[..list.len() - 8], &record(behind), &record(EOS)].concat();
         let stream = [HEADER, &configuration("pc"), &section_start(1, 9, "ram", 4), &stream].concat();
@@ -368,7 +368,7 @@ fn multifd_init_packet_is_read_and_written() {
 }
 
 #[test]
-fn sync_riding_on_a_packet_with_pages_is_told_with_them() {
+fn sync_in_a_packet_with_pages_is_reported_with_them() {
     let bytes = [multifd_header(1, 2, 0, "pc.ram", &[0x5000, 0x1000]), vec![1; 4096], vec![2; 4096]].concat();
     let mut reader = MultifdReader::new(bytes.as_slice(), 4096).unwrap();
     let mut packet = MultifdPacket::default();
@@ -385,7 +385,7 @@ fn sync_riding_on_a_packet_with_pages_is_told_with_them() {
 }
 
 #[test]
-fn zero_pages_stand_behind_normal_ones() {
+fn zero_pages_follow_normal_ones() {
     let bytes = [multifd_header(0, 1, 2, "pc.ram", &[0x5000, 0x6000, 0]), vec![1; 4096]].concat();
     let mut reader = MultifdReader::new(bytes.as_slice(), 4096).unwrap();
     let mut packet = MultifdPacket::default();

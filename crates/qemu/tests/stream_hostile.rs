@@ -1,5 +1,5 @@
-//! Damaged and lying streams: refused in words, no panic, no memory reserved by what they claim. Also runs the fuzz
-//! targets' committed corpus.
+//! Damaged and forged streams: refused with the reason, without a panic, and without reserving memory by their claims. Also runs the
+//! fuzz targets' committed corpus.
 
 #[path = "../../../fuzz/entries/stream.rs"]
 mod entries;
@@ -81,7 +81,7 @@ fn any_changed_byte_is_read_or_refused_without_panic() {
         }
         count
     };
-    // Content and statistics may change unnoticed, everything else is noticed.
+    // A change of content and statistics may go unnoticed, every other change is detected.
     assert!(refused(&main, &|bytes| entries::main_channel(bytes).is_ok()) > 300);
     assert!(refused(&multifd, &|bytes| entries::multifd_channel(bytes).is_ok()) > 100);
 }

@@ -1,5 +1,5 @@
 //! Real migrations from one QEMU through the readers and writers into another: 7.2 and 10.0, machine types of both, with
-//! and without multifd on either side, while the guest writes its memory. What arrives is compared byte for byte.
+//! and without multifd on either side, while the guest writes its memory. The destination's memory is compared byte for byte.
 
 mod stream_support;
 
@@ -106,7 +106,7 @@ impl Drop for Qemu {
     }
 }
 
-/// Says `R` on the serial line, then counts up the first byte of each page from 64 KiB to 576 KiB, for ever.
+/// Writes `R` to the serial line, then counts up the first byte of each page from 64 KiB to 576 KiB, for ever.
 fn boot_sector() -> Vec<u8> {
     let mut sector = vec![
         0xba, 0xf8, 0x03, // mov dx, 0x3f8
@@ -126,7 +126,7 @@ fn boot_sector() -> Vec<u8> {
     sector
 }
 
-/// What a multifd channel of the source says.
+/// An item of a multifd channel of the source.
 enum FromChannel {
     Pages { block: String, normal: Vec<u64>, data: Vec<u8>, zero: Vec<u64> },
     Sync,
@@ -150,7 +150,7 @@ fn read_channel(mut socket: UnixStream, channels: u8, to: &mpsc::Sender<FromChan
     }
 }
 
-/// What a migration was seen to do.
+/// Statistics of a migration.
 #[derive(Debug, Default)]
 struct Seen {
     pages: u64,
@@ -201,7 +201,7 @@ impl Gateway {
         }
     }
 
-    /// Passes on what each channel of the source says up to its SYNC.
+    /// Passes on the packets of each channel of the source up to its SYNC.
     fn gather(&mut self) {
         for index in 0..self.from.len() {
             while let FromChannel::Pages { block, normal, data, zero } = self.from[index].recv().unwrap() {
@@ -296,7 +296,7 @@ fn accept(listener: &UnixListener, channels: usize) -> (UnixStream, Vec<UnixStre
     let (mut main, mut multifd) = (None, Vec::new());
     while main.is_none() || multifd.len() < channels {
         let (mut socket, _) = listener.accept().unwrap();
-        // Looked at without taking it: the readers want the bytes too.
+        // Peeked at: the readers need the bytes, too.
         let first = peek(&mut socket);
         match ChannelSniff::of(first) {
             ChannelSniff::Main => main = Some(socket),

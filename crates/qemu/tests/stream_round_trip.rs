@@ -1,4 +1,4 @@
-//! Random migrations written and read back, in pieces of any length: what went in comes out, in order.
+//! Writes random migrations and reads them back, in pieces of any length: the items are the same, in the same order.
 //! The seed is printed; `STERNA_TEST_SEED` repeats a run.
 
 mod stream_support;
@@ -18,9 +18,9 @@ const VARIANTS: [WireVariant; 4] = [
 const BLOCKS: [(&str, u64); 4] =
     [("pc.ram", 0x100_0000), ("/rom@etc/acpi/tables", 0x2_0000), ("pc.bios", 0x4_0000), ("b", 0x1_0000)];
 
-/// What a main channel says, with pages one by one.
+/// An item of a main channel, with pages one by one.
 #[derive(Debug, PartialEq, Eq)]
-enum Said {
+enum StreamItem {
     Page(usize, u64, Vec<u8>),
     Zero(usize, u64),
     SyncPoint,
@@ -35,9 +35,9 @@ fn configuration_with_page_bits(bits: u32) -> Configuration {
     Configuration::parse(&bytes).unwrap()
 }
 
-fn offsets(random: &mut Random, block: usize, page_size: usize, most: usize) -> Vec<u64> {
+fn offsets(random: &mut Random, block: usize, page_size: usize, max: usize) -> Vec<u64> {
     let pages = usize::try_from(BLOCKS[block].1).unwrap() / page_size;
-    (0..random.below(most + 1)).map(|_| (random.below(pages) * page_size) as u64).collect()
+    (0..random.below(max + 1)).map(|_| (random.below(pages) * page_size) as u64).collect()
 }
 
 fn content(random: &mut Random, length: usize) -> Vec<u8> {
@@ -46,20 +46,25 @@ fn content(random: &mut Random, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// Writes a random migration; what it should say and how many sync points it had.
-fn write_main(random: &mut Random, variant: WireVariant, multifd: bool, page_bits: u32) -> (Vec<u8>, Vec<Said>, u64) {
+/// Writes a random migration. Returns its bytes, its items and the number of its sync points.
+fn write_main(
+    random: &mut Random,
+    variant: WireVariant,
+    multifd: bool,
+    page_bits: u32,
+) -> (Vec<u8>, Vec<StreamItem>, u64) {
     let page_size = 1 << page_bits;
     let section = configuration_with_page_bits(page_bits);
     let start = RamStart::from_payload(random.below(99) as u32, 0, 4, &block_list(&BLOCKS), page_size, false).unwrap();
     let seed = random.next();
     let longest = 1 + random.below(100_000);
     let mut writer = MainWriter::new(Pieces::new(Vec::new(), seed, longest), variant, multifd);
-    let mut said = Vec::new();
+    let mut items = Vec::new();
     writer.header().unwrap();
     writer.configuration(&section).unwrap();
     writer.ram_start(&start, random.flip()).unwrap();
     writer.end_setup().unwrap();
-    said.extend(multifd.then_some(Said::SyncPoint));
+    items.extend(multifd.then_some(StreamItem::SyncPoint));
     let mut completing = false;
     for _ in 0..random.below(30) {
         match random.below(if completing { 3 } else { 6 }) {
@@ -69,17 +74,17 @@ fn write_main(random: &mut Random, variant: WireVariant, multifd: bool, page_bit
                 let data = content(random, offsets.len() * page_size);
                 writer.pages(block, &offsets, &data).unwrap();
                 let pages = offsets.iter().zip(data.chunks_exact(page_size));
-                said.extend(pages.map(|(&offset, page)| Said::Page(block, offset, page.to_vec())));
+                items.extend(pages.map(|(&offset, page)| StreamItem::Page(block, offset, page.to_vec())));
             }
             2 => {
                 let block = random.below(BLOCKS.len());
                 let offsets = offsets(random, block, page_size, 20_000);
                 writer.zero_pages(block, &offsets).unwrap();
-                said.extend(offsets.iter().map(|&offset| Said::Zero(block, offset)));
+                items.extend(offsets.iter().map(|&offset| StreamItem::Zero(block, offset)));
             }
             3 => {
                 writer.generation_boundary().unwrap();
-                said.extend(multifd.then_some(Said::SyncPoint));
+                items.extend(multifd.then_some(StreamItem::SyncPoint));
             }
             4 => {
                 let syncs = writer.sync_points();
@@ -87,13 +92,13 @@ fn write_main(random: &mut Random, variant: WireVariant, multifd: bool, page_bit
                 writer.command(&ping).unwrap();
                 // Only the section it ended can have been a sync point.
                 assert!(writer.sync_points() - syncs <= u64::from(multifd && variant.syncs_per_section()));
-                said.extend((syncs..writer.sync_points()).map(|_| Said::SyncPoint));
-                said.push(Said::Command(PING_1.to_vec()));
+                items.extend((syncs..writer.sync_points()).map(|_| StreamItem::SyncPoint));
+                items.push(StreamItem::Command(PING_1.to_vec()));
             }
             _ => {
                 let syncs = writer.sync_points();
                 writer.begin_complete().unwrap();
-                said.extend((syncs..writer.sync_points()).map(|_| Said::SyncPoint));
+                items.extend((syncs..writer.sync_points()).map(|_| StreamItem::SyncPoint));
                 completing = true;
             }
         }
@@ -101,53 +106,53 @@ fn write_main(random: &mut Random, variant: WireVariant, multifd: bool, page_bit
     if !completing {
         let syncs = writer.sync_points();
         writer.begin_complete().unwrap();
-        said.extend((syncs..writer.sync_points()).map(|_| Said::SyncPoint));
+        items.extend((syncs..writer.sync_points()).map(|_| StreamItem::SyncPoint));
     }
     writer.end_complete().unwrap();
-    said.extend(multifd.then_some(Said::SyncPoint));
-    said.push(Said::End);
+    items.extend(multifd.then_some(StreamItem::SyncPoint));
+    items.push(StreamItem::End);
     let length = random.below(300_000) / 8 * 8;
     let opaque = content(random, length);
     for part in opaque.chunks(10_000) {
         writer.opaque(part).unwrap();
     }
-    said.push(Said::Opaque(opaque));
+    items.push(StreamItem::Opaque(opaque));
     let syncs = writer.sync_points();
-    (writer.into_inner().inner, said, syncs)
+    (writer.into_inner().inner, items, syncs)
 }
 
 /// Reads a stream with a mixture of single events and batches.
-fn read_main(random: &mut Random, bytes: &[u8], variant: WireVariant, multifd: bool) -> Vec<Said> {
+fn read_main(random: &mut Random, bytes: &[u8], variant: WireVariant, multifd: bool) -> Vec<StreamItem> {
     let seed = random.next();
     let longest = 1 + random.below(600_000);
     let mut reader = MainReader::new(Pieces::new(bytes, seed, longest));
     let mut buffer = vec![0; 64 * 65536];
     let mut batch = PageBatch::default();
-    let mut said = Vec::new();
+    let mut items = Vec::new();
     loop {
         if random.flip() {
             let room = reader.page_size() * (1 + random.below(60));
             let count = reader.next_pages(&mut buffer[..room], &mut batch).unwrap();
             let pages = batch.offsets[..count].iter().zip(buffer.chunks_exact(reader.page_size()));
-            said.extend(pages.map(|(&offset, page)| Said::Page(batch.block, offset, page.to_vec())));
+            items.extend(pages.map(|(&offset, page)| StreamItem::Page(batch.block, offset, page.to_vec())));
         }
         match reader.next_event(&mut buffer).unwrap() {
             Event::Page { block, offset } => {
-                said.push(Said::Page(block, offset, buffer[..reader.page_size()].to_vec()));
+                items.push(StreamItem::Page(block, offset, buffer[..reader.page_size()].to_vec()));
             }
-            Event::ZeroPage { block, offset } => said.push(Said::Zero(block, offset)),
-            Event::Flush => said.push(Said::SyncPoint),
-            Event::EndOfSection { .. } if multifd && variant.syncs_per_section() => said.push(Said::SyncPoint),
+            Event::ZeroPage { block, offset } => items.push(StreamItem::Zero(block, offset)),
+            Event::Flush => items.push(StreamItem::SyncPoint),
+            Event::EndOfSection { .. } if multifd && variant.syncs_per_section() => items.push(StreamItem::SyncPoint),
             Event::EndOfSection { kind: SectionKind::Setup } => {
                 assert_eq!(reader.setup_had_flush(), multifd && !variant.syncs_per_section());
             }
-            Event::Command(command) => said.push(Said::Command(command.bytes)),
+            Event::Command(command) => items.push(StreamItem::Command(command.bytes)),
             Event::RamEnd => break,
             Event::RamStart(start) => assert_eq!(start.blocks.len(), BLOCKS.len()),
             _ => {}
         }
     }
-    said.push(Said::End);
+    items.push(StreamItem::End);
     let mut opaque = Vec::new();
     loop {
         match reader.read_opaque(&mut buffer[..70_000]).unwrap() {
@@ -155,8 +160,8 @@ fn read_main(random: &mut Random, bytes: &[u8], variant: WireVariant, multifd: b
             n => opaque.extend(&buffer[..n]),
         }
     }
-    said.push(Said::Opaque(opaque));
-    said
+    items.push(StreamItem::Opaque(opaque));
+    items
 }
 
 #[test]
@@ -168,9 +173,9 @@ fn main_channel_comes_out_as_it_went_in() {
         let page_bits = [10, 12, 12, 14, 16][random.below(5)];
         let (bytes, mut written, syncs) = write_main(&mut random, variant, multifd, page_bits);
         let read = read_main(&mut random, &bytes, variant, multifd);
-        assert_eq!(written.iter().filter(|s| **s == Said::SyncPoint).count() as u64, syncs);
+        assert_eq!(written.iter().filter(|s| **s == StreamItem::SyncPoint).count() as u64, syncs);
         if variant.syncs_per_section() && !multifd {
-            written.retain(|s| *s != Said::SyncPoint);
+            written.retain(|s| *s != StreamItem::SyncPoint);
         }
         let differs = written.iter().zip(&read).position(|(w, r)| w != r);
         assert_eq!((differs, read.len()), (None, written.len()), "{variant:?} multifd {multifd} page 2^{page_bits}");
@@ -193,16 +198,16 @@ fn multifd_channel_comes_out_as_it_went_in() {
             match random.below(4) {
                 0 | 1 => {
                     let block = random.below(BLOCKS.len());
-                    let most = sterna_qemu::stream::pages_per_packet(page_size);
-                    let mut normal = offsets(&mut random, block, page_size, most);
+                    let max = sterna_qemu::stream::pages_per_packet(page_size);
+                    let mut normal = offsets(&mut random, block, page_size, max);
                     let mut zero = if variant.zero_pages_in_packets() {
-                        offsets(&mut random, block, page_size, most - normal.len())
+                        offsets(&mut random, block, page_size, max - normal.len())
                     } else {
                         Vec::new()
                     };
                     if normal.is_empty() && zero.is_empty() {
                         normal.push(0);
-                        zero.truncate(most - 1);
+                        zero.truncate(max - 1);
                     }
                     let data = content(&mut random, normal.len() * page_size);
                     let slices: Vec<&[u8]> = data.chunks(data.len() / 7 + 1).collect();
@@ -266,7 +271,7 @@ fn one_sync_of_each_channel_belongs_to_each_sync_point() {
             channel.sync_to(main.sync_points()).unwrap();
         }
 
-        // As the destination counts: a sync point is a FLUSH record or, on old machine types, a section's end.
+        // Counted as the destination does: a sync point is a FLUSH record or, on old machine types, a section's end.
         let bytes = main.into_inner();
         let mut reader = MainReader::new(bytes.as_slice());
         let (mut points, mut page) = (0, [0; 4096]);

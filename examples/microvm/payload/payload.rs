@@ -7,7 +7,7 @@ use core::fmt::{self, Write};
 use core::{arch, ptr, slice};
 use sterna_guest::share::{Counters, FAILED, Layout, Orders, SERIAL, SERIAL_BYTES, STEPS_DONE, Share};
 
-/// Where each vCPU begins, on a stack of its own. The monitor passes where its share's pages of control are.
+/// The entry point of each vCPU, on a stack of its own. The monitor passes the addresses of its control pages.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = ".start")]
 unsafe extern "sysv64" fn start(layout: *const Layout, orders: *const Orders, counters: *mut Counters) -> ! {
@@ -15,7 +15,7 @@ unsafe extern "sysv64" fn start(layout: *const Layout, orders: *const Orders, co
     let layout = unsafe { layout.read() };
     let Some(plan) = layout.plan() else { panic!("vcpu {}: {layout:?} is not understood", layout.vcpu) };
     // SAFETY: the monitor has set aside this memory for this vCPU alone, identity mapped. That it is moved to another host
-    // while the guest stands makes no difference to the guest.
+    // while the guest is paused makes no difference to the guest.
     let (pages, table) = unsafe {
         (
             slice::from_raw_parts_mut(ptr::with_exposed_provenance_mut(layout.pages as usize), layout.count as usize),
@@ -24,12 +24,12 @@ unsafe extern "sysv64" fn start(layout: *const Layout, orders: *const Orders, co
     };
     let mut share = Share { vcpu: layout.vcpu, pages, table, plan, whole: layout.whole != 0 };
     loop {
-        // SAFETY: the device's register; orders and counters are where the monitor said. Volatile, because the monitor
-        // writes and reads them while this vCPU stands at the register, and counters are read at any time.
+        // SAFETY: the device's register; orders and counters are at the passed addresses. Volatile, because the monitor
+        // writes and reads them while this vCPU is stopped at the register, and counters are read at any time.
         unsafe {
             register::<u64>(STEPS_DONE).write_volatile(counters.read_volatile().steps);
             let (orders, mut done) = (orders.read_volatile(), counters.read_volatile());
-            // A serial port takes everything.
+            // A serial port accepts every byte.
             let _ = share.step(&orders, &mut done, &mut Serial { vcpu: layout.vcpu });
             counters.write_volatile(done);
         }
@@ -56,7 +56,7 @@ impl Write for Serial {
 
 #[panic_handler]
 fn panic(information: &core::panic::PanicInfo<'_>) -> ! {
-    // Which vCPU this is, nobody says here; there will be no other line.
+    // The vCPU's number is not known here; there will be no other line.
     let _ = writeln!(Serial { vcpu: 0 }, "{information}");
     loop {
         // SAFETY: the device's register. The monitor does not come back.

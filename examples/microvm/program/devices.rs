@@ -1,4 +1,4 @@
-//! What was found of the devices with a state of their own.
+//! The results of checking the devices with a state of their own.
 
 use serde_json::{Value, json};
 use sterna::report::bytes;
@@ -14,12 +14,12 @@ struct Device {
     verified: Verified,
 }
 
-/// All of a machine at a moment.
+/// All devices of a machine at a moment.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Devices(Vec<Device>);
 
 impl Devices {
-    /// As they are known.
+    /// Returns the present results, without checking.
     pub(crate) fn of(machine: &Machine) -> Self {
         let device = |device: &Scratch| Device {
             name: device.id().to_string(),
@@ -30,29 +30,29 @@ impl Devices {
         Self(machine.devices().iter().map(|this| device(this)).collect())
     }
 
-    /// After a look at all that is in them.
+    /// Checks all blocks, and returns the results.
     pub(crate) fn verified(machine: &Machine) -> Self {
         machine.devices().iter().for_each(|device| device.verify());
         Self::of(machine)
     }
 
-    /// Blocks that they wrote again since `earlier`.
+    /// Returns how many blocks they rewrote since `earlier`.
     pub(crate) fn written_since(&self, earlier: &Self) -> u64 {
         let devices = self.0.iter().zip(&earlier.0);
         devices.map(|(now, then)| now.written.saturating_sub(then.written)).sum()
     }
 
-    /// Whether each has written a block since.
+    /// Returns whether each has written a block since.
     pub(crate) fn all_wrote(&self, machine: &Machine) -> bool {
         machine.devices().iter().zip(&self.0).all(|(now, then)| now.written() != then.written)
     }
 
-    /// Wrong blocks.
+    /// Returns the number of wrong blocks.
     pub(crate) fn wrong(&self) -> u64 {
         self.0.iter().map(|device| device.verified.wrong).sum()
     }
 
-    /// In words, unless nothing was looked at.
+    /// Returns the results as text, unless no block was checked.
     pub(crate) fn text(&self) -> Option<String> {
         let looked_at: u64 = self.0.iter().map(|device| device.verified.blocks).sum();
         let (first, count) = (self.0.first().filter(|_| looked_at > 0)?, self.0.len());
@@ -65,7 +65,7 @@ impl Devices {
         Some(format!("{devices}: {looked_at} blocks verified, {wrong}"))
     }
 
-    /// For scripts.
+    /// Returns the results as JSON.
     pub(crate) fn json(&self) -> Value {
         let device = |Device { name, blocks, written, verified }: &Device| {
             json!({
@@ -80,7 +80,7 @@ impl Devices {
         self.0.iter().map(device).collect()
     }
 
-    /// One of 1 MiB, of which that was found.
+    /// Returns one device of 1 MiB with this result.
     #[cfg(test)]
     pub(crate) fn with(verified: Verified) -> Self {
         Self(vec![Device { name: "scratch/0".to_owned(), blocks: 256, written: 0, verified }])
@@ -94,14 +94,14 @@ mod tests {
     use sterna_microvm::scratch::WrongBlock;
 
     #[test]
-    fn what_was_found_is_said() {
-        let said = |verified| Devices::with(verified).text();
-        assert_eq!(said(Verified::default()), None);
+    fn results_are_shown_as_text_and_json() {
+        let text = |verified| Devices::with(verified).text();
+        assert_eq!(text(Verified::default()), None);
         assert_eq!(Devices::default().text(), None);
         let right = Verified { blocks: 300, wrong: 0, first: None };
-        assert_eq!(said(right).as_deref(), Some("1 device of 1.00 MiB: 300 blocks verified, none wrong"));
+        assert_eq!(text(right).as_deref(), Some("1 device of 1.00 MiB: 300 blocks verified, none wrong"));
         let first = Some(WrongBlock { block: 7, fault: Fault::Stale { generation: 3 } });
-        let wrong = said(Verified { blocks: 300, wrong: 2, first }).expect("said");
+        let wrong = text(Verified { blocks: 300, wrong: 2, first }).expect("text");
         assert!(wrong.ends_with("2 wrong, the first: of scratch/0 block 7 is stale: generation 3"), "{wrong}");
     }
 }

@@ -1,8 +1,8 @@
-//! The two calls of the library: at the source and at the destination. `src/migration.rs` has what they are given.
+//! The two calls of the library: at the source and at the destination. `src/migration.rs` has their arguments.
 
 use crate::note;
 use crate::options::Options;
-use crate::signals::Told;
+use crate::signals::Requests;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use sterna::destination::Destination;
@@ -18,14 +18,14 @@ use sterna_offload::Offload;
 /// Why there was no migration at all.
 pub(crate) type NotBegun = Box<dyn std::error::Error>;
 
-/// Moves the running guest to `to`. Afterwards it stands here, or runs on if the migration failed.
+/// Moves the running guest to `to`. Afterwards it is paused here, or runs on if the migration failed.
 pub(crate) fn send(
     machine: &Arc<Machine>,
     to: &str,
     options: &Options,
     security: &Security,
     offload: Arc<Offload>,
-    told: &Told,
+    requests: &Requests,
 ) -> Result<Result<Report, MigrationError>, NotBegun> {
     let log = machine.take_dirty_log().ok_or("the dirty log has been taken")?;
     let settings = &options.source;
@@ -48,16 +48,16 @@ pub(crate) fn send(
     if let Some(dir) = &options.state_dir {
         source = source.state_dir(dir);
     }
-    Ok(source.run(to, security, &mut Movable::new(machine), told.cancel(), &Teller::default()))
+    Ok(source.run(to, security, &mut Movable::new(machine), requests.cancel(), &ProgressPrinter::default()))
 }
 
-/// Takes a guest. Afterwards it runs here, unless the migration failed.
+/// Receives a guest. Afterwards it runs here, unless the migration failed.
 pub(crate) fn receive(
     machine: &Arc<Machine>,
     at: &str,
     options: &Options,
     security: &Security,
-    told: &Told,
+    requests: &Requests,
 ) -> Result<Result<ReceiveReport, MigrationError>, NotBegun> {
     let mut destination = Destination::new(guest_ram(machine)?).device_queue(options.destination.device_queue << 20);
     for (id, device) in devices_to_load(machine) {
@@ -67,20 +67,20 @@ pub(crate) fn receive(
         destination = destination.state_dir(dir);
     }
     let listening = destination.listen(at, security)?;
-    Ok(listening.run(&mut Movable::new(machine), told.cancel(), &Teller::default()))
+    Ok(listening.run(&mut Movable::new(machine), requests.cancel(), &ProgressPrinter::default()))
 }
 
-/// Says what the library tells: its notes, and a line for each round and each device that take long enough to be seen.
+/// Prints the library's notes, and a line for each round and each device that take long enough.
 #[derive(Default)]
-struct Teller {
+struct ProgressPrinter {
     round: AtomicU64,
     /// Devices that the destination has loaded.
     loaded: AtomicUsize,
-    /// The devices that are waited for, in words.
+    /// The text about the awaited devices.
     waiting_for: Mutex<Option<String>>,
 }
 
-impl Observer for Teller {
+impl Observer for ProgressPrinter {
     fn progress(&self, progress: &Progress) {
         let devices = &progress.devices;
         let loaded = devices.iter().filter(|device| device.phase == DevicePhase::Loaded).count();
@@ -88,12 +88,12 @@ impl Observer for Teller {
             note(format_args!("{loaded} of {} devices loaded", devices.len()));
         }
         let waiting_for = progress.waiting_for();
-        let mut told = self.waiting_for.lock().expect("nobody panics with it");
-        if *told != waiting_for {
+        let mut printed = self.waiting_for.lock().expect("no thread panics with it locked");
+        if *printed != waiting_for {
             if let Some(devices) = &waiting_for {
                 note(format_args!("waiting for {devices}"));
             }
-            *told = waiting_for;
+            *printed = waiting_for;
         }
         if self.round.swap(progress.round, Ordering::Relaxed) == progress.round {
             return;
@@ -105,7 +105,7 @@ impl Observer for Teller {
             rate(progress.dirty_rate),
             rate(progress.wire_rate),
             progress.predicted_downtime_ms,
-            told_of(devices)
+            devices_text(devices)
         ));
     }
 
@@ -115,7 +115,7 @@ impl Observer for Teller {
 }
 
 /// Nothing where there are none.
-fn told_of(devices: &[DeviceProgress]) -> String {
+fn devices_text(devices: &[DeviceProgress]) -> String {
     if devices.is_empty() {
         return String::new();
     }

@@ -1,4 +1,4 @@
-//! What happened, for people, scripts and exit codes.
+//! The outcome, as text, as JSON and as an exit code.
 
 use crate::devices::Devices;
 use serde::Serialize;
@@ -8,10 +8,10 @@ use std::time::Duration;
 use sterna::migration::{GuestState, MigrationError};
 use sterna_microvm::{Machine, Report};
 
-/// What the guest did over some time.
+/// The guest's work over some time.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct Work {
-    /// Of its own time, which stands while it does.
+    /// The guest's own time, which stops while the guest is paused.
     seconds: f64,
     /// Pages written again.
     written: u64,
@@ -23,20 +23,20 @@ pub(crate) struct Work {
     device_blocks: u64,
 }
 
-/// How far the guest is at a moment.
-pub(crate) struct Mark {
+/// The guest's progress at a moment.
+pub(crate) struct Snapshot {
     pub(crate) report: Report,
     clock: Duration,
     pub(crate) devices: Devices,
 }
 
-impl Mark {
-    /// Now.
+impl Snapshot {
+    /// Returns the present progress.
     pub(crate) fn of(machine: &Machine) -> Self {
         Self { report: machine.report(), clock: machine.clock(), devices: Devices::of(machine) }
     }
 
-    /// What the guest has done since `earlier`.
+    /// Returns the guest's work since `earlier`.
     pub(crate) fn since(&self, earlier: &Self) -> Work {
         Work {
             seconds: self.clock.saturating_sub(earlier.clock).as_secs_f64(),
@@ -49,7 +49,7 @@ impl Mark {
 }
 
 impl Work {
-    /// In words.
+    /// Returns it as text.
     pub(crate) fn text(&self) -> String {
         let per_second = |pages: u64| pages as f64 / self.seconds.max(1e-6);
         let (written, checked) = (per_second(self.written), per_second(self.checked));
@@ -59,30 +59,30 @@ impl Work {
 
 /// How the migration ended, if there was one.
 pub(crate) enum Moved {
-    /// It was not asked for.
-    No,
-    /// Well; with the library's report.
-    Well(Value),
-    /// Not well.
-    Badly(Box<MigrationError>),
+    /// There was none.
+    NotAttempted,
+    /// It completed; with the library's report.
+    Completed(Value),
+    /// It failed.
+    Failed(Box<MigrationError>),
 }
 
-/// Everything.
+/// The outcome of the program.
 pub(crate) struct Outcome {
     pub(crate) machine: String,
     pub(crate) moved: Moved,
-    /// The guest before, during and after the migration, as far as it was here.
+    /// The guest's work before, during and after the migration, as far as it was here.
     pub(crate) before: Option<Work>,
     pub(crate) during: Option<Work>,
     pub(crate) after: Option<Work>,
-    /// What the guest said at the end, unless nothing of it is here.
+    /// The guest's last report, unless nothing of it is here.
     pub(crate) guest: Option<Report>,
-    /// What was found of its devices, as far as they are here.
+    /// The results of checking its devices, as far as they are here.
     pub(crate) devices: Devices,
 }
 
 impl Outcome {
-    /// See the help text of `options.rs`.
+    /// Returns the exit code, which the help text of `options.rs` explains.
     pub(crate) fn exit(&self) -> ExitCode {
         ExitCode::from(self.code())
     }
@@ -92,20 +92,20 @@ impl Outcome {
             return 1;
         }
         match &self.moved {
-            Moved::No | Moved::Well(_) => 0,
-            Moved::Badly(error) => match error.guest {
+            Moved::NotAttempted | Moved::Completed(_) => 0,
+            Moved::Failed(error) => match error.guest {
                 GuestState::Untouched | GuestState::RunsAtSource | GuestState::NotHere => 3,
                 _ => 4,
             },
         }
     }
 
-    /// For scripts.
+    /// Returns it as JSON.
     pub(crate) fn json(&self) -> Value {
         let (report, error) = match &self.moved {
-            Moved::No => (Value::Null, Value::Null),
-            Moved::Well(report) => (report.clone(), Value::Null),
-            Moved::Badly(error) => (json!(error.report), told(error)),
+            Moved::NotAttempted => (Value::Null, Value::Null),
+            Moved::Completed(report) => (report.clone(), Value::Null),
+            Moved::Failed(error) => (json!(error.report), error_json(error)),
         };
         json!({
             "machine": self.machine,
@@ -122,7 +122,7 @@ impl Outcome {
     }
 }
 
-fn told(error: &MigrationError) -> Value {
+fn error_json(error: &MigrationError) -> Value {
     json!({
         "side": format!("{:?}", error.side),
         "phase": error.phase.to_string(),
@@ -155,7 +155,7 @@ mod tests {
             [(Verified { blocks: 9, wrong: 0, first: None }, 0, 3), (Verified { blocks: 9, wrong: 2, first }, 1, 1)];
         for (verified, well, badly) in cases {
             let devices = Devices::with(verified);
-            for (moved, code) in [(Moved::Well(Value::Null), well), (Moved::Badly(Box::new(error())), badly)] {
+            for (moved, code) in [(Moved::Completed(Value::Null), well), (Moved::Failed(Box::new(error())), badly)] {
                 let (machine, devices) = (String::new(), devices.clone());
                 let outcome = Outcome { machine, moved, before: None, during: None, after: None, guest: None, devices };
                 assert_eq!(outcome.code(), code, "{}", outcome.json());

@@ -1,4 +1,4 @@
-//! Signals: what a person or a script tells the program while it runs.
+//! Signals, by which a user or a script controls the running program.
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use sterna::cancel::Cancel;
 
-/// What was told so far.
+/// The signals received so far.
 #[derive(Clone, Default)]
-pub(crate) struct Told(Arc<State>);
+pub(crate) struct Requests(Arc<State>);
 
 #[derive(Default)]
 struct State {
@@ -20,36 +20,36 @@ struct State {
     cancel: Cancel,
 }
 
-/// How far the program is with the migration.
+/// The migration's state.
 #[derive(Default)]
 enum Migration {
-    /// It is over, or was not asked for.
+    /// It is over, or there is none.
     #[default]
     None,
-    /// It is under way, or will be.
-    UnderWay,
+    /// It is in progress, or will begin.
+    InProgress,
     /// It is being cancelled.
     Cancelled,
 }
 
-impl Told {
-    /// Listens on a thread of its own, as long as the process runs.
+impl Requests {
+    /// Handles signals on a thread of its own, as long as the process runs.
     pub(crate) fn listen(moves: bool) -> io::Result<Self> {
-        let told = Self::default();
+        let requests = Self::default();
         if moves {
-            told.set(Migration::UnderWay);
+            requests.set(Migration::InProgress);
         }
-        let heard = told.clone();
+        let shared = requests.clone();
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGUSR1])?;
         std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
             for signal in signals.forever() {
                 match signal {
-                    SIGUSR1 => heard.0.begin.store(true, Ordering::Relaxed),
-                    _ => heard.to_end(),
+                    SIGUSR1 => shared.0.begin.store(true, Ordering::Relaxed),
+                    _ => shared.request_end(),
                 }
             }
         })?;
-        Ok(told)
+        Ok(requests)
     }
 
     fn set(&self, migration: Migration) -> Migration {
@@ -57,34 +57,34 @@ impl Told {
         std::mem::replace(&mut state, migration)
     }
 
-    fn to_end(&self) {
+    fn request_end(&self) {
         match self.set(Migration::Cancelled) {
-            Migration::UnderWay => self.0.cancel.cancel(),
+            Migration::InProgress => self.0.cancel.cancel(),
             Migration::None => {
                 self.set(Migration::None);
                 self.0.end.store(true, Ordering::Relaxed);
             }
-            // It waits for what does not come, such as memory of a source that is lost.
+            // The program may wait in vain, for example for memory of a lost source.
             Migration::Cancelled => process::exit(4),
         }
     }
 
-    /// The migration is over.
+    /// Records that the migration is over.
     pub(crate) fn moved(&self) {
         self.set(Migration::None);
     }
 
-    /// Whether to begin what waits for it.
+    /// Returns whether the migration is to begin (SIGUSR1).
     pub(crate) fn begin(&self) -> bool {
         self.0.begin.load(Ordering::Relaxed)
     }
 
-    /// Whether to end the program.
+    /// Returns whether the program is to end.
     pub(crate) fn end(&self) -> bool {
         self.0.end.load(Ordering::Relaxed)
     }
 
-    /// For the migration.
+    /// Returns the migration's cancellation.
     pub(crate) fn cancel(&self) -> &Cancel {
         &self.0.cancel
     }

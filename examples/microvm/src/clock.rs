@@ -1,8 +1,8 @@
-//! The guest's own time: runs while the guest does, and moves with it.
+//! The guest's own time: it runs while the guest runs, and moves with it.
 
 use std::time::{Duration, Instant};
 
-/// Of a machine.
+/// The clock of a machine.
 #[derive(Debug, Default)]
 pub(crate) struct Clock {
     before: Duration,
@@ -20,12 +20,12 @@ impl Clock {
         self.since.get_or_insert_with(Instant::now);
     }
 
-    pub(crate) fn stand(&mut self) {
+    pub(crate) fn stop(&mut self) {
         self.before = Duration::from_nanos(self.now());
         self.since = None;
     }
 
-    /// A standing clock that goes on from there.
+    /// Makes a stopped clock that shows this time.
     pub(crate) fn at(nanoseconds: u64) -> Self {
         Self { before: Duration::from_nanos(nanoseconds), since: None }
     }
@@ -36,13 +36,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_stands_while_the_guest_does() {
+    fn time_stops_while_the_guest_is_paused() {
         let mut clock = Clock::at(5_000_000_000);
         assert_eq!(clock.now(), 5_000_000_000);
         clock.run();
         let running = clock.now();
         assert!(running >= 5_000_000_000);
-        clock.stand();
+        clock.stop();
         let stopped = clock.now();
         assert!(stopped >= running);
         assert_eq!(clock.now(), stopped);

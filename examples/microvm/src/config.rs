@@ -1,4 +1,4 @@
-//! What a machine is made of and what its guest does.
+//! The configuration of a machine and of its guest's work.
 
 use std::path::PathBuf;
 
@@ -6,28 +6,28 @@ use serde::{Deserialize, Serialize};
 use sterna_guest::memory::Pattern;
 use sterna_guest::page::Fill;
 
-/// A machine.
+/// The configuration of a machine.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// RAM, in the order in which it lies in guest physical memory.
+    /// RAM, in the order of guest physical memory.
     pub blocks: Vec<BlockConfig>,
     /// vCPUs, 1 to 4.
     pub vcpus: usize,
-    /// What runs them.
+    /// What runs the vCPUs.
     pub execution: Execution,
-    /// How written pages are noted.
+    /// How written pages are tracked.
     pub tracking: Tracking,
     /// Devices with a state of their own ([`crate::scratch`]): the bytes of each, whole blocks of 4 KiB. They are no part of
     /// [`Machine::save`](crate::Machine::save).
     pub devices: Vec<u64>,
-    /// The file of a disk ([`crate::disk`]), whole blocks of 4 KiB; the disk gets a block of RAM of its own behind the others.
+    /// The file of a disk ([`crate::disk`]), whole blocks of 4 KiB; the disk gets a block of RAM of its own after the others.
     pub disk: Option<PathBuf>,
-    /// What the guest does. A machine that a state is loaded into takes it from there.
+    /// The guest's work. A machine takes it from a loaded state instead.
     pub workload: Workload,
 }
 
 impl Config {
-    /// Bytes of RAM that the guest uses.
+    /// Returns the bytes of RAM that the guest uses.
     pub(crate) fn guest_bytes(&self) -> u64 {
         self.blocks.iter().map(|block| block.bytes).sum()
     }
@@ -40,11 +40,11 @@ pub struct BlockConfig {
     pub name: String,
     /// Bytes, a multiple of 2 MiB.
     pub bytes: u64,
-    /// Where it comes from.
+    /// The backing of its memory.
     pub backing: Backing,
 }
 
-/// Where the memory of a block comes from.
+/// The backing of a block's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     /// Private memory of this process.
@@ -60,41 +60,41 @@ pub enum Backing {
 /// What runs the vCPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Execution {
-    /// KVM where it is to be had, else threads.
+    /// KVM if it is available, else threads.
     Auto,
     /// KVM.
     Kvm,
-    /// Threads of this process that do the guest's work on the guest's memory. No machine, but for a migration the same:
-    /// memory that is written while it moves.
+    /// Threads of this process that do the guest's work on the guest's memory. For a migration that is equivalent: memory that
+    /// is written while it moves.
     Threads,
 }
 
-/// How written pages are noted (`sterna_memory::dirty`).
+/// How written pages are tracked (`sterna_memory::dirty`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tracking {
     /// KVM's dirty bitmap.
     Log,
     /// KVM's dirty rings.
     Ring,
-    /// Write protection of this process's memory; the only one without KVM.
+    /// Write protection of this process's memory; the only method without KVM.
     WriteProtect,
 }
 
-/// What the guest does.
+/// The guest's work.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Workload {
-    /// What memory is filled with.
+    /// The content of memory.
     #[serde(with = "fill_name")]
     pub fill: Fill,
-    /// The order in which pages are written again.
+    /// The order in which pages are rewritten.
     #[serde(with = "pattern_name")]
     pub pattern: Pattern,
     /// Whether a page is rewritten as a whole, or only its first bytes.
     pub whole: bool,
-    /// Percent of memory, from the first page of each vCPU, that are ever written again; 1 to 100.
+    /// Percent of memory, from the first page of each vCPU, that is rewritten at all; 1 to 100.
     pub span: u8,
-    /// How fast pages are written again.
+    /// How fast pages are rewritten.
     pub write: Rate,
     /// How fast pages are verified.
     pub check: Rate,
@@ -119,9 +119,9 @@ impl Default for Workload {
 /// Pages per second, of all vCPUs together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Rate {
-    /// So many; 0 is none at all.
+    /// This number; 0: none.
     PagesPerSecond(u64),
-    /// As many as the vCPUs manage.
+    /// As many as the vCPUs can do.
     Unlimited,
 }
 

@@ -1,13 +1,13 @@
-//! A disk that is read into guest RAM, and written from it, past the page cache (`O_DIRECT`), as monitors do it for guests in production.
+//! A disk that is read into guest RAM, and written from it, past the page cache (`O_DIRECT`), as production monitors do.
 //!
-//! The kernel pins the pages at the beginning of a read and writes them at its end, without a page fault. So a dirty log by write protection
-//! names them when the read begins, and never again: whoever moves the guest waits for the reads that are under way ([`Disk::settle`])
-//! after each collecting of the log, before the pages are read. KVM's logs do not see such a read at all; they are told when it has ended.
+//! The kernel pins the pages at the beginning of a read and writes them at its end, without a page fault. A dirty log by write protection
+//! records them only when the read begins. So after each collection of the log, a migration waits for the reads in flight
+//! ([`Disk::settle`]) before it reads the pages. KVM's logs do not contain such a read at all; its pages are marked when it has ended.
 //!
-//! The disk has a block of RAM of its own behind the guest's. Its first page is a table: how many reads and writes have ended, then for each
+//! The disk has a block of RAM of its own after the guest's. Its first page is a table: how many reads and writes have ended, then for each
 //! further page which block of the file the page holds, and in which generation. Its last page has the generations of the blocks that are
-//! written: those in the last half of the file, 512 at most. So what was read, and what the file must hold, is moved with the guest, and is
-//! checked before the page is used again, or when the block is read again: by then perhaps at the destination.
+//! written: those in the last half of the file, 512 at most. So the content of pages and file moves with the guest. It is checked before a
+//! page is reused, or when a block is read again, which may happen at the destination.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -36,9 +36,9 @@ const ENTRIES: u64 = PAGE / 8;
 const GENERATIONS: u64 = ENTRIES - 1;
 /// Pages of a read or a write; 510 is a multiple.
 const RUN: u64 = 6;
-/// Of so many reads and writes one is a write.
+/// Of this number of reads and writes, one is a write.
 const WRITES: u64 = 4;
-/// Between two reads or writes.
+/// Pause between two reads or writes.
 const REST: Duration = Duration::from_millis(1);
 
 /// A disk. A thread reads and writes it while the guest runs.
@@ -47,7 +47,7 @@ pub struct Disk {
     /// Guest physical address of its block of RAM.
     address: u64,
     file: File,
-    /// Of the file, of 4 KiB.
+    /// Blocks of the file, of 4 KiB.
     blocks: u64,
     /// The first block that is written, and how many are.
     written: (u64, u64),
@@ -59,23 +59,23 @@ pub struct Disk {
 struct State {
     runs: bool,
     quit: bool,
-    /// A read or a write is under way.
+    /// A read or a write is in flight.
     working: bool,
     done: DiskReport,
 }
 
-/// What a disk has done in this machine.
+/// Statistics of a disk in this machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DiskReport {
     /// Reads that have ended.
     pub reads: u64,
     /// Writes that have ended.
     pub writes: u64,
-    /// Pages that were compared with what the file holds.
+    /// Pages that were compared with the file's content.
     pub checked: u64,
-    /// Pages that did not hold that.
+    /// Pages that differed from it.
     pub bad: u64,
-    /// Why the disk is used no more.
+    /// Why the disk is not used any more.
     pub failed: Option<String>,
 }
 
@@ -102,7 +102,7 @@ impl Disk {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // What is in there is as good after a panic as before.
+        // The state is consistent even after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -110,19 +110,19 @@ impl Disk {
         self.changed.wait_while(state, |state| !until(state)).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the read or write that is under way, if there is one, has ended. Others may have begun by then.
+    /// Waits until the read or write in flight, if any, has ended. Another one may have begun by then.
     pub fn settle(&self) {
         let state = self.lock();
         let before = state.done.ended();
         drop(self.wait(state, |state| !state.working || state.done.ended() > before));
     }
 
-    /// What was done so far.
+    /// Returns the statistics so far.
     pub fn report(&self) -> DiskReport {
         self.lock().done.clone()
     }
 
-    /// Checks all that was read, between two reads or writes.
+    /// Checks all pages that were read, between two reads or writes.
     pub fn verify(&self) -> DiskReport {
         let mut state = self.wait(self.lock(), |state| !state.working);
         self.check(1..GENERATIONS, &mut state.done);
@@ -134,7 +134,7 @@ impl Disk {
         self.changed.notify_all();
     }
 
-    /// When this returns no read or write is under way.
+    /// Pauses the disk. When this returns, no read or write is in flight.
     pub(crate) fn pause(&self) {
         let mut state = self.lock();
         state.runs = false;
@@ -146,7 +146,7 @@ impl Disk {
         self.changed.notify_all();
     }
 
-    /// Reads and writes until [`Self::quit`], or until that fails; on a thread of its own.
+    /// Reads and writes, on a thread of its own, until [`Self::quit`] or a failure.
     pub(crate) fn run(&self) {
         loop {
             let mut state = self.wait(self.lock(), |state| state.runs || state.quit);
@@ -177,7 +177,7 @@ impl Disk {
     fn read(&self, number: u64, first: u64) -> io::Result<()> {
         let block = mix(number) % (self.blocks - RUN + 1);
         let mut page = [0; PAGE as usize];
-        // A page whose read is lost differs from all that the file holds.
+        // A page whose read is lost differs from every block of the file.
         poison(&mut page, number as u32);
         for at in first..first + RUN {
             self.set_entry(at, 0);
@@ -220,7 +220,7 @@ impl Disk {
         Ok(())
     }
 
-    /// In which generation a block of the file is.
+    /// Returns the generation of a block of the file.
     fn generation(&self, block: u64) -> u32 {
         let writings = block.checked_sub(self.written.0).map_or(0, |at| self.entry(GENERATIONS * ENTRIES + at));
         FIRST_GENERATION + writings as u32
@@ -232,12 +232,12 @@ impl Disk {
         }
     }
 
-    /// Notes what page `at` holds.
+    /// Records the content of page `at`.
     fn holds(&self, at: u64, block: u64, generation: u32) {
         self.set_entry(at, u64::from(generation) << 32 | (block + 1));
     }
 
-    /// Notes the end of read or write `number`, and which pages were written meanwhile.
+    /// Records the end of read or write `number`, and the pages that were written meanwhile.
     fn ended(&self, number: u64, first: u64) {
         self.set_entry(0, number + 1);
         for at in (first..first + RUN).chain([0, GENERATIONS]) {
@@ -246,7 +246,7 @@ impl Disk {
         }
     }
 
-    /// Compares pages with what the file holds, by the table.
+    /// Compares pages with the file's content, by the table.
     fn check(&self, pages: std::ops::Range<u64>, done: &mut DiskReport) {
         for at in pages {
             let (generation, block) = ((self.entry(at) >> 32) as u32, self.entry(at) as u32);
@@ -269,7 +269,7 @@ impl Disk {
     }
 }
 
-/// Whether all of a run was read or written, by what the system call has returned.
+/// Checks by the system call's result that all of a run was read or written.
 fn whole(moved: isize) -> io::Result<()> {
     match moved {
         -1 => Err(io::Error::last_os_error()),

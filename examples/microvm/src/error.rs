@@ -1,53 +1,53 @@
-//! Why a machine does not do what was asked.
+//! The errors of a machine.
 
 use std::io;
 use sterna_memory::dirty::DirtyLogError;
 use thiserror::Error;
 
-/// Why a machine does not do what was asked.
+/// Why an operation of a machine failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The machine cannot be as configured.
+    /// The configuration is not possible.
     #[error("{0}")]
     Config(String),
     /// The system refused.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried, on what.
+        /// The action that failed, and its object.
         what: String,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// The dirty log cannot be had.
+    /// The dirty log is not available.
     #[error(transparent)]
     DirtyLog(#[from] DirtyLogError),
-    /// A vCPU ended by itself; the machine stands.
+    /// A vCPU ended by itself; the machine is paused.
     #[error("vCPU {vcpu} stopped: {why}")]
     Vcpu {
-        /// Which, from 0.
+        /// Its number, from 0.
         vcpu: usize,
         /// Why.
         why: String,
     },
-    /// A saved state is not one that this machine can go on with. Nothing was changed unless it says so.
+    /// A saved state does not fit this machine. Nothing was changed unless the text states it.
     #[error("the saved state does not fit this machine: {0}")]
     State(String),
-    /// Asked in the wrong order.
+    /// Operations were called in the wrong order.
     #[error("{0}")]
     Order(&'static str),
-    /// What was waited for did not come in time.
+    /// The awaited state was not reached in time.
     #[error("the guest did not get there within {seconds} s; it stands at: {report}")]
     Late {
-        /// How long was waited.
+        /// The time limit.
         seconds: f64,
-        /// How far it was, in words.
+        /// The guest's progress.
         report: String,
     },
 }
 
 impl Error {
-    /// For `map_err`, on what the system or KVM say.
+    /// Converts an error of the system or KVM, for `map_err`.
     pub(crate) fn system<E: Into<io::Error>>(what: impl Into<String>) -> impl FnOnce(E) -> Self {
         let what = what.into();
         move |source| Self::System { what, source: source.into() }

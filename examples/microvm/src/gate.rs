@@ -1,9 +1,9 @@
-//! When vCPUs run: pause and resume, throttling, and what ends a machine.
+//! Controls when vCPUs run: pause and resume, throttling, and the end of a machine.
 //!
-//! Each vCPU thread asks at the gate before it enters the guest. To have one leave the guest, the gate sets its
-//! `immediate_exit` and sends it a signal: whichever side of `KVM_RUN`'s entry it is on, one of the two gets it out
-//! (`Documentation/virt/kvm/api.rst`, on `immediate_exit`). Both are done under the gate's lock, and so is clearing it
-//! when the vCPU goes on, so no request is lost.
+//! Each vCPU thread asks the gate before it enters the guest. To make a vCPU leave the guest, the gate sets its `immediate_exit` and
+//! sends its thread a signal: before the entry of `KVM_RUN` the one is effective, after it the other
+//! (`Documentation/virt/kvm/api.rst`, on `immediate_exit`). Both happen under the gate's lock, as does clearing `immediate_exit`
+//! when the vCPU continues, so no request is lost.
 
 use crate::clock::Clock;
 use crate::error::Error;
@@ -13,14 +13,14 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long throttling holds and runs the vCPUs, together.
+/// The sum of the time in which throttling holds the vCPUs and the time in which it lets them run.
 const THROTTLE_PERIOD: Duration = Duration::from_millis(10);
-/// They are never taken to have run for longer than this many times what was meant.
-const MOST_LATE: u32 = 20;
-/// They run at least so long at a time, however much they are throttled: less would be spent on starting.
-const THROTTLE_RUN: Duration = Duration::from_millis(1);
+/// If the vCPUs ran for longer than intended, at most this many times the intended time is compensated.
+const MAX_OVERRUN: u32 = 20;
+/// The vCPUs always run at least this long at a time: less would be spent on starting.
+const MIN_THROTTLE_RUN: Duration = Duration::from_millis(1);
 
-/// Of one machine.
+/// The gate of one machine.
 #[derive(Debug)]
 pub(crate) struct Gate {
     state: Mutex<State>,
@@ -30,14 +30,14 @@ pub(crate) struct Gate {
 #[derive(Debug)]
 struct State {
     paused: bool,
-    /// By throttling.
+    /// Throttling holds the vCPUs.
     held: bool,
     percent: u8,
     quit: bool,
     vcpus: Vec<Vcpu>,
     clock: Clock,
     failed: Option<(usize, String)>,
-    /// How often a vCPU got somewhere.
+    /// How often a vCPU has made progress.
     progress: u64,
     /// Threads in `wait_until`.
     waiting: usize,
@@ -46,20 +46,20 @@ struct State {
 #[derive(Debug, Default)]
 struct Vcpu {
     inside: bool,
-    /// Its thread, while that is there to be signalled.
+    /// Its thread, while it can be signalled.
     thread: Option<libc::pthread_t>,
-    /// `immediate_exit` in its `kvm_run`, while its thread is there.
+    /// `immediate_exit` in its `kvm_run`, while its thread runs.
     immediate_exit: Option<NonNull<AtomicU8>>,
 }
 
-// SAFETY: the pointers are to atomics in memory that is mapped while they are there, see `enlist`.
+// SAFETY: the pointers are to atomics in memory that is mapped as long as they exist, see `enlist`.
 unsafe impl Send for State {}
 
 impl Vcpu {
-    /// Takes back that it is to leave.
-    fn let_in(&self) {
+    /// Cancels a request to leave the guest.
+    fn cancel_exit(&self) {
         if let Some(immediate_exit) = self.immediate_exit {
-            // SAFETY: valid while it is there, by the promise of `enlist`.
+            // SAFETY: valid as long as it exists, by the promise of `enlist`.
             unsafe { immediate_exit.as_ref() }.store(0, Ordering::Relaxed);
         }
     }
@@ -73,7 +73,7 @@ impl State {
     fn kick(&self) {
         for vcpu in self.vcpus.iter().filter(|vcpu| vcpu.inside) {
             if let Some(immediate_exit) = vcpu.immediate_exit {
-                // SAFETY: valid while it is there, by the promise of `enlist`.
+                // SAFETY: valid as long as it exists, by the promise of `enlist`.
                 unsafe { immediate_exit.as_ref() }.store(1, Ordering::Relaxed);
             }
             if let Some(thread) = vcpu.thread {
@@ -90,11 +90,11 @@ fn kick_signal() -> c_int {
     libc::SIGRTMIN()
 }
 
-/// That the signal arrives is all that is wanted of it.
+/// The handler does nothing: only the arrival of the signal matters.
 extern "C" fn nothing(_: c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
 impl Gate {
-    /// Closed, for so many vCPUs.
+    /// Creates a closed gate for this number of vCPUs.
     pub(crate) fn new(vcpus: usize) -> Result<Self, Error> {
         static HANDLER: Once = Once::new();
         let mut registered = Ok(());
@@ -115,17 +115,17 @@ impl Gate {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // What is in there is as good after a panic as before.
+        // The state is consistent even after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, most: Duration) -> MutexGuard<'a, State> {
-        self.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    // What vCPU threads call.
+    // Called by vCPU threads.
 
-    /// This thread runs vCPU `vcpu` from now on, until [`Self::retire`].
+    /// Registers this thread as the one of `vcpu`, until [`Self::retire`].
     ///
     /// # Safety
     /// `immediate_exit` is valid until then.
@@ -136,13 +136,13 @@ impl Gate {
         entry.immediate_exit = immediate_exit;
     }
 
-    /// This thread does not run `vcpu` any more.
+    /// Removes the thread of `vcpu`.
     pub(crate) fn retire(&self, vcpu: usize) {
         self.lock().vcpus[vcpu] = Vcpu::default();
         self.changed.notify_all();
     }
 
-    /// Waits until the vCPU may run. No: its thread is to end.
+    /// Waits until the vCPU may run. Returns false if its thread must end.
     pub(crate) fn enter(&self, vcpu: usize) -> bool {
         let mut state = self.lock();
         while !state.quit && state.stops() {
@@ -150,28 +150,28 @@ impl Gate {
         }
         let entry = &mut state.vcpus[vcpu];
         entry.inside = true;
-        entry.let_in();
+        entry.cancel_exit();
         !state.quit
     }
 
-    /// Whether the vCPU is to leave the guest. If not, it may enter it again: also where it was asked to leave, but is so
-    /// late that it need not any more.
+    /// Returns whether the vCPU must leave the guest. If not, it may enter again, even after a request to leave that is obsolete by
+    /// now.
     pub(crate) fn stops(&self, vcpu: usize) -> bool {
         let state = self.lock();
         let stops = state.stops();
         if !stops {
-            state.vcpus[vcpu].let_in();
+            state.vcpus[vcpu].cancel_exit();
         }
         stops
     }
 
-    /// The vCPU has left the guest, and everything that it did is done.
+    /// Records that the vCPU has left the guest and that its state is complete.
     pub(crate) fn leave(&self, vcpu: usize) {
         self.lock().vcpus[vcpu].inside = false;
         self.changed.notify_all();
     }
 
-    /// Waits, but not longer than the vCPU may run.
+    /// Waits for `time`, but not longer than the vCPU may run.
     pub(crate) fn rest(&self, time: Duration) {
         let end = Instant::now() + time;
         let mut state = self.lock();
@@ -184,7 +184,7 @@ impl Gate {
         }
     }
 
-    /// A vCPU got somewhere: who waits for that looks again. Returns the guest's time.
+    /// Records that a vCPU has made progress, and wakes the threads that wait for it. Returns the guest's time.
     pub(crate) fn progress(&self) -> u64 {
         let mut state = self.lock();
         state.progress = state.progress.wrapping_add(1);
@@ -194,7 +194,7 @@ impl Gate {
         state.clock.now()
     }
 
-    /// The vCPU cannot go on. All others stop.
+    /// Records that the vCPU cannot continue, and stops all others.
     pub(crate) fn fail(&self, vcpu: usize, why: String) {
         let mut state = self.lock();
         state.failed.get_or_insert((vcpu, why));
@@ -203,7 +203,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    // What the machine's owner calls.
+    // Called by the machine's owner.
 
     fn check(state: &State) -> Result<(), Error> {
         match &state.failed {
@@ -212,7 +212,7 @@ impl Gate {
         }
     }
 
-    /// Stops all vCPUs; when this returns, none runs, also if it returns an error.
+    /// Stops all vCPUs. When this returns, none runs, even after an error.
     pub(crate) fn pause(&self) -> Result<(), Error> {
         let mut state = self.lock();
         state.paused = true;
@@ -221,7 +221,7 @@ impl Gate {
         while state.vcpus.iter().any(|vcpu| vcpu.inside) {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        state.clock.stand();
+        state.clock.stop();
         Self::check(&state)
     }
 
@@ -234,13 +234,13 @@ impl Gate {
         Ok(())
     }
 
-    /// Whether the machine is paused.
+    /// Returns whether the machine is paused.
     pub(crate) fn is_paused(&self) -> bool {
         let state = self.lock();
         state.paused && !state.vcpus.iter().any(|vcpu| vcpu.inside)
     }
 
-    /// Holds the vCPUs for so many percent of the time, 0 to 99.
+    /// Holds the vCPUs for `percent` of the time, 0 to 99.
     pub(crate) fn throttle(&self, percent: u8) {
         self.lock().percent = percent;
         self.changed.notify_all();
@@ -254,12 +254,12 @@ impl Gate {
         self.lock().clock = Clock::at(nanoseconds);
     }
 
-    /// Waits until `reached` says so, which is asked whenever vCPUs get somewhere; no: not by the deadline.
+    /// Waits until `reached` returns true; it is called whenever a vCPU has made progress. Returns false at the deadline.
     pub(crate) fn wait_until(&self, deadline: Instant, mut reached: impl FnMut() -> bool) -> Result<bool, Error> {
         self.lock().waiting += 1;
         let result = loop {
             let seen = self.lock().progress;
-            // Without the lock: whoever asks may ask the gate, too.
+            // Without the lock: `reached` may call the gate, too.
             if reached() {
                 break Ok(true);
             }
@@ -299,19 +299,19 @@ impl Gate {
             state = self.until(state, slices(percent).1, percent);
             state.held = true;
             state.kick();
-            // Also who rests.
+            // Also wakes vCPUs that rest.
             self.changed.notify_all();
             while !state.quit && state.vcpus.iter().any(|vcpu| vcpu.inside) {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             }
-            // On a busy machine this thread may come late: then they have run for longer, and are held for longer.
+            // On a busy machine this thread may be late: the vCPUs have then run for longer, and are held for longer.
             state = self.until(state, hold_after(begun.elapsed(), percent), percent);
             state.held = false;
             self.changed.notify_all();
         }
     }
 
-    /// Waits for `time`, or until something else is asked of throttling.
+    /// Waits for `time`, or until the throttling changes.
     fn until<'a>(&self, mut state: MutexGuard<'a, State>, time: Duration, percent: u8) -> MutexGuard<'a, State> {
         let end = Instant::now() + time;
         loop {
@@ -324,17 +324,17 @@ impl Gate {
     }
 }
 
-/// How long vCPUs are held and then run, at so many percent.
+/// Returns how long vCPUs are held and then run, at `percent`.
 fn slices(percent: u8) -> (Duration, Duration) {
     let percent = u32::from(percent.min(99));
-    let run = (THROTTLE_PERIOD * (100 - percent) / 100).max(THROTTLE_RUN);
+    let run = (THROTTLE_PERIOD * (100 - percent) / 100).max(MIN_THROTTLE_RUN);
     (run * percent / (100 - percent), run)
 }
 
-/// How long vCPUs are held that have run for so long.
+/// Returns how long vCPUs are held after they have run for `ran`.
 fn hold_after(ran: Duration, percent: u8) -> Duration {
     let (hold, run) = slices(percent);
-    hold.mul_f64((ran.as_secs_f64() / run.as_secs_f64()).min(f64::from(MOST_LATE)))
+    hold.mul_f64((ran.as_secs_f64() / run.as_secs_f64()).min(f64::from(MAX_OVERRUN)))
 }
 
 #[cfg(test)]
@@ -348,13 +348,13 @@ mod tests {
             let (hold, run) = slices(percent);
             let share = hold.as_secs_f64() / (hold + run).as_secs_f64();
             assert!((share - f64::from(percent) / 100.0).abs() < 0.001, "{percent}: {share}");
-            assert!(run >= THROTTLE_RUN);
+            assert!(run >= MIN_THROTTLE_RUN);
             assert!(hold + run >= THROTTLE_PERIOD - Duration::from_micros(1));
         }
         assert_eq!(slices(50), (Duration::from_millis(5), Duration::from_millis(5)));
         assert_eq!(slices(99), (Duration::from_millis(99), Duration::from_millis(1)));
         assert_eq!(hold_after(Duration::from_millis(15), 50), Duration::from_millis(15));
-        assert_eq!(hold_after(Duration::from_secs(9), 99), Duration::from_millis(99 * u64::from(MOST_LATE)));
+        assert_eq!(hold_after(Duration::from_secs(9), 99), Duration::from_millis(99 * u64::from(MAX_OVERRUN)));
     }
 
     /// Runs a vCPU that counts.
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn paused_vcpus_stand_and_resumed_ones_go_on() {
+    fn paused_vcpus_stop_and_resumed_ones_continue() {
         let gate = Gate::new(2).expect("made");
         let count = AtomicU64::new(0);
         std::thread::scope(|scope| {
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_vcpu_stops_the_others_and_is_told_to_all_who_ask() {
+    fn a_failed_vcpu_stops_the_others_and_is_reported_to_every_caller() {
         let gate = Gate::new(1).expect("made");
         gate.resume().expect("not failed");
         gate.fail(0, "because".to_owned());

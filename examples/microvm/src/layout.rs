@@ -1,4 +1,4 @@
-//! What lies where in guest physical memory.
+//! The layout of guest physical memory.
 //!
 //! ```text
 //! 0             devices (guest/src/share.rs)
@@ -17,12 +17,12 @@ use sterna_guest::share::{Layout, RAM_START};
 
 /// Bytes in a page.
 pub(crate) const PAGE: u64 = sterna_memory::PAGE_SIZE as u64;
-/// Room for the payload.
+/// Bytes reserved for the payload.
 pub(crate) const PAYLOAD_ROOM: u64 = 512 << 10;
 const STACK_PAGES: u64 = 16;
 /// Entries of a table of generations in a page.
 const ENTRIES: u64 = PAGE / 4;
-/// What one page table of the third level covers.
+/// The range of one page table of the third level.
 const GIB: u64 = 1 << 30;
 
 /// All addresses are of guest physical memory.
@@ -30,12 +30,12 @@ const GIB: u64 = 1 << 30;
 pub(crate) struct GuestLayout {
     /// The first page table; all of them follow each other.
     pub(crate) page_tables: u64,
-    /// Where what is mapped for the guest ends.
+    /// The end of the memory that is mapped for the guest.
     pub(crate) end: u64,
     pub(crate) shares: Vec<ShareLayout>,
 }
 
-/// Of a vCPU.
+/// The layout of a vCPU's share.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ShareLayout {
     /// Where `share` is written for the guest.
@@ -48,7 +48,7 @@ pub(crate) struct ShareLayout {
 }
 
 impl GuestLayout {
-    /// For so much RAM, shared out among so many vCPUs.
+    /// Computes the layout for this much RAM and number of vCPUs.
     pub(crate) fn new(ram: u64, vcpus: usize, workload: &Workload) -> Result<Self, Error> {
         if !(1..=4).contains(&vcpus) {
             return Err(Error::Config(format!("{vcpus} vCPUs: must be 1 to 4")));

@@ -1,22 +1,22 @@
-//! A small machine monitor that embeds Sterna: the shortest honest example of one, and the guest of Sterna's own tests.
+//! A small machine monitor that embeds Sterna: a short but complete example, and the guest of Sterna's own tests.
 //!
-//! One to four vCPUs on KVM, RAM in blocks, a serial port. The guest is bare: its vCPUs fill, write and verify their memory
-//! without an operating system (`guest/src/share.rs`), so it knows by itself whether a move lost anything. Where there is
-//! no KVM, threads of this process do the same on the same memory.
+//! It has one to four vCPUs on KVM, RAM in blocks, and a serial port. The guest is bare: its vCPUs fill, write and verify their memory
+//! without an operating system (`guest/src/share.rs`), so the guest itself detects lost pages. Without KVM, threads of this process
+//! do the same work on the same memory.
 //!
-//! A file each for what a monitor has to bring along to have its guests moved:
+//! Each thing that a monitor must provide for a migration has its own file:
 //!
-//! | what a migration asks for | where |
+//! | what a migration needs | where |
 //! |---|---|
 //! | RAM as blocks, with the file behind it | [`ram`] |
 //! | a dirty log | [`Machine::take_dirty_log`] |
 //! | pause, resume, throttle | `gate.rs` |
 //! | state of vCPUs and devices, written and read again | `state.rs`, `kvm/state.rs` |
-//! | devices with a large state of their own, saved ahead and loaded beside all else | [`scratch`] |
+//! | devices with a large state of their own, saved while the guest runs and loaded in parallel | [`scratch`] |
 //! | a disk that is read into guest RAM past the dirty log, and the wait for its reads | [`disk`] |
-//! | all of it handed to the library | [`migration`] |
+//! | passing all of it to the library | [`migration`] |
 //!
-//! [`Machine`] puts them together; everything else is the guest's work and who tells it what to do.
+//! [`Machine`] puts them together; the other files have the guest's work and its control.
 
 mod clock;
 mod config;

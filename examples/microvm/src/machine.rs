@@ -1,4 +1,4 @@
-//! The machine: RAM, vCPUs, serial ports and devices put together, and what a migration asks of them.
+//! The machine: RAM, vCPUs, serial ports and devices, with the operations that a migration needs.
 
 use crate::config::{Backing, BlockConfig, Config, Execution, Rate, Tracking, Workload};
 use crate::disk::{DISK_RAM, DISK_RAM_NAME, Disk};
@@ -24,8 +24,8 @@ use sterna_memory::dirty::union::UnionLog;
 use sterna_memory::dirty::write_protect::WriteProtectLog;
 use sterna_memory::dirty::{DirtyLog, DirtyLogError};
 
-/// A machine. Made paused and empty; [`boot`](Self::boot) begins a new guest in it, [`load`](Self::load) goes on with one
-/// whose RAM is brought into [`blocks`](Self::blocks).
+/// A machine. A new one is paused and empty. [`boot`](Self::boot) begins a new guest in it; [`load`](Self::load) continues a guest
+/// whose RAM is copied into [`blocks`](Self::blocks).
 ///
 /// All methods may be called from any thread.
 pub struct Machine {
@@ -41,7 +41,7 @@ pub struct Machine {
     config: Config,
 }
 
-/// What is there once there is a guest.
+/// The machine's guest, once it has one.
 struct Guest {
     layout: GuestLayout,
     workload: Workload,
@@ -49,10 +49,10 @@ struct Guest {
 }
 
 impl Machine {
-    /// A machine whose guest's lines go to `output`.
+    /// Makes a machine whose guest's lines go to `output`.
     ///
     /// # Errors
-    /// What cannot be as configured, or is not to be had here.
+    /// The configuration is not possible, or this host lacks something.
     pub fn new(config: &Config, output: Box<dyn Write + Send>) -> Result<Self, Error> {
         let mut blocks = config.blocks.clone();
         if config.disk.is_some() {
@@ -68,7 +68,7 @@ impl Machine {
         let marker = handed_in.marker();
         let Engine { vcpus, on_kvm, tracking, description, log } = Engine::new(config, &ram, &layout)?;
         let log: Box<dyn DirtyLog> = match log {
-            // KVM's logs do not see the monitor's own writes.
+            // KVM's logs do not contain the monitor's own writes.
             Some(log) => Box::new(UnionLog::new(vec![log, Box::new(handed_in)])),
             None => {
                 let start = |block: &Block| block.start().expose_provenance().get();
@@ -80,8 +80,8 @@ impl Machine {
         let output = Arc::new(Mutex::new(output));
         let serial = (0..config.vcpus).map(|_| SerialPort::new(&output)).collect();
         let common = Arc::new(Common { gate, ram, serial, rates: Rates::default(), marker });
-        let behind = RAM_START + config.guest_bytes();
-        let disk = config.disk.as_ref().map(|path| Disk::new(&common, behind, path).map(Arc::new)).transpose()?;
+        let end = RAM_START + config.guest_bytes();
+        let disk = config.disk.as_ref().map(|path| Disk::new(&common, end, path).map(Arc::new)).transpose()?;
         let machine = Self {
             common,
             vcpus,
@@ -97,51 +97,51 @@ impl Machine {
         Ok(machine)
     }
 
-    /// In one line, what runs the vCPUs and how written pages are noted.
+    /// Returns one line about what runs the vCPUs and how written pages are tracked.
     pub fn description(&self) -> &str {
         &self.description
     }
 
-    /// Whether KVM runs the vCPUs.
+    /// Returns whether KVM runs the vCPUs.
     pub fn is_on_kvm(&self) -> bool {
         self.on_kvm
     }
 
-    /// How written pages are noted.
+    /// Returns how written pages are tracked.
     pub fn tracking(&self) -> Tracking {
         self.tracking
     }
 
-    /// Devices with a state of their own, by number.
+    /// Returns the devices with a state of their own, by number.
     pub fn devices(&self) -> &[Arc<Scratch>] {
         &self.devices
     }
 
-    /// The disk, where there is one.
+    /// Returns the disk, if there is one.
     pub fn disk(&self) -> Option<&Disk> {
         self.disk.as_deref()
     }
 
-    /// RAM, for whoever moves it.
+    /// Returns the blocks of RAM.
     pub fn blocks(&self) -> &[Block] {
         self.common.ram.blocks()
     }
 
-    /// The same RAM, for whoever uses it longer than this machine: it stays mapped as long as this is held.
+    /// Returns the RAM, which stays mapped as long as the returned value is held, also beyond the machine's end.
     pub fn ram(&self) -> Arc<GuestRam> {
         Arc::clone(&self.common.ram)
     }
 
-    /// The dirty log of this RAM, by blocks as in [`blocks`](Self::blocks). There is one: none after the first call.
-    /// It keeps the RAM mapped, also beyond the machine.
+    /// Takes the only dirty log of this RAM, by blocks as in [`blocks`](Self::blocks); none after the first call.
+    /// The log keeps the RAM mapped, also beyond the machine's end.
     pub fn take_dirty_log(&self) -> Option<Box<dyn DirtyLog>> {
         lock(&self.log).take()
     }
 
-    /// Begins a new guest; it stays paused.
+    /// Begins a new guest, which stays paused.
     ///
     /// # Errors
-    /// [`Error::Order`] where there is a guest already.
+    /// [`Error::Order`] if there is a guest already.
     pub fn boot(&self) -> Result<(), Error> {
         let mut guest = self.no_guest()?;
         let workload = self.config.workload;
@@ -166,7 +166,7 @@ impl Machine {
     /// Lets the guest run.
     ///
     /// # Errors
-    /// [`Error::Order`] where there is none or a device lacks its state, [`Error::Vcpu`] where it has ended by itself.
+    /// [`Error::Order`] if there is no guest or a device lacks its state, [`Error::Vcpu`] if a vCPU has ended by itself.
     pub fn resume(&self) -> Result<(), Error> {
         if lock(&self.guest).is_none() {
             return Err(Error::Order("there is no guest to resume: boot or load one"));
@@ -180,11 +180,11 @@ impl Machine {
         Ok(())
     }
 
-    /// Stops the guest. When this returns no vCPU and no device runs, all that they did is in RAM and in what [`save`](Self::save)
-    /// writes, and nothing changes until [`resume`](Self::resume).
+    /// Pauses the guest. When this returns, no vCPU and no device runs, all their effects are in RAM and in the output of
+    /// [`save`](Self::save), and nothing changes until [`resume`](Self::resume).
     ///
     /// # Errors
-    /// [`Error::Vcpu`] where it has ended by itself. It stands then, too.
+    /// [`Error::Vcpu`] if a vCPU has ended by itself. The guest is paused then, too.
     pub fn pause(&self) -> Result<(), Error> {
         let paused = self.common.gate.pause();
         self.devices.iter().for_each(|device| device.pause());
@@ -192,10 +192,10 @@ impl Machine {
         paused
     }
 
-    /// Writes the state of a paused guest, all but its RAM and its [`devices`](Self::devices).
+    /// Writes the state of a paused guest, without its RAM and its [`devices`](Self::devices).
     ///
     /// # Errors
-    /// [`Error::Order`] where there is no guest or it runs; what `to` or KVM say.
+    /// [`Error::Order`] if there is no guest or it runs; the errors of `to` and KVM.
     pub fn save(&self, to: &mut dyn Write) -> Result<(), Error> {
         let guest = lock(&self.guest);
         let guest = guest.as_ref().ok_or(Error::Order("there is no guest to save: boot or load one"))?;
@@ -218,12 +218,12 @@ impl Machine {
         saved.write(to)
     }
 
-    /// Goes on with a saved guest: reads its state, and no byte more. It stays paused. RAM may come before or after this,
+    /// Continues a saved guest, which stays paused: reads its state, and no byte more. RAM may come before or after this,
     /// but before [`resume`](Self::resume).
     ///
     /// # Errors
-    /// [`Error::State`] where the state is none or of another machine; then the machine is as before. [`Error::Vcpu`]
-    /// where KVM does not take it; then this machine is of no use any more. [`Error::Order`] where there is a guest.
+    /// [`Error::State`] if the state is invalid or of another machine; the machine is then unchanged. [`Error::Vcpu`] if KVM
+    /// refuses the state; the machine is then unusable. [`Error::Order`] if there is a guest already.
     pub fn load(&self, from: &mut dyn Read) -> Result<(), Error> {
         let mut guest = self.no_guest()?;
         let saved = Saved::read(from)?;
@@ -250,12 +250,12 @@ impl Machine {
         Ok(())
     }
 
-    /// Holds the vCPUs for so many percent of the time, at most 99; 0 lets them run.
+    /// Holds the vCPUs for `percent` of the time, at most 99; 0 lets them run.
     pub fn throttle(&self, percent: u8) {
         self.common.gate.throttle(percent.min(99));
     }
 
-    /// Changes how fast the guest writes pages again.
+    /// Changes how fast the guest rewrites pages.
     pub fn set_write_rate(&self, rate: Rate) {
         self.common.rates.set_write(rate);
     }
@@ -265,15 +265,15 @@ impl Machine {
         self.common.rates.set_check(rate);
     }
 
-    /// How far the guest is. Read from its memory: without a guest, or before its RAM is there, it says so.
+    /// Returns the guest's progress, read from its memory; without a guest, or before its RAM has arrived, there is none.
     pub fn report(&self) -> Report {
         self.report_of(&self.shares())
     }
 
-    /// Waits until `reached` says so of a report, which it is asked whenever vCPUs get somewhere.
+    /// Waits until `reached` returns true for a report. It is called whenever a vCPU has made progress.
     ///
     /// # Errors
-    /// [`Error::Late`] where it does not in `time`, [`Error::Vcpu`] where the guest ended by itself.
+    /// [`Error::Late`] if that does not happen within `time`, [`Error::Vcpu`] if a vCPU has ended by itself.
     pub fn wait_until(&self, time: Duration, mut reached: impl FnMut(&Report) -> bool) -> Result<Report, Error> {
         let shares = self.shares();
         let mut report = self.report_of(&shares);
@@ -284,8 +284,8 @@ impl Machine {
         if arrived { Ok(report) } else { Err(Error::Late { seconds: time.as_secs_f64(), report: report.to_string() }) }
     }
 
-    /// Where counters are, and how many pages each counts. Read without a lock, as a migration may have to bring the page
-    /// first, and others need the lock to get on with that.
+    /// Returns where the counters are, and how many pages each counts. Counters are read without the lock: a migration may have to
+    /// bring their page first, and needs the lock for that.
     fn shares(&self) -> Vec<(u64, u64)> {
         let guest = lock(&self.guest);
         let shares = guest.as_ref().map_or(&[][..], |guest| &guest.layout.shares);
@@ -297,7 +297,7 @@ impl Machine {
         Report { vcpus: vcpus.collect() }
     }
 
-    /// Where a page lies that the guest numbers so (as in [`Report::first_bad`]): block, and page of 4096 bytes in it.
+    /// Returns the block of a page by the guest's number of it (as in [`Report::first_bad`]), and the page of 4096 bytes in the block.
     pub fn place_of(&self, page: u64) -> Option<(usize, u64)> {
         let guest = lock(&self.guest);
         let mut shares = guest.as_ref()?.layout.shares.iter().map(|share| share.share);
@@ -305,7 +305,7 @@ impl Machine {
         Some(self.common.ram.page_of(share.pages + (page - share.first) * PAGE))
     }
 
-    /// The guest's own time: it stands while the guest does, and moves with it.
+    /// Returns the guest's own time. It stops while the guest is paused, and moves with it.
     pub fn clock(&self) -> Duration {
         Duration::from_nanos(self.common.gate.clock())
     }
@@ -319,7 +319,7 @@ impl Machine {
         }
     }
 
-    /// Starts the threads of a guest that is all there.
+    /// Starts the threads of a complete guest.
     fn begin(&self, layout: GuestLayout, workload: Workload) -> Result<Guest, Error> {
         let rates = &self.common.rates;
         rates.set_write(workload.write);
@@ -351,7 +351,7 @@ impl Machine {
         Ok(Guest { layout, workload, threads })
     }
 
-    /// Has all threads end.
+    /// Ends all threads.
     fn quit(&self) {
         self.common.gate.quit();
         self.devices.iter().for_each(|device| device.quit());
@@ -363,7 +363,7 @@ impl Drop for Machine {
     fn drop(&mut self) {
         self.quit();
         for thread in lock(&self.guest).take().into_iter().flat_map(|guest| guest.threads) {
-            // One that panicked has said so.
+            // A panic has been printed.
             let _ = thread.join();
         }
     }
@@ -373,13 +373,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What runs the vCPUs.
+/// Runs the vCPUs.
 struct Engine {
     vcpus: Vec<SharedVcpu>,
     on_kvm: bool,
     tracking: Tracking,
     description: String,
-    /// KVM's.
+    /// KVM's dirty log.
     log: Option<Box<dyn DirtyLog>>,
 }
 
@@ -409,7 +409,7 @@ impl Engine {
         })
     }
 
-    /// The inner error: there is no KVM here.
+    /// Makes the vCPUs on KVM. The inner error means that there is no KVM here.
     #[cfg(has_kvm)]
     fn on_kvm(config: &Config, ram: &Arc<GuestRam>, layout: &GuestLayout) -> Result<Result<Self, Error>, Error> {
         let kvm = match crate::kvm::open() {
@@ -459,11 +459,11 @@ impl DirtyLog for LogOfRam {
     }
 }
 
-/// How far a guest is: its own counters. They are the guest's memory, and so are only as right as that; but no guest that
-/// lost a page counts as if it had not.
+/// A guest's progress: its own counters. They lie in the guest's memory, so they are only as correct as that; but a guest that
+/// lost a page counts the fault.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
-    /// Of each vCPU, and its pages.
+    /// The counters of each vCPU, and the number of its pages.
     vcpus: Vec<(Counters, u64)>,
 }
 
@@ -472,49 +472,49 @@ impl Report {
         self.vcpus.iter().map(|(counters, _)| of(counters)).sum()
     }
 
-    /// Pages that the guest works on.
+    /// Returns the number of pages that the guest works on.
     pub fn pages(&self) -> u64 {
         self.vcpus.iter().map(|(_, pages)| pages).sum()
     }
 
-    /// Whether all of them were filled.
+    /// Returns whether all pages are filled.
     pub fn is_filled(&self) -> bool {
         self.vcpus.iter().all(|(counters, pages)| counters.progress.filled == *pages)
     }
 
-    /// Pages written again after filling; one that was written twice counts twice.
+    /// Returns how many pages were rewritten after filling; a page that was written twice counts twice.
     pub fn written(&self) -> u64 {
         self.sum(|counters| counters.written)
     }
 
-    /// Pages verified.
+    /// Returns how many pages were verified.
     pub fn checked(&self) -> u64 {
         self.sum(|counters| counters.checked)
     }
 
-    /// Steps that the vCPU that did the fewest has done; a guest that stands still does none.
+    /// Returns the number of steps of the slowest vCPU; a paused guest makes no steps.
     pub fn steps(&self) -> u64 {
         self.vcpus.iter().map(|(counters, _)| counters.steps).min().unwrap_or(0)
     }
 
-    /// How often every vCPU has come to the end of its pages since `earlier`. After two, each page was verified at least
-    /// once since then.
+    /// Returns how often every vCPU has come to the end of its pages since `earlier`. After two passes, each page was verified at
+    /// least once since then.
     pub fn passes_since(&self, earlier: &Report) -> u64 {
         let passes = self.vcpus.iter().zip(&earlier.vcpus);
         passes.map(|((now, _), (then, _))| now.passes.saturating_sub(then.passes)).min().unwrap_or(0)
     }
 
-    /// Wrong pages found, one that stays wrong each time.
+    /// Returns how many wrong pages were found; a page that stays wrong counts each time.
     pub fn bad_pages(&self) -> u64 {
         self.sum(|counters| counters.bad)
     }
 
-    /// The first wrong page of the first vCPU that found any.
+    /// Returns the first wrong page of the first vCPU that found any.
     pub fn first_bad(&self) -> Option<Bad> {
         self.vcpus.iter().find_map(|(counters, _)| counters.first_bad.get())
     }
 
-    /// Everything that the guest found wrong: pages, tables, orders or counters that were not what was written last.
+    /// Returns the number of all faults that the guest found: wrong pages, tables, orders or counters.
     pub fn faults(&self) -> u64 {
         self.sum(|counters| counters.bad + counters.table_broken + counters.out_of_step)
     }

@@ -1,9 +1,9 @@
-//! What joins this monitor to Sterna: all that a monitor writes to have its guests moved.
+//! Connects this monitor to Sterna: all the code that a monitor needs for migrations.
 //!
-//! The library asks for three things: where RAM is ([`guest_ram`]), a dirty log ([`Machine::take_dirty_log`] has a ready-made
-//! one), and someone who pauses, resumes, saves and loads ([`Movable`]); and takes devices with a large state of their own
-//! ([`devices_to_save`], [`devices_to_load`]). With them `sterna::source::Source` and
-//! `sterna::destination::Destination` do the rest; `program/moving.rs` shows both calls.
+//! The library needs three things: the RAM ([`guest_ram`]), a dirty log ([`Machine::take_dirty_log`] returns a ready-made one), and a
+//! type that pauses, resumes, saves and loads ([`Movable`]). Devices with a large state of their own are optional
+//! ([`devices_to_save`], [`devices_to_load`]). `sterna::source::Source` and `sterna::destination::Destination` do the rest;
+//! `program/moving.rs` shows both calls.
 
 use crate::machine::Machine;
 use crate::ram::Block;
@@ -14,19 +14,19 @@ use sterna::device_state::{DeviceId, LoadDevice, SaveDevice};
 use sterna::vmm::{DestinationVmm, SourceVmm, VmmError};
 use sterna_memory::ram::{Backing, GuestRam, RamBlock, RamError};
 
-/// About what [`Machine::save`] writes for four vCPUs on KVM. It goes into the prediction of the downtime.
+/// Approximate output of [`Machine::save`] for four vCPUs on KVM, for the prediction of the downtime.
 const STATE_BYTES: u64 = 100 << 10;
 
-/// A machine that Sterna moves, from or to here.
+/// A machine that Sterna moves, from or to this host.
 ///
-/// The machine is shared, so that the program can look at its guest while the library moves it. The library calls one method
-/// at a time, and none of them waits for a lock that is held while guest RAM is touched: in post-copy whoever touches RAM
-/// waits for pages, and they might come only after [`DestinationVmm::resume`] has returned.
+/// The machine is shared, so that the program can observe its guest while the library moves it. The library calls one method
+/// at a time, and no method waits for a lock that is held while guest RAM is accessed: in post-copy an access to RAM may wait for
+/// a page that comes only after [`DestinationVmm::resume`] has returned.
 #[derive(Clone)]
 pub struct Movable(Arc<Machine>);
 
 impl Movable {
-    /// This machine.
+    /// Wraps this machine.
     pub fn new(machine: &Arc<Machine>) -> Self {
         Self(Arc::clone(machine))
     }
@@ -82,22 +82,22 @@ fn name() -> String {
     concat!("microvm ", env!("CARGO_PKG_VERSION")).to_owned()
 }
 
-/// The machine's devices, for a source: what [`SourceVmm::save`] leaves out.
+/// Returns the machine's devices for a source; [`SourceVmm::save`] does not include them.
 pub fn devices_to_save(machine: &Machine) -> impl Iterator<Item = (DeviceId, Box<dyn SaveDevice>)> {
     let device =
         |device: &Arc<Scratch>| -> (_, Box<dyn SaveDevice>) { (device.id(), Box::new(SaveScratch::new(device))) };
     machine.devices().iter().map(device)
 }
 
-/// The machine's devices, for a destination.
+/// Returns the machine's devices for a destination.
 pub fn devices_to_load(machine: &Machine) -> impl Iterator<Item = (DeviceId, Box<dyn LoadDevice>)> {
     let device =
         |device: &Arc<Scratch>| -> (_, Box<dyn LoadDevice>) { (device.id(), Box::new(LoadScratch::new(device))) };
     machine.devices().iter().map(device)
 }
 
-/// The machine's RAM as the library takes it: the same blocks in the same order, which are the blocks of its dirty log. They keep
-/// it mapped for as long as anything of a migration is left.
+/// Returns the machine's RAM for the library: the same blocks in the same order as in its dirty log. They keep the RAM mapped as
+/// long as the migration needs it.
 ///
 /// # Errors
 /// Never: the machine's blocks are whole pages and have names of their own.
@@ -108,7 +108,7 @@ pub fn guest_ram(machine: &Machine) -> Result<GuestRam, RamError> {
             Some(file) => Backing::Shared(Arc::clone(file), 0),
             None => Backing::Anonymous,
         };
-        // SAFETY: mapped readable and writable as long as anybody holds `ram`, as the block does. The monitor
+        // SAFETY: mapped readable and writable as long as `ram` is held, as it is by the block. The monitor
         // accesses it by raw reads and writes, and none of its threads writes it before a guest is booted or loaded. (Without
         // KVM, threads in place of vCPUs have references to it, as a vCPU has: `threads.rs`.)
         unsafe { RamBlock::new(block.name(), block.start(), block.bytes() as usize, backing) }

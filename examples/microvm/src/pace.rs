@@ -1,20 +1,20 @@
-//! How much of a rate is due.
+//! Computes how much work is due at a given rate.
 
 use crate::config::Rate;
 use std::time::{Duration, Instant};
 
-/// The most pages in one step: what takes well under a millisecond, so that pausing never waits long for a step's end.
+/// Maximum pages in one step: well under a millisecond of work, so that pausing never waits long for a step's end.
 pub(crate) const BATCH: u64 = 256;
 /// How long a vCPU rests when little is due.
 pub(crate) const SLICE: Duration = Duration::from_millis(5);
-/// What a busy host had the guest miss is not made up for beyond this.
-const MOST_MISSED: Duration = Duration::from_millis(200);
+/// Maximum time that a busy host had no CPU for the guest and that is made up for.
+const MAX_MISSED: Duration = Duration::from_millis(200);
 
-/// Of one vCPU.
+/// The pace of one vCPU.
 #[derive(Debug)]
 pub(crate) struct Pace {
     last: Instant,
-    /// Nanoseconds times pages per second that were not yet handed out.
+    /// Work that is due but not ordered yet, in nanoseconds times pages per second.
     owed: u128,
 }
 
@@ -23,22 +23,22 @@ impl Pace {
         Self { last: Instant::now(), owed: 0 }
     }
 
-    /// The vCPU was held for so long: it is not due to make up for that.
+    /// Excludes a time in which the vCPU was held, which it need not make up for.
     pub(crate) fn held(&mut self, time: Duration) {
         self.last += time;
     }
 
-    /// Pages due at `now`, at most a batch, of a rate that `vcpus` share.
+    /// Returns the pages due at `now`, at most a batch, of a rate that `vcpus` share.
     pub(crate) fn due(&mut self, rate: Rate, vcpus: usize, now: Instant) -> u64 {
-        let missed = now.saturating_duration_since(self.last).min(MOST_MISSED);
+        let missed = now.saturating_duration_since(self.last).min(MAX_MISSED);
         self.last = now;
         let Rate::PagesPerSecond(rate) = rate else {
             self.owed = 0;
             return BATCH;
         };
         let page = 1_000_000_000 * vcpus as u128;
-        // At least a page can be owed, else slow rates would never come to one.
-        let most = (u128::from(rate) * MOST_MISSED.as_nanos()).max(page);
+        // The limit is at least one page, else slow rates would never reach one.
+        let most = (u128::from(rate) * MAX_MISSED.as_nanos()).max(page);
         self.owed = (self.owed + missed.as_nanos() * u128::from(rate)).min(most);
         let pages = (self.owed / page).min(u128::from(BATCH));
         self.owed -= pages * page;

@@ -12,15 +12,15 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use sterna_guest::share::RAM_START;
 
-/// What blocks are a multiple of: a huge page.
+/// Blocks are multiples of this: a huge page.
 pub const BLOCK_UNIT: u64 = 2 << 20;
-/// The most RAM: what one table of the guest's third level of paging covers.
-const MOST: u64 = (512 << 30) - RAM_START;
+/// Maximum bytes of RAM: the range of one table of the guest's third level of paging.
+const MAX_BYTES: u64 = (512 << 30) - RAM_START;
 
-/// All RAM of a machine. Unmapped when dropped: whoever uses its addresses holds it.
+/// All RAM of a machine. It is unmapped when this is dropped, so every user of its addresses must hold it.
 #[derive(Debug)]
 pub struct GuestRam {
-    /// What was reserved, and how much.
+    /// The reserved range, and its length.
     reserved: *mut c_void,
     reserved_bytes: usize,
     /// Where RAM begins in it, aligned to huge pages.
@@ -45,27 +45,27 @@ unsafe impl Send for GuestRam {}
 unsafe impl Sync for GuestRam {}
 
 impl Block {
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Where it is mapped in this process, as long as the [`GuestRam`] exists.
+    /// Returns where it is mapped in this process, valid as long as the [`GuestRam`] exists.
     pub fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    /// Its size.
+    /// Returns its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The size of the pages it is made of: 4096, or 2 MiB from the pool of huge pages.
+    /// Returns the size of its pages: 4096, or 2 MiB from the pool of huge pages.
     pub fn page_size(&self) -> usize {
         self.page_size
     }
 
-    /// The memfd that it is a mapping of, from offset 0 on.
+    /// Returns the memfd that it maps, from offset 0 on.
     pub fn file(&self) -> Option<&Arc<File>> {
         self.file.as_ref()
     }
@@ -75,7 +75,7 @@ impl GuestRam {
     /// Maps all blocks; they read as zero.
     ///
     /// # Errors
-    /// Blocks that cannot be, or memory that is not to be had.
+    /// The blocks are not possible, or the memory is not available.
     pub fn new(configs: &[BlockConfig]) -> Result<Self, Error> {
         let mut bytes = 0u64;
         for (index, block) in configs.iter().enumerate() {
@@ -88,10 +88,10 @@ impl GuestRam {
             }
             bytes = bytes.saturating_add(block.bytes);
         }
-        if bytes == 0 || bytes > MOST {
+        if bytes == 0 || bytes > MAX_BYTES {
             return Err(Error::Config(format!("{bytes} bytes of RAM: must be 2 MiB to 512 GiB - 2 MiB")));
         }
-        // One range for all, so that what is one range for the guest is one for whoever works in its place.
+        // One range for all blocks, so that addresses are contiguous as in the guest, also for threads in place of vCPUs.
         let reserved_bytes = (bytes + BLOCK_UNIT) as usize;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address of the system's choice disturbs nothing.
@@ -99,7 +99,7 @@ impl GuestRam {
             .map_err(Error::system(format!("reserve {reserved_bytes} bytes of addresses for guest RAM")))?;
         let aligned = reserved.addr().next_multiple_of(BLOCK_UNIT as usize);
         let start = reserved.with_addr(aligned).cast::<u8>();
-        // From here on dropping it takes back what was reserved.
+        // From here on, dropping `ram` releases the reserved range.
         let mut ram = Self { reserved, reserved_bytes, start, bytes, blocks: Vec::new() };
         let mut offset = 0;
         for config in configs {
@@ -111,17 +111,17 @@ impl GuestRam {
         Ok(ram)
     }
 
-    /// The blocks.
+    /// Returns the blocks.
     pub fn blocks(&self) -> &[Block] {
         &self.blocks
     }
 
-    /// Bytes of all blocks.
+    /// Returns the bytes of all blocks.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The block and the page in it at a guest physical address.
+    /// Returns the block, and the page in it, at a guest physical address.
     ///
     /// # Panics
     /// Outside of RAM: addresses come from the layout, never from the guest.
@@ -136,10 +136,10 @@ impl GuestRam {
         panic!("guest physical address {address:#x} is not RAM");
     }
 
-    /// A pointer to `bytes` of RAM at a guest physical address.
+    /// Returns a pointer to `bytes` of RAM at a guest physical address.
     ///
     /// # Panics
-    /// Where they are not RAM, see [`Self::page_of`].
+    /// If they are not RAM, see [`Self::page_of`].
     pub(crate) fn at(&self, address: u64, bytes: u64) -> *mut u8 {
         let offset = address.checked_sub(RAM_START).filter(|offset| offset.saturating_add(bytes) <= self.bytes);
         let offset = offset.unwrap_or_else(|| panic!("{bytes} bytes at {address:#x} are not RAM"));
@@ -151,7 +151,7 @@ impl GuestRam {
     pub(crate) fn write<T: Plain>(&self, address: u64, value: T) {
         let to = self.at(address, size_of::<T>() as u64).cast::<T>();
         assert!(to.is_aligned(), "{address:#x}");
-        // SAFETY: within RAM, aligned, and volatile since the guest may look at any time.
+        // SAFETY: within RAM, aligned, and volatile since the guest may read at any time.
         unsafe { to.write_volatile(value) };
     }
 
@@ -182,7 +182,7 @@ unsafe impl Plain for sterna_guest::share::Layout {}
 
 impl Drop for GuestRam {
     fn drop(&mut self) {
-        // SAFETY: reserved in `new` with this size; whoever uses addresses in it holds the `GuestRam`. Unmapping what is
+        // SAFETY: reserved in `new` with this size; users of addresses in it hold the `GuestRam`. Unmapping what is
         // mapped cannot fail.
         let _ = unsafe { munmap(self.reserved, self.reserved_bytes) };
     }

@@ -1,5 +1,5 @@
-//! Serial ports: a 16550A for each vCPU. All their lines go to one output, each in one piece. They have no interrupt, as
-//! the guest waits for none.
+//! Serial ports: a 16550A for each vCPU. All their lines go to one output, each in one piece. They have no interrupt, because
+//! the guest uses none.
 
 use crate::error::Error;
 use serde::{Deserialize, Serialize};
@@ -19,20 +19,20 @@ impl Trigger for NoInterrupt {
     }
 }
 
-/// Where the lines of all ports go.
+/// The output of all ports.
 pub(crate) type Output = Arc<Mutex<Box<dyn Write + Send>>>;
 
-/// Holds a line back until it is whole, or longer than any.
+/// Buffers a line until it is complete or has the maximum length.
 struct Lines {
     line: Vec<u8>,
     output: Output,
 }
 
 impl Lines {
-    const LONGEST: usize = 1024;
+    const MAX_LINE_BYTES: usize = 1024;
 
     fn write_out(&mut self) {
-        // What nobody reads is lost, as on any serial line.
+        // Output without a reader is lost, as on any serial line.
         let mut output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = output.write_all(&self.line).and_then(|()| output.flush());
         self.line.clear();
@@ -42,7 +42,7 @@ impl Lines {
 impl Write for Lines {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.line.extend_from_slice(bytes);
-        if bytes.contains(&b'\n') || self.line.len() >= Self::LONGEST {
+        if bytes.contains(&b'\n') || self.line.len() >= Self::MAX_LINE_BYTES {
             self.write_out();
         }
         Ok(bytes.len())
@@ -56,7 +56,7 @@ impl Write for Lines {
 
 impl Drop for Lines {
     fn drop(&mut self) {
-        // The guest may be in the middle of a line when it moves: the rest of it comes at the other end.
+        // The guest may move in the middle of a line: the rest of it is printed at the destination.
         if !self.line.is_empty() {
             self.write_out();
         }
@@ -70,7 +70,7 @@ pub(crate) struct SerialPort {
     device: Mutex<Device>,
 }
 
-/// What moves of it. (The crate's own type has no form to be written in.)
+/// The state of a port that moves. (The crate's own type cannot be serialised.)
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SavedSerial {
@@ -94,13 +94,13 @@ impl SerialPort {
         self.device.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A write to register `register` (0 to 7).
+    /// Writes register `register` (0 to 7).
     pub(crate) fn write(&self, register: u8, value: u8) {
         // Neither interrupt nor output can fail; in loopback mode a full buffer drops bytes, as the device does.
         let _ = self.lock().write(register, value);
     }
 
-    /// A read of register `register` (0 to 7).
+    /// Reads register `register` (0 to 7).
     pub(crate) fn read(&self, register: u8) -> u8 {
         self.lock().read(register)
     }

@@ -1,4 +1,4 @@
-//! How a machine's state is written down: everything but its RAM.
+//! The format of a machine's state: everything but its RAM.
 //!
 //! ```text
 //! "STERNAvm"    8 bytes
@@ -7,8 +7,8 @@
 //! JSON          `Saved`
 //! ```
 //!
-//! It comes over the network. Its length is bounded before memory is reserved, unknown fields are refused, and what it says
-//! is compared with the machine before anything is changed.
+//! The state comes over the network. Its length is bounded before memory is reserved, unknown fields are refused, and its values are
+//! compared with the machine before anything is changed.
 
 use crate::config::Workload;
 use crate::error::Error;
@@ -20,8 +20,8 @@ use std::io::{Read, Write};
 
 const MAGIC: [u8; 8] = *b"STERNAvm";
 const VERSION: u32 = 1;
-/// Four vCPUs take about 100 KiB.
-const MOST: u32 = 1 << 20;
+/// Maximum bytes of the JSON text; four vCPUs need about 100 KiB.
+const MAX_BYTES: u32 = 1 << 20;
 
 /// A machine's state.
 #[derive(Serialize, Deserialize)]
@@ -44,7 +44,7 @@ pub(crate) enum VcpuState {
     Kvm(Box<KvmVcpuState>),
     /// A thread of the process.
     Thread {
-        /// Whether it has asked for orders.
+        /// Whether it waits for orders.
         begun: bool,
     },
 }
@@ -53,8 +53,8 @@ impl Saved {
     pub(crate) fn write(&self, to: &mut dyn Write) -> Result<(), Error> {
         let what = "write the machine's state";
         let text = serde_json::to_vec(self).map_err(Error::system(what))?;
-        let length = u32::try_from(text.len()).ok().filter(|length| *length <= MOST);
-        let length = length.ok_or_else(|| Error::State(format!("{} bytes are more than {MOST}", text.len())))?;
+        let length = u32::try_from(text.len()).ok().filter(|length| *length <= MAX_BYTES);
+        let length = length.ok_or_else(|| Error::State(format!("{} bytes are more than {MAX_BYTES}", text.len())))?;
         let mut head = [0; 16];
         head[..8].copy_from_slice(&MAGIC);
         head[8..12].copy_from_slice(&VERSION.to_le_bytes());
@@ -62,7 +62,7 @@ impl Saved {
         to.write_all(&head).and_then(|()| to.write_all(&text)).map_err(Error::system(what))
     }
 
-    /// Reads no further than the state goes.
+    /// Reads a state, and no byte beyond it.
     pub(crate) fn read(from: &mut dyn Read) -> Result<Self, Error> {
         let failed = || Error::system("read the machine's state");
         let mut head = [0; 16];
@@ -75,8 +75,8 @@ impl Saved {
         if version != VERSION {
             return Err(Error::State(format!("it is of version {version}, this program knows {VERSION}")));
         }
-        if length > MOST {
-            return Err(Error::State(format!("it has {length} bytes, more than {MOST}")));
+        if length > MAX_BYTES {
+            return Err(Error::State(format!("it has {length} bytes, more than {MAX_BYTES}")));
         }
         let mut text = vec![0; length as usize];
         from.read_exact(&mut text).map_err(failed())?;
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again_and_not_a_byte_more() {
+    fn a_written_state_reads_back_and_no_byte_beyond_it_is_read() {
         let mut bytes = written();
         bytes.extend_from_slice(b"next");
         let mut rest = bytes.as_slice();
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_state_is_refused_in_words() {
+    fn an_invalid_state_is_refused_with_the_reason() {
         let refused = |change: &dyn Fn(&mut Vec<u8>)| {
             let mut bytes = written();
             change(&mut bytes);

@@ -1,4 +1,4 @@
-//! vCPUs that are none: threads of this process do the guest's work on the guest's memory. For machines without KVM.
+//! Threads in place of vCPUs, for hosts without KVM: they do the guest's work on the guest's memory.
 
 use crate::layout::{GuestLayout, PAGE, ShareLayout};
 use crate::ram::GuestRam;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU8;
 use sterna_guest::share::{Counters, Orders, Share};
 
-/// One of them. Its state is in the guest's memory, but for whether it has begun.
+/// A thread in place of a vCPU. All its state but `begun` is in the guest's memory.
 pub(crate) struct ThreadVcpu {
     ram: Arc<GuestRam>,
     share: ShareLayout,
@@ -41,7 +41,7 @@ impl Vcpu for ThreadVcpu {
         let count = share.count as usize;
         // SAFETY: in RAM by the layout, aligned to pages, any bits are values, and no other vCPU's. A migration reads and
         // places pages by raw and volatile accesses only. The references end with the step: while the vCPU is held, the
-        // memory is whoever's holds it.
+        // memory belongs to its holder.
         let (pages, table) =
             unsafe { (slice::from_raw_parts_mut(pages.cast(), count), slice::from_raw_parts_mut(table.cast(), count)) };
         let mut work = Share { vcpu: share.vcpu, pages, table, plan, whole: share.whole != 0 };
@@ -77,7 +77,7 @@ impl Vcpu for ThreadVcpu {
     }
 }
 
-/// The serial port as the guest's work sees it.
+/// The serial port for the guest's work.
 struct Line<'a>(&'a SerialPort);
 
 impl fmt::Write for Line<'_> {

@@ -1,4 +1,4 @@
-//! What runs a vCPU, and the thread that it runs on.
+//! The interface of a vCPU, and its thread.
 
 use crate::config::Rate;
 use crate::gate::Gate;
@@ -14,49 +14,49 @@ use std::time::{Duration, Instant};
 use sterna_guest::share::{Counters, Orders};
 use sterna_memory::dirty::handed_in::DirtyMarker;
 
-/// Runs a vCPU. What it says went wrong is for a person.
+/// Runs a vCPU. Errors are texts for the user.
 pub(crate) trait Vcpu: Send {
     /// Runs until the next exit.
     fn run(&mut self, serial: &SerialPort) -> Result<Exit, String>;
 
-    /// Ends what the last exit began, so that the state is whole; without running the guest. Called until there is no
-    /// further exit.
+    /// Completes the last exit without running the guest, so that the state is complete. Called until there is no further
+    /// exit.
     fn finish(&mut self, serial: &SerialPort) -> Result<Option<Exit>, String>;
 
-    /// What another thread sets to have `run` return soon; valid as long as this vCPU.
+    /// Returns the flag by which another thread makes `run` return soon; valid as long as this vCPU.
     fn immediate_exit(&mut self) -> Option<NonNull<AtomicU8>>;
 
-    /// Its state. After `finish`.
+    /// Returns its state. To be called after `finish`.
     fn save(&self) -> Result<VcpuState, String>;
 
-    /// Puts it at the beginning of a guest's work on `share`.
+    /// Sets it to the beginning of a guest's work on `share`.
     fn boot(&mut self, layout: &GuestLayout, share: &ShareLayout) -> Result<(), String>;
 
-    /// Takes over a state, before it first runs, and with it `share`.
+    /// Loads a state and `share`, before it first runs.
     fn load(&mut self, state: &VcpuState, share: &ShareLayout) -> Result<(), String>;
 }
 
 /// Why a vCPU left the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exit {
-    /// It has done this step and asks for orders.
+    /// It has done this step and needs orders.
     StepDone(u64),
-    /// Because it was asked to, or for what has been done already.
+    /// It was asked to leave, or the exit has been handled already.
     Nothing,
 }
 
-/// What all threads of a machine share.
+/// State that all threads of a machine share.
 pub(crate) struct Common {
     pub(crate) gate: Gate,
     pub(crate) ram: Arc<GuestRam>,
     /// One for each vCPU.
     pub(crate) serial: Vec<SerialPort>,
     pub(crate) rates: Rates,
-    /// For orders, which the monitor writes into the guest's memory.
+    /// Marks the pages of the orders, which the monitor writes into the guest's memory.
     pub(crate) marker: DirtyMarker,
 }
 
-/// How fast the guest works; changed at any time.
+/// How fast the guest works. May be changed at any time.
 #[derive(Debug, Default)]
 pub(crate) struct Rates {
     write: AtomicU64,
@@ -103,14 +103,14 @@ impl Rates {
     }
 }
 
-/// A vCPU that its thread holds while it runs, and the machine while it does not.
+/// A vCPU. Its thread has the lock while the vCPU runs, and the machine while it does not.
 pub(crate) type SharedVcpu = Arc<Mutex<Box<dyn Vcpu>>>;
 
 pub(crate) fn lock(vcpu: &SharedVcpu) -> MutexGuard<'_, Box<dyn Vcpu>> {
     vcpu.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs a vCPU until the machine ends; on a thread of its own.
+/// Runs a vCPU, on a thread of its own, until the machine ends.
 pub(crate) fn run(common: &Common, vcpu: &SharedVcpu, share: &ShareLayout, vcpus: usize) {
     let index = share.share.vcpu as usize;
     let gate = &common.gate;
@@ -125,7 +125,7 @@ pub(crate) fn run(common: &Common, vcpu: &SharedVcpu, share: &ShareLayout, vcpus
             break;
         }
         foreman.held(asked.elapsed());
-        // Released before `leave`: whoever then sees that no vCPU runs finds it free.
+        // The lock is released before `leave`, so that it is free once no vCPU runs.
         if let Err(why) = run_until_stopped(common, &mut lock(vcpu), &mut foreman) {
             gate.fail(index, why);
         }
@@ -133,7 +133,7 @@ pub(crate) fn run(common: &Common, vcpu: &SharedVcpu, share: &ShareLayout, vcpus
     }
 }
 
-/// Takes a thread's vCPU off the gate, also where the thread panics.
+/// Removes a thread's vCPU from the gate, even if the thread panics.
 struct Retire<'a> {
     gate: &'a Gate,
     vcpu: usize,
@@ -148,7 +148,7 @@ impl Drop for Retire<'_> {
     }
 }
 
-/// Returns when the vCPU has left the guest and its state is whole.
+/// Runs the vCPU until it has left the guest and its state is complete.
 fn run_until_stopped(common: &Common, vcpu: &mut Box<dyn Vcpu>, foreman: &mut Foreman<'_>) -> Result<(), String> {
     let index = foreman.share.share.vcpu as usize;
     let serial = &common.serial[index];
@@ -169,34 +169,34 @@ fn run_until_stopped(common: &Common, vcpu: &mut Box<dyn Vcpu>, foreman: &mut Fo
 
 const _: () = assert!(size_of::<Orders>() as u64 <= PAGE && size_of::<Counters>() as u64 <= PAGE);
 
-/// Tells a vCPU what to do next.
+/// Gives a vCPU its orders.
 struct Foreman<'a> {
     share: &'a ShareLayout,
     vcpus: usize,
     write: Pace,
     check: Pace,
-    /// When the guest was last told to say how far it is, in its own time.
-    said: Option<u64>,
+    /// When the guest was last ordered to print its progress, in its own time.
+    last_print: Option<u64>,
 }
 
 impl<'a> Foreman<'a> {
     fn new(share: &'a ShareLayout, vcpus: usize) -> Self {
-        Self { share, vcpus, write: Pace::new(), check: Pace::new(), said: None }
+        Self { share, vcpus, write: Pace::new(), check: Pace::new(), last_print: None }
     }
 
-    /// The vCPU was paused or throttled for so long.
+    /// Records that the vCPU was paused or throttled for `time`.
     fn held(&mut self, time: Duration) {
         self.write.held(time);
         self.check.held(time);
     }
 
-    /// Writes the orders for the step after `done`; if little is due, after some rest.
+    /// Writes the orders for the step after `done`. If little is due, rests first.
     fn order(&mut self, common: &Common, done: u64) {
         let filled = common.ram.read::<Counters>(self.share.counters).progress.filled;
         let fill = self.share.share.count.saturating_sub(filled).min(BATCH);
         let (mut write, mut check) = (0, 0);
         if fill > 0 {
-            // Nothing is due yet.
+            // While memory is filled, no rewriting or verification is due.
             (self.write, self.check) = (Pace::new(), Pace::new());
         } else {
             (write, check) = self.due(common);
@@ -208,13 +208,13 @@ impl<'a> Foreman<'a> {
         }
         let clock = common.gate.progress();
         let every = common.rates.say_every();
-        let say = every != 0 && clock.saturating_sub(*self.said.get_or_insert(clock)) >= every;
+        let say = every != 0 && clock.saturating_sub(*self.last_print.get_or_insert(clock)) >= every;
         if say {
-            self.said = Some(clock);
+            self.last_print = Some(clock);
         }
         let orders = Orders { step: done.wrapping_add(1), clock, fill, write, check, say: u64::from(say) };
         common.ram.write(self.share.orders, orders);
-        // KVM's log knows nothing of what the monitor itself writes. Marked after it was written.
+        // KVM's log does not contain the monitor's own writes. Marked after the write.
         let (block, page) = common.ram.page_of(self.share.orders);
         common.marker.mark(block, page..page + 1);
     }

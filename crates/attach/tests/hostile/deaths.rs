@@ -1,4 +1,4 @@
-//! The process dies, becomes another program, or the tracer dies, at any moment.
+//! The process dies or becomes another program, or the tracer dies, at random moments.
 
 use std::time::{Duration, Instant};
 
@@ -84,8 +84,8 @@ fn execs_by_another_thread() {
     execs("another");
 }
 
-/// The one thing that cannot be undone: between the change of the registers and their return a dead tracer leaves them changed. The
-/// thread then goes on behind its own `syscall` instruction, as if its call had returned what ours did.
+/// The one effect that cannot be undone: a tracer that dies while registers are lent leaves them changed. The thread then continues after
+/// its own `syscall` instruction, as if its call had returned the result of ours.
 fn killed_tracer() {
     let mut numbers = Numbers::new();
     let rounds = 200;
@@ -103,7 +103,7 @@ fn killed_tracer() {
         target.wait_until(|target| target.status("TracerPid") == "0");
         left += u32::from(target.descriptors().iter().any(|(_, what)| what.contains("userfaultfd")));
         target.tell_if_it_lives("go");
-        // It goes on to its end, whatever ppoll returned: what it waited for, or what our call did, and no error.
+        // It continues to its end: ppoll returned its own result or that of our call, and no error.
         let result = target.finish();
         assert!(result.ends_with(" 0"), "round {round}: {result}");
         early += u32::from(result != "1 0");

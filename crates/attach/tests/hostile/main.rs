@@ -1,6 +1,6 @@
-//! System calls put into processes that do everything to make that hard: they wait in the kernel or never enter it, are shot at with
-//! signals, stop, fork, execute programs, forbid, die. Each is this very program, started again in a role ([`roles`]); after each case it
-//! is looked whether the process got everything right that it did, and whether anything was left in it.
+//! Injects system calls into processes that make it hard: they wait in the kernel or never enter it, get many signals, stop, fork,
+//! execute programs, forbid tracing, die. Each is this program itself, started again in a role ([`roles`]). After each case the test
+//! checks that the process's own work was correct, and that nothing was left in it.
 
 #[cfg(target_arch = "x86_64")]
 mod deaths;
@@ -24,8 +24,8 @@ fn main() {
     println!("skipped: written for x86-64 only");
 }
 
-/// Runs the cases one after the other, as `cargo test` asks: words are parts of names, `--list`, `--exact`, `--skip`; the rest is for a
-/// harness with threads and is ignored.
+/// Runs the cases one after the other, with the options of `cargo test`: words are parts of names, `--list`, `--exact`, `--skip`. Other
+/// options are for a harness with threads and are ignored.
 #[cfg(target_arch = "x86_64")]
 fn main() {
     let mut words = std::env::args().skip(1);

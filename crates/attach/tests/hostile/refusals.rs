@@ -1,4 +1,4 @@
-//! Processes that cannot be worked with, or only with care: refused in words, and left as they were.
+//! Processes that cannot be traced, or only with care: refused with the reason, and left unchanged.
 
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;

@@ -1,5 +1,5 @@
-//! The programs that are attached to. Each prints `ready`, does its work until its standard input ends, checks it, and prints `result …`.
-//! What goes wrong is printed and makes the program end with 3.
+//! The traced programs. Each prints `ready`, does its work until its standard input ends, checks it, and prints `result …`.
+//! An error is printed, and the program ends with 3.
 
 use std::io::{BufRead, Write};
 use std::os::unix::process::CommandExt;
@@ -12,7 +12,7 @@ use sterna_attach::{AttachError, Process, UserfaultOrigin, take_userfault};
 /// Plays a role, with its arguments.
 pub(crate) fn play(words: &[String]) {
     let arguments: Vec<&str> = words.iter().skip(1).map(String::as_str).collect();
-    // One that hangs ends, and its test with it.
+    // A role that hangs is ended, and its test with it.
     // SAFETY: takes a number.
     unsafe { libc::alarm(120) };
     match (words[0].as_str(), arguments.as_slice()) {
@@ -52,7 +52,7 @@ fn say(line: &str) {
     out.flush().unwrap();
 }
 
-/// A system call as it is: no library between, that might run it again.
+/// Makes a system call without a library that might run it again.
 fn system_call(number: c_long, arguments: [usize; 6]) -> (i64, i32) {
     let [a, b, c, d, e, f] = arguments;
     // SAFETY: the callers pass what the call asks for.
@@ -66,17 +66,17 @@ fn wait_for_line() -> String {
     line
 }
 
-/// Where something lies that the kernel reads.
+/// Returns the address of a value that the kernel reads.
 fn address<T>(of: &T) -> usize {
     std::ptr::from_ref(of).expose_provenance()
 }
 
-/// Where something lies that the kernel writes.
+/// Returns the address of a value that the kernel writes.
 fn place<T>(of: &mut T) -> usize {
     std::ptr::from_mut(of).expose_provenance()
 }
 
-/// One call with a time limit, which comes to its end. The result: what it returned, its errno, how long it took in milliseconds.
+/// One call with a time limit, which expires. The result: its return value, its errno, its duration in milliseconds.
 fn timed(kind: &str, milliseconds: u64) {
     let mut time =
         libc::timespec { tv_sec: (milliseconds / 1000) as i64, tv_nsec: (milliseconds % 1000 * 1_000_000) as i64 };
@@ -111,7 +111,7 @@ fn timed(kind: &str, milliseconds: u64) {
 static HANDLED: [AtomicU64; 8] = [const { AtomicU64::new(0) }; 8];
 static SUMS: [AtomicU64; 8] = [const { AtomicU64::new(0) }; 8];
 
-/// Counts a real-time signal, and the number that came with it.
+/// Counts a real-time signal, and sums up its values.
 extern "C" fn count(signal: c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     let which = (signal - libc::SIGRTMIN()) as usize;
     HANDLED[which].fetch_add(1, Ordering::SeqCst);
@@ -149,7 +149,7 @@ fn mask() -> u64 {
     set
 }
 
-/// One call without a time limit, which ends when a line comes. The result: what it returned, and its errno.
+/// One call without a time limit, which ends when a line comes. The result: its return value, and its errno.
 fn endless(kind: &str) {
     let pid = std::process::id() as i32;
     let word: &'static AtomicU32 = Box::leak(Box::new(AtomicU32::new(1)));
@@ -168,7 +168,7 @@ fn endless(kind: &str) {
         }
         _ => {}
     }
-    // What ends the call, where that is not the line itself.
+    // Ends the call, if the line itself does not.
     let own = kind.to_owned();
     let waker = std::thread::spawn(move || match own.as_str() {
         "futex" => {
@@ -254,7 +254,7 @@ fn confined(how: &str) {
 
 static STOP: AtomicBool = AtomicBool::new(false);
 
-/// User code that has a known value in each register, in the red zone and far below the stack, and looks at them again and again.
+/// User code that has a known value in each register, in the red zone and far below the stack, and checks them all the time.
 /// `dispatched`: its system calls are sent back to it as signals (prctl(2)).
 fn busy(dispatched: bool) {
     static SELECTOR: AtomicBool = AtomicBool::new(false);
@@ -368,8 +368,8 @@ fn busy(dispatched: bool) {
     say(&format!("result {wrong}"));
 }
 
-/// User code that is in a restartable sequence (rseq(2)) half of the time, and looks whether it still is one: the kernel must not have
-/// forgotten the sequence while the thread is in it. The result: whether it had, and how often the kernel aborted it.
+/// User code that is in a restartable sequence (rseq(2)) half of the time, and checks that the sequence is still registered: the kernel must
+/// not have forgotten it while the thread is in it. The result: whether it had, and how often the kernel aborted it.
 fn sequence() {
     // SAFETY: names that end with zero.
     let (offset, size) = unsafe {
@@ -437,8 +437,8 @@ fn sequence() {
     say(&format!("result {lost} {aborts}"));
 }
 
-/// A main thread that does everything by turns while another thread sends it `count` real-time signals with numbers, and anybody may
-/// send more. The result: for each signal how many came, and the sum of their numbers.
+/// A main thread that does all kinds of work in turn while another thread sends it `count` real-time signals with values; the test may
+/// send more. The result: for each signal how many came, and the sum of their values.
 fn storm(count: u64) {
     for which in 0..6 {
         handle(libc::SIGRTMIN() + which, if which % 2 == 0 { libc::SA_RESTART } else { 0 });
@@ -531,7 +531,7 @@ fn storm(count: u64) {
     say(&format!("result {}", counts.join(" ")));
 }
 
-/// `ppoll` lets a signal through that is blocked otherwise, and for nothing else. The result: what it returned, its errno, how often the
+/// `ppoll` unblocks a signal that is blocked otherwise, and ends for nothing else. The result: its return value, its errno, how often the
 /// handler ran, whether the signal is blocked afterwards.
 fn masked() {
     let signal = libc::SIGRTMIN();
@@ -588,7 +588,7 @@ fn vfork() {
 
 /// Traces a process until a line comes.
 fn tracer(pid: i32) {
-    // Another one may be attached for a moment.
+    // Another tracer may be attached for a moment.
     while system_call(libc::SYS_ptrace, [libc::PTRACE_SEIZE as usize, pid as usize, 0, 0, 0, 0]) != (0, 0) {
         std::thread::yield_now();
     }
@@ -623,7 +623,7 @@ fn seccomp(action: &str) {
     system_call(libc::SYS_exit_group, [0; 6]);
 }
 
-/// Has a system call fail in this program.
+/// Makes a system call fail in this program.
 fn refuse_here(call: c_long, errno: i32) {
     filter(&[call], libc::SECCOMP_RET_ERRNO | errno as u32);
 }
@@ -645,7 +645,7 @@ fn filter(calls: &[c_long], action: u32) {
     assert_eq!(system_call(libc::SYS_seccomp, [1, 0, place(&mut filter), 0, 0, 0]), (0, 0));
 }
 
-/// Threads that work in user code, each until it is told to end, and look whether what they have worked out is right.
+/// Threads that compute in user code until they must end, and check their results.
 fn workers(count: usize) {
     static WORKERS: [(AtomicU64, AtomicI32, AtomicBool); 8] =
         [const { (AtomicU64::new(0), AtomicI32::new(0), AtomicBool::new(false)) }; 8];
@@ -694,7 +694,7 @@ fn slower(pid: &str, threads: &[&str]) {
     drop(slowdown);
 }
 
-/// A virtual machine of KVM whose one vCPU counts in its memory. Says which thread runs the vCPU, and how far it has counted.
+/// A virtual machine of KVM whose one vCPU counts in its memory. Prints which thread runs the vCPU, and its count.
 fn kvm() {
     const MEMORY: usize = 4 * 4096;
     const COUNTER: usize = 0x2000;
@@ -758,7 +758,7 @@ fn kvm() {
     system_call(libc::SYS_exit_group, [0; 6]);
 }
 
-/// Executes itself `left` times more, from its main thread or from another one.
+/// Executes itself `left` more times, from its main thread or from another one.
 fn execs(left: u32, by: &str) {
     if left == 300 {
         say("ready");
@@ -813,7 +813,7 @@ fn limit_descriptors(number: u64) {
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
 }
 
-/// Attaches to a process: as somebody who may not, or again and again.
+/// Attaches to a process: without the right to, or repeatedly.
 fn attacher(how: &str, pid: i32) {
     static DONE: AtomicI32 = AtomicI32::new(0);
     let process = Process::open(pid).unwrap();
@@ -854,7 +854,7 @@ fn attacher(how: &str, pid: i32) {
     say(&format!("result {result}"));
 }
 
-/// Memory of both kinds, written as the test says.
+/// Memory of both kinds, written by the test's commands.
 fn memory() {
     const LENGTH: usize = 64 * 4096;
     let map = |flags, descriptor| {

@@ -1,4 +1,4 @@
-//! Signals that come before, amid and after: each is delivered, once, and does what it does.
+//! Signals before, during and after a call: each is delivered exactly once, with its usual effect.
 
 use sterna_attach::{AttachError, UserfaultOrigin, take_userfault};
 

@@ -1,5 +1,5 @@
-//! Threads that are held for a share of the time: they work on and get everything right, run when they are let go, and whatever comes in
-//! between does what it does.
+//! Threads that are held for a share of the time: their results stay correct, they run when they are released, and signals and other events
+//! keep their usual effects.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -30,12 +30,12 @@ fn anywhere(_: &StoppedAt) -> bool {
     true
 }
 
-/// The threads of the role `workers`.
+/// Returns the threads of the role `workers`.
 fn workers_of(target: &Target) -> Vec<i32> {
     target.ready.split(' ').map(|word| word.parse().unwrap()).collect()
 }
 
-/// The rounds of work that each has done.
+/// Returns the rounds of work that each has done.
 fn counts(target: &mut Target) -> Vec<u64> {
     target.ask("count").split(' ').map(|word| word.parse().unwrap()).collect()
 }
@@ -53,7 +53,7 @@ fn assert_free(target: &Target, threads: &[i32]) {
     }
 }
 
-/// Waits until so many more slices are over.
+/// Waits until `more` further slices are over.
 fn wait_for_slices(slowdown: &Slowdown, more: u64) -> Held {
     let end = slowdown.held().slices + more;
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -64,7 +64,7 @@ fn wait_for_slices(slowdown: &Slowdown, more: u64) -> Held {
     slowdown.held()
 }
 
-/// Waits until a slowing down has ended by itself.
+/// Waits until a slowdown has ended by itself.
 fn wait_for_failure(mut slowdown: Slowdown) -> AttachError {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
@@ -143,7 +143,7 @@ fn places() {
     assert!(places.iter().any(|at| at.system_call.is_none()), "it works in user code");
     assert_eq!(target.finish(), "right");
 
-    // A call is known by its number and arguments; there it is held.
+    // The call is identified by its number and arguments, and the thread is held there.
     let mut target = Target::start(&["endless", "read"]);
     target.wait_for_call(libc::SYS_read);
     let in_read = |at: &StoppedAt| matches!(at.system_call, Some((libc::SYS_read, [0, _, 16, ..])));
@@ -220,7 +220,7 @@ fn job_control() {
     let before = counts(&mut target);
     wait_for_slices(&slowdown, 3);
     assert!(before.iter().zip(&counts(&mut target)).all(|(before, after)| before < after));
-    // Let go while it is stopped.
+    // Released while it is stopped.
     target.signal(libc::SIGSTOP);
     target.wait_until(is_stopped);
     wait_for_slices(&slowdown, 2);
@@ -239,7 +239,7 @@ fn traced_before() {
     println!("  {error}");
     assert!(matches!(&error, AttachError::AlreadyTraced { tracer: found, .. } if *found == tracer.pid()));
     assert_free(&target, &threads[..1]);
-    // Numbers of other processes' threads are not even attached to.
+    // Threads of other processes are never attached to.
     let error = target.hold().slow_down(&[threads[0], 1], 50, anywhere).unwrap_err();
     println!("  {error}");
     assert!(matches!(error, AttachError::ThreadEnded { tid: 1, .. }));
@@ -297,7 +297,7 @@ fn cannot_be_stopped() {
     assert_eq!(held.time, Duration::ZERO, "it never stopped");
     drop(slowdown);
     assert_eq!(target.status("TracerPid"), "0");
-    // What was asked of it while it waited is not heeded later.
+    // Requests from while it waited have no effect later.
     target.tell("go");
     assert_eq!(target.finish(), "true 7");
 }

@@ -1,4 +1,4 @@
-//! A process in a role, seen from the test: started, asked, and compared with what it was before.
+//! A process in a role, as the test sees it: started, controlled, and compared with its earlier state.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -11,7 +11,7 @@ use sterna_attach::{AttachError, Process, TakenUserfault, UserfaultOrigin, take_
 /// How long each stop of a target's thread took, over all cases.
 static STOPS: Mutex<Vec<Duration>> = Mutex::new(Vec::new());
 
-/// A process in a role. Killed when dropped.
+/// A process in a role. It is killed when this is dropped.
 pub(crate) struct Target {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -46,7 +46,7 @@ impl Target {
         Process::open(self.pid()).unwrap()
     }
 
-    /// The next line that the role prints; empty at its end.
+    /// Returns the next line that the role prints; empty at its end.
     pub(crate) fn line(&mut self) -> String {
         let mut line = String::new();
         self.stdout.read_line(&mut line).unwrap();
@@ -58,7 +58,7 @@ impl Target {
         self.stdin.as_mut().unwrap().write_all(format!("{line}\n").as_bytes()).unwrap();
     }
 
-    /// Sends the role a line, unless it has come to its end already.
+    /// Sends the role a line, unless it has ended already.
     pub(crate) fn tell_if_it_lives(&mut self, line: &str) {
         let _ = writeln!(self.stdin.as_mut().unwrap(), "{line}");
     }
@@ -69,7 +69,7 @@ impl Target {
         self.line()
     }
 
-    /// Waits until the main thread waits in this system call; 219, `restart_syscall`, counts as any that has a time limit.
+    /// Waits until the main thread waits in this system call; 219, `restart_syscall`, counts as any call with a time limit.
     pub(crate) fn wait_for_call(&self, number: libc::c_long) {
         self.wait_until(|target| {
             let call = target.file("syscall");
@@ -78,7 +78,7 @@ impl Target {
         });
     }
 
-    /// Looks again and again until something is so.
+    /// Polls until the condition holds.
     pub(crate) fn wait_until(&self, so: impl Fn(&Target) -> bool) {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !so(self) {
@@ -87,19 +87,19 @@ impl Target {
         }
     }
 
-    /// A file of its directory in /proc.
+    /// Returns a file of its directory in /proc.
     pub(crate) fn file(&self, name: &str) -> String {
         std::fs::read_to_string(format!("/proc/{}/{name}", self.pid())).unwrap_or_default()
     }
 
-    /// A line of its status.
+    /// Returns a field of its status.
     pub(crate) fn status(&self, field: &str) -> String {
         let status = self.file("status");
         let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
         line.unwrap_or_default().trim().to_owned()
     }
 
-    /// Its open descriptors, and what each is.
+    /// Returns its open descriptors, and the file of each.
     pub(crate) fn descriptors(&self) -> Vec<(String, String)> {
         let directory = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
         let mut found: Vec<_> = directory
@@ -113,7 +113,7 @@ impl Target {
         found
     }
 
-    /// Takes a userfaultfd of it `rounds` times, and proves each time that nothing is left there.
+    /// Takes a userfaultfd of it `rounds` times, and checks each time that nothing is left in the process.
     pub(crate) fn take(&self, rounds: usize) {
         let process = self.hold();
         let before = self.descriptors();
@@ -125,7 +125,7 @@ impl Target {
         }
     }
 
-    /// Takes a userfaultfd of it, which must fail; proves that nothing is left there.
+    /// Takes a userfaultfd of it, which must fail, and checks that nothing is left in the process.
     pub(crate) fn cannot_take(&self) -> AttachError {
         let before = self.descriptors();
         let error = take_userfault(&self.hold(), UserfaultOrigin::SystemCall).unwrap_err();
@@ -142,12 +142,12 @@ impl Target {
         crate::roles::kill(self.pid(), signal);
     }
 
-    /// Whether it has ended.
+    /// Returns whether it has ended.
     pub(crate) fn has_ended(&mut self) -> bool {
         self.child.try_wait().unwrap().is_some()
     }
 
-    /// Tells the role to come to its end, and returns what it printed there. It must end by itself and well.
+    /// Ends the role, and returns its result. It must end by itself, successfully.
     pub(crate) fn finish(mut self) -> String {
         self.stdin = None;
         let result = self.line();
@@ -172,7 +172,7 @@ impl Drop for Target {
     }
 }
 
-/// Prints how long threads stood.
+/// Prints how long threads were stopped.
 pub(crate) fn print_stops() {
     let mut stops = STOPS.lock().unwrap().clone();
     stops.sort();

@@ -1,4 +1,4 @@
-//! What a userfaultfd that was taken is good for: writes of the process are seen from outside.
+//! Uses of a taken userfaultfd: writes of the process are tracked from outside.
 
 use std::fs::File;
 use std::io;
@@ -88,7 +88,7 @@ fn copy_stays() {
     shared.copy.close().unwrap();
     assert!(!registered(&target));
     assert_eq!(target.descriptors(), before);
-    // What has its number by now is not touched.
+    // The file that has its number by now is not touched.
     let other = target.ask("open-device");
     if other == added[0].0 {
         let error = shared.copy.close().unwrap_err();
@@ -98,7 +98,7 @@ fn copy_stays() {
     target.finish();
 }
 
-/// Pages of the anonymous region that are there, by `/proc/PID/pagemap`.
+/// Returns the present pages of the anonymous region, by `/proc/PID/pagemap`.
 fn present(target: &Target) -> Vec<u64> {
     use std::os::unix::fs::FileExt;
     let pagemap = File::open(format!("/proc/{}/pagemap", target.pid())).unwrap();
@@ -152,7 +152,7 @@ fn advice_refused() {
         assert!(matches!(error, AttachError::Slow { done: 0, of, .. } if of == few), "{error}");
     }
     assert_eq!(present(&target).len(), 20);
-    // Nothing is mapped there. What comes before it is given back all the same.
+    // Nothing is mapped there. Earlier ranges are still given back.
     for before in [1, 20] {
         let some: Vec<_> = ranges[..before].iter().cloned().chain(std::iter::once(PAGE..2 * PAGE)).collect();
         let error = advise(&process, &some, libc::MADV_DONTNEED, LIMIT).unwrap_err();
@@ -174,7 +174,7 @@ fn tracks(target: &mut Target, userfault: OwnedFd) {
     for &region in &regions {
         userfault::register(number, region, PAGES * PAGE).unwrap();
     }
-    // The protection begins with the first scan's: all pages count as written until then.
+    // The protection begins with the first scan; until then all pages count as written.
     for &region in &regions {
         userfault::scan(&pagemap, region, PAGES * PAGE).unwrap();
         assert_eq!(userfault::scan(&pagemap, region, PAGES * PAGE).unwrap(), []);

@@ -1,4 +1,4 @@
-//! A main thread that waits in the kernel, or never enters it: what it was doing goes on as if nothing had been.
+//! A main thread that waits in the kernel, or never enters it, continues as if it had not been stopped.
 
 use std::time::{Duration, Instant};
 
@@ -57,7 +57,7 @@ fn time_is_kept() {
         }
         let took = Duration::from_millis(took as u64);
         assert!(took >= LIMIT, "{kind} ended after {took:?}");
-        // Had the last stop begun the time anew, it would have ended no earlier than this.
+        // If the last stop had restarted the time limit, the call would have ended no earlier than this.
         assert!(took < last + LIMIT, "{kind} ended after {took:?}, the last stop was after {last:?}");
     }
 }
@@ -83,7 +83,7 @@ fn endless_calls_go_on() {
         ("futex", libc::SYS_futex, (0, 0)),
         ("semop", libc::SYS_semop, (0, 0)),
         ("sigtimedwait", libc::SYS_rt_sigtimedwait, (i64::from(libc::SIGRTMIN()), 0)),
-        // Returns for its handler only.
+        // It returns only because of its handler.
         ("sigsuspend", libc::SYS_rt_sigsuspend, (-1, eintr)),
     ];
     for (kind, call, expected) in kinds {
@@ -152,7 +152,7 @@ fn stuck_call_is_ended() {
     let error = thread.system_call(libc::SYS_pause, [0; 6]).unwrap_err();
     println!("  {error}");
     assert!(matches!(&error, AttachError::Refused { source, .. } if source.raw_os_error() == Some(libc::EINTR)));
-    // It can be worked with further.
+    // Further calls are possible.
     assert_eq!(thread.system_call(libc::SYS_getpid, [0; 6]).unwrap(), target.pid() as u64);
     let error = thread.system_call(libc::SYS_exit_group, [0; 6]).unwrap_err();
     assert!(matches!(error, AttachError::Unsuitable { .. }));

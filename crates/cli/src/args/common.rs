@@ -1,4 +1,4 @@
-//! Options that several commands have.
+//! Options that several commands share.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,13 +8,13 @@ use sterna_qemu::gateway::{SocketDirectory, WaitLimits};
 
 use crate::units;
 
-/// How long the other side is waited for before the switchover.
+/// Time limits before the switchover.
 #[derive(Debug, Args)]
 pub(crate) struct WaitArgs {
-    /// Give the migration up where nothing of the guest has moved for so long
+    /// Give the migration up if no byte of the guest has moved for this time
     #[arg(long, value_name = "DURATION", default_value = "2min", allow_hyphen_values = true, value_parser = units::wait)]
     pub(crate) stall_limit: Duration,
-    /// Give the migration up where the switchover has not come in this time [default: no limit]
+    /// Give the migration up if the switchover has not come in this time [default: no limit]
     #[arg(long, value_name = "DURATION", allow_hyphen_values = true, value_parser = units::wait)]
     pub(crate) time_limit: Option<Duration>,
 }
@@ -50,19 +50,19 @@ pub(crate) struct TlsAllowArgs {
     pub(crate) insecure: bool,
 }
 
-/// Where records are kept.
+/// The directory of the records.
 #[derive(Debug, Args)]
 pub(crate) struct StateArgs {
-    /// Where the records are kept that `sterna recover` needs [default: /var/lib/sterna for root, else
+    /// Directory of the records that `sterna recover` needs [default: /var/lib/sterna for root, else
     /// $XDG_STATE_HOME/sterna or ~/.local/state/sterna]
     #[arg(long, value_name = "DIR")]
     pub(crate) state_dir: Option<PathBuf>,
 }
 
-/// Where the sockets for QEMU are made.
+/// The directory of the sockets for QEMU.
 #[derive(Debug, Args)]
 pub(crate) struct SocketArgs {
-    /// Directory for the private sockets between this program and QEMU, by its path for QEMU; where it has another path here
+    /// Directory for the private sockets between this program and QEMU, by its path for QEMU; if it has another path here
     /// and cannot be found through /proc/PID/root, HERE=THERE gives both [default: that for temporary files, TMPDIR]
     #[arg(long, value_name = "DIR", value_parser = socket_directory)]
     socket_dir: Option<SocketDirectory>,
@@ -85,7 +85,7 @@ fn socket_directory(text: &str) -> Result<SocketDirectory, String> {
     }
 }
 
-/// Reports for machines.
+/// Reports for programs.
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
     /// Write the report as JSON, whatever the outcome; the file appears whole or not at all; - is stdout (the text then
@@ -94,7 +94,7 @@ pub(crate) struct ReportArgs {
     pub(crate) json: Option<PathBuf>,
 }
 
-/// What is shown on the way.
+/// What is shown during the migration.
 #[derive(Debug, Args)]
 pub(crate) struct ScreenArgs {
     /// Show no progress and no notes; errors, the report and the line `listening on ADDR:PORT` remain

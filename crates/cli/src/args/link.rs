@@ -1,4 +1,4 @@
-//! Where to, and how the pages get there.
+//! Options of the connection to the destination and of the pages on it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use sterna_wire::limits::MAX_RAM_CHANNELS;
 
 use crate::units;
 
-/// Where to, and how the pages get there.
+/// The connection to the destination and the pages on it.
 #[derive(Debug, Args)]
 pub(crate) struct LinkArgs {
     /// Where `sterna receive` (or `sterna proxy receive`) listens
@@ -30,22 +30,22 @@ pub(crate) struct LinkArgs {
     /// Level of the method, higher is smaller and slower; zstd: -5 to 9, zlib and qatzip: 1 to 9 [default for all: 1]
     #[arg(long, allow_hyphen_values = true, requires = "method")]
     pub(crate) level: Option<String>,
-    /// The method qatzip's library, or its directory [default: what STERNA_QATZIP names, else the system's]
+    /// The library of the method qatzip, or its directory [default: what STERNA_QATZIP names, else the system's]
     #[arg(long, value_name = "PATH", requires = "method")]
     pub(crate) qatzip_library: Option<PathBuf>,
-    /// What the method qatzip may do in software
+    /// When the method qatzip may compress in software
     #[arg(long, value_enum, value_name = "WHEN", default_value_t = QatzipSoftwareArg::WhenBusy, requires = "method")]
     pub(crate) qatzip_software: QatzipSoftwareArg,
-    /// CPUs that the sending threads may use together, such as 1.5, where the method is auto [default: no limit]
+    /// CPUs that the sending threads may use together, such as 1.5, if the method is auto [default: no limit]
     #[arg(long, value_name = "CORES", value_parser = units::cores)]
     pub(crate) cpu: Option<f64>,
-    /// Most bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
+    /// Maximum bytes per second on the network, such as 1GB/s or 1Gbit/s [default: no limit]
     #[arg(long, value_name = "RATE", allow_hyphen_values = true, value_parser = units::rate)]
     pub(crate) bandwidth: Option<u64>,
-    /// Longest time without a running guest that is aimed at
+    /// Target downtime: how long the guest may be paused for the switchover
     #[arg(long, value_name = "DURATION", default_value = "300ms", allow_hyphen_values = true, value_parser = units::downtime)]
     pub(crate) downtime: Duration,
-    /// Most bytes of pages in one packet
+    /// Maximum bytes of pages in one packet
     #[arg(long, value_name = "SIZE", default_value = "512KiB", allow_hyphen_values = true, value_parser = units::packet_size)]
     pub(crate) packet_size: usize,
 }
@@ -53,16 +53,16 @@ pub(crate) struct LinkArgs {
 /// `--qatzip-software`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum QatzipSoftwareArg {
-    /// Nothing: without QAT hardware nothing is begun, and what it does not do goes uncompressed
+    /// Never: without QAT hardware no migration begins, and pages that it does not compress are sent uncompressed
     Forbidden,
-    /// What no hardware does, by the CPU
+    /// The CPU compresses what busy hardware does not
     WhenBusy,
-    /// Without hardware all of it, by QATzip's own software, which is slow
+    /// Without hardware, QATzip's own software compresses everything, slowly
     Always,
 }
 
 impl LinkArgs {
-    /// How the method `qatzip` does its work.
+    /// Returns the settings of the method `qatzip`.
     pub(crate) fn qatzip(&self) -> Qatzip {
         let software = match self.qatzip_software {
             QatzipSoftwareArg::Forbidden => QatzipSoftware::Forbidden,
@@ -85,12 +85,12 @@ pub(super) fn listen_address(text: &str) -> Result<String, String> {
     address(text, "0.0.0.0:4920 or [::]:4920 for all addresses of this host", 0)
 }
 
-/// `text` if it is a name or an address, a colon and a port of at least `least_port`.
-fn address(text: &str, example: &str, least_port: u16) -> Result<String, String> {
+/// Returns `text` if it is a name or an address, a colon and a port of at least `min_port`.
+fn address(text: &str, example: &str, min_port: u16) -> Result<String, String> {
     let (host, port) = text.rsplit_once(':').ok_or_else(|| format!("the port is missing; write it as {example}"))?;
     let bracketed = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
     match bracketed {
-        // A zone (`fe80::1%eth0`) is the resolver's business.
+        // The resolver checks a zone (`fe80::1%eth0`).
         Some(inner) if inner.split('%').next().is_some_and(|ip| ip.parse::<std::net::Ipv6Addr>().is_ok()) => {}
         Some(_) => return Err(format!("what stands in brackets is no IPv6 address; write it as {example}")),
         None if host.is_empty() => return Err(format!("the host is missing; write it as {example}")),
@@ -102,9 +102,9 @@ fn address(text: &str, example: &str, least_port: u16) -> Result<String, String>
         }
         None => {}
     }
-    // `u16` alone would also take `+4920`.
+    // `u16` alone would also accept `+4920`.
     match port.parse::<u16>() {
-        Ok(number) if number >= least_port && port.bytes().all(|digit| digit.is_ascii_digit()) => Ok(text.to_owned()),
-        _ => Err(format!("the port must be a number from {least_port} to 65535; write it as {example}")),
+        Ok(number) if number >= min_port && port.bytes().all(|digit| digit.is_ascii_digit()) => Ok(text.to_owned()),
+        _ => Err(format!("the port must be a number from {min_port} to 65535; write it as {example}")),
     }
 }

@@ -1,9 +1,9 @@
-//! What can be typed: every option of every command, its default and its help.
+//! The command line: every option of every command, its default and its help.
 //!
-//! The option's own help text is the documentation; values that cannot work are refused here, before any socket is
-//! opened, by an error that names the option. What the options amount to is made in `commands`.
+//! An option's help text is its documentation. Impossible values are refused here, before any socket is opened, by an error
+//! that names the option. `commands` turns the parsed options into those of the library.
 //!
-//! One file for each command; `link` and `common` have the groups of options that several commands share.
+//! Each command has its own file; `link` and `common` have the groups of options that several commands share.
 
 mod common;
 mod link;
@@ -58,7 +58,7 @@ pub(crate) enum Command {
     Send(Box<SendArgs>),
     /// On the destination host: receive a guest into a QEMU that was started with -incoming defer
     Receive(Box<ReceiveArgs>),
-    /// Carry a migration that someone else drives, such as libvirt; no guarantee about the switchover
+    /// Carry a migration that another program drives, such as libvirt; no guarantee about the switchover
     #[command(subcommand)]
     Proxy(ProxyCommand),
     /// After a crash during the switchover: bring back exactly one guest
@@ -70,7 +70,7 @@ pub(crate) enum Command {
     /// Look at the accelerators of this host, try them, plan their queues
     #[command(subcommand)]
     Accel(AccelCommand),
-    /// Measure Sterna beside what it is compared with, and say which targets are met
+    /// Measure Sterna beside what it is compared with, and report which targets are met
     Bench(BenchArgs),
     /// One side of a benchmark, which starts it itself
     #[command(hide = true)]
@@ -80,18 +80,18 @@ pub(crate) enum Command {
 /// The two sides of `sterna proxy`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ProxyCommand {
-    /// On the source host: listen on a unix socket that the source QEMU is told to migrate to
+    /// On the source host: listen on a unix socket to which the source QEMU migrates
     Send(Box<ProxySendArgs>),
-    /// On the destination host: connect to the unix socket that the destination QEMU listens on
+    /// On the destination host: connect to the unix socket on which the destination QEMU listens
     Receive(Box<ProxyReceiveArgs>),
 }
 
-/// A value of `--log`, known to be good.
+/// A valid value of `--log`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LogFilter(String);
 
 impl LogFilter {
-    /// The filter for the subscriber.
+    /// Returns the filter for the subscriber.
     pub(crate) fn filter(&self) -> EnvFilter {
         EnvFilter::new(&self.0)
     }
@@ -99,7 +99,7 @@ impl LogFilter {
 
 fn log_filter(text: &str) -> Result<LogFilter, String> {
     const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
-    // EnvFilter takes any word alone for the name of a module, so a mistyped level would log nothing.
+    // EnvFilter treats any single word as the name of a module, so a mistyped level would log nothing.
     let stray = text.split(',').find(|part| !part.contains('=') && !LEVELS.contains(part));
     if let Some(stray) = stray {
         return Err(format!("'{stray}' is no level; the levels are off, error, warn, info, debug, trace"));
@@ -108,7 +108,7 @@ fn log_filter(text: &str) -> Result<LogFilter, String> {
     Ok(LogFilter(text.to_owned()))
 }
 
-/// What clap says about wrong options, on one line; none where it is help that was asked for (or is all there is to say).
+/// Returns clap's error about wrong options on one line; none if clap prints help or the version instead.
 pub(crate) fn usage_error(error: &clap::Error) -> Option<String> {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {

@@ -11,15 +11,15 @@ use super::common::{ScreenArgs, TlsAllowArgs, TlsArgs};
 use super::link::{LinkArgs, listen_address};
 use crate::units;
 
-/// Most sockets of one kind that a proxy is given.
+/// Maximum number of sockets of one kind.
 pub(super) const MAX_SOCKETS: usize = 256;
 
 /// `sterna proxy send`.
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct ProxySendArgs {
-    /// Unix socket to listen on; tell the source QEMU to migrate to it. Can be given again for guests that are moved at the same
-    /// time by QEMUs that cannot share one, each under a name that both sides give
+    /// Unix socket to listen on, to which the source QEMU migrates. Can be given again for QEMUs that migrate at the same
+    /// time and cannot share one, each under a name that both sides give
     #[arg(long, value_name = "[NAME=]PATH", required = true, value_parser = unix)]
     pub(crate) unix: Vec<(String, PathBuf)>,
     #[command(flatten)]
@@ -40,7 +40,7 @@ pub(crate) struct ProxySendArgs {
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct ProxyReceiveArgs {
-    /// Unix socket that the destination QEMU listens on; can be given again, each time under a name that both sides give
+    /// Unix socket on which the destination QEMU listens; can be given again, each time under a name that both sides give
     #[arg(long, value_name = "[NAME=]PATH", required = true, value_parser = unix)]
     pub(crate) unix: Vec<(String, PathBuf)>,
     #[command(flatten)]
@@ -67,25 +67,25 @@ pub(crate) struct OpaqueArgs {
     pub(crate) sockets: Vec<(String, PathBuf)>,
 }
 
-/// How long what is not there yet is waited for.
+/// How long to wait for the other side.
 #[derive(Debug, Args)]
 pub(crate) struct ProxyWaitArgs {
-    /// How long the other side is waited for where it does not listen yet: the other proxy, or a local socket
+    /// How long to wait for the other side if it does not listen yet: the other proxy, or a local socket
     #[arg(long, value_name = "DURATION", default_value = "30s", allow_hyphen_values = true, value_parser = units::wait_of_proxy)]
     pub(crate) wait: Duration,
 }
 
-/// Reports of a proxy, for machines.
+/// Reports of a proxy, for programs.
 #[derive(Debug, Args)]
 pub(crate) struct ProxyReportArgs {
-    /// Append a report of each migration as one line of JSON, when it has ended; - is stdout
+    /// Append a report of each ended migration as one line of JSON; - is stdout
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
 
 fn unix(text: &str) -> Result<(String, PathBuf), String> {
     match text.split_once('=') {
-        // A path may have the sign, too.
+        // A path may contain `=`, too.
         Some((name, _)) if !name.contains('/') => named(text, "such as vm1=/run/vm/migration.sock"),
         _ if text.is_empty() => Err("the path may not be empty".into()),
         _ => Ok((String::new(), text.into())),
@@ -108,13 +108,13 @@ fn named(text: &str, example: &str) -> Result<(String, PathBuf), String> {
 }
 
 impl OpaqueArgs {
-    /// The sockets, each name once.
+    /// Returns the sockets, after checking that each name occurs once.
     pub(crate) fn checked(&self) -> Result<Vec<(String, PathBuf)>, String> {
         each_name_once("--opaque", &self.sockets)
     }
 }
 
-/// `sockets`, unless a name is among them twice.
+/// Returns `sockets`, after checking that each name occurs once.
 pub(crate) fn each_name_once(option: &str, sockets: &[(String, PathBuf)]) -> Result<Vec<(String, PathBuf)>, String> {
     if sockets.len() > MAX_SOCKETS {
         return Err(format!("{option} can be given at most {MAX_SOCKETS} times"));

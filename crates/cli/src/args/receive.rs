@@ -15,20 +15,20 @@ use crate::units;
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct ReceiveArgs {
-    /// QMP socket of the destination QEMU; nobody else may use it meanwhile
+    /// QMP socket of the destination QEMU; no other program may use it meanwhile
     #[arg(long, value_name = "PATH")]
     pub(crate) qmp: PathBuf,
     /// Address and port to listen on; port 0: any free one
     #[arg(long, value_name = "ADDR:PORT", value_parser = listen_address)]
     pub(crate) listen: String,
-    /// How pages reach guest RAM; the report says which way was taken and why
+    /// How pages reach guest RAM; the report names the method of each RAM block and the reason
     #[arg(long, value_enum, default_value_t = PlacementArg::Auto)]
     pub(crate) placement: PlacementArg,
-    /// Populate all of guest RAM before a source that moves its guest directly may begin, so that nothing waits for page faults later;
+    /// Populate all of guest RAM before a source in direct mode may begin, so that nothing waits for page faults later;
     /// costs the memory of pages that the guest never used
     #[arg(long)]
     pub(crate) prefault: bool,
-    /// End where no source has begun a migration in this time, such as 10min; QEMU is left as it is [default: no limit]
+    /// End if no source has begun a migration in this time, such as 10min; QEMU is left as it is [default: no limit]
     #[arg(long, value_name = "DURATION", allow_hyphen_values = true, value_parser = units::wait)]
     pub(crate) wait: Option<Duration>,
     #[command(flatten)]
@@ -48,7 +48,7 @@ pub(crate) struct ReceiveArgs {
 /// `--placement`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum PlacementArg {
-    /// The fastest way that each RAM block permits
+    /// The fastest method that each RAM block permits
     Auto,
     /// All pages through QEMU's own migration sockets
     InStream,

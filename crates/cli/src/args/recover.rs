@@ -17,7 +17,7 @@ pub(crate) struct RecoverArgs {
     /// The migration's id, as `sterna send` and `sterna receive` printed it
     #[arg(value_name = "ID")]
     pub(crate) id: MigrationId,
-    /// Which side's record, where this host has both
+    /// Which side's record, if this host has both
     #[arg(long, value_enum)]
     pub(crate) side: Option<SideArg>,
     /// You assert that the other host is gone for good: its guest does not run and never will again
@@ -33,7 +33,7 @@ pub(crate) struct RecoverArgs {
     /// Ask the other host without TLS
     #[arg(long)]
     pub(crate) insecure: bool,
-    /// On the host that received: end where the source has not said in this time what was decided [default: no limit]
+    /// On the host that received: end if the source has not sent its decision in this time [default: no limit]
     #[arg(long, value_name = "DURATION", allow_hyphen_values = true, value_parser = units::wait)]
     pub(crate) wait: Option<Duration>,
     #[command(flatten)]
@@ -43,8 +43,8 @@ pub(crate) struct RecoverArgs {
 /// A side of a migration.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum SideArg {
-    /// Where the guest came from
+    /// The host that the guest came from
     Source,
-    /// Where it was going
+    /// The host that it was moving to
     Destination,
 }

@@ -18,20 +18,20 @@ use crate::units;
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct SendArgs {
-    /// QMP socket of the source QEMU; nobody else may use it meanwhile
+    /// QMP socket of the source QEMU; no other program may use it meanwhile
     #[arg(long, value_name = "PATH")]
     pub(crate) qmp: PathBuf,
     #[command(flatten)]
     pub(crate) link: LinkArgs,
-    /// Keep up to so much of what was sent, such as 1GiB, and send of a page that changed since only what changed [default: none]
+    /// Keep up to this much of the sent pages, such as 1GiB, and send only the changes of a page that is sent again [default: none]
     #[arg(long, value_name = "SIZE", default_value = "0", hide_default_value = true, value_parser = units::size)]
     pub(crate) delta_cache: u64,
-    /// How the guest's memory is taken: direct (read from outside QEMU) where that is possible, else by QEMU's own migration stream
+    /// How the guest's memory is read: direct (from outside QEMU) where that is possible, else by QEMU's own migration stream
     #[arg(long, value_enum, value_name = "MODE", default_value_t = ModeArg::Auto)]
     pub(crate) mode: ModeArg,
     #[command(flatten)]
     pub(crate) direct: DirectArgs,
-    /// What becomes of the source QEMU, which keeps a stopped copy of the guest, when the guest runs at the destination
+    /// Whether the source QEMU, which has a stopped copy of the guest, is ended once the guest runs at the destination
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = SourceAfterArg::Quit)]
     pub(crate) source_after: SourceAfterArg,
     #[command(flatten)]
@@ -54,15 +54,15 @@ pub(crate) struct SendArgs {
 /// Heading of the options that need direct mode.
 const DIRECT: &str = "Direct mode only";
 
-/// What only direct mode does.
+/// Options that need direct mode.
 #[derive(Debug, Args)]
 pub(crate) struct DirectArgs {
-    /// What helps to look for zero pages and to copy (dsa), and to compress (iaa): cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y,
+    /// Accelerators that find zero pages and copy (dsa), or compress (iaa): cpu, auto, dsa, iaa, dsa:/dev/dsa/wqX.Y,
     /// iaa:/dev/iax/wqX.Y, model:FILE; several separated by commas
     #[arg(long, help_heading = DIRECT, value_name = "LIST", default_value = "cpu")]
     accel: Accelerators,
-    /// How much of an accelerator this guest may have beside others that want it at the same time, 1 to 1000: of weights 3 and 1 the
-    /// one gets three quarters
+    /// This guest's share of an accelerator that other guests use at the same time, as a weight from 1 to 1000: with weights 3 and 1 the
+    /// first gets three quarters
     #[arg(
         long,
         help_heading = DIRECT,
@@ -72,14 +72,14 @@ pub(crate) struct DirectArgs {
         value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_WEIGHT))
     )]
     accel_weight: u32,
-    /// When what an iaa has compressed is read again and compared
+    /// When the output of an iaa is decompressed and compared
     #[arg(long, help_heading = DIRECT, value_enum, value_name = "WHEN", default_value_t = IaaVerifyArg::WithoutChecksums, requires = "accel")]
     iaa_verify: IaaVerifyArg,
-    /// Check the content of packets from end to end; off: what a codec, an accelerator or bad memory damages goes unnoticed
+    /// Check the content of packets from end to end; off: damage by a codec, an accelerator or bad memory goes unnoticed
     #[arg(long, help_heading = DIRECT, value_enum, value_name = "ON|OFF", default_value_t = OnOff::On)]
     checksums: OnOff,
-    /// Where the guest writes faster than its pages can be sent: tell (say so and go on), throttle (slow it down, by default at first for
-    /// 20 % of the time, then 10 % more each time, up to 99 %), post-copy (at once, or after so many rounds at the latest), give-up
+    /// If the guest writes faster than its pages can be sent: tell (report it and go on), throttle (slow it down, by default at first for
+    /// 20 % of the time, then 10 % more each time, up to 99 %), post-copy (at once, or after ROUNDS rounds at the latest), give-up
     #[arg(
         long,
         help_heading = DIRECT,
@@ -112,7 +112,7 @@ enum OnOff {
 /// `--iaa-verify`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum IaaVerifyArg {
-    /// Where packets have no checksums, which would find a wrong stream at the destination
+    /// If packets have no checksums, by which the destination would find a wrong stream
     WithoutChecksums,
     /// Always
     Always,
@@ -147,7 +147,7 @@ fn no_convergence(text: &str) -> Result<NotConverging, String> {
     }
 }
 
-/// Three numbers of percent.
+/// Parses the three percentages of `throttle:`.
 fn throttle(text: &str) -> Result<Throttle, String> {
     let percents: Result<Vec<u8>, _> = text.split(',').map(str::parse).collect();
     match percents.as_deref() {
@@ -163,9 +163,9 @@ fn throttle(text: &str) -> Result<Throttle, String> {
 /// `--mode`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ModeArg {
-    /// Direct where that is possible, else by QEMU's stream; a line says which, and why
+    /// Direct where that is possible, else by QEMU's stream; a note names the mode and the reason
     Auto,
-    /// Direct, or not at all
+    /// Direct, or the migration is refused
     Direct,
     /// By QEMU's own migration stream
     Stream,
@@ -186,7 +186,7 @@ impl From<ModeArg> for SendMode {
 pub(crate) enum SourceAfterArg {
     /// It is ended
     Quit,
-    /// It is kept; whoever resumes its guest runs the guest twice
+    /// It is kept; never resume its guest, or the guest runs twice
     Keep,
 }
 

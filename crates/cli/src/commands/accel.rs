@@ -1,4 +1,4 @@
-//! `sterna accel`: what accelerators there are, whether they work, and how their queues should be set up.
+//! `sterna accel`: lists accelerators, tests them, and plans the configuration of their queues.
 
 mod replay;
 
@@ -20,25 +20,25 @@ use super::report_file::{Named, ReportFile};
 use super::{Exit, Failure};
 use crate::signals::{self, Meaning};
 
-/// What is asked about accelerators.
+/// The commands of `sterna accel`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum AccelCommand {
-    /// What is here, what of it opens, what it is used for, and why not the rest
+    /// List devices and queues, whether they open, what they are used for, and why others are not
     List(ListArgs),
-    /// Run every operation on every queue, and compare what comes out with what plain code says
+    /// Run every operation on every queue, and compare the results with those of plain code
     Test(TestArgs),
-    /// Print how the queues should be set up, as accel-config takes it, and what a number of guests has of them
+    /// Print how the queues should be set up, as accel-config reads it, and each guest's share of them
     Plan(PlanArgs),
-    /// Run every operation on every queue, and write down each descriptor and completion record
+    /// Run every operation on every queue, and record each descriptor and completion record
     Capture(CaptureArgs),
-    /// Hold a trace against the specification, and say how long each operation took
+    /// Check a trace against the specification, and report how long each operation took
     Replay(replay::ReplayArgs),
 }
 
 /// `sterna accel list`.
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {
-    /// Queues that could be used are not opened
+    /// Do not open queues that could be used
     #[arg(long)]
     closed: bool,
 }
@@ -61,7 +61,7 @@ struct TrialArgs {
     /// Batches of each operation on each queue
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     rounds: u32,
-    /// What the content is chosen by
+    /// Seed of the random content
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
 }
@@ -69,7 +69,7 @@ struct TrialArgs {
 /// `sterna accel plan`.
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// Guests that are migrated at once: the notes say what each has of the queues, and whether they need ledgers
+    /// Guests that are migrated at once: the notes give each guest's share of the queues, and whether ledgers are needed
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     vms: u32,
     /// Only these devices, such as dsa0,iax1
@@ -103,7 +103,7 @@ pub(super) fn run(command: &AccelCommand) -> Result<Exit, Failure> {
     }
 }
 
-/// Prints on stdout, or on stderr where stdout is for something else.
+/// Prints on stdout, or on stderr if stdout has the report.
 #[derive(Clone, Copy)]
 enum Out {
     Stdout,
@@ -120,7 +120,7 @@ impl Out {
             Self::Stdout => crate::stdout::print(text)
                 .map_err(|error| Failure::failed(&format!("cannot write to standard output: {error}"))),
             Self::Stderr => {
-                // As everywhere: where that fails nothing can be done.
+                // A failure to print is ignored, as everywhere on stderr.
                 let _ = writeln!(std::io::stderr(), "{}", text.trim_end());
                 Ok(())
             }
@@ -190,7 +190,7 @@ fn verdict(queue: &QueueInfo, directories: &Directories, closed: bool) -> String
     }
 }
 
-/// What a queue is used for, by what the kernel says that it is configured for.
+/// Returns what a queue is used for, according to its configuration in the kernel.
 fn uses(queue: &QueueInfo) -> String {
     const BY_DSA: &[(&str, &[u8])] = &[
         ("zero maps", &[Operation::ComparePattern as u8]),
@@ -215,12 +215,12 @@ fn uses(queue: &QueueInfo) -> String {
     }
 }
 
-/// What is to be tried.
+/// Returns the accelerators to try.
 fn choice(args: &TrialArgs) -> Accelerators {
     args.model.as_ref().map_or_else(|| args.accel.clone(), Accelerators::model)
 }
 
-/// Opens it. Nothing that opens is an error too, unless only the CPU is meant.
+/// Opens the accelerators. No open queue at all is an error, unless `without_queues`.
 fn open(args: &TrialArgs, without_queues: bool) -> Result<Trials, Failure> {
     let trials = Trials::open(&choice(args), &Settings::default()).map_err(|error| Failure::failed(&error))?;
     if trials.queues() == 0 && !without_queues {
@@ -238,7 +238,7 @@ fn test(args: &TrialArgs) -> Result<Exit, Failure> {
     try_queues(trials, args, &Settings::default(), &|| true, Out::Stdout)
 }
 
-/// The trial, with everything written down that goes to devices and comes back.
+/// Runs the trial, and records every descriptor and completion record.
 fn capture(args: &CaptureArgs) -> Result<Exit, Failure> {
     let chosen = choice(&args.trial);
     if let Some(model) = models(&chosen).find(|model| same_file(model, &args.output)) {
@@ -257,7 +257,7 @@ fn capture(args: &CaptureArgs) -> Result<Exit, Failure> {
     let watch = watch.map_err(|error| Failure::failed(&format!("cannot wait for signals: {error}")))?;
     let out = Out::of(Some(&file));
     let tried = try_queues(trials, &args.trial, &settings, &|| !cancel.is_cancelled(), out);
-    // Whatever came out, and where the run was stopped: what was written down is what it was run for.
+    // The trace is kept whatever the result, and also if the run was stopped: it is the purpose of the run.
     let path = match file.is_stdout() {
         true => "standard output".to_owned(),
         false => args.output.display().to_string(),
@@ -267,9 +267,9 @@ fn capture(args: &CaptureArgs) -> Result<Exit, Failure> {
         Err(error) => return Err(Failure::failed(&file.error(error))),
     }
     drop(watch);
-    let said = out.say(&format!("The trace is in {path}; docs/accelerator-trace.md says how to read it."));
+    let printed = out.say(&format!("The trace is in {path}; docs/accelerator-trace.md says how to read it."));
     let exit = tried?;
-    said?;
+    printed?;
     match cancel.is_cancelled() {
         true => Err(Failure { exit: Exit::Cancelled, text: "stopped before every queue was tried".into() }),
         false => Ok(exit),
@@ -279,7 +279,7 @@ fn capture(args: &CaptureArgs) -> Result<Exit, Failure> {
 const TRACE: Named = Named { option: "--output", what: "trace" };
 const PLAN: Named = Named { option: "--json", what: "plan" };
 
-/// The files of models in a choice.
+/// Returns the model files in a choice.
 fn models(choice: &Accelerators) -> impl Iterator<Item = &Path> {
     choice.wishes().iter().filter_map(|wish| match wish {
         Wish::Model(file) => Some(file.as_path()),
@@ -302,8 +302,8 @@ fn try_queues(
     let summary = trials.summary();
     let tried = trials.run(settings, args.seed, args.rounds, go_on).map_err(|error| Failure::failed(&error))?;
     let faults: Vec<_> = tried.iter().flat_map(QueueTrial::faults).collect();
-    let said = out.say(&format!("{summary}\n{}{}", table(&tried), faults.join("\n")));
-    let Some(first) = faults.first() else { return said.map(|()| Exit::Completed) };
+    let printed = out.say(&format!("{summary}\n{}{}", table(&tried), faults.join("\n")));
+    let Some(first) = faults.first() else { return printed.map(|()| Exit::Completed) };
     let failed: Vec<_> = tried.iter().filter(|trial| !trial.faults().is_empty()).map(|trial| &*trial.queue).collect();
     Err(Failure::failed(&format!(
         "{} of {} failed the trial: {}. Do not use what failed, and please report it. The first fault: {first}",
@@ -374,7 +374,7 @@ fn planned(info: &DeviceInfo) -> PlanDevice {
         kind: if device.kind == Kind::Dsa { Accelerator::Dsa } else { Accelerator::Iaa },
         engines: device.max_engines.unwrap_or(info.engines.len() as u32),
         work_queues: device.max_queues.unwrap_or(info.queues.len() as u32),
-        // No device has none of these: that is a kernel that does not know.
+        // A value of 0 means that the kernel does not know it: every device has some.
         entries: device.max_queue_entries.filter(|entries| *entries > 0),
         max_batch: device.max_batch.filter(|most| *most > 0),
         max_transfer: device.max_transfer.filter(|most| *most > 0),
@@ -388,11 +388,11 @@ mod tests {
     use sterna_offload::Operation;
 
     #[test]
-    fn a_queue_is_said_to_be_used_for_what_it_is_configured_for() {
+    fn a_queue_is_listed_with_the_uses_that_it_is_configured_for() {
         let mut queue = QueueInfo::new("wq0.0", Arc::new(Device::new("dsa0", Kind::Dsa)), Mode::Shared, 16);
         let all = "zero maps, compares, copies, copies with checksums, checksums, deltas";
         assert_eq!(uses(&queue), all, "where the kernel says nothing");
-        // No-op, batch, compare, compare pattern; only one of the two that deltas need.
+        // No-op, batch, compare, compare pattern; one of the two operations that deltas need.
         queue.operations = OperationSet::parse("0,0,0,0,0,0,0,000000e3");
         let some =
             "zero maps, compares; not configured (op_config) for copies, copies with checksums, checksums, deltas";

@@ -1,4 +1,4 @@
-//! The commands: each makes the library's options from what was typed, runs, and turns the end into an exit code.
+//! The commands: each makes the library's options from the parsed ones, runs, and returns an exit code.
 //!
 //! A further command is a variant of [`Command`], a file here and a line in [`run`].
 
@@ -69,18 +69,18 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// The options cannot be meant like that.
+    /// The options are wrong.
     fn usage(what: &impl ToString) -> Self {
         Self { exit: Exit::Usage, text: what.to_string() }
     }
 
-    /// The options are right, but something is not as they say.
+    /// The options are right, but the command failed.
     fn failed(what: &impl ToString) -> Self {
         Self { exit: Exit::Failed, text: what.to_string() }
     }
 }
 
-/// Does what was typed.
+/// Runs the command.
 pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
     let logging = cli.log.is_some();
     match &cli.command {
@@ -99,7 +99,7 @@ pub(crate) fn run(cli: &Cli) -> Result<Exit, Failure> {
     }
 }
 
-/// What runs beside a migration: the screen, and signals that cancel it.
+/// The screen, and the signals that cancel a migration.
 struct Session {
     cancel: Cancel,
     screen: Arc<Screen>,
@@ -112,7 +112,7 @@ impl Session {
         Self::start_with([cancel], screen, logging, cancelling)
     }
 
-    /// Where the first signal cancels the first of `cancels`, and so on.
+    /// Starts a session in which the first signal cancels the first of `cancels`, and so on.
     fn start_with<const N: usize>(
         cancels: [Cancel; N],
         screen: &ScreenArgs,
@@ -129,7 +129,7 @@ impl Session {
         Ok(Self { cancel, screen, watch })
     }
 
-    /// Ends it: from here on signals are left alone, and the screen is free. Returns whether it was cancelled.
+    /// Ends the session: signals are no longer handled, and the screen is free. Returns whether it was cancelled.
     fn end(self) -> bool {
         drop(self.watch);
         self.screen.finish();
@@ -137,17 +137,17 @@ impl Session {
     }
 }
 
-/// How a gateway's error ends the program. An error after the decision is a report, so the guest is at the source.
+/// Returns the failure for a gateway's error. After the decision the gateway returns a report instead, so the guest is at the source.
 fn gateway_failure(error: &GatewayError, cancelled: bool) -> Failure {
     Failure { exit: if cancelled { Exit::Cancelled } else { Exit::Failed }, text: error.to_string() }
 }
 
 fn method_choice(link: &LinkArgs) -> Result<MethodChoice, Failure> {
-    // clap has checked the name, so what is left to be wrong is the level.
+    // clap has checked the name, so only the level can be wrong.
     let choice = MethodChoice::parse(&link.method, link.level.as_deref())
         .map_err(|error| Failure::usage(&format!("--level: {error}")))?;
     if link.cpu.is_some() && !choice.is_auto() {
-        // Nobody should believe that it is kept to.
+        // Refused rather than silently ignored.
         return Err(Failure::usage(&format!("--cpu: only the method auto keeps to it, and {choice} was asked for")));
     }
     Ok(choice)
@@ -159,7 +159,7 @@ trait Summary: Serialize {
     fn text(&self) -> String;
 }
 
-/// What `--json` says where there is no report.
+/// The content of `--json` if there is no report.
 #[derive(Serialize)]
 struct NoReport<'a> {
     outcome: Outcome,
@@ -173,7 +173,7 @@ fn migration<R: Summary>(
     logging: bool,
     migrate: impl FnOnce(&Cancel, &Screen) -> Result<R, GatewayError>,
 ) -> Result<Exit, Failure> {
-    // Where the report cannot be written is to be known before the guest is touched.
+    // An unwritable report must be an error before the guest is touched.
     let file = report.json.as_deref().map(ReportFile::reserve).transpose().map_err(|error| Failure::failed(&error))?;
     let session = Session::start(screen, logging, Meaning::MIGRATION)?;
     let result = migrate(&session.cancel, &session.screen);
@@ -197,7 +197,7 @@ fn migration<R: Summary>(
     }
 }
 
-/// Writes the report for machines. The exit code says where the guest is, so a full disk must not change it.
+/// Writes the report for programs. The exit code shows where the guest is, so a full disk must not change it.
 fn write_json(file: Option<ReportFile>, content: &impl Serialize) {
     if let Some(Err(error)) = file.map(|file| file.write(content)) {
         crate::complain(&format!("{error}; the migration itself ended as reported"));

@@ -1,4 +1,4 @@
-//! `sterna proxy`: carries migrations that other programs drive, until it is told to stop.
+//! `sterna proxy`: carries migrations that other programs drive, until it is stopped.
 
 use std::fs::File;
 use std::io::Write;
@@ -47,7 +47,7 @@ pub(super) fn run_receive(args: &ProxyReceiveArgs, logging: bool) -> Result<Exit
     })
 }
 
-/// Runs a proxy until signals stop it: the first has it take nothing new, the second closes what is under way.
+/// Runs a proxy until signals stop it: after the first it accepts no new sessions, the second closes those in progress.
 fn until_stopped(
     screen: &ScreenArgs,
     report: &ProxyReportArgs,
@@ -72,8 +72,8 @@ fn until_stopped(
     }
 }
 
-/// A proxy carries up to 256 migrations and connections at once, each with some ten descriptors; the usual limit of 1024 is what old programs
-/// that use `select` need (`systemd.exec(5)`, `LimitNOFILE`).
+/// Raises the limit of open files. A proxy carries up to 256 migrations and connections at once, each with some ten descriptors; the usual
+/// limit of 1024 exists for old programs that use `select` (`systemd.exec(5)`, `LimitNOFILE`).
 fn raise_file_limit() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
@@ -83,7 +83,7 @@ fn raise_file_limit() {
     }
 }
 
-/// Where the reports go, one line each.
+/// The destination of the reports, one line each.
 struct Reports(Mutex<Box<dyn Write + Send>>);
 
 impl Reports {

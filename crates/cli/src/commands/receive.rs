@@ -19,7 +19,7 @@ impl Summary for ReceiveReport {
 pub(super) fn run(args: &ReceiveArgs, logging: bool) -> Result<Exit, Failure> {
     let placement = Placement::from(args.placement);
     if args.prefault && placement == Placement::InStream {
-        // Nobody should believe that it is used.
+        // Refused rather than silently ignored.
         return Err(Failure::usage(&"--prefault: it needs direct mode, and --placement in-stream was given"));
     }
     let options = ReceiveOptions {

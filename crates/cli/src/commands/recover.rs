@@ -1,4 +1,4 @@
-//! `sterna recover`: after a crash in the commit window, exactly one guest.
+//! `sterna recover`: makes sure that exactly one guest runs after a crash in the commit window.
 
 use std::io::Write;
 

@@ -1,11 +1,11 @@
-//! `--json FILE` and its like: what a command writes for machines, whole or not at all.
+//! `--json FILE` and similar options: files that a command writes for programs, complete or not at all.
 //!
-//! The place is reserved before the guest is touched, so that a wrong path is an error and not a lost report; the name
-//! appears by a rename when the report is complete. An existing file that is no regular one (`/dev/stdout`, a pipe) is
-//! written to instead, never replaced.
+//! The place is reserved before the guest is touched, so that a wrong path is an error and not a lost report. The file gets its
+//! name by a rename when the report is complete. An existing file that is not a regular one (`/dev/stdout`, a pipe) is
+//! written to, and never replaced.
 //!
-//! The directory may be somebody else's: it is opened once, and a symbolic link that somebody else has put there is refused, for
-//! it could have root replace any file of the host.
+//! The directory may belong to another user. It is opened once, and a symbolic link of another user in it is refused, because
+//! it could make root replace any file of the host.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -23,7 +23,7 @@ pub(super) struct ReportFile {
     named: Named,
 }
 
-/// How a file is called in errors: the option that names it, and what is in it.
+/// How error texts name a file: by the option that gives it, and by its content.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Named {
     pub(super) option: &'static str,
@@ -42,13 +42,13 @@ enum Place {
     Regular(Temporary, PathBuf),
 }
 
-/// A file beside its place; removed unless it has been moved there.
+/// A file beside its place, removed unless it has been moved there.
 #[derive(Debug)]
 struct Temporary {
     file: File,
     directory: Directory,
     name: OsString,
-    /// What it is called in its place.
+    /// The name in its place.
     target: OsString,
 }
 
@@ -58,7 +58,7 @@ impl Temporary {
         loop {
             let number = NEXT.fetch_add(1, Ordering::Relaxed);
             let name = OsString::from(format!(".sterna-report-{}-{number}", std::process::id()));
-            // As an ordinary file would be created; the umask takes its share.
+            // The usual mode of new files, reduced by the umask.
             match directory.create_new(&name, 0o666) {
                 Ok(file) => return Ok(Self { file, directory, name, target }),
                 // Left by a process that was killed.
@@ -76,7 +76,7 @@ impl Temporary {
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // Nothing of that name is there any more once it is in its place.
+        // Fails if the file has been moved to its place.
         let _ = self.directory.remove(&self.name);
     }
 }
@@ -94,12 +94,12 @@ pub(super) struct ReportFileError {
 }
 
 impl ReportFileError {
-    /// Nobody reads it any more.
+    /// Returns whether the reader of a pipe has closed it.
     pub(super) fn is_unread(&self) -> bool {
         self.source.kind() == io::ErrorKind::BrokenPipe
     }
 
-    /// The reason, with what to do about it where that is known.
+    /// Returns the reason, and what to do about it if that is known.
     fn why(&self) -> String {
         match self.source.kind() {
             io::ErrorKind::NotFound => {
@@ -123,7 +123,7 @@ impl ReportFile {
         Self::reserve_for(REPORT, path)
     }
 
-    /// Reserves `path` for something else.
+    /// Reserves `path` for the content that `named` describes.
     pub(super) fn reserve_for(named: Named, path: &Path) -> Result<Self, ReportFileError> {
         if path == "-" {
             return match crate::stdout::check() {
@@ -141,7 +141,7 @@ impl ReportFile {
         matches!(self.place, Place::Stdout)
     }
 
-    /// Writes `content`, and with it the file appears.
+    /// Writes `content`; then the file appears.
     pub(super) fn write(self, content: &impl Serialize) -> Result<(), ReportFileError> {
         let text = serde_json::to_vec_pretty(content).map(|mut text| {
             text.push(b'\n');
@@ -153,13 +153,13 @@ impl ReportFile {
         }
     }
 
-    /// Writes `text`, and with it the file appears.
+    /// Writes `text`; then the file appears.
     pub(super) fn write_bytes(self, text: &[u8]) -> Result<(), ReportFileError> {
         self.stream()?.write_all(text).map_err(|source| self.error(source))?;
         self.keep()
     }
 
-    /// Where to write it piece by piece; [`keep`](Self::keep) ends it.
+    /// Returns a writer for the content; [`keep`](Self::keep) completes the file.
     pub(super) fn stream(&self) -> Result<Box<dyn Write + Send>, ReportFileError> {
         let stream = || -> io::Result<Box<dyn Write + Send>> {
             Ok(match &self.place {
@@ -177,13 +177,13 @@ impl ReportFile {
         stream().map_err(|source| self.error(source))
     }
 
-    /// All of it is written: the file appears.
+    /// Completes the file, which then appears.
     pub(super) fn keep(self) -> Result<(), ReportFileError> {
         let (named, path) = (self.named, self.path());
         self.place.keep().map_err(|source| ReportFileError { named, path, source })
     }
 
-    /// Something of it could not be written.
+    /// Returns the error for content that could not be written.
     pub(super) fn error(&self, source: io::Error) -> ReportFileError {
         ReportFileError { named: self.named, path: self.path(), source }
     }
@@ -217,7 +217,7 @@ impl Place {
     }
 }
 
-/// The directory and name of a file: behind a symbolic link its target is to be replaced, not the link.
+/// Returns the directory and name of a file. Symbolic links are followed, so that the target is replaced and not the link.
 fn behind_links(path: &Path) -> io::Result<(Directory, OsString)> {
     const MAX_LINKS: usize = 40; // as path_resolution(7)
     let mut path = path.to_owned();

@@ -1,4 +1,4 @@
-//! `--tls` or `--insecure`: one of them must be said, so that nobody sends a guest in clear by leaving something out.
+//! `--tls` or `--insecure`: one of them must be given, so that no guest is sent unencrypted because an option was forgotten.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use sterna::transport::Security;
 use super::Failure;
 use crate::args::{RecoverArgs, TlsAllowArgs, TlsArgs};
 
-/// Makes certificates for a trial; shown where they are missing.
+/// A command that makes certificates for a trial, shown if `--tls` is missing.
 const HOW_TO_MAKE_CERTIFICATES: &str = "sterna cert --dir certs --host dst-host";
 
 pub(super) fn source(args: &TlsArgs) -> Result<Security, Failure> {
@@ -19,7 +19,7 @@ pub(super) fn destination(args: &TlsAllowArgs) -> Result<Security, Failure> {
     choose(args.tls.as_deref(), args.insecure, "--tls DIR --allow NAME", |dir| TlsSettings::server(dir, &args.allow))
 }
 
-/// None where the other host need not be asked, or cannot.
+/// Returns none if neither `--tls` nor `--insecure` was given: `recover` then cannot ask the other host, and may not need to.
 pub(super) fn recovery(args: &RecoverArgs) -> Result<Option<Security>, Failure> {
     if args.tls.is_none() && !args.insecure {
         return Ok(None);
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn the_receiver_must_say_who_may_send() {
+    fn the_receiver_must_name_who_may_send() {
         let args = TlsAllowArgs { tls: Some("certs".into()), allow: vec![], insecure: false };
         let failure = destination(&args).unwrap_err();
         assert_eq!(failure.exit, Exit::Usage);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn certificates_that_are_not_there_are_named() {
+    fn missing_certificates_are_named() {
         let dir = tempfile::tempdir().unwrap();
         let tls = Some(dir.path().to_owned());
         let failures = [

@@ -40,11 +40,11 @@ pub(super) fn run(args: &SendArgs, logging: bool) -> Result<Exit, Failure> {
     migration(&args.screen, &args.report, logging, |cancel, screen| send(&options, cancel, screen))
 }
 
-/// What only direct mode does, unless that was excluded.
+/// Returns the options of direct mode, and refuses them if `--mode stream` excludes it.
 fn direct(args: &SendArgs) -> Result<DirectOptions, Failure> {
     let direct = DirectOptions::from(&args.direct);
     match direct.given() {
-        // Nobody should believe that it is used.
+        // Refused rather than silently ignored.
         Some(option) if args.mode == ModeArg::Stream => {
             Err(Failure::usage(&format!("{option}: it needs direct mode, and --mode stream was given")))
         }

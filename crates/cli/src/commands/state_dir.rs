@@ -1,4 +1,4 @@
-//! Where the records are kept: they must outlive a crash and a reboot, and be found by `sterna recover` again.
+//! Chooses the directory of the records, which must survive a crash and a reboot and be found by `sterna recover`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ pub(super) fn choose(args: &StateArgs) -> Result<PathBuf, Failure> {
     }
 }
 
-/// The default; none where the environment has no usable directory.
+/// Returns the default; none if the environment has no usable directory.
 fn default(root: bool, state_home: Option<OsString>, home: Option<OsString>) -> Option<PathBuf> {
     if root {
         return Some("/var/lib/sterna".into());
@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_default_is_the_systems_for_root_and_the_persons_otherwise() {
+    fn the_default_is_the_systems_for_root_and_the_users_otherwise() {
         let is = |text: &str| Some(PathBuf::from(text));
         let set = |text: &str| Some(OsString::from(text));
         assert_eq!(default(true, set("/state"), set("/home/a")), is("/var/lib/sterna"));
@@ -44,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_given_is_taken() {
+    fn a_given_directory_is_used() {
         let args = StateArgs { state_dir: Some("elsewhere".into()) };
         assert_eq!(choose(&args).unwrap(), PathBuf::from("elsewhere"));
     }

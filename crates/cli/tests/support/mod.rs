@@ -1,4 +1,4 @@
-//! A migration between two real QEMUs by the real program, as the end-to-end tests need it.
+//! Migrations between two real QEMUs by the real program, for the end-to-end tests.
 #![allow(dead_code, reason = "each test file uses its own part of this")]
 
 pub(crate) mod moving;
@@ -17,7 +17,7 @@ use std::time::Duration;
 use serde_json::Value;
 use sterna_lab::{Guest, LinuxGuest, QemuOptions, QemuVersion};
 
-/// No step of a test takes longer on a machine that is only slow.
+/// Time limit of each step of a test, enough for a slow machine.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
 
 /// The program under test.
@@ -25,34 +25,35 @@ pub(crate) fn sterna() -> Command {
     Command::new(env!("CARGO_BIN_EXE_sterna"))
 }
 
-/// A running sterna process; what it says is kept line by line, and printed. Killed when dropped.
+/// A running sterna process. Its lines of standard error are kept and printed. It is killed when this is dropped.
 pub(crate) struct Sterna {
     child: Child,
-    said: Arc<Said>,
-    listening: Option<JoinHandle<()>>,
+    errors: Arc<Lines>,
+    reader: Option<JoinHandle<()>>,
     output: Option<JoinHandle<String>>,
 }
 
+/// The lines so far, and whether the process has ended.
 #[derive(Default)]
-struct Said {
+struct Lines {
     lines: Mutex<(Vec<String>, bool)>,
     more: Condvar,
 }
 
 impl Sterna {
-    /// Starts `command`; `name` stands before its lines in the test's output.
+    /// Starts `command`. `name` precedes its lines in the test's output.
     pub(crate) fn start(name: &'static str, command: &mut Command) -> Self {
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let said = Arc::new(Said::default());
-        let (lines, ear) = (BufReader::new(child.stderr.take().unwrap()).lines(), Arc::clone(&said));
-        let listening = std::thread::spawn(move || {
+        let errors = Arc::new(Lines::default());
+        let (lines, received) = (BufReader::new(child.stderr.take().unwrap()).lines(), Arc::clone(&errors));
+        let reader = std::thread::spawn(move || {
             for line in lines.map_while(Result::ok) {
                 eprintln!("{name}: {line}");
-                ear.lines.lock().unwrap().0.push(line);
-                ear.more.notify_all();
+                received.lines.lock().unwrap().0.push(line);
+                received.more.notify_all();
             }
-            ear.lines.lock().unwrap().1 = true;
-            ear.more.notify_all();
+            received.lines.lock().unwrap().1 = true;
+            received.more.notify_all();
         });
         let stdout = BufReader::new(child.stdout.take().unwrap()).lines();
         let output = std::thread::spawn(move || {
@@ -64,86 +65,86 @@ impl Sterna {
             }
             output
         });
-        Self { child, said, listening: Some(listening), output: Some(output) }
+        Self { child, errors, reader: Some(reader), output: Some(output) }
     }
 
-    /// Waits for a line that contains `text`, and gives it.
+    /// Waits for a line that contains `text`, and returns it.
     pub(crate) fn wait_for(&self, text: &str) -> String {
         self.wait_until(text, |lines| lines.iter().find(|line| line.contains(text)).cloned())
     }
 
-    /// Waits until `found` finds in the lines so far what it looks for, which is `what`, and gives it.
-    pub(crate) fn wait_until<T>(&self, what: &str, found: impl Fn(&[String]) -> Option<T>) -> T {
-        let mut said = self.said.lines.lock().unwrap();
+    /// Waits until `find` returns a value for the lines so far, and returns it. `what` describes the value.
+    pub(crate) fn wait_until<T>(&self, what: &str, find: impl Fn(&[String]) -> Option<T>) -> T {
+        let mut lines = self.errors.lines.lock().unwrap();
         loop {
-            if let Some(found) = found(&said.0) {
+            if let Some(found) = find(&lines.0) {
                 return found;
             }
-            assert!(!said.1, "sterna ended without saying {what:?}");
+            assert!(!lines.1, "sterna ended without printing {what:?}");
             let timeout;
-            (said, timeout) = self.said.more.wait_timeout(said, LONG).unwrap();
-            assert!(!timeout.timed_out(), "sterna does not say {what:?}");
+            (lines, timeout) = self.errors.more.wait_timeout(lines, LONG).unwrap();
+            assert!(!timeout.timed_out(), "sterna does not print {what:?}");
         }
     }
 
-    /// How many lines so far contain `text`.
+    /// Returns how many lines so far contain `text`.
     pub(crate) fn count(&self, text: &str) -> usize {
-        self.said.lines.lock().unwrap().0.iter().filter(|line| line.contains(text)).count()
+        self.errors.lines.lock().unwrap().0.iter().filter(|line| line.contains(text)).count()
     }
 
-    /// The address that `sterna receive` listens on.
+    /// Returns the address on which `sterna receive` listens.
     pub(crate) fn address(&self) -> String {
         self.wait_for("listening on ").rsplit_once("listening on ").unwrap().1.to_owned()
     }
 
-    /// Waits for its end; gives standard output.
+    /// Waits for its end, and returns its standard output.
     pub(crate) fn finish(mut self) -> (ExitStatus, String) {
         let status = self.child.wait().unwrap();
-        self.listening.take().unwrap().join().unwrap();
+        self.reader.take().unwrap().join().unwrap();
         (status, self.output.take().unwrap().join().unwrap())
     }
 
-    /// Waits for its end; gives the lines of standard error.
+    /// Waits for its end, and returns the lines of standard error.
     pub(crate) fn finish_with_lines(self) -> (ExitStatus, Vec<String>) {
-        let said = Arc::clone(&self.said);
+        let errors = Arc::clone(&self.errors);
         let (status, _) = self.finish();
-        let lines = said.lines.lock().unwrap().0.clone();
+        let lines = errors.lines.lock().unwrap().0.clone();
         (status, lines)
     }
 
-    /// Kills it as a crash would.
+    /// Kills it, as a crash would.
     pub(crate) fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Asks it to give up, as Ctrl-C does.
+    /// Cancels it, as Ctrl-C does.
     pub(crate) fn interrupt(&self) {
         let pid = rustix::process::Pid::from_child(&self.child);
         // It may have ended just now.
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
     }
 
-    /// Asks it to end, as systemd does.
+    /// Ends it, as systemd does.
     pub(crate) fn terminate(&self) {
         // It may have ended just now.
         let _ =
             rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), rustix::process::Signal::TERM);
     }
 
-    /// Whether it has ended; what it ended with.
+    /// Returns its exit status if it has ended.
     pub(crate) fn poll(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().unwrap()
     }
 
-    /// The migration's id, as `sterna send` and `sterna receive` say it.
+    /// Returns the migration's id, which `sterna send` and `sterna receive` print.
     pub(crate) fn migration(&self) -> String {
         let line = self.wait_for("migration ");
         let rest = line.split_once("migration ").unwrap().1;
         rest.split([' ', ':']).next().unwrap().to_owned()
     }
 
-    /// Its process number.
+    /// Returns its process number.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -155,7 +156,7 @@ impl Drop for Sterna {
     }
 }
 
-/// A Linux guest that dirties its memory all the while.
+/// Returns options for a Linux guest that dirties its memory all the time.
 pub(crate) fn busy_guest(version: QemuVersion, machine: &str) -> QemuOptions {
     let linux = LinuxGuest { memory: Some(192 << 20), dirty_rate: 20 << 20, ..LinuxGuest::default() };
     let mut options = QemuOptions::new(version, Guest::Linux(linux));
@@ -203,7 +204,7 @@ pub(crate) fn recover(id: &str, side: &str, state: &Path) -> Command {
     command
 }
 
-/// A place where a sterna stands still until the test lets it go on.
+/// A fault point at which a sterna is held until the test releases it.
 pub(crate) struct Hold {
     point: String,
     opened: std::sync::mpsc::Receiver<File>,
@@ -211,19 +212,19 @@ pub(crate) struct Hold {
 }
 
 impl Hold {
-    /// Has `command` hold at `point`; `scratch` gets a FIFO.
+    /// Makes `command` hold at `point`, by a FIFO in `scratch`.
     pub(crate) fn at(point: &str, scratch: &Path, command: &mut Command) -> Self {
         let path = scratch.join(format!("{point}.fifo"));
         rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0).unwrap();
         command.env("STERNA_FAULT", format!("{point}:hold:{}", path.display())).args(["--log", "warn"]);
         let (open, opened) = std::sync::mpsc::channel();
         let fifo = path.clone();
-        // Opening waits for the other end.
+        // Opening blocks until the other end is opened.
         std::thread::spawn(move || open.send(File::open(fifo).unwrap()));
         Self { point: point.to_owned(), opened, path }
     }
 
-    /// Waits until `sterna` has come to the point; it goes on when what is returned is dropped.
+    /// Waits until `sterna` has reached the point. It continues when the returned file is dropped.
     pub(crate) fn reached(&self, sterna: &Sterna) -> File {
         sterna.wait_for(&format!("holding at {}", self.point));
         self.opened.recv_timeout(LONG).expect("it opens the FIFO")
@@ -232,7 +233,7 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        // Lets the thread that waits for the other end go, where nobody came.
+        // Ends the thread that waits for the other end, if the point was not reached.
         let _ = File::options().write(true).read(true).open(&self.path);
     }
 }

@@ -1,5 +1,5 @@
-//! One whole migration, as the tables of cases have it: what guest RAM is made of, and the move itself, with all of memory compared
-//! from outside before the destination's guest starts.
+//! One complete migration for the tables of cases: the backing of guest RAM, and the move itself, with all of memory compared from
+//! outside before the destination's guest starts.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use sterna_lab::ram::{CHANGED_BY_LOADING, compare};
 use super::pair::Pair;
 use super::{Hold, Sterna, certificates, receive, report, send_by};
 
-/// What guest RAM is.
+/// The backing of guest RAM.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Backing {
     Anonymous,
@@ -21,16 +21,16 @@ pub(crate) enum Backing {
     Hugetlb,
 }
 
-/// A backing, with what must stay as long as it is used.
+/// A backing, with the resources that must exist as long as it is used.
 pub(crate) struct Backed {
     pub(crate) backend: Backend,
     _mount: Option<HugeTmpfs>,
     _pages: Option<HugePages>,
 }
 
-/// Backings of `memory` bytes for a source and a destination; none where this machine has not what they need.
+/// Returns backings of `memory` bytes for a source and a destination; none if this machine lacks something.
 pub(crate) fn backings(of: [Backing; 2], memory: u64) -> Option<[Backed; 2]> {
-    // One reservation for both: a process makes one at a time.
+    // One reservation for both: a process can have only one at a time.
     let huge = of.iter().filter(|backing| **backing == Backing::Hugetlb).count() as u64;
     let mut pages = match huge {
         0 => None,
@@ -63,7 +63,7 @@ fn protection(tls: bool, certs: &Path, receiver: bool) -> Vec<String> {
 
 /// How a guest is moved.
 pub(crate) struct Move {
-    /// As `send --mode` names it.
+    /// The value of `send --mode`.
     pub(crate) mode: &'static str,
     /// Bytes of its RAM.
     pub(crate) memory: u64,
@@ -74,13 +74,13 @@ pub(crate) struct Move {
 }
 
 impl Move {
-    /// Moves the guest of `pair`, and gives the report; `relay` says where `send` connects to, which is given where `receive` listens. An
-    /// error where memory differs before the destination's guest starts.
+    /// Moves the guest of `pair`, and returns the report. `relay` returns the address to which `send` connects, given the one on which
+    /// `receive` listens. An error means that memory differs before the destination's guest starts.
     pub(crate) fn run(&self, pair: &Pair, relay: impl Fn(String) -> String) -> Result<Value, String> {
         self.run_while(pair, relay, |_| {})
     }
 
-    /// As [`Move::run`]; `meanwhile` is done once `send` was started.
+    /// As [`Move::run`]; calls `meanwhile` once `send` has started.
     pub(crate) fn run_while(
         &self,
         pair: &Pair,
@@ -124,16 +124,16 @@ impl Move {
     }
 }
 
-/// How often a row whose source is QEMU 7.2 is tried.
+/// How often to try a row whose source is QEMU 7.2.
 ///
-/// Emulating, it loses writes by itself: a migration between two QEMU 7.2 without Sterna shows differing pages, or a crashed
-/// guest, in about one of ten runs on a busy machine, one between two QEMU 10.0 in none. It does not see what a guest
-/// writes through translations that it had cached before a round began (QEMU's commit 03bfc2188f, "Fix migration dirty
-/// bitmap coherency with TCG memory access", and its like). So pages that differ there say nothing about Sterna, unless
-/// they always do; each such row has a like one with the same streams from a QEMU 10.0, which must be right at once.
+/// An emulating QEMU 7.2 itself loses writes: a migration between two QEMU 7.2 without Sterna shows differing pages, or a crashed
+/// guest, in about one of ten runs on a busy machine, one between two QEMU 10.0 in none. It does not track a guest's writes through
+/// translations that were cached before a round began (QEMU's commit 03bfc2188f, "Fix migration dirty bitmap coherency with TCG
+/// memory access", and similar ones). So differing pages there are no fault of Sterna, unless they always differ. Each such row has
+/// a similar one with the same streams from a QEMU 10.0, which must succeed at once.
 const TRIES_OF_7_2: usize = 3;
 
-/// Has `moved` done until memory does not differ, as often as the source's release makes sense of. None: it was skipped.
+/// Calls `moved` until memory does not differ, at most as often as the source's release requires. Returns none if it was skipped.
 pub(crate) fn tried<T>(
     from: sterna_lab::QemuVersion,
     mut moved: impl FnMut() -> Option<Result<T, String>>,
@@ -149,8 +149,8 @@ pub(crate) fn tried<T>(
     unreachable!("the last try returns or panics")
 }
 
-/// The kernel words that a Linux guest of a QEMU 7.2 gets: with separate page tables for the kernel each interrupt drops cached
-/// translations, and most of what that release loses with them.
+/// Kernel options for a Linux guest of a QEMU 7.2: with separate page tables for the kernel, each interrupt drops the cached
+/// translations, which avoids most of the lost writes.
 pub(crate) fn kernel_words(from: sterna_lab::QemuVersion) -> String {
     if from == sterna_lab::QemuVersion::V7_2 { "pti=on".into() } else { String::new() }
 }

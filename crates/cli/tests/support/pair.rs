@@ -1,4 +1,4 @@
-//! Two watched QEMUs: each has a second monitor, on which its own events tell when its guest ran.
+//! Two watched QEMUs: each has a second monitor, whose events show when its guest ran.
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use super::LONG;
 
-/// A QEMU with a monitor beside the one that sterna uses, so that it can be watched all the while.
+/// A QEMU with a second monitor besides sterna's, by which it can be watched all the time.
 pub(crate) struct Watched {
     pub(crate) qemu: Qemu,
     pub(crate) monitor: Qmp,
@@ -19,7 +19,7 @@ pub(crate) struct Watched {
     killed: Option<u64>,
     /// Whether its guest ran from the start.
     source: bool,
-    /// Its STOPs (false) and RESUMEs (true) so far, in microseconds since 1970.
+    /// The events STOP (false) and RESUME (true) so far, in microseconds since 1970.
     turns: RefCell<Vec<(bool, u64)>>,
 }
 
@@ -40,29 +40,29 @@ impl Watched {
         Ok(Self { qemu, monitor, killed: None, source, turns: RefCell::default() })
     }
 
-    /// Its run state; none where the process has ended.
+    /// Returns its run state; none if the process has ended.
     pub(crate) fn status(&self) -> Option<String> {
         self.monitor.status().ok()
     }
 
-    /// The state of its migration; none where the process has ended.
+    /// Returns the state of its migration; none if the process has ended.
     pub(crate) fn migration_status(&self) -> Option<String> {
         self.monitor.query_migrate().ok().map(|info| info.status)
     }
 
-    /// Whether its guest runs now.
+    /// Returns whether its guest runs now.
     pub(crate) fn runs(&self) -> bool {
         self.status().as_deref() == Some("running")
     }
 
-    /// Kills it as a crash would.
+    /// Kills it, as a crash would.
     pub(crate) fn kill(&mut self) {
         self.qemu.kill();
         self.killed.get_or_insert_with(now);
     }
 
-    /// When its guest ran, in microseconds since 1970, by what it said itself: it says STOP after its processors have
-    /// stopped and RESUME before they start, so that the guest certainly stood outside of these.
+    /// Returns when its guest ran, in microseconds since 1970, by QEMU's own events. QEMU sends STOP after its vCPUs have
+    /// stopped and RESUME before they start, so the guest was certainly paused outside of these times.
     pub(crate) fn ran(&self) -> Vec<(u64, u64)> {
         let mut turns = self.turns.borrow_mut();
         while let Ok(Some(event)) = self.monitor.next_event(Instant::now()) {
@@ -83,13 +83,13 @@ impl Watched {
         ran
     }
 
-    /// What `query-migrate-capabilities` and `query-migrate-parameters` say.
+    /// Returns the answers to `query-migrate-capabilities` and `query-migrate-parameters`.
     pub(crate) fn migration_settings(&self) -> [Value; 2] {
         ["query-migrate-capabilities", "query-migrate-parameters"]
             .map(|command| self.monitor.execute(command, json!({})).expect("QEMU answers"))
     }
 
-    /// Fails where anything of another process is left in this one: a tracer, a userfaultfd, or memory that one still protects.
+    /// Fails if another process left something in this one: a tracer, a userfaultfd, or memory that a userfaultfd still protects.
     pub(crate) fn untouched(&self) -> Result<(), String> {
         let pid = self.qemu.pid();
         let read = |file: &str| {
@@ -101,13 +101,13 @@ impl Watched {
         }
         let files = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|error| error.to_string())?;
         for file in files.flatten() {
-            // One that was closed meanwhile.
+            // The descriptor may have been closed meanwhile.
             let Ok(target) = std::fs::read_link(file.path()) else { continue };
             if target.to_string_lossy().contains("[userfaultfd]") {
                 return Err(format!("{} is left in QEMU: {}", file.path().display(), target.display()));
             }
         }
-        // proc_pid_smaps(5): `um`, `uw` and `ui` are of a userfaultfd that is registered, in whatever process it lies.
+        // proc_pid_smaps(5): `um`, `uw` and `ui` mark memory registered with a userfaultfd, of any process.
         let protected = read("smaps")?
             .lines()
             .filter_map(|line| line.strip_prefix("VmFlags:"))
@@ -116,11 +116,11 @@ impl Watched {
         if protected == 0 { Ok(()) } else { Err(format!("{protected} mappings of QEMU are still tracked")) }
     }
 
-    /// QEMU's threads that are traced, each with the thread that traces it. None where QEMU has ended.
+    /// Returns QEMU's traced threads, each with its tracer. None if QEMU has ended.
     pub(crate) fn tracers(&self) -> Vec<(String, u32)> {
         let Ok(tasks) = std::fs::read_dir(format!("/proc/{}/task", self.qemu.pid())) else { return Vec::new() };
         let traced = |task: std::fs::DirEntry| {
-            // One that has ended meanwhile is not traced.
+            // A thread that has ended meanwhile is not traced.
             let status = std::fs::read_to_string(task.path().join("status")).ok()?;
             let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?.trim().parse().ok()?;
             Some((task.file_name().to_string_lossy().into_owned(), tracer)).filter(|(_, tracer)| *tracer != 0)
@@ -128,14 +128,14 @@ impl Watched {
         tasks.flatten().filter_map(traced).collect()
     }
 
-    /// Stops the boot-sector guest and checks its memory; gives the passes that it had begun.
+    /// Stops the boot-sector guest and checks its memory. Returns the number of passes that it had begun.
     pub(crate) fn checked_passes(&self) -> Result<u32, String> {
         self.monitor.execute("stop", json!({})).map_err(|error| error.to_string())?;
         let ram = Ram::open(self.qemu.pid(), self.qemu.memory()).map_err(|error| error.to_string())?;
         boot_sector::check(&ram).map_err(|error| error.to_string())
     }
 
-    /// Waits until the boot-sector guest has written another letter: it goes on.
+    /// Waits until the boot-sector guest has written another letter, which shows that it runs.
     pub(crate) fn wait_progress(&self) -> Result<(), String> {
         let before = self.qemu.console().byte_count();
         self.qemu.console().wait_for_bytes(before + 1, LONG).map_err(|error| error.to_string())
@@ -146,7 +146,7 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_micros() as u64
 }
 
-/// A source whose guest runs, a destination that waits for it, and a directory for each one's records.
+/// A source whose guest runs, a destination that waits for it, and directories for the records of both.
 pub(crate) struct Pair {
     pub(crate) source: Watched,
     pub(crate) destination: Watched,
@@ -154,16 +154,16 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    /// Starts both, with the boot-sector guest at work; none where the tools are missing.
+    /// Starts both, and waits until the boot-sector guest works; none if the tools are missing.
     pub(crate) fn boot_sector(version: QemuVersion) -> Option<Self> {
         let options = QemuOptions::new(version, Guest::BootSector);
         let pair = Self::start(&options, &options.incoming())?;
-        // The firmware says nothing on the serial line, so these are the guest's: it is past its first passes.
+        // The firmware writes nothing to the serial line, so these bytes are the guest's, which is past its first passes.
         pair.source.qemu.console().wait_for_bytes(3, LONG).expect("the guest boots");
         Some(pair)
     }
 
-    /// Starts both; none where the tools are missing.
+    /// Starts both; none if the tools are missing.
     pub(crate) fn start(source: &QemuOptions, destination: &QemuOptions) -> Option<Self> {
         let scratch = tempfile::tempdir().expect("a directory for the test");
         if source.user.or(destination.user).is_some() {
@@ -176,30 +176,30 @@ impl Pair {
         Some(Self { source, destination, scratch })
     }
 
-    /// The pair of the next move: the destination is the source now, and a `destination` waits for its guest. The source's QEMU is killed
-    /// where it has not ended.
+    /// Returns the pair of the next move: the destination becomes the source, and a new `destination` waits for its guest. The old source
+    /// QEMU is killed if it has not ended.
     pub(crate) fn next(self, destination: &QemuOptions) -> Self {
         let scratch = tempfile::tempdir().expect("a directory for the test");
         let destination = Watched::start(destination, scratch.path(), "destination").expect("another QEMU");
         Self { source: self.destination, destination, scratch }
     }
 
-    /// Where the source's records lie.
+    /// Returns the directory of the source's records.
     pub(crate) fn source_state(&self) -> PathBuf {
         self.scratch.path().join("source-state")
     }
 
-    /// Where the destination's records lie.
+    /// Returns the directory of the destination's records.
     pub(crate) fn destination_state(&self) -> PathBuf {
         self.scratch.path().join("destination-state")
     }
 
-    /// Where `send` writes its report.
+    /// Returns the path of the report of `send`.
     pub(crate) fn report(&self) -> PathBuf {
         self.scratch.path().join("report.json")
     }
 
-    /// Fails where both guests ran at the same time, ever.
+    /// Fails if both guests ever ran at the same time.
     pub(crate) fn never_both(&self) -> Result<(), String> {
         let (source, destination) = (self.source.ran(), self.destination.ran());
         for (start, end) in &source {
@@ -213,7 +213,7 @@ impl Pair {
     }
 }
 
-/// Waits until `done` holds: for what is told by no event. Looks often, and gives up after `limit`.
+/// Polls until `done` returns true, for conditions without an event. Gives up after `limit`.
 pub(crate) fn eventually(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + limit;
     loop {

@@ -1,4 +1,4 @@
-//! A hostile network: a relay between `send` and `receive` that spoils one packet of a RAM channel, or stands still.
+//! A hostile network: a relay between `send` and `receive` that damages one packet of a RAM channel, or stalls.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -9,7 +9,7 @@ use sterna_wire::header::{CHANNEL_HEADER_LENGTH, ChannelHeader, ChannelKind};
 use sterna_wire::limits::MAX_CONTENT;
 use sterna_wire::packet::{PACKET_HEADER_LENGTH, PacketHeader, PacketKind, Run};
 
-/// What is done to a packet.
+/// The damage to a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Spoil {
     /// One bit of the payload differs.
@@ -20,9 +20,9 @@ pub(crate) enum Spoil {
     Twice,
     /// It does not come.
     Lost,
-    /// Its first run lies behind the end of the RAM block; checksums fit.
+    /// Its first run lies beyond the end of the RAM block; checksums fit.
     OutsideBlock,
-    /// It names a RAM block that there is not; checksums fit.
+    /// It names a RAM block that does not exist; checksums fit.
     NoSuchBlock,
     /// It claims more payload than there may be; checksums fit.
     HugePayload,
@@ -30,7 +30,7 @@ pub(crate) enum Spoil {
     HugeTable,
     /// It claims less content than its table has; checksums fit.
     WrongContent,
-    /// It names a compression method that there is not; checksums fit.
+    /// It names a compression method that does not exist; checksums fit.
     NoSuchMethod,
     /// The connection ends inside of it.
     Truncated,
@@ -39,7 +39,7 @@ pub(crate) enum Spoil {
 }
 
 impl Spoil {
-    /// Every one.
+    /// Every kind.
     pub(crate) const ALL: [Self; 12] = [
         Self::PayloadBit,
         Self::HeaderBit,
@@ -56,10 +56,10 @@ impl Spoil {
     ];
 }
 
-/// Which packet of pages on a RAM channel is spoilt, counted from 0.
+/// Number of the damaged packet of pages on a RAM channel, from 0.
 const SPOILT: usize = 20;
 
-/// Starts a relay to `target`; gives the address to send to, and whether a packet has been spoilt yet.
+/// Starts a relay to `target`. Returns its address, and whether a packet has been damaged yet.
 pub(crate) fn relay(target: &str, spoil: Spoil) -> (String, Arc<AtomicBool>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -129,7 +129,7 @@ impl Packet {
         bytes
     }
 
-    /// Writes it spoilt, then what follows as it comes.
+    /// Writes it damaged, and then forwards the following bytes.
     fn spoil(mut self, mut near: &TcpStream, mut far: &TcpStream, spoil: Spoil) -> io::Result<()> {
         let mut bytes = self.encode();
         match spoil {
@@ -140,7 +140,7 @@ impl Packet {
             Spoil::OutsideBlock => {
                 let run = Run::decode(self.table[..8].try_into().unwrap()).unwrap();
                 let far_away = Run { first: (1 << 40) - u64::from(run.count), ..run };
-                // Alone in the table, since runs must ascend.
+                // It is the only run in the table, since runs must ascend.
                 self.table = far_away.encode().to_vec();
                 self.header.table_length = 8;
                 bytes = self.encode();
@@ -154,7 +154,7 @@ impl Packet {
                 bytes = self.encode();
             }
             Spoil::HugeTable => {
-                // The header's checksum covers the table, which does not come: the limit must speak first.
+                // The header's checksum covers the table, which is not sent: the limit must be checked first.
                 let table = std::mem::take(&mut self.table);
                 self.header.table_length = 0;
                 bytes = self.header.encode(&[]).to_vec();
@@ -181,7 +181,7 @@ impl Packet {
     }
 }
 
-/// What stands still.
+/// Which connections stall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Still {
     /// The channels of pages and of the state.
@@ -190,14 +190,14 @@ pub(crate) enum Still {
     All,
 }
 
-/// Starts a relay to `target` that lets nothing more pass of what `still` says, in either direction, from the moment when the second value
-/// is set; its connections stay open. Gives the address to send to.
+/// Starts a relay to `target`. Once the second returned value is set, the connections that `still` selects stay open but forward nothing, in
+/// either direction. Returns the relay's address.
 pub(crate) fn still_relay(target: &str, still: Still) -> (String, Arc<AtomicBool>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let (target, stands) = (target.to_owned(), Arc::new(AtomicBool::new(false)));
-    let told = Arc::clone(&stands);
-    // What stands still ends with the test's process, all else with its connections.
+    let (target, stalled) = (target.to_owned(), Arc::new(AtomicBool::new(false)));
+    let told = Arc::clone(&stalled);
+    // Stalled threads end with the test's process, all others with their connections.
     std::thread::spawn(move || {
         for near in listener.incoming().map_while(Result::ok) {
             let Ok(far) = TcpStream::connect(&target) else { continue };
@@ -208,23 +208,23 @@ pub(crate) fn still_relay(target: &str, still: Still) -> (String, Arc<AtomicBool
                     return;
                 }
                 let control = ChannelHeader::decode(&header).is_ok_and(|header| header.kind == ChannelKind::Control);
-                let stands = if control && still == Still::Data { Arc::default() } else { told };
+                let stalled = if control && still == Still::Data { Arc::default() } else { told };
                 let (back_in, back_out) = (far.try_clone().unwrap(), near.try_clone().unwrap());
-                let also = Arc::clone(&stands);
+                let also = Arc::clone(&stalled);
                 std::thread::spawn(move || pass(&back_in, &back_out, &also));
-                pass(&near, &far, &stands);
+                pass(&near, &far, &stalled);
             });
         }
     });
-    (address, stands)
+    (address, stalled)
 }
 
-/// Passes on what comes, until `stands` is set; then nothing, for ever.
-fn pass(mut from: &TcpStream, mut to: &TcpStream, stands: &AtomicBool) {
+/// Forwards bytes until `stalled` is set; then stalls for ever.
+fn pass(mut from: &TcpStream, mut to: &TcpStream, stalled: &AtomicBool) {
     let mut bytes = vec![0; 64 << 10];
-    // Ends do not pass either.
+    // The end of a connection is not forwarded either.
     let wait = || {
-        while stands.load(Ordering::Acquire) {
+        while stalled.load(Ordering::Acquire) {
             std::thread::park();
         }
     };

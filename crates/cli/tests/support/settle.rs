@@ -1,4 +1,4 @@
-//! What an operator does after a crash: `sterna recover` where a sterna died, on both hosts where both did.
+//! Recovery after a crash, as an operator does it: runs `sterna recover` on each host whose sterna died.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use sterna_wire::switchover::{Record, RecordState};
 use super::pair::{Pair, eventually};
 use super::{LONG, Sterna, receive, recover, send_by};
 
-/// How long a process may work before the other side is recovered as well: longer than one that has a partner needs.
+/// How long a process may run before the other side is recovered as well: longer than a process with a partner needs.
 const PATIENCE: Duration = Duration::from_secs(7);
 /// The exit code of a migration whose end is not confirmed.
 const UNCONFIRMED: i32 = 4;
@@ -43,7 +43,7 @@ impl Side {
         }
     }
 
-    /// This side's record, where there is one.
+    /// Returns this side's record, if there is one.
     pub(crate) fn record(self, pair: &Pair) -> Option<Record> {
         let end = format!(".{}.json", self.name());
         let files = std::fs::read_dir(self.state_dir(pair)).ok()?;
@@ -52,12 +52,12 @@ impl Side {
         Some(Record::from_json(&std::fs::read(path).unwrap()).expect("a record is whole whenever it is read"))
     }
 
-    /// How far its record says that it had come.
+    /// Returns the state in this side's record.
     pub(crate) fn state(self, pair: &Pair) -> Option<RecordState> {
         self.record(pair).map(|record| record.state)
     }
 
-    /// `sterna recover` on this side; none where it has no record.
+    /// Starts `sterna recover` on this side; none if it has no record.
     pub(crate) fn recover(self, pair: &Pair, words: &[&str], fault: Option<&str>) -> Option<Sterna> {
         let record = self.record(pair)?;
         let mut command = recover(&record.migration.to_string(), self.name(), &self.state_dir(pair));
@@ -81,22 +81,22 @@ struct Working {
 }
 
 impl Working {
-    /// Whether this process, which has ended, says that its side is settled.
+    /// Returns whether this process, which has ended, reports that its side is settled.
     fn settled(self) -> bool {
         let (status, _) = self.process.finish();
-        // A migration may well fail; what it may not is leave open how it ended.
+        // A migration may fail, but its outcome must be known.
         if self.recovery { status.success() } else { status.code().is_some_and(|code| code != UNCONFIRMED) }
     }
 }
 
-/// A migration of the boot-sector guest under way.
+/// An active migration of the boot-sector guest.
 pub(crate) struct Migration {
     pub(crate) pair: Pair,
     pub(crate) sender: Option<Sterna>,
     pub(crate) receiver: Option<Sterna>,
 }
 
-/// The longest downtime that is aimed at, so high that the guest, which writes all its memory all the while, converges.
+/// The target downtime, so long that the guest, which writes all its memory all the time, converges.
 const DOWNTIME: &str = "2s";
 
 impl Migration {
@@ -139,8 +139,8 @@ impl Migration {
         killed(status)
     }
 
-    /// Recovers each side whose process is gone, and lets the others end by themselves. Where one side still waits for
-    /// another that has ended, or is not settled, recovers that one too, as the documents say.
+    /// Recovers each side whose process has ended, and lets the others end by themselves. If one side still waits for
+    /// another one that has ended or is not settled, recovers that one, too, as the documents describe.
     pub(crate) fn settle(&mut self) -> Result<(), String> {
         let mut working = Vec::new();
         for (side, process) in [(Side::Source, self.sender.take()), (Side::Destination, self.receiver.take())] {
@@ -160,12 +160,12 @@ impl Migration {
                     not_settled.push(side);
                 }
             }
-            // Each side gets another `recover`, once.
+            // Each side gets one more `recover`.
             let waited_for = working.first().filter(|_| working.len() == 1).map(|work| work.side.other());
             let again: Vec<Side> = waited_for.into_iter().chain(not_settled.iter().copied()).collect();
             let again: Vec<Side> = again.into_iter().filter(|side| !recovered.contains(side)).collect();
             if again.is_empty() {
-                // A `receive` that its source never reached, because that was killed before, waits for another one.
+                // A `receive` whose source was killed before it connected waits for another source.
                 working.iter().for_each(|work| work.process.interrupt());
             }
             for side in again {
@@ -187,10 +187,10 @@ impl Migration {
         Err(format!("not settled: {not_settled:?}, records {records:?}, guests {statuses:?}, migration {status:?}"))
     }
 
-    /// Fails unless exactly one of the two guests runs, went on and is whole.
+    /// Fails unless exactly one of the two guests runs, has continued and is intact.
     pub(crate) fn exactly_one(&self) -> Result<Side, String> {
         let Pair { source, destination, .. } = &self.pair;
-        // `recover` may be quicker than what it told its QEMU.
+        // `recover` may end before its QEMU has carried out its command.
         eventually(LONG / 8, || source.runs() != destination.runs());
         let side = match (source.runs(), destination.runs()) {
             (true, false) => Side::Source,
@@ -209,13 +209,13 @@ impl Migration {
         if passes == 0 { Err("the guest has lost its passes".into()) } else { Ok(side) }
     }
 
-    /// How far the two records say that their sides had come.
+    /// Returns the states in the two records.
     pub(crate) fn records(&self) -> [Option<RecordState>; 2] {
         [Side::Source, Side::Destination].map(|side| side.state(&self.pair))
     }
 }
 
-/// Whether a process ended by SIGKILL.
+/// Returns whether a process ended by SIGKILL.
 pub(crate) fn killed(status: std::process::ExitStatus) -> Result<(), String> {
     use std::os::unix::process::ExitStatusExt;
     match status.signal() {
@@ -224,7 +224,7 @@ pub(crate) fn killed(status: std::process::ExitStatus) -> Result<(), String> {
     }
 }
 
-/// The outcome in a report file, where there is one.
+/// Returns the outcome in a report file, if there is one.
 pub(crate) fn outcome(report: &Path) -> Option<String> {
     let report: Value = serde_json::from_slice(&std::fs::read(report).ok()?).ok()?;
     report["outcome"].as_str().map(str::to_owned)

@@ -1,5 +1,5 @@
-//! The system's own files as material: what a guest's page cache holds, page by page from the beginning of each file, the last page filled
-//! up with zeros.
+//! The system's own files as material, as in a guest's page cache: page by page from the beginning of each file, the last page padded with
+//! zeros.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -13,15 +13,15 @@ use sterna_guest::content::{PAGE_BYTES, Page, mix};
 use super::Pages;
 use crate::Error;
 
-/// Where they are looked for, without what was put there by hand.
+/// The directory that is searched, and the part of it with files that were installed by hand.
 const ROOT: &str = "/usr";
 const NOT_THE_SYSTEMS: &str = "/usr/local";
-/// No more of one file than this, so that a few large ones are not all there is.
-const MOST_OF_ONE: u64 = 8 << 20;
-/// One of so many files is kept for the guest whose RAM is a corpus of its own, so that the two have nothing in common.
+/// Maximum bytes of one file, so that a few large files do not dominate.
+const MAX_FILE_BYTES: u64 = 8 << 20;
+/// One of this many files is reserved for the guest whose RAM is a corpus of its own, so that the two have nothing in common.
 const FOR_GUESTS: u64 = 3;
 
-/// What is in a file, as its beginning tells.
+/// The kind of a file, by its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Text,
@@ -72,11 +72,11 @@ fn all() -> &'static [Found] {
     })
 }
 
-/// Adds the files below `directory`; what cannot be read is not there.
+/// Adds the files below `directory`. Unreadable files and directories are skipped.
 fn walk(directory: &Path, seen: &mut HashSet<(u64, u64)>, found: &mut Vec<Found>) {
     let mut entries: Vec<_> =
         fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    // Of several names of one file always the same one is taken.
+    // If a file has several names, always the same one is used.
     entries.sort();
     for path in entries {
         let Ok(about) = fs::symlink_metadata(&path) else { continue };
@@ -87,13 +87,13 @@ fn walk(directory: &Path, seen: &mut HashSet<(u64, u64)>, found: &mut Vec<Found>
         } else if about.is_file() && about.len() >= PAGE_BYTES as u64 && seen.insert((about.dev(), about.ino())) {
             let mut start = [0; PAGE_BYTES];
             if File::open(&path).and_then(|mut file| file.read_exact(&mut start)).is_ok() {
-                found.push(Found { path, bytes: about.len().min(MOST_OF_ONE), kind: Kind::of(&start) });
+                found.push(Found { path, bytes: about.len().min(MAX_FILE_BYTES), kind: Kind::of(&start) });
             }
         }
     }
 }
 
-/// A number that belongs to a path, for orders and choices that depend on nothing else.
+/// Returns a number that depends only on the path and the seed, for orders and choices.
 fn number(path: &Path, seed: u64) -> u64 {
     path.as_os_str().as_encoded_bytes().iter().fold(mix(seed), |sum, byte| mix(sum ^ u64::from(*byte)))
 }
@@ -106,14 +106,14 @@ fn in_order(files: &mut [Found], seed: u64) {
     files.sort_by_cached_key(|file| number(&file.path, seed.wrapping_add(1)));
 }
 
-/// Files of any kind for a guest's page cache, with about so many bytes, and how many they have; less where there is less.
+/// Returns files of any kind for a guest's page cache with approximately `bytes` bytes, and their total; less if there are fewer.
 pub(super) fn for_guest(bytes: u64) -> (Vec<PathBuf>, u64) {
     let mut files: Vec<Found> = all().iter().filter(|file| is_for_guests(&file.path)).cloned().collect();
     in_order(&mut files, 0);
     let mut chosen = 0;
-    // A file goes into a guest whole.
+    // A guest gets whole files.
     files.retain(|file| {
-        let wanted = chosen < bytes && file.bytes < MOST_OF_ONE;
+        let wanted = chosen < bytes && file.bytes < MAX_FILE_BYTES;
         chosen += if wanted { file.bytes } else { 0 };
         wanted
     });
@@ -144,7 +144,7 @@ impl Pages for Files {
         loop {
             if let Some((file, left)) = self.current.as_mut().filter(|(_, left)| *left > 0) {
                 let part = (*left).min(PAGE_BYTES as u64) as usize;
-                // A file that became shorter meanwhile has ended; what is no longer there need not be.
+                // A file that was truncated or removed meanwhile counts as ended.
                 if file.read_exact(&mut page[..part]).is_ok() {
                     page[part..].fill(0);
                     *left -= part as u64;
@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_told_by_their_beginnings() {
+    fn files_are_classified_by_their_first_bytes() {
         assert_eq!(Kind::of(b"\x7fELF\x02\x01"), Some(Kind::Binary));
         assert_eq!(Kind::of(b"\x1f\x8b\x08"), Some(Kind::Compressed));
         assert_eq!(Kind::of("GNU GENERAL PUBLIC LICENSE\n\tVersion 3, é".as_bytes()), Some(Kind::Text));

@@ -1,6 +1,6 @@
-//! The RAM of a Linux guest that was booted for it: its kernel, its tables of pages, inodes and directories, and a root file system in
-//! memory that holds files of this machine. All of it is taken once, from outside, and kept; the seed decides the order in which pieces of
-//! it are used.
+//! The RAM of a Linux guest that was booted for this purpose: its kernel, its tables of pages, inodes and directories, and a root file
+//! system in memory with files of this machine. All of it is read once, from outside, and kept; the seed determines the order of its
+//! pieces.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -19,13 +19,13 @@ use crate::{Error, Fill, Guest, LinuxGuest, Qemu, QemuOptions, QemuVersion};
 const FILES: std::ops::RangeInclusive<u64> = 128 << 20..=768 << 20;
 /// The kernel and what it needs to unpack them.
 const BESIDE_FILES: u64 = 512 << 20;
-/// What the guest's own program fills, with zeros.
+/// Bytes that the guest's own program fills, with zeros.
 const FILLED: u64 = 8 << 20;
-/// An emulated guest unpacks some 100 MB each second, on a machine that does other things too.
+/// Time limit of booting: an emulated guest unpacks some 100 MB each second, less on a busy machine.
 const BOOT: Duration = Duration::from_secs(180);
 /// Pages that stay together.
 const PIECE: u64 = 128;
-/// Read at once.
+/// Bytes of one read.
 const CHUNK: usize = 1 << 20;
 
 /// Pieces of the RAM of a guest.
@@ -41,11 +41,11 @@ pub(super) struct GuestRam {
 }
 
 impl GuestRam {
-    /// Of a guest large enough for `bytes` of it.
+    /// Opens the RAM of a guest large enough for `bytes`.
     pub(super) fn new(bytes: u64, seed: u64) -> Result<Self, Error> {
-        // A size of few, so that one guest serves many corpora.
+        // One of few sizes, so that one guest serves many corpora.
         let wanted = (bytes + bytes / 8).next_power_of_two().clamp(*FILES.start(), *FILES.end());
-        // One guest is enough for all who ask at once.
+        // One guest serves all concurrent callers.
         static BOOTING: Mutex<()> = Mutex::new(());
         let _booting = BOOTING.lock().unwrap_or_else(PoisonError::into_inner);
         let (file, origin) = store::open(&format!("guest-{wanted}"), |file| take(wanted, file))?;
@@ -78,7 +78,7 @@ impl Pages for GuestRam {
     }
 }
 
-/// Boots a guest with so many bytes of files and writes each page of its RAM that is not zero, once.
+/// Boots a guest with `files` bytes of files and writes each distinct page of its RAM that is not zero.
 fn take(files: u64, into: &mut File) -> Result<String, Error> {
     let (paths, bytes) = files::for_guest(files);
     let memory = (2 * bytes + BESIDE_FILES).next_multiple_of(64 << 20);

@@ -1,11 +1,11 @@
-//! All kinds of material in turns of some length, as memory has them: a file here, a program's heap there.
+//! All kinds of material in runs of random length, like the files and heaps in a guest's memory.
 
 use sterna_guest::content::{Page, Random};
 
 use super::{Corpus, Pages};
 use crate::Error;
 
-/// What it is made of, in percent.
+/// Its parts, in percent.
 const PARTS: [(Corpus, u64); 5] = [
     (Corpus::GuestRam, 35),
     (Corpus::Binaries, 25),
@@ -13,7 +13,7 @@ const PARTS: [(Corpus, u64); 5] = [
     (Corpus::Images, 10),
     (Corpus::Compressed, 10),
 ];
-/// Pages of one kind in a row, least and most.
+/// Minimum and maximum number of consecutive pages of one kind.
 const RUN: (u64, u64) = (32, 512);
 
 /// Pages of all kinds.

@@ -1,12 +1,12 @@
-//! Content for guest memory that is worth compressing: what a machine really has, and the patterns of published measurements.
+//! Content for guest memory with realistic compressibility: data of real machines, and the patterns of published measurements.
 //!
-//! A file repeated until memory is full rewards long matches and de-duplication that no guest offers. So nothing here is repeated:
-//! text, programs and compressed files are those of the system's `/usr`, read once each; a guest's RAM is that of a Linux guest that was
-//! booted for it; pictures are computed. A machine that has too little of something says so. Pages of zeros are left out,
-//! as no migration compresses them, and so are pages that came before.
+//! A file repeated until memory is full would favour long matches and de-duplication that no guest offers. So nothing here is repeated:
+//! text, programs and compressed files come from the system's `/usr`, each read once; a guest's RAM is that of a Linux guest booted for
+//! this purpose; pictures are computed. If the machine has too little of something, an error reports it. Pages of zeros are left out,
+//! because no migration compresses them, and so are duplicates of earlier pages.
 //!
-//! What was put together is kept in a directory of its own ([`directory`]), so that every process and every run of one machine
-//! has the same content; other machines have other content of the same kinds.
+//! The content is kept in a directory of its own ([`directory`]), so that every process and every run on one machine has the same
+//! content; other machines have other content of the same kinds.
 
 mod files;
 mod guest_ram;
@@ -49,7 +49,7 @@ pub enum Corpus {
 }
 
 impl Corpus {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 9] = [
         Self::Text,
         Self::Binaries,
@@ -62,7 +62,7 @@ impl Corpus {
         Self::Memcached,
     ];
 
-    /// Its name in tables and file names.
+    /// Returns its name in tables and file names.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -78,17 +78,17 @@ impl Corpus {
         }
     }
 
-    /// The one with this name.
+    /// Returns the kind with this name.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|corpus| corpus.name() == name)
     }
 
-    /// `bytes` of it (whole pages), put together first where that was not done before on this machine. Another `seed` has other parts
-    /// of the material, or the same in another order.
+    /// Opens `bytes` of it (whole pages), which are generated first if this machine has none yet. Another `seed` selects other parts of
+    /// the material, or another order.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where the machine has less, with how much there is; what booting a guest fails with
+    /// [`Error::Unavailable`] if the machine has less, with the available amount; the errors of booting a guest
     /// ([`Corpus::GuestRam`], [`Corpus::Mixed`]); [`Error::Io`].
     pub fn open(self, bytes: u64, seed: u64) -> Result<Content, Error> {
         assert!(bytes > 0 && bytes.is_multiple_of(PAGE_BYTES as u64), "content of {bytes} bytes");
@@ -102,7 +102,7 @@ impl Corpus {
         Ok(Content { file, bytes, origin })
     }
 
-    /// The pages it is made of. `bytes` is about how much will be taken.
+    /// Returns the source of its pages. `bytes` is approximately how much will be read.
     fn pages(self, bytes: u64, seed: u64) -> Result<Box<dyn Pages>, Error> {
         Ok(match self {
             Self::Text => Box::new(files::Files::new(files::Kind::Text, seed)?),
@@ -127,38 +127,38 @@ pub struct Content {
 }
 
 impl Content {
-    /// How many.
+    /// Returns the number of bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Where they came from, for whoever reads a table.
+    /// Returns where the content came from, for tables.
     #[must_use]
     pub fn origin(&self) -> &str {
         &self.origin
     }
 
-    /// Reads what stands at `offset`. Costs a copy from the system's page cache, so memory is filled before anything is measured.
+    /// Reads the bytes at `offset`. This copies from the system's page cache, so memory must be filled before a measurement.
     ///
     /// # Errors
-    /// [`Error::Io`], also where there is less than that.
+    /// [`Error::Io`], also if there are fewer bytes.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), Error> {
         let read = self.file.read_exact_at(into, offset);
         read.map_err(Error::io(format!("reading {} bytes of prepared content at {offset}", into.len())))
     }
 }
 
-/// Page after page of some kind.
+/// A source of pages of one kind.
 trait Pages {
-    /// The next one; false when there are no more.
+    /// Reads the next page. Returns false if there are no more.
     fn next(&mut self, page: &mut Page) -> Result<bool, Error>;
 
-    /// More bytes than this there cannot be.
+    /// Returns an upper limit of the available bytes.
     fn most(&self) -> u64 {
         u64::MAX
     }
 
-    /// Where those that were taken came from.
+    /// Returns where the pages read so far came from.
     fn origin(&self) -> String;
 }

@@ -1,4 +1,4 @@
-//! The patterns that published measurements filled memory with, and how a page or an item of them is written again.
+//! The memory patterns of published measurements, and how a page or an item of them is rewritten.
 
 use sterna_guest::content::{PAGE_BYTES, Page, Random, mix};
 use sterna_guest::page::{FIRST_GENERATION, Fill};
@@ -6,7 +6,7 @@ use sterna_guest::page::{FIRST_GENERATION, Fill};
 use super::Pages;
 use crate::Error;
 
-/// Pages that follow from their numbers.
+/// Pages whose content follows from their numbers.
 pub(super) struct Numbered {
     pages: sterna_guest::page::Pages,
     origin: &'static str,
@@ -59,25 +59,25 @@ impl Slabs {
     const KEY: usize = 128;
     const VALUE: usize = 2048;
 
-    /// Those of [`super::Corpus::Memcached`] with this seed.
+    /// Makes the slabs of [`super::Corpus::Memcached`] with this seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self { seed }
     }
 
-    /// How many items there are in so many bytes.
+    /// Returns how many items there are in `bytes`.
     #[must_use]
     pub fn items(bytes: u64) -> u64 {
         bytes / Self::SLAB as u64 * Self::PER_SLAB
     }
 
-    /// Where an item lies.
+    /// Returns the offset of an item.
     #[must_use]
     pub fn offset(item: u64) -> u64 {
         item / Self::PER_SLAB * Self::SLAB as u64 + item % Self::PER_SLAB * Self::CHUNK as u64
     }
 
-    /// Writes an item as it is after its value was set so many times (from 0).
+    /// Writes an item with the content that it has after its value was set `times` times (from 0).
     pub fn write(&self, item: u64, times: u64, chunk: &mut [u8; Self::CHUNK]) {
         const LETTERS: &[u8; 36] = b"abcdefghijklmnopqrstuvwxyz0123456789";
         let fill = |into: &mut [u8], seed: u64| {
@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_item_lies_where_it_is_said_to_and_another_writing_changes_its_value_and_not_its_key() {
+    fn an_item_lies_at_its_offset_and_rewriting_changes_its_value_and_not_its_key() {
         let mut pages = SlabPages::new(7);
         let mut memory = Vec::new();
         let mut page = [0; PAGE_BYTES];

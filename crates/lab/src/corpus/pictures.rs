@@ -1,5 +1,5 @@
-//! Pictures as a camera's sensor gives them, computed, since few systems have any: broad light and shade, shapes with edges, detail at several
-//! sizes, and noise in each value; three bytes for each point, line after line. Integer arithmetic, so they are the same everywhere.
+//! Computed pictures like those of a camera's sensor, since few systems have any: broad light and shade, shapes with edges, detail at several
+//! sizes, and noise in each value; three bytes for each point, line after line. Integer arithmetic makes them the same on every machine.
 
 use sterna_guest::content::{PAGE_BYTES, Page, Random, mix};
 
@@ -11,7 +11,7 @@ const HEIGHT: usize = 1024;
 /// Detail: its size in points (a power of two) and how much it changes a value.
 const DETAIL: [(u32, i32); 4] = [(9, 110), (7, 60), (5, 26), (3, 10)];
 const SHAPES: usize = 12;
-/// Cameras differ in noise, the best of these have none that shows.
+/// Levels of noise, since cameras differ; the best have no visible noise.
 const NOISES: u64 = 5;
 
 /// A filled ellipse.
@@ -30,7 +30,7 @@ pub(super) struct Pictures {
     line: usize,
     shapes: [Shape; SHAPES],
     noise: i32,
-    /// What was computed and not yet taken.
+    /// Computed bytes that were not read yet.
     rest: Vec<u8>,
     taken: usize,
 }
@@ -50,7 +50,7 @@ impl Pictures {
         new
     }
 
-    /// Decides what is in the picture.
+    /// Chooses the picture's shapes and colours.
     fn compose(&mut self) {
         let mut random = Random::new(mix(self.seed) ^ self.picture);
         let mut below = |most: usize| (random.next() % most as u64) as i32;
@@ -68,7 +68,7 @@ impl Pictures {
         let y = self.line as i32;
         let key = mix(self.seed ^ mix(self.picture));
         let mut random = Random::new(key ^ (self.line as u64) << 32);
-        // What each line has of a shape, from here to there.
+        // The part of each shape in this line.
         let spans = self.shapes.map(|shape| {
             let away = i64::from(y - shape.center.1);
             let (rx, ry) = (i64::from(shape.radius.0), i64::from(shape.radius.1));

@@ -1,4 +1,4 @@
-//! Where content is kept once it was put together: a file for each kind, size and seed, and a line beside it that says where it came from.
+//! The store of generated content: a file for each kind, size and seed, and beside it a line with its origin.
 
 use std::collections::HashSet;
 use std::fs::{DirBuilder, File};
@@ -12,12 +12,12 @@ use sterna_guest::content::{PAGE_BYTES, Page};
 use super::Pages;
 use crate::Error;
 
-/// Part of the directory's name: content that is made in another way must not be taken for this.
+/// Part of the directory's name: differently generated content must not be confused with this.
 const VERSION: u32 = 1;
-/// What cargo writes into a directory that it builds in.
+/// The file that cargo writes into its build directory.
 const TAG: &str = "CACHEDIR.TAG";
 
-/// The directory: `STERNA_CORPORA`, else in the build directory that this program lies in, else in the one for temporary files.
+/// Returns the directory: `STERNA_CORPORA`, else in this program's build directory, else in the one for temporary files.
 #[must_use]
 pub fn directory() -> PathBuf {
     if let Some(path) = std::env::var_os("STERNA_CORPORA") {
@@ -31,12 +31,12 @@ pub fn directory() -> PathBuf {
     }
 }
 
-/// The file of this name and where its content came from; `make` writes it where there is none yet.
+/// Returns the file of this name and its origin; `make` writes it if there is none yet.
 pub(super) fn open(name: &str, make: impl FnOnce(&mut File) -> Result<String, Error>) -> Result<(File, String), Error> {
     let directory = directory();
     let made = DirBuilder::new().recursive(true).mode(0o700).create(&directory);
     made.map_err(Error::path("making", &directory))?;
-    // Of the link, where it is one: somebody else's could lead anywhere.
+    // Checks a link itself: another user's link could lead anywhere.
     let about = std::fs::symlink_metadata(&directory).map_err(Error::path("looking at", &directory))?;
     if about.uid() != rustix::process::getuid().as_raw() {
         return Err(Error::Unavailable {
@@ -56,11 +56,11 @@ fn open_in(
     make: impl FnOnce(&mut File) -> Result<String, Error>,
 ) -> Result<(File, String), Error> {
     let [pages, origin] = ["pages", "origin"].map(|what| directory.join(format!("{name}.{what}")));
-    // The pages are the last to get their name, so where they are, all is.
+    // The pages' file gets its name last, so if it exists, everything is complete.
     if let (Ok(file), Ok(origin)) = (File::open(&pages), std::fs::read_to_string(&origin)) {
         return Ok((file, origin));
     }
-    // Several processes may be at it; each file is whole when it gets its name.
+    // Several processes may generate it concurrently; each file is complete when it gets its name.
     let new = || tempfile::NamedTempFile::new_in(directory).map_err(Error::path("making a file in", directory));
     let (mut content, mut about) = (new()?, new()?);
     let text = make(content.as_file_mut())?;
@@ -68,7 +68,7 @@ fn open_in(
     about.persist(&origin).map_err(|error| Error::path("keeping", &origin)(error.error))?;
     match content.persist_noclobber(&pages) {
         Ok(file) => Ok((file, text)),
-        // Who came first has it: others may have begun to use it.
+        // The first process wins: others may use its file already.
         Err(error) if error.error.kind() == ErrorKind::AlreadyExists => {
             Ok((File::open(&pages).map_err(Error::path("opening", &pages))?, text))
         }
@@ -76,7 +76,7 @@ fn open_in(
     }
 }
 
-/// Writes `bytes` of `pages` that are not zero, and where they are to be `distinct`, not the same as any before.
+/// Writes `bytes` of `pages` that are not zero and, if `distinct`, differ from all earlier ones.
 pub(super) fn write_pages(
     file: &mut File,
     pages: &mut dyn Pages,
@@ -111,7 +111,7 @@ pub(super) fn too_little(name: &str, there: u64, wanted: u64) -> Error {
     }
 }
 
-/// Tells pages that are new, and not zero, from those that were there before.
+/// Distinguishes new pages that are not zero from duplicates of earlier ones.
 #[derive(Debug, Default)]
 pub(super) struct Distinct {
     seen: HashSet<u64>,
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_pages_and_those_that_came_before_are_left_out_and_too_few_are_an_error_that_says_how_many() {
+    fn zero_pages_and_duplicates_are_left_out_and_too_few_pages_are_an_error_with_their_number() {
         let list = || Listed(vec![1, 0, 1, 2, 2, 3].into_iter());
         let mut file = tempfile::tempfile().unwrap();
         let page = PAGE_BYTES as u64;
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_made_once_is_not_made_again_and_what_failed_leaves_nothing() {
+    fn content_is_generated_once_and_a_failure_leaves_nothing() {
         let directory = tempfile::tempdir().unwrap();
         let broken = open_in(directory.path(), "a", |_| Err(too_little("x", 0, 1)));
         assert!(broken.is_err());

@@ -15,14 +15,14 @@ const BOOT: Duration = Duration::from_secs(120);
 pub struct LibvirtGuestOptions {
     /// Guest RAM in bytes.
     pub memory: u64,
-    /// What it does.
+    /// Its work.
     pub linux: LinuxGuest,
-    /// The size in bytes of a disk that only host A has the content of; `None`: no disk. The guest does not use it.
+    /// The size in bytes of a disk whose content only host A has; `None`: no disk. The guest does not use it.
     pub disk: Option<u64>,
 }
 
 impl Default for LibvirtGuestOptions {
-    /// 256 MiB, of which 64 are filled, written and verified all the while; emulated. Little of it, so that several fit on two cores.
+    /// 256 MiB, of which 64 are filled, written and verified all the time; emulated. It is small, so that several fit on two cores.
     fn default() -> Self {
         let linux =
             LinuxGuest { memory: Some(64 << 20), dirty_rate: 4 << 20, verify_rate: 2 << 20, ..LinuxGuest::default() };
@@ -60,19 +60,19 @@ impl<'a> LibvirtGuest<'a> {
         Ok(guest)
     }
 
-    /// Its name to libvirt.
+    /// Returns its libvirt name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The file of its disk, the same on both hosts.
+    /// Returns the file of its disk, the same path on both hosts.
     #[must_use]
     pub fn disk_path(&self) -> String {
         format!("/var/lib/libvirt/images/{}.img", self.name)
     }
 
-    /// Whether the disk's file on a host has the guest's data.
+    /// Returns whether the disk's file on a host has the guest's data.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -82,7 +82,7 @@ impl<'a> LibvirtGuest<'a> {
         Ok(Some(&found) == self.disk.as_ref())
     }
 
-    /// Has the guest on `side` verify its whole memory.
+    /// Makes the guest on `side` verify its whole memory.
     ///
     /// # Errors
     /// As [`GuestConsole::verify`].
@@ -91,15 +91,16 @@ impl<'a> LibvirtGuest<'a> {
         GuestConsole::new(&console).verify(limit)
     }
 
-    /// The console of the QEMU that was last started on `side`.
+    /// Returns the console of the QEMU that was last started on `side`.
     ///
     /// # Errors
-    /// [`Error::Guest`] where none was.
+    /// [`Error::Guest`] if there was none.
     pub fn console(&self, side: Side) -> Result<Arc<Console>, Error> {
         self.witness.console(side)
     }
 
-    /// The hosts on which the guest runs, as its QEMUs report: one of them, if all is well. A host appears twice where two QEMUs there run it.
+    /// Returns the hosts on which the guest runs, as its QEMUs report: exactly one, if all is well. A host occurs twice if two QEMUs there
+    /// run it.
     #[must_use]
     pub fn running(&self) -> Vec<Side> {
         self.witness.running()
@@ -108,28 +109,30 @@ impl<'a> LibvirtGuest<'a> {
     /// Waits until the guest runs on `side` and not on the other.
     ///
     /// # Errors
-    /// [`Error::Timeout`] with what the QEMUs have reported.
+    /// [`Error::Timeout`] with the QEMUs' reports.
     pub fn wait_running(&self, side: Side, limit: Duration) -> Result<(), Error> {
         self.witness.wait_running(&[side], limit)
     }
 
-    /// How many QEMUs have been started for it on `side`.
+    /// Returns how many QEMUs have been started for it on `side`.
     #[must_use]
     pub fn qemus(&self, side: Side) -> usize {
         self.witness.qemus(side)
     }
 
-    /// Waits until the `qemu`-th QEMU on `side`, counted from 1, has sent the event `what`; of the migration's events with the status:
-    /// `MIGRATION active`. `ended` is when it has.
+    /// Waits until the `qemu`-th QEMU on `side`, counted from 1, has sent the event `what`. The migration's events include the status:
+    /// `MIGRATION active`. `ended` means that the QEMU has ended.
     ///
     /// # Errors
-    /// [`Error::Timeout`] with what the QEMUs have reported.
+    /// [`Error::Timeout`] with the QEMUs' reports.
     pub fn wait_event(&self, side: Side, qemu: usize, what: &str, limit: Duration) -> Result<(), Error> {
         self.witness.wait_report(side, qemu, what, limit)
     }
 
+    /// Asserts that the guest has never run twice at the same time.
+    ///
     /// # Panics
-    /// Where the guest has ever run twice at the same time, with what the QEMUs reported.
+    /// If it has, with the QEMUs' reports.
     #[track_caller]
     pub fn assert_never_two(&self) {
         if let Some(reports) = self.witness.ran_twice() {
@@ -185,7 +188,7 @@ impl<'a> LibvirtGuest<'a> {
     }
 }
 
-/// Bytes that no other file has by chance (xorshift64).
+/// Returns bytes that no other file has by chance (xorshift64).
 fn disk_content(size: u64) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let words = (0..size.div_ceil(8)).flat_map(|_| {

@@ -1,4 +1,4 @@
-//! What the QEMUs of one guest report themselves about when the guest runs: the proof that it never runs twice.
+//! Collects the events by which the QEMUs of one guest report when it runs: the proof that it never runs twice.
 //!
 //! Each QEMU has a second monitor, a connection to a socket of the laboratory that exists before the QEMU. QEMU's events `STOP` and `RESUME`
 //! carry the time by the clock that both QEMUs share, because both run on this machine.
@@ -15,17 +15,17 @@ use serde_json::Value;
 use super::Side;
 use crate::{Console, Error};
 
-/// Something that a QEMU reported, or that its end shows.
+/// An event of a QEMU, or its end.
 #[derive(Clone, Debug)]
 struct Report {
-    /// Since 1970.
+    /// The time since 1970.
     at: Duration,
     side: Side,
     /// Counts the guest's QEMUs on this side.
     qemu: usize,
-    /// What it means for the guest: it runs from here on, or does not.
+    /// Whether the guest runs from here on, if the event shows it.
     runs: Option<bool>,
-    /// The event's name, and what it says of the migration, if anything.
+    /// The event's name, and the migration's status if it has one.
     what: String,
 }
 
@@ -38,7 +38,7 @@ struct Seen {
 }
 
 impl Seen {
-    /// The reports in the order of their times.
+    /// Returns the reports in the order of their times.
     fn in_order(&self) -> Vec<Report> {
         let mut reports = self.reports.clone();
         reports.sort_by_key(|report| report.at);
@@ -107,7 +107,7 @@ impl Witness {
         Ok(())
     }
 
-    /// The console of the QEMU that was last started on `side`.
+    /// Returns the console of the QEMU that was last started on `side`.
     pub(super) fn console(&self, side: Side) -> Result<Arc<Console>, Error> {
         let missing = || Error::Guest(format!("no QEMU has run on {}", side.host_name()));
         self.shared.seen().consoles[side as usize].clone().ok_or_else(missing)
@@ -118,7 +118,7 @@ impl Witness {
         self.wait("console", limit, |seen| seen.consoles[side as usize].clone())
     }
 
-    /// How many QEMUs have been started on `side`.
+    /// Returns how many QEMUs have been started on `side`.
     pub(super) fn qemus(&self, side: Side) -> usize {
         self.shared.seen().qemus[side as usize]
     }
@@ -136,12 +136,12 @@ impl Witness {
         self.wait("end of the move", limit, |seen| (running(&seen.in_order()) == sides).then_some(()))
     }
 
-    /// The hosts where the guest runs.
+    /// Returns the hosts where the guest runs.
     pub(super) fn running(&self) -> Vec<Side> {
         running(&self.shared.seen().in_order())
     }
 
-    /// Returns what was reported around a time at which the guest ran twice, if there was one.
+    /// Returns the reports around a time at which the guest ran twice, if there was one.
     pub(super) fn ran_twice(&self) -> Option<String> {
         let reports = self.shared.seen().in_order();
         let twice = (1..=reports.len()).any(|count| running(&reports[..count]).len() > 1);
@@ -174,7 +174,7 @@ impl Drop for Witness {
     }
 }
 
-/// The sides whose QEMUs run the guest after `reports`; a side twice where two of its QEMUs do.
+/// Returns the sides whose QEMUs run the guest after `reports`; a side occurs twice if two of its QEMUs do.
 fn running(reports: &[Report]) -> Vec<Side> {
     let mut running: Vec<(Side, usize)> = Vec::new();
     for report in reports {
@@ -243,7 +243,7 @@ mod tests {
     fn a_guest_that_runs_on_one_host_after_the_other_never_ran_twice() {
         let witness = witness(vec![
             report(1, Side::A, 1, Some(true)),
-            // What one QEMU reported comes after what the other did later.
+            // The reports of one QEMU are listed after later ones of the other.
             report(30, Side::B, 1, Some(true)),
             report(20, Side::A, 1, Some(false)),
             report(40, Side::A, 1, Some(false)),

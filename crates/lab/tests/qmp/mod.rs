@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// No step of a test takes longer on a machine that is only slow.
+/// Time limit of each step of a test, enough for a slow machine.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
 
-/// As much QMP as these tests need. The laboratory itself needs none.
+/// The part of QMP that these tests need. The laboratory itself needs none.
 pub(crate) struct Qmp {
     reader: BufReader<UnixStream>,
 }
@@ -43,7 +43,7 @@ impl Qmp {
         }
     }
 
-    /// Waits for the migration's status, told by events.
+    /// Waits for the migration's status, by events.
     #[allow(dead_code, reason = "each test file uses its own part of this")]
     pub(crate) fn wait_migration(&mut self, status: &str) {
         loop {

@@ -1,8 +1,8 @@
-//! Which pages of a block nobody has written yet: they read as zeros, so a zero page that arrives for one of them needs no
-//! work and no memory.
+//! Finds the pages of a block that no process has written yet. They read as zeros, so a zero page for one of them needs no work
+//! and no memory.
 //!
-//! Known, not assumed: shared files by `SEEK_DATA` (pages in the file, whoever put them there; page tables would show only
-//! what this process touched), private memory by `/proc/PID/pagemap` (present or swapped).
+//! The kernel reports them: for shared files by `SEEK_DATA` (pages in the file, from any process; page tables would show only
+//! one process's pages), for private memory by `/proc/PID/pagemap` (present or swapped).
 
 use std::fs::File;
 use std::io;
@@ -13,24 +13,23 @@ use rustix::fs::SeekFrom;
 
 use super::{Backing, FileKind, Location, RamBlock};
 
-/// More touched ranges than this are not kept: such memory is not fresh in any useful sense.
+/// Maximum number of touched ranges: memory with more of them does not count as fresh.
 const MAX_RANGES: usize = 16 * 1024;
 
-/// What of a block has been written before the migration.
+/// Which parts of a block may have been written before the migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Freshness {
-    /// All of it counts as written; the reason, for the log.
+    /// All of the block counts as written, for this reason.
     Touched(&'static str),
-    /// Nothing but these ranges (offsets in the block, bytes; in order, not overlapping) may have been written.
+    /// Only these ranges may have been written (offsets in the block, bytes; in order, not overlapping).
     Fresh(Vec<Range<u64>>),
 }
 
 impl Freshness {
-    /// The pages that may have been written, of a block of `pages` pages of `page_size` bytes: every page of which a
-    /// byte may have been.
+    /// Returns the pages of which a byte may have been written, for a block of `pages` pages of `page_size` bytes.
     ///
     /// # Errors
-    /// All of them may; the reason, for the log.
+    /// Why all of the block counts as written.
     pub fn written_pages(
         &self,
         pages: u64,
@@ -44,7 +43,7 @@ impl Freshness {
         }
     }
 
-    /// Bytes that may have been written, of a block of `size` bytes.
+    /// Returns how many bytes of a block of `size` bytes may have been written.
     pub fn touched_bytes(&self, size: u64) -> u64 {
         match self {
             Freshness::Touched(_) => size,
@@ -54,7 +53,7 @@ impl Freshness {
 }
 
 impl RamBlock {
-    /// What of this block has been written so far. Ask just before the first page is placed.
+    /// Returns which parts of this block may have been written so far. To be called just before the first page is placed.
     pub fn freshness(&self) -> Freshness {
         let Ok(location) = &self.location else {
             return Freshness::Touched("its memory is out of reach");
@@ -86,7 +85,7 @@ impl Location {
     }
 }
 
-/// Ranges being collected in order.
+/// Collects ranges in order, merging neighbours.
 pub(super) struct Ranges(pub(super) Vec<Range<u64>>);
 
 impl Ranges {
@@ -101,7 +100,7 @@ impl Ranges {
     }
 }
 
-/// `SEEK_DATA` over a part of a file.
+/// Collects the data ranges of a part of a file, by `SEEK_DATA`.
 pub(super) fn written_data(file: &File, offset: u64, size: u64, ranges: &mut Ranges) -> Result<(), &'static str> {
     let mut at = offset;
     let end = offset + size;
@@ -120,8 +119,8 @@ pub(super) fn written_data(file: &File, offset: u64, size: u64, ranges: &mut Ran
     Ok(())
 }
 
-/// Pages that are present or swapped, by the kernel's page map (Documentation/admin-guide/mm/pagemap.rst): one little word of
-/// 64 bits for each page, bit 63 present, bit 62 swapped.
+/// Collects the pages that are present or swapped, by the kernel's page map (Documentation/admin-guide/mm/pagemap.rst): one native
+/// word of 64 bits for each page, bit 63 present, bit 62 swapped.
 pub(super) fn present_pages(pagemap: &File, address: u64, size: u64, ranges: &mut Ranges) -> Result<(), &'static str> {
     const IN_USE: u64 = 0b11 << 62;
     let page = rustix::param::page_size() as u64;

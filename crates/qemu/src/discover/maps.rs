@@ -1,4 +1,4 @@
-//! What `/proc` says of the memory of a process (proc_pid_maps(5), proc_pid_mountinfo(5), proc_pid_status(5)).
+//! Parses what `/proc` shows of a process's memory (proc_pid_maps(5), proc_pid_mountinfo(5), proc_pid_status(5)).
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -21,7 +21,7 @@ struct Mapping {
     path: String,
 }
 
-/// A range that is one thing: one or several neighbouring mappings of the same memory.
+/// A range with one backing: one or several neighbouring mappings of the same memory.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Area {
     pub(super) shared: bool,
@@ -29,31 +29,34 @@ pub(super) struct Area {
     pub(super) inode: u64,
     /// Offset in the file of the range's first byte.
     pub(super) offset: u64,
-    /// The mapping that holds the first byte: its bounds.
+    /// The bounds of the mapping that holds the first byte.
     pub(super) first_mapping: (u64, u64),
     device: (u32, u32),
     path: String,
 }
 
 impl Area {
-    /// Major and minor number of the file's device.
+    /// Returns the major and minor number of the file's device.
     pub(super) fn device(&self) -> (u32, u32) {
         self.device
     }
 
-    /// Whether the file is on this device (`st_dev`).
+    /// Returns whether the file is on this device (`st_dev`).
     pub(super) fn is_device(&self, device: u64) -> bool {
         self.device == (rustix::fs::major(device), rustix::fs::minor(device))
     }
 }
 
 impl Maps {
-    /// Lines that cannot be read are left out: an area that needs one of them is then not found.
+    /// Parses the mappings. Lines that cannot be parsed are left out, so an area that needs one of them is not found.
     pub(super) fn parse(text: &str) -> Self {
         Self(text.lines().filter_map(mapping).collect())
     }
 
-    /// The area of `size` bytes at `address`, if all of it is mapped writable and is one thing; else the reason.
+    /// Returns the area of `size` bytes at `address`.
+    ///
+    /// # Errors
+    /// Why the range is not an area: it is not mapped, not writable, or has several backings.
     pub(super) fn area(&self, address: u64, size: u64) -> Result<Area, String> {
         let end = address.checked_add(size).filter(|_| size > 0).ok_or("its address range is not possible")?;
         let at = self.0.partition_point(|mapping| mapping.end <= address);
@@ -93,7 +96,7 @@ impl Maps {
     }
 }
 
-/// `7fe8dffff000-7fe8effff000 rw-s 00000000 00:01 1050      /memfd:memory-backend-memfd (deleted)`
+/// Parses a line like `7fe8dffff000-7fe8effff000 rw-s 00000000 00:01 1050      /memfd:memory-backend-memfd (deleted)`.
 fn mapping(line: &str) -> Option<Mapping> {
     let mut words = line.split_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
@@ -105,7 +108,7 @@ fn mapping(line: &str) -> Option<Mapping> {
     Some(Mapping {
         start: hexadecimal(start)?,
         end: hexadecimal(end)?,
-        // Readable as well: the permission to write is probed by reading.
+        // Must be readable as well: write access is probed by reading.
         writable: permissions.starts_with(b"rw"),
         shared: permissions.get(3) == Some(&b's'),
         offset: hexadecimal(offset)?,
@@ -115,7 +118,7 @@ fn mapping(line: &str) -> Option<Mapping> {
     })
 }
 
-/// What kind of file an area's file is.
+/// Returns the kind of an area's file.
 pub(super) fn file_kind(file: &File, area: &Area, pid: i32) -> Result<FileKind, String> {
     // linux/magic.h
     const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -128,7 +131,7 @@ pub(super) fn file_kind(file: &File, area: &Area, pid: i32) -> Result<FileKind, 
         },
         TMPFS_MAGIC => {
             let device = file.metadata().map_err(|error| error.to_string())?.dev();
-            // In QEMU's mount namespace: that is where its file is.
+            // The file is in QEMU's mount namespace.
             let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
             FileKind::Tmpfs {
                 huge: match shmem_enabled().as_deref() {
@@ -142,14 +145,14 @@ pub(super) fn file_kind(file: &File, area: &Area, pid: i32) -> Result<FileKind, 
     })
 }
 
-/// The chosen word of `always within_size advise [never] deny force`: for memfds and shared anonymous memory.
+/// Returns the chosen word of `always within_size advise [never] deny force`, which applies to memfds and shared anonymous memory.
 fn shmem_enabled() -> Option<String> {
     let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").ok()?;
     let (_, rest) = text.split_once('[')?;
     Some(rest.split_once(']')?.0.to_owned())
 }
 
-/// Whether a tmpfs was mounted with huge pages: `36 25 0:32 / /mnt rw shared:1 - tmpfs tmpfs rw,huge=always`
+/// Returns whether a tmpfs was mounted with huge pages: `36 25 0:32 / /mnt rw shared:1 - tmpfs tmpfs rw,huge=always`
 pub(super) fn mounted_huge(mountinfo: &str, major: u32, minor: u32) -> bool {
     let device = format!("{major}:{minor}");
     mountinfo
@@ -161,12 +164,12 @@ pub(super) fn mounted_huge(mountinfo: &str, major: u32, minor: u32) -> bool {
         })
 }
 
-/// Whether memory of the process is locked (mlock, `-overcommit mem-lock=on`), from `/proc/PID/status`.
+/// Returns whether memory of the process is locked (mlock, `-overcommit mem-lock=on`), from `/proc/PID/status`.
 pub(super) fn has_locked_memory(status: &str) -> bool {
     status.lines().any(|line| line.starts_with("VmLck:") && line.split_whitespace().nth(1) != Some("0"))
 }
 
-/// Whether memory of the process is locked (mlock, VFIO) or pinned (vDPA, iommufd, io_uring), from `/proc/PID/status`.
+/// Returns whether memory of the process is locked (mlock, VFIO) or pinned (vDPA, iommufd, io_uring), from `/proc/PID/status`.
 pub(super) fn has_pinned_memory(status: &str) -> bool {
     status
         .lines()

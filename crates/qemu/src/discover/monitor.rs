@@ -1,4 +1,4 @@
-//! What QEMU's monitor says of RAM blocks: tables made for people, read strictly.
+//! Parses what QEMU's monitor prints about RAM blocks: tables made for people, parsed strictly.
 //!
 //! `info ramblock` is `ram_block_format()` in QEMU's physmem.c: name, page size (`4 KiB`, `2 MiB`), offset, used, total;
 //! since 8.0 also the host address and `ro`/`rw`. `info mtree -f` is `mtree_print_flatview()` in memory.c.
@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::DiscoverError;
 use crate::qmp::QmpError;
 
-/// A RAM block as QEMU tells of it: a line of `info ramblock`.
+/// A RAM block as QEMU reports it: a line of `info ramblock`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ListedBlock {
     /// Name as in the migration stream.
@@ -128,8 +128,8 @@ pub(super) fn device_memory(answer: &Value) -> Vec<(String, String)> {
 /// How many places of a block in the flat view are asked for their host address; all of them must agree.
 const CROSS_CHECKS: usize = 4;
 
-/// Finds a block's host address by where the guest sees it: QEMU before 8.0 does not list it, but translates guest physical
-/// addresses. The inner error is the reason why it cannot be told.
+/// Finds a block's host address by its guest physical addresses: QEMU before 8.0 does not list the host address, but translates
+/// guest physical addresses. The inner error is the reason why the address is not known.
 pub(super) fn address_from_view(
     view: &str,
     block: &ListedBlock,
@@ -153,25 +153,25 @@ pub(super) fn address_from_view(
     Ok(found.ok_or_else(|| "this QEMU does not tell its address: the guest's memory map does not show it".into()))
 }
 
-/// Where in guest physical memory a block is seen: address and offset in the block.
+/// Returns where a block appears in guest physical memory: addresses, and offsets in the block.
 fn guest_addresses(view: &str, block: &str) -> Vec<(u64, u64)> {
     let mut found = Vec::new();
-    // Several views are printed; each starts with the address spaces that it is for.
-    let mut of_memory = false;
+    // QEMU prints several views, each after the names of its address spaces.
+    let mut is_memory = false;
     for line in view.lines() {
         let line = line.trim();
         if line.starts_with("FlatView #") {
-            of_memory = false;
+            is_memory = false;
         } else if line.starts_with("AS \"memory\",") {
-            of_memory = true;
-        } else if of_memory && let Some(entry) = view_entry(line, block) {
+            is_memory = true;
+        } else if is_memory && let Some(entry) = view_entry(line, block) {
             found.push(entry);
         }
     }
     found
 }
 
-/// `0000000000100000-000000000fffffff (prio 0, ram): pc.ram @0000000000100000 KVM`
+/// Parses a line like `0000000000100000-000000000fffffff (prio 0, ram): pc.ram @0000000000100000 KVM`.
 fn view_entry(line: &str, block: &str) -> Option<(u64, u64)> {
     let (range, rest) = line.split_once(" (prio ")?;
     let (_priority, rest) = rest.split_once(", ram): ")?;
@@ -187,7 +187,7 @@ fn view_entry(line: &str, block: &str) -> Option<(u64, u64)> {
     Some((u64::from_str_radix(start, 16).ok()?, offset))
 }
 
-/// `Host virtual address for 0x0 (pc.ram) is 0x7fdc5fe00000`
+/// Parses a line like `Host virtual address for 0x0 (pc.ram) is 0x7fdc5fe00000`.
 fn host_address(answer: &str, gpa: u64, block: &str) -> Option<u64> {
     let prefix = format!("Host virtual address for {gpa:#x} ({block}) is ");
     hexadecimal(answer.trim().strip_prefix(&prefix)?)

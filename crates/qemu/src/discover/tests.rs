@@ -1,4 +1,4 @@
-//! Reading what QEMU and `/proc` say. The texts are those of Debian's 7.2.22 and 10.0.2.
+//! Parsing the output of QEMU and `/proc`. The texts are those of Debian's 7.2.22 and 10.0.2.
 
 use std::os::unix::fs::FileExt;
 
@@ -98,7 +98,7 @@ fn address_comes_from_the_view_of_memory_and_is_cross_checked() {
     // The answer is about another block.
     let reason = address_from_view(VIEW, &block("pc.ram2"), answer).unwrap().unwrap_err();
     assert!(reason.contains("do not agree"), "{reason}");
-    // The guest does not see it; seen as ROM is not seen.
+    // The guest does not see the block; a block seen as ROM does not count.
     for name in ["ram0", "pc.rom", "vga-lowmem"] {
         let reason = address_from_view(VIEW, &block(name), answer).unwrap().unwrap_err();
         assert!(reason.contains("does not tell its address"), "{reason}");
@@ -120,9 +120,9 @@ fn only_plain_memory_backends_are_filled_from_outside() {
         {"type": "virtio-mem", "data": {"memdev": "/objects/vmem"}},
         {"type": "new", "data": {}}
     ]));
-    let judge = |block: &ListedBlock| judge(block, &devs, &owned).map(|memdev| memdev.id.clone());
-    assert_eq!(judge(&block("ram0")).unwrap(), "ram0");
-    assert_eq!(judge(&block("/objects/ram0")).unwrap(), "ram0");
+    let backend_of = |block: &ListedBlock| backend_of(block, &devs, &owned).map(|memdev| memdev.id.clone());
+    assert_eq!(backend_of(&block("ram0")).unwrap(), "ram0");
+    assert_eq!(backend_of(&block("/objects/ram0")).unwrap(), "ram0");
     for (block, expected) in [
         (block("pc.bios"), "device or the firmware"),
         (block("vmem"), "device of type virtio-mem"),
@@ -131,13 +131,13 @@ fn only_plain_memory_backends_are_filled_from_outside() {
         (ListedBlock { read_only: Some(true), ..block("ram0") }, "read-only"),
         (ListedBlock { used: 4096, total: 4096, ..block("ram0") }, "size"),
     ] {
-        let reason = judge(&block).unwrap_err();
+        let reason = backend_of(&block).unwrap_err();
         assert!(reason.contains(expected), "{reason}");
     }
 }
 
 #[test]
-fn area_must_be_one_writable_thing_without_holes() {
+fn area_must_be_one_writable_backing_without_holes() {
     let maps = Maps::parse(
         "7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \n\
          7f0000100000-7f0000200000 rw-p 00000000 00:00 0 [anon: x]\n\
@@ -173,7 +173,7 @@ fn area_must_be_one_writable_thing_without_holes() {
 }
 
 #[test]
-fn huge_tmpfs_is_told_by_its_mount() {
+fn huge_tmpfs_is_recognised_by_its_mount() {
     let mounts = "36 25 0:32 / /huge rw,nosuid shared:1 - tmpfs tmpfs rw,size=1024k,huge=always\n\
                   37 25 0:33 / /plain rw - tmpfs tmpfs rw,size=1024k\n\
                   38 25 0:34 / /never rw - tmpfs huge=always rw,huge=never\n";
@@ -211,7 +211,7 @@ fn written_parts_of_a_file_are_touched_and_the_rest_is_fresh() {
 }
 
 #[test]
-fn what_cannot_be_known_counts_as_touched() {
+fn memory_of_unknown_content_counts_as_touched() {
     let file = || memfd(1 << 20);
     for kind in [FileKind::Disk, FileKind::Hugetlb { page_size: 2 << 20 }] {
         shared(file(), 0, kind).touched_ranges(1 << 20).unwrap_err();

@@ -1,9 +1,9 @@
-//! Deltas at the destination: what a page holds now is read back from where it was placed, changed aside, compared with its
-//! checksum, and only then placed.
+//! Deltas at the destination: a page is read back from guest RAM into a buffer, changed there, compared with its checksum, and
+//! only then written to guest RAM.
 //!
-//! Nobody else writes guest RAM that is filled directly before the switchover: QEMU loads no ROMs into it while it waits for a
-//! migration, memory of virtio-mem goes in-stream, and a balloon's discards begin with the guest. If somebody did, the checksum
-//! would tell.
+//! Before the switchover only the gateway writes guest RAM that is filled directly: QEMU loads no ROMs into it while it waits for a
+//! migration, memory of virtio-mem goes in-stream, and a balloon's discards begin with the guest. The checksum would detect any
+//! other writer.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -18,27 +18,28 @@ use sterna_wire::checksum::crc32c;
 use sterna_wire::delta::PageDeltas;
 use sterna_wire::packet::{BlockShape, Run, RunKind};
 
-/// Pages that are read back and placed at once.
-const AT_ONCE: usize = 64;
+/// Pages that are read back and written together.
+const PAGES_AT_ONCE: usize = 64;
 
-/// Room for the pages of one channel that are being changed.
+/// The buffer in which one channel applies deltas to pages.
 #[derive(Debug)]
-pub(super) struct Aside {
+pub(super) struct DeltaBuffer {
     bytes: Box<[u8]>,
-    place: Range<usize>,
+    /// The part of `bytes` that begins on a page boundary.
+    aligned: Range<usize>,
 }
 
-impl Aside {
+impl DeltaBuffer {
     pub(super) fn new() -> Self {
-        let length = AT_ONCE * PAGE_SIZE;
+        let length = PAGES_AT_ONCE * PAGE_SIZE;
         let bytes = vec![0; length + PAGE_SIZE - 1].into_boxed_slice();
-        // Records have words of eight bytes, which must be aligned.
+        // Deltas consist of words of eight bytes, which must be aligned.
         let start = bytes.as_ptr().align_offset(PAGE_SIZE);
-        Self { bytes, place: start..start + length }
+        Self { bytes, aligned: start..start + length }
     }
 
-    /// Applies `deltas` to the pages of `runs` in `place`. False: they are damaged, or what results is not what the source has. Pages
-    /// before may have been placed then, rightly.
+    /// Applies `deltas` to the pages of `runs` in `place`. Returns false if a delta is damaged or its result does not have the checksum
+    /// of the source's page; earlier pages may then have been written, correctly.
     pub(super) fn apply(
         &mut self,
         place: &dyn Place,
@@ -46,7 +47,7 @@ impl Aside {
         mut deltas: PageDeltas<'_>,
     ) -> Result<bool, PlaceError> {
         let mut numbers = runs.iter().flat_map(|run| run.first..run.end()).peekable();
-        let mut offsets = [0; AT_ONCE];
+        let mut offsets = [0; PAGES_AT_ONCE];
         while numbers.peek().is_some() {
             let mut count = 0;
             for (offset, number) in offsets.iter_mut().zip(&mut numbers) {
@@ -54,7 +55,7 @@ impl Aside {
                 count += 1;
             }
             let offsets = &offsets[..count];
-            let pages = &mut self.bytes[self.place.clone()][..count * PAGE_SIZE];
+            let pages = &mut self.bytes[self.aligned.clone()][..count * PAGE_SIZE];
             place.read_pages(offsets, pages)?;
             for page in pages.chunks_exact_mut(PAGE_SIZE) {
                 let Some(Ok(delta)) = deltas.next() else { return Ok(false) };
@@ -62,7 +63,7 @@ impl Aside {
                     return Ok(false);
                 }
             }
-            let mut pieces = [Piece { offset: 0, data: &[] }; AT_ONCE];
+            let mut pieces = [Piece { offset: 0, data: &[] }; PAGES_AT_ONCE];
             for (piece, (offset, data)) in pieces.iter_mut().zip(offsets.iter().zip(pages.chunks_exact(PAGE_SIZE))) {
                 *piece = Piece { offset: *offset, data };
             }
@@ -72,16 +73,16 @@ impl Aside {
     }
 }
 
-/// Pages that arrived damaged, were refused, and have not come again.
+/// Pages that arrived damaged, were refused, and have not been retransmitted yet.
 #[derive(Debug, Default)]
-pub(super) struct Missing {
+pub(super) struct MissingPages {
     blocks: OnceLock<Vec<AtomicPageBitmap>>,
     pages: AtomicU64,
     packets: AtomicU32,
 }
 
-impl Missing {
-    /// The normal pages of `runs` arrived damaged. False: too much has.
+impl MissingPages {
+    /// Records that the normal pages of `runs` arrived damaged. Returns false if too many packets were damaged already.
     pub(super) fn add(&self, shapes: &[BlockShape], block: u16, runs: &[Run]) -> bool {
         if self.packets.fetch_add(1, Ordering::Relaxed) >= MOST_REFUSED {
             return false;
@@ -95,8 +96,8 @@ impl Missing {
         true
     }
 
-    /// These pages have come whole. Whether some of them were missing.
-    pub(super) fn settle(&self, block: u16, runs: &[Run]) -> bool {
+    /// Removes the pages of `runs`, which have arrived undamaged. Returns whether any of them was missing.
+    pub(super) fn remove(&self, block: u16, runs: &[Run]) -> bool {
         let Some(blocks) = self.blocks.get().filter(|_| self.pages() > 0) else { return false };
         let mut found = 0;
         for run in runs {
@@ -106,7 +107,7 @@ impl Missing {
         found > 0
     }
 
-    /// How many.
+    /// Returns the number of missing pages.
     pub(super) fn pages(&self) -> u64 {
         self.pages.load(Ordering::Acquire)
     }
@@ -121,7 +122,7 @@ mod tests {
 
     const PAGES: u64 = 400;
 
-    /// A block in a file; what page `number` of it holds at first.
+    /// Returns a block in a file, whose pages hold [`before`].
     fn block() -> FileWrite {
         let file = tempfile::tempfile().unwrap();
         file.set_len(PAGES * PAGE_SIZE as u64).unwrap();
@@ -130,11 +131,12 @@ mod tests {
         place
     }
 
+    /// The first content of page `number`.
     fn before(number: u64) -> Vec<u8> {
         (0..PAGE_SIZE as u64).map(|at| (at * 7 + number * 3) as u8).collect()
     }
 
-    /// With another word at an offset that depends on the page.
+    /// The content of page `number` after its delta: one word differs, at an offset that depends on the page.
     fn after(number: u64) -> Vec<u8> {
         let mut page = before(number);
         page[number as usize % 512 * 8..][..8].copy_from_slice(&[0xf7; 8]);
@@ -154,7 +156,7 @@ mod tests {
         page
     }
 
-    /// Every second page, then many that follow each other: more than are read at once.
+    /// Every second page, then more contiguous pages than are read at once.
     fn runs() -> (Vec<Run>, Vec<u64>) {
         let run = |first, count| Run { kind: RunKind::Normal, first, count };
         let mut runs: Vec<_> = (0..90).map(|at| run(at * 2 + 1, 1)).collect();
@@ -164,12 +166,12 @@ mod tests {
     }
 
     #[test]
-    fn pages_become_what_their_deltas_make_of_them_and_no_others_change() {
+    fn deltas_change_their_pages_and_no_others() {
         let place = block();
         let (runs, pages) = runs();
         let content: Vec<u8> = pages.iter().flat_map(|number| delta_of(*number)).collect();
         let deltas = PageDeltas::new(&content, pages.len() as u64);
-        assert!(Aside::new().apply(&place, &runs, deltas).unwrap());
+        assert!(DeltaBuffer::new().apply(&place, &runs, deltas).unwrap());
         for number in 0..PAGES {
             let expected = if pages.contains(&number) { after(number) } else { before(number) };
             assert!(page(&place, number) == expected, "page {number}");
@@ -177,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_result_in_the_sources_page_is_not_placed() {
+    fn a_result_that_differs_from_the_sources_page_is_not_placed() {
         let (runs, pages) = runs();
         let good: Vec<u8> = pages.iter().flat_map(|number| delta_of(*number)).collect();
         let one = delta_of(1).len();
@@ -187,7 +189,7 @@ mod tests {
             content
         };
         let wrong = 170;
-        // A bit of a word, of an offset, of a checksum; a record that is cut off; one too many; a page that is not what it was.
+        // A bit of a word, of an offset, of a checksum; a truncated record; below, one delta too many, and a page that has changed.
         let cases = [
             spoilt(wrong * one + 12),
             spoilt(wrong * one + 8),
@@ -197,42 +199,42 @@ mod tests {
         for content in cases {
             let place = block();
             let deltas = PageDeltas::new(&content, pages.len() as u64);
-            assert!(!Aside::new().apply(&place, &runs, deltas).unwrap());
+            assert!(!DeltaBuffer::new().apply(&place, &runs, deltas).unwrap());
             for number in 0..PAGES {
                 let now = page(&place, number);
                 assert!(now == before(number) || (pages.contains(&number) && now == after(number)), "page {number}");
             }
             let last = *pages.last().unwrap();
-            assert!(page(&place, last) == before(last), "nothing behind it is placed");
+            assert!(page(&place, last) == before(last), "no page after the damaged one is placed");
         }
         let too_many = [&good[..], &delta_of(0)].concat();
         let deltas = PageDeltas::new(&too_many, pages.len() as u64 + 1);
-        assert!(!Aside::new().apply(&block(), &runs, deltas).unwrap());
+        assert!(!DeltaBuffer::new().apply(&block(), &runs, deltas).unwrap());
         let place = block();
         place.write(pages[wrong] * PAGE_SIZE as u64, &[0; 1]).unwrap();
         place.write(pages[wrong] * PAGE_SIZE as u64 + 9, &[1; 1]).unwrap();
         let deltas = PageDeltas::new(&good, pages.len() as u64);
-        assert!(!Aside::new().apply(&place, &runs, deltas).unwrap());
+        assert!(!DeltaBuffer::new().apply(&place, &runs, deltas).unwrap());
     }
 
     #[test]
-    fn what_was_refused_is_missing_until_it_has_come_whole() {
+    fn a_refused_page_is_missing_until_it_arrives_undamaged() {
         let shapes = [BlockShape { pages: 10, page_size: 4096 }, BlockShape { pages: 100, page_size: 4096 }];
         let run = |kind, first, count| Run { kind, first, count };
-        let missing = Missing::default();
-        assert!(!missing.settle(1, &[run(RunKind::Normal, 0, 100)]));
+        let missing = MissingPages::default();
+        assert!(!missing.remove(1, &[run(RunKind::Normal, 0, 100)]));
         // Zero pages of a damaged packet are placed from its table, and a page counts once.
         assert!(missing.add(&shapes, 1, &[run(RunKind::Normal, 3, 4), run(RunKind::Zero, 50, 9)]));
         assert!(missing.add(&shapes, 1, &[run(RunKind::Normal, 5, 4)]));
         assert_eq!(missing.pages(), 6);
-        assert!(!missing.settle(0, &[run(RunKind::Normal, 0, 10)]) && !missing.settle(1, &[run(RunKind::Zero, 9, 9)]));
-        assert!(missing.settle(1, &[run(RunKind::Zero, 0, 5), run(RunKind::Normal, 8, 1)]));
+        assert!(!missing.remove(0, &[run(RunKind::Normal, 0, 10)]) && !missing.remove(1, &[run(RunKind::Zero, 9, 9)]));
+        assert!(missing.remove(1, &[run(RunKind::Zero, 0, 5), run(RunKind::Normal, 8, 1)]));
         assert_eq!(missing.pages(), 3);
-        assert!(missing.settle(1, &[run(RunKind::Normal, 0, 100)]));
+        assert!(missing.remove(1, &[run(RunKind::Normal, 0, 100)]));
         assert_eq!(missing.pages(), 0);
         for _ in 2..MOST_REFUSED {
             assert!(missing.add(&shapes, 0, &[run(RunKind::Normal, 0, 1)]));
         }
-        assert!(!missing.add(&shapes, 0, &[run(RunKind::Normal, 0, 1)]), "enough is enough");
+        assert!(!missing.add(&shapes, 0, &[run(RunKind::Normal, 0, 1)]), "too many packets were refused");
     }
 }

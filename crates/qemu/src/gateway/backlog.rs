@@ -1,14 +1,14 @@
-//! How far QEMU's events may run ahead of the driver.
+//! Bounds the queue of QEMU's events.
 //!
-//! A driver may be busy for seconds (QMP, the disk) while QEMU talks on, and QEMU is not trusted to say little. Whoever
-//! reads from it waits once too much is unhandled, and then so does QEMU.
+//! The driver may be busy for seconds (QMP, the disk) while QEMU, which is not trusted, sends more events. A reader of
+//! QEMU waits once too many events are unhandled; QEMU then has to wait as well.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-/// Events that may wait for the driver: far more than a migration has.
+/// Maximum number of events that wait for the driver: far more than a migration has.
 const MAX_WAITING: usize = 1024;
 
-/// The driver's end: dropping it lets everybody go who waits.
+/// The driver's end. Dropping it wakes all waiting readers.
 #[derive(Debug, Default)]
 pub(super) struct Backlog(Arc<Waiting>);
 
@@ -35,12 +35,12 @@ impl Waiting {
 }
 
 impl Backlog {
-    /// For a thread that reads from QEMU.
+    /// Returns the end for a thread that reads from QEMU.
     pub(super) fn entry(&self) -> BacklogEntry {
         BacklogEntry(Arc::clone(&self.0))
     }
 
-    /// One event has been handled.
+    /// Counts one event as handled.
     pub(super) fn handled(&self) {
         let mut state = self.0.state();
         state.events = state.events.saturating_sub(1);
@@ -57,7 +57,7 @@ impl Drop for Backlog {
 }
 
 impl BacklogEntry {
-    /// Counts an event in, once there is room for it. Returns whether anybody will still handle it.
+    /// Waits until there is room, then counts one event as unhandled. Returns whether the driver still handles events.
     pub(super) fn wait(&self) -> bool {
         let full = |state: &mut State| !state.over && state.events >= MAX_WAITING;
         let mut state = self.0.changed.wait_while(self.0.state(), full).expect("counting does not panic");
@@ -76,18 +76,18 @@ mod tests {
     fn a_reader_runs_ahead_so_far_and_on_with_what_is_handled_until_the_end() {
         let backlog = Backlog::default();
         let entry = backlog.entry();
-        let (said, heard) = channel();
+        let (sender, received) = channel();
         let reader = std::thread::spawn(move || {
             while entry.wait() {
-                said.send(()).unwrap();
+                sender.send(()).unwrap();
             }
         });
         for _ in 0..MAX_WAITING {
-            heard.recv().unwrap();
+            received.recv().unwrap();
         }
-        assert!(heard.try_recv().is_err(), "it waits");
+        assert!(received.try_recv().is_err(), "it waits");
         backlog.handled();
-        heard.recv().unwrap();
+        received.recv().unwrap();
         drop(backlog);
         reader.join().unwrap();
     }

@@ -1,8 +1,8 @@
-//! One sterna at a time for a QEMU, through whatever monitor and with whatever state directory.
+//! Lets only one sterna at a time work on a QEMU, regardless of the QMP socket and the state directory it uses.
 //!
-//! A lock on a file in a directory that only this user can reach: another user can neither take it before nor hold it. It is
-//! the kernel's (flock(2)) and ends with its process. It holds between all processes of one user that see the same directory,
-//! in whatever network namespace they are; root and another user have different directories.
+//! A claim is a lock (flock(2)) on a file in a directory that only this user can reach, so another user cannot take the lock
+//! first. The kernel releases the lock when the process ends. It excludes all processes of one user that see the same directory,
+//! in any network namespace; root and other users have directories of their own.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,7 @@ use sterna_wire::switchover::ProcessIdentity;
 use super::{GatewayError, qemu};
 use crate::qmp::Qmp;
 
-/// A QEMU that nobody else works on, as long as this lives.
+/// Keeps every other sterna of this user from the QEMU as long as it lives.
 #[derive(Debug)]
 pub(super) struct Claim {
     directory: Directory,
@@ -25,12 +25,12 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// Claims the QEMU behind `qmp`; none where its process cannot be seen.
+    /// Claims the QEMU behind `qmp`; none if its process cannot be seen.
     pub(super) fn of(qmp: &Qmp) -> Result<Option<Self>, GatewayError> {
         qemu::identity(qmp).map(Self::of_process).transpose()
     }
 
-    /// Claims the QEMU that is this process.
+    /// Claims the QEMU with this process identity.
     pub(super) fn of_process(identity: ProcessIdentity) -> Result<Self, GatewayError> {
         let failed = |error: io::Error, directory: &Path| {
             let (pid, directory) = (identity.pid, directory.display());
@@ -38,14 +38,14 @@ impl Claim {
         };
         let path = place()?;
         let directory = Directory::private(&path).map_err(|error| failed(error, &path))?;
-        remove_left(&directory);
+        remove_stale(&directory);
         match Self::take(directory, identity).map_err(|error| failed(error, &path))? {
             Some(claim) => Ok(claim),
             None => Err(GatewayError(format!("another sterna is at work on this QEMU (process {})", identity.pid))),
         }
     }
 
-    /// Takes the lock in `directory`; none where another has it.
+    /// Takes the lock in `directory`; none if another process has it.
     fn take(directory: Directory, identity: ProcessIdentity) -> io::Result<Option<Self>> {
         let name = name_of(identity);
         loop {
@@ -53,7 +53,7 @@ impl Claim {
             if !try_lock(&lock)? {
                 return Ok(None);
             }
-            // Whoever had it before may have removed the file after it was opened here.
+            // The previous owner may have removed the file after it was opened here.
             if is_at(&directory, &name, &lock) {
                 return Ok(Some(Self { directory, name, _lock: lock }));
             }
@@ -63,12 +63,12 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        // While it is locked still: nobody else has this file.
+        // The file is still locked, so no other process has claimed it.
         let _ = self.directory.remove(&self.name);
     }
 }
 
-/// Where the locks are.
+/// Returns the directory of the locks.
 fn place() -> Result<PathBuf, GatewayError> {
     let user = rustix::process::geteuid();
     if user.is_root() {
@@ -96,8 +96,8 @@ fn identity_in(name: &str) -> Option<ProcessIdentity> {
     Some(ProcessIdentity { pid: pid.parse().ok()?, start_ticks: start_ticks.parse().ok()? })
 }
 
-/// Removes the files of processes that were killed, where their QEMU has ended as well.
-fn remove_left(directory: &Directory) {
+/// Removes the lock files of killed processes whose QEMU has ended as well.
+fn remove_stale(directory: &Directory) {
     for name in directory.names().unwrap_or_default() {
         let Some(name) = name.to_str() else { continue };
         if identity_in(name).is_some_and(|qemu| !process::lives(qemu))
@@ -118,7 +118,7 @@ fn try_lock(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Whether the open file is the one of this name.
+/// Returns whether `name` still names this open file.
 fn is_at(directory: &Directory, name: &str, file: &File) -> bool {
     let open = sterna::directory::FileIdentity::of_file(file);
     directory.identity_of(name).ok().zip(open.ok()).is_some_and(|(named, open)| named == open)
@@ -136,33 +136,33 @@ mod tests {
     fn a_claim_keeps_others_out_until_it_ends_and_leaves_nothing() {
         let scratch = tempfile::tempdir().unwrap();
         let take = || Claim::take(Directory::private(&scratch.path().join("run")).unwrap(), own()).unwrap();
-        let claim = take().expect("nobody else");
+        let claim = take().expect("no other claim");
         assert!(take().is_none());
         drop(claim);
         assert_eq!(std::fs::read_dir(scratch.path().join("run")).unwrap().count(), 0);
-        drop(take().expect("it is free again"));
+        drop(take().expect("the lock is free again"));
     }
 
     #[test]
-    fn of_many_that_claim_and_let_go_at_once_never_two_have_it() {
+    fn threads_that_claim_and_release_concurrently_never_hold_a_claim_together() {
         use std::sync::atomic::{AtomicU32, Ordering};
         let scratch = tempfile::tempdir().unwrap();
-        let (having, taken) = (AtomicU32::new(0), AtomicU32::new(0));
+        let (holders, claims) = (AtomicU32::new(0), AtomicU32::new(0));
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..500 {
                         let directory = Directory::open(scratch.path()).unwrap();
                         let Some(claim) = Claim::take(directory, own()).unwrap() else { continue };
-                        assert_eq!(having.fetch_add(1, Ordering::SeqCst), 0);
-                        taken.fetch_add(1, Ordering::SeqCst);
-                        having.fetch_sub(1, Ordering::SeqCst);
+                        assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0);
+                        claims.fetch_add(1, Ordering::SeqCst);
+                        holders.fetch_sub(1, Ordering::SeqCst);
                         drop(claim);
                     }
                 });
             }
         });
-        assert!(taken.into_inner() > 0);
+        assert!(claims.into_inner() > 0);
     }
 
     #[test]
@@ -173,7 +173,7 @@ mod tests {
         for name in [ended.as_str(), &living, "notes", "qemu-1.lock"] {
             std::fs::write(scratch.path().join(name), "").unwrap();
         }
-        remove_left(&Directory::open(scratch.path()).unwrap());
+        remove_stale(&Directory::open(scratch.path()).unwrap());
         assert!(!scratch.path().join(ended).exists());
         assert!([living.as_str(), "notes", "qemu-1.lock"].iter().all(|name| scratch.path().join(name).exists()));
     }

@@ -1,24 +1,24 @@
-//! Places where a test may stop or kill a Sterna process: at each step of the switchover, by its name.
+//! Fault points: a test can stop or kill a Sterna process at each step of the switchover.
 //!
-//! Only in builds with the feature `fault-points`; others contain none of it. `STERNA_FAULT=NAME:crash` kills the
-//! process at the crash point of that name as SIGKILL would, `STERNA_FAULT=NAME:hold:PATH` opens the FIFO at `PATH` for
-//! writing, which tells the test that the point is reached, and waits until the test closes its end.
+//! Only builds with the feature `fault-points` contain this code. `STERNA_FAULT=NAME:crash` kills the process at the fault point
+//! NAME with SIGKILL. `STERNA_FAULT=NAME:hold:PATH` opens the FIFO at `PATH` for writing, which shows the test that the point is
+//! reached, and waits until the test closes its end.
 //!
-//! In direct mode, too: `STERNA_WITHOUT_SETTLING=1` takes out the wait between the scan for written pages and their reading, so that a test
-//! can show what that wait is for; `STERNA_SETTLING_TIME=MILLISECONDS` shortens it.
+//! For direct mode, `STERNA_WITHOUT_SETTLING=1` removes the wait between the scan for written pages and their reading, so that a test
+//! can show why the wait is needed; `STERNA_SETTLING_TIME=MILLISECONDS` shortens it.
 
 use std::time::Duration;
 
 use sterna_wire::switchover::{CrashPoint, Moment, Step};
 
-/// The process has come to `step`.
+/// Marks that the process has reached `step`.
 pub(super) fn point(moment: Moment, step: Option<Step>) {
     if let Some(step) = step {
         reached(CrashPoint { moment, step });
     }
 }
 
-/// Whether pages are to be read without waiting for writes that are under way, which loses what these write.
+/// Returns whether pages are to be read without waiting for pending writes, which loses these writes.
 #[cfg(not(feature = "fault-points"))]
 pub(super) fn without_settling() -> bool {
     false
@@ -29,7 +29,7 @@ pub(super) fn without_settling() -> bool {
     std::env::var("STERNA_WITHOUT_SETTLING").is_ok_and(|value| value == "1")
 }
 
-/// How long to wait for writes that are under way: `usual`, unless a test wants another time.
+/// Returns how long to wait for pending writes: `usual`, unless a test sets another time.
 #[cfg(not(feature = "fault-points"))]
 pub(super) fn settling_time(usual: Duration) -> Duration {
     usual
@@ -61,7 +61,7 @@ fn reached(point: CrashPoint) {
         let fifo = std::fs::OpenOptions::new().write(true).open(path).expect("the test has made its FIFO");
         wait_for_hang_up(&fifo);
     } else {
-        panic!("STERNA_FAULT names no action that exists: {wanted}");
+        panic!("STERNA_FAULT names an unknown action: {wanted}");
     }
 }
 

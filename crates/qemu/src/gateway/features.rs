@@ -1,12 +1,12 @@
-//! What a gateway can do beyond the protocol's basis.
+//! Protocol features of the gateways.
 
 use sterna::migration::{DELTA, SEND_AGAIN};
 use sterna::session::Features;
 
-/// To carry QEMU's migration stream, version 1 of the records in `layout`.
+/// Carrying QEMU's migration stream, version 1 of the records in `layout`.
 const QEMU_STREAM: &str = "qemu-stream-1";
 
-/// A gateway that takes or sends pages by what has changed in them. What is damaged is sent again from what the source keeps for that.
+/// The features of a gateway that sends or receives deltas. A damaged packet is retransmitted from the pages that the source keeps.
 pub(super) const WITH_DELTAS: Features<'static> =
     Features { offered: &[QEMU_STREAM, DELTA, SEND_AGAIN], required: &[QEMU_STREAM] };
 

@@ -1,15 +1,14 @@
-//! Feeding the destination QEMU: pages into guest RAM or into its stream, everything else into its stream.
+//! Feeds the destination QEMU: writes pages into guest RAM or QEMU's stream, and everything else into QEMU's stream.
 //!
-//! Each RAM channel feeds the multifd channel with its own number, so the order that affinity gives the pages of a
-//! region is kept inside QEMU too. The main channel is shared: whoever writes to it locks it.
+//! Each RAM channel feeds the multifd channel with its own number. All pages of a region use one RAM channel, so QEMU receives
+//! them in order, too. The main channel is shared: each thread that writes to it locks it.
 //!
-//! **Generations.** At the end of a generation each channel carries one SYNC, and the last channel to come writes the
-//! sync point on the main channel. That matters where zero pages must travel on the main channel (machine types before
-//! 9.0): such a page waits until its channel's last generation has been closed there, or it could overtake the content
-//! that it replaces.
+//! **Generations.** At the end of a generation each multifd channel carries one SYNC, and the last RAM channel to end the
+//! generation writes the sync point on the main channel. Machine types before 9.0 have zero pages on the main channel. Such a
+//! page waits until its channel's last generation has been closed there; else it could overtake the content that it replaces.
 //!
-//! **End of RAM.** Nothing after it is fed before every channel has ended the last generation, and what arrived damaged has
-//! come again: loading devices reads guest RAM.
+//! **End of RAM.** Everything after it waits until every channel has ended the last generation and every damaged page has
+//! been retransmitted, because QEMU reads guest RAM while it loads devices.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -25,10 +24,10 @@ use sterna_wire::delta::PageDeltas;
 use sterna_wire::limits::MAX_RAM_CHANNELS;
 use sterna_wire::packet::{BlockShape, DeviceLabel, Run, RunKind};
 
-use super::applied::{Aside, Missing};
+use super::applied::{DeltaBuffer, MissingPages};
 use super::layout::{self, Prologue, Start, record};
 use super::source_stream::closer;
-use super::{Placement as Wish, qemu, sockets};
+use super::{Placement as PlacementOption, qemu, sockets};
 use crate::discover::RamBlock;
 use crate::placement::{Placement, choose};
 use crate::stream::{
@@ -38,14 +37,14 @@ use crate::stream::{
 /// Pages in one multifd packet of 4 KiB pages.
 const PAGES_PER_PACKET: usize = 128;
 
-/// What the feeder tells the driver.
+/// The feeder's reports to the driver.
 #[derive(Debug)]
 pub(super) enum FeederNews {
     /// The stream has begun; pages may come.
     Ready {
         /// How each block is placed.
         placement: Vec<String>,
-        /// The blocks that deltas are taken of.
+        /// The numbers of the blocks of which deltas are accepted.
         deltas: Vec<u16>,
         return_path: ReturnPathReader<UnixStream>,
     },
@@ -55,30 +54,30 @@ pub(super) enum FeederNews {
     Ended,
 }
 
-/// Where the RAM blocks of the destination QEMU are found.
+/// Finds the RAM blocks of the destination QEMU.
 pub(super) type FindBlocks = Box<dyn Fn() -> Result<Vec<RamBlock>, String> + Send + Sync>;
 
-/// What the sinks of one migration share.
+/// The state that the sinks of one migration share.
 pub(super) struct Feeder {
     socket: PathBuf,
-    /// How long a QEMU that does not listen there yet is waited for.
+    /// How long to wait for a QEMU that does not listen there yet.
     patience: Duration,
-    wish: Wish,
+    placement: PlacementOption,
     find_blocks: FindBlocks,
     agreed: Agreed,
-    missing: Missing,
+    missing: MissingPages,
     abort: Arc<Abort>,
     feeding: OnceLock<Feeding>,
     generations: Mutex<Generations>,
     changed: Condvar,
 }
 
-/// What the two sides agreed on that concerns pages.
+/// The features concerning pages on which the two sides agreed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Agreed {
-    /// They may come as deltas.
+    /// Pages may come as deltas.
     pub(super) deltas: bool,
-    /// What arrives damaged may be refused.
+    /// A damaged packet may be refused, and the source retransmits it.
     pub(super) send_again: bool,
 }
 
@@ -92,7 +91,7 @@ struct Generations {
 }
 
 impl Generations {
-    /// Whether all channels have ended a generation that is not closed on the main channel yet.
+    /// Returns whether all channels have ended a generation that is not closed on the main channel yet.
     fn may_close(&self) -> bool {
         self.ended.iter().all(|ended| *ended > self.closed)
     }
@@ -109,20 +108,21 @@ struct Feeding {
 
 struct TargetBlock {
     name: String,
-    way: Way,
+    placement: BlockPlacement,
 }
 
-enum Way {
+/// How the pages of a block reach guest RAM.
+enum BlockPlacement {
     Direct { place: Box<dyn Place>, received: ReceivedBitmap },
     InStream,
 }
 
 impl Feeder {
-    /// A feeder for the QEMU that listens at `socket`.
+    /// Creates a feeder for the QEMU that listens at `socket`.
     pub(super) fn new(
         socket: &Path,
         patience: Duration,
-        wish: Wish,
+        placement: PlacementOption,
         find_blocks: FindBlocks,
         agreed: Agreed,
         abort: &Arc<Abort>,
@@ -131,10 +131,10 @@ impl Feeder {
         let feeder = Arc::new(Self {
             socket: socket.to_owned(),
             patience,
-            wish,
+            placement,
             find_blocks,
             agreed,
-            missing: Missing::default(),
+            missing: MissingPages::default(),
             abort: Arc::clone(abort),
             feeding: OnceLock::new(),
             generations: Mutex::new(generations),
@@ -174,7 +174,7 @@ impl Feeder {
         }
         let variant =
             WireVariant::for_machine(machine).unwrap_or_else(|| WireVariant::from_setup(start.flush_in_setup));
-        // Before QEMU is given anything: it may not answer QMP while it waits for a sync point.
+        // Before QEMU reads any of the stream: it may not answer QMP while it waits for a sync point.
         let (blocks, lines) = self.target_blocks(&start.ram.blocks)?;
         let connect = || -> std::io::Result<UnixStream> {
             let stream = sockets::connect_within(&self.socket, self.patience, || self.abort.is_over())?;
@@ -217,11 +217,11 @@ impl Feeder {
         Ok(FeederNews::Ready { placement: lines, deltas, return_path })
     }
 
-    /// Decides how each block is placed, and says so.
+    /// Decides how each block is placed. Returns the blocks, and the decisions for the log and the report.
     fn target_blocks(&self, announced: &[RamBlockInfo]) -> Result<(Vec<TargetBlock>, Vec<String>), SinkError> {
-        let mut found = match self.wish {
-            Wish::InStream => Vec::new(),
-            Wish::Auto => (self.find_blocks)()?,
+        let mut found = match self.placement {
+            PlacementOption::InStream => Vec::new(),
+            PlacementOption::Auto => (self.find_blocks)()?,
         };
         let mut lines = Vec::new();
         let mut in_stream = 0;
@@ -230,17 +230,17 @@ impl Feeder {
             let name = announced.name.clone();
             let Some(block) = position.map(|at| found.swap_remove(at)) else {
                 in_stream += 1;
-                return TargetBlock { name, way: Way::InStream };
+                return TargetBlock { name, placement: BlockPlacement::InStream };
             };
             if block.used != announced.used_length {
                 in_stream += 1;
                 lines.push(format!("{name}: in-stream, its length differs and QEMU has to adapt it"));
-                return TargetBlock { name, way: Way::InStream };
+                return TargetBlock { name, placement: BlockPlacement::InStream };
             }
             match choose(&block) {
                 Placement::Direct { place, why } => {
                     let received = ReceivedBitmap::new(announced.used_length / qemu::PAGE_SIZE as u64);
-                    // Pages written before count as received: only then a zero page is a reason to clear them.
+                    // Pages written before count as received, so that a zero page for them clears them.
                     let fresh = match block.freshness().written_pages(received.pages(), qemu::PAGE_SIZE as u64) {
                         Ok(written) => {
                             written.for_each(|pages| received.mark(pages));
@@ -252,14 +252,14 @@ impl Feeder {
                         }
                     };
                     lines.push(format!("{name}: {}, {why}, {fresh}", place.way()));
-                    TargetBlock { name, way: Way::Direct { place, received } }
+                    TargetBlock { name, placement: BlockPlacement::Direct { place, received } }
                 }
                 Placement::InStream { why } => {
                     in_stream += 1;
                     if announced.used_length > LARGE_BLOCK {
                         lines.push(format!("{name}: in-stream, {why}"));
                     }
-                    TargetBlock { name, way: Way::InStream }
+                    TargetBlock { name, placement: BlockPlacement::InStream }
                 }
             }
         });
@@ -270,7 +270,7 @@ impl Feeder {
         Ok((blocks, lines))
     }
 
-    /// One RAM channel has ended `generation`; the last to come closes it on the main channel.
+    /// Ends `generation` for one RAM channel. The last channel to end it closes it on the main channel.
     fn end_generation(&self, channel: usize, generation: u64) -> Result<(), SinkError> {
         let feeding = self.feeding()?;
         if let Some(multifd) = feeding.multifd.get(channel) {
@@ -286,8 +286,8 @@ impl Feeder {
             }
             *ended = generation;
         }
-        // Writing may block, and taking the migration down must not wait for it: so the main channel is what keeps
-        // others out here, not the generations.
+        // Writing may block, and taking the migration down must not wait for it. So other channels are excluded by the
+        // lock of the main channel, not by the lock of the generations.
         let mut main = feeding.main.lock().expect("feeders do not panic");
         while self.generations().may_close() {
             main.generation_boundary()?;
@@ -308,8 +308,8 @@ impl Feeder {
         Ok(())
     }
 
-    /// Waits until all that was refused has come again.
-    fn wait_whole(&self) -> Result<(), SinkError> {
+    /// Waits until all refused pages have been retransmitted.
+    fn wait_until_complete(&self) -> Result<(), SinkError> {
         let mut generations = self.generations();
         while self.missing.pages() > 0 {
             if generations.over {
@@ -320,23 +320,23 @@ impl Feeder {
         Ok(())
     }
 
-    /// These pages have come whole.
-    fn settle(&self, block: u16, runs: &[Run]) {
-        if self.missing.settle(block, runs) {
-            // Whoever waits for the last of them has looked, or sees it when it gets the lock.
+    /// Records that these pages have arrived undamaged.
+    fn mark_arrived(&self, block: u16, runs: &[Run]) {
+        if self.missing.remove(block, runs) {
+            // A waiting thread either waits for the notification already, or sees the new number when it gets the lock.
             drop(self.generations());
             self.changed.notify_all();
         }
     }
 
-    /// Pages that arrived damaged and have not come again.
+    /// Returns the number of pages that arrived damaged and have not been retransmitted yet.
     pub(super) fn missing(&self) -> u64 {
         self.missing.pages()
     }
 
     fn end_ram(&self, generation: u64) -> Result<(), SinkError> {
         self.wait_closed(generation)?;
-        self.wait_whole()?;
+        self.wait_until_complete()?;
         self.feeding()?.on_main(|main| {
             main.begin_complete()?;
             main.end_complete()
@@ -344,20 +344,21 @@ impl Feeder {
     }
 }
 
-/// Blocks larger than this are worth a line of their own in log and report, bytes.
+/// Larger blocks, in bytes, have a line of their own in log and report.
 const LARGE_BLOCK: u64 = 8 << 20;
 
 impl Feeding {
-    /// The numbers of the blocks whose pages do not go through QEMU.
+    /// Returns the numbers of the blocks whose pages do not go through QEMU.
     fn direct(&self) -> Vec<u16> {
-        let direct =
-            |(number, block): (usize, &TargetBlock)| matches!(block.way, Way::Direct { .. }).then_some(number as u16);
+        let direct = |(number, block): (usize, &TargetBlock)| {
+            matches!(block.placement, BlockPlacement::Direct { .. }).then_some(number as u16)
+        };
         self.blocks.iter().enumerate().filter_map(direct).collect()
     }
 
-    /// Does something on the main channel that may write sync points, and gives every multifd channel as many SYNCs.
+    /// Performs `act` on the main channel, then writes as many SYNCs to every multifd channel as `act` has written sync points.
     ///
-    /// As many to each, whatever its count: one that has ended a generation before others is ahead, and has to stay so.
+    /// Each channel gets the same number, whatever its count: a channel that has ended a generation before others stays ahead.
     fn on_main(
         &self,
         act: impl FnOnce(&mut MainWriter<UnixStream>) -> Result<(), StreamError>,
@@ -366,8 +367,8 @@ impl Feeding {
         let before = main.sync_points();
         act(&mut main)?;
         let added = main.sync_points() - before;
-        // Others must not be kept from the main channel while a multifd channel is waited for. Who writes to that may be
-        // blocked until QEMU has passed a sync point, and that is still to be written here.
+        // The main channel must be free while this thread waits for a multifd channel. That channel's writer may be blocked
+        // until QEMU has passed a sync point, which another thread still has to write to the main channel.
         drop(main);
         if added == 0 {
             return Ok(());
@@ -388,12 +389,12 @@ pub(super) struct RamSink {
     generation: u64,
     normal: Vec<u64>,
     zero: Vec<u64>,
-    /// Where deltas are applied; made with the first.
-    aside: Option<Aside>,
+    /// Where deltas are applied; allocated with the first delta.
+    buffer: Option<DeltaBuffer>,
 }
 
 impl RamSink {
-    /// For the RAM channel with this number.
+    /// Creates the sink of the RAM channel with this number.
     pub(super) fn new(feeder: &Arc<Feeder>, channel: u16) -> Self {
         let offsets = || Vec::with_capacity(PAGES_PER_PACKET);
         Self {
@@ -402,14 +403,14 @@ impl RamSink {
             generation: 0,
             normal: offsets(),
             zero: offsets(),
-            aside: None,
+            buffer: None,
         }
     }
 
     fn place(place: &dyn Place, received: &ReceivedBitmap, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
-        const MOST_PIECES: usize = 64;
+        const MAX_PIECES: usize = 64;
         let page_size = qemu::PAGE_SIZE as u64;
-        let mut pieces = [Piece { offset: 0, data: &[] }; MOST_PIECES];
+        let mut pieces = [Piece { offset: 0, data: &[] }; MAX_PIECES];
         let mut filled = 0;
         let mut rest = content;
         for run in runs {
@@ -420,14 +421,14 @@ impl RamSink {
                     received.mark(run.first..run.end());
                     pieces[filled] = Piece { offset: run.first * page_size, data };
                     filled += 1;
-                    if filled == MOST_PIECES {
+                    if filled == MAX_PIECES {
                         place.write_pieces(&pieces)?;
                         filled = 0;
                     }
                 }
                 RunKind::Zero => {
                     let mut outcome = Ok(());
-                    // What was written before has been marked, so whatever has no mark is fresh.
+                    // Every page written before has been marked, so a page without a mark is fresh.
                     received.zero(run.first..run.end(), Freshness::Fresh, |part| {
                         if outcome.is_ok() {
                             outcome = place.zero(part.start * page_size, (part.end - part.start) * page_size);
@@ -440,7 +441,7 @@ impl RamSink {
         Ok(place.write_pieces(&pieces[..filled])?)
     }
 
-    /// Pages in QEMU's own stream, as packets of at most 128 pages.
+    /// Writes pages to QEMU's own stream, in packets of at most 128 pages.
     fn feed(&mut self, feeding: &Feeding, block: u16, runs: &[Run], content: &[u8]) -> Result<(), SinkError> {
         let mut rest = content;
         for run in runs {
@@ -496,24 +497,24 @@ impl Sink for RamSink {
         let feeder = Arc::clone(&self.feeder);
         let feeding = feeder.feeding()?;
         let target = &feeding.blocks[usize::from(block)];
-        match &target.way {
-            Way::Direct { place, received } => {
+        match &target.placement {
+            BlockPlacement::Direct { place, received } => {
                 Self::place(&**place, received, runs, content)
                     .map_err(|error| format!("placing pages of {}: {error}", target.name))?;
-                feeder.settle(block, runs);
+                feeder.mark_arrived(block, runs);
                 Ok(())
             }
-            Way::InStream => self.feed(feeding, block, runs, content),
+            BlockPlacement::InStream => self.feed(feeding, block, runs, content),
         }
     }
 
     fn deltas(&mut self, block: u16, runs: &[Run], deltas: PageDeltas<'_>) -> Result<bool, SinkError> {
         let feeding = self.feeder.feeding()?;
         let target = &feeding.blocks[usize::from(block)];
-        match &target.way {
-            Way::Direct { place, .. } if self.feeder.agreed.deltas => {
-                let aside = self.aside.get_or_insert_with(Aside::new);
-                let applied = aside.apply(&**place, runs, deltas);
+        match &target.placement {
+            BlockPlacement::Direct { place, .. } if self.feeder.agreed.deltas => {
+                let buffer = self.buffer.get_or_insert_with(DeltaBuffer::new);
+                let applied = buffer.apply(&**place, runs, deltas);
                 Ok(applied.map_err(|error| format!("applying deltas to pages of {}: {error}", target.name))?)
             }
             _ => Err(format!("deltas of {}, which are not taken", target.name).into()),
@@ -522,14 +523,16 @@ impl Sink for RamSink {
 
     fn refuse(&mut self, block: u16, runs: &[Run]) -> Result<bool, SinkError> {
         let feeding = self.feeder.feeding()?;
-        let Way::Direct { place, received } = &feeding.blocks[usize::from(block)].way else { return Ok(false) };
+        let BlockPlacement::Direct { place, received } = &feeding.blocks[usize::from(block)].placement else {
+            return Ok(false);
+        };
         if !self.feeder.agreed.send_again || !self.feeder.missing.add(&feeding.shapes, block, runs) {
             return Ok(false);
         }
-        // The table was right: these do not come again.
+        // The packet's table is undamaged, so its zero pages are placed now: they are not retransmitted.
         for run in runs.iter().filter(|run| run.kind == RunKind::Zero) {
             Self::place(&**place, received, &[*run], &[])?;
-            self.feeder.settle(block, &[*run]);
+            self.feeder.mark_arrived(block, &[*run]);
         }
         Ok(true)
     }
@@ -548,13 +551,13 @@ impl Sink for RamSink {
     }
 }
 
-/// The feeder's sinks, for the doorman.
+/// Creates the sinks of the channels that connect.
 pub(super) struct FeederSinks {
     feeder: Arc<Feeder>,
     news: News,
 }
 
-/// Takes the feeder's news, on the stream channel's thread.
+/// Receives the feeder's reports, on the stream channel's thread.
 type News = Arc<dyn Fn(FeederNews) + Send + Sync>;
 
 impl FeederSinks {
@@ -616,13 +619,13 @@ mod tests {
 
     use sterna_memory::place::{FileWrite, ZeroBy};
 
-    /// A feeder whose only block is filled directly, without a QEMU.
+    /// Returns a feeder without a QEMU, one of whose two blocks is filled directly.
     fn feeder(agreed: Agreed, abort: &Arc<Abort>) -> (Arc<Feeder>, UnixStream) {
         const PAGES: u64 = 16;
         let feeder = Feeder::new(
             Path::new(""),
             Duration::ZERO,
-            Wish::Auto,
+            PlacementOption::Auto,
             Box::new(|| Err("there is no QEMU".into())),
             agreed,
             abort,
@@ -631,13 +634,13 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.set_len(PAGES * qemu::PAGE_SIZE as u64).unwrap();
         let place = FileWrite::new(file, 0, PAGES * qemu::PAGE_SIZE as u64, ZeroBy::Writing).unwrap();
-        let direct = Way::Direct { place: Box::new(place), received: ReceivedBitmap::new(PAGES) };
-        let block = |name: &str, way| TargetBlock { name: name.into(), way };
+        let direct = BlockPlacement::Direct { place: Box::new(place), received: ReceivedBitmap::new(PAGES) };
+        let block = |name: &str, placement| TargetBlock { name: name.into(), placement };
         let feeding = Feeding {
             main: Mutex::new(MainWriter::new(main, WireVariant::SwitchoverStart, false)),
             multifd: Vec::new(),
             variant: WireVariant::SwitchoverStart,
-            blocks: vec![block("rom", Way::InStream), block("ram", direct)],
+            blocks: vec![block("rom", BlockPlacement::InStream), block("ram", direct)],
             shapes: Arc::new([BlockShape { pages: PAGES, page_size: 4096 }; 2]),
         };
         assert!(feeder.feeding.set(feeding).is_ok());
@@ -647,7 +650,7 @@ mod tests {
     const PAGE: [Run; 1] = [Run { kind: RunKind::Normal, first: 3, count: 1 }];
 
     #[test]
-    fn the_end_of_ram_waits_for_what_was_refused() {
+    fn the_end_of_ram_waits_for_refused_pages() {
         let abort = Arc::new(Abort::default());
         let (feeder, _qemu) = feeder(Agreed { deltas: true, send_again: true }, &abort);
         let mut sink = RamSink::new(&feeder, 0);
@@ -655,17 +658,17 @@ mod tests {
         assert_eq!(feeder.missing(), 1);
         let (done, ended) = channel();
         let waits = Arc::clone(&feeder);
-        std::thread::spawn(move || done.send(waits.wait_whole().map(|()| waits.missing()).map_err(drop)));
+        std::thread::spawn(move || done.send(waits.wait_until_complete().map(|()| waits.missing()).map_err(drop)));
         sink.pages(1, &PAGE, &[7; qemu::PAGE_SIZE]).unwrap();
         assert_eq!(ended.recv_timeout(Duration::from_secs(30)), Ok(Ok(0)));
-        // And does not for ever.
+        // The wait ends when the migration is taken down.
         assert!(sink.refuse(1, &PAGE).unwrap());
         abort.raise("enough");
         assert!(feeder.end_ram(0).unwrap_err().to_string().contains("taken down"));
     }
 
     #[test]
-    fn deltas_and_refusals_only_where_they_were_agreed_on_and_not_through_qemu() {
+    fn deltas_and_refusals_need_an_agreement_and_a_block_that_is_filled_directly() {
         let abort = Arc::new(Abort::default());
         let none = || PageDeltas::new(&[], 0);
         for (deltas, send_again) in [(true, true), (false, false)] {
@@ -679,7 +682,7 @@ mod tests {
     }
 
     #[test]
-    fn what_needs_no_sync_point_does_not_wait_for_a_multifd_channel_that_is_blocked() {
+    fn a_write_without_sync_points_does_not_wait_for_a_blocked_multifd_channel() {
         let (main, _qemu_main) = UnixStream::pair().unwrap();
         let (multifd, _qemu_multifd) = UnixStream::pair().unwrap();
         let variant = WireVariant::SwitchoverStart;
@@ -690,7 +693,7 @@ mod tests {
             blocks: Vec::new(),
             shapes: Arc::new([]),
         });
-        // As its writer holds it while QEMU does not read.
+        // The lock that its writer holds while QEMU does not read.
         let blocked = feeding.multifd[0].lock().unwrap();
 
         let (done, ended) = channel();

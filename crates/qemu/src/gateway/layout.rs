@@ -1,15 +1,15 @@
-//! What the two gateways say to each other about QEMU's own stream, on the device-state channel with index 0.
+//! The records in which the source's gateway sends QEMU's own stream, on the device-state channel with index 0.
 //!
 //! | record | content |
 //! |---|---|
 //! | 1 start | JSON: everything of the main channel up to the end of the RAM setup section |
 //! | 2 command | a command between RAM sections, verbatim |
 //! | 3 device section | `section id u32, last u8`, then a piece of a device's own section, verbatim |
-//! | 4 end of RAM | `generation u64`: the last one; nothing after it is fed before all channels have ended it |
+//! | 4 end of RAM | `generation u64`: the last generation; no later record is fed to QEMU before all channels have ended it |
 //! | 5 opaque | bytes after the end of RAM, verbatim |
 //! | 6 end | the source QEMU closed its main channel |
 //!
-//! Pages are not here: they travel on the RAM channels. The sections around them are written anew at the destination.
+//! Pages are not among the records: they travel on the RAM channels. The destination writes the sections around them anew.
 
 use serde::{Deserialize, Serialize};
 
@@ -25,10 +25,10 @@ pub(super) mod record {
     pub(in super::super) const END: u16 = 6;
 }
 
-/// Most bytes that a start record may have: block lists are short.
-pub(super) const LONGEST_START: usize = 4 << 20;
+/// Maximum bytes of a start record: block lists are short.
+pub(super) const MAX_START_BYTES: usize = 4 << 20;
 
-/// Something that comes before RAM.
+/// A command or a device section that comes before RAM, as JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum PrologueItem {
@@ -51,12 +51,12 @@ struct StartRecord {
     flush_in_setup: bool,
 }
 
-/// What a destination must know to write the beginning of the stream.
+/// What a destination needs to write the beginning of the stream.
 #[derive(Debug)]
 pub(super) struct Start {
     /// The configuration section.
     pub(super) configuration: Configuration,
-    /// What else came before RAM, in order.
+    /// Commands and device sections before RAM, in order.
     pub(super) prologue: Vec<Prologue>,
     /// The RAM setup section.
     pub(super) ram: RamStart,
@@ -71,7 +71,7 @@ pub(super) struct Start {
 }
 
 impl Start {
-    /// Whether the source QEMU asks for answers, and ends the migration only when it has got the last one.
+    /// Returns whether the source QEMU opens the return path. It then ends the migration only after the last answer.
     pub(super) fn opens_return_path(&self) -> bool {
         let opens =
             |item: &Prologue| matches!(item, Prologue::Command(command) if command.kind == CommandKind::OpenReturnPath);
@@ -79,7 +79,7 @@ impl Start {
     }
 }
 
-/// Something that comes before RAM.
+/// A command or a device section that comes before RAM.
 #[derive(Debug)]
 pub(super) enum Prologue {
     /// A command.
@@ -88,7 +88,7 @@ pub(super) enum Prologue {
     DeviceSection(DevicePiece),
 }
 
-/// A record that cannot be understood.
+/// Why a record was refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LayoutError {
     #[error("a stream record of kind {0} is unknown here")]
@@ -127,7 +127,7 @@ impl Start {
     }
 
     pub(super) fn decode(json: &[u8]) -> Result<Self, LayoutError> {
-        if json.len() > LONGEST_START {
+        if json.len() > MAX_START_BYTES {
             return Err(LayoutError::Length(json.len()));
         }
         let record: StartRecord =
@@ -162,10 +162,10 @@ impl Start {
     }
 }
 
-/// A piece of a device's section as the content of records of at most `longest` bytes.
-pub(super) fn encode_device_section(piece: &DevicePiece, longest: usize) -> Vec<Vec<u8>> {
+/// Splits a piece of a device's section into contents of records of at most `max_bytes` bytes.
+pub(super) fn encode_device_section(piece: &DevicePiece, max_bytes: usize) -> Vec<Vec<u8>> {
     const PREFIX: usize = 5;
-    let parts = piece.bytes.chunks(longest - PREFIX);
+    let parts = piece.bytes.chunks(max_bytes - PREFIX);
     let last = parts.len() - 1;
     let record = |(number, part): (usize, &[u8])| {
         let mut content = piece.section_id.to_le_bytes().to_vec();
@@ -176,7 +176,7 @@ pub(super) fn encode_device_section(piece: &DevicePiece, longest: usize) -> Vec<
     parts.enumerate().map(record).collect()
 }
 
-/// Reads what [`encode_device_section`] wrote.
+/// Decodes one record of [`encode_device_section`].
 pub(super) fn decode_device_section(content: &[u8]) -> Result<DevicePiece, LayoutError> {
     let length = LayoutError::Length(content.len());
     let Some((section_id, rest)) = content.split_first_chunk() else { return Err(length) };
@@ -190,7 +190,7 @@ pub(super) fn decode_ram_end(content: &[u8]) -> Result<u64, LayoutError> {
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// Bytes as hexadecimal text: readable in a trace, and half as long as JSON's list of numbers.
+/// Bytes as hexadecimal text, which is readable in a trace, and half as long as JSON's list of numbers.
 #[derive(Debug)]
 struct Hex(Vec<u8>);
 
@@ -251,7 +251,7 @@ mod tests {
         assert!(Start::decode(good.replace("07070707", "0707070").as_bytes()).is_err());
         assert!(Start::decode(good.replace("07070707", "zz070707").as_bytes()).is_err());
         assert!(Start::decode(&good.as_bytes()[..good.len() - 1]).is_err());
-        assert!(Start::decode(&vec![b' '; LONGEST_START + 1]).is_err());
+        assert!(Start::decode(&vec![b' '; MAX_START_BYTES + 1]).is_err());
     }
 
     #[test]

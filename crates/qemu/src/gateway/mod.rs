@@ -1,13 +1,13 @@
-//! The gateway: a running guest moved between two unmodified QEMUs.
+//! The gateway: moves a running guest between two unmodified QEMUs.
 //!
 //! ```text
 //!  source host                                                        destination host
 //!  QEMU ══ unix sockets ══> send ══════ TCP or TLS, N channels ══════> receive ══ RAM in place, or in-stream ══> QEMU
 //!    └──────── QMP ──────────┘ ──────────── control channel ─────────── └─────────────── QMP ────────────────────┘
 //! ```
-//! [`send`] and [`receive`] own their QEMUs for the time of the migration: they set capabilities and parameters, drive
-//! the migration, and answer for the switchover. [`proxy_send`] and [`proxy_receive`] serve those who drive QEMU
-//! themselves, and claim nothing. [`recover`] settles what a crash in the commit window left open.
+//! [`send`] and [`receive`] own their QEMUs during the migration: they set capabilities and parameters, drive the
+//! migration, and are responsible for the switchover. [`proxy_send`] and [`proxy_receive`] carry migrations that libvirt or another
+//! manager drives, and lock no QEMU. [`recover`] settles a migration that a crash in the commit window left undecided.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -50,58 +50,58 @@ pub struct SendOptions {
     pub qmp: PathBuf,
     /// `host:port` where `sterna receive` listens.
     pub to: String,
-    /// TLS or not.
+    /// TLS with these credentials, or none.
     pub security: Security,
     /// RAM channels, 1 … 64.
     pub channels: u16,
     /// How pages are compressed.
     pub method: MethodChoice,
-    /// Where the method `qatzip` finds its library, and what software may do.
+    /// Where the method `qatzip` finds its library, and whether software may compress in its place.
     pub qatzip: Qatzip,
-    /// CPUs of this side that the sending threads may use together, where the method is `auto`; none: no limit.
+    /// CPUs that all sending threads together may use on this host if the method is `auto`; none: no limit.
     pub cpu: Option<f64>,
-    /// Most bytes per second on the wire; none: no limit.
+    /// Maximum bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
-    /// Longest downtime that is aimed at.
+    /// Target downtime.
     pub downtime: Duration,
     /// Bytes of content in a packet.
     pub packet_size: usize,
-    /// Most bytes of what was sent that are kept to make deltas against, all channels together; 0: none are made.
+    /// Maximum bytes of sent pages that all channels together keep as the base of deltas; 0: no deltas.
     pub delta_cache: u64,
-    /// For tests and measurements: this share of the zero pages, in percent, is sent as if they were not zero. In direct mode pages that
-    /// the guest never used are not looked at.
+    /// For tests and measurements: this share of the zero pages, in percent, is sent as if they were not zero. Direct mode does not read
+    /// pages that the guest never used, so they do not count.
     pub normal_page_ratio: u8,
-    /// How the guest's memory is taken.
+    /// How the guest's memory is read.
     pub mode: SendMode,
-    /// What only direct mode does.
+    /// Settings that need direct mode.
     pub direct: DirectOptions,
-    /// What becomes of the source QEMU when the destination has confirmed that the guest runs there.
+    /// Whether the source QEMU ends or is kept, once the destination has confirmed that the guest runs there.
     pub source_after: SourceAfter,
-    /// What is waited for at most before the guest is stopped for its switchover.
+    /// Time limits until the guest is stopped for its switchover.
     pub waits: WaitLimits,
-    /// Where the records of migrations are kept.
+    /// The directory of the migrations' records.
     pub state_dir: PathBuf,
     /// Where the private sockets for QEMU are made.
     pub socket_dir: SocketDirectory,
 }
 
-/// Settings of [`send`] that need direct mode: QEMU's own stream has no place for them.
+/// Settings of [`send`] that need direct mode: QEMU's own stream cannot carry them out.
 #[derive(Clone, Debug)]
 pub struct DirectOptions {
-    /// What looks for zero pages, copies and compresses beside the CPU.
+    /// Devices that find zero pages, copy and compress besides the CPU.
     pub accelerators: Accelerators,
-    /// How much of an accelerator this guest may have beside others ([`Source::accelerator_weight`](sterna::source::Source)).
+    /// This guest's share of an accelerator beside other guests ([`Source::accelerator_weight`](sterna::source::Source)).
     pub accelerator_weight: u32,
-    /// When what an IAA device has compressed is read again.
+    /// When the output of an IAA device is decompressed and compared.
     pub iaa_verify: IaaVerify,
-    /// Whether the content of packets is checked from end to end.
+    /// Whether the destination checks the content of packets against the source's checksums.
     pub checksums: bool,
-    /// What is done when the rounds do not converge.
+    /// What to do when the rounds do not converge.
     pub not_converging: NotConverging,
 }
 
 impl Default for DirectOptions {
-    /// The CPU alone, a weight of 1, checksums; that rounds do not converge is only told.
+    /// The CPU alone, a weight of 1, checksums; rounds that do not converge are only reported.
     fn default() -> Self {
         Self {
             accelerators: Accelerators::cpu(),
@@ -114,7 +114,7 @@ impl Default for DirectOptions {
 }
 
 impl DirectOptions {
-    /// Those that were given and are for speed only: without them the same guest moves, and the same becomes of it.
+    /// Returns the given options that only affect speed: the migration may ignore them and still move the guest correctly.
     fn for_speed(&self) -> Vec<&'static str> {
         let default = Self::default();
         let given = [
@@ -126,35 +126,35 @@ impl DirectOptions {
         given.into_iter().filter(|(given, _)| *given).map(|(_, name)| name).collect()
     }
 
-    /// The one that was given and decides what becomes of a guest that is not moved as it is.
+    /// Returns the given option that may slow the guest down or end the migration, and must therefore not be ignored.
     fn for_the_guest(&self) -> Option<&'static str> {
         (self.not_converging != NotConverging::default()).then_some("--on-no-convergence")
     }
 
-    /// The first that was given of all of them.
+    /// Returns the first option that was given.
     pub fn given(&self) -> Option<&'static str> {
         self.for_the_guest().or_else(|| self.for_speed().first().copied())
     }
 }
 
-/// How the guest's memory is taken from the source's QEMU.
+/// How the guest's memory is read from the source QEMU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SendMode {
-    /// Directly where that is possible, else by QEMU's stream.
+    /// Direct mode where it is possible, else QEMU's migration stream.
     #[default]
     Auto,
-    /// Directly: read and tracked from outside. Where that is not possible, the migration is refused.
+    /// Direct mode: the memory is read and tracked from outside. Where that is not possible, the migration is refused.
     Direct,
     /// By QEMU's own migration stream.
     Stream,
 }
 
-/// How long one side waits for the other before the switchover. After that the limits are fixed (docs/operating.md).
+/// How long one side waits for the other before the switchover. During the switchover the limits are fixed (docs/operating.md).
 #[derive(Clone, Copy, Debug)]
 pub struct WaitLimits {
-    /// Time without a byte of the guest sent or taken, from the moment when both sides have agreed on the migration.
+    /// Maximum time without a byte of the guest sent or received, once both sides have agreed on the migration.
     pub stall: Duration,
-    /// Time from that moment until the guest is stopped (source) or prepared (destination); none: no limit.
+    /// Maximum time from that agreement until the guest is stopped (source) or prepared (destination); none: no limit.
     pub total: Option<Duration>,
 }
 
@@ -165,32 +165,32 @@ pub struct ReceiveOptions {
     pub qmp: PathBuf,
     /// `address:port` to listen on.
     pub listen: String,
-    /// TLS or not.
+    /// TLS with these credentials, or none.
     pub security: Security,
     /// How pages reach guest RAM.
     pub placement: Placement,
-    /// Whether all of guest RAM is populated before a source that moves its guest directly may begin.
+    /// Whether all of guest RAM is populated before a source in direct mode may begin.
     pub prefault: bool,
-    /// How long a source is waited for; none: no limit.
+    /// How long to wait for a source; none: no limit.
     pub wait: Option<Duration>,
-    /// What is waited for at most between a source's hello and the guest prepared.
+    /// Time limits from a source's hello until the guest is prepared.
     pub waits: WaitLimits,
-    /// Where the records of migrations are kept.
+    /// The directory of the migrations' records.
     pub state_dir: PathBuf,
     /// Where the private sockets for QEMU are made.
     pub socket_dir: SocketDirectory,
 }
 
-/// Where the private sockets between Sterna and QEMU are made, in a directory of their own.
+/// Where Sterna makes the directory with the private sockets between it and QEMU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SocketDirectory {
     /// Below the directory for temporary files (`TMPDIR`), as QEMU sees it.
     #[default]
     Temporary,
-    /// Below the directory that QEMU means by this absolute path. Where QEMU has another root directory or mount namespace (a
-    /// container), Sterna reaches it through `/proc/PID/root`.
+    /// Below the directory to which this absolute path leads for QEMU. If QEMU has another root directory or mount namespace (a
+    /// container), Sterna reaches the directory through `/proc/PID/root`.
     One(PathBuf),
-    /// Below one directory that has two paths.
+    /// Below one directory that has one path for Sterna and another for QEMU.
     Two {
         /// Its path for Sterna.
         here: PathBuf,
@@ -202,7 +202,7 @@ pub enum SocketDirectory {
 /// How pages reach the destination's guest RAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Placement {
-    /// The fastest way that each RAM block permits.
+    /// The fastest method that each RAM block permits.
     #[default]
     Auto,
     /// All pages through QEMU's own migration sockets.
@@ -212,29 +212,29 @@ pub enum Placement {
 /// Settings of [`proxy_send`].
 #[derive(Debug)]
 pub struct ProxySendOptions {
-    /// Unix sockets to listen on, which source QEMUs are told to migrate to, by the names that the other side knows them by.
+    /// Unix sockets to listen on, to which source QEMUs migrate, each with the name under which the other proxy has its counterpart.
     pub unix: Vec<(String, PathBuf)>,
-    /// Further unix sockets whose connections are carried unchanged, by the name that the other side knows them by.
+    /// Further unix sockets, named likewise, whose connections are carried unchanged.
     pub opaque: Vec<(String, PathBuf)>,
     /// `host:port` where `sterna proxy receive` listens.
     pub to: String,
-    /// TLS or not.
+    /// TLS with these credentials, or none.
     pub security: Security,
     /// RAM channels of a migration without multifd, 1 … 64; with multifd there are as many as QEMU has.
     pub channels: u16,
     /// How pages are compressed.
     pub method: MethodChoice,
-    /// Where the method `qatzip` finds its library, and what software may do.
+    /// Where the method `qatzip` finds its library, and whether software may compress in its place.
     pub qatzip: Qatzip,
-    /// CPUs of this side that the sending threads may use together, where the method is `auto`; none: no limit.
+    /// CPUs that all sending threads together may use on this host if the method is `auto`; none: no limit.
     pub cpu: Option<f64>,
-    /// Most bytes per second on the wire; none: no limit.
+    /// Maximum bytes per second on the wire; none: no limit.
     pub bandwidth: Option<u64>,
-    /// The downtime that whoever drives QEMU aims at; bounds what is in flight.
+    /// Target downtime of the manager that drives QEMU; bounds the bytes in flight.
     pub downtime: Duration,
     /// Bytes of content in a packet.
     pub packet_size: usize,
-    /// How long a destination's proxy that does not listen yet is waited for.
+    /// How long to wait for a destination proxy that does not listen yet.
     pub patience: Duration,
 }
 
@@ -247,9 +247,9 @@ pub struct ProxyReceiveOptions {
     pub opaque: Vec<(String, PathBuf)>,
     /// `address:port` to listen on.
     pub listen: String,
-    /// TLS or not.
+    /// TLS with these credentials, or none.
     pub security: Security,
-    /// How long a local socket that nothing listens on yet is waited for.
+    /// How long to wait until something listens on a local socket.
     pub patience: Duration,
 }
 
@@ -258,20 +258,19 @@ pub struct ProxyReceiveOptions {
 pub struct RecoverOptions {
     /// Which migration.
     pub id: MigrationId,
-    /// Which side's record, where this host has both.
+    /// Which side's record, if this host has both.
     pub side: Option<Side>,
     /// The operator asserts that the other host is gone for good and its guest cannot run.
     pub fenced_peer: bool,
-    /// TLS or not; needed where the other host must be asked.
+    /// TLS with these credentials, or none; required if the other host must be asked.
     pub security: Option<Security>,
-    /// How long a prepared destination waits for its source to say what was decided; none: no limit.
+    /// How long a prepared destination waits for its source's decision; none: no limit.
     pub wait: Option<Duration>,
-    /// Where the records of migrations are kept.
+    /// The directory of the migrations' records.
     pub state_dir: PathBuf,
 }
 
-/// Why a migration could not be begun, or what it ended in where there is no report. The guest's state is part of the
-/// text.
+/// Why a migration could not begin, or how it ended if there is no report. The text includes the guest's state.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct GatewayError(pub String);
@@ -287,7 +286,7 @@ impl GatewayError {
         Self(what.to_string())
     }
 
-    /// An error that came before anything was done to the guest.
+    /// An error from before anything was done to the guest.
     fn untouched(what: impl std::fmt::Display) -> Self {
         Self(format!("{what} (the guest was not touched)"))
     }

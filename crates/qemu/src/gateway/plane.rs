@@ -1,4 +1,4 @@
-//! The source's data plane: channels, pipeline, and the threads that read what QEMU writes.
+//! The source's data plane: channels, pipeline, and the threads that read QEMU's connections.
 
 use std::io::{self, Read};
 use std::net::Shutdown;
@@ -23,20 +23,20 @@ use super::qemu::PAGE_SIZE;
 use super::source_stream::{MainContext, StreamNews, SyncPoints, read_main, read_multifd};
 use crate::stream::{MainReader, MultifdInit};
 
-/// What becomes of QEMU's connections when the migration is taken down.
+/// How QEMU's connections are treated when the migration is taken down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WhenAborted {
-    /// The main channel is closed at once, by which QEMU learns of it. The multifd channels are read to nowhere until QEMU closes them
-    /// itself, or [`Plane::leave`] does. A QEMU whose multifd connections end before it has given the migration up can abort, with the
-    /// guest in it (10.0.2 without TLS: `yank_unregister_instance`, `QLIST_EMPTY(&entry->yankfns)`).
+    /// The main channel is closed at once, which ends QEMU's migration. The multifd channels are read and discarded until QEMU closes
+    /// them, or [`Plane::leave`] does. A QEMU whose multifd connections end before its migration has failed can abort, and the guest
+    /// with it (10.0.2 without TLS: `yank_unregister_instance`, `QLIST_EMPTY(&entry->yankfns)`).
     CloseMain,
-    /// They are read to nowhere until [`Plane::release`]; QEMU is told by QMP. A QEMU whose multifd connections end in its
-    /// last round can wait for its own threads for good, with the guest stopped and the monitor dead (10.0.2,
-    /// `multifd_send_sync_main`).
+    /// All channels are read and discarded until [`Plane::release`]; the migration is cancelled by QMP. A QEMU whose multifd
+    /// connections end in its last round can wait for its own threads for ever, with the guest stopped and the monitor dead
+    /// (10.0.2, `multifd_send_sync_main`).
     Drain,
 }
 
-/// The threads that move bytes, and what they need.
+/// The threads that move bytes, and their shared state.
 #[derive(Debug)]
 pub(super) struct Plane {
     pub(super) pipeline: Arc<Pipeline>,
@@ -49,7 +49,7 @@ pub(super) struct Plane {
 }
 
 impl Plane {
-    /// Opens the channels to the destination. `readers` is how many connections of QEMU will be read.
+    /// Opens the channels to the destination. `readers` is the number of QEMU's connections that will be read.
     pub(super) fn open(
         session: &Session,
         security: &Security,
@@ -60,7 +60,7 @@ impl Plane {
         when_aborted: WhenAborted,
     ) -> Result<Self, GatewayError> {
         let (channels, stream_channel) = session.open_channels(security, to, context, cancel)?;
-        let pool = BatchPool::new(batches(channels.len(), readers), session.packet_size);
+        let pool = BatchPool::new(pool_size(channels.len(), readers), session.packet_size);
         let pipeline = Arc::new(Pipeline {
             channels,
             pool: Arc::clone(&pool),
@@ -103,7 +103,7 @@ impl Plane {
         Ok(())
     }
 
-    /// Starts reading the main channel, `stream`; `start` reads its beginning, on the same thread.
+    /// Starts reading the main channel, `stream`. `start` reads its beginning on the same thread.
     pub(super) fn read_main(
         &mut self,
         stream: &UnixStream,
@@ -124,8 +124,8 @@ impl Plane {
         })
     }
 
-    /// Calls `drained` with the last sequence number of each RAM channel when all of RAM is acknowledged. Where the
-    /// migration is taken down before that, it is not called: somebody else has said why.
+    /// Calls `drained` with the last sequence number of each RAM channel when all of RAM is acknowledged. If the
+    /// migration is taken down before that, `drained` is not called; the alarm has the reason.
     pub(super) fn when_drained(&mut self, drained: impl FnOnce(Vec<u64>) + Send + 'static) -> io::Result<()> {
         let pipeline = Arc::clone(&self.pipeline);
         self.spawn("drain", None, move || {
@@ -136,7 +136,7 @@ impl Plane {
         })
     }
 
-    /// Keeps a connection of QEMU; gives what is to be drained when the migration was taken down.
+    /// Keeps a connection of QEMU. Returns a handle to it if it is to be drained when the migration is taken down.
     fn connection(&mut self, stream: &UnixStream, when_aborted: WhenAborted) -> io::Result<Option<UnixStream>> {
         self.connections.0.push(stream.try_clone()?);
         let other = stream.try_clone()?;
@@ -165,18 +165,18 @@ impl Plane {
         Ok(())
     }
 
-    /// Closes QEMU's connections: it needs them no more.
+    /// Closes QEMU's connections, which QEMU needs no more.
     pub(super) fn release(&self) {
         self.connections.close();
     }
 
-    /// What went over the channels so far.
+    /// Returns the totals sent over all channels so far.
     pub(super) fn sent(&self) -> Sent {
         Sent::over(self.pipeline.channels.iter().chain([&*self.stream_channel]))
     }
 
-    /// Gives QEMU `time` to close its connections itself, then closes them, and waits for all threads. As with [`Plane::join`] every
-    /// connection to the destination is closed.
+    /// Waits up to `time` until QEMU closes its connections, then closes them and waits for all threads. Every connection to the
+    /// destination must be closed, as for [`Plane::join`].
     pub(super) fn leave(mut self, time: Duration) {
         let threads = std::mem::take(&mut self.threads);
         std::thread::scope(|scope| {
@@ -188,7 +188,7 @@ impl Plane {
                 }
             });
             for thread in threads {
-                // A panic there has been printed, and its closed connection was noticed.
+                // A panic in the thread has been printed, and its closed connection noticed.
                 let _ = thread.join();
             }
             drop(ended);
@@ -196,11 +196,11 @@ impl Plane {
         self.join();
     }
 
-    /// Waits for all threads. The migration has ended: every connection to the destination is closed.
+    /// Waits for all threads. Every connection to the destination must be closed: the migration has ended.
     pub(super) fn join(self) {
         self.release();
         for thread in self.threads {
-            // A panic there has been printed, and its closed connection was noticed.
+            // A panic in the thread has been printed, and its closed connection noticed.
             let _ = thread.join();
         }
         // All users of the channels have ended: the last owner ends their threads.
@@ -213,7 +213,7 @@ impl Plane {
     }
 }
 
-/// QEMU's, closed at the latest when they are dropped: threads have clones of them.
+/// QEMU's connections. They are shut down when this is dropped, since threads have clones of them.
 #[derive(Debug)]
 struct Connections(Vec<UnixStream>);
 
@@ -230,18 +230,18 @@ impl Drop for Connections {
 }
 
 fn close(stream: &UnixStream) {
-    // It may have been closed by the other side already.
+    // The other side may have closed it already.
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-/// Reads to nowhere until the connection ends.
+/// Reads and discards bytes until the connection ends.
 fn drain(mut stream: &UnixStream) {
-    let mut nowhere = vec![0; 256 << 10];
-    while stream.read(&mut nowhere).is_ok_and(|length| length > 0) {}
+    let mut discarded = vec![0; 256 << 10];
+    while stream.read(&mut discarded).is_ok_and(|length| length > 0) {}
 }
 
-/// Batches that are enough: what waits in queues and is being sent, and one open batch of each reader for each channel,
-/// since a reader may hold those while it waits for another.
-fn batches(channels: usize, readers: usize) -> usize {
+/// Returns how many batches the pool needs: those in queues and being sent, and one open batch of each reader for each channel,
+/// since a reader may hold all of these while it waits for another batch.
+fn pool_size(channels: usize, readers: usize) -> usize {
     readers * (channels + 1) + 8 * channels
 }

@@ -1,4 +1,4 @@
-//! What both drivers ask of their QEMU by QMP, beyond settings.
+//! QMP commands and queries that both drivers need, besides settings.
 
 use std::io;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -24,31 +24,31 @@ use crate::stream::MultifdInit;
 pub(super) const PAGE_SIZE: usize = 4096;
 /// How long QEMU may take to end a migration that was cancelled.
 const CANCEL_TIME: Duration = Duration::from_secs(30);
-/// How long a running guest's migration may be `cancelling` before it is taken for stuck there.
+/// How long a running guest's migration may be `cancelling` before it counts as stuck there.
 const CANCELLING_TIME: Duration = Duration::from_secs(5);
 /// How long QEMU may take to clean up after a migration that was yanked.
 const YANK_TIME: Duration = Duration::from_secs(2);
-/// How long a QMP `quit` of the source may take: a guest's huge pages are given back one by one.
+/// How long a QMP `quit` of the source may take: the kernel frees a guest's huge pages one by one.
 pub(super) const SOURCE_QUIT_TIME: Duration = Duration::from_secs(30);
 /// How long a QEMU whose QMP connection has ended may take to exit.
 const EXIT_TIME: Duration = Duration::from_secs(5);
-/// Pause between two looks at a state that QEMU tells by no event.
-const LOOK_PAUSE: Duration = Duration::from_millis(5);
+/// Pause between two polls of a state for which QEMU has no event.
+const POLL_PAUSE: Duration = Duration::from_millis(5);
 
-/// What QEMU says by events.
+/// QEMU's events that concern the drivers.
 #[derive(Debug)]
 pub(super) enum QemuEvent {
     /// The guest was stopped.
     Stopped,
     /// The guest runs again.
     Resumed,
-    /// The migration's status.
+    /// The migration's status changed to this.
     Migration(String),
-    /// The QMP connection is gone, and most likely QEMU.
+    /// The QMP connection ended, most likely because QEMU ended.
     Gone,
 }
 
-/// Hands QEMU's events to `tell` from a thread of its own, until `tell` says that nobody listens. Each is counted in `backlog`.
+/// Passes QEMU's events to `tell` on a thread of its own, until `tell` returns false. Each event is counted in `backlog`.
 pub(super) fn watch(qmp: &Qmp, backlog: BacklogEntry, tell: impl Fn(QemuEvent) -> bool + Send + 'static) {
     let qmp = qmp.clone();
     std::thread::spawn(move || {
@@ -75,7 +75,7 @@ pub(super) fn watch(qmp: &Qmp, backlog: BacklogEntry, tell: impl Fn(QemuEvent) -
     });
 }
 
-/// What the source says of its machine.
+/// Returns the description of QEMU's machine for the source's hello.
 pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
     let machine_type = qmp
         .execute("qom-get", json!({ "path": "/machine", "property": "type" }))
@@ -92,7 +92,7 @@ pub(super) fn machine(qmp: &Qmp, downtime: Duration) -> Machine {
     }
 }
 
-/// Fails where an earlier migration of this QEMU is not settled: `recover` of that one would act on this one's guest.
+/// Fails if an earlier migration of this QEMU is not settled: its `recover` would act on the guest of the new migration.
 pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), GatewayError> {
     let Some(own) = identity(qmp) else { return Ok(()) };
     match unsettled(state_dir).map_err(GatewayError::untouched)?.into_iter().find(|record| record.qemu == Some(own)) {
@@ -104,8 +104,8 @@ pub(super) fn refuse_if_claimed(state_dir: &Path, qmp: &Qmp) -> Result<(), Gatew
     }
 }
 
-/// What would end the migration when the other side is there already, and with it the destination's QEMU, is better known
-/// before: whether records and private sockets can be made, and whether QEMU can use the sockets.
+/// Checks that records and private sockets can be made and that QEMU can use the sockets. A later failure would end the
+/// migration, and with it the destination's QEMU.
 pub(super) fn check_directories(
     state_dir: &Path,
     socket_dir: &SocketDirectory,
@@ -116,12 +116,12 @@ pub(super) fn check_directories(
     check_sockets(socket_dir, listens, qmp)
 }
 
-/// Whether records can be made.
+/// Checks that records can be made.
 pub(super) fn check_state_directory(state_dir: &Path) -> Result<(), GatewayError> {
     prepare(state_dir).map_err(GatewayError::new)
 }
 
-/// Whether private sockets can be made, and whether QEMU can use them. A source that moves its guest directly needs none.
+/// Checks that private sockets can be made and that QEMU can use them. A source in direct mode needs none.
 pub(super) fn check_sockets(socket_dir: &SocketDirectory, listens: Listens, qmp: &Qmp) -> Result<(), GatewayError> {
     let failed = |error: String| {
         let advice = match socket_dir {
@@ -131,16 +131,17 @@ pub(super) fn check_sockets(socket_dir: &SocketDirectory, listens: Listens, qmp:
         GatewayError(format!("cannot make private sockets: {error}; {advice}"))
     };
     let place = SocketPlace::find(socket_dir, qmp.peer_pid()).map_err(|error| failed(error.to_string()))?;
-    place.remove_left();
+    place.remove_stale();
     place.try_with(qmp, listens).map_err(failed)
 }
 
-/// Which process answers at the QMP socket.
+/// Returns the identity of the process that serves the QMP socket; none if it cannot be seen.
 pub(super) fn identity(qmp: &Qmp) -> Option<ProcessIdentity> {
     process::identity(u32::try_from(qmp.peer_pid()?).ok()?)
 }
 
-/// Whether the process has ended, where its QMP connection has: the connection can fail alone, and an exit takes a moment.
+/// Waits briefly and returns whether the process has ended after its QMP connection has: the connection can fail alone, and an
+/// exit takes a moment.
 pub(in crate::gateway) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
     let Some(identity) = identity else { return false };
     let deadline = Instant::now() + EXIT_TIME;
@@ -148,12 +149,12 @@ pub(in crate::gateway) fn has_ended(identity: Option<ProcessIdentity>) -> bool {
         if Instant::now() >= deadline {
             return false;
         }
-        std::thread::sleep(LOOK_PAUSE);
+        std::thread::sleep(POLL_PAUSE);
     }
     true
 }
 
-/// The first record of a migration.
+/// Returns the first record of a migration.
 pub(super) fn new_record(session: &Session, state: RecordState, peer: String, socket: &Path, qmp: &Qmp) -> Record {
     // `recover` may be started in another directory.
     let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
@@ -177,7 +178,7 @@ pub(super) fn new_record(session: &Session, state: RecordState, peer: String, so
     }
 }
 
-/// `cont`, confirmed.
+/// Resumes the guest (QMP `cont`), and confirms that it runs.
 pub(super) fn cont(qmp: &Qmp) -> Result<(), QmpError> {
     qmp.execute("cont", json!({}))?;
     let status = qmp.status()?;
@@ -187,14 +188,14 @@ pub(super) fn cont(qmp: &Qmp) -> Result<(), QmpError> {
     Err(QmpError::Unexpected { command: "cont".into(), reason: format!("the guest is {status} after it") })
 }
 
-/// Ends the QEMU process of a record by QMP `quit`, and waits until it is gone.
+/// Ends the QEMU process of a record by QMP `quit`, and waits until it has exited.
 ///
 /// # Errors
-/// In words: it is not known which process that is, or it still lives after `time`.
+/// The process is not known, or still lives after `time`.
 pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration) -> Result<(), String> {
     let identity = identity.ok_or("it is not known which process QEMU is")?;
     if let Err(error) = qmp.execute("quit", json!({})) {
-        // It may have exited by itself; whether it lives is what counts.
+        // QEMU may have exited by itself; the loop checks whether it lives.
         tracing::debug!(%error, "quit");
     }
     let deadline = Instant::now() + time;
@@ -202,19 +203,19 @@ pub(super) fn quit(qmp: &Qmp, identity: Option<ProcessIdentity>, time: Duration)
         if Instant::now() >= deadline {
             return Err(format!("QEMU (process {}) does not exit", identity.pid));
         }
-        std::thread::sleep(LOOK_PAUSE);
+        std::thread::sleep(POLL_PAUSE);
     }
     Ok(())
 }
 
-/// The source's QEMU after the destination has confirmed that the guest runs there: ends it, unless the record says that it
-/// is kept. One whose state says that somebody else has been at it is left alone.
+/// Ends the source QEMU after the destination has confirmed that the guest runs there, unless the record keeps it. A QEMU in
+/// a state in which no migration leaves it is not ended.
 pub(super) fn end_source(qmp: &Qmp, record: &Record) -> SourceEvent {
     let left_behind = if record.mode == Mode::Direct { "paused" } else { "postmigrate" };
     match qmp.status().as_deref() {
-        // Somebody has started by hand what was given away: a contradiction, which no `quit` may hide.
+        // An operator has resumed a guest that belongs to the destination: a contradiction, which `quit` must not hide.
         Ok("running") => return SourceEvent::Guest(SourceGuest::Running),
-        // A QEMU that says nothing is ended as well.
+        // A QEMU that does not answer is ended as well.
         Ok(status) if status == left_behind => {}
         Err(_) => {}
         Ok(other) => {
@@ -233,7 +234,7 @@ pub(super) fn end_source(qmp: &Qmp, record: &Record) -> SourceEvent {
     }
 }
 
-/// What somebody must know where the source's QEMU still lives after its guest has moved.
+/// Returns the warning for a source QEMU that still lives after its guest has moved.
 pub(super) fn kept_warning(qemu: Option<ProcessIdentity>, source_after: SourceAfter, why: Option<&str>) -> String {
     let process = qemu.map_or(String::new(), |qemu| format!(" (process {})", qemu.pid));
     let why = why.unwrap_or(match source_after {
@@ -246,14 +247,14 @@ pub(super) fn kept_warning(qemu: Option<ProcessIdentity>, source_after: SourceAf
     )
 }
 
-/// What somebody must know where it is not confirmed that the guest runs at the destination.
+/// Returns the warning for a guest of which it is not confirmed that it runs at the destination.
 pub(super) fn unconfirmed_warning() -> String {
     "the guest may run at the destination: until `sterna recover` has settled this migration, never resume it in the source's QEMU \
      (`virsh resume`, QMP `cont`)"
         .into()
 }
 
-/// Has QEMU announce the guest's network addresses, so that switches learn where it is. QEMU's own values for timing.
+/// Makes QEMU announce the guest's network addresses, so that switches learn where it is. The timing is QEMU's default.
 pub(super) fn announce(qmp: &Qmp) {
     let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
     if let Err(error) = qmp.execute("announce-self", timing) {
@@ -261,20 +262,20 @@ pub(super) fn announce(qmp: &Qmp) {
     }
 }
 
-/// Why QEMU says its migration failed.
+/// Returns QEMU's error for its failed migration, if it has one.
 pub(super) fn failure(qmp: &Qmp) -> Option<String> {
     let info = qmp.query_migrate().ok()?;
     Some(format!("the source QEMU's migration failed: {}", info.error_desc?))
 }
 
-/// What the source QEMU is doing, from `query-status` and `query-migrate`.
+/// Returns the state of the source QEMU, from `query-status` and `query-migrate`.
 pub(super) fn source_state(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
     let info = qmp.query_migrate()?;
     if info.is_active() {
         return Ok(SourceGuest::Migrating);
     }
     let status = qmp.status()?;
-    // `finish-migrate` is on its way to one or the other.
+    // `finish-migrate` becomes one of the other two states.
     Ok(match status.as_str() {
         "postmigrate" => SourceGuest::Completed,
         "finish-migrate" => SourceGuest::Migrating,
@@ -282,17 +283,17 @@ pub(super) fn source_state(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
     })
 }
 
-/// As [`source_state`], by how the record's migration moves its guest.
+/// Returns the state of the source QEMU as [`source_state`] does, also for a migration in direct mode.
 pub(super) fn recorded_state(qmp: &Qmp, record: &Record) -> Result<SourceGuest, QmpError> {
     if record.mode != Mode::Direct {
         return source_state(qmp);
     }
-    // QEMU knows of no migration. A guest that stands and was not about to be stopped by this one was stopped by somebody else.
-    let stands = record.pausing && qmp.status()? == "paused";
-    Ok(if stands { SourceGuest::Completed } else { SourceGuest::Running })
+    // QEMU itself has no migration. A guest that is paused although this migration had not begun to pause it was paused by an operator.
+    let paused = record.pausing && qmp.status()? == "paused";
+    Ok(if paused { SourceGuest::Completed } else { SourceGuest::Running })
 }
 
-/// Whether the migration under way still sends after a while. One whose sockets went with the process that crashed does
+/// Returns whether the active migration still sends after a while. A migration whose sockets ended with the crashed process does
 /// not: it ends by itself, or is stuck.
 pub(super) fn goes_on(qmp: &Qmp) -> Result<bool, QmpError> {
     let deadline = Instant::now() + CANCELLING_TIME;
@@ -302,12 +303,12 @@ pub(super) fn goes_on(qmp: &Qmp) -> Result<bool, QmpError> {
         if Instant::now() >= deadline {
             return Ok(sent(qmp)? != first);
         }
-        std::thread::sleep(LOOK_PAUSE);
+        std::thread::sleep(POLL_PAUSE);
     }
     Ok(false)
 }
 
-/// Cancels the migration and waits until QEMU has none under way. Its sockets have been closed.
+/// Cancels the migration, whose sockets have been closed, and waits until QEMU has no active migration.
 pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
     if let Err(error) = qmp.execute("migrate_cancel", json!({})) {
         // There may be none to cancel; the state decides.
@@ -321,11 +322,11 @@ pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
                 if yanked {
                     return Ok(SourceGuest::Running);
                 }
-                // The migration is ours, and cannot complete any more: only its sockets are closed by this.
+                // The migration is ours and cannot complete any more; `yank` closes only its sockets.
                 yank(qmp);
                 (yanked, patience) = (true, Instant::now() + YANK_TIME);
             }
-            SourceGuest::Migrating if Instant::now() < deadline => std::thread::sleep(LOOK_PAUSE),
+            SourceGuest::Migrating if Instant::now() < deadline => std::thread::sleep(POLL_PAUSE),
             SourceGuest::Migrating => {
                 let (status, run_state) = (qmp.query_migrate()?.status, qmp.status()?);
                 let seconds = CANCEL_TIME.as_secs();
@@ -337,48 +338,48 @@ pub(super) fn end_migration(qmp: &Qmp) -> Result<SourceGuest, QmpError> {
     }
 }
 
-/// Whether QEMU will never end a migration that it is cancelling, as 10.0 may when its sockets are closed during the setup.
-/// There is no way from `cancelling` to `completed`, and the guest runs: so nothing is left to wait for.
+/// Returns whether QEMU may stay in `cancelling` for ever, as 10.0 can if its sockets are closed during the setup.
+/// `cancelling` never becomes `completed`, and the guest runs, so there is nothing to wait for.
 fn cancelling_for_good(qmp: &Qmp) -> Result<bool, QmpError> {
     Ok(qmp.query_migrate()?.status == "cancelling" && qmp.status()? == "running")
 }
 
-/// Has QEMU close the sockets of its migration, whatever it waits for there.
+/// Makes QEMU close the sockets of its migration, even while it waits for them.
 fn yank(qmp: &Qmp) {
     if let Err(error) = qmp.execute("yank", json!({ "instances": [{ "type": "migration" }] })) {
         tracing::debug!(%error, "yank");
     }
 }
 
-/// Whether QEMU holds a migration, under way or not cleaned up after: `query-yank` names it as long as it does.
+/// Returns whether QEMU has a migration that is active or not cleaned up: `query-yank` lists it until then.
 fn holds_migration(qmp: &Qmp) -> bool {
     let instances = qmp.execute("query-yank", json!({})).unwrap_or_default();
     instances.as_array().is_some_and(|all| all.iter().any(|one| one["type"] == "migration"))
 }
 
-/// Waits until QEMU, which has no migration under way, has cleaned up after the last one.
+/// Waits until QEMU, which has no active migration, has cleaned up after the last one.
 ///
-/// Until then it refuses another `migrate`, and QEMU 7.2 is in the state `setup` for good after it has refused one (its
-/// `qmp_migrate` registers the yank instance only when the migration has begun). QEMU 7.2, and rarely 10.0, never clean up where
+/// Until then QEMU refuses another `migrate`, and QEMU 7.2 stays in the state `setup` for ever after it has refused one (its
+/// `qmp_migrate` registers the yank instance only when the migration has begun). QEMU 7.2, and rarely 10.0, never clean up if
 /// their sockets were closed while they opened them.
 ///
 /// # Errors
-/// In words: it does not within 5 s.
+/// QEMU has not cleaned up within 5 s.
 pub(super) fn wait_cleaned_up(qmp: &Qmp) -> Result<(), String> {
     if cleaned_up_within(qmp, CANCELLING_TIME) {
         return Ok(());
     }
     Err(format!(
         "QEMU {} holds on to a migration that broke off (`query-yank` names it) and can begin no other one: the guest runs on. If it \
-         still does after `migrate_cancel` and `yank` (QMP), {ONLY_ANEW}",
+         still does after `migrate_cancel` and `yank` (QMP), {RESTART_ADVICE}",
         qmp.version()
     ))
 }
 
-/// [`wait_cleaned_up`] after a migration of our own, whose sockets may be yanked for it.
+/// Waits as [`wait_cleaned_up`] does, after a migration of our own, whose sockets may be yanked.
 ///
 /// # Errors
-/// In words: it does not within 7 s.
+/// QEMU has not cleaned up within 7 s.
 pub(super) fn clean_up(qmp: &Qmp) -> Result<(), String> {
     if cleaned_up_within(qmp, CANCELLING_TIME) {
         return Ok(());
@@ -389,22 +390,22 @@ pub(super) fn clean_up(qmp: &Qmp) -> Result<(), String> {
     }
     Err(format!(
         "QEMU {} holds on to a migration that broke off (`query-yank` names it; neither `migrate_cancel` nor `yank` has helped) and \
-         can begin no other one: the guest runs on, but {ONLY_ANEW}",
+         can begin no other one: the guest runs on, but {RESTART_ADVICE}",
         qmp.version()
     ))
 }
 
-/// What is left to do with a QEMU that never cleans up.
-const ONLY_ANEW: &str = "it can only be moved after it was shut down and started again in a new QEMU";
+/// Advice for a QEMU that never cleans up.
+const RESTART_ADVICE: &str = "it can only be moved after it was shut down and started again in a new QEMU";
 
-/// Returns whether QEMU has cleaned up by then.
+/// Returns whether QEMU has cleaned up within `time`.
 fn cleaned_up_within(qmp: &Qmp, time: Duration) -> bool {
     let deadline = Instant::now() + time;
     while holds_migration(qmp) {
         if Instant::now() >= deadline {
             return false;
         }
-        std::thread::sleep(LOOK_PAUSE);
+        std::thread::sleep(POLL_PAUSE);
     }
     true
 }
@@ -416,10 +417,10 @@ pub(super) struct Connections {
     pub(super) multifd: Vec<(UnixStream, MultifdInit)>,
 }
 
-/// Accepts what a source QEMU connects: its main channel, then `multifd` others.
+/// Accepts the connections of a source QEMU: its main channel, then `multifd` others.
 ///
-/// The main channel is the first: QEMU opens the others only when it is connected (`migration_connect` in
-/// `migration/migration.c`). It may say nothing until all are there, so it cannot be told by its first bytes.
+/// The main channel comes first: QEMU opens the others only when it is connected (`migration_connect` in
+/// `migration/migration.c`). QEMU may send nothing on it until all are connected, so its first bytes cannot identify it.
 pub(super) fn accept_migration(listener: &UnixListener, multifd: u8, time: Duration) -> io::Result<Connections> {
     let deadline = Instant::now() + time;
     let main = accept_until(listener, deadline)?;

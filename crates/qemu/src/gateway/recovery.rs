@@ -1,8 +1,8 @@
 //! `sterna recover`: settles a migration from its record, after a crash in the commit window.
 //!
-//! The record says how far this side had come, QEMU says what the guest is doing, and the same state machines that drive
-//! a migration say what follows from the two. A source dials the destination until it is heard; a destination that does
-//! not know what was decided listens where it listened before, until the source comes.
+//! The record holds the state that this side had reached, and QEMU reports the guest's state. The state machines that drive
+//! a migration derive the next actions from both. A source dials the destination until it answers. A destination that does
+//! not know the decision listens at its former address until the source connects.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -33,13 +33,13 @@ use super::{GatewayError, RecoverOptions, SocketDirectory, direct, fault, qemu};
 use crate::qmp::{Qmp, QmpError};
 use crate::settings::Values;
 
-/// Longest pause between attempts to reach the destination, of `send` too: a `recover` there that has settled the migration answers
+/// Longest pause between attempts to reach the destination, also in `send`: a `recover` there that has settled the migration answers
 /// for [`TELL_TIME`] only. An operator waits for both recoveries, and few of them run at a time.
-pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+pub(super) const MAX_DIAL_PAUSE: Duration = Duration::from_secs(1);
 
-/// How long the destination is dialled: `recover` may have to be started there first.
+/// How long to dial the destination: `recover` may have to be started there first.
 const DIAL_TIME: Duration = Duration::from_secs(60);
-/// How long a source that is settled here tries to tell the destination, which can ask later.
+/// How long a source that is settled here tries to reach the destination, which can ask later.
 const TELL_TIME: Duration = Duration::from_secs(3);
 /// How often the loops wake when nothing happens.
 const IDLE: Duration = Duration::from_millis(200);
@@ -49,19 +49,19 @@ enum Event {
     Cancelled,
 }
 
-/// Settles a migration at this side; gives a sentence about how.
+/// Settles a migration at this side. Returns a sentence that describes the outcome.
 ///
 /// # Errors
-/// Says why it is not settled and what to do next. It may be repeated.
+/// Why the migration is not settled and what to do next. `recover` may be repeated.
 pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<String, GatewayError> {
     let record = open_record(options)?;
     refuse_if_memory_is_missing(record.record())?;
-    // What is settled needs no QEMU, which may have gone on with its life.
+    // A settled migration needs no QEMU, which may be in use for something else by now.
     let qmp = if record.record().state.settled() { None } else { qemu_of(record.record()) };
     let _claim = qmp.as_ref().map(Claim::of).transpose()?;
-    // What the process that died has left; with another --socket-dir the next migration removes it.
+    // Remove the sockets that the dead process left. Those in another --socket-dir are removed by the next migration.
     if let Ok(place) = SocketPlace::find(&SocketDirectory::Temporary, qmp.as_ref().and_then(Qmp::peer_pid)) {
-        place.remove_left();
+        place.remove_stale();
     }
     let (events_in, events) = channel();
     let cancelled = events_in.clone();
@@ -70,7 +70,7 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     });
     let tell: TellPeer = Arc::new(move |news| drop(events_in.send(Event::Peer(news))));
     let peer = Peer::unconnected(seconds_since_2020());
-    let redial = Redial::with(Backoff::new(DIAL_PAUSE).up_to(LONGEST_PAUSE));
+    let redial = Redial::with(Backoff::new(DIAL_PAUSE).up_to(MAX_DIAL_PAUSE));
     let common =
         Common { options, observer, record, qmp, tell, events, peer, redial, unwritten: None, source_left: None };
     match common.record.record().state {
@@ -79,7 +79,7 @@ pub fn recover(options: &RecoverOptions, cancel: &Cancel, observer: &dyn Observe
     }
 }
 
-/// The record of the side that was asked for, or of the only side there is.
+/// Opens the record of the chosen side, or of the only side that this host has.
 fn open_record(options: &RecoverOptions) -> Result<RecordFile, GatewayError> {
     let open = |side| RecordFile::open(&options.state_dir, options.id, side);
     if let Some(side) = options.side {
@@ -93,14 +93,14 @@ fn open_record(options: &RecoverOptions) -> Result<RecordFile, GatewayError> {
     }
 }
 
-/// A destination's QEMU that waits for memory which only the `receive` that died could bring: whatever the record says, no guest of it may be
-/// let run, and none can be helped.
+/// Fails if a destination's QEMU waits for memory that only the dead `receive` could have placed: whatever the record's state, its guest must
+/// not run, and cannot be saved.
 fn refuse_if_memory_is_missing(record: &Record) -> Result<(), GatewayError> {
     let RecordState::Destination(state) = record.state else { return Ok(()) };
     let may_run = matches!(state, DestinationState::Prepared | DestinationState::Committed | DestinationState::Running);
     let waits = |qemu: &ProcessIdentity| record.mode == Mode::Direct && may_run && direct::waits_for_memory(*qemu);
     let Some(qemu) = record.qemu.filter(waits) else { return Ok(()) };
-    // A `receive` that lives is still at it.
+    // Fails if a living `receive` still has the QEMU.
     let _claim = Claim::of_process(qemu)?;
     let next = match state {
         DestinationState::Running => {
@@ -116,7 +116,7 @@ fn refuse_if_memory_is_missing(record: &Record) -> Result<(), GatewayError> {
     )))
 }
 
-/// The QEMU of the record: none where it has ended, or where another process answers at its socket.
+/// Connects to the QEMU of the record; none if it has ended, or if another process serves its socket.
 fn qemu_of(record: &Record) -> Option<Qmp> {
     if record.qemu.is_some_and(|identity| !process::lives(identity)) {
         return None;
@@ -135,14 +135,14 @@ struct Common<'a> {
     events: Receiver<Event>,
     peer: Peer,
     redial: Redial,
-    /// Why the record could not be written, where the last attempt failed.
+    /// Why the last attempt to write the record failed.
     unwritten: Option<String>,
-    /// Why the source's QEMU lives although it was to be ended.
+    /// Why the source QEMU still lives although it was to be ended.
     source_left: Option<String>,
 }
 
 impl Common<'_> {
-    /// Writes the record.
+    /// Writes the record. Returns whether that succeeded.
     fn write(&mut self, state: RecordState) -> bool {
         let fenced = self.options.fenced_peer;
         self.record.amend(|record| record.fenced_peer |= fenced);
@@ -151,7 +151,7 @@ impl Common<'_> {
         self.unwritten.is_none()
     }
 
-    /// `text`, if how it ended is on the disk: only then nothing is left to settle.
+    /// Returns `text` if the record on the disk is settled; else an error.
     fn durable(&self, text: String) -> Result<String, GatewayError> {
         let state = self.record.record().state;
         if state.settled() || state == RecordState::Destination(DestinationState::Aborted) {
@@ -164,14 +164,14 @@ impl Common<'_> {
         )))
     }
 
-    /// The end of a source, with what must be known of its QEMU.
+    /// Returns the outcome of a source, with a warning about its QEMU where one is due.
     fn source_settled(&self, end: &SourceEnd) -> Result<String, GatewayError> {
         let mut text = source_end(end)?;
         let record = self.record.record();
         match end {
-            // A record without a QEMU is of a monitor that embeds the library, and decides itself.
+            // A record without a QEMU belongs to a monitor that embeds the library and decides itself.
             SourceEnd::Finished if !record.qmp.is_empty() => {
-                // Also one that an earlier run could not end. Of a QEMU that is not known, only that it was not ended counts.
+                // An earlier run may have failed to end this QEMU. If its process is not known, only this run's failure counts.
                 let kept = self.source_left.is_some() || record.source_after == SourceAfter::Keep;
                 if record.qemu.map_or(kept, process::lives) {
                     text += &format!(
@@ -186,7 +186,7 @@ impl Common<'_> {
         self.durable(text)
     }
 
-    /// The guest runs on at the source, and the destination was not told.
+    /// Returns the outcome if the guest continues at the source and the destination was not reached.
     fn resumed(&self) -> Result<String, GatewayError> {
         let mut text = RESUMED.to_owned();
         self.warn_of_held_migration(&mut text);
@@ -208,7 +208,7 @@ impl Common<'_> {
         })
     }
 
-    /// Where this process must find QEMU and does not: why.
+    /// Returns the error for a QEMU that lives but cannot be reached.
     fn no_qemu(&self) -> GatewayError {
         let record = self.record.record();
         if record.qmp.is_empty() {
@@ -224,13 +224,16 @@ impl Common<'_> {
         ))
     }
 
-    /// Whether QEMU is there, where the record says that it lives.
+    /// Returns whether the record's QEMU has ended.
+    ///
+    /// # Errors
+    /// QEMU lives but cannot be reached.
     fn qemu_gone(&self) -> Result<bool, GatewayError> {
         match (&self.qmp, self.record.record().qemu) {
             (Some(_), _) => Ok(false),
             (None, Some(identity)) if process::lives(identity) => Err(self.no_qemu()),
             (None, Some(_)) => Ok(true),
-            // It is not known which process it was: only a socket that nobody serves says that it has ended.
+            // The process is not known: QEMU has ended only if no process serves its socket.
             (None, None) => match std::os::unix::net::UnixStream::connect(&self.record.record().qmp) {
                 Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => Ok(true),
                 _ => Err(self.no_qemu()),
@@ -238,8 +241,8 @@ impl Common<'_> {
         }
     }
 
-    /// A migration that QEMU has under way or completed, and that cannot be the one of this record, is somebody else's:
-    /// to end it, or to let its guest go on, would make two guests of one.
+    /// Fails if QEMU has an active or completed migration that cannot be the record's. Ending that migration, or resuming its guest,
+    /// could make the guest run on two hosts.
     fn refuse_if_not_ours(&self, state: SourceGuest) -> Result<(), GatewayError> {
         let Some(qmp) = &self.qmp else { return Ok(()) };
         let record = self.record.record();
@@ -283,7 +286,7 @@ impl Common<'_> {
                         self.peer.hang_up();
                         match self.security() {
                             Ok(security) => self.dial(security),
-                            // The guest runs here, and a destination that was not told can ask.
+                            // The guest runs here, and a destination that was not reached can ask.
                             Err(_) if machine.may_stop() => return self.resumed(),
                             Err(error) => return Err(error),
                         }
@@ -338,11 +341,11 @@ impl Common<'_> {
         }
     }
 
-    /// The guest runs here: its QEMU is left as it was found.
-    fn put_settings_back(&self) {
+    /// Restores the migration settings of a QEMU whose guest runs here.
+    fn restore_settings(&self) {
         let (Some(qmp), Some(before)) = (&self.qmp, &self.record.record().settings_before) else { return };
-        let put_back = Values::deserialize(before).map_err(|error| error.to_string());
-        if let Err(error) = put_back.and_then(|before| before.set(qmp).map_err(|error| error.to_string())) {
+        let values = Values::deserialize(before).map_err(|error| error.to_string());
+        if let Err(error) = values.and_then(|before| before.set(qmp).map_err(|error| error.to_string())) {
             self.observer.note(&format!("QEMU's migration settings could not be put back: {error}"));
         }
     }
@@ -363,7 +366,7 @@ impl Common<'_> {
             SourceAction::EndMigration => {
                 let qmp = self.qmp.as_ref().ok_or_else(|| self.no_qemu())?;
                 let direct = self.record.record().mode == Mode::Direct;
-                // Whatever tracked a directly moved guest's writes has ended with the process that died.
+                // In direct mode, the tracking of the guest's writes has ended with the process that died.
                 let ended =
                     if direct { qemu::recorded_state(qmp, self.record.record()) } else { qemu::end_migration(qmp) };
                 Some(match ended {
@@ -382,7 +385,7 @@ impl Common<'_> {
                 })
             }
             SourceAction::AnnounceSelf => {
-                self.put_settings_back();
+                self.restore_settings();
                 self.qmp.iter().for_each(qemu::announce);
                 None
             }
@@ -397,13 +400,13 @@ impl Common<'_> {
                 None => SourceEvent::Guest(SourceGuest::Gone),
             }),
             SourceAction::StartMigration | SourceAction::RelayShut | SourceAction::Connect | SourceAction::Done(_) => {
-                tracing::error!(?action, "not an action of recovery");
+                tracing::error!(?action, "unexpected action during recovery");
                 None
             }
         })
     }
 
-    /// Dials on a thread of its own; the outcome comes as an event.
+    /// Dials the destination on a thread of its own. The outcome comes as an event.
     fn dial(&mut self, security: Security) {
         let record = self.record.record();
         let session = Session {
@@ -452,7 +455,7 @@ impl Common<'_> {
                 match action {
                     DestinationAction::Done(reached) => {
                         if reached == DestinationEnd::Running {
-                            self.put_settings_back();
+                            self.restore_settings();
                         }
                         hang_up_at.get_or_insert_with(|| Instant::now() + LINGER);
                         end = Some(reached);
@@ -481,10 +484,10 @@ impl Common<'_> {
             if let Some(end) = &end
                 && (hang_up || !self.peer.is_connected())
             {
-                // Settled here, or lost. A committed source that still asks is answered for a while.
+                // Settled here, or lost. A committed source may still ask, so this side answers for a while.
                 let answer = destination_end(end);
                 if !hang_up && (answer.is_ok() || matches!(end, DestinationEnd::Lost { .. })) {
-                    self.answer_for_a_while(&mut machine, listening.take());
+                    self.answer_late_source(&mut machine, listening.take());
                 }
                 return answer.and_then(|text| self.durable(text));
             }
@@ -526,8 +529,8 @@ impl Common<'_> {
         }
     }
 
-    /// A source whose `Running` was lost dials again; it would otherwise need `recover` here once more.
-    fn answer_for_a_while(&mut self, machine: &mut DestinationSwitchover, listening: Option<Listening>) {
+    /// Answers a source that missed `Running` and dials again. Otherwise the operator would have to run `recover` here again.
+    fn answer_late_source(&mut self, machine: &mut DestinationSwitchover, listening: Option<Listening>) {
         let Ok(_listening) = listening.map_or_else(|| self.listen(), Ok) else { return };
         let mut deadline = Instant::now() + TELL_TIME;
         let hang_up_at = Instant::now() + LINGER;
@@ -581,7 +584,7 @@ impl Common<'_> {
         }
     }
 
-    /// Listens where the migration listened, for control channels of this migration only.
+    /// Listens at the migration's address, for control channels of this migration only.
     fn listen(&self) -> Result<Listening, GatewayError> {
         let record = self.record.record();
         let listener = Listener::bind(&record.peer).map_err(GatewayError::new)?;
@@ -602,10 +605,10 @@ impl Common<'_> {
                 }
                 latest = header.incarnation;
                 let closer = connection.closer();
-                let (told, gate) = held_back(link_events(&tell, header.incarnation));
+                let (gated, gate) = held_back(link_events(&tell, header.incarnation));
                 let link =
                     accept_channel(connection).map_err(|error| error.to_string()).and_then(|(writer, reader)| {
-                        ControlLink::start(writer, reader, closer, ControlReader::default(), told)
+                        ControlLink::start(writer, reader, closer, ControlReader::default(), gated)
                             .map_err(|error| error.to_string())
                     });
                 tell(match link {
@@ -668,7 +671,7 @@ fn destination_end(end: &DestinationEnd) -> Result<String, GatewayError> {
     }
 }
 
-/// As an incarnation it is later than any that the peer has seen: seconds grow across processes, too.
+/// Returns an incarnation later than any that the peer has seen, since seconds also grow across processes.
 fn seconds_since_2020() -> u32 {
     const YEAR_2020: u64 = 1_577_836_800_000;
     (sterna::record_file::now_ms().saturating_sub(YEAR_2020) / 1000) as u32

@@ -1,13 +1,13 @@
 //! Private unix sockets between Sterna and a QEMU on the same host.
 //!
-//! The migration stream on them is in clear, so nobody else may connect: they live in a directory of their own that only this
-//! user, or QEMU's, can write to, and each socket has mode 0600. Where QEMU runs as another user than Sterna (under
-//! libvirt), that user gets the socket that QEMU connects to, or the directory that QEMU makes its own socket in, when
-//! everything that Sterna does in it is done. QEMU's user can then exchange what is in that directory, and gains nothing: it is held
-//! open, no name in it is followed, and only two names are ever removed.
+//! The migration stream on these sockets is not encrypted, so no other user may connect. The sockets live in a directory of their own
+//! that only this user, or QEMU's user, can write to, and each socket has mode 0600. If QEMU runs as another user than Sterna (under
+//! libvirt), Sterna gives that user the socket to which QEMU connects, or the directory in which QEMU makes its own socket, as its last
+//! operation there. QEMU's user can then replace files in that directory, but gains nothing: Sterna holds the directory open, follows
+//! no name in it, and removes only two names.
 //!
-//! QEMU may see other files than Sterna does: a container has its own mount namespace. What its paths mean is found through
-//! `/proc/PID/root`, or said by the operator ([`SocketDirectory::Two`]), and tried by QEMU itself before anything is begun.
+//! QEMU may see other files than Sterna does: a container has its own mount namespace. Sterna resolves QEMU's paths through
+//! `/proc/PID/root`, or the operator gives both paths ([`SocketDirectory::Two`]). QEMU itself tries the path before a migration begins.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -25,18 +25,18 @@ use crate::qmp::{Qmp, QmpError};
 
 /// The socket in a directory.
 const SOCKET: &str = "qemu.sock";
-/// What all names of such directories begin with. Those of versions that did not lock their directories begin with `sterna-` and the
-/// migration's id: nobody can tell whether such a directory is in use, so it is never taken for one that was left.
+/// Prefix of the directories' names. Earlier versions did not lock their directories, whose names are `sterna-` and the migration's id:
+/// nothing shows whether such a directory is in use, so it is never removed as stale.
 const PREFIX: &str = "sterna-held-";
-/// Longest path of a unix socket, bytes: `sun_path` of unix(7) without its end.
+/// Longest path of a unix socket, bytes: `sun_path` of unix(7) without the final 0.
 const MAX_SOCKET_PATH: usize = 107;
-/// How long a QEMU that listens may leave a connection waiting.
+/// How long a QEMU that listens may take to accept a connection.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
-/// How often a directory is made again that another sterna took for one that was left, with a pause of 1 to 5 ms before each: 0.6 s in all,
-/// in which that sterna has removed it.
+/// How often to make a directory that another sterna took for a stale one and removes, with a pause of 1 to 5 ms before each attempt: 0.6 s
+/// in all, which is enough for the removal.
 const MAKE_ATTEMPTS: u64 = 200;
 
-/// Which of the two listens on the socket, and so has to be able to make it.
+/// Who listens on the socket, and so has to be able to make it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Listens {
     /// Sterna, at the source.
@@ -61,28 +61,28 @@ struct User {
     group: u32,
 }
 
-/// Where private directories are made: one directory, as Sterna reaches it and as QEMU names it.
+/// The directory in which private directories are made: open for Sterna, and by its path for QEMU.
 #[derive(Debug)]
 pub(super) struct SocketPlace {
     directory: Directory,
     /// The directory's path for QEMU.
     path: PathBuf,
-    /// QEMU's user, where it is not this process's.
+    /// QEMU's user, if it differs from this process's.
     other_user: Option<User>,
-    /// What may be wrong where QEMU does not find the path.
-    doubt: Doubt,
+    /// How certain it is that QEMU finds this directory by the path.
+    path_check: PathCheck,
     qemu: Option<i32>,
 }
 
-/// Why QEMU may mean another directory by the path, after all.
+/// How certain it is that the path leads to the same directory for QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Doubt {
-    /// It was found in QEMU's own root directory.
-    None,
-    /// That could not be looked at.
+enum PathCheck {
+    /// The directory was found in QEMU's own root directory.
+    Found,
+    /// This process may not look at QEMU's root directory.
     Unseen,
-    /// The operator has said what its path is.
-    Said,
+    /// The operator gave both paths.
+    GivenByOperator,
 }
 
 impl SocketPlace {
@@ -105,46 +105,46 @@ impl SocketPlace {
         let named =
             |error: io::Error, path: &Path| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         let root = qemu.map_or(Ok(Root::Same), root_of)?;
-        let (directory, doubt) = match (here, &root) {
-            (Some(here), _) => (Directory::open(here).map_err(|error| named(error, here))?, Doubt::Said),
+        let (directory, path_check) = match (here, &root) {
+            (Some(here), _) => (Directory::open(here).map_err(|error| named(error, here))?, PathCheck::GivenByOperator),
             (None, Root::Other(root)) => {
                 let found = root.open_in_root(&path).map_err(|error| {
                     let where_it_is = "QEMU runs in another mount namespace (a container), where this directory";
                     io::Error::new(error.kind(), format!("{where_it_is} cannot be used: {}: {error}", path.display()))
                 })?;
-                (found, Doubt::None)
+                (found, PathCheck::Found)
             }
-            (None, Root::Same) => (Directory::open(&path).map_err(|error| named(error, &path))?, Doubt::None),
-            (None, Root::Unseen) => (Directory::open(&path).map_err(|error| named(error, &path))?, Doubt::Unseen),
+            (None, Root::Same) => (Directory::open(&path).map_err(|error| named(error, &path))?, PathCheck::Found),
+            (None, Root::Unseen) => (Directory::open(&path).map_err(|error| named(error, &path))?, PathCheck::Unseen),
         };
         let ours = rustix::process::geteuid().as_raw();
         let user = qemu.and_then(user_of);
-        // Who may become root in QEMU's container can do to QEMU what he likes anyway.
+        // A user who may become root in QEMU's container controls QEMU anyway.
         let root_owner = if let Root::Other(root) = &root { Some(root.owner()?) } else { None };
         let owners: Vec<u32> =
             [Some(0), Some(ours), user.map(|user| user.user), root_owner].into_iter().flatten().collect();
         directory.check_shared(&owners).map_err(|error| named(error, directory.path()))?;
-        Ok(Self { directory, path, other_user: user.filter(|user| user.user != ours), doubt, qemu })
+        Ok(Self { directory, path, other_user: user.filter(|user| user.user != ours), path_check, qemu })
     }
 
-    /// Removes the directories of processes that were killed before they could: no process has them locked.
-    pub(super) fn remove_left(&self) {
-        // What cannot be listed or removed does no harm.
+    /// Removes the directories that killed processes left behind: those that no process has locked.
+    pub(super) fn remove_stale(&self) {
+        // A directory that cannot be listed or removed does no harm.
         for name in self.directory.names().unwrap_or_default() {
             let Some(text) = name.to_str().filter(|text| is_ours(text)) else { continue };
-            let Ok(left) = self.directory.subdirectory(text) else { continue };
-            if left.try_lock().is_ok_and(|locked| locked) {
-                let _ = left.remove(SOCKET);
+            let Ok(stale) = self.directory.subdirectory(text) else { continue };
+            if stale.try_lock().is_ok_and(|locked| locked) {
+                let _ = stale.remove(SOCKET);
                 let _ = self.directory.remove_directory(text);
             }
         }
     }
 
-    /// Has QEMU use a socket there as it will in the migration, before there is one: a character device that nothing in the guest
-    /// is connected to is added and removed.
+    /// Checks before a migration that QEMU can use a socket in this directory: adds a character device on such a socket, to which
+    /// no device of the guest is connected, and removes it.
     ///
     /// # Errors
-    /// What is in the way, in words, and what to do.
+    /// Why QEMU cannot use the socket, and what to do.
     pub(super) fn try_with(&self, qmp: &Qmp, listens: Listens) -> Result<(), String> {
         let mut id = [0xff; 16];
         id[..4].copy_from_slice(&std::process::id().to_le_bytes());
@@ -185,15 +185,15 @@ impl SocketPlace {
     fn out_of_reach(&self, path: &Path, words: &str) -> String {
         let who = self.qemu.map_or("QEMU".to_owned(), |pid| format!("QEMU (process {pid})"));
         let (shown, here) = (path.display(), self.directory.path().display());
-        let why = match self.doubt {
-            Doubt::None => "a security module (AppArmor, SELinux) or QEMU's user may be kept from that directory: give \
+        let why = match self.path_check {
+            PathCheck::Found => "a security module (AppArmor, SELinux) or QEMU's user may be kept from that directory: give \
                             --socket-dir DIR, one that QEMU may use"
                 .to_owned(),
-            Doubt::Unseen => "it may see other files than this program, which is not permitted to look (another mount \
+            PathCheck::Unseen => "it may see other files than this program, which is not permitted to look (another mount \
                               namespace, a container): run this as root, or give --socket-dir HERE=THERE, one directory \
                               by its path here and by its path for QEMU"
                 .to_owned(),
-            Doubt::Said => format!("in --socket-dir HERE=THERE both paths must lead to the same directory; HERE is {here}"),
+            PathCheck::GivenByOperator => format!("in --socket-dir HERE=THERE both paths must lead to the same directory; HERE is {here}"),
         };
         format!("{who} cannot use the private socket {shown}: {words}; {why}")
     }
@@ -201,15 +201,15 @@ impl SocketPlace {
 
 /// QEMU's root directory and mounts.
 enum Root {
-    /// They are this process's.
+    /// The same as this process's.
     Same,
-    /// They are others.
+    /// Others; this is QEMU's root directory.
     Other(Directory),
-    /// This process may not look.
+    /// Unknown: this process may not look.
     Unseen,
 }
 
-/// Whether what QEMU sees as the file system is what this process sees.
+/// Compares QEMU's root directory and mount namespace with this process's.
 fn root_of(qemu: i32) -> io::Result<Root> {
     let identity = |path: String| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
     let both =
@@ -229,7 +229,7 @@ fn root_of(qemu: i32) -> io::Result<Root> {
 }
 
 fn user_of(qemu: i32) -> Option<User> {
-    // The directory itself has the process's effective user, whether or not it may be dumped (proc(5)).
+    // The directory itself always belongs to the process's effective user, even if the process is not dumpable (proc(5)).
     let found = std::fs::metadata(format!("/proc/{qemu}")).ok()?;
     Some(User { user: found.uid(), group: found.gid() })
 }
@@ -238,7 +238,7 @@ fn name_of(id: MigrationId, listens: Listens) -> String {
     format!("{PREFIX}{id}-{}", listens.side())
 }
 
-/// Whether a name is one that [`name_of`] gives.
+/// Returns whether a name has the form of [`name_of`].
 fn is_ours(name: &str) -> bool {
     let parts = name.strip_prefix(PREFIX).and_then(|rest| rest.rsplit_once('-'));
     parts.is_some_and(|(id, side)| {
@@ -246,12 +246,12 @@ fn is_ours(name: &str) -> bool {
     })
 }
 
-/// A directory for the socket of one migration, removed at its end.
+/// A directory for the socket of one migration, removed when this is dropped.
 ///
-/// It is locked as long as it is in use, which is how one that was left is told.
+/// The directory is locked as long as it is in use; an unlocked one is stale.
 #[derive(Debug)]
 pub(super) struct SocketDir {
-    /// The directory around it.
+    /// The parent directory.
     place: Directory,
     name: String,
     directory: Directory,
@@ -259,19 +259,19 @@ pub(super) struct SocketDir {
 }
 
 impl SocketDir {
-    /// Makes the directory with a socket in it that Sterna listens on, and only QEMU's user and root can connect to.
+    /// Makes the directory, and in it a socket on which Sterna listens and to which only QEMU's user and root can connect.
     pub(super) fn listening(place: &SocketPlace, id: MigrationId) -> io::Result<(Self, UnixListener)> {
         let made = Self::make(place, id, Listens::Sterna)?;
         let listener = made.directory.listen(SOCKET)?;
         if let Some(User { user, group }) = place.other_user {
-            // Nobody else can write to the directory, so that the name still means this socket.
+            // No other user can write to the directory, so the name still means this socket.
             made.directory.give_file(SOCKET, user, group)?;
             made.directory.let_pass()?;
         }
         Ok((made, listener))
     }
 
-    /// Makes the directory for a socket of QEMU's own.
+    /// Makes the directory for a socket that QEMU makes.
     pub(super) fn for_qemu(place: &SocketPlace, id: MigrationId) -> io::Result<Self> {
         let made = Self::make(place, id, Listens::Qemu)?;
         if let Some(User { user, group }) = place.other_user {
@@ -289,7 +289,7 @@ impl SocketDir {
                 std::thread::sleep(Duration::from_millis(1 + attempt % 5));
             }
             let directory = match around.make(&name) {
-                // Another sterna has found it before it was locked, and has removed it or is about to.
+                // Another sterna found the directory before it was locked, and has removed it or is about to.
                 Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists) => {
                     in_the_way = Some(error);
                     continue;
@@ -322,26 +322,26 @@ impl SocketDir {
 impl Drop for SocketDir {
     fn drop(&mut self) {
         let _ = self.directory.remove(SOCKET);
-        // Left behind only if something else was put into it.
+        // Fails only if another file was put into the directory, which then stays.
         let _ = self.place.remove_directory(&self.name);
     }
 }
 
-/// Connects to a socket that QEMU is listening on; not through a symbolic link in its place.
+/// Connects to a socket on which QEMU listens. A symbolic link in its place is refused.
 pub(super) fn connect(path: &Path) -> io::Result<UnixStream> {
     unix::connect(path, CONNECT_TIME)
 }
 
-/// First pause between attempts to connect to a socket that nothing listens on yet; each further one is twice as long.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
+/// First pause between attempts to connect to a socket on which nothing listens yet; each further pause is twice as long.
+const MIN_PAUSE: Duration = Duration::from_millis(10);
 /// Longest pause between such attempts.
-const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+const MAX_PAUSE: Duration = Duration::from_millis(500);
 
-/// [`connect`], where a socket that is not there, or that nothing listens on, is tried again for `patience`, unless `is_over` says that
-/// there is no need any more.
+/// Connects as [`connect`] does, and retries for `patience` while the socket is absent or nothing listens on it, until `is_over`
+/// returns true.
 pub(super) fn connect_within(path: &Path, patience: Duration, is_over: impl Fn() -> bool) -> io::Result<UnixStream> {
     let deadline = Instant::now() + patience;
-    let mut pause = FIRST_PAUSE;
+    let mut pause = MIN_PAUSE;
     loop {
         let error = match connect(path) {
             Ok(stream) => return Ok(stream),
@@ -353,7 +353,7 @@ pub(super) fn connect_within(path: &Path, patience: Duration, is_over: impl Fn()
             return Err(error);
         }
         std::thread::sleep(pause.min(left));
-        pause = (2 * pause).min(LONGEST_PAUSE);
+        pause = (2 * pause).min(MAX_PAUSE);
     }
 }
 
@@ -373,7 +373,7 @@ pub(super) fn accept_until(listener: &UnixListener, deadline: Instant) -> io::Re
     }
 }
 
-/// Reads the first four bytes of a connection without taking them, within `limit`.
+/// Peeks at the first four bytes of a connection, within `limit`.
 pub(super) fn first_bytes(stream: &UnixStream, limit: Duration) -> io::Result<[u8; 4]> {
     use rustix::net::{RecvFlags, recv};
     stream.set_read_timeout(Some(limit))?;
@@ -401,13 +401,13 @@ mod tests {
 
     const NOBODY: User = User { user: 65534, group: 65534 };
 
-    /// A place in `directory` for a QEMU of another user, or of this one.
+    /// Returns a place in `directory` for a QEMU of another user, or of this one.
     fn place(directory: &Path, other_user: Option<User>) -> SocketPlace {
         SocketPlace {
             directory: Directory::open(directory).unwrap(),
             path: directory.to_owned(),
             other_user,
-            doubt: Doubt::None,
+            path_check: PathCheck::Found,
             qemu: None,
         }
     }
@@ -483,7 +483,7 @@ mod tests {
             return;
         }
         let scratch = tempfile::tempdir().unwrap();
-        // As /tmp is; and a directory that belongs to QEMU's user altogether, as in its container.
+        // A directory like /tmp, and one that belongs to QEMU's user, as in its container.
         for (mode, owner) in [(0o1777, 0), (0o755, NOBODY.user)] {
             let base = scratch.path().join(format!("base-{owner}"));
             let victims = scratch.path().join(format!("victims-{owner}"));
@@ -501,7 +501,7 @@ mod tests {
                     let socket = entry.path().join(SOCKET);
                     let _ = fs::remove_file(&socket);
                     let _ = symlink(&target, &socket);
-                    // The whole directory, where the one around it allows that.
+                    // Replace the whole directory, if the parent directory allows that.
                     let aside = attacked_base.join("aside");
                     if entry.path() != aside && fs::rename(entry.path(), &aside).is_ok() {
                         let _ = symlink(&link, entry.path());
@@ -514,10 +514,10 @@ mod tests {
             let place = place(&base, Some(NOBODY));
             attacked(attack, || {
                 for round in 0..200 {
-                    // Either may fail under the attack, which then was for nothing.
+                    // Either may fail under the attack, which is harmless.
                     drop(SocketDir::listening(&place, id(round)));
                     drop(SocketDir::for_qemu(&place, id(round)));
-                    place.remove_left();
+                    place.remove_stale();
                 }
             });
             assert_eq!(owner_and_mode(&victim), (0, 0o640));
@@ -538,11 +538,11 @@ mod tests {
 
         assert!(refused.to_string().contains("symbolic link"), "{refused}");
         elsewhere.set_nonblocking(true).unwrap();
-        assert_eq!(elsewhere.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "nobody has connected");
+        assert_eq!(elsewhere.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "no connection was made");
     }
 
     #[test]
-    fn directories_that_were_left_are_removed_and_those_in_use_or_of_others_are_not() {
+    fn stale_directories_are_removed_and_those_in_use_or_of_others_are_not() {
         let scratch = tempfile::tempdir().unwrap();
         let place = place(scratch.path(), None);
         let used = SocketDir::for_qemu(&place, id(1)).unwrap();
@@ -554,11 +554,11 @@ mod tests {
             fs::write(path.join(SOCKET), "").unwrap();
         }
         fs::write(full.join("precious"), "").unwrap();
-        // One in use by a version that did not lock it.
+        // In use by a version that did not lock its directory.
         let older = scratch.path().join(format!("sterna-{}-destination", id(4)));
         fs::create_dir(&older).unwrap();
 
-        place.remove_left();
+        place.remove_stale();
 
         assert!(!left.exists() && older.exists());
         assert!(used.path_for_qemu().parent().unwrap().exists() && full.join("precious").exists());
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_is_made_although_others_remove_what_was_left_all_the_time() {
+    fn a_directory_is_made_although_others_remove_stale_ones_all_the_time() {
         let scratch = tempfile::tempdir().unwrap();
         let over = AtomicBool::new(false);
         let failed = std::thread::scope(|scope| {
@@ -574,7 +574,7 @@ mod tests {
                 scope.spawn(|| {
                     let place = place(scratch.path(), None);
                     while !over.load(Ordering::Relaxed) {
-                        place.remove_left();
+                        place.remove_stale();
                     }
                 });
             }
@@ -603,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn first_bytes_are_looked_at_and_left_in_place() {
+    fn first_bytes_are_peeked_at_and_stay_in_the_connection() {
         let (mut near, mut far) = UnixStream::pair().unwrap();
         near.write_all(b"QEVM and more").unwrap();
         assert_eq!(&first_bytes(&far, Duration::from_secs(5)).unwrap(), b"QEVM");
@@ -613,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_connecting_is_a_timeout() {
+    fn accepting_times_out_without_a_connection() {
         let scratch = tempfile::tempdir().unwrap();
         let (_dir, listener) = SocketDir::listening(&place(scratch.path(), None), id(0xd2)).unwrap();
         let error = accept_until(&listener, Instant::now()).unwrap_err();

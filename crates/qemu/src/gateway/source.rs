@@ -1,7 +1,7 @@
 //! `sterna send`: the driver beside the source QEMU.
 //!
-//! One thread, one loop: events come in (the peer, QEMU, the readers, cancellation, time), the switchover's state machine
-//! says what to do, and it is done in that order. Everything that moves bytes runs on threads of its own.
+//! One thread runs one loop: it passes events (from the peer, QEMU, the readers, cancellation, time) to the switchover's state
+//! machine and performs the actions that the machine returns, in that order. Other threads move the bytes.
 
 mod report;
 mod rounds;
@@ -40,7 +40,7 @@ use super::features::{FEATURES, WITH_DELTAS};
 use super::layout::Start;
 use super::plane::{Plane, WhenAborted};
 use super::qemu::{self, QemuEvent};
-use super::recovery::LONGEST_PAUSE;
+use super::recovery::MAX_DIAL_PAUSE;
 use super::sockets::{Listens, SocketDir, SocketPlace};
 use super::source_stream::{StreamNews, read_start};
 use super::{GatewayError, SendMode, SendOptions, direct, fault};
@@ -48,18 +48,18 @@ use crate::qmp::{Qmp, QmpError};
 use crate::settings::{Plan, Restore, Role, Settings, Wanted};
 use crate::stream::{MainReader, ReturnMessage};
 
-/// How long QEMU may take to connect to our sockets after it was told to migrate.
+/// How long QEMU may take to connect to our sockets after the command `migrate`.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
-/// How long an undelivered decision is offered to the destination before `sterna recover` has to do it.
+/// How long `send` tries to deliver the decision to a lost destination. After that, `sterna recover` has to deliver it.
 const DELIVERY_TIME: Duration = Duration::from_secs(60);
-/// How long an abort is offered to a destination that was lost: it is presumed anyway.
+/// How long `send` tries to deliver an abort to a lost destination, which presumes an abort anyway.
 const TELLING_TIME: Duration = Duration::from_secs(5);
-/// What commit and start take besides loading: two records made durable on each side, and `cont`.
+/// Estimated time of commit and start besides loading: two records written durably on each side, and `cont`.
 const COMMIT_ESTIMATE: Duration = Duration::from_millis(20);
-/// The guest stands while the destination loads and QEMU completes: neither may take this long without reason.
-const SHORTEST_STEP_LIMIT: Duration = Duration::from_secs(30);
-/// QEMU takes no smaller downtime limit than this as one that can be reached.
-const SMALLEST_LIMIT: Duration = Duration::from_millis(1);
+/// Minimum time limit of a step while the guest is paused: the destination loads, or QEMU completes.
+const MIN_STEP_LIMIT: Duration = Duration::from_secs(30);
+/// QEMU never considers a smaller downtime limit as reached.
+const MIN_DOWNTIME_LIMIT: Duration = Duration::from_millis(1);
 
 /// What wakes the driver.
 #[derive(Debug)]
@@ -75,10 +75,10 @@ enum Event {
 /// Moves the guest of the QEMU at `options.qmp` to `options.to`.
 ///
 /// # Errors
-/// Only for what is found before the guest is touched; every other end is told by the report.
+/// Only for failures before the guest is touched; the report describes every other end.
 pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> Result<Report, GatewayError> {
     let qmp = Qmp::connect(&options.qmp).map_err(GatewayError::untouched)?;
-    // Until the end, whatever else is connected to this QEMU.
+    // Held to the end: keeps every other sterna from this QEMU.
     let _claim = Claim::of(&qmp).map_err(GatewayError::untouched)?;
     let settings = Settings::read(&qmp).map_err(GatewayError::untouched)?;
     let refusals = settings.refusals(Role::Source);
@@ -86,7 +86,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         return Err(GatewayError::untouched(format_args!("this guest cannot be moved: {}", refusals.join("; "))));
     }
     if settings.status != "running" {
-        // The destination starts what it has been given: a guest that somebody paused must not run because it moved.
+        // The destination starts every guest that it receives: a guest that an operator paused must not run because it moved.
         return Err(GatewayError::untouched(format_args!(
             "the guest does not run (its state is {}): only running guests are moved; let it run first",
             settings.status
@@ -94,10 +94,10 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     }
     qemu::refuse_if_claimed(&options.state_dir, &qmp)?;
     qemu::check_state_directory(&options.state_dir).map_err(GatewayError::untouched)?;
-    // Before a destination is told: a `migrate` that QEMU refuses would end the destination's QEMU.
+    // Before the destination is contacted: a `migrate` that QEMU refuses would end the destination's QEMU.
     qemu::wait_cleaned_up(&qmp).map_err(GatewayError::untouched)?;
     let machine = qemu::machine(&qmp, options.downtime);
-    let not_direct = match directly(&qmp, options, cancel, observer)? {
+    let not_direct = match try_direct(&qmp, options, cancel, observer)? {
         Direct::Done(report) => return Ok(*report),
         Direct::Not(why) => why,
     };
@@ -119,8 +119,8 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         method: options.method.method(),
         patience: Duration::ZERO,
     };
-    let told = events_in.clone();
-    let tell_peer: TellPeer = Arc::new(move |news| drop(told.send(Event::Peer(news))));
+    let peer_events = events_in.clone();
+    let tell_peer: TellPeer = Arc::new(move |news| drop(peer_events.send(Event::Peer(news))));
     let (link, session) = session::dial(&offer, cancel, &tell_peer).map_err(GatewayError::untouched)?;
     observer.note(&format!("migration {}: {} accepted it", session.id, options.to));
     if cancel.is_cancelled() {
@@ -134,7 +134,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
 
     let window = Arc::new(Window::new(session.packet_size as u64, session.round_trip, options.downtime));
     let ours = window.allowance() + COMMIT_ESTIMATE;
-    let limit = options.downtime.saturating_sub(ours).max(SMALLEST_LIMIT);
+    let limit = options.downtime.saturating_sub(ours).max(MIN_DOWNTIME_LIMIT);
     let wanted = Wanted {
         role: Role::Source,
         channels: options.channels as u8,
@@ -176,7 +176,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         plan: Some(plan),
         restore: None,
         session,
-        redial: Redial::with(Backoff::new(DIAL_PAUSE).up_to(LONGEST_PAUSE)),
+        redial: Redial::with(Backoff::new(DIAL_PAUSE).up_to(MAX_DIAL_PAUSE)),
         window,
         events_in,
         tell_peer,
@@ -186,7 +186,7 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
         placement: Vec::new(),
         progress: Progress::default(),
         watch: RoundsWatch::new(options.downtime),
-        content_told: 0,
+        content_reported: 0,
         migrating: false,
         accepted: false,
         deltas,
@@ -206,16 +206,16 @@ pub fn send(options: &SendOptions, cancel: &Cancel, observer: &dyn Observer) -> 
     Ok(driver.finish(end))
 }
 
-/// What has come of moving the guest directly.
+/// The outcome of [`try_direct`].
 enum Direct {
-    /// It was tried, and this came of it.
+    /// The migration ran in direct mode.
     Done(Box<Report>),
-    /// The guest was not touched, and QEMU's stream is taken instead: why.
+    /// The guest was not touched, and QEMU's stream is used instead, for this reason.
     Not(String),
 }
 
-/// Moves the guest directly, where that is possible and wanted.
-fn directly(
+/// Moves the guest in direct mode if that is possible and allowed by the options.
+fn try_direct(
     qmp: &Qmp,
     options: &SendOptions,
     cancel: &Cancel,
@@ -254,13 +254,13 @@ fn directly(
     }
     match direct::send(ready, qmp, options, offload, cancel, observer) {
         Ok(report) => Ok(Direct::Done(Box::new(report))),
-        // What the destination alone can know. The guest was not touched.
+        // Only the destination could know this reason. The guest was not touched.
         Err(direct::NotSent { refused: true, reason }) if !must => stream(reason),
         Err(direct::NotSent { reason, .. }) => Err(GatewayError(reason)),
     }
 }
 
-/// The data plane, and what of QEMU's sockets the driver itself needs.
+/// The data plane, and the sockets of QEMU that the driver itself uses.
 #[derive(Debug)]
 struct Moving {
     plane: Plane,
@@ -275,11 +275,11 @@ struct Driver<'a> {
     observer: &'a dyn Observer,
     qmp: Qmp,
     record: RecordFile,
-    /// What is to be set when the record is on the disk.
+    /// QEMU's settings, to be applied once the record is on the disk.
     plan: Option<Plan>,
     restore: Option<Restore>,
     session: Session,
-    /// The way back to the destination.
+    /// Connects to a lost destination again.
     redial: Redial,
     window: Arc<Window>,
     events_in: Sender<Event>,
@@ -291,29 +291,29 @@ struct Driver<'a> {
     progress: Progress,
     watch: RoundsWatch,
     /// Bytes of normal pages at the last tick.
-    content_told: u64,
+    content_reported: u64,
     migrating: bool,
-    /// QEMU has taken our `migrate`, as far as is known: what migration it has is ours.
+    /// QEMU has accepted our `migrate`, or may have: any migration that it now has is ours.
     accepted: bool,
-    /// Where the destination takes deltas.
+    /// The blocks of which the destination accepts deltas; none if it accepts no deltas.
     deltas: Option<Arc<DeltaBlocks>>,
-    /// Most bytes that are kept for them.
+    /// Maximum bytes of pages kept for deltas.
     delta_cache: u64,
-    /// Why there are none although they were wished for.
+    /// Why no deltas are sent although the options ask for them.
     no_deltas: Option<&'static str>,
     cancel: &'a Cancel,
-    /// Rounds over the dirty pages, asked before QEMU is ended.
+    /// Rounds over the dirty pages, queried before QEMU is ended.
     rounds: u64,
-    /// Why the source QEMU lives although it was to be ended.
+    /// Why the source QEMU still lives although it was to be ended.
     source_left: Option<String>,
-    /// Why the record could not be written, where the last attempt failed.
+    /// Why the last attempt to write the record failed.
     unwritten: Option<String>,
-    /// When the guest must have been stopped.
+    /// When the guest must have been stopped at the latest.
     until: Option<Instant>,
     /// Bytes on the wire and in flight when they last changed.
     moved: (u64, u64),
     machine_name: String,
-    /// Why the guest is not moved directly.
+    /// Why the migration is not in direct mode.
     not_direct: String,
     /// Events of QEMU that have not been handled.
     backlog: Backlog,
@@ -337,7 +337,7 @@ impl SourceDriver for Driver<'_> {
     fn translate(&mut self, event: Event) -> Option<SourceEvent> {
         match event {
             Event::Peer(news) => match self.lead.peer.hear(news)? {
-                Heard::Said(message, _share) => self.heard(message),
+                Heard::Said(message, _share) => self.on_message(message),
                 Heard::Lost(reason) => {
                     self.observer.note(&format!("the connection to the destination is lost: {reason}"));
                     self.lead.abort.lost(format_args!("the destination was lost: {reason}"));
@@ -355,9 +355,9 @@ impl SourceDriver for Driver<'_> {
             },
             Event::Qemu(event) => {
                 self.backlog.handled();
-                self.qemu_says(event)
+                self.on_qemu_event(event)
             }
-            Event::Stream(news) => self.stream_says(news),
+            Event::Stream(news) => self.on_stream_news(news),
             Event::Drained(ram) => {
                 self.lead.moments.drained = Some(Instant::now());
                 self.lead.due = Some((Instant::now() + self.step_time(), "loading at the destination"));
@@ -383,12 +383,12 @@ impl SourceDriver for Driver<'_> {
 
     fn tick(&mut self) {
         self.watch_progress();
-        self.tell_progress();
+        self.report_progress();
     }
 }
 
 impl Driver<'_> {
-    /// Performs an action; gives what the machine must be told at once.
+    /// Performs an action. Returns the event that answers it, if that is known at once.
     fn act(&mut self, action: SourceAction) -> Option<SourceEvent> {
         tracing::debug!(?action, "switchover");
         match action {
@@ -419,7 +419,7 @@ impl Driver<'_> {
                     None
                 }
                 Err(error) => {
-                    // The event may still lie in the queue.
+                    // The event `Cancelled` may still be queued.
                     self.lead.cancelled |= self.cancel.is_cancelled();
                     Some(SourceEvent::Failed { reason: error.to_string() })
                 }
@@ -440,7 +440,7 @@ impl Driver<'_> {
                 }
             }),
             SourceAction::AnnounceSelf => {
-                // The guest stays: its QEMU is left as it was found.
+                // The guest stays here: QEMU's settings are restored.
                 self.restore = None;
                 if self.accepted {
                     qemu::announce(&self.qmp);
@@ -466,7 +466,7 @@ impl Driver<'_> {
         }
     }
 
-    fn heard(&mut self, message: ControlMessage) -> Option<SourceEvent> {
+    fn on_message(&mut self, message: ControlMessage) -> Option<SourceEvent> {
         match message {
             ControlMessage::Ready { placement, deltas } => {
                 let placement: Vec<String> = placement.iter().map(|line| cleaned(line)).collect();
@@ -480,9 +480,9 @@ impl Driver<'_> {
             }
             ControlMessage::ReturnPath(message) => {
                 match message {
-                    // A good end is told by `Prepared`, and relayed when the switchover says so.
+                    // Success is reported by `Prepared`; SHUT(0) is relayed when the switchover requires it.
                     ReturnPath::Shut(0) => return None,
-                    // QEMU says 1 whatever the reason is.
+                    // QEMU sends 1 for every reason.
                     ReturnPath::Shut(_) => {
                         let reason = "the destination QEMU could not load the guest: see its output".into();
                         return Some(SourceEvent::Failed { reason });
@@ -501,23 +501,23 @@ impl Driver<'_> {
                 self.lead.destination_failed(&reason, self.observer)
             }
             unexpected => {
-                tracing::warn!(?unexpected, "not expected from a destination");
+                tracing::warn!(?unexpected, "unexpected message from the destination");
                 None
             }
         }
     }
 
-    /// Before the first page: of which blocks the destination takes deltas.
-    fn settle_deltas(&mut self, taken: &[u16]) {
+    /// Enables deltas of the blocks in `accepted`, which the destination names before the first page.
+    fn settle_deltas(&mut self, accepted: &[u16]) {
         if self.options.delta_cache == 0 {
             return;
         }
         let shapes = self.moving.as_ref().and_then(|moving| moving.plane.sync.shapes());
         let why = match (&self.deltas, shapes) {
             (None, _) => "the destination takes none: its pages go through QEMU's own stream, or its sterna is older",
-            (Some(_), _) if taken.is_empty() => "the destination writes into no RAM block directly",
+            (Some(_), _) if accepted.is_empty() => "the destination writes into no RAM block directly",
             (Some(deltas), Some(shapes)) => {
-                self.delta_cache = deltas.set(shapes, taken, self.options.delta_cache, self.options.channels);
+                self.delta_cache = deltas.set(shapes, accepted, self.options.delta_cache, self.options.channels);
                 return;
             }
             (Some(_), None) => "the destination was ready before the guest's RAM blocks were known",
@@ -526,7 +526,7 @@ impl Driver<'_> {
         self.no_deltas = Some(why);
     }
 
-    fn qemu_says(&mut self, event: QemuEvent) -> Option<SourceEvent> {
+    fn on_qemu_event(&mut self, event: QemuEvent) -> Option<SourceEvent> {
         match event {
             QemuEvent::Stopped => {
                 self.lead.moments.stands();
@@ -539,7 +539,7 @@ impl Driver<'_> {
                 self.lead.moments.runs_on();
                 self.lead.due = None;
                 self.await_progress();
-                // Somebody has started by hand what was given away.
+                // An operator has resumed a guest that already belongs to the destination.
                 self.lead.switchover.decided().then_some(SourceEvent::Guest(SourceGuest::Running))
             }
             QemuEvent::Gone if qemu::has_ended(self.record.record().qemu) => {
@@ -549,11 +549,11 @@ impl Driver<'_> {
             QemuEvent::Migration(_) if !self.migrating => None,
             QemuEvent::Migration(status) => match status.as_str() {
                 "completed" => Some(SourceEvent::Guest(SourceGuest::Completed)),
-                // An echo of the broken channel, whose reason may still be on its way.
+                // A consequence of the broken channel, whose reason may still be queued.
                 "failed" | "cancelled" if self.lead.awaits_last_words() => None,
                 "failed" | "cancelled" => {
                     let why = qemu::failure(&self.qmp).unwrap_or_else(|| format!("the source QEMU says {status}"));
-                    // The reason that came first says more than QEMU's about closed sockets.
+                    // The first reason tells more than QEMU's error about closed sockets.
                     let reason = self.lead.abort.reason().unwrap_or(why);
                     Some(SourceEvent::Failed { reason })
                 }
@@ -562,17 +562,16 @@ impl Driver<'_> {
         }
     }
 
-    /// The destination starts what it is given, so a guest that somebody paused meanwhile, or that stopped of itself,
-    /// is not given to it.
+    /// Fails the migration if the guest was paused by an operator or stopped by itself: the destination would start it.
     fn stopped_by_another(&self) -> Option<SourceEvent> {
         let status = self.qmp.status().ok()?;
-        let stands = !matches!(status.as_str(), "running" | "finish-migrate" | "postmigrate");
-        (stands && !self.lead.switchover.decided()).then(|| SourceEvent::Failed {
+        let paused = !matches!(status.as_str(), "running" | "finish-migrate" | "postmigrate");
+        (paused && !self.lead.switchover.decided()).then(|| SourceEvent::Failed {
             reason: format!("the guest stopped during the migration (QEMU: {status}); only a running guest is moved"),
         })
     }
 
-    fn stream_says(&mut self, news: StreamNews) -> Option<SourceEvent> {
+    fn on_stream_news(&mut self, news: StreamNews) -> Option<SourceEvent> {
         match news {
             StreamNews::Started { ram, blocks, machine } => {
                 self.progress.total_bytes = ram;
@@ -609,7 +608,7 @@ impl Driver<'_> {
             rules: self.session.rules(),
             accelerator: None,
             again: None,
-            // A channel learns of it when the blocks are known.
+            // The channels get their caches once the blocks are known (`settle_deltas`).
             delta_cache: 0,
             delta_blocks: self.deltas.clone(),
             devices: None,
@@ -637,7 +636,7 @@ impl Driver<'_> {
             Err(error) => return Err(failed_to_start(&error)),
         }
         let answer = self.qmp.execute("migrate", json!({ "uri": uri }));
-        // Without an answer it may have been taken.
+        // Without an answer QEMU may have accepted the command.
         self.accepted = !matches!(answer, Err(QmpError::Refused { .. }));
         answer.map_err(|error| failed_to_start(&error))?;
         let connections = qemu::accept_migration(&listener, channels as u8, CONNECT_TIME)
@@ -645,7 +644,7 @@ impl Driver<'_> {
 
         let return_path = connections.main.try_clone().map_err(failed)?;
         let ending = return_path.try_clone().map_err(failed)?;
-        // A QEMU that has sent its last page waits for the return path: its end is a failure, and the guest goes on.
+        // A QEMU that has sent its last page waits for the return path. Closing it is a failure for QEMU, and the guest continues.
         self.lead.abort.on_end(move || drop(ending.shutdown(Shutdown::Write)));
         let main = connections.main.try_clone().map_err(failed)?;
         let uuid = connections.multifd.first().map_or([0; 16], |(_, init)| init.uuid);
@@ -663,11 +662,11 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Sees to it that QEMU has no migration under way.
+    /// Ends QEMU's migration. Returns the guest's state after that.
     fn end_migration(&mut self) -> SourceEvent {
         self.lead.abort.raise(self.lead.switchover.reason());
         if !self.accepted {
-            // Whatever QEMU does is somebody else's.
+            // Our `migrate` was refused: any migration that QEMU has was started by somebody else.
             return SourceEvent::Guest(SourceGuest::Running);
         }
         let ended = qemu::end_migration(&self.qmp);
@@ -690,7 +689,7 @@ impl Driver<'_> {
         }
     }
 
-    /// Lets QEMU complete, which it does at SHUT(0). That it may have is noted before, for `recover`.
+    /// Sends SHUT(0), at which QEMU completes. The record first notes the permission, for `recover`.
     fn permit_completion(&mut self) -> Result<(), String> {
         self.record.amend(|record| record.completion_permitted = true);
         self.record.write(RecordState::Source(SourceState::Started)).map_err(|error| error.to_string())?;
@@ -711,9 +710,9 @@ impl Driver<'_> {
         self.redial.dial(to, security, self.session.clone(), Arc::clone(&self.tell_peer));
     }
 
-    /// From now on something must arrive at the destination before long, and the guest be stopped in time.
+    /// Restarts the stall limit, and keeps the limit until the guest must be stopped.
     fn await_progress(&mut self) {
-        // From the stop of the guest on, and where the migration is being taken down, other limits hold.
+        // Once the guest is stopped, or while the migration is being taken down, other limits hold.
         if !self.migrating || self.lead.moments.paused.is_some() || self.lead.abort.is_over() {
             return;
         }
@@ -724,7 +723,7 @@ impl Driver<'_> {
         });
     }
 
-    /// Gives what is waited for its time anew where something has moved.
+    /// Restarts the stall limit if bytes have moved since the last call.
     fn watch_progress(&mut self) {
         let moved = (self.sent().wire_bytes, self.window.in_flight());
         if moved != self.moved {
@@ -738,13 +737,13 @@ impl Driver<'_> {
         self.rounds = info.and_then(|info| info.ram).map_or(self.rounds, |ram| ram.dirty_sync_count);
     }
 
-    /// How long a step with the guest stopped may take before it is given up.
+    /// Returns how long a step may take while the guest is paused.
     fn step_time(&self) -> Duration {
-        SHORTEST_STEP_LIMIT.max(10 * self.options.downtime)
+        MIN_STEP_LIMIT.max(10 * self.options.downtime)
     }
 }
 
-/// Why QEMU's connections did not come; what QEMU says of its migration says more than that they did not.
+/// Returns why QEMU did not connect: its own error for the migration, if it has one, tells more than `error`.
 fn not_connected(qmp: &Qmp, socket: &Path, error: &io::Error) -> GatewayError {
     let why = qemu::failure(qmp).unwrap_or_else(|| error.to_string());
     GatewayError(format!("the source QEMU did not connect to {}: {why}", socket.display()))

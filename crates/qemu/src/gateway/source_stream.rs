@@ -1,8 +1,8 @@
-//! Reading what the source QEMU writes: one thread for the main channel, one for each multifd channel.
+//! Reads the source QEMU's connections: one thread for the main channel, one for each multifd channel.
 //!
 //! Pages go into the pipeline, everything else to the stream channel. **Sync points** are a barrier among these readers
-//! and nothing more: between two of them QEMU sends a page at most once, but the next generation of a page may come on
-//! another channel. So nobody reads on before everybody has handed over what came before; then the generation ends.
+//! only. Between two sync points QEMU sends a page at most once, but the next generation of the page may come on another
+//! channel. So a reader continues only after all readers have handed over everything before the sync point, which ends the generation.
 //!
 //! Without multifd there is one reader, and no sync points are needed.
 
@@ -17,13 +17,13 @@ use sterna::window::WindowClosed;
 use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::packet::{BlockShape, RunKind};
 
-use super::layout::{self, LONGEST_START, Prologue, Start, record};
+use super::layout::{self, MAX_START_BYTES, Prologue, Start, record};
 use super::qemu::PAGE_SIZE;
 use crate::stream::{
     Event, MainReader, MultifdPacket, MultifdReader, PacketKind, PageBatch, RamStart, SectionKind, StreamError,
 };
 
-/// Why a reader ended before its time.
+/// Why a reader ended before the end of its stream.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ReaderError {
     #[error("reading the source QEMU's stream: {0}")]
@@ -38,7 +38,7 @@ pub(super) enum ReaderError {
     Ended,
 }
 
-/// What the main reader tells the driver.
+/// The main reader's reports to the driver.
 #[derive(Debug)]
 pub(super) enum StreamNews {
     /// The RAM setup section has been read and handed on.
@@ -50,12 +50,12 @@ pub(super) enum StreamNews {
         /// The machine type.
         machine: String,
     },
-    /// All of RAM has been handed to the channels; what follows is opaque.
+    /// All of RAM has been handed to the channels; the rest of the stream is opaque.
     RamEnd {
-        /// When the last section of RAM before the last one had ended: until then the guest ran.
+        /// When the last RAM section but one ended: until then the guest ran.
         last_round: Instant,
     },
-    /// QEMU closed the main channel: it has finished or given up.
+    /// QEMU closed the main channel: its migration has completed or failed.
     Ended,
 }
 
@@ -85,18 +85,18 @@ struct Blocks {
 }
 
 impl SyncPoints {
-    /// For `readers` readers, the main channel's included.
+    /// Creates the sync points for `readers` readers, including the main channel's.
     pub(super) fn new(readers: usize) -> Self {
         Self { state: Mutex::default(), changed: Condvar::new(), readers }
     }
 
-    /// The destination is ready: pages may go.
+    /// Lets pages pass: the destination is ready.
     pub(super) fn open(&self) {
         self.state.lock().expect("readers do not panic").open = true;
         self.changed.notify_all();
     }
 
-    /// The RAM blocks, by number, if they are known.
+    /// Returns the shapes of the RAM blocks by block number; none if they are not known yet.
     pub(super) fn shapes(&self) -> Option<Vec<BlockShape>> {
         let state = self.state.lock().expect("readers do not panic");
         let Blocks { lengths, page_size, .. } = &**state.blocks.as_ref()?;
@@ -104,7 +104,7 @@ impl SyncPoints {
         Some(lengths.iter().map(shape).collect())
     }
 
-    /// Wakes everybody; nobody goes on.
+    /// Makes every waiting reader, and every later wait, fail.
     pub(super) fn close(&self) {
         self.state.lock().expect("readers do not panic").closed = true;
         self.changed.notify_all();
@@ -129,14 +129,14 @@ impl SyncPoints {
         }
     }
 
-    /// One reader has come to a sync point. The last to come ends the generation, then all go on.
+    /// Waits until all readers have come to the sync point. The last reader to come ends the generation.
     fn reach(&self, pipeline: &Pipeline) -> Result<(), WindowClosed> {
         let mut state = self.state.lock().expect("readers do not panic");
         state.waiting += 1;
         let generation = state.generation;
         if state.waiting == self.readers {
-            // The others wait for the number to change, so none of their pages comes before the generation's end; the
-            // lock is free meanwhile, because handing over may block and `close` must not.
+            // The other readers wait until the number changes, so none of their pages precedes the generation's end. The
+            // lock is released meanwhile, because handing over may block and `close` must not.
             // The first sync point comes before the first page, and possibly before the destination is ready.
             while !state.open && !state.closed {
                 state = self.changed.wait(state).expect("readers do not panic");
@@ -156,7 +156,7 @@ impl SyncPoints {
         if state.generation == generation { Err(WindowClosed) } else { Ok(()) }
     }
 
-    /// The main channel has come to the end of RAM: ends the last generation, and gives its number.
+    /// Ends the last generation when the main channel has come to the end of RAM. Returns its number.
     fn finish(&self, pipeline: &Pipeline) -> Result<u64, WindowClosed> {
         let generation = self.state.lock().expect("readers do not panic").generation + 1;
         pipeline.end_generation(generation)?;
@@ -164,7 +164,7 @@ impl SyncPoints {
     }
 }
 
-/// What every reader needs.
+/// State that every reader needs.
 #[derive(Debug)]
 struct Common {
     entry: Entry,
@@ -193,7 +193,7 @@ impl Common {
     }
 }
 
-/// Reads a multifd channel whose init packet has been taken, until QEMU closes it.
+/// Reads a multifd channel, after its init packet, until QEMU closes it.
 pub(super) fn read_multifd(
     stream: UnixStream,
     pipeline: &Arc<Pipeline>,
@@ -233,7 +233,7 @@ pub(super) fn read_multifd(
 }
 
 impl Blocks {
-    /// The block of a packet, all of whose pages lie inside.
+    /// Returns the number of a packet's block, after checking that all pages lie inside the block.
     fn check(&self, packet: &MultifdPacket) -> Result<u16, ReaderError> {
         let position = self.names.iter().position(|name| *name == packet.name);
         let block = position.ok_or_else(|| ReaderError::UnknownBlock(packet.name.clone()))?;
@@ -245,22 +245,22 @@ impl Blocks {
     }
 }
 
-/// Pages of a packet that are read into their places at once; QEMU's packets have no more of 4 KiB.
-const MOST_PAGES: usize = 128;
+/// Maximum pages of a packet that are read straight into a batch. QEMU's packets have no more pages of 4 KiB.
+const MAX_PAGES: usize = 128;
 
-/// What a multifd reader keeps from packet to packet, so that nothing is allocated for each.
+/// Buffers that a multifd reader reuses, so that a packet needs no allocation.
 #[derive(Default)]
 struct Scratch {
-    /// The pages of a packet, ascending: offset, and position among the packet's normal pages (none: a zero page).
+    /// The pages of a packet by ascending offset: offset, and position among the packet's normal pages (none: a zero page).
     pages: Vec<(u64, Option<usize>)>,
     bytes: Vec<u8>,
 }
 
-/// Hands the pages of a packet on, as one batch wherever they belong to one channel.
+/// Hands over the pages of a packet: as one batch if all of them belong to one channel.
 ///
-/// Since QEMU 9.0 the multifd threads themselves look for zero pages, and exchange pages until all normal ones come
-/// first: where the two kinds lie mixed, a packet's pages no longer ascend. A batch takes ascending pages only, and
-/// without sorting there would be one for every few of them.
+/// Since QEMU 9.0 the multifd threads themselves look for zero pages and move the normal pages of a packet to its front,
+/// so a packet's offsets may not ascend. A batch accepts ascending pages only; without sorting, every few pages would need
+/// a new batch.
 fn read_pages(
     reader: &mut MultifdReader<UnixStream>,
     packet: &MultifdPacket,
@@ -270,12 +270,12 @@ fn read_pages(
 ) -> Result<(), ReaderError> {
     let page_size = common.entry.pipeline().page_size;
     let length = packet.payload_len;
-    // Where tests have some zero pages sent as normal ones, all of them go one by one.
-    let zeros_apart = !common.ratio.is_none();
+    // If tests have some zero pages sent as normal pages, all zero pages are handed over one by one.
+    let zeros_singly = !common.ratio.is_none();
     let pages = &mut scratch.pages;
     pages.clear();
     pages.extend(packet.normal.iter().enumerate().map(|(position, offset)| (*offset, Some(position))));
-    if zeros_apart {
+    if zeros_singly {
         for offset in &packet.zero {
             common.zero_page(block, *offset)?;
         }
@@ -287,7 +287,7 @@ fn read_pages(
     if length > 0 {
         common.entry.enter(length as u64)?;
     }
-    let fits = length <= common.entry.pipeline().pool.capacity() && packet.normal.len() <= MOST_PAGES;
+    let fits = length <= common.entry.pipeline().pool.capacity() && packet.normal.len() <= MAX_PAGES;
     match common.entry.common_channel(block, pages.iter().map(|(offset, _)| *offset)) {
         Some(channel) if fits => {
             let kind = |position: Option<usize>| if position.is_some() { RunKind::Normal } else { RunKind::Zero };
@@ -308,11 +308,11 @@ fn read_pages(
             }
         }
     }
-    // Nothing waits here for company: what QEMU has given away counts as sent, and may be all there is.
+    // No page waits here for further pages: QEMU counts these as sent, and may send no others.
     Ok(common.entry.flush()?)
 }
 
-/// Reads a packet's content: its pages come in the packet's order, and stand in that of `pages`.
+/// Reads a packet's content, whose pages come in the packet's order, into `content` in the order of `pages`.
 fn read_into_places(
     reader: &mut MultifdReader<UnixStream>,
     content: &mut [u8],
@@ -323,11 +323,11 @@ fn read_into_places(
     if positions.clone().enumerate().all(|(place, position)| place == position) {
         return Ok(reader.read_payload(content)?);
     }
-    let mut places = [const { None }; MOST_PAGES];
+    let mut places = [const { None }; MAX_PAGES];
     for (position, place) in positions.zip(content.chunks_exact_mut(page_size)) {
         places[position] = Some(place);
     }
-    let mut slices = std::array::from_fn::<_, MOST_PAGES, _>(|_| IoSliceMut::new(&mut []));
+    let mut slices = std::array::from_fn::<_, MAX_PAGES, _>(|_| IoSliceMut::new(&mut []));
     let mut count = 0;
     for place in places.into_iter().flatten() {
         slices[count] = IoSliceMut::new(place);
@@ -336,7 +336,7 @@ fn read_into_places(
     Ok(reader.read_payload_vectored(&mut slices[..count])?)
 }
 
-/// What the main reader is given beside its socket.
+/// What the main reader needs besides its socket.
 #[derive(Debug)]
 pub(super) struct MainContext {
     pub(super) pipeline: Arc<Pipeline>,
@@ -364,7 +364,7 @@ pub(super) fn read_main(
     news(StreamNews::Started { ram, blocks: blocks.names.clone(), machine });
     let flush_is_sync_point = start.flush_in_setup;
     if multifd_channels > 0 {
-        // The setup section's sync point: the multifd channels have delivered a SYNC each.
+        // The sync point of the setup section: each multifd channel has one SYNC for it.
         common.sync_point()?;
     }
     sync.wait_open()?;
@@ -375,7 +375,7 @@ pub(super) fn read_main(
     loop {
         let pages = reader.next_pages(&mut buffer, &mut batch)?;
         if pages > 0 {
-            // After reading: how much there would be to read is not known before, and it may take long to come.
+            // Entered after reading: the amount is not known before, and the pages may take long to arrive.
             common.entry.enter((pages * page_size) as u64)?;
             for (offset, page) in batch.offsets.iter().zip(buffer.chunks_exact(page_size)) {
                 common.entry.page(batch.block as u16, *offset, page)?;
@@ -427,11 +427,11 @@ pub(super) fn read_main(
     Ok(())
 }
 
-/// What an item before RAM counts at least, in bytes: a short one takes more in memory than on the wire.
-const SMALLEST_COUNTED: usize = 256;
+/// Minimum bytes that an item before RAM is counted as: a short item takes more bytes in memory than on the wire.
+const MIN_ITEM_BYTES: usize = 256;
 
-/// Reads the main channel up to the end of the RAM setup section. By then QEMU has connected all multifd channels: how
-/// many, and the guest's UUID, are for the caller to fill in.
+/// Reads the main channel up to the end of the RAM setup section. By then QEMU has connected all multifd channels; the
+/// caller fills in their number and the guest's UUID.
 pub(super) fn read_start(reader: &mut MainReader<UnixStream>) -> Result<Start, ReaderError> {
     let mut configuration = None;
     let mut ram = None;
@@ -442,17 +442,17 @@ pub(super) fn read_start(reader: &mut MainReader<UnixStream>) -> Result<Start, R
         match reader.next_event(&mut page)? {
             Event::Header | Event::Flush => {}
             Event::Configuration(section) => configuration = Some(section),
-            // Later it would be refused too, but then a program that counts on it has lost minutes.
+            // Refused here rather than when post-copy begins, which would cost the user minutes.
             Event::Command(command) if command.to_be_stripped() => {
-                let way_out = "turn the capability postcopy-ram off (with libvirt: leave out --postcopy)";
-                return Err(StreamError::refused("post-copy", way_out).into());
+                let advice = "turn the capability postcopy-ram off (with libvirt: leave out --postcopy)";
+                return Err(StreamError::refused("post-copy", advice).into());
             }
             Event::Command(command) => {
-                prologue_bytes += SMALLEST_COUNTED.max(command.bytes.len());
+                prologue_bytes += MIN_ITEM_BYTES.max(command.bytes.len());
                 prologue.push(Prologue::Command(command));
             }
             Event::DeviceSection(piece) => {
-                prologue_bytes += SMALLEST_COUNTED.max(piece.bytes.len());
+                prologue_bytes += MIN_ITEM_BYTES.max(piece.bytes.len());
                 prologue.push(Prologue::DeviceSection(piece));
             }
             Event::RamStart(start) => ram = Some(start),
@@ -465,8 +465,8 @@ pub(super) fn read_start(reader: &mut MainReader<UnixStream>) -> Result<Start, R
                 .into());
             }
         }
-        if prologue_bytes > LONGEST_START {
-            let what = format!("more than {LONGEST_START} bytes before the RAM setup section's end");
+        if prologue_bytes > MAX_START_BYTES {
+            let what = format!("more than {MAX_START_BYTES} bytes before the RAM setup section's end");
             return Err(StreamError::Malformed(what).into());
         }
     }
@@ -485,11 +485,11 @@ impl Blocks {
     }
 }
 
-/// A socket's handle for waking its reader at the end.
+/// Returns a function that shuts the socket down, which wakes its reader.
 pub(super) fn closer(stream: &UnixStream) -> io::Result<impl Fn() + Send + 'static> {
     let stream = stream.try_clone()?;
     Ok(move || {
-        // It may have been closed by the other side already.
+        // The other side may have closed it already.
         let _ = stream.shutdown(std::net::Shutdown::Both);
     })
 }

@@ -1,11 +1,11 @@
-//! The answers that Sterna reads, as types: what is missing or of another type is absent, what is unknown is ignored.
+//! The answers that Sterna reads, as types. A field that is missing or has another type is absent; unknown fields are ignored.
 
 use std::fmt;
 
 use serde_json::Value;
 use sterna_wire::text::cleaned;
 
-/// QEMU's version. Ordered by number; the package's own words do not count.
+/// QEMU's version. Only the numbers count for comparisons.
 #[derive(Debug, Clone, Default)]
 pub struct Version {
     /// Major number.
@@ -14,12 +14,12 @@ pub struct Version {
     pub minor: u32,
     /// Micro number.
     pub micro: u32,
-    /// The packager's words, often empty.
+    /// The packager's text, often empty.
     pub package: String,
 }
 
 impl Version {
-    /// From the `version` member of the greeting (or the answer to `query-version`).
+    /// Parses the `version` member of the greeting (or the answer to `query-version`).
     pub(super) fn from_json(value: &Value) -> Option<Self> {
         let number = |key: &str| u32::try_from(value["qemu"][key].as_u64()?).ok();
         Some(Self {
@@ -30,7 +30,7 @@ impl Version {
         })
     }
 
-    /// Whether this is version `major.minor` or a later one.
+    /// Returns whether this is version `major.minor` or a later one.
     pub fn at_least(&self, major: u32, minor: u32) -> bool {
         (self.major, self.minor) >= (major, minor)
     }
@@ -42,25 +42,25 @@ impl fmt::Display for Version {
     }
 }
 
-/// `query-migrate`: what QEMU says of the migration, outgoing or incoming.
+/// The answer to `query-migrate` about an outgoing or incoming migration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct MigrationInfo {
-    /// `none` when there was none yet, else for instance `setup`, `active`, `pre-switchover`, `device`, `completed`,
+    /// `none` if there was no migration yet, else for instance `setup`, `active`, `pre-switchover`, `device`, `completed`,
     /// `failed`, `cancelled`.
     pub status: String,
     /// Milliseconds since the start.
     pub total_time_ms: Option<u64>,
     /// Milliseconds of setup.
     pub setup_time_ms: Option<u64>,
-    /// Milliseconds the guest stood still; after completion.
+    /// Downtime in milliseconds; after completion.
     pub downtime_ms: Option<u64>,
-    /// Milliseconds the guest would stand still if it stopped now, by QEMU's estimate.
+    /// Downtime in milliseconds if the guest stopped now, by QEMU's estimate.
     pub expected_downtime_ms: Option<u64>,
     /// Why it failed.
     pub error_desc: Option<String>,
-    /// Why this guest cannot be migrated now; empty when it can.
+    /// Why this guest cannot be migrated now; empty if it can.
     pub blocked_reasons: Vec<String>,
-    /// Share of time taken from the vCPUs by auto-converge, percent.
+    /// Share of time that auto-converge takes from the vCPUs, percent.
     pub cpu_throttle_percentage: Option<u64>,
     /// Whether an incoming migration already listens somewhere.
     pub listening: bool,
@@ -93,7 +93,7 @@ pub struct RamInfo {
     pub multifd_bytes: u64,
     /// Sent while the guest ran, on the main channel.
     pub precopy_bytes: u64,
-    /// Sent while it stood still.
+    /// Sent while the guest was paused.
     pub downtime_bytes: u64,
 }
 
@@ -120,7 +120,7 @@ impl MigrationInfo {
         }
     }
 
-    /// Whether a migration is under way (and its settings can no longer be changed).
+    /// Returns whether a migration is active, so that its settings can no longer be changed.
     pub fn is_active(&self) -> bool {
         !matches!(self.status.as_str(), "none" | "completed" | "failed" | "cancelled")
     }

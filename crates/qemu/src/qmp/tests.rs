@@ -1,5 +1,5 @@
-//! The client against a server in this process that speaks what QEMU speaks (texts taken from 7.2 and 10.0), and against
-//! servers that do not.
+//! The client against a server in this process that behaves like QEMU (texts from 7.2 and 10.0), and against servers that do
+//! not.
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ impl Peer {
     }
 }
 
-/// A monitor that accepts one client and treats it by `script`.
+/// Starts a monitor that accepts one client and serves it by `script`.
 fn monitor(script: impl FnOnce(Peer) + Send + 'static) -> (tempfile::TempDir, PathBuf, JoinHandle<()>) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
@@ -74,7 +74,7 @@ fn answers_find_their_command_in_any_order_and_events_in_between_are_kept() {
         peer.send(r#"{"timestamp": {"seconds": 1700000000, "microseconds": 250}, "event": "MIGRATION", "data": {"status": "setup"}}"#);
         peer.send(&format!(r#"{{"id": {second_id}, "return": {{"n": {second_id}}}}}"#));
         peer.send(r#"{"timestamp": {"seconds": -1, "microseconds": -1}, "event": "STOP"}"#);
-        // An answer to a command that nobody sent.
+        // An answer without a command.
         peer.send(r#"{"id": 4711, "return": {}}"#);
         peer.send(&format!(r#"{{"id": {first_id}, "return": {{"n": {first_id}}}}}"#));
         peer.send(r#"{"timestamp": {"seconds": 1700000001, "microseconds": 0}, "event": "MIGRATION", "data": {"status": "active", "new": 1}}"#);
@@ -171,7 +171,7 @@ fn no_answer_is_a_timeout_and_a_late_answer_is_dropped() {
 
 #[test]
 fn monitor_with_another_client_is_named_busy() {
-    // Like QEMU: the connection is in the listener's queue, nobody accepts it.
+    // Like QEMU: the connection stays in the listener's queue and is not accepted.
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
     let _listener = UnixListener::bind(&path).unwrap();
@@ -203,7 +203,7 @@ fn socket_that_is_not_there_says_what_to_do() {
     let left = directory.path().join("left-behind");
     drop(UnixListener::bind(&left).unwrap());
     let error = Qmp::connect(&left).unwrap_err().to_string();
-    assert!(error.contains("nobody listens"), "{error}");
+    assert!(error.contains("no process listens"), "{error}");
 }
 
 #[test]
@@ -251,7 +251,7 @@ fn qemu_that_goes_away_ends_commands_and_waits_but_not_the_events_it_sent() {
 fn an_event_that_is_too_long_is_dropped_and_the_next_is_kept() {
     let (_directory, path, server) = monitor(|mut peer| {
         peer.greet();
-        peer.send(&format!(r#"{{"event": "MIGRATION", "data": {{"status": "{}"}}}}"#, "x".repeat(MAX_EVENT)));
+        peer.send(&format!(r#"{{"event": "MIGRATION", "data": {{"status": "{}"}}}}"#, "x".repeat(MAX_EVENT_BYTES)));
         peer.send(r#"{"event": "STOP"}"#);
         // Until the other side has looked.
         let _ = peer.lines.read_line(&mut String::new());
@@ -266,7 +266,7 @@ fn an_event_that_is_too_long_is_dropped_and_the_next_is_kept() {
 fn queue_of_unread_events_is_bounded_and_keeps_the_newest() {
     let mut state = State::default();
     for n in 0..MAX_EVENTS + 3 {
-        state.sort(json!({ "event": "E", "data": n }));
+        state.dispatch(json!({ "event": "E", "data": n }));
     }
     assert_eq!(state.events.len(), MAX_EVENTS);
     assert_eq!(state.events.front().unwrap().data, 3);

@@ -1,4 +1,4 @@
-//! Judging by tables, and applying against a monitor in this process that keeps settings as QEMU does. Real QEMUs: see
+//! Refusals by tables, and changes against a monitor in this process that keeps settings as QEMU does. For real QEMUs see
 //! `tests/control_real_qemu.rs`.
 
 use std::io::{BufRead, BufReader, Write};

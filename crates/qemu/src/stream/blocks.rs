@@ -1,4 +1,4 @@
-//! The start of the RAM section: which blocks there are and how long they are.
+//! The start of the RAM section: the list of blocks with their lengths.
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -51,7 +51,7 @@ impl RamStart {
     /// Reads the block list back from its own [`payload`](Self::payload).
     ///
     /// # Errors
-    /// Any [`StreamError`] the bytes deserve; also when something follows the list.
+    /// [`StreamError`] for invalid bytes, and for bytes after the list.
     pub fn from_payload(
         section_id: u32,
         instance_id: u32,
@@ -69,7 +69,7 @@ impl RamStart {
         }
     }
 
-    /// The block list for a destination without the post-copy capability, which expects no page sizes.
+    /// Returns the block list for a destination without the post-copy capability, which expects no page sizes.
     ///
     /// Needed wherever POSTCOPY_ADVISE was stripped; equal to the payload when the source sent no page size.
     #[must_use]

@@ -12,10 +12,10 @@ const PING: u16 = 2;
 const POSTCOPY_ADVISE: u16 = 3;
 const SWITCHOVER_START: u16 = 11;
 
-/// One command, typed and as it was read.
+/// One command, parsed and verbatim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Command {
-    /// What it says.
+    /// Its kind and value.
     pub kind: CommandKind,
     /// The whole command as it was read, from the type byte.
     pub bytes: Vec<u8>,
@@ -29,15 +29,15 @@ pub enum CommandKind {
     OpenReturnPath,
     /// The destination answers with a PONG of the same value.
     Ping(u32),
-    /// Post-copy may follow. To be stripped: on this command the destination throws away all of its RAM, also what was
-    /// placed there by another way.
+    /// Post-copy may follow. Must be stripped: on this command the destination discards all of its RAM, including pages that
+    /// Sterna has placed directly.
     PostcopyAdvise,
     /// The guest has stopped and device state follows; starts the load threads of a destination from 10.0.
     SwitchoverStart,
 }
 
 impl Command {
-    /// Whether the command must not reach the destination.
+    /// Returns whether the command must not reach the destination.
     #[must_use]
     pub fn to_be_stripped(&self) -> bool {
         self.kind == CommandKind::PostcopyAdvise
@@ -46,7 +46,7 @@ impl Command {
     /// Reads a command back from its own [`bytes`](Self::bytes).
     ///
     /// # Errors
-    /// Any [`StreamError`] the bytes deserve; also when something follows the command.
+    /// [`StreamError`] for invalid bytes, and for bytes after the command.
     pub fn parse(bytes: &[u8]) -> Result<Self, StreamError> {
         let mut input = Input::with_capacity(bytes, 64);
         let command = Self::read(&mut input)?;

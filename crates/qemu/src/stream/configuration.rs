@@ -36,7 +36,7 @@ impl Configuration {
         1 << self.page_bits
     }
 
-    /// Whether RAM blocks that both sides share are left out of the stream.
+    /// Returns whether RAM blocks that both sides share are left out of the stream.
     #[must_use]
     pub fn ignores_shared(&self) -> bool {
         self.capabilities.iter().any(|c| c == "x-ignore-shared")
@@ -45,7 +45,7 @@ impl Configuration {
     /// Reads a section back from its own [`bytes`](Self::bytes).
     ///
     /// # Errors
-    /// Any [`StreamError`] the bytes deserve; also when something follows the section.
+    /// [`StreamError`] for invalid bytes, and for bytes after the section.
     pub fn parse(bytes: &[u8]) -> Result<Self, StreamError> {
         let mut input = Input::with_capacity(bytes, 1024);
         let section = Self::read(&mut input)?;
@@ -75,7 +75,7 @@ impl Configuration {
             capabilities: Vec::new(),
             uuid: None,
         };
-        // Nothing counts the subsections: they go on while the next byte says so.
+        // The subsections have no count: they continue while the next byte begins one.
         while input.peek::<1>("configuration")? == Some([SUBSECTION]) {
             section.subsection(input)?;
         }

@@ -1,14 +1,14 @@
-//! Sections of VFIO devices before the RAM end: the only device sections there that say where they end.
+//! Sections of VFIO devices before the RAM end: the only device sections there whose ends are marked.
 //!
-//! Never run here: no device on the development machines produces them. Written from `hw/vfio/migration.c`.
+//! Never run with a real device: no development machine has one. Written from `hw/vfio/migration.c`.
 
 use std::io::Read;
 
 use super::StreamError;
 use super::input::Input;
 
-/// A DATA record's bytes are handed on in pieces of at most this length, so that no length in the stream decides how
-/// much memory is reserved.
+/// A DATA record's bytes are passed on in pieces of at most this length, so that no length in the stream determines how much memory
+/// is reserved.
 const PIECE: usize = 64 * 1024;
 
 const END_OF_STATE: u64 = 0xffff_ffff_ef10_0001;

@@ -1,6 +1,6 @@
-//! What can be wrong with a migration stream, in words a person can act on.
+//! Errors of a migration stream, with what to do about them.
 //!
-//! Names taken from the stream appear in these messages only after they were found to be short and printable.
+//! Names from the stream appear in these messages only after they were checked to be short and printable.
 
 use std::io;
 
@@ -16,13 +16,13 @@ pub enum StreamError {
         /// The error of the operating system.
         source: io::Error,
     },
-    /// The stream ended in the middle of something.
+    /// The stream ended within an item.
     #[error("the stream ended while reading {reading}; QEMU at the other side stopped or cancelled the migration")]
     Truncated {
         /// What was being read.
         reading: &'static str,
     },
-    /// The bytes are not what this kind of channel starts with or continues with.
+    /// The bytes do not belong to this kind of channel.
     #[error("{what}: found {found:#x}, expected {expected:#x}; is this the right socket?")]
     Unexpected {
         /// The field.

@@ -1,4 +1,4 @@
-//! Buffered input with look-ahead and verbatim capture, for formats that say only afterwards whether more belongs to them.
+//! Buffered input with look-ahead and verbatim capture, for formats in which only the next bytes show whether an item has ended.
 
 use std::io::{self, Read};
 
@@ -13,7 +13,7 @@ pub(crate) struct Input<R> {
     buffer: Box<[u8]>,
     start: usize,
     end: usize,
-    /// Bytes taken since `begin_capture`, wanted verbatim.
+    /// Bytes read since `begin_capture`, verbatim.
     capture: Option<Vec<u8>>,
 }
 
@@ -57,7 +57,7 @@ impl<R: Read> Input<R> {
         Ok(self.end - self.start)
     }
 
-    /// The next `N` bytes without taking them; `None` when the stream ends before.
+    /// Returns the next `N` bytes without consuming them; `None` if the stream ends before.
     pub(crate) fn peek<const N: usize>(&mut self, reading: &'static str) -> Result<Option<[u8; N]>, StreamError> {
         if self.fill(N, reading)? < N {
             return Ok(None);
@@ -68,7 +68,7 @@ impl<R: Read> Input<R> {
     pub(crate) fn take(&mut self, into: &mut [u8], reading: &'static str) -> Result<(), StreamError> {
         let mut done = 0;
         while done < into.len() {
-            // At most half the buffer is asked for at once: a page never waits for more than itself.
+            // At most half the buffer is requested at once, so that a page never waits for bytes after it.
             let want = (into.len() - done).min(self.buffer.len() / 2);
             if self.fill(want, reading)? < want {
                 return Err(StreamError::Truncated { reading });
@@ -116,7 +116,7 @@ impl<R: Read> Input<R> {
         Ok(&name[..length])
     }
 
-    /// Whatever comes next, at least one byte unless the stream has ended (0). Buffered bytes first.
+    /// Reads the next bytes, at least one unless the stream has ended (0). Buffered bytes come first.
     pub(crate) fn read_some(&mut self, into: &mut [u8], doing: &'static str) -> Result<usize, StreamError> {
         let buffered = self.end - self.start;
         if buffered > 0 {

@@ -1,7 +1,7 @@
 //! Reads the main channel of a source QEMU, one event at a time, up to the end of RAM; the rest is opaque.
 //!
-//! After the RAM section's end come the sections of all other devices. They do not say where they end and are nobody's
-//! business but the destination QEMU's, so [`MainReader::read_opaque`] hands them on unread.
+//! After the RAM section's end come the sections of all other devices. Their ends are not marked, and only the destination QEMU
+//! can read them, so [`MainReader::read_opaque`] passes them on unread.
 
 use std::io::Read;
 
@@ -31,15 +31,15 @@ const FLAG_HOOK: u64 = 0x80;
 const FLAG_COMPRESS_PAGE: u64 = 0x100;
 pub(crate) const FLAG_MULTIFD_FLUSH: u64 = 0x200;
 
-/// PCI devices in one guest; each may have one section before the end of RAM.
+/// Maximum number of PCI devices in one guest; each may have one section before the end of RAM.
 const DEVICE_SECTIONS_LIMIT: usize = 1024;
 
-/// What the main channel says next.
+/// The next item of the main channel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
-    /// The eight bytes that every stream starts with. Write them to the destination at once: until it has them it may
-    /// not serve its other channels.
+    /// The eight bytes at the start of every stream. Write them to the destination at once: until it has them, it may not
+    /// serve its other channels.
     Header,
     /// The configuration section.
     Configuration(Configuration),
@@ -61,7 +61,7 @@ pub enum Event {
         /// Offset in the block, bytes.
         offset: u64,
     },
-    /// Each multifd channel delivers one SYNC before the main channel may go on. Means nothing without multifd: QEMU
+    /// Each multifd channel delivers one SYNC before the main channel may continue. Without multifd it has no meaning: QEMU
     /// 8.1 sends it even then.
     Flush,
     /// A RAM section has ended. Machine types up to 8.0: each multifd channel delivers one SYNC before the main channel
@@ -73,12 +73,12 @@ pub enum Event {
     },
     /// Part of a device's own section between the RAM sections, to be passed on verbatim.
     DeviceSection(DevicePiece),
-    /// All RAM has been sent; from here on only [`MainReader::read_opaque`] goes on. Said again each time.
+    /// All RAM has been sent; from here on, only [`MainReader::read_opaque`] continues. Every further call returns this again.
     RamEnd,
 }
 
 impl Event {
-    /// What it is, for messages.
+    /// Returns its name, for messages.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Header => "the stream's header",
@@ -145,7 +145,7 @@ pub struct MainReader<R> {
     device_sections: Vec<u32>,
     /// Name and length of each block.
     blocks: Vec<(String, u64)>,
-    /// The block that CONTINUE means. QEMU keeps it from section to section.
+    /// The block to which CONTINUE refers. QEMU keeps it from section to section.
     current_block: Option<usize>,
     setup_had_flush: bool,
 }
@@ -166,20 +166,20 @@ impl<R: Read> MainReader<R> {
         }
     }
 
-    /// Guest page size, bytes; final once the configuration has been read.
+    /// Returns the guest page size, bytes; final once the configuration has been read.
     #[must_use]
     pub fn page_size(&self) -> usize {
         self.page_size
     }
 
-    /// Whether the RAM setup section had a FLUSH record: then, with multifd on, FLUSH records are the sync points, else
-    /// each section's end is. Final after the setup section.
+    /// Returns whether the RAM setup section had a FLUSH record: then, with multifd on, FLUSH records are the sync points,
+    /// else each section's end is. Final after the setup section.
     #[must_use]
     pub fn setup_had_flush(&self) -> bool {
         self.setup_had_flush
     }
 
-    /// The reader underneath, to shut its socket down for example.
+    /// Returns the underlying reader, for example to shut its socket down.
     #[must_use]
     pub fn get_ref(&self) -> &R {
         self.input.get_ref()
@@ -211,9 +211,9 @@ impl<R: Read> MainReader<R> {
         }
     }
 
-    /// Gathers the pages that come next into `buffer`, as many as fit and are of the same block, up to the first record
-    /// that is not such a page; that one is left for [`next_event`](Self::next_event). Returns the number of pages, 0
-    /// when the next thing is not a page.
+    /// Reads the next pages into `buffer`, as many as fit and are of the same block, up to the first record that is not such a
+    /// page, which is left for [`next_event`](Self::next_event). Returns the number of pages; 0 if the next record is not a
+    /// page.
     ///
     /// May wait for a record after the last page. QEMU always sends one soon: it flushes its buffer at the end of each
     /// section, never between a page and the next record.
@@ -242,8 +242,8 @@ impl<R: Read> MainReader<R> {
         Ok(batch.offsets.len())
     }
 
-    /// Bytes after the end of RAM, as they are; 0 at the end of the stream. With a return path the source sends no end
-    /// of stream until it has seen SHUT there.
+    /// Reads bytes after the end of RAM, unchanged; returns 0 at the end of the stream. With a return path, the source does not
+    /// end the stream until it has received SHUT there.
     ///
     /// # Errors
     /// [`StreamError::Io`], or [`StreamError::Misuse`] before [`Event::RamEnd`].
@@ -390,7 +390,7 @@ impl<R: Read> MainReader<R> {
         }
     }
 
-    /// The block of a page record, whose flag word has been taken; checks that the page lies inside.
+    /// Returns the block of a page record, whose flag word has been read; checks that the page lies inside.
     fn page_block(&mut self, record: u64) -> Result<usize, StreamError> {
         let offset = record & !self.flag_mask();
         let block = if record & FLAG_CONTINUE != 0 {
@@ -433,7 +433,7 @@ impl<R: Read> MainReader<R> {
         Ok(())
     }
 
-    /// The header of a device section has been captured: it is the first piece.
+    /// Returns the captured header of a device section as its first piece.
     fn device_piece_start(&mut self, section_id: u32) -> Result<Event, StreamError> {
         self.state = State::Device(DeviceSection::new(section_id));
         Ok(Event::DeviceSection(DevicePiece { section_id, bytes: self.input.end_capture(), last: false }))

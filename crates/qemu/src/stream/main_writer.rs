@@ -1,6 +1,6 @@
 //! Writes the main channel that a destination QEMU reads.
 //!
-//! Small records are collected and leave with the next pages or at [`MainWriter::flush`]; page content is never copied.
+//! Small records are buffered and written with the next pages or at [`MainWriter::flush`]; page content is never copied.
 
 use std::io::{IoSlice, Write};
 
@@ -14,7 +14,7 @@ use super::{Command, Configuration, DevicePiece, MAIN_MAGIC, MAIN_VERSION, Strea
 
 /// Pages per system call: two slices each, within the kernel's 1024.
 const PAGES_PER_WRITE: usize = 128;
-/// Collected small records are written out beyond this length, bytes.
+/// Buffered small records are written out beyond this length, bytes.
 const PENDING_LIMIT: usize = 64 * 1024;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,13 +51,13 @@ pub struct MainWriter<W> {
     blocks: Vec<(String, u64)>,
     current_block: Option<usize>,
     pending: Vec<u8>,
-    /// Where each page of a call belongs in `pending`: the end of its record header.
+    /// The position of each page of a call in `pending`: the end of its record header.
     cuts: Vec<usize>,
     sync_points: u64,
 }
 
 impl<W: Write> MainWriter<W> {
-    /// Starts a channel to a destination QEMU of this variant. `multifd` says whether it has that capability on.
+    /// Starts a channel to a destination QEMU of this variant. `multifd`: whether it has that capability on.
     pub fn new(writer: W, variant: WireVariant, multifd: bool) -> Self {
         Self {
             writer,
@@ -74,7 +74,7 @@ impl<W: Write> MainWriter<W> {
         }
     }
 
-    /// How many SYNC packets each multifd channel must have carried in all by now. Bring each channel up to it with
+    /// Returns how many SYNC packets each multifd channel must have carried in all by now. Bring each channel up to it with
     /// [`MultifdWriter::sync_to`](super::MultifdWriter::sync_to) before any page of the next generation. Always 0
     /// without multifd.
     #[must_use]
@@ -82,13 +82,13 @@ impl<W: Write> MainWriter<W> {
         self.sync_points
     }
 
-    /// The writer underneath, to shut its socket down for example.
+    /// Returns the underlying writer, for example to shut its socket down.
     #[must_use]
     pub fn get_ref(&self) -> &W {
         &self.writer
     }
 
-    /// Ends writing and gives the writer back, without flushing.
+    /// Ends writing and returns the underlying writer, without flushing.
     pub fn into_inner(self) -> W {
         self.writer
     }
@@ -206,7 +206,7 @@ impl<W: Write> MainWriter<W> {
         Ok(())
     }
 
-    /// Writes pages of zeros of one block. Right for every destination: it looks whether the page is zero already and
+    /// Writes pages of zeros of one block. Correct for every destination: it checks whether the page is zero already and
     /// clears it if not.
     ///
     /// # Errors
@@ -299,7 +299,7 @@ impl<W: Write> MainWriter<W> {
         Ok(())
     }
 
-    /// Sends everything collected.
+    /// Writes all buffered records.
     ///
     /// # Errors
     /// [`StreamError::Io`].

@@ -1,8 +1,7 @@
-//! QEMU's precopy migration stream, read and written.
+//! Reads and writes QEMU's pre-copy migration stream.
 //!
-//! A gateway stands at the source (it reads what QEMU writes on its main channel and its multifd channels) and at the
-//! destination (it writes what QEMU expects there). Both ends are here, over any [`Read`](std::io::Read) and
-//! [`Write`](std::io::Write): no sockets, no threads, no clock.
+//! The source's gateway reads the source QEMU's main channel and multifd channels; the destination's gateway writes those of the
+//! destination QEMU. Both are here, over any [`Read`](std::io::Read) and [`Write`](std::io::Write): no sockets, no threads, no clock.
 //!
 //! ```text
 //! main channel     header · configuration · commands · RAM setup · RAM iterate … · RAM complete · opaque device state
@@ -10,12 +9,12 @@
 //! return path      PONG, SWITCHOVER_ACK, SHUT; from the destination, on the main channel's socket
 //! ```
 //!
-//! # What the stream tells by itself
+//! # What the readers learn from the stream itself
 //!
-//! The wire differs by *machine type*, not by QEMU version, and `-global migration.…` may override even that. The
-//! readers therefore take nothing from the machine type:
+//! The format differs by *machine type*, not by QEMU version, and `-global migration.…` may override even that. So the
+//! readers do not depend on the machine type:
 //!
-//! * Per-section or per-round synchronisation shows in the RAM setup section: a [`Event::Flush`] before its end means
+//! * The RAM setup section shows whether synchronisation is per section or per round: an [`Event::Flush`] before its end means
 //!   per round ([`MainReader::setup_had_flush`]).
 //! * Zero pages in a multifd packet are counted in its header. A QEMU that never puts them there leaves the word 0
 //!   (7.2 clears the whole packet when it is allocated), so reading it always is right and also covers a
@@ -23,9 +22,9 @@
 //! * Page sizes in the block list (post-copy capability on) are recognised by their value: see [`RamStart`].
 //! * `SWITCHOVER_START` is a command like others and is passed on when it comes.
 //!
-//! Only the writers need a [`WireVariant`]: nothing tells them what the destination QEMU expects.
+//! Only the writers need a [`WireVariant`]: the destination QEMU does not announce which format it expects.
 //!
-//! # The one rule of SYNC
+//! # The rule of SYNC
 //!
 //! A multifd channel of the destination stops after each SYNC packet until the main channel reaches its sync point, and
 //! the main channel stops at the sync point until each channel has delivered one SYNC. So each channel must carry
@@ -85,7 +84,7 @@ pub(crate) const MULTIFD_VERSION: u32 = 1;
 /// What a new connection from a source QEMU carries, by its first four bytes.
 ///
 /// The same test that QEMU's destination makes since 8.0. A channel whose first bytes are encrypted, a post-copy preempt
-/// channel, NBD and everything else is `Other`: those bytes are nobody's business here.
+/// channel, NBD and everything else is `Other`, whose bytes are not interpreted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChannelSniff {
     /// The main migration channel.
@@ -97,7 +96,7 @@ pub enum ChannelSniff {
 }
 
 impl ChannelSniff {
-    /// Names the channel that starts with `first`.
+    /// Returns the kind of the channel that starts with `first`.
     #[must_use]
     pub fn of(first: [u8; 4]) -> Self {
         match u32::from_be_bytes(first) {

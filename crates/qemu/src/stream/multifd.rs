@@ -1,7 +1,7 @@
-//! What a multifd channel is made of: the init packet, and the layout of the packets that follow.
+//! The format of a multifd channel: the init packet, and the layout of the packets that follow.
 //!
-//! A packet is a header of fixed length with room for 512 KiB worth of page offsets, however many are used, and then
-//! the content of the normal pages. Source: `migration/multifd.h`.
+//! A packet is a header of fixed length with offsets for 512 KiB of pages, however many are used, and then the content of the
+//! normal pages. Source: `migration/multifd.h`.
 
 use std::io::{Read, Write};
 
@@ -61,7 +61,7 @@ pub(crate) fn check_page_size(page_size: usize) -> Result<(), StreamError> {
 /// The first 64 bytes of a multifd channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MultifdInit {
-    /// The guest's UUID; zeros when it has none. The destination refuses another one than its own.
+    /// The guest's UUID; zeros if it has none. The destination refuses any but its own.
     pub uuid: [u8; 16],
     /// Number of the channel, from 0.
     pub id: u8,

@@ -1,6 +1,6 @@
 //! Reads the packets of one multifd channel of a source QEMU.
 //!
-//! A packet's header comes first, so that the caller can wait for room before it takes the content.
+//! A packet's header is read first, so that the caller can wait for room before it reads the content.
 
 use std::io::{self, IoSliceMut, Read};
 
@@ -23,11 +23,11 @@ const OFFSET_LIMIT: u64 = 1 << 48;
 pub struct MultifdReader<R> {
     reader: R,
     page_size: usize,
-    /// Room for the longest header. A device state header is shorter: what was read beyond it is content.
+    /// A buffer for the longest header. A device state header is shorter: bytes read beyond it are content.
     header: Box<[u8]>,
     /// The bytes of `header` that are content and not yet handed out.
     surplus: std::ops::Range<usize>,
-    /// Content bytes of the current packet that the caller has not taken yet.
+    /// Content bytes of the current packet that the caller has not read yet.
     payload_left: usize,
 }
 
@@ -42,31 +42,31 @@ impl<R: Read> MultifdReader<R> {
         Ok(Self { reader, page_size, header, surplus: 0..0, payload_left: 0 })
     }
 
-    /// The reader underneath, to shut its socket down for example.
+    /// Returns the underlying reader, for example to shut its socket down.
     #[must_use]
     pub fn get_ref(&self) -> &R {
         &self.reader
     }
 
-    /// Content bytes of the current packet that have not been read yet.
+    /// Returns the content bytes of the current packet that have not been read yet.
     #[must_use]
     pub fn payload_left(&self) -> usize {
         self.payload_left
     }
 
-    /// Reads the next packet's header into `packet`. Offsets are checked to be whole pages below 2^48; that they lie
-    /// inside their block is the caller's to check, who knows the blocks.
+    /// Reads the next packet's header into `packet`. Offsets are checked to be whole pages below 2^48; the caller, which
+    /// knows the blocks, must check that they lie inside their block.
     ///
     /// # Errors
-    /// [`StreamError`]; the reader is of no use afterwards. [`StreamError::Misuse`] when content of the last packet is
-    /// still to be read.
+    /// [`StreamError`]; the reader is unusable afterwards. [`StreamError::Misuse`] if content of the last packet was not
+    /// read yet.
     pub fn read_header(&mut self, packet: &mut MultifdPacket) -> Result<PacketKind, StreamError> {
         const READING: &str = "multifd packet header";
         if self.payload_left > 0 {
             return Err(StreamError::Misuse("the packet before still has content to be read"));
         }
         clear(packet);
-        // Bytes of this header may have come along with a short device state packet.
+        // Bytes of this header may have been read with a short device state packet.
         let mut have = self.surplus.len();
         self.header.copy_within(self.surplus.clone(), 0);
         self.surplus = 0..0;

@@ -12,7 +12,7 @@ use super::{MULTIFD_MAGIC, MULTIFD_VERSION, StreamError, WireVariant};
 
 const DOING: &str = "writing a multifd channel to QEMU";
 
-/// Slices that the caller's page data may consist of, at most: a full packet of separate 4 KiB pages.
+/// Maximum number of slices of the caller's page data: a full packet of separate 4 KiB pages.
 const SLICES: usize = 128;
 
 /// Writer of one channel, after its [`MultifdInit`](super::MultifdInit).
@@ -40,18 +40,18 @@ impl<W: Write> MultifdWriter<W> {
         Ok(Self { writer, variant, page_size, header, packet_num: 0, syncs: 0 })
     }
 
-    /// The writer underneath, to shut its socket down for example.
+    /// Returns the underlying writer, for example to shut its socket down.
     #[must_use]
     pub fn get_ref(&self) -> &W {
         &self.writer
     }
 
-    /// Ends writing and gives the writer back.
+    /// Ends writing and returns the underlying writer.
     pub fn into_inner(self) -> W {
         self.writer
     }
 
-    /// SYNC packets sent so far.
+    /// Returns how many SYNC packets were sent so far.
     #[must_use]
     pub fn syncs(&self) -> u64 {
         self.syncs
@@ -105,7 +105,7 @@ impl<W: Write> MultifdWriter<W> {
             return Err(StreamError::Misuse("the channel has carried more SYNCs than there are sync points"));
         }
         while self.syncs < sync_points {
-            // SYNC packets are empty, as since QEMU 9.0; older destinations take them the same way.
+            // SYNC packets are empty, as since QEMU 9.0; older destinations accept them as well.
             self.finish_header(FLAG_SYNC, 0, 0);
             write_all_vectored(&mut self.writer, &mut [IoSlice::new(&self.header)], DOING)?;
             self.syncs += 1;
@@ -155,7 +155,7 @@ fn put32(bytes: &mut [u8], at: usize, value: u32) {
     bytes[at..at + 4].copy_from_slice(&value.to_be_bytes());
 }
 
-/// A name into its field of 256 bytes, NUL behind it.
+/// Writes a name to its field of 256 bytes, followed by NUL.
 fn put_name(field: &mut [u8], name: &str) -> Result<(), StreamError> {
     if name.is_empty() || name.len() >= field.len() {
         return Err(StreamError::Misuse("a block or device name has 1 to 255 bytes"));

@@ -1,4 +1,4 @@
-//! The return path: what the destination QEMU tells the source, backwards on the main channel's socket.
+//! The return path: messages of the destination QEMU to the source, backwards on the main channel's socket.
 
 use std::io::{IoSlice, Read, Write};
 use sterna_wire::control::ReturnPath;
@@ -20,7 +20,7 @@ const SWITCHOVER_ACK: u16 = 7;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReturnMessage {
-    /// The destination has finished loading: 0 when all is well, else the source resumes its guest.
+    /// The destination has finished loading: 0 on success, else the source resumes its guest.
     Shut(u32),
     /// Answer to a PING of the same value.
     Pong(u32),
@@ -88,13 +88,13 @@ impl<R: Read> ReturnPathReader<R> {
         Self { input: Input::with_capacity(reader, CAPACITY) }
     }
 
-    /// The reader underneath, to shut its socket down for example.
+    /// Returns the underlying reader, for example to shut its socket down.
     #[must_use]
     pub fn get_ref(&self) -> &R {
         self.input.get_ref()
     }
 
-    /// The next message; `None` when the destination has closed the path between messages.
+    /// Reads the next message; `None` if the destination has closed the path between messages.
     ///
     /// # Errors
     /// [`StreamError`]; requests that only post-copy makes are refused.

@@ -1,9 +1,9 @@
-//! Which form of the stream a destination QEMU expects: decided by the machine type's compatibility properties.
+//! The format variant of the stream that a destination QEMU expects, which depends on the machine type's compatibility properties.
 //!
 //! Source: `hw/core/machine.c`, the `hw_compat_*` tables: `multifd-flush-after-each-section` on up to 8.0,
 //! `zero-page-detection=legacy` up to 8.2, `send-switchover-start` off up to 9.2.
 
-/// The form of the stream, oldest first. Each form adds one thing to the one before.
+/// The format variant of the stream, oldest first. Each variant adds one feature to the one before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WireVariant {
     /// Machine types up to 8.0: every RAM section's end waits for one SYNC of each channel; zero pages travel on the
@@ -18,14 +18,14 @@ pub enum WireVariant {
 }
 
 impl WireVariant {
-    /// The newest form known; unversioned names such as `q35` stand for a QEMU's newest machine type.
+    /// The newest known variant. Unversioned names such as `q35` stand for a QEMU's newest machine type.
     pub const NEWEST: Self = Self::SwitchoverStart;
 
-    /// The form that belongs to a machine type's name, such as `pc-q35-7.2` or `virt-9.0`.
+    /// Returns the variant of a machine type's name, such as `pc-q35-7.2` or `virt-9.0`.
     ///
-    /// An unversioned alias (`pc`, `q35`, `virt`, `microvm`) counts as newest, which is true for a new QEMU only: ask the
-    /// QEMU (`query-machines`) for the full name first. `None` for names that carry a distribution's own version
-    /// (`pc-q35-rhel9.4.0`, `pc-i440fx-jammy`): then let the source's stream decide with [`Self::from_setup`].
+    /// An unversioned alias (`pc`, `q35`, `virt`, `microvm`) counts as newest, which is correct only for a new QEMU: query the
+    /// full name (`query-machines`) first. Returns `None` for names with a distribution's own version (`pc-q35-rhel9.4.0`,
+    /// `pc-i440fx-jammy`): use [`Self::from_setup`] then.
     #[must_use]
     pub fn for_machine(name: &str) -> Option<Self> {
         let versions: Vec<(u32, u32)> = name.split('-').filter_map(version).collect();
@@ -41,27 +41,27 @@ impl WireVariant {
         }
     }
 
-    /// The oldest form that agrees with what a source was seen to send in its RAM setup section (with multifd on).
+    /// Returns the oldest variant that fits the source's RAM setup section (with multifd on).
     ///
-    /// Right for every destination of the same machine type, because newer forms only *allow* more.
+    /// It is correct for every destination of the same machine type, because newer variants only *allow* more.
     #[must_use]
     pub fn from_setup(had_flush: bool) -> Self {
         if had_flush { Self::PerRoundSync } else { Self::PerSectionSync }
     }
 
-    /// Whether the end of each RAM section is a sync point (else the FLUSH record is).
+    /// Returns whether the end of each RAM section is a sync point; else the FLUSH record is.
     #[must_use]
     pub fn syncs_per_section(self) -> bool {
         self == Self::PerSectionSync
     }
 
-    /// Whether multifd packets may name zero pages. An older destination ignores that count and loses the pages.
+    /// Returns whether multifd packets may list zero pages. An older destination ignores their count and loses the pages.
     #[must_use]
     pub fn zero_pages_in_packets(self) -> bool {
         self >= Self::ZeroPagesInPackets
     }
 
-    /// Whether the destination knows `SWITCHOVER_START` and device state in multifd packets.
+    /// Returns whether the destination knows `SWITCHOVER_START` and device state in multifd packets.
     #[must_use]
     pub fn switchover_start(self) -> bool {
         self >= Self::SwitchoverStart

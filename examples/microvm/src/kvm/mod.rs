@@ -1,8 +1,8 @@
 //! vCPUs on KVM: a VM with the machine's RAM, and vCPUs in 64-bit user mode from the first instruction on.
 //!
-//! User mode is what every KVM runs without emulating instructions, also where it has no help of the processor (kvm_pvm).
-//! The payload needs nothing else: no interrupts, no system calls. An exception it should raise has no handler and ends
-//! the machine. Devices are reached by writes to addresses without memory; ports would need a privilege.
+//! Every KVM runs user mode without emulating instructions, even without hardware support (kvm_pvm). The payload needs nothing
+//! else: no interrupts, no system calls. An exception has no handler and ends the machine. Devices are accessed by writes to
+//! addresses without memory, because ports would need a privilege.
 
 mod state;
 
@@ -28,11 +28,11 @@ pub(crate) use state::KvmVcpuState;
 
 /// Entries of 16 bytes in each vCPU's dirty ring, if the machine has them.
 const RING_BYTES: u32 = 1 << 20;
-/// The payload, to be placed at `RAM_START` and entered at its first byte. Made by `build.rs`.
+/// The payload, which lies at `RAM_START` and is entered at its first byte. Made by `build.rs`.
 static PAYLOAD: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/payload.bin"));
 const _: () = assert!(PAYLOAD.len() as u64 <= PAYLOAD_ROOM);
 
-/// Of a page table entry: present, writable, for user mode, accessed. (Set already, so that nobody sets it.)
+/// Flags of a page table entry: present, writable, for user mode, accessed (set now, so that the CPU does not set it).
 const TABLE: u64 = 0x27;
 /// The same for 2 MiB, and dirty.
 const HUGE_PAGE: u64 = 0xE7;
@@ -40,11 +40,11 @@ const HUGE_PAGE: u64 = 0xE7;
 /// A VM with its vCPUs.
 pub(crate) struct KvmMachine {
     pub(crate) vcpus: Vec<KvmVcpu>,
-    /// Unless the process's own memory is watched.
+    /// KVM's dirty log, unless write protection tracks the process's own memory.
     pub(crate) log: Option<Box<dyn DirtyLog>>,
 }
 
-/// KVM, if it can make machines, else why not.
+/// Opens KVM, and makes a VM.
 pub(crate) fn open() -> Result<(Kvm, VmFd), Error> {
     let kvm = Kvm::new().map_err(|error| Error::system("open /dev/kvm")(errno(error)))?;
     let vm = kvm.create_vm().map_err(|error| Error::system("create a KVM virtual machine")(errno(error)))?;
@@ -55,13 +55,13 @@ fn errno(error: kvm_ioctls::Error) -> std::io::Error {
     std::io::Error::from_raw_os_error(error.errno())
 }
 
-/// For `map_err`, on what KVM says.
+/// Converts an error of KVM, for `map_err`.
 fn refused(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> Error {
     move |error| Error::system(format!("{what} (KVM)"))(errno(error))
 }
 
 impl KvmMachine {
-    /// With `ram`, whose memory is not looked at.
+    /// Makes a VM with `ram`, whose content is not accessed.
     pub(crate) fn new(
         (kvm, vm): (Kvm, VmFd),
         ram: &Arc<GuestRam>,
@@ -71,7 +71,7 @@ impl KvmMachine {
         // SAFETY: open as long as `vm` is.
         let vm_fd = unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) };
         if tracking == Tracking::Ring {
-            // Comes before vCPUs are made.
+            // Must be enabled before vCPUs are made.
             kvm_ring::enable(vm_fd, RING_BYTES)?;
         }
         let mut slots = Vec::new();
@@ -116,7 +116,7 @@ impl KvmMachine {
                 // SAFETY: open as long as `fds` are.
                 let vcpus: Vec<_> = fds.iter().map(|fd| unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }).collect();
                 // SAFETY: these are the slots just made, which stay as they are, all the vCPUs, and the size enabled.
-                // Nobody else harvests.
+                // No other code harvests them.
                 let log = unsafe { KvmRingLog::new(vm_fd, &vcpus, RING_BYTES, &blocks, slots)? };
                 harvester = Some(log.harvester());
                 Some(Box::new(log))
@@ -141,7 +141,7 @@ pub(crate) fn place_payload(ram: &GuestRam, layout: &GuestLayout) {
     let to = ram.at(RAM_START, PAYLOAD.len() as u64);
     // SAFETY: as many bytes of RAM, which is no part of this program's image.
     unsafe { ptr::copy_nonoverlapping(PAYLOAD.as_ptr(), to, PAYLOAD.len()) };
-    // All where it is, from the devices to the end of RAM, by pages of 2 MiB.
+    // Identity mapping, from the devices to the end of RAM, by pages of 2 MiB.
     let (fourth, third) = (layout.page_tables, layout.page_tables + PAGE);
     ram.write(fourth, third | TABLE);
     let gibs = layout.end.div_ceil(1 << 30);
@@ -157,7 +157,7 @@ pub(crate) fn place_payload(ram: &GuestRam, layout: &GuestLayout) {
 /// A vCPU.
 pub(crate) struct KvmVcpu {
     fd: VcpuFd,
-    /// What processor it is.
+    /// Its CPU features.
     cpu_id: CpuId,
     /// Numbers of the model specific registers that move.
     msrs: Vec<u32>,
@@ -210,7 +210,7 @@ impl Vcpu for KvmVcpu {
         Ok(self.exit(serial)?.unwrap_or(Exit::Nothing))
     }
 
-    /// Memory accesses to devices are ended by entering KVM again; `immediate_exit` has it do just that
+    /// Memory accesses to devices are completed by entering KVM again; `immediate_exit` limits it to that
     /// (`Documentation/virt/kvm/api.rst`, on `KVM_EXIT_MMIO`).
     fn finish(&mut self, serial: &SerialPort) -> Result<Option<Exit>, String> {
         self.fd.set_kvm_immediate_exit(1);
@@ -228,9 +228,9 @@ impl Vcpu for KvmVcpu {
     }
 
     fn boot(&mut self, layout: &GuestLayout, share: &ShareLayout) -> Result<(), String> {
-        let told = |error: kvm_ioctls::Error| format!("KVM does not tell its registers: {error}");
+        let failed = |error: kvm_ioctls::Error| format!("KVM does not return its registers: {error}");
         let taken = |error: kvm_ioctls::Error| format!("KVM does not take its registers: {error}");
-        let mut special = self.fd.get_sregs().map_err(told)?;
+        let mut special = self.fd.get_sregs().map_err(failed)?;
         special.cs = flat_segment(0b1011);
         for segment in [&mut special.ds, &mut special.es, &mut special.fs, &mut special.gs, &mut special.ss] {
             *segment = flat_segment(0b0011);
@@ -243,7 +243,7 @@ impl Vcpu for KvmVcpu {
         // Long mode, enabled and active.
         special.efer |= 1 << 8 | 1 << 10;
         self.fd.set_sregs(&special).map_err(taken)?;
-        let mut registers = self.fd.get_regs().map_err(told)?;
+        let mut registers = self.fd.get_regs().map_err(failed)?;
         registers.rip = RAM_START;
         registers.rflags = 2;
         // As if called: a return address is on the stack (System V ABI), though none to return to.

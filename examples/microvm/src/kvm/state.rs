@@ -1,8 +1,8 @@
-//! The state of a vCPU: read from KVM, written down, checked and given to KVM again.
+//! The state of a vCPU: read from KVM, serialised, checked and loaded into KVM again.
 //!
-//! Everything of a vCPU that KVM lets be read and the payload can have changed. Without interrupt controllers in KVM there
-//! is no state of theirs. A state comes over the network: KVM itself checks what it is given, and what it means for the
-//! guest is the guest's; nothing in it is an address of this process.
+//! It contains everything of a vCPU that KVM can return and the payload can have changed. KVM has no interrupt controllers here, so
+//! there is no state of theirs. A state comes over the network: KVM itself checks the values, which concern only the guest; none of
+//! them is an address of this process.
 
 use kvm_bindings::{
     CpuId, Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events,
@@ -11,7 +11,7 @@ use kvm_bindings::{
 use kvm_ioctls::{Kvm, VcpuFd};
 use serde::{Deserialize, Serialize};
 
-/// Model specific registers that are moved where KVM has them. `Documentation/virt/kvm/x86/msr.rst` and the processors'
+/// Model specific registers that are moved if KVM has them. `Documentation/virt/kvm/x86/msr.rst` and the processors'
 /// manuals: time stamp, its auxiliary value, memory types, and the registers of system calls.
 const MSRS: [u32; 11] = [
     0x10,        // IA32_TIME_STAMP_COUNTER
@@ -27,11 +27,11 @@ const MSRS: [u32; 11] = [
     0xc000_0103, // IA32_TSC_AUX
 ];
 
-/// Of a vCPU. What this KVM cannot tell is not there.
+/// The state of a vCPU. Parts that this KVM cannot return are absent.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct KvmVcpuState {
-    /// What processor the guest believes to be on.
+    /// The CPU features that the guest sees.
     cpu_id: Vec<kvm_cpuid_entry2>,
     registers: kvm_regs,
     special: kvm_sregs,
@@ -43,24 +43,24 @@ pub(crate) struct KvmVcpuState {
     events: Option<kvm_vcpu_events>,
 }
 
-/// Those of `MSRS` that this KVM has.
+/// Returns those of `MSRS` that this KVM has.
 pub(super) fn movable_msrs(kvm: &Kvm) -> Vec<u32> {
     let known = kvm.get_msr_index_list().map(|list| list.as_slice().to_vec()).unwrap_or_default();
     MSRS.into_iter().filter(|number| known.contains(number)).collect()
 }
 
-/// For `map_err`.
+/// Converts an error of KVM, for `map_err`.
 fn cannot(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> String {
     move |error| format!("KVM does not {what}: {error}")
 }
 
 impl KvmVcpuState {
-    /// Of a vCPU that stands and has nothing begun.
+    /// Reads the state of a paused vCPU without an incomplete exit.
     pub(super) fn save(vcpu: &VcpuFd, cpu_id: &CpuId, msrs: &[u32]) -> Result<Self, String> {
         Ok(Self {
             cpu_id: cpu_id.as_slice().to_vec(),
-            // The order matters little as nothing runs, except that the run state is asked for first: that has KVM
-            // take what came in meanwhile into account.
+            // The order matters little, because the vCPU is paused. Only the run state must be read first: KVM then processes
+            // pending events.
             run_state: vcpu.get_mp_state().ok(),
             registers: vcpu.get_regs().map_err(cannot("tell the registers"))?,
             special: vcpu.get_sregs().map_err(cannot("tell the special registers"))?,
@@ -72,11 +72,11 @@ impl KvmVcpuState {
         })
     }
 
-    /// Gives it to a vCPU that never ran, whose processor can be `supported`. Returns what processor it is now.
+    /// Loads the state into a vCPU that never ran, on a host with the features `supported`. Returns the vCPU's features.
     pub(super) fn load(&self, vcpu: &VcpuFd, supported: &CpuId) -> Result<CpuId, String> {
         check_processor(&self.cpu_id, supported.as_slice())?;
         let cpu_id = CpuId::from_entries(&self.cpu_id).map_err(|_| "it describes too large a processor".to_owned())?;
-        // What processor it is comes first, since it decides what the other registers may hold.
+        // CPUID comes first, since it determines the valid values of the other registers.
         vcpu.set_cpuid2(&cpu_id).map_err(cannot("take the processor"))?;
         if let Some(run_state) = self.run_state {
             vcpu.set_mp_state(run_state).map_err(cannot("take the run state"))?;
@@ -105,18 +105,18 @@ impl KvmVcpuState {
     }
 }
 
-/// KVM stops at the first that it does not tell; that one is left out.
+/// Reads registers. KVM stops at the first one that it cannot return; that one is left out.
 fn read_msrs(vcpu: &VcpuFd, numbers: &[u32]) -> Vec<kvm_msr_entry> {
-    let mut told = Vec::new();
+    let mut found = Vec::new();
     for number in numbers {
         let entry = kvm_msr_entry { index: *number, ..Default::default() };
         if let Ok(mut one) = Msrs::from_entries(&[entry])
-            && vcpu.get_msrs(&mut one).is_ok_and(|told| told == 1)
+            && vcpu.get_msrs(&mut one).is_ok_and(|count| count == 1)
         {
-            told.extend_from_slice(one.as_slice());
+            found.extend_from_slice(one.as_slice());
         }
     }
-    told
+    found
 }
 
 /// Leaves of CPUID whose registers are features, one bit each: (leaf, subleaf, which of eax, ebx, ecx, edx).
@@ -130,7 +130,7 @@ const FEATURES: [(u32, u32, [bool; 4]); 5] = [
 /// Bits of leaf 1, ecx, that are no features but state of the guest: whether it has enabled XSAVE.
 const OSXSAVE: u32 = 1 << 27;
 
-/// Whether a guest that knows the processor `guest` finds all its features on `host`.
+/// Checks that `host` has all CPU features that the guest sees in `guest`.
 fn check_processor(guest: &[kvm_cpuid_entry2], host: &[kvm_cpuid_entry2]) -> Result<(), String> {
     let registers = |entries: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32| {
         let found = entries.iter().find(|entry| entry.function == leaf && entry.index == subleaf);
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_processor_that_lacks_what_the_guest_knows_is_refused_in_words() {
+    fn a_host_without_a_cpu_feature_of_the_guest_is_refused_with_the_reason() {
         let entry = |ebx: u32| kvm_cpuid_entry2 { function: 7, ebx, ..Default::default() };
         assert_eq!(check_processor(&[entry(0b0110)], &[entry(0b1110)]), Ok(()));
         let error = check_processor(&[entry(0b0110)], &[entry(0b1010)]).expect_err("a feature is missing");

@@ -1,8 +1,7 @@
-//! The memory of a device: blocks whose right content is known, and which of them a migration has yet to save.
+//! The memory of a device: blocks of known content, and which of them a migration still has to save.
 //!
-//! A block's content follows from the device, the block and how often it was written (its generation), as that of the guest's pages
-//! does (`guest/src/page.rs`). The generations are in a table besides, so that a block that was lost, damaged, of another place or older than it
-//! must be is seen.
+//! A block's content follows from the device, the block and how often it was written (its generation), like that of the guest's pages
+//! (`guest/src/page.rs`). The generations are also in a table, so that a lost, damaged, misplaced or stale block is detected.
 
 use std::fmt;
 
@@ -19,16 +18,16 @@ pub(super) struct Memory {
     device: u32,
     blocks: Vec<Page>,
     generations: Vec<u32>,
-    /// Written since they were last saved.
+    /// Blocks written since they were last saved.
     dirty: PageBitmap,
     written: u64,
     verified: Verified,
 }
 
-/// What was found by looking at a device's blocks.
+/// The result of checking a device's blocks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
-    /// Blocks that were looked at; one that was looked at twice counts twice.
+    /// Blocks checked; a block that was checked twice counts twice.
     pub blocks: u64,
     /// Wrong ones, likewise.
     pub wrong: u64,
@@ -36,12 +35,12 @@ pub struct Verified {
     pub first: Option<WrongBlock>,
 }
 
-/// A block that is not what was written to it last.
+/// A block that does not have its last written content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WrongBlock {
-    /// Which.
+    /// Its number.
     pub block: u64,
-    /// What is in it.
+    /// How its content differs.
     pub fault: Fault,
 }
 
@@ -52,7 +51,7 @@ impl fmt::Display for WrongBlock {
 }
 
 impl Memory {
-    /// Zeros, which are no right content.
+    /// Makes a memory of zeros, which is no valid content.
     pub(super) fn new(device: u32, blocks: u64) -> Self {
         Self {
             device,
@@ -68,7 +67,7 @@ impl Memory {
         self.generations.len() as u64
     }
 
-    /// Blocks written again since the beginning.
+    /// Returns the number of blocks rewritten since the beginning.
     pub(super) fn written(&self) -> u64 {
         self.written
     }
@@ -77,7 +76,7 @@ impl Memory {
         self.verified.clone()
     }
 
-    /// Another device's blocks have other numbers, so that they are told apart.
+    /// Returns the number of a block for its content. Each device has other numbers, so that blocks of two devices differ.
     fn number(&self, block: u64) -> u64 {
         (u64::from(self.device) << 32) | block
     }
@@ -98,12 +97,12 @@ impl Memory {
         (0..self.blocks()).for_each(|block| self.write(block, FIRST_GENERATION));
     }
 
-    /// Writes a block again, and looks before whether it was right.
+    /// Rewrites a block, after checking its content.
     pub(super) fn rewrite(&mut self, block: u64) {
         self.verify(block);
         let generation = self.generations[block as usize].wrapping_add(1).max(FIRST_GENERATION);
         self.write(block, generation);
-        // From another host, it may be any number.
+        // A number from another host may have any value.
         self.written = self.written.wrapping_add(1);
     }
 
@@ -116,23 +115,23 @@ impl Memory {
         }
     }
 
-    /// Looks at all blocks.
+    /// Checks all blocks.
     pub(super) fn verify_all(&mut self) {
         (0..self.blocks()).for_each(|block| self.verify(block));
     }
 
-    /// All of it is to be saved.
+    /// Marks all blocks as to be saved.
     pub(super) fn all_dirty(&mut self) {
         let blocks = self.blocks();
         self.dirty.set(0..blocks);
     }
 
-    /// Bytes to be saved.
+    /// Returns the number of bytes to be saved.
     pub(super) fn dirty_bytes(&self) -> u64 {
         self.dirty.count() * BLOCK as u64
     }
 
-    /// The first block from `from` on that is to be saved, and its content; it counts as saved from now on.
+    /// Returns the first block from `from` on that is to be saved, with its content, and marks it as saved.
     pub(super) fn take_dirty(&mut self, from: u64, content: &mut Page) -> Option<u64> {
         let block = self.dirty.next_run(from, 1)?.start;
         self.dirty.clear(block..block + 1);
@@ -140,23 +139,23 @@ impl Memory {
         Some(block)
     }
 
-    /// The generations, for whoever saves them.
+    /// Returns the generations, which are saved last.
     pub(super) fn generations(&self) -> &[u32] {
         &self.generations
     }
 
-    /// Content from another memory; it is looked at once the generations are there.
+    /// Sets a block's content from another host; it is checked once the generations have arrived.
     pub(super) fn place(&mut self, block: u64, content: &Page) {
         self.blocks[block as usize] = *content;
     }
 
-    /// What else there is of another memory.
+    /// Sets the counters and generations from another host.
     pub(super) fn set_generations(&mut self, generations: Vec<u32>, written: u64) {
         assert_eq!(generations.len(), self.generations.len());
         (self.generations, self.written) = (generations, written);
     }
 
-    /// Over all blocks and generations.
+    /// Returns the checksum over all blocks and generations.
     pub(super) fn checksum(&self) -> u32 {
         let mut checksum = Crc32c::new();
         checksum.update(self.blocks.as_flattened());

@@ -1,7 +1,7 @@
 //! A device with a large state of its own: memory beside guest RAM that a thread of the monitor writes while the guest runs.
 //!
-//! It stands for what a graphics card, an accelerator or a file system's back-end keeps. Of a migration it asks what they ask: the
-//! state is too much to be sent while the guest stands, and goes on changing while it is sent ahead. `moving.rs` is what the library sees of it.
+//! It represents a graphics card, an accelerator or a file system's back-end. A migration has the same problem with it: the state is
+//! too large to be sent while the guest is paused, and changes while it is sent before. `moving.rs` implements the library's interface.
 
 mod memory;
 mod moving;
@@ -20,10 +20,10 @@ use crate::pace::Pace;
 
 /// Blocks that are written per second: 1 MiB.
 const RATE: Rate = Rate::PagesPerSecond(256);
-/// Between two goes.
+/// Pause between two bursts of writes.
 const REST: Duration = Duration::from_millis(20);
-/// The most memory of one device: numbers of blocks have 32 bits, and all of it is in this process.
-const MOST: u64 = 1 << 40;
+/// Maximum bytes of one device: block numbers have 32 bits, and all of the memory is in this process.
+const MAX_BYTES: u64 = 1 << 40;
 
 /// A device.
 pub struct Scratch {
@@ -34,22 +34,22 @@ pub struct Scratch {
 
 struct State {
     memory: Memory,
-    /// Its content is that of a device: it was filled, or loaded.
+    /// The device has content: it was filled, or loaded.
     whole: bool,
     runs: bool,
     quit: bool,
 }
 
 impl Scratch {
-    /// The device of that number, with so many bytes of memory and nothing in it.
+    /// Makes the device of this number, with this many bytes of memory and no content.
     ///
     /// # Errors
-    /// [`Error::Config`] where they are no whole blocks of 4 KiB, none or too many.
+    /// [`Error::Config`] if the bytes are not whole blocks of 4 KiB, none or too many.
     pub(crate) fn new(number: u32, bytes: u64) -> Result<Self, Error> {
         let block = BLOCK as u64;
-        if bytes == 0 || !bytes.is_multiple_of(block) || bytes > MOST {
+        if bytes == 0 || !bytes.is_multiple_of(block) || bytes > MAX_BYTES {
             return Err(Error::Config(format!(
-                "device {number} with {bytes} bytes of memory: whole blocks of {block} up to {MOST} are possible"
+                "device {number} with {bytes} bytes of memory: whole blocks of {block} up to {MAX_BYTES} are possible"
             )));
         }
         let state = State { memory: Memory::new(number, bytes / block), whole: false, runs: false, quit: false };
@@ -57,31 +57,31 @@ impl Scratch {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // What is in there is as good after a panic as before.
+        // The state is consistent even after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Which of the machine's devices it is, from 0.
+    /// Returns its number among the machine's devices, from 0.
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// Blocks of 4 KiB.
+    /// Returns the number of its blocks of 4 KiB.
     pub fn blocks(&self) -> u64 {
         self.lock().memory.blocks()
     }
 
-    /// Blocks that were written again since the device was filled, wherever that was.
+    /// Returns how many blocks were rewritten since the device was filled, on any host.
     pub fn written(&self) -> u64 {
         self.lock().memory.written()
     }
 
-    /// What was found wrong so far: before blocks were written again, when they were loaded, and by [`Scratch::verify`].
+    /// Returns the errors found so far: before blocks were rewritten, when they were loaded, and by [`Scratch::verify`].
     pub fn verified(&self) -> Verified {
         self.lock().memory.verified()
     }
 
-    /// Looks at all blocks, if there is anything in them.
+    /// Checks all blocks, if the device has content.
     pub fn verify(&self) {
         let mut state = self.lock();
         if state.whole {
@@ -89,7 +89,7 @@ impl Scratch {
         }
     }
 
-    /// Whether there is anything in it.
+    /// Returns whether the device has content.
     pub(crate) fn is_whole(&self) -> bool {
         self.lock().whole
     }
@@ -106,7 +106,7 @@ impl Scratch {
         self.changed.notify_all();
     }
 
-    /// When this returns nothing is written any more.
+    /// Pauses the device. When this returns, it writes nothing.
     pub(crate) fn pause(&self) {
         self.lock().runs = false;
     }
@@ -116,7 +116,7 @@ impl Scratch {
         self.changed.notify_all();
     }
 
-    /// Writes until [`Self::quit`]; on a thread of its own.
+    /// Writes, on a thread of its own, until [`Self::quit`].
     pub(crate) fn run(&self) {
         let mut pace = Pace::new();
         let mut state = self.lock();

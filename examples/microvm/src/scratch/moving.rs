@@ -1,8 +1,8 @@
-//! A device as the library sees it: what a source saves of it ahead and at the end, and how a destination loads that.
+//! The library's interface of a device: a source saves its state while the guest runs and at the end, and a destination loads it.
 //!
 //! ```text
 //! magic (8), version (4), number (4), blocks (8)
-//! block (8), content (4096)         again and again; of a block that comes twice the later one counts
+//! block (8), content (4096)         any number; if a block comes twice, the later content counts
 //! !0 (8), written (8), generation of each block (4 each), checksum over all of it (4)
 //! ```
 //! Numbers are little-endian.
@@ -18,30 +18,30 @@ use super::{Scratch, State};
 
 const MAGIC: [u8; 8] = *b"scratch\0";
 const VERSION: u32 = 1;
-/// In place of a block's number: what follows is no block.
+/// In place of a block's number: marks the end of the blocks.
 const END: u64 = u64::MAX;
 
 impl Scratch {
-    /// What both sides know it by.
+    /// Returns the device's identity on both sides.
     pub fn id(&self) -> DeviceId {
         DeviceId::new("scratch", self.number)
     }
 }
 
-/// A device whose state is saved, all of it once and again what was written since.
+/// Saves a device's state: all blocks once, and then those written since.
 pub struct SaveScratch {
     device: Arc<Scratch>,
     begun: bool,
 }
 
 impl SaveScratch {
-    /// Of this device.
+    /// Saves this device.
     pub fn new(device: &Arc<Scratch>) -> Self {
         device.lock().memory.all_dirty();
         Self { device: Arc::clone(device), begun: false }
     }
 
-    /// One look from the first block to the last: a block that is written meanwhile may be left to the next.
+    /// Saves dirty blocks in one pass from the first block to the last. A block that is written meanwhile may be left to the next pass.
     fn save_dirty(&mut self, state: &mut dyn Write) -> Result<(), VmmError> {
         if !self.begun {
             self.begun = true;
@@ -52,7 +52,7 @@ impl SaveScratch {
         }
         let (mut from, mut content) = (0, [0; BLOCK]);
         loop {
-            // The device writes on while this is sent, and is paused while this waits.
+            // The lock is held for one block at a time, so the device continues to write while blocks are sent.
             let Some(block) = self.device.lock().memory.take_dirty(from, &mut content) else { return Ok(()) };
             from = block + 1;
             state.write_all(&block.to_le_bytes())?;
@@ -86,11 +86,11 @@ impl SaveDevice for SaveScratch {
     }
 }
 
-/// A device whose state is loaded.
+/// Loads a device's state.
 pub struct LoadScratch(Arc<Scratch>);
 
 impl LoadScratch {
-    /// Into this device, which has nothing in it yet.
+    /// Loads into this device, which has no content yet.
     pub fn new(device: &Arc<Scratch>) -> Self {
         Self(Arc::clone(device))
     }

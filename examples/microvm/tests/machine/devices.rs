@@ -3,7 +3,7 @@
 use sterna_microvm::migration::{devices_to_load, devices_to_save};
 use sterna_microvm::{Config, Error, Machine};
 
-use crate::support::{KINDS, LONG, PAGE, Said, busy, config, copy, filled, machine, move_state};
+use crate::support::{KINDS, LONG, PAGE, SerialOutput, busy, config, copy, filled, machine, move_state};
 
 const BLOCKS: u64 = 64;
 
@@ -27,8 +27,8 @@ fn all_right(machine: &Machine) {
 
 #[test]
 fn devices_stand_while_the_guest_does_and_go_on_in_another_machine() {
-    let said = Said::default();
-    let source = filled(&with_devices(), &said).unwrap();
+    let output = SerialOutput::default();
+    let source = filled(&with_devices(), &output).unwrap();
     writes_on(&source, &[0, 0]);
     source.pause().unwrap();
     let (stopped, mut states) = (written(&source), Vec::new());
@@ -40,7 +40,7 @@ fn devices_stand_while_the_guest_does_and_go_on_in_another_machine() {
     assert_eq!(written(&source), stopped);
     all_right(&source);
 
-    let destination = machine(&with_devices(), &said).unwrap();
+    let destination = machine(&with_devices(), &output).unwrap();
     copy(&source, &destination, crate::support::all_pages(&source));
     move_state(&source, &destination);
     let lacking = destination.resume().unwrap_err();
@@ -66,7 +66,8 @@ fn devices_stand_while_the_guest_does_and_go_on_in_another_machine() {
 #[test]
 fn devices_that_cannot_be_are_refused() {
     for bytes in [0, 100, PAGE as u64 + 1, u64::MAX - 4095] {
-        let refused = Machine::new(&Config { devices: vec![bytes], ..with_devices() }, Box::new(Said::default()));
+        let refused =
+            Machine::new(&Config { devices: vec![bytes], ..with_devices() }, Box::new(SerialOutput::default()));
         let error = refused.map(drop).unwrap_err();
         assert!(matches!(error, Error::Config(_)) && error.to_string().contains("device 0"), "{error}");
     }

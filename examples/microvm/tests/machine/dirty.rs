@@ -1,7 +1,8 @@
 //! Dirty logs of running guests, as a migration uses them: what they name, copied round by round, is all that was written.
 
 use crate::support::{
-    KINDS, LONG, PAGE, Said, all_pages, busy, config, copy, filled, goes_on_well, machine, move_state, page, read,
+    KINDS, LONG, PAGE, SerialOutput, all_pages, busy, config, copy, filled, goes_on_well, machine, move_state, page,
+    read,
 };
 use sterna_memory::bitmap::PageBitmap;
 use sterna_memory::dirty::DirtyLog;
@@ -47,10 +48,10 @@ fn no_write_of_a_running_guest_is_missed_and_the_guest_agrees() {
     for kind in KINDS {
         for vcpus in [1, 2, 4] {
             let config = config(kind, vcpus, Workload { pattern: Pattern::Hot, ..busy() });
-            let Some(mut source) = filled(&config, &Said::default()) else { continue };
+            let Some(mut source) = filled(&config, &SerialOutput::default()) else { continue };
             // Twice, so that a machine that took over gives its guest away again.
             for _ in 0..2 {
-                let destination = machine(&config, &Said::default()).unwrap();
+                let destination = machine(&config, &SerialOutput::default()).unwrap();
                 live_move(&source, &destination, 20);
                 let before = source.report();
                 drop(source);
@@ -66,7 +67,7 @@ fn no_write_of_a_running_guest_is_missed_and_the_guest_agrees() {
 fn only_what_is_written_is_named() {
     for kind in KINDS {
         let workload = Workload { span: 10, ..busy() };
-        let Some(machine) = filled(&config(kind, 1, workload), &Said::default()) else { continue };
+        let Some(machine) = filled(&config(kind, 1, workload), &SerialOutput::default()) else { continue };
         let mut log = machine.take_dirty_log().unwrap();
         log.start().unwrap();
         let written = machine.report().written();
@@ -87,7 +88,7 @@ fn only_what_is_written_is_named() {
 #[test]
 fn a_log_outlives_its_machine() {
     for kind in KINDS {
-        let Some(machine) = filled(&config(kind, 2, busy()), &Said::default()) else { continue };
+        let Some(machine) = filled(&config(kind, 2, busy()), &SerialOutput::default()) else { continue };
         let pages = machine.blocks()[0].bytes() / PAGE as u64;
         let mut log = machine.take_dirty_log().unwrap();
         log.start().unwrap();
@@ -102,10 +103,10 @@ fn a_log_outlives_its_machine() {
 fn a_guest_whose_move_was_given_up_goes_on_and_moves_later() {
     for kind in KINDS.into_iter().chain([(Execution::Auto, Tracking::WriteProtect)]) {
         let config = config(kind, 2, busy());
-        let Some(source) = filled(&config, &Said::default()) else { continue };
+        let Some(source) = filled(&config, &SerialOutput::default()) else { continue };
         let mut log = source.take_dirty_log().unwrap();
         for _ in 0..3 {
-            let destination = machine(&config, &Said::default()).unwrap();
+            let destination = machine(&config, &SerialOutput::default()).unwrap();
             log.start().unwrap();
             copy(&source, &destination, all_pages(&source));
             round(&mut *log, &source, &destination);

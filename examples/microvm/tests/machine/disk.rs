@@ -18,7 +18,7 @@ use sterna_microvm::disk::DiskReport;
 use sterna_microvm::migration::{Movable, guest_ram};
 use sterna_microvm::{Config, Execution, Machine, Rate, Tracking, Workload};
 
-use crate::support::{KINDS, LONG, Said, busy, config, filled, goes_on_well, machine};
+use crate::support::{KINDS, LONG, SerialOutput, busy, config, filled, goes_on_well, machine};
 
 fn with_disk(kind: (Execution, Tracking), path: &Path) -> Config {
     let workload = Workload { write: Rate::PagesPerSecond(500), ..busy() };
@@ -91,8 +91,8 @@ fn moved(kind: (Execution, Tracking), settles: bool) -> Option<DiskReport> {
     let image = DiskImage::new(0, 4 << 20).unwrap();
     let held = or_skip(HeldDisk::serve(&image.path()))?;
     let config = with_disk(kind, held.path());
-    let source = Arc::new(filled(&config, &Said::default())?);
-    let destination = Arc::new(machine(&config, &Said::default()).unwrap());
+    let source = Arc::new(filled(&config, &SerialOutput::default())?);
+    let destination = Arc::new(machine(&config, &SerialOutput::default()).unwrap());
     let disk = source.disk().unwrap();
     source.wait_until(LONG, |_| disk.report().reads > 100).unwrap();
     held.hold_all();
@@ -140,13 +140,13 @@ fn a_guest_that_reads_and_writes_its_disk_is_moved_again_and_again_and_finds_not
         // Most of the time a read is in flight.
         slow.delay(Duration::from_millis(3));
         let config = with_disk(kind, slow.path());
-        let Some(machine_of_guest) = filled(&config, &Said::default()) else { continue };
+        let Some(machine_of_guest) = filled(&config, &SerialOutput::default()) else { continue };
         let mut source = Arc::new(machine_of_guest);
         let (mut reads, mut writes, mut checked) = (0, 0, 0);
         for number in 1..=moves {
             let disk = source.disk().unwrap();
             source.wait_until(LONG, |_| disk.report().reads > 30 && disk.report().writes > 10).unwrap();
-            let destination = Arc::new(machine(&config, &Said::default()).unwrap());
+            let destination = Arc::new(machine(&config, &SerialOutput::default()).unwrap());
             migrated(&source, &destination, &mut Movable::new(&source));
             let left = disk.report();
             let found = destination.disk().unwrap().verify();

@@ -1,8 +1,8 @@
 //! Guests whose memory went wrong on the way notice it. Without this, everything else here would prove nothing.
 
 use crate::support::{
-    FILLS, KINDS, LONG, PAGE, Said, all_pages, busy, config, copy, filled, machine, move_state, page, read, verifying,
-    write,
+    FILLS, KINDS, LONG, PAGE, SerialOutput, all_pages, busy, config, copy, filled, machine, move_state, page, read,
+    verifying, write,
 };
 use sterna_microvm::{Bad, Config, Error, Execution, Fault, Fill, Machine, Rate, Report, Tracking, Workload};
 
@@ -19,8 +19,8 @@ fn after_a_pass(machine: &Machine) -> Report {
 fn a_lost_page_is_noticed_and_named() {
     for kind in BOTH {
         for fill in FILLS.into_iter().filter(|fill| ![Fill::Zeros, Fill::Mixed].contains(fill)) {
-            let said = Said::default();
-            let Some(machine) = filled(&config(kind, 2, verifying(fill)), &said) else { continue };
+            let output = SerialOutput::default();
+            let Some(machine) = filled(&config(kind, 2, verifying(fill)), &output) else { continue };
             machine.pause().unwrap();
             let number = machine.report().pages() - 3;
             write(page(&machine, machine.place_of(number).unwrap()), &[0; PAGE / 8]);
@@ -29,7 +29,7 @@ fn a_lost_page_is_noticed_and_named() {
             assert_eq!(report.first_bad(), Some(expected), "{fill:?}: {report}");
             assert!(report.bad_pages() >= 1);
             let line = format!("vcpu 1: BAD page {number} expected generation 1 found lost: zeros");
-            assert!(said.text().contains(&line), "{}", said.text());
+            assert!(output.text().contains(&line), "{}", output.text());
         }
     }
 }
@@ -38,7 +38,7 @@ fn a_lost_page_is_noticed_and_named() {
 fn a_corrupt_page_is_noticed() {
     for kind in BOTH {
         for fill in FILLS {
-            let Some(machine) = filled(&config(kind, 1, verifying(fill)), &Said::default()) else { continue };
+            let Some(machine) = filled(&config(kind, 1, verifying(fill)), &SerialOutput::default()) else { continue };
             machine.pause().unwrap();
             let place = page(&machine, machine.place_of(700).unwrap());
             let mut words = read(place);
@@ -54,7 +54,9 @@ fn a_corrupt_page_is_noticed() {
 #[test]
 fn a_page_of_another_place_is_noticed() {
     for kind in BOTH {
-        let Some(machine) = filled(&config(kind, 2, verifying(Fill::Random)), &Said::default()) else { continue };
+        let Some(machine) = filled(&config(kind, 2, verifying(Fill::Random)), &SerialOutput::default()) else {
+            continue;
+        };
         machine.pause().unwrap();
         // The first page of the first vCPU at the first of the second.
         let other = machine.report().pages() / 2;
@@ -70,7 +72,7 @@ fn a_stale_page_is_noticed_in_every_kind_of_content() {
     for kind in BOTH {
         for fill in FILLS {
             let workload = Workload { fill, whole: false, ..busy() };
-            let Some(machine) = filled(&config(kind, 1, workload), &Said::default()) else { continue };
+            let Some(machine) = filled(&config(kind, 1, workload), &SerialOutput::default()) else { continue };
             machine.wait_until(LONG, |now| now.written() > 3000).unwrap();
             // Not amid a page, which would be none of any generation.
             let pause_after_writing = || {
@@ -124,7 +126,7 @@ fn own_pages_before(
 /// Whether a guest that goes on elsewhere, with one page as it was before, notices it.
 fn notices(source: &Machine, config: &Config, place: (usize, u64), old: &[u64; PAGE / 8]) -> bool {
     let before = source.report();
-    let destination = machine(config, &Said::default()).unwrap();
+    let destination = machine(config, &SerialOutput::default()).unwrap();
     move_state(source, &destination);
     copy(source, &destination, all_pages(source));
     write(page(&destination, place), old);
@@ -138,7 +140,7 @@ fn notices(source: &Machine, config: &Config, place: (usize, u64), old: &[u64; P
 fn a_stale_page_of_the_table_is_noticed() {
     for kind in BOTH {
         let config = config(kind, 1, Workload { whole: false, span: 50, ..busy() });
-        let Some(source) = filled(&config, &Said::default()) else { continue };
+        let Some(source) = filled(&config, &SerialOutput::default()) else { continue };
         let written = source.report().written();
         let changed = own_pages_before(&source, |now| now.written() > written + 20_000);
         let first_content = source.place_of(0).unwrap().1;
@@ -158,7 +160,7 @@ fn stale_orders_and_counters_are_noticed() {
         // A guest with nothing to do waits for orders when it is paused, but for the odd time.
         let idle = Workload { write: Rate::PagesPerSecond(0), check: Rate::PagesPerSecond(0), ..busy() };
         let config = config(kind, 1, idle);
-        let Some(source) = filled(&config, &Said::default()) else { continue };
+        let Some(source) = filled(&config, &SerialOutput::default()) else { continue };
         let mut noticed = false;
         for _ in 0..10 {
             let steps = source.report().steps();
@@ -173,7 +175,7 @@ fn stale_orders_and_counters_are_noticed() {
 
 #[test]
 fn a_payload_that_breaks_stops_the_machine_with_a_reason() {
-    let Some(machine) = filled(&config(KINDS[1], 2, busy()), &Said::default()) else { return };
+    let Some(machine) = filled(&config(KINDS[1], 2, busy()), &SerialOutput::default()) else { return };
     machine.pause().unwrap();
     // The payload is what block 0 begins with: undefined instructions (ud2).
     for number in 0..20 {

@@ -1,6 +1,6 @@
 //! Machines that stay where they are.
 
-use crate::support::{KINDS, LONG, PAGE, Said, busy, config, filled, goes_on_well, machine, page, write};
+use crate::support::{KINDS, LONG, PAGE, SerialOutput, busy, config, filled, goes_on_well, machine, page, write};
 use std::time::Duration;
 use sterna_microvm::{Error, Execution, Fill, Rate, Tracking, Workload};
 
@@ -8,14 +8,14 @@ use sterna_microvm::{Error, Execution, Fill, Rate, Tracking, Workload};
 fn guests_fill_write_and_verify_their_memory_with_any_number_of_vcpus() {
     for kind in KINDS {
         for vcpus in [1, 2, 3, 4] {
-            let said = Said::default();
-            let Some(machine) = filled(&config(kind, vcpus, busy()), &said) else { continue };
+            let output = SerialOutput::default();
+            let Some(machine) = filled(&config(kind, vcpus, busy()), &output) else { continue };
             let start = machine.report();
             let report = goes_on_well(&machine, &start, machine.description());
             assert!(report.written() > start.written() && report.steps() > start.steps());
             // 10 MiB without payload, page tables, stacks and tables.
             assert!((2200..2560).contains(&report.pages()), "{report}");
-            assert_eq!(said.text(), "");
+            assert_eq!(output.text(), "");
         }
     }
 }
@@ -23,12 +23,12 @@ fn guests_fill_write_and_verify_their_memory_with_any_number_of_vcpus() {
 #[test]
 fn guests_say_how_far_they_are_each_vcpu_in_lines_of_its_own() {
     for kind in KINDS {
-        let said = Said::default();
+        let output = SerialOutput::default();
         let workload = Workload { say_every: 1_000_000, ..busy() };
-        let Some(machine) = filled(&config(kind, 3, workload), &said) else { continue };
-        machine.wait_until(LONG, |_| said.text().lines().count() > 100).unwrap();
+        let Some(machine) = filled(&config(kind, 3, workload), &output) else { continue };
+        machine.wait_until(LONG, |_| output.text().lines().count() > 100).unwrap();
         drop(machine);
-        let text = said.text();
+        let text = output.text();
         let last = text.lines().count() - 3;
         for line in text.lines().take(last) {
             let of_vcpu = (0..3).any(|vcpu| line.starts_with(&format!("vcpu {vcpu}: ms=")));
@@ -41,7 +41,7 @@ fn guests_say_how_far_they_are_each_vcpu_in_lines_of_its_own() {
 fn a_guest_with_nothing_to_do_is_alive_and_rates_can_be_changed() {
     for kind in KINDS {
         let idle = Workload { write: Rate::PagesPerSecond(0), check: Rate::PagesPerSecond(0), ..busy() };
-        let Some(machine) = filled(&config(kind, 2, idle), &Said::default()) else { continue };
+        let Some(machine) = filled(&config(kind, 2, idle), &SerialOutput::default()) else { continue };
         let start = machine.report();
         let report = machine.wait_until(LONG, |now| now.steps() > start.steps() + 20).unwrap();
         assert_eq!((report.written(), report.checked()), (0, 0));
@@ -57,7 +57,7 @@ fn a_guest_with_nothing_to_do_is_alive_and_rates_can_be_changed() {
 fn a_rate_is_kept_in_the_guests_own_time() {
     for kind in [KINDS[0], KINDS[1]] {
         let slow = Workload { write: Rate::PagesPerSecond(2000), check: Rate::PagesPerSecond(0), ..busy() };
-        let Some(machine) = filled(&config(kind, 2, slow), &Said::default()) else { continue };
+        let Some(machine) = filled(&config(kind, 2, slow), &SerialOutput::default()) else { continue };
         let (start, before) = (machine.clock(), machine.report().written());
         let report = machine.wait_until(LONG, |now| now.written() >= before + 400).unwrap();
         let seconds = (machine.clock() - start).as_secs_f64();
@@ -70,7 +70,7 @@ fn a_rate_is_kept_in_the_guests_own_time() {
 #[test]
 fn a_paused_guest_changes_nothing_and_goes_on_when_resumed() {
     for kind in KINDS {
-        let Some(machine) = filled(&config(kind, 4, busy()), &Said::default()) else { continue };
+        let Some(machine) = filled(&config(kind, 4, busy()), &SerialOutput::default()) else { continue };
         for _ in 0..100 {
             machine.pause().unwrap();
             let (report, clock) = (machine.report(), machine.clock());
@@ -96,7 +96,7 @@ fn a_paused_guest_changes_nothing_and_goes_on_when_resumed() {
 
 #[test]
 fn a_guest_that_never_leaves_by_itself_is_paused_and_throttled_all_the_same() {
-    let Some(machine) = filled(&config(KINDS[1], 4, busy()), &Said::default()) else { return };
+    let Some(machine) = filled(&config(KINDS[1], 4, busy()), &SerialOutput::default()) else { return };
     machine.pause().unwrap();
     // Instead of the payload, which block 0 begins with: nothing (nop), and a jump to itself at the end of each page.
     let mut code = [0x9090_9090_9090_9090; PAGE / 8];
@@ -123,8 +123,8 @@ fn throttled_guests_do_less() {
     for kind in [KINDS[0], KINDS[1], KINDS[3]] {
         // Two side by side, so that whatever else is on the processors slows down both.
         let config = config(kind, 1, busy());
-        let Some(full) = filled(&config, &Said::default()) else { continue };
-        let throttled = filled(&config, &Said::default()).unwrap();
+        let Some(full) = filled(&config, &SerialOutput::default()) else { continue };
+        let throttled = filled(&config, &SerialOutput::default()).unwrap();
         let race = || {
             let before = (full.report().written(), throttled.report().written());
             let reached = full.wait_until(LONG, |now| now.written() > before.0 + 100_000).unwrap();
@@ -147,13 +147,13 @@ fn throttled_guests_do_less() {
 
 #[test]
 fn without_kvm_threads_do_the_work_and_the_machine_says_so() {
-    let machine = machine(&config(KINDS[0], 2, busy()), &Said::default()).unwrap();
+    let machine = machine(&config(KINDS[0], 2, busy()), &SerialOutput::default()).unwrap();
     assert!(!machine.is_on_kvm());
     assert!(machine.description().contains("no KVM"), "{}", machine.description());
     assert!(!machine.description().contains('\n'));
     let error = sterna_microvm::Machine::new(
         &config((Execution::Threads, Tracking::Log), 1, busy()),
-        Box::new(Said::default()),
+        Box::new(SerialOutput::default()),
     );
     assert!(matches!(error.map(drop), Err(Error::Config(_))));
 }
@@ -161,7 +161,9 @@ fn without_kvm_threads_do_the_work_and_the_machine_says_so() {
 #[test]
 fn what_comes_in_the_wrong_order_is_refused_in_words() {
     for kind in [KINDS[0], KINDS[1]] {
-        let Some(machine) = machine(&config(kind, 1, Workload { fill: Fill::Ones, ..busy() }), &Said::default()) else {
+        let Some(machine) =
+            machine(&config(kind, 1, Workload { fill: Fill::Ones, ..busy() }), &SerialOutput::default())
+        else {
             continue;
         };
         assert!(matches!(machine.resume(), Err(Error::Order(_))));

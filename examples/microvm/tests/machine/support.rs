@@ -45,15 +45,15 @@ pub(crate) fn config(kind: (Execution, Tracking), vcpus: usize, workload: Worklo
 
 /// What guests wrote to their serial ports.
 #[derive(Clone, Default)]
-pub(crate) struct Said(Arc<Mutex<Vec<u8>>>);
+pub(crate) struct SerialOutput(Arc<Mutex<Vec<u8>>>);
 
-impl Said {
+impl SerialOutput {
     pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned()
     }
 }
 
-impl Write for Said {
+impl Write for SerialOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.lock().unwrap().extend_from_slice(bytes);
         Ok(bytes.len())
@@ -65,8 +65,8 @@ impl Write for Said {
 }
 
 /// A machine, or a printed reason why there is none here.
-pub(crate) fn machine(config: &Config, said: &Said) -> Option<Machine> {
-    match Machine::new(config, Box::new(said.clone())) {
+pub(crate) fn machine(config: &Config, output: &SerialOutput) -> Option<Machine> {
+    match Machine::new(config, Box::new(output.clone())) {
         Ok(machine) => Some(machine),
         Err(error) if config.execution == Execution::Kvm && lacks_kvm() => {
             println!("skipped: {error}");
@@ -81,8 +81,8 @@ fn lacks_kvm() -> bool {
 }
 
 /// The same, with a guest that runs and has filled its memory.
-pub(crate) fn filled(config: &Config, said: &Said) -> Option<Machine> {
-    let machine = machine(config, said)?;
+pub(crate) fn filled(config: &Config, output: &SerialOutput) -> Option<Machine> {
+    let machine = machine(config, output)?;
     machine.boot().unwrap();
     machine.resume().unwrap();
     machine.wait_until(LONG, Report::is_filled).unwrap();

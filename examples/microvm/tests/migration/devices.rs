@@ -20,9 +20,9 @@ fn of_each(devices: &serde_json::Value, figure: &str) -> Vec<u64> {
 #[track_caller]
 fn are_whole(ended: &Ended, looks: u64) {
     let devices = &ended.json["devices"];
-    assert_eq!(of_each(devices, "wrong"), [0; DEVICES], "{}", ended.said);
+    assert_eq!(of_each(devices, "wrong"), [0; DEVICES], "{}", ended.output);
     assert!(of_each(devices, "verified").iter().all(|verified| *verified >= looks * STATE / 4096), "{devices}");
-    assert!(ended.said.contains("4 devices of 2.00 MiB"), "{}", ended.said);
+    assert!(ended.output.contains("4 devices of 2.00 MiB"), "{}", ended.output);
 }
 
 /// They are there as they were stopped, and wrote on.
@@ -37,7 +37,7 @@ fn have_moved(sent: &Ended, received: &Ended) {
     let (before, after) = (written(sent), written(received));
     assert_eq!((before.len(), after.len()), (DEVICES, DEVICES));
     assert!(before.iter().zip(&after).all(|(before, after)| before < after), "{before:?} {after:?}");
-    assert!(sent.said.contains("device       scratch/3: "), "{}", sent.said);
+    assert!(sent.output.contains("device       scratch/3: "), "{}", sent.output);
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn devices_are_there_when_the_guest_goes_on_before_its_memory() {
     let source = "--write-rate unlimited --bandwidth 100000000 --downtime 10 --post-copy-after 1 --fill random";
     let (sent, received) = moves(FOUR, source, "");
     have_moved(&sent, &received);
-    assert!(sent.report()["post_copy"].is_object(), "{}", sent.said);
+    assert!(sent.report()["post_copy"].is_object(), "{}", sent.output);
 }
 
 #[test]
@@ -95,9 +95,9 @@ fn more_state_than_the_destination_keeps_waiting_moves() {
 fn other_devices_than_the_destinations_are_refused_before_anything_is_begun() {
     let (mut receiving, address) = Microvm::destination("--insecure --devices 5 --device-state 2");
     let sent = Microvm::start(&format!("--insecure --migrate-to {address} {FOUR}")).end();
-    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.said);
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
     let lacks = "the destination awaits the state of devices that the source does not send: scratch/4";
-    assert!(sent.error()["reason"].as_str().unwrap().contains(lacks), "{}", sent.said);
+    assert!(sent.error()["reason"].as_str().unwrap().contains(lacks), "{}", sent.output);
     sent.guest_is_well();
     are_whole(&sent, 1);
     receiving.wait_for(lacks);
@@ -111,11 +111,11 @@ fn devices_of_another_size_are_refused_while_the_guest_runs() {
     let (receiving, address) = Microvm::destination("--insecure --devices 4 --device-state 3");
     let sent = Microvm::start(&format!("--insecure --migrate-to {address} {FOUR} {PATIENT}")).end();
     let received = receiving.end();
-    assert_eq!((sent.code, received.code), (Some(3), Some(3)), "{}\n\n{}", sent.said, received.said);
-    assert_eq!(sent.error()["guest"], "RunsAtSource", "{}", sent.said);
+    assert_eq!((sent.code, received.code), (Some(3), Some(3)), "{}\n\n{}", sent.output, received.output);
+    assert_eq!(sent.error()["guest"], "RunsAtSource", "{}", sent.output);
     let words = "with 512 blocks, this one is number";
-    assert!(sent.error()["reason"].as_str().unwrap().contains(words), "{}", sent.said);
-    assert!(!sent.said.contains("stopping the guest"), "{}", sent.said);
+    assert!(sent.error()["reason"].as_str().unwrap().contains(words), "{}", sent.output);
+    assert!(!sent.output.contains("stopping the guest"), "{}", sent.output);
     sent.guest_is_well();
     are_whole(&sent, 1);
 }
@@ -133,11 +133,11 @@ fn in_the_stop() -> (Microvm, Microvm) {
 /// The guest and its devices have gone on at the source.
 #[track_caller]
 fn stayed(sent: &Ended, words: &str) {
-    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("RunsAtSource")), "{}", sent.said);
-    assert!(sent.error()["reason"].as_str().unwrap().contains(words), "{}", sent.said);
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("RunsAtSource")), "{}", sent.output);
+    assert!(sent.error()["reason"].as_str().unwrap().contains(words), "{}", sent.output);
     sent.guest_is_well();
-    assert!(sent.json["after"]["device_blocks"].as_u64() >= Some(DEVICES as u64), "{}", sent.said);
-    assert_eq!(of_each(&sent.json["devices"], "wrong"), [0; DEVICES], "{}", sent.said);
+    assert!(sent.json["after"]["device_blocks"].as_u64() >= Some(DEVICES as u64), "{}", sent.output);
+    assert_eq!(of_each(&sent.json["devices"], "wrong"), [0; DEVICES], "{}", sent.output);
 }
 
 #[test]
@@ -154,5 +154,5 @@ fn a_migration_that_is_cancelled_while_devices_are_sent_leaves_the_guest_at_the_
     sending.signal(Signal::INT);
     stayed(&sending.end(), "cancelled");
     let received = receiving.end();
-    assert_eq!((received.code, received.error()["guest"].as_str()), (Some(3), Some("NotHere")), "{}", received.said);
+    assert_eq!((received.code, received.error()["guest"].as_str()), (Some(3), Some("NotHere")), "{}", received.output);
 }

@@ -20,17 +20,17 @@ fn in_the_rounds(kind: Kind) -> (Microvm, Microvm) {
 
 #[track_caller]
 fn stayed(sent: &Ended, words: &str) {
-    assert_eq!(sent.code, Some(3), "{}", sent.said);
-    assert_eq!(sent.error()["guest"], "RunsAtSource", "{}", sent.said);
-    assert!(sent.error()["reason"].as_str().unwrap().contains(words), "{}", sent.said);
+    assert_eq!(sent.code, Some(3), "{}", sent.output);
+    assert_eq!(sent.error()["guest"], "RunsAtSource", "{}", sent.output);
+    assert!(sent.error()["reason"].as_str().unwrap().contains(words), "{}", sent.output);
     sent.guest_is_well();
 }
 
 #[track_caller]
 fn got_nothing(received: &Ended, words: &str) {
-    assert_eq!(received.code, Some(3), "{}", received.said);
-    assert_eq!(received.error()["guest"], "NotHere", "{}", received.said);
-    assert!(received.error()["reason"].as_str().unwrap().contains(words), "{}", received.said);
+    assert_eq!(received.code, Some(3), "{}", received.output);
+    assert_eq!(received.error()["guest"], "NotHere", "{}", received.output);
+    assert!(received.error()["reason"].as_str().unwrap().contains(words), "{}", received.output);
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn a_source_that_is_killed_before_the_commit_leaves_nothing_running_at_the_desti
         assert_eq!(sending.end().code, None);
         let received = receiving.end();
         got_nothing(&received, "lost");
-        assert!(received.json["faults"].is_null(), "no guest was here: {}", received.said);
+        assert!(received.json["faults"].is_null(), "no guest was here: {}", received.output);
     }
 }
 
@@ -98,7 +98,7 @@ fn a_guest_that_does_not_fit_is_given_up_in_words() {
 fn machines_that_differ_are_refused_on_both_sides_before_anything_is_done() {
     let (mut receiving, address) = Microvm::destination("--insecure --memory 30");
     let sent = Microvm::start(&format!("--insecure --migrate-to {address}")).end();
-    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.said);
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
     sent.guest_is_well();
     receiving.wait_for("RAM block 0 is ram, 33554432 bytes");
     receiving.signal(Signal::INT);
@@ -122,14 +122,14 @@ fn what_cannot_be_is_refused_before_the_guest_is_begun() {
     ];
     for (options, words) in cases {
         let ended = Microvm::start(options).end();
-        assert_eq!(ended.code, Some(2), "{options}: {}", ended.said);
-        assert!(ended.said.contains(words) && !ended.said.contains("filled"), "{options}: {}", ended.said);
+        assert_eq!(ended.code, Some(2), "{options}: {}", ended.output);
+        assert!(ended.output.contains(words) && !ended.output.contains("filled"), "{options}: {}", ended.output);
     }
 }
 
 #[test]
 fn a_guest_that_nobody_takes_runs_on() {
     let sent = Microvm::start("--insecure --migrate-to 127.0.0.1:1").end();
-    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.said);
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
     sent.guest_is_well();
 }

@@ -50,7 +50,7 @@ fn every_work_moves_without_kvm_and_with_it() {
 #[track_caller]
 fn went_on_with_its_work(received: &Ended, work: &str) {
     let written = received.json["after"]["written"].as_u64().unwrap();
-    assert_eq!(written == 0, work.contains("--write-rate 0"), "{work}: {}", received.said);
+    assert_eq!(written == 0, work.contains("--write-rate 0"), "{work}: {}", received.output);
 }
 
 #[test]
@@ -98,13 +98,13 @@ fn a_migration_begins_when_a_signal_comes_or_is_cancelled_before() {
     sending.wait_for("pages filled");
     sending.signal(Signal::USR1);
     let (sent, received) = (sending.end(), receiving.end());
-    assert_eq!((sent.code, received.code), (Some(0), Some(0)), "{}\n\n{}", sent.said, received.said);
+    assert_eq!((sent.code, received.code), (Some(0), Some(0)), "{}\n\n{}", sent.output, received.output);
     received.guest_is_well();
 
     let mut sending = Microvm::start(&format!("--insecure --migrate-to {address} --on-signal"));
     sending.wait_for("pages filled");
     sending.signal(Signal::INT);
     let sent = sending.end();
-    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.said);
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
     sent.guest_is_well();
 }

@@ -35,7 +35,7 @@ fn huge_pages_follow_the_guest() {
     for kind in Kind::ALL.into_iter().filter(|kind| kind.is_possible()) {
         let both = format!("{} --backing hugetlb", kind.options());
         let (sent, _) = moves(&both, &format!("{FAST} --post-copy-after 1 --fill sequence --method zstd"), "");
-        assert!(sent.report()["post_copy"].is_object(), "{}", sent.said);
+        assert!(sent.report()["post_copy"].is_object(), "{}", sent.output);
     }
 }
 
@@ -54,7 +54,7 @@ fn a_destination_that_may_not_watch_for_page_faults_refuses_in_words_and_the_gue
         Microvm::destination(options)
     };
     let sent = Microvm::start(&format!("{options} --migrate-to {address} {FAST} --post-copy-after 1")).end();
-    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.said);
+    assert_eq!((sent.code, sent.error()["guest"].as_str()), (Some(3), Some("Untouched")), "{}", sent.output);
     let reason = sent.error()["reason"].as_str().unwrap();
     assert!(reason.contains("post-copy is not possible at the destination"), "{reason}");
     sent.guest_is_well();
@@ -78,6 +78,6 @@ fn a_guest_whose_memory_is_lost_with_the_source_waits_until_it_is_ended() {
         receiving.signal(Signal::INT);
         receiving.signal(Signal::TERM);
         let received = receiving.end();
-        assert_eq!(received.code, Some(4), "{}", received.said);
+        assert_eq!(received.code, Some(4), "{}", received.output);
     }
 }

@@ -1,4 +1,4 @@
-//! A microvm as a process: what it is told, what it says, how it ends.
+//! A microvm as a process: its options, its output, its end.
 
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
@@ -63,7 +63,7 @@ pub(crate) fn post_copy_is_possible() -> bool {
 pub(crate) struct Microvm {
     child: Child,
     lines: Receiver<String>,
-    said: Vec<String>,
+    output: Vec<String>,
     json: PathBuf,
     _dir: TempDir,
 }
@@ -75,8 +75,8 @@ pub(crate) struct Ended {
     pub(crate) code: Option<i32>,
     /// What it wrote to its `--json`.
     pub(crate) json: Value,
-    /// All that it said.
-    pub(crate) said: String,
+    /// Its whole output.
+    pub(crate) output: String,
 }
 
 impl Microvm {
@@ -124,19 +124,19 @@ impl Microvm {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let (heard, lines) = channel();
+        let (sender, lines) = channel();
         let outputs: [Box<dyn std::io::Read + Send>; 2] =
             [Box::new(child.stdout.take().unwrap()), Box::new(child.stderr.take().unwrap())];
         for output in outputs {
-            let heard = heard.clone();
+            let sender = sender.clone();
             std::thread::spawn(move || {
                 for line in BufReader::new(output).lines().map_while(Result::ok) {
                     // The test may have ended.
-                    let _ = heard.send(line);
+                    let _ = sender.send(line);
                 }
             });
         }
-        Self { child, lines, said: Vec::new(), json, _dir: dir }
+        Self { child, lines, output: Vec::new(), json, _dir: dir }
     }
 
     /// A destination, and the address that it listens on.
@@ -154,9 +154,10 @@ impl Microvm {
     pub(crate) fn wait_for(&mut self, text: &str) -> String {
         let deadline = Instant::now() + LONG;
         loop {
-            let heard = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now()));
-            let line = heard.unwrap_or_else(|error| panic!("no '{text}' ({error}) after\n{}", self.said.join("\n")));
-            self.said.push(line.clone());
+            let received = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+            let line =
+                received.unwrap_or_else(|error| panic!("no '{text}' ({error}) after\n{}", self.output.join("\n")));
+            self.output.push(line.clone());
             if line.contains(text) {
                 return line;
             }
@@ -179,15 +180,15 @@ impl Microvm {
         let deadline = Instant::now() + LONG;
         loop {
             match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(line) => self.said.push(line),
+                Ok(line) => self.output.push(line),
                 // Its outputs are closed.
                 Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => break,
-                Err(error) => panic!("it does not end ({error}) after\n{}", self.said.join("\n")),
+                Err(error) => panic!("it does not end ({error}) after\n{}", self.output.join("\n")),
             }
         }
         let code = self.child.wait().unwrap().code();
         let json = std::fs::read(&self.json).map_or(Value::Null, |text| serde_json::from_slice(&text).unwrap());
-        Ended { code, json, said: self.said.join("\n") }
+        Ended { code, json, output: self.output.join("\n") }
     }
 }
 
@@ -204,8 +205,8 @@ impl Ended {
     #[track_caller]
     pub(crate) fn guest_is_well(&self) {
         let faults = self.json["faults"].as_u64();
-        assert_eq!(faults, Some(0), "{}", self.said);
-        assert!(self.json["after"]["passes"].as_u64() >= Some(2), "{}", self.said);
+        assert_eq!(faults, Some(0), "{}", self.output);
+        assert!(self.json["after"]["passes"].as_u64() >= Some(2), "{}", self.output);
     }
 
     /// The migration's report.
@@ -235,9 +236,9 @@ pub(crate) fn moved(sent: Ended, mut receiving: Microvm) -> (Ended, Ended) {
         receiving.kill();
     }
     let received = receiving.end();
-    assert_eq!((sent.code, received.code), (Some(0), Some(0)), "{}\n\n{}", sent.said, received.said);
-    assert!(sent.json["before"]["passes"].as_u64() >= Some(1), "{}", sent.said);
-    assert_eq!(sent.json["faults"].as_u64(), Some(0), "{}", sent.said);
+    assert_eq!((sent.code, received.code), (Some(0), Some(0)), "{}\n\n{}", sent.output, received.output);
+    assert!(sent.json["before"]["passes"].as_u64() >= Some(1), "{}", sent.output);
+    assert_eq!(sent.json["faults"].as_u64(), Some(0), "{}", sent.output);
     assert_eq!((sent.report()["outcome"].as_str(), sent.json["after"].is_null()), (Some("completed"), true));
     received.guest_is_well();
     (sent, received)

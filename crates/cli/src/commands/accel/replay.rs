@@ -1,4 +1,4 @@
-//! `sterna accel replay`: what a trace of `sterna accel capture` has, and what of it the specification does not.
+//! `sterna accel replay`: summarises a trace of `sterna accel capture`, and lists its deviations from the specification.
 
 use std::fmt::Write as _;
 use std::io::BufReader;
@@ -19,8 +19,8 @@ pub(crate) struct ReplayArgs {
     file: PathBuf,
 }
 
-/// Descriptors without an answer that are named; the others are counted.
-const MOST_NAMED: usize = 10;
+/// Maximum number of unanswered descriptors that are listed; the others are counted.
+const MAX_LISTED: usize = 10;
 
 pub(super) fn run(args: &ReplayArgs) -> Result<Exit, Failure> {
     let name = args.file.display();
@@ -66,15 +66,15 @@ fn summary(verdict: &Verdict) -> String {
     for row in &verdict.operations {
         line(&mut text, row);
     }
-    for one in verdict.unanswered.iter().take(MOST_NAMED) {
+    for one in verdict.unanswered.iter().take(MAX_LISTED) {
         let _ = writeln!(
             text,
             "line {}, submission {}: {} on {} was never seen to complete",
             one.line, one.submission, one.operation, one.queue
         );
     }
-    if verdict.unanswered.len() > MOST_NAMED {
-        let _ = writeln!(text, "{} more were never seen to complete", verdict.unanswered.len() - MOST_NAMED);
+    if verdict.unanswered.len() > MAX_LISTED {
+        let _ = writeln!(text, "{} more were never seen to complete", verdict.unanswered.len() - MAX_LISTED);
     }
     text
 }

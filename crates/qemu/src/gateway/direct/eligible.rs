@@ -1,4 +1,4 @@
-//! Whether a source QEMU can be moved directly: everything that is known before anything of it is touched. What cannot be told counts as no.
+//! Checks, before anything of a source QEMU is touched, whether direct mode can move its guest. An unknown condition counts as a no.
 
 use std::fs;
 
@@ -6,11 +6,11 @@ use serde_json::{Value, json};
 
 use crate::qmp::Qmp;
 
-/// The releases whose `transaction` without actions drains the block layer, and whose device state loads as it was saved, as major and
-/// minor number: the first and the last that are known.
+/// The first and the last release, as major and minor number, of which it is known that a `transaction` without actions drains the block
+/// layer, and that the device state loads as it was saved.
 const RELEASES: ((u32, u32), (u32, u32)) = ((8, 0), (11, 1));
 
-/// Devices whose files QEMU holds open where they write guest RAM past QEMU's page tables: the beginning of the path, and what it is.
+/// Devices that write guest RAM past QEMU's page tables, by the files that QEMU has open for them: prefix of the path, and the reason.
 const WRITERS: &[(&str, &str)] = &[
     ("/dev/vfio", "an assigned device (VFIO) writes guest RAM by DMA"),
     ("/dev/iommu", "an assigned device (iommufd) writes guest RAM by DMA"),
@@ -20,8 +20,8 @@ const WRITERS: &[(&str, &str)] = &[
     ("/dev/sev", "guest RAM is encrypted"),
 ];
 
-/// Devices that save their state while the guest runs, besides RAM, or that write guest RAM from elsewhere: the beginning of their
-/// type, and what it is.
+/// Devices that save their state while the guest runs, or that write guest RAM past QEMU's page tables: prefix of their type, and the
+/// reason.
 const DEVICES: &[(&str, &str)] = &[
     ("vfio-", "saves its state while the guest runs, or writes guest RAM by DMA"),
     ("vhost-vdpa", "writes guest RAM by DMA"),
@@ -30,12 +30,14 @@ const DEVICES: &[(&str, &str)] = &[
     ("cxl-type3", "has memory of its own that the guest shares"),
 ];
 
-/// Of QEMU's block/nvme.c (over util/vfio-helpers.c) and block/blkio.c.
+/// Block drivers whose devices write guest RAM by DMA: QEMU's block/nvme.c (over util/vfio-helpers.c) and block/blkio.c.
 const DMA_DRIVERS: &[&str] =
     &["nvme", "io_uring", "nvme-io_uring", "virtio-blk-vfio-pci", "virtio-blk-vhost-user", "virtio-blk-vhost-vdpa"];
 
+/// Checks that direct mode can move the guest of this QEMU.
+///
 /// # Errors
-/// Why the guest cannot be moved directly, and what would make it so.
+/// Why it cannot, and what would make it possible.
 pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
     if !cfg!(target_arch = "x86_64") {
         return Err("it works on x86-64 hosts so far".into());
@@ -63,7 +65,7 @@ pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
         return Err(format!("QEMU says that the guest cannot be migrated: {}", reason.as_str().unwrap_or("no reason")));
     }
     let parameters = query(qmp, "query-migrate-parameters")?;
-    // What blocks a migration is told for the mode that is set (since 8.2).
+    // Since 8.2, QEMU reports blockers for the migration mode that is set.
     if let Some(mode) = parameters["mode"].as_str().filter(|mode| *mode != "normal") {
         return Err(format!("QEMU's migration mode is {mode}: set it to normal"));
     }
@@ -74,17 +76,17 @@ pub(super) fn check(qmp: &Qmp) -> Result<(), String> {
     check_nothing_pins(qmp)
 }
 
-/// What a destination must not have that is to wait for missing pages: whatever has guest RAM pinned or writes it past QEMU's page tables.
+/// Checks that nothing pins guest RAM or writes it past QEMU's page tables. A destination that waits for missing pages needs this, too.
 ///
 /// # Errors
-/// What it has.
+/// Which device, disk or file does.
 pub(super) fn check_nothing_pins(qmp: &Qmp) -> Result<(), String> {
     check_devices(&qmp.human("info qtree").map_err(|error| error.to_string())?)?;
     check_disks(&query(qmp, "query-named-block-nodes")?)?;
     check_files(qmp)
 }
 
-/// Block drivers that have all of guest RAM mapped for a device, so that no draining of the block layer says what the device has written.
+/// Fails for block drivers that map all of guest RAM for a device: draining the block layer does not cover the device's writes.
 fn check_disks(nodes: &Value) -> Result<(), String> {
     for node in nodes.as_array().into_iter().flatten() {
         let driver = node["drv"].as_str().unwrap_or_default();
@@ -100,7 +102,7 @@ fn query(qmp: &Qmp, command: &str) -> Result<Value, String> {
     qmp.execute(command, json!({})).map_err(|error| error.to_string())
 }
 
-/// The devices by their types, as `info qtree` lists them: `dev: TYPE, id "…"`.
+/// Checks the types of the devices in the output of `info qtree`: `dev: TYPE, id "…"`.
 fn check_devices(tree: &str) -> Result<(), String> {
     for line in tree.lines() {
         let Some(device) = line.trim_start().strip_prefix("dev: ") else { continue };
@@ -113,14 +115,14 @@ fn check_devices(tree: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// What QEMU's process has open tells of devices that its monitor does not name.
+/// Checks the files that QEMU has open, which reveal devices that its monitor does not list.
 fn check_files(qmp: &Qmp) -> Result<(), String> {
     let pid = qmp.peer_pid().ok_or("the QEMU process cannot be seen from here (another pid namespace)")?;
     let files = fs::read_dir(format!("/proc/{pid}/fd")).map_err(|error| {
         format!("the files of process {pid} cannot be seen ({error}): run as root, or with CAP_SYS_PTRACE")
     })?;
     for file in files.filter_map(Result::ok) {
-        // One that was closed meanwhile.
+        // The file may have been closed meanwhile.
         let Ok(path) = fs::read_link(file.path()) else { continue };
         let path = path.to_string_lossy();
         if let Some((_, what)) = WRITERS.iter().find(|(beginning, _)| path.starts_with(beginning)) {

@@ -1,17 +1,17 @@
-//! Post-copy of a destination QEMU: what the library needs done in its process, and whether that is possible.
+//! Post-copy of a destination QEMU: performs the library's calls in QEMU's process, and checks beforehand that this is possible.
 //!
 //! ```text
 //!  /dev/userfaultfd, opened here ── getfd ──> QEMU: ioctl USERFAULTFD_IOC_NEW, by injection ── pidfd_getfd ──> register, copy, wake: here
 //!  stale pages of private memory ───────────> QEMU: process_madvise(MADV_DONTNEED), by injection      of shared memory: a hole in the file
 //! ```
-//! KVM takes a guest's page faults in the kernel, so the userfaultfd must be one for all faults: by the device, or where it may not be
-//! opened here, by the system call, where QEMU itself has the right to it.
+//! KVM handles a guest's page faults in the kernel, so the userfaultfd must cover kernel faults, too. It is made by the device, or if
+//! this process may not open the device, by the system call, if QEMU has the right to it.
 //!
-//! QEMU keeps a copy of the descriptor until nothing is missing any more. So a guest whose `sterna receive` was killed waits for its
-//! memory for good, and [`waits_for_memory`] tells an operator's `recover` so; it never reads zeros in its place.
+//! QEMU keeps a copy of the descriptor until no page is missing. So a guest whose `sterna receive` was killed waits for its memory for
+//! ever, which [`waits_for_memory`] shows to an operator's `recover`; it never reads zeros in place of missing pages.
 //!
-//! A balloon at the destination may give pages back meanwhile: what is missing then and not stale is filled with zeros here, as QEMU would
-//! have it, and a stale page is not there to be given back.
+//! A balloon at the destination may give pages back meanwhile. A missing page that is not stale is filled with zeros here, as QEMU
+//! expects, and a stale page cannot be given back, since it is not present.
 
 use std::fs::{self, File};
 use std::io;
@@ -33,14 +33,14 @@ use super::{eligible, ram};
 use crate::qmp::Qmp;
 
 const DEVICE: &str = "/dev/userfaultfd";
-/// What QEMU knows the device by, for a moment.
+/// QEMU's name for the device's descriptor while the userfaultfd is made.
 const DESCRIPTOR: &str = "sterna-userfaultfd";
-/// How long QEMU's main thread may be stopped to give memory back, all together: the guest is paused meanwhile.
+/// How long QEMU's main thread may be stopped in all to give memory back: the guest is paused meanwhile.
 const GIVING_BACK_TIME: Duration = Duration::from_secs(10);
-/// How long it may be stopped for one call about huge pages.
+/// How long QEMU's main thread may be stopped for one call about huge pages.
 const ADVISING_TIME: Duration = Duration::from_secs(5);
 
-/// Why a source that wants post-copy cannot have it; none if it can, or does not want it.
+/// Returns why the post-copy that a source wants is not possible; none if it is possible, or if the source does not want it.
 pub(in crate::gateway) fn refusal(qmp: &Qmp, hello: &Hello) -> Option<String> {
     if hello.mode != Mode::Direct || !Destination::wants_post_copy(hello) {
         return None;
@@ -57,7 +57,7 @@ fn check(qmp: &Qmp, hello: &Hello) -> Result<(), String> {
     if let Err(device) = open_device() {
         check_system_call(process, &device)?;
     }
-    // By then it is known that a system call can be run there: nothing of that may be found out once the guest's memory was sent.
+    // A trial shows now that system calls can be injected: after the guest's memory was sent it would be too late to learn that.
     let try_one = || -> Result<(), AttachError> {
         let process = Process::open(process)?;
         let mut thread = process.stop()?;
@@ -67,7 +67,7 @@ fn check(qmp: &Qmp, hello: &Hello) -> Result<(), String> {
     try_one().map_err(|error| error.to_string())
 }
 
-/// The device, open, and its number.
+/// Opens the device. Returns it and its device number.
 fn open_device() -> io::Result<(File, u64)> {
     let device = File::options().read(true).write(true).open(DEVICE)?;
     let metadata = device.metadata()?;
@@ -77,7 +77,7 @@ fn open_device() -> io::Result<(File, u64)> {
     }
 }
 
-/// Whether process `pid` may make a userfaultfd for all faults by the system call (userfaultfd(2)).
+/// Checks that process `pid` may make a userfaultfd for all faults by the system call (userfaultfd(2)).
 fn check_system_call(pid: i32, device: &io::Error) -> Result<(), String> {
     let all_may = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|value| value.trim() == "1");
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -94,9 +94,9 @@ fn check_system_call(pid: i32, device: &io::Error) -> Result<(), String> {
     }
 }
 
-/// Whether memory of this process is missing and waited for: one whose post-copy has not come to its end.
+/// Returns whether this process waits for missing memory: its post-copy has not ended.
 pub(in crate::gateway) fn waits_for_memory(process: ProcessIdentity) -> bool {
-    // proc_pid_smaps(5): `um` is of a userfaultfd that is registered for missing pages.
+    // proc_pid_smaps(5): `um` marks memory registered with a userfaultfd for missing pages.
     let waits = fs::read_to_string(format!("/proc/{}/smaps", process.pid)).is_ok_and(|smaps| {
         let mut flags = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
         flags.any(|flags| flags.split_whitespace().any(|flag| flag == "um"))
@@ -104,7 +104,7 @@ pub(in crate::gateway) fn waits_for_memory(process: ProcessIdentity) -> bool {
     waits && sterna::process::lives(process)
 }
 
-/// A destination QEMU, in whose process the library has done what only that process may do.
+/// A destination QEMU's process, in which the library's calls on its address space are performed.
 #[derive(Debug)]
 pub(super) struct QemuProcess {
     qmp: Qmp,
@@ -114,7 +114,7 @@ pub(super) struct QemuProcess {
     given_back: Mutex<GivenBack>,
 }
 
-/// What giving memory back has cost.
+/// The cost of giving memory back: how many ranges, and how long the thread was stopped.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct GivenBack {
     pub(super) ranges: usize,
@@ -122,10 +122,10 @@ pub(super) struct GivenBack {
 }
 
 impl QemuProcess {
-    /// The process `target`, which `qmp` is the monitor of.
+    /// Opens the process `target`, whose monitor is `qmp`.
     ///
     /// # Errors
-    /// It has ended.
+    /// The process has ended.
     pub(super) fn new(qmp: &Qmp, target: &Arc<TargetProcess>) -> Result<Self, String> {
         let process = Process::open(target.pid()).map_err(|error| error.to_string())?;
         target.check_alive().map_err(|error| error.to_string())?;
@@ -133,17 +133,17 @@ impl QemuProcess {
         Ok(Self { qmp: qmp.clone(), target: Arc::clone(target), process, copy, given_back })
     }
 
-    /// What giving private memory back has cost so far; the guest was stopped meanwhile.
+    /// Returns the cost of giving private memory back so far.
     pub(super) fn given_back(&self) -> GivenBack {
-        *self.given_back.lock().expect("nobody panics with it")
+        *self.given_back.lock().expect("no thread panics with it locked")
     }
 
     fn copy(&self) -> MutexGuard<'_, Option<UserfaultCopy>> {
-        self.copy.lock().expect("nobody panics with it")
+        self.copy.lock().expect("no thread panics with it locked")
     }
 
-    /// By the device, which is handed to QEMU and taken back from it.
-    fn by_device(&self) -> Result<(OwnedFd, UserfaultCopy), String> {
+    /// Makes the userfaultfd by the device, whose descriptor QEMU gets for this time.
+    fn make_by_device(&self) -> Result<(OwnedFd, UserfaultCopy), String> {
         let (device, number) = open_device().map_err(|error| format!("{DEVICE}: {error}"))?;
         let given = self.qmp.execute_with_descriptor("getfd", json!({ "fdname": DESCRIPTOR }), device.as_fd());
         given.map_err(|error| format!("QEMU does not take {DEVICE}: {error}"))?;
@@ -154,7 +154,7 @@ impl QemuProcess {
         made
     }
 
-    /// The number under which QEMU has the device open. Which does not matter where there are several.
+    /// Returns the number of a descriptor by which QEMU has the device open. If there are several, any will do.
     fn number_of(&self, device: u64) -> Result<i32, String> {
         let failed = |error: io::Error| format!("the files of QEMU cannot be seen: {error}");
         let files = fs::read_dir(format!("/proc/{}/fd", self.target.pid())).map_err(failed)?;
@@ -179,7 +179,7 @@ impl GuestProcess for QemuProcess {
     }
 
     fn open_userfault(&self) -> io::Result<OwnedFd> {
-        let made = self.by_device().or_else(|device| {
+        let made = self.make_by_device().or_else(|device| {
             let made = self.make(UserfaultOrigin::PrivilegedSystemCall);
             made.map_err(|call| io::Error::other(format!("{device}; by the system call: {call}")))
         });
@@ -195,7 +195,7 @@ impl GuestProcess for QemuProcess {
                 tracing::debug!(?stopped, "QEMU's userfaultfd is closed");
                 Ok(())
             }
-            // With the process, or the program that it ran, the descriptor is gone.
+            // The descriptor ended with the process or its program.
             Err(AttachError::Ended { .. } | AttachError::Replaced { .. }) => Ok(()),
             Err(error) => Err(io::Error::other(error)),
         }
@@ -203,20 +203,20 @@ impl GuestProcess for QemuProcess {
 
     fn advise(&self, addresses: &[Range<usize>], advice: Advice) -> io::Result<()> {
         let ranges: Vec<_> = addresses.iter().map(|range| range.start as u64..range.end as u64).collect();
-        let give = |limit| {
+        let call = |limit| {
             advise(&self.process, &ranges, advice.code(), limit).map_err(|error| match error {
-                // What it means depends on the number.
+                // The library needs the error number.
                 AttachError::Refused { source, .. } => source,
                 error => io::Error::other(error),
             })
         };
         if advice != Advice::DontNeed {
-            return give(ADVISING_TIME).map(drop);
+            return call(ADVISING_TIME).map(drop);
         }
-        // One call at a time, as a process has one main thread.
-        let mut given_back = self.given_back.lock().expect("nobody panics with it");
+        // The lock admits one call at a time, since a process has one main thread.
+        let mut given_back = self.given_back.lock().expect("no thread panics with it locked");
         let begun = Instant::now();
-        let outcome = give(GIVING_BACK_TIME.saturating_sub(given_back.stopped));
+        let outcome = call(GIVING_BACK_TIME.saturating_sub(given_back.stopped));
         given_back.stopped += begun.elapsed();
         given_back.ranges += ranges.len();
         tracing::debug!(ranges = ranges.len(), ?outcome, "memory given back in QEMU");

@@ -1,8 +1,8 @@
-//! A QEMU's guest RAM from outside: where each block lies, how it is read and written, and the dirty log over it.
+//! A QEMU's guest RAM from outside: where each block lies, how it is read and written, and its dirty log.
 //!
-//! Shared files are mapped here: then accelerators reach them, and placing is a store. Private memory is read by `process_vm_readv` and
-//! written by `/proc/PID/mem`. All blocks are moved by the library, also ROMs and video memory, each as far as it is in use: the
-//! stream that the destination's QEMU reads has no page in it.
+//! Shared files are mapped into this process: accelerators can then read them, and placing a page is a store. Private memory is read by
+//! `process_vm_readv` and written by `/proc/PID/mem`. The library moves all blocks, also ROMs and video memory, each up to its used
+//! length: the stream that the destination's QEMU reads contains no page.
 
 use std::fs;
 use std::io;
@@ -26,7 +26,7 @@ use super::post_copy::QemuProcess;
 use crate::discover::{self, Backing, FileKind, ListedBlock, MappedRam, list};
 use crate::qmp::Qmp;
 
-/// The memory of a source, tracked.
+/// The memory of a source, with its dirty log.
 pub(super) struct DirectRam {
     guest: GuestRam,
     log: Box<dyn DirtyLog>,
@@ -35,19 +35,19 @@ pub(super) struct DirectRam {
     tracking: String,
 }
 
-/// What must still be so when the guest has stopped: else something was written that nobody tracked.
+/// The conditions for complete tracking. They must still hold when the guest has stopped; else untracked writes are possible.
 #[derive(Debug)]
 pub(super) struct Watched {
-    /// What QEMU says of its blocks.
+    /// QEMU's list of its blocks.
     listed: Vec<ListedBlock>,
-    /// QEMU's devices, of which a new one may come with a process that writes guest RAM.
+    /// QEMU's devices. A new device may come with a process that writes guest RAM.
     devices: Vec<String>,
-    /// Where the files of guest RAM are mapped besides.
+    /// The files of guest RAM, and the other processes that map them.
     files: Vec<FileOfBlock>,
     mappers: Vec<Mapper>,
 }
 
-/// A file that a block of guest RAM is, so that other processes may map it too.
+/// The file behind a block of guest RAM. Other processes may map it, too.
 #[derive(Clone, Debug)]
 struct FileOfBlock {
     /// The block's number.
@@ -59,7 +59,7 @@ struct FileOfBlock {
     bytes: u64,
 }
 
-/// Another process that writes guest RAM, and where it has the blocks.
+/// Another process that writes guest RAM, and where it has mapped the blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Mapper {
     pid: i32,
@@ -77,10 +77,10 @@ impl std::fmt::Debug for DirectRam {
 }
 
 impl DirectRam {
-    /// Takes hold of the memory of the QEMU behind `qmp`, and makes it possible to track its writes.
+    /// Opens the memory of the QEMU behind `qmp`, and prepares the tracking of its writes.
     ///
     /// # Errors
-    /// Why that is not possible.
+    /// Why the memory cannot be read or tracked.
     pub(super) fn of_source(qmp: &Qmp) -> Result<Self, String> {
         let listed = list(qmp).map_err(|error| error.to_string())?;
         let mapped = MappedRam::find(qmp, &listed)?;
@@ -111,16 +111,16 @@ impl DirectRam {
             ));
         }
         let (mut logs, mut stopped) = (Vec::new(), Duration::ZERO);
-        let (log, stood) = track(mapped.process(), blocks)?;
+        let (log, thread_stopped) = track(mapped.process(), blocks)?;
         logs.push(log);
-        stopped = stopped.max(stood);
+        stopped = stopped.max(thread_stopped);
         for mapper in &mappers {
             let failed =
                 |why: String| format!("process {} ({}), which writes guest RAM too: {why}", mapper.pid, mapper.program);
             let process = TargetProcess::open(mapper.pid).map_err(|error| failed(error.to_string()))?;
-            let (log, stood) = track(&Arc::new(process), mapper.blocks.clone()).map_err(failed)?;
+            let (log, thread_stopped) = track(&Arc::new(process), mapper.blocks.clone()).map_err(failed)?;
             logs.push(log);
-            stopped = stopped.max(stood);
+            stopped = stopped.max(thread_stopped);
         }
         let mut tracking =
             "asynchronous write protection of QEMU's memory from outside (userfaultfd, PAGEMAP_SCAN)".to_owned();
@@ -136,12 +136,12 @@ impl DirectRam {
         Ok(Self { guest, log, watched: Watched { listed, devices, files, mappers }, stopped, tracking })
     }
 
-    /// The longest time that a thread stood for the tracking to be made possible.
+    /// Returns the longest time that a thread was stopped to set up the tracking.
     pub(super) fn stopped(&self) -> Duration {
         self.stopped
     }
 
-    /// How writes are tracked, for people.
+    /// Returns how writes are tracked, for notes and the report.
     pub(super) fn tracking(&self) -> String {
         self.tracking.clone()
     }
@@ -152,10 +152,10 @@ impl DirectRam {
 }
 
 impl Watched {
-    /// Checks, once the guest has stopped, that its memory is where it was, and that nobody else has come to write it.
+    /// Checks, once the guest has stopped, that its memory is still at the same addresses, and that no new process writes it.
     ///
     /// # Errors
-    /// What has changed.
+    /// Which condition has changed.
     pub(super) fn check(&self, qmp: &Qmp, guest: &GuestRam) -> Result<(), String> {
         if list(qmp).map_err(|error| error.to_string())? != self.listed {
             return Err(
@@ -182,16 +182,16 @@ impl Watched {
     }
 }
 
-/// A log of what `process` writes to `blocks`, and how long a thread of it stood for that.
+/// Creates a log of the writes of `process` to `blocks`. Returns it and how long a thread of the process was stopped.
 fn track(process: &Arc<TargetProcess>, blocks: Vec<MappedBlock>) -> Result<(Box<dyn DirtyLog>, Duration), String> {
     let held = Process::open(process.pid()).map_err(|error| error.to_string())?;
     let taken = take_userfault(&held, UserfaultOrigin::SystemCall).map_err(|error| error.to_string())?;
-    // All that is known of it was about this process.
+    // Still alive, so the number has always meant this process.
     process.check_alive().map_err(|error| error.to_string())?;
     let userfault =
         Userfault::from_descriptor(taken.descriptor, WriteProtectLog::FEATURES).map_err(|error| error.to_string())?;
     let log = WriteProtectLog::of_process(Arc::clone(process), userfault, blocks).map_err(|error| error.to_string())?;
-    // Now, while another way of moving the guest can be taken.
+    // Checked now, while the stream mode can still be chosen.
     log.check().map_err(|error| error.to_string())?;
     Ok((Box::new(log), taken.stopped))
 }
@@ -205,23 +205,23 @@ fn shared_file(block: &memory::RamBlock) -> Option<SharedFile> {
     }
 }
 
-/// The types and names of QEMU's devices.
+/// Returns the types and names of QEMU's devices.
 fn devices(qmp: &Qmp) -> Result<Vec<String>, String> {
     let tree = qmp.human("info qtree").map_err(|error| error.to_string())?;
     Ok(tree.lines().filter_map(|line| line.trim_start().strip_prefix("dev: ")).map(str::to_owned).collect())
 }
 
-/// Whether the guest gives memory back by this device while it runs.
+/// Returns whether the guest can give memory back to the host by this device while it runs.
 fn gives_memory_back(device: &str) -> bool {
     ["virtio-balloon", "virtio-mem"].iter().any(|kind| device.starts_with(kind))
 }
 
-/// How many vhost-user back ends QEMU gives guest RAM to: of devices, of network interfaces, and of objects.
+/// Returns the number of vhost-user back ends that share guest RAM with QEMU: of devices, of network interfaces, and of objects.
 fn back_ends(qmp: &Qmp, devices: &[String]) -> Result<usize, String> {
     let networks = qmp.human("info network").map_err(|error| error.to_string())?;
     let objects = qmp.execute("qom-list", json!({ "path": "/objects" })).map_err(|error| error.to_string())?;
     let of_object = |object: &&Value| object["type"].as_str().is_some_and(|kind| kind.contains("vhost-user"));
-    // A device on PCI is listed with the virtio device that it carries.
+    // A PCI device and the virtio device on it are two entries; only the PCI device counts.
     let of_device = |device: &&String| device.starts_with("vhost-user") && device.contains("-pci");
     let others = devices.iter().any(|device| device.starts_with("vhost-user"));
     let on_pci = devices.iter().filter(of_device).count();
@@ -231,7 +231,8 @@ fn back_ends(qmp: &Qmp, devices: &[String]) -> Result<usize, String> {
         + objects.as_array().map_or(0, |all| all.iter().filter(of_object).count()))
 }
 
-/// A back end that runs where this process does not see it (another pid namespace) writes guest RAM all the same.
+/// Fails if fewer mappers than back ends are seen: a back end in a pid namespace that this process does not see would write guest RAM
+/// untracked.
 fn check_count(back_ends: usize, seen: usize) -> Result<(), String> {
     match seen < back_ends {
         true => Err(format!(
@@ -250,8 +251,8 @@ fn files_of(guest: &GuestRam, mapped: &MappedRam) -> Vec<FileOfBlock> {
     guest.blocks().iter().zip(mapped.blocks()).enumerate().filter_map(file).collect()
 }
 
-/// The processes besides this one and QEMU that have mapped a file of guest RAM so that they can write it: vhost-user back ends, which
-/// write past QEMU's page tables.
+/// Returns the processes besides this one and QEMU with a writable mapping of a file of guest RAM: vhost-user back ends, which write past
+/// QEMU's page tables.
 fn other_mappers(files: &[FileOfBlock], guest: &GuestRam, qemu: i32) -> Result<Vec<Mapper>, String> {
     let mut mappers = Vec::new();
     if files.is_empty() {
@@ -265,7 +266,7 @@ fn other_mappers(files: &[FileOfBlock], guest: &GuestRam, qemu: i32) -> Result<V
         else {
             continue;
         };
-        // One that may not be looked at is no back end that QEMU gives its memory to: those are counted (`check_count`).
+        // An unreadable process is skipped. If it is a back end, `check_count` finds it missing.
         let Ok(blocks) = mapped_by(pid, files, guest) else { continue };
         if let Some(blocks) = blocks.filter(|blocks| blocks.iter().any(|block| !block.parts.is_empty())) {
             let program = fs::read_to_string(process.path().join("comm")).unwrap_or_default().trim().to_owned();
@@ -275,7 +276,7 @@ fn other_mappers(files: &[FileOfBlock], guest: &GuestRam, qemu: i32) -> Result<V
     Ok(mappers)
 }
 
-/// Which parts of guest RAM process `pid` has mapped so that it can write them; none where it has ended.
+/// Returns the parts of guest RAM of which process `pid` has writable mappings; none if the process has ended.
 fn mapped_by(pid: i32, files: &[FileOfBlock], guest: &GuestRam) -> io::Result<Option<Vec<MappedBlock>>> {
     let maps = match fs::read_to_string(format!("/proc/{pid}/maps")) {
         Ok(maps) => maps,
@@ -291,7 +292,7 @@ fn mapped_by(pid: i32, files: &[FileOfBlock], guest: &GuestRam) -> io::Result<Op
 }
 
 impl FileOfBlock {
-    /// The part of the block that a line of `/proc/PID/maps` maps so that it can be written:
+    /// Returns the part of the block that a line of `/proc/PID/maps` maps writable and shared:
     /// `start-end rwxp offset device inode path` (proc_pid_maps(5)).
     fn part(&self, line: &str) -> Option<MappedPart> {
         let mut words = line.split_whitespace();
@@ -306,7 +307,7 @@ impl FileOfBlock {
         if !writes || device != self.device || inode != self.inode {
             return None;
         }
-        // In the file: from the later beginning to the earlier end.
+        // The overlap in the file: from the later start to the earlier end.
         let first = offset.max(self.offset);
         let last = (offset + (end - start)).min(self.offset + self.bytes);
         if first >= last {
@@ -318,8 +319,8 @@ impl FileOfBlock {
     }
 }
 
-/// Only of virtiofsd it is known how it writes guest RAM: by copying, unless the guest's own `O_DIRECT` is let through. A back end with a
-/// device of its own (SPDK, DPDK) may have guest RAM pinned for DMA, which takes no page fault.
+/// Fails for every back end but virtiofsd, which writes guest RAM by copying, unless it passes the guest's own `O_DIRECT` on. A back end
+/// with a device of its own (SPDK, DPDK) may have pinned guest RAM for DMA, which causes no page fault.
 fn refuse_unknown(mapper: &Mapper) -> Result<(), String> {
     let Mapper { pid, program, .. } = mapper;
     if program != "virtiofsd" {
@@ -336,10 +337,10 @@ fn refuse_unknown(mapper: &Mapper) -> Result<(), String> {
     }
 }
 
-/// The memory of a destination whose QEMU has read the list of blocks, in the order of the source's `wanted`.
+/// Returns the memory of a destination whose QEMU has read the list of blocks, in the order of the source's `wanted`.
 ///
 /// # Errors
-/// A block is not there, or cannot be written from outside.
+/// A block is missing, or cannot be written from outside.
 pub(super) fn of_destination(qmp: &Qmp, wanted: &[Block]) -> Result<(GuestRam, Arc<QemuProcess>), String> {
     let mut listed = list(qmp).map_err(|error| error.to_string())?;
     let place = |name: &str| wanted.iter().position(|block| block.name == name);
@@ -351,10 +352,10 @@ pub(super) fn of_destination(qmp: &Qmp, wanted: &[Block]) -> Result<(GuestRam, A
     Ok((guest, process))
 }
 
-/// Checks that missing pages of a destination's memory are missed by way of QEMU's page tables only, where they are watched.
+/// Checks that a destination's memory is accessed through QEMU's page tables only, where missing pages cause page faults.
 ///
 /// # Errors
-/// Another process has, or will have, the memory mapped, or QEMU has locked it.
+/// Another process maps, or will map, the memory, or QEMU has locked it.
 pub(super) fn check_waits(qmp: &Qmp, wanted: &[Block]) -> Result<GuestRam, String> {
     let back_ends = back_ends(qmp, &devices(qmp)?)?;
     if back_ends > 0 {
@@ -388,7 +389,7 @@ fn guest_ram(mapped: &MappedRam) -> Result<GuestRam, String> {
     let block = |found: &discover::MappedBlock| -> Result<memory::RamBlock, String> {
         let bytes = found.used.next_multiple_of(PAGE_SIZE as u64) as usize;
         let (name, process, address) = (&found.name, mapped.process(), found.address as usize);
-        // A private mapping may be of huge pages of a pool, too: then its writes are known by such a page.
+        // A private mapping may have huge pages of a pool; its writes are then tracked per huge page.
         let in_process = |backing| {
             let block = memory::RamBlock::in_process(name, process, address, bytes, backing);
             block.with_page_size(found.page_size as usize)
@@ -425,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn of_another_mapping_only_what_is_of_the_block_and_can_be_written_counts() {
+    fn only_the_writable_part_of_the_block_counts_in_another_mapping() {
         let part = |line| file().part(line).map(|MappedPart { addresses, first_page }| (addresses, first_page));
         let whole = "10000-18000 rw-s 00000000 00:01 7 /memfd:ram (deleted)";
         assert_eq!(part(whole), Some((0x12000..0x16000, 0)));

@@ -1,4 +1,4 @@
-//! The source's QEMU as the library drives it.
+//! The source QEMU as the library's `SourceVmm`.
 
 use std::fs::File;
 use std::io::{Seek, Write};
@@ -20,31 +20,31 @@ use crate::gateway::fault;
 use crate::gateway::qemu::{self, SOURCE_QUIT_TIME};
 use crate::qmp::{Qmp, QmpError};
 
-/// How long the block layer may take to have nothing under way: reads from a network store that is slow, not one that hangs.
+/// How long the block layer may take to finish its requests: enough for a slow network store, but not for one that hangs.
 const SETTLING_TIME: Duration = Duration::from_secs(30);
-/// How long the guest's disks may be in use elsewhere when the guest is to go on here: until the destination's QEMU is ended.
+/// How long to wait for the guest's disks when the guest is to continue here: until the destination's QEMU is ended.
 const DISKS_TIME: Duration = Duration::from_secs(30);
-/// Pause between two attempts to let the guest run.
+/// Pause between two attempts to resume the guest.
 const DISKS_PAUSE: Duration = Duration::from_millis(50);
-/// About as many bytes is the state of the devices of a small machine.
+/// Typical bytes of a small machine's device state.
 const USUAL_STATE: u64 = 128 << 10;
 
 /// A source QEMU whose memory is read from outside.
 pub(super) struct QemuSource {
     qmp: Qmp,
     machine_type: String,
-    /// Its RAM, and what must still be so of it when the guest has stopped.
+    /// Its RAM, and the conditions for complete tracking, which are checked when the guest has stopped.
     guest: GuestRam,
     watched: Watched,
-    /// The files of its disks when their reading began, for people.
+    /// The files of its disks at the start, for error texts.
     disks: String,
     record: MonitorRecord,
-    /// The guest was stopped by this migration.
+    /// This migration has stopped the guest.
     stopped: bool,
-    /// The state of its devices, once it was stopped.
+    /// The devices' state, once the guest is stopped.
     state: Option<Vec<u8>>,
     longest_settling: Duration,
-    /// While the guest is slowed down.
+    /// Slows the guest down as long as it is there.
     throttle: Option<VcpuThrottle>,
 }
 
@@ -56,7 +56,7 @@ impl QemuSource {
         watched: Watched,
         record: MonitorRecord,
     ) -> Self {
-        // QEMU answers no more once its storage does not.
+        // Queried now, because QEMU does not answer any more once its storage hangs.
         let disks = disk_files(&qmp);
         let longest_settling = Duration::ZERO;
         Self {
@@ -73,19 +73,19 @@ impl QemuSource {
         }
     }
 
-    /// The longest that the block layer took to have nothing under way.
+    /// Returns the longest time that the block layer took to finish its requests.
     pub(super) fn longest_settling(&self) -> Duration {
         self.longest_settling
     }
 
-    /// Lets the guest run. Saving has given up its disks, and another process may have locked an image meanwhile.
+    /// Resumes the guest. Saving its devices released its disks, and another process may have locked an image meanwhile.
     fn take_back(&self) -> Result<(), VmmError> {
         let deadline = Instant::now() + DISKS_TIME;
-        let mut told = false;
+        let mut warned = false;
         loop {
             match qemu::cont(&self.qmp) {
                 Ok(()) => return Ok(()),
-                Err(error @ QmpError::Refused { .. }) if is_of_a_lock(&error.to_string()) => {
+                Err(error @ QmpError::Refused { .. }) if is_lock_error(&error.to_string()) => {
                     if Instant::now() >= deadline {
                         return Err(format!(
                             "{error}: another process has used a disk of the guest for {} s; end that process, then run `sterna recover`",
@@ -93,7 +93,7 @@ impl QemuSource {
                         )
                         .into());
                     }
-                    if !std::mem::replace(&mut told, true) {
+                    if !std::mem::replace(&mut warned, true) {
                         tracing::warn!(%error, "another process uses a disk of the guest: waiting until the guest can run");
                     }
                     std::thread::sleep(DISKS_PAUSE);
@@ -105,11 +105,11 @@ impl QemuSource {
 
     fn save_devices(&self) -> Result<Vec<u8>, VmmError> {
         let file = File::from(rustix::fs::memfd_create("sterna-devices", MemfdFlags::CLOEXEC)?);
-        // QEMU takes a descriptor of its set only where the access mode is the very same.
+        // QEMU uses a descriptor of its set only if the access mode is exactly the requested one.
         let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file));
         let for_qemu = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
         let added = self.qmp.execute_with_descriptor("add-fd", json!({ "opaque": "sterna" }), for_qemu.as_fd())?;
-        let set = added["fdset-id"].as_u64().ok_or("QEMU does not say where it has put a descriptor")?;
+        let set = added["fdset-id"].as_u64().ok_or("QEMU does not name the set of a descriptor")?;
         let arguments = json!({ "filename": format!("/dev/fdset/{set}"), "live": true });
         let saved = self.qmp.execute("xen-save-devices-state", arguments);
         if let Err(error) = self.qmp.execute("remove-fd", json!({ "fdset-id": set })) {
@@ -140,7 +140,7 @@ impl SourceVmm for QemuSource {
         let begun = Instant::now();
         let limit = fault::settling_time(SETTLING_TIME);
         tracing::debug!("waiting until QEMU's block layer has nothing under way");
-        // It drains all of the block layer before it looks at its actions (`qmp_transaction` in blockdev.c).
+        // `transaction` drains all of the block layer before it processes its actions (`qmp_transaction` in blockdev.c).
         let settled = self.qmp.execute_within("transaction", json!({ "actions": [] }), limit);
         let took = begun.elapsed();
         self.longest_settling = self.longest_settling.max(took);
@@ -163,8 +163,8 @@ impl SourceVmm for QemuSource {
     fn may_pause(&mut self) -> Result<(), VmmError> {
         match self.qmp.status()?.as_str() {
             "running" => Ok(()),
-            // The destination starts what it is given, so a guest that somebody paused meanwhile, or that stopped of itself, is not
-            // given to it.
+            // The destination starts every guest that it receives, so a guest that an operator paused, or that stopped by itself, must
+            // stay here.
             other => {
                 Err(format!("the guest stopped during the migration (QEMU: {other}); only a running guest is moved")
                     .into())
@@ -173,13 +173,13 @@ impl SourceVmm for QemuSource {
     }
 
     fn stood_still(&mut self) -> Result<(), VmmError> {
-        // QEMU says RESUME before the guest's processors start, and in order with its answers.
+        // QEMU sends RESUME before the guest's vCPUs start, and in order with its answers.
         let status = self.qmp.status()?;
         let resumed = self.qmp.wait_event("RESUME", |_| true, Instant::now())?;
         if status == "paused" && resumed.is_none() {
             return Ok(());
         }
-        // Whether it runs now is for whoever let it run to say.
+        // Another program resumed the guest and is now responsible for whether it runs.
         self.stopped = false;
         Err(format!("somebody else let the guest run while it was stopped for its switchover (QEMU: {status})").into())
     }
@@ -187,7 +187,7 @@ impl SourceVmm for QemuSource {
     fn pause(&mut self) -> Result<(), VmmError> {
         self.may_pause()?;
         self.qmp.clear_events();
-        // QEMU waits in `stop` until each vCPU thread has come by.
+        // The throttle ends first: in `stop`, QEMU waits for each vCPU thread.
         self.throttle = None;
         self.stopped = true;
         self.qmp.execute("stop", json!({}))?;
@@ -221,11 +221,11 @@ impl SourceVmm for QemuSource {
     }
 
     fn throttle(&mut self, percent: u8) -> Result<(), VmmError> {
-        let held = self.throttle.take();
-        self.throttle = match (percent, held) {
+        let throttle = self.throttle.take();
+        self.throttle = match (percent, throttle) {
             (0, _) => None,
             (percent, None) => Some(VcpuThrottle::begin(&self.qmp, percent)?),
-            (percent, Some(held)) => Some(held.set(&self.qmp, percent)?),
+            (percent, Some(throttle)) => Some(throttle.set(&self.qmp, percent)?),
         };
         Ok(())
     }
@@ -241,7 +241,7 @@ impl SourceVmm for QemuSource {
     fn moved(&mut self) -> Result<AfterMove, VmmError> {
         match self.qmp.status().as_deref() {
             Ok("running") => return Ok(AfterMove::RunsHere),
-            // A QEMU that says nothing is ended as well.
+            // A QEMU that does not answer is ended as well.
             Ok("paused") | Err(_) => {}
             Ok(other) => {
                 return Err(format!(
@@ -260,16 +260,16 @@ impl SourceVmm for QemuSource {
     }
 }
 
-/// Whether QEMU's words are that an image is locked by another process (`raw_check_lock_bytes` and `raw_apply_lock_bytes` in
+/// Returns whether QEMU's error is that another process has locked an image (`raw_check_lock_bytes` and `raw_apply_lock_bytes` in
 /// block/file-posix.c).
-fn is_of_a_lock(words: &str) -> bool {
-    words.contains("\" lock") || words.contains("Failed to lock byte")
+fn is_lock_error(error: &str) -> bool {
+    error.contains("\" lock") || error.contains("Failed to lock byte")
 }
 
-/// The files of QEMU's disks as its monitor names them, for people.
+/// Returns the files of QEMU's disks as its monitor names them, for error texts.
 fn disk_files(qmp: &Qmp) -> String {
     let nodes = qmp.execute("query-block", json!({})).unwrap_or_default();
     let files = nodes.as_array().into_iter().flatten().filter_map(|disk| disk["inserted"]["file"].as_str());
     let files: Vec<String> = files.map(cleaned).collect();
-    if files.is_empty() { "QEMU names no disks".into() } else { files.join(", ") }
+    if files.is_empty() { "QEMU lists no disks".into() } else { files.join(", ") }
 }

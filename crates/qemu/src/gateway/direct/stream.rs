@@ -1,11 +1,11 @@
-//! The migration stream that a destination QEMU is given in direct mode: put together here, without a page of RAM in it.
+//! Composes the migration stream that a destination QEMU reads in direct mode. It contains no page of RAM.
 //!
 //! ```text
 //! opening   magic, version │ configuration: machine type │ return path, ping │ "ram" begins: names and lengths of the blocks
 //! closing   "ram" ends │ the sections of the source's device state │ end │ a description, empty
 //! ```
-//! The opening goes first, while the guest still runs at its source: a machine type or a RAM block that does not fit is refused then, and
-//! blocks that QEMU resizes have their length before anything is placed in them. QEMU answers the ping once it has read so far.
+//! The opening is sent while the guest still runs at its source. QEMU then refuses a machine type or a RAM block that does not fit, and
+//! resizes blocks before a page is placed in them. QEMU answers the ping once it has read all of the opening.
 //!
 //! The device state is what `xen-save-devices-state` writes (`qemu_save_device_state` in migration/savevm.c): magic and version,
 //! the sections of all devices but RAM, an end mark. Formats: migration/savevm.c, migration/ram.c, docs/devel/migration of QEMU.
@@ -24,7 +24,7 @@ const SECTION_FOOTER: u8 = 0x7e;
 const RAM_SECTION: u32 = 0x7fff;
 /// Version of the section `ram`.
 const RAM_VERSION: u32 = 4;
-/// `RAM_SAVE_FLAG_MEM_SIZE`: with it in the lower bits come all lengths together.
+/// `RAM_SAVE_FLAG_MEM_SIZE`, in the lower bits of the sum of all blocks' lengths.
 const FLAG_LENGTHS: u64 = 0x04;
 /// `RAM_SAVE_FLAG_EOS`.
 const FLAG_END: u64 = 0x10;
@@ -33,11 +33,11 @@ const OPEN_RETURN_PATH: u16 = 1;
 const PING: u16 = 2;
 /// Longest name of a RAM block (`RAMBlock.idstr` has 256 bytes, the last of them 0).
 const MAX_NAME: usize = 255;
-/// A subsection of the vCPU state that a guest has which runs, or has prepared to run, guests of its own
-/// (`vmstate_nested_state` in target/i386/machine.c).
+/// The subsection of the vCPU state of a guest that runs, or has prepared to run, nested guests (`vmstate_nested_state` in
+/// target/i386/machine.c).
 const NESTED_STATE: &[u8] = b"cpu/nested_state";
 
-/// What the destination's QEMU is asked to send back once it has read the opening.
+/// The value of the ping, which the destination's QEMU sends back once it has read the opening.
 pub(super) const PING_VALUE: u32 = 1;
 
 /// A block of RAM as the stream names it.
@@ -48,10 +48,10 @@ pub(super) struct BlockLength<'a> {
     pub(super) used: u64,
 }
 
-/// The stream up to the list of RAM blocks.
+/// Returns the opening of the stream.
 ///
 /// # Errors
-/// A name is longer than QEMU's own names can be.
+/// A block's name is empty or longer than QEMU permits.
 pub(super) fn opening(machine_type: &str, blocks: &[BlockLength<'_>]) -> Result<Vec<u8>, String> {
     let mut stream = MAGIC.to_vec();
     stream.push(CONFIGURATION);
@@ -77,7 +77,7 @@ pub(super) fn opening(machine_type: &str, blocks: &[BlockLength<'_>]) -> Result<
     Ok(stream)
 }
 
-/// Writes the rest of the stream: `state` is what the source's QEMU has saved of its devices.
+/// Writes the closing of the stream. `state` is the device state that the source's QEMU has saved.
 pub(super) fn close(mut state: impl Read, mut stream: impl Write) -> io::Result<()> {
     let mut magic = [0; MAGIC.len()];
     state.read_exact(&mut magic)?;
@@ -94,7 +94,7 @@ pub(super) fn close(mut state: impl Read, mut stream: impl Write) -> io::Result<
     stream.write_all(&[DESCRIPTION, 0, 0, 0, 2, b'{', b'}'])
 }
 
-/// Whether the device state is of a guest with guests of its own.
+/// Returns whether the device state is of a guest with nested guests.
 pub(super) fn has_nested_guest(state: &[u8]) -> bool {
     state.windows(NESTED_STATE.len()).any(|part| part == NESTED_STATE)
 }

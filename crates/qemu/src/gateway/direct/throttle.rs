@@ -1,22 +1,22 @@
-//! Slowing down a source QEMU's guest from outside: its vCPU threads are held by ptrace(2) for slices of time (`sterna-attach`).
+//! Slows a source QEMU's guest down from outside: holds its vCPU threads by ptrace(2) for slices of time (`sterna-attach`).
 //!
-//! **Why not `cpu.max`** of the threads' control group: the limit would outlive a Sterna that is killed, and leave the guest slowed down for
-//! good. It needs a group of the vCPU threads' own besides, as libvirt makes it and others do not. What ptrace(2) holds the kernel lets
-//! go when the tracer ends, and the rights for it are those that direct mode needs anyway.
+//! **Why not `cpu.max`** of the threads' control group: the limit would outlive a killed Sterna, and the guest would stay slow for ever.
+//! It also needs a control group for the vCPU threads alone, which libvirt makes and other programs do not. The kernel releases threads
+//! held by ptrace(2) when the tracer ends, and direct mode needs the rights for ptrace(2) anyway.
 //!
-//! **No lock is held meanwhile.** A vCPU thread that is held while it has QEMU's big lock would stop QEMU's main loop, and its monitor with it. So
+//! **A held thread has no lock.** A vCPU thread held while it has QEMU's big lock would stop QEMU's main loop, and its monitor with it. So
 //! a thread is held only where it certainly has no lock:
 //!
 //! * in the ioctl `KVM_RUN`, which QEMU enters without the lock (`kvm_cpu_exec` in accel/kvm/kvm-all.c), also while the guest's vCPU is
 //!   halted. The ioctl returns `EINTR`, as for any signal, and QEMU enters it again;
-//! * under TCG, in translated code (`cpu_exec_loop` in accel/tcg/cpu-exec.c takes the lock for interrupts only and gives it back). The
-//!   translated code is the executable memory of no file, or of the memfd `tcg-jit` where writing to it is separate (`alloc_code_gen_buffer` in
-//!   tcg/region.c). Helpers, translation and devices are code of QEMU's own file.
+//! * under TCG, in translated code (`cpu_exec_loop` in accel/tcg/cpu-exec.c takes the lock for interrupts only, and releases it). The
+//!   translated code is executable memory without a file, or of the memfd `tcg-jit` if it has a separate writable mapping
+//!   (`alloc_code_gen_buffer` in tcg/region.c). Helpers, translation and devices are code of QEMU's own file.
 //!
 //! A thread that is elsewhere runs on and is stopped again 0.1 to 1 ms later, as long as the slice lasts. TCG's interpreter translates nothing, so
-//! a QEMU that was built with it is not slowed down.
+//! a QEMU built with it is not slowed down.
 //!
-//! A vCPU that is plugged in or out ends this: the guest runs at full speed, and the migration goes on.
+//! Plugging a vCPU in or out ends the throttling: the guest runs at full speed, and the migration goes on.
 
 use std::fs;
 use std::ops::Range;
@@ -29,14 +29,14 @@ use crate::qmp::Qmp;
 
 /// `KVM_RUN`: `_IO(KVMIO, 0x80)` in `include/uapi/linux/kvm.h`.
 const KVM_RUN: u32 = 0xAE80;
-/// The memory of translated code where it is mapped twice, once to write it and once to execute it.
+/// The file of translated code that is mapped twice, once writable and once executable.
 const SPLIT_CODE: &str = "/memfd:tcg-jit";
 
-/// The vCPUs of a QEMU, held for a share of the time. Dropped: the guest runs at full speed, and no thread of QEMU is attached to.
+/// Holds the vCPUs of a QEMU for a share of the time. When this is dropped, the guest runs at full speed and no thread of QEMU is traced.
 #[derive(Debug)]
 pub(super) struct VcpuThrottle {
     slowdown: Slowdown,
-    /// As QEMU names them.
+    /// The numbers of the vCPU threads in QEMU's own pid namespace.
     vcpus: Vec<i32>,
 }
 
@@ -44,7 +44,7 @@ impl VcpuThrottle {
     /// Holds the vCPUs for `percent` of the time, 1 to 99.
     ///
     /// # Errors
-    /// Why that is not possible. The guest runs at full speed.
+    /// Why the vCPUs cannot be held. The guest runs at full speed.
     pub(super) fn begin(qmp: &Qmp, percent: u8) -> Result<Self, String> {
         let vcpus = vcpus(qmp)?;
         let pid = qmp.peer_pid().ok_or("the QEMU process cannot be seen from here (another pid namespace)")?;
@@ -55,10 +55,10 @@ impl VcpuThrottle {
         Ok(Self { slowdown: slowdown.map_err(|error| failed(&error))?, vcpus })
     }
 
-    /// Holds them for another share of the time, 1 to 99 percent.
+    /// Changes the share of the time to `percent`, 1 to 99.
     ///
     /// # Errors
-    /// Why they are not held any more. The guest runs at full speed.
+    /// Why the vCPUs are not held any more. The guest runs at full speed.
     pub(super) fn set(self, qmp: &Qmp, percent: u8) -> Result<Self, String> {
         if vcpus(qmp)? != self.vcpus {
             return Err("the guest's vCPUs are not those that it had before: one was plugged in or out".into());
@@ -77,24 +77,25 @@ fn failed(error: &AttachError) -> String {
     }
 }
 
-/// The threads of the vCPUs by QEMU's own numbers, in order. One thread may run several (TCG with `thread=single`).
+/// Returns the threads of the vCPUs by their numbers in QEMU's pid namespace, sorted. One thread may run several vCPUs (TCG with
+/// `thread=single`).
 fn vcpus(qmp: &Qmp) -> Result<Vec<i32>, String> {
     let answer = qmp.execute("query-cpus-fast", json!({})).map_err(|error| error.to_string())?;
     let number = |vcpu: &serde_json::Value| i32::try_from(vcpu["thread-id"].as_i64()?).ok();
     let vcpus = answer.as_array().and_then(|vcpus| vcpus.iter().map(number).collect::<Option<Vec<_>>>());
-    let mut vcpus = vcpus.ok_or("QEMU does not say which threads run its vCPUs")?;
+    let mut vcpus = vcpus.ok_or("QEMU does not report which threads run its vCPUs")?;
     vcpus.sort_unstable();
     vcpus.dedup();
     Ok(vcpus)
 }
 
-/// The numbers that these threads of process `pid` have here. QEMU names those of its own pid namespace.
+/// Translates thread numbers of QEMU's pid namespace into those of this process's.
 fn threads(pid: i32, vcpus: &[i32]) -> Result<Vec<i32>, String> {
     let unseen = |error: std::io::Error| format!("the threads of process {pid} cannot be seen: {error}");
     let mut known = Vec::new();
     for thread in fs::read_dir(format!("/proc/{pid}/task")).map_err(unseen)?.filter_map(Result::ok) {
         let Some(tid) = thread.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-        // One that has ended meanwhile is none that QEMU has just named.
+        // A thread that has ended meanwhile is not one that QEMU has just listed.
         let Ok(status) = fs::read_to_string(thread.path().join("status")) else { continue };
         known.push((number_inside(&status).unwrap_or(tid), tid));
     }
@@ -103,13 +104,13 @@ fn threads(pid: i32, vcpus: &[i32]) -> Result<Vec<i32>, String> {
     threads.map_err(|vcpu| format!("process {pid} has no thread {vcpu}, which QEMU says runs a vCPU"))
 }
 
-/// The number of a thread in its own pid namespace: the last one of the line `NSpid` (proc_pid_status(5)).
+/// Returns the number of a thread in its own pid namespace: the last number of the line `NSpid` (proc_pid_status(5)).
 fn number_inside(status: &str) -> Option<i32> {
     let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
     numbers.split_whitespace().next_back()?.parse().ok()
 }
 
-/// Where the code is that TCG translates, by `/proc/PID/maps`.
+/// Returns the address ranges of TCG's translated code, from `/proc/PID/maps`.
 fn translated_code(maps: &str) -> Vec<Range<u64>> {
     let range = |line: &str| {
         let mut words = line.split_whitespace();
@@ -129,7 +130,7 @@ fn translated_code(maps: &str) -> Vec<Range<u64>> {
     maps.lines().filter_map(range).collect()
 }
 
-/// Whether a vCPU thread that was stopped there runs guest code, or waits in KVM for its guest: then it has no lock of QEMU's.
+/// Returns whether a vCPU thread stopped at `at` runs guest code, or is in `KVM_RUN`: then it has no lock of QEMU's.
 fn is_in_guest(at: &StoppedAt, translated: &[Range<u64>]) -> bool {
     const IOCTL: c_long = libc::SYS_ioctl;
     match at.system_call {

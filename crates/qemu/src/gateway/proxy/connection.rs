@@ -1,13 +1,13 @@
-//! A connection that is carried unchanged, in both directions, as if there were nothing between its two ends.
+//! A connection that is carried unchanged, in both directions, as if its two ends were connected directly.
 //!
-//! The directions have nothing to do with each other: each has a channel and an alarm of its own, so that one can end or break
-//! while the other still delivers what is on its way. What the program at one end does, the program at the other end sees:
+//! The directions are independent: each has a channel and an alarm of its own, so that one can end or break while the other still
+//! delivers its bytes. The program at one end sees what the program at the other end does:
 //!
 //! | at one end | at the other end |
 //! |---|---|
-//! | it ends its writing half | reading comes to an end |
-//! | it does not read any more, or has closed the connection | writing fails (EPIPE) |
-//! | the network between the proxies, or the other proxy, is gone | both |
+//! | shuts its writing half down | end of file on reading |
+//! | shuts its reading half down, or closes the connection | writing fails (EPIPE) |
+//! | (the network between the proxies, or the other proxy, fails) | both |
 
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
@@ -28,12 +28,12 @@ use sterna::window::Window;
 
 use crate::gateway::GatewayError;
 
-/// Bytes that are read from a connection at once.
+/// Bytes that one read takes from a connection.
 const BUFFER: usize = 64 << 10;
 
-/// The opaque channel that carries what the source's end writes.
+/// The opaque channel from the source's end to the destination's.
 pub(super) const TO_DESTINATION: u16 = 0;
-/// The opaque channel that carries what the destination's end writes.
+/// The opaque channel from the destination's end to the source's.
 pub(super) const TO_SOURCE: u16 = 1;
 
 /// The local end of a carried connection.
@@ -43,7 +43,7 @@ pub(super) struct LocalEnd {
     packet_size: usize,
     outward: Arc<Abort>,
     inward: Arc<Abort>,
-    /// The peer's end has said that nothing more comes from it.
+    /// The peer's end has sent its end of file.
     inward_ended: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -53,13 +53,13 @@ impl LocalEnd {
     pub(super) fn new(stream: UnixStream, packet_size: usize) -> io::Result<Self> {
         let (outward, inward) = (Arc::new(Abort::default()), Arc::new(Abort::default()));
         let (reading, writing) = (stream.try_clone()?, stream.try_clone()?);
-        // Nothing that is read here arrives any more: the local program's writing is to fail.
+        // Bytes read here no longer arrive, so the local program's writes must fail.
         outward.on_end(move || shut_down(&reading, Shutdown::Read));
         inward.on_end(move || shut_down(&writing, Shutdown::Write));
         Ok(Self { stream, packet_size, outward, inward, inward_ended: Arc::default(), threads: Vec::new() })
     }
 
-    /// Carries what the local program writes to the peer, on `channel`. `ended` is called at the end.
+    /// Carries the local program's bytes to the peer, on `channel`. Calls `ended` at the end.
     pub(super) fn carry_out(&mut self, channel: Opened, ended: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let Opened { writer, reader, closer, .. } = channel;
         writer.tolerate_closed_window()?;
@@ -70,7 +70,7 @@ impl LocalEnd {
         let thread = std::thread::Builder::new().name("opaque-out".into()).spawn(move || {
             read_all(&local, &channel);
             wait_until_closed(&local);
-            // A program that has closed its end reads nothing: the one at the other end is to notice when it writes.
+            // A program that has closed its end reads nothing, so writes at the other end must fail.
             if !inward_ended.load(Ordering::Acquire) {
                 inward.raise("the local end was closed");
             }
@@ -81,7 +81,7 @@ impl LocalEnd {
         Ok(())
     }
 
-    /// Carries what the peer's program writes to the local one, from `channel`. `ended` is called at the end.
+    /// Carries the bytes of the peer's program from `channel` to the local program. Calls `ended` at the end.
     pub(super) fn carry_in(&mut self, channel: Opened, ended: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let Opened { mut writer, mut reader, closer, .. } = channel;
         self.inward.on_end(move || closer.close());
@@ -91,13 +91,13 @@ impl LocalEnd {
         let thread = std::thread::Builder::new().name("opaque-in".into()).spawn(move || {
             let counters = ReceiveCounters::default();
             let received = receive_packets(&mut reader, Some(&mut writer), &mut sink, rules, &counters);
-            // By this the peer learns that nothing more is taken here.
+            // Closes the channel, which shows the peer that this end reads no more.
             drop((reader, writer));
             if let Err(error) = received {
                 tracing::debug!(%error, "one direction of a carried connection has ended early");
                 inward.raise(error);
             } else if !inward_ended.load(Ordering::Acquire) {
-                inward.raise("the channel has ended, and not what it carried");
+                inward.raise("the channel has ended before the connection that it carries");
             }
             ended();
         })?;
@@ -105,7 +105,7 @@ impl LocalEnd {
         Ok(())
     }
 
-    /// The peer is gone, or is to be left: ends both directions.
+    /// Ends both directions.
     pub(super) fn close(&self) {
         self.outward.raise("closed");
         self.inward.raise("closed");
@@ -114,7 +114,7 @@ impl LocalEnd {
     /// Waits for both directions, which have ended or were closed.
     pub(super) fn join(self) {
         for thread in self.threads {
-            // A panic there has been printed.
+            // A panic in the thread has been printed.
             let _ = thread.join();
         }
     }
@@ -137,11 +137,11 @@ impl LocalEnd {
     }
 }
 
-/// How long the directions may take to end once the peer has ended the session. All is delivered then, and only closing is left; where the
-/// peer is gone instead, nothing more comes.
+/// How long the directions may take to end once the peer has ended the session. By then everything is delivered and only closing is left,
+/// or the peer has failed and nothing more arrives.
 const ENDING_TIME: Duration = Duration::from_secs(2);
 
-/// What is known of the end of a carried connection.
+/// Tracks the end of a carried connection.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
     directions: u8,
@@ -149,22 +149,25 @@ pub(super) struct Ending {
 }
 
 impl Ending {
-    /// One of the directions is at its end.
+    /// Records that one direction has ended.
     pub(super) fn direction_ended(&mut self) {
         self.directions += 1;
     }
 
-    /// The session's control channel has come to its end.
+    /// Records that the session's control channel has ended.
     pub(super) fn session_ended(&mut self, reason: String) {
         self.lost.get_or_insert((Instant::now(), reason));
     }
 
-    /// Whether both directions are at their end.
+    /// Returns whether both directions have ended.
     pub(super) fn is_over(&self) -> bool {
         self.directions == 2
     }
 
-    /// The next event; an error where the peer is gone.
+    /// Waits for the next event.
+    ///
+    /// # Errors
+    /// The session ended some time ago, and the directions did not.
     pub(super) fn next<E>(&self, events: &Receiver<E>) -> Result<E, GatewayError> {
         match &self.lost {
             None => Ok(events.recv().expect("the caller holds a sender")),
@@ -175,11 +178,11 @@ impl Ending {
     }
 }
 
-/// Hands over all that can be read, and its end. Returns early where the channel takes no more.
+/// Sends all bytes of `local` and its end of file. Returns early if the channel fails.
 fn read_all(mut local: &UnixStream, channel: &SendChannel) {
     let mut buffer = vec![0; BUFFER];
     loop {
-        // A connection that was reset has no more to read either.
+        // A connection that was reset counts as ended.
         let length = local.read(&mut buffer).unwrap_or(0);
         if channel.send(Item::Opaque(buffer[..length].to_vec())).is_err() || length == 0 {
             return;
@@ -187,8 +190,8 @@ fn read_all(mut local: &UnixStream, channel: &SendChannel) {
     }
 }
 
-/// Waits until neither direction of `local` can carry anything any more: the local program has closed it, or one direction was ended
-/// by it and the other one here (unix(7): then poll says POLLHUP, whatever is asked for).
+/// Waits until both directions of `local` have ended: the local program has closed it, or has shut one direction down and this process the
+/// other (poll(2) then always returns POLLHUP for a unix socket).
 fn wait_until_closed(local: &UnixStream) {
     let mut descriptors = [PollFd::new(local, PollFlags::empty())];
     while poll(&mut descriptors, None).is_err_and(|error| error == rustix::io::Errno::INTR) {}

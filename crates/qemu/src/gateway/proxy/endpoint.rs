@@ -1,10 +1,10 @@
-//! The unix sockets that the source's proxy listens on, and what the connections on them are.
+//! The unix sockets on which the source's proxy listens, and the classification of their connections.
 //!
-//! A socket that a QEMU is told to migrate to gets the main channel of a migration and its multifd channels, of several QEMUs at the
-//! same time perhaps. A main channel does not say of which QEMU it is, so connections are told apart by the process that made them
-//! (unix(7), SO_PEERCRED). QEMU before 9.0 connects its multifd channels after the main channel has been accepted, QEMU from 9.0 on
-//! before it sends anything; both have connected all of them, and sent each one's first packet, by the end of the RAM setup
-//! section (`multifd_send_sync_main` waits for each channel's thread). So that is when they are collected.
+//! A migration socket receives the main channel of a migration and its multifd channels, possibly of several QEMUs at the same
+//! time. A main channel does not identify its QEMU, so connections are grouped by the process that made them (unix(7), SO_PEERCRED).
+//! QEMU before 9.0 connects its multifd channels after the main channel has been accepted; QEMU from 9.0 on connects them before it
+//! sends anything. Both have connected all channels, and sent the first packet on each, by the end of the RAM setup section
+//! (`multifd_send_sync_main` waits for each channel's thread). The proxy collects the channels then.
 
 use std::collections::HashMap;
 use std::io;
@@ -24,37 +24,37 @@ use crate::gateway::sockets::first_bytes;
 use crate::gateway::source_stream::closer;
 use crate::stream::{ChannelSniff, MultifdInit};
 
-/// How long a connection on a migration socket may take to say what it is, and a multifd channel waits for its main channel.
+/// How long a connection on a migration socket may take to send its first bytes, and how long a multifd channel waits for its main channel.
 const SNIFF_TIME: Duration = Duration::from_secs(30);
 /// Pause after a failed accept (out of file descriptors), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// The process at the other end of a connection: none where it is in a process namespace that this one does not see. All such
-/// processes count as one, so that each needs a socket of its own to migrate at the same time as others.
+/// The process at the other end of a connection; none if it is in a process namespace that this process does not see. All such
+/// processes count as one, so each needs a socket of its own to migrate at the same time as others.
 pub(super) type PeerProcess = Option<i32>;
 
-/// What connects to a socket.
+/// The kind of connections that a socket accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Expected {
-    /// Migrations, and connections that are none.
+    /// Channels of migrations, and other connections.
     Migrations,
     /// Connections that are carried unchanged.
     Connections,
 }
 
-/// What a connection is.
+/// A classified connection, from which nothing has been read.
 #[derive(Debug)]
 pub(super) enum Arrival {
-    /// The main channel of a migration, of which nothing has been read.
+    /// The main channel of a migration.
     Main(UnixStream, PeerProcess),
-    /// To be carried unchanged. Nothing has been read of it.
+    /// A connection to be carried unchanged.
     Connection(UnixStream),
 }
 
-/// A unix socket that this proxy listens on; removed at the end.
+/// A unix socket on which this proxy listens, removed when this is dropped.
 #[derive(Debug)]
 pub(super) struct Endpoint {
-    /// The name that both proxies know the socket by.
+    /// The name under which both proxies know the socket.
     pub(super) name: String,
     expected: Expected,
     file: SocketFile,
@@ -66,12 +66,12 @@ pub(super) struct Endpoint {
 #[derive(Debug, Default)]
 struct Arrivals {
     next: u64,
-    /// Accepted, and it is not known yet what they are.
+    /// Accepted connections that are not classified yet.
     silent: HashMap<u64, PeerProcess>,
-    /// Multifd channels whose main channel has not asked for them yet.
+    /// Multifd channels that have not been moved to their migration yet.
     multifd: HashMap<u64, Multifd>,
     stopped: bool,
-    /// After the stop: everything that had connected before is accepted.
+    /// After the stop: every earlier connection has been accepted.
     queue_is_empty: bool,
     abandoned: bool,
 }
@@ -83,7 +83,7 @@ struct Multifd {
     init: MultifdInit,
 }
 
-/// A connection that has been accepted, and has said nothing yet.
+/// An accepted connection that is not classified yet.
 #[derive(Debug)]
 pub(super) struct Accepted {
     number: u64,
@@ -92,19 +92,19 @@ pub(super) struct Accepted {
 }
 
 impl Accepted {
-    /// By which the endpoint knows the connection.
+    /// Returns the endpoint's number for the connection.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
 }
 
 impl Endpoint {
-    /// Listens on `path`, in place of a socket that a killed process has left there.
+    /// Listens on `path`. A socket that a killed process has left there is replaced.
     pub(super) fn listen(name: &str, path: &Path, expected: Expected) -> Result<Self, GatewayError> {
         let failed =
             |error: &dyn std::fmt::Display| GatewayError(format!("cannot listen on {}: {error}", path.display()));
         let (listener, file) = unix::listen(path).map_err(|error| failed(&error))?;
-        // Only one thread accepts, and it waits by poll.
+        // The one thread that accepts waits in poll.
         listener.set_nonblocking(true).map_err(|error| failed(&error))?;
         Ok(Self {
             name: name.to_owned(),
@@ -124,31 +124,31 @@ impl Endpoint {
         self.arrivals.lock().expect("no thread panics with it locked")
     }
 
-    /// Accepts no more: [`Endpoint::accept`] ends, and the path is free for others.
+    /// Stops accepting: [`Endpoint::accept`] returns none, and the path is free for others.
     pub(super) fn stop(&self) {
         let mut arrivals = self.arrivals();
         if !arrivals.stopped {
             arrivals.stopped = true;
-            // No process can connect any more, and the thread that waits for connections is woken.
+            // Refuses later connections and wakes the accepting thread.
             let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
             self.file.remove();
         }
     }
 
-    /// What waits for a connection to say what it is, or for the other connections of a migration, waits no longer.
+    /// Ends all waits for a connection's first bytes and for the other channels of a migration.
     pub(super) fn abandon(&self) {
         self.arrivals().abandoned = true;
         self.changed.notify_all();
     }
 
-    /// The next connection; waits for it. None once the endpoint has been stopped.
+    /// Waits for the next connection; none once the endpoint has been stopped.
     ///
-    /// Called by one thread only.
+    /// Only one thread may call this.
     pub(super) fn accept(&self) -> Option<Accepted> {
         loop {
             let mut descriptors = [PollFd::new(&self.listener, PollFlags::IN)];
             let _ = poll(&mut descriptors, None);
-            // Locked from here on, so that a connection is either in the kernel's queue or registered.
+            // The lock is held from here on, so that a connection is either in the kernel's queue or registered.
             let mut arrivals = self.arrivals();
             match self.listener.accept() {
                 Ok((stream, _)) => {
@@ -163,7 +163,7 @@ impl Endpoint {
                     self.changed.notify_all();
                     return Some(Accepted { number, process, stream });
                 }
-                // Those that had connected before the endpoint was stopped have been accepted (unix(7) keeps them).
+                // All connections from before the stop have been accepted: the kernel keeps them in the queue.
                 Err(_) if arrivals.stopped => {
                     arrivals.queue_is_empty = true;
                     self.changed.notify_all();
@@ -179,16 +179,17 @@ impl Endpoint {
         }
     }
 
-    /// A connection is not dealt with: no main channel is to wait for what it says.
+    /// Removes a connection that is not served, so that no main channel waits for its classification.
     pub(super) fn forget(&self, number: u64) {
         self.arrivals().silent.remove(&number);
         self.changed.notify_all();
     }
 
-    /// Finds out what a connection is; waits until it has said so. A multifd channel waits here until its main channel has taken it.
+    /// Classifies a connection by its first bytes. For a multifd channel, waits until the main channel's thread has taken it, and returns
+    /// none.
     ///
     /// # Errors
-    /// The connection said nothing before `cancel`, or nothing that makes sense, and was closed; why, for a note.
+    /// Why the connection was closed: it sent nothing in time or before `cancel`, or no valid beginning.
     pub(super) fn classify(&self, accepted: Accepted, cancel: &Cancel) -> Result<Option<Arrival>, String> {
         let Accepted { number, process, stream } = accepted;
         let _closing = closer(&stream).ok().map(|close| cancel.on_cancel(close));
@@ -217,35 +218,35 @@ impl Endpoint {
                     None => Ok(None),
                 }
             }
-            (_, Some(Err(error))) => Err(format!("a multifd channel does not begin as one: closed ({error})")),
+            (_, Some(Err(error))) => Err(format!("a multifd channel has no valid first packet: closed ({error})")),
             (Ok(_), None) => Ok(Some(Arrival::Connection(stream))),
-            (Err(error), None) => Err(format!("a connection said nothing: closed ({error})")),
+            (Err(error), None) => Err(format!("a connection sent nothing: closed ({error})")),
         }
     }
 
-    /// The multifd channels of `process`, whose main channel has been read to the end of the RAM setup section; [`matching`] says whether
-    /// they are those of one migration.
+    /// Takes the multifd channels of `process`, whose main channel has been read to the end of the RAM setup section. [`check_channels`]
+    /// checks that they belong to one migration.
     ///
     /// # Errors
-    /// A connection of the process does not say what it is.
+    /// A connection of the process has not sent its first bytes in time.
     pub(super) fn take_multifd(&self, process: PeerProcess) -> Result<Vec<(UnixStream, MultifdInit)>, String> {
         let deadline = Instant::now() + HANDSHAKE_TIME;
         let mut arrivals = self.arrivals();
-        // All of them are connected. The kernel's queue is empty only once they have been accepted, too.
+        // All channels are connected by now. Once the kernel's queue is empty, all have been accepted, too.
         while !arrivals.abandoned
             && (!arrivals.queue_is_empty && is_readable(&self.listener)
                 || arrivals.silent.values().any(|silent| *silent == process))
         {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err("one of its multifd channels says nothing".into());
+                return Err("one of its multifd channels sends nothing".into());
             }
             (arrivals, _) = self.changed.wait_timeout(arrivals, left).expect("no thread panics with it locked");
         }
         let numbers: Vec<_> =
             arrivals.multifd.iter().filter(|(_, found)| found.process == process).map(|(number, _)| *number).collect();
         let found = numbers.iter().filter_map(|number| arrivals.multifd.remove(number));
-        // Others were left by an attempt of the same QEMU that failed.
+        // Channels that are hung up are left from a failed attempt of the same QEMU.
         let channels =
             found.filter(|found| !is_hung_up(&found.stream)).map(|found| (found.stream, found.init)).collect();
         self.changed.notify_all();
@@ -259,14 +260,14 @@ impl Drop for Endpoint {
     }
 }
 
-/// Whether these are the multifd channels of one migration that can be carried.
+/// Checks that these are the multifd channels of one migration, and not too many.
 ///
 /// # Errors
-/// They are too many, or of several migrations.
-pub(super) fn matching(channels: &[(UnixStream, MultifdInit)]) -> Result<(), String> {
-    let most = usize::from(MAX_RAM_CHANNELS);
-    if channels.len() > most {
-        return Err(format!("{} multifd channels are more than the {most} that can be carried", channels.len()));
+/// There are too many channels, or they belong to several migrations.
+pub(super) fn check_channels(channels: &[(UnixStream, MultifdInit)]) -> Result<(), String> {
+    let max = usize::from(MAX_RAM_CHANNELS);
+    if channels.len() > max {
+        return Err(format!("{} multifd channels are more than the {max} that can be carried", channels.len()));
     }
     for (position, (_, init)) in channels.iter().enumerate() {
         let before = &channels[..position];
@@ -291,7 +292,7 @@ fn is_readable(listener: &UnixListener) -> bool {
     has_events(&mut [PollFd::new(listener, PollFlags::IN)])
 }
 
-/// Whether the other end has been closed.
+/// Returns whether the other end has been closed.
 fn is_hung_up(stream: &UnixStream) -> bool {
     has_events(&mut [PollFd::new(stream, PollFlags::empty())])
 }
@@ -316,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_a_killed_process_left_is_taken_over() {
+    fn the_socket_of_a_killed_process_is_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("from.sock");
         drop(UnixListener::bind(&path).unwrap());
@@ -331,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_in_use_is_left_alone_and_not_even_disturbed() {
+    fn a_socket_in_use_is_neither_replaced_nor_connected_to() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("from.sock");
         let socket = listen(&path).unwrap();
@@ -340,11 +341,11 @@ mod tests {
 
         assert!(error.contains("from.sock") && error.contains("another process listens there"), "{error}");
         socket.listener.set_nonblocking(true).unwrap();
-        assert_eq!(socket.listener.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "nobody has connected");
+        assert_eq!(socket.listener.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock, "no connection was made");
     }
 
     #[test]
-    fn what_is_no_socket_is_never_removed() {
+    fn a_file_that_is_no_socket_is_never_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("from.sock");
         std::fs::write(&path, "precious").unwrap();

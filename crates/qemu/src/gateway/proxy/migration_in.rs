@@ -1,5 +1,5 @@
-//! One migration at the destination's proxy: what the source's proxy sends is fed to the destination QEMU, what that QEMU answers is
-//! sent back.
+//! One migration at the destination's proxy: feeds the source's packets to the destination QEMU, and sends that QEMU's answers
+//! back.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -18,46 +18,46 @@ use crate::gateway::backlog::Backlog;
 use crate::gateway::feeder::FeederNews;
 use crate::stream::{ReturnMessage, ReturnPathReader};
 
-/// How long the source's proxy may take to end the session once the source QEMU has sent everything. It needs to wait for nothing but
-/// our acknowledgements; then the session is ended without it.
+/// How long the source's proxy may take to end the session once the source QEMU has sent everything. It only waits for our
+/// acknowledgements. After this time the session ends without it.
 const FAREWELL_TIME: Duration = Duration::from_secs(15);
 
-/// How long, after the destination QEMU has closed its socket without a word, the end of the source QEMU's stream may take to come:
-/// without a return path a QEMU closes it as soon as it has read all that it needs.
+/// How long the end of the source QEMU's stream may take to arrive after the destination QEMU has closed its socket without SHUT.
+/// Without a return path, QEMU closes the socket as soon as it has loaded the guest.
 const STREAM_END_TIME: Duration = Duration::from_secs(2);
 
 /// A migration whose channels are fed to a QEMU.
 pub(super) struct Migration<'a> {
     pub(super) abort: Arc<Abort>,
-    pub(super) doorman: Arc<Doorman>,
+    pub(super) acceptor: Arc<Doorman>,
     pub(super) link: &'a ControlLink,
     pub(super) events_in: Sender<Event>,
     stage: Stage,
-    /// Of the return path's messages.
+    /// Bounds the queue of the return path's messages.
     backlog: Backlog,
 }
 
-/// How far the migration has come, as far as it bounds the wait for what comes next.
+/// The migration's stage, which bounds the wait for the next event.
 #[derive(Clone, Copy, Debug)]
 enum Stage {
     Carried,
-    /// The destination QEMU has closed its socket without a word.
+    /// The destination QEMU has closed its socket without SHUT.
     ClosedSince(Instant),
-    /// The source QEMU's stream has come to its end.
+    /// The source QEMU's stream has ended.
     EndedSince(Instant),
 }
 
 impl<'a> Migration<'a> {
     pub(super) fn new(
         abort: Arc<Abort>,
-        doorman: Arc<Doorman>,
+        acceptor: Arc<Doorman>,
         link: &'a ControlLink,
         events_in: Sender<Event>,
     ) -> Self {
-        Self { abort, doorman, link, events_in, stage: Stage::Carried, backlog: Backlog::default() }
+        Self { abort, acceptor, link, events_in, stage: Stage::Carried, backlog: Backlog::default() }
     }
 
-    /// Carries it to its end; all its connections are closed then.
+    /// Carries the migration to its end, and closes all its connections.
     pub(super) fn carry(mut self, events: &Receiver<Event>) -> Result<(), GatewayError> {
         let result = loop {
             let limit = match self.stage {
@@ -71,11 +71,11 @@ impl<'a> Migration<'a> {
             };
             let event = match (event, self.stage) {
                 (Ok(event), _) => event,
-                // Everything has been delivered; only the farewell is missing.
+                // Everything has been delivered; only the end of the session is missing.
                 (Err(_), Stage::EndedSince(_)) => break Ok(()),
                 (Err(_), _) => break Err(GatewayError("the destination QEMU closed its migration socket".into())),
             };
-            match self.take(event) {
+            match self.handle(event) {
                 Ok(false) => {}
                 Ok(true) => break Ok(()),
                 Err(error) => break Err(error),
@@ -87,22 +87,22 @@ impl<'a> Migration<'a> {
             self.send(&ControlMessage::Failed { reason: error.to_string() });
         }
         self.abort.finish();
-        self.doorman.join();
+        self.acceptor.join();
         result
     }
 
-    /// Returns whether everything has come to its end.
-    fn take(&mut self, event: Event) -> Result<bool, GatewayError> {
+    /// Handles one event. Returns whether the migration has ended.
+    fn handle(&mut self, event: Event) -> Result<bool, GatewayError> {
         match event {
             Event::Control(ControlEvent::Message(ControlMessage::Failed { reason }, _)) => {
-                return Err(of_the_source(&reason));
+                return Err(source_error(&reason));
             }
             Event::Control(ControlEvent::Lost(_)) if matches!(self.stage, Stage::EndedSince(_)) => return Ok(true),
             Event::Control(ControlEvent::Lost(reason)) => {
                 return Err(GatewayError(format!("the source's proxy was lost: {reason}")));
             }
             Event::Control(ControlEvent::Message(message, _)) => {
-                tracing::warn!(?message, "not expected from a source's proxy");
+                tracing::warn!(?message, "unexpected message from a source's proxy");
             }
             Event::Feeder(FeederNews::Ready { placement, return_path, .. }) => {
                 self.send(&ControlMessage::Ready { placement, deltas: Vec::new() });
@@ -134,7 +134,7 @@ impl<'a> Migration<'a> {
     fn send(&self, message: &ControlMessage) {
         if let Err(error) = self.link.send(message) {
             // The link's reading side reports the loss.
-            tracing::info!(%error, "the source's proxy did not take a message");
+            tracing::info!(%error, "a message to the source's proxy was not sent");
         }
     }
 
@@ -165,17 +165,17 @@ impl<'a> Migration<'a> {
     }
 }
 
-fn of_the_source(reason: &str) -> GatewayError {
+fn source_error(reason: &str) -> GatewayError {
     GatewayError(format!("the source's proxy: {}", cleaned(reason)))
 }
 
-/// What the source's proxy says of a channel that broke: the reason travels on another connection.
+/// Waits for the source's reason for a broken channel, which comes on the control channel.
 fn last_words(events: &Receiver<Event>) -> Option<GatewayError> {
     let deadline = Instant::now() + LAST_WORDS;
     loop {
         let event = events.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()?;
         if let Event::Control(ControlEvent::Message(ControlMessage::Failed { reason }, _)) = event {
-            return Some(of_the_source(&reason));
+            return Some(source_error(&reason));
         }
     }
 }

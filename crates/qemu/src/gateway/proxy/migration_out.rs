@@ -1,8 +1,8 @@
-//! One migration at the source's proxy: QEMU's stream is read into the pipeline, what the destination QEMU answers is written back.
+//! One migration at the source's proxy: reads QEMU's stream into the pipeline, and writes the destination QEMU's answers back.
 //!
 //! ```text
 //! setup ──> dial ──> relay offered ──> channels ──> carried ──> delivered ──> ended
-//! (read up to the end of the RAM setup section; refused things are found here, before anything is dialled)
+//! (reads up to the end of the RAM setup section; a stream that cannot be carried is refused here, before dialling)
 //! ```
 
 use std::io::{self, Read};
@@ -26,7 +26,7 @@ use sterna_memory::normal_page_ratio::NormalPageRatio;
 use sterna_wire::control::{ControlMessage, RelayContent};
 use sterna_wire::text::cleaned;
 
-use super::endpoint::{Endpoint, PeerProcess, matching};
+use super::endpoint::{Endpoint, PeerProcess, check_channels};
 use super::report::{ProxyReport, ProxySide};
 use super::send::{Event, Proxy};
 use super::under_way::Carried;
@@ -36,29 +36,29 @@ use crate::gateway::plane::{Plane, WhenAborted};
 use crate::gateway::source_stream::{StreamNews, closer, read_start};
 use crate::stream::{MainReader, MultifdInit, ReturnMessage};
 
-/// How long the destination's proxy may take, at the end of a migration that was delivered, to close the channels. Then they are
-/// closed without it.
+/// How long the destination's proxy may take to close the channels after a migration was delivered. After this time they are closed
+/// without it.
 const FAREWELL_TIME: Duration = Duration::from_secs(10);
 
-/// How long a source QEMU whose main channel was closed may take to close its multifd channels. It stops its threads first.
+/// How long a source QEMU may take to close its multifd channels after its main channel was closed. It stops its threads first.
 const QEMU_TIME: Duration = Duration::from_secs(20);
 
-/// What a migration has come to.
+/// The figures of a migration for its report.
 #[derive(Debug, Default)]
 struct Figures {
     id: String,
     machine: String,
     begun: Option<Instant>,
-    /// When the last round ended that the guest ran in.
+    /// When the last round ended in which the guest ran.
     last_round: Option<Instant>,
-    /// When the destination QEMU said that it has loaded the guest.
+    /// When the destination QEMU reported that it has loaded the guest.
     loaded: Option<Instant>,
     multifd_channels: u16,
     channels: u16,
     sent: Sent,
 }
 
-/// Carries the migration whose main channel is `main` to its end, and reports it.
+/// Carries the migration whose main channel is `main` to its end. Returns its report.
 pub(super) fn carry(
     proxy: &Proxy<'_>,
     endpoint: &Endpoint,
@@ -107,14 +107,14 @@ fn run(
 ) -> Result<(), GatewayError> {
     let failed = GatewayError::new;
     let return_path = main.try_clone().map_err(failed)?;
-    // Wakes the reading of the setup as well; QEMU sees its connections end.
+    // Also ends the reading of the setup. QEMU sees its connections end.
     let _closing = cancel.on_cancel(closer(&return_path).map_err(failed)?);
     let mut reader = MainReader::new(main);
     let mut connections = QemuConnections { main: return_path.try_clone().map_err(failed)?, multifd: Vec::new() };
     let start = read_start(&mut reader);
-    // Also those of a migration that is refused, so that they end in order and wait for nothing.
+    // Also for a migration that is refused, so that its multifd channels end in order and wait for nothing.
     let arrived = endpoint.take_multifd(process);
-    let fits = arrived.as_deref().map_err(Clone::clone).and_then(matching);
+    let fits = arrived.as_deref().map_err(Clone::clone).and_then(check_channels);
     let mut multifd = Vec::new();
     for (stream, init) in arrived.unwrap_or_default() {
         multifd.push((stream.try_clone(), init));
@@ -148,7 +148,7 @@ fn run(
     let result = begun.and_then(|()| {
         loop {
             let event = events.recv().expect("this function itself holds a sender");
-            if migration.take(event, figures)? {
+            if migration.handle(event, figures)? {
                 break Ok(());
             }
         }
@@ -171,7 +171,7 @@ fn refused(reason: &dyn std::fmt::Display) -> GatewayError {
     GatewayError(format!("refused at its beginning, and its sockets closed: {reason}"))
 }
 
-/// The source QEMU's connections. When this is dropped, they end in the order that QEMU is safe with: see [`WhenAborted::CloseMain`].
+/// The source QEMU's connections. Dropping this ends them in the order that is safe for QEMU: see [`WhenAborted::CloseMain`].
 struct QemuConnections {
     main: UnixStream,
     multifd: Vec<UnixStream>,
@@ -182,8 +182,8 @@ impl Drop for QemuConnections {
         // The source QEMU may have closed it already.
         let _ = self.main.shutdown(Shutdown::Both);
         let deadline = Instant::now() + QEMU_TIME;
-        let mut nowhere = vec![0; 256 << 10];
-        // All at once: QEMU may wait for any of them before it notices.
+        let mut discarded = vec![0; 256 << 10];
+        // All are read concurrently: QEMU may wait for any of them before it notices the closed main channel.
         while !self.multifd.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
             let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
@@ -197,7 +197,7 @@ impl Drop for QemuConnections {
             let ready: Vec<bool> = descriptors.iter().map(|descriptor| !descriptor.revents().is_empty()).collect();
             let mut ready = ready.into_iter();
             self.multifd.retain(|mut stream| {
-                !ready.next().unwrap_or(false) || stream.read(&mut nowhere).is_ok_and(|length| length > 0)
+                !ready.next().unwrap_or(false) || stream.read(&mut discarded).is_ok_and(|length| length > 0)
             });
         }
     }
@@ -209,9 +209,9 @@ struct Migration {
     return_path: UnixStream,
     events_in: Sender<Event>,
     plane: Option<Plane>,
-    /// QEMU has asked for a return path, and ends the migration only when the destination QEMU's answer has come by it.
+    /// QEMU has opened a return path, and ends the migration only when the destination QEMU's answer has come on it.
     return_path_opened: bool,
-    /// What the destination QEMU has answered at the end of loading; 0: all is well.
+    /// The destination QEMU's status after loading (SHUT); 0: success.
     shut: Option<u32>,
 }
 
@@ -254,10 +254,10 @@ impl Migration {
         plane.read_main(&self.return_path, move || Ok((reader, start)), ratio, news).map_err(failed)
     }
 
-    /// Returns whether all of the migration has been delivered.
-    fn take(&mut self, event: Event, figures: &mut Figures) -> Result<bool, GatewayError> {
+    /// Handles one event. Returns whether all of the migration has been delivered.
+    fn handle(&mut self, event: Event, figures: &mut Figures) -> Result<bool, GatewayError> {
         match event {
-            Event::Control(ControlEvent::Message(message, _share)) => self.take_message(message, figures)?,
+            Event::Control(ControlEvent::Message(message, _share)) => self.handle_message(message, figures)?,
             Event::Control(ControlEvent::Lost(reason)) => {
                 return Err(GatewayError(format!("the destination's proxy was lost: {reason}")));
             }
@@ -281,13 +281,13 @@ impl Migration {
                 }
             }
             Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
-            // Of connections that are carried unchanged.
+            // Only connections that are carried unchanged have directions.
             Event::DirectionEnded => {}
         }
         Ok(false)
     }
 
-    fn take_message(&mut self, message: ControlMessage, figures: &mut Figures) -> Result<(), GatewayError> {
+    fn handle_message(&mut self, message: ControlMessage, figures: &mut Figures) -> Result<(), GatewayError> {
         match message {
             ControlMessage::Ready { .. } => {
                 if let Some(plane) = &self.plane {
@@ -301,37 +301,38 @@ impl Migration {
                     figures.loaded = (status == 0).then(Instant::now);
                 }
                 if let Err(error) = message.write(&self.return_path) {
-                    // The source QEMU has closed it; the end of its main channel is noticed by the reader.
+                    // The source QEMU has closed it; the reader notices the end of its main channel.
                     tracing::info!(%error, "the return path is closed");
                 }
             }
             ControlMessage::Failed { reason } | ControlMessage::Refused { reason } => {
                 return Err(GatewayError(format!("the destination's proxy: {}", cleaned(&reason))));
             }
-            unexpected => tracing::warn!(?unexpected, "not expected from a destination's proxy"),
+            unexpected => tracing::warn!(?unexpected, "unexpected message from a destination's proxy"),
         }
         Ok(())
     }
 
-    /// What the destination's proxy says of a channel that broke: the reason travels on another connection.
+    /// Waits for the destination's reason for a broken channel, which comes on the control channel.
     fn last_words(&mut self, events: &Receiver<Event>) -> Option<GatewayError> {
         let deadline = Instant::now() + LAST_WORDS;
         loop {
             let event = events.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()?;
             if let Event::Control(ControlEvent::Message(message, _)) = event
-                && let Err(reason) = self.take_message(message, &mut Figures::default())
+                && let Err(reason) = self.handle_message(message, &mut Figures::default())
             {
                 return Some(reason);
             }
         }
     }
 
-    /// QEMU has closed its main channel. All before the end of the stream is at the destination QEMU once that is acknowledged.
+    /// Sends `Delivered` once the end of the stream is acknowledged: then the destination QEMU has everything. Called when QEMU has closed its
+    /// main channel.
     fn await_delivery(&self) -> Result<(), GatewayError> {
         let Some(plane) = &self.plane else { return Ok(()) };
         let (stream, events) = (Arc::clone(&plane.stream_channel), self.events_in.clone());
         let wait = move || {
-            // Where the channel breaks instead, the alarm has been raised.
+            // If the channel breaks instead, the alarm has been raised.
             if stream.drained().is_ok() {
                 let _ = events.send(Event::Delivered);
             }
@@ -339,7 +340,7 @@ impl Migration {
         std::thread::Builder::new().name("delivery".into()).spawn(wait).map(drop).map_err(GatewayError::new)
     }
 
-    /// Ends the session in good order: channels first, each with its goodbye, then the control channel.
+    /// Ends the session in order: first each channel, with its closing message, then the control channel.
     fn end(self) {
         let Self { abort, link, plane, .. } = self;
         let Some(plane) = plane else { return };

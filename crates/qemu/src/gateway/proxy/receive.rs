@@ -1,4 +1,4 @@
-//! The destination's proxy: takes sessions from the source's proxies and connects each to the socket that it is for.
+//! The destination's proxy: accepts sessions from the source's proxies and connects each to its local socket.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,16 +29,16 @@ use crate::gateway::sockets;
 use crate::gateway::{GatewayError, Placement, ProxyReceiveOptions};
 use crate::stream::ReturnMessage;
 
-/// What concerns one session.
+/// The events of one session.
 pub(super) enum Event {
     Control(ControlEvent),
     Feeder(FeederNews),
     ReturnPath(ReturnMessage),
-    /// The destination QEMU has closed its socket and not said before that it has loaded the guest.
+    /// The destination QEMU has closed its socket without a SHUT, by which it reports that it has loaded the guest.
     ClosedWithoutShut,
-    /// A channel of a connection that is carried unchanged, by its index.
+    /// A channel of a connection that is carried unchanged, with its index.
     Channel(u16, Box<Connection>),
-    /// One direction of such a connection is at its end.
+    /// One direction of such a connection has ended.
     DirectionEnded,
     Broken,
     Cancelled,
@@ -52,11 +52,11 @@ struct Proxy<'a> {
     sessions: Arc<Sessions>,
 }
 
-/// Carries what comes from sources' proxies to the destination QEMUs, and to the other sockets, until `stop`. `report` is called with
-/// the end of each migration. Returns whether everything that was carried had come to its own end.
+/// Carries migrations from the source's proxies to the destination QEMUs, and connections to the other sockets, until `stop`. Calls
+/// `report` at the end of each migration. Returns whether every session came to its own end.
 ///
 /// # Errors
-/// The address cannot be listened on. Nothing was carried.
+/// Listening on the address fails. No session was served.
 pub fn proxy_receive(
     options: &ProxyReceiveOptions,
     stop: &ProxyStop,
@@ -82,12 +82,12 @@ pub fn proxy_receive(
 impl Proxy<'_> {
     /// Serves one session to its end.
     fn serve(&self, greeted: Greeted) {
-        // There are no more of these than sessions, which are bounded likewise.
+        // Sessions have the same limit, so there is always room.
         let Some(carried) = self.under_way.enter() else { return };
         let Greeted { session, mut writer, reader, closer, messages, welcome, peer, .. } = greeted;
         let (events_in, events) = channel();
         let news = events_in.clone();
-        // A proxy's source does not come back: what it cannot finish is begun anew by the programs that drive the QEMUs.
+        // A source's proxy never reconnects: the programs that drive the QEMUs start a failed migration again.
         let tell: TellPeer = Arc::new(move |event| {
             if let PeerNews::Control(1, event) = event {
                 let _ = news.send(Event::Control(event));
@@ -98,7 +98,7 @@ impl Proxy<'_> {
         let close = closer.clone();
         let welcomed = say(&mut writer, &ControlMessage::Welcome(welcome));
         let link = welcomed.and_then(|()| ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1)));
-        // Also where a message waits for a source that reads nothing.
+        // Closing also ends a write to a source that reads nothing.
         let _closing = carried.cancel.on_cancel(move || close.close());
         let link = match link {
             Ok(link) => link,
@@ -139,20 +139,20 @@ impl Serving<'_> {
         self.link.finish();
     }
 
-    /// What the session is for.
+    /// Receives what the session carries, and the name of its socket.
     fn relay(&self) -> Result<(RelayContent, String), GatewayError> {
         let event = self.events.recv_timeout(HANDSHAKE_TIME);
-        let event = event.map_err(|_| GatewayError("it does not say what it carries".into()))?;
+        let event = event.map_err(|_| GatewayError("it has not sent in time what it carries".into()))?;
         match event {
             Event::Control(ControlEvent::Message(ControlMessage::Relay { content, socket }, _)) => {
                 Ok((content, socket))
             }
             Event::Control(ControlEvent::Message(..)) => {
-                Err(GatewayError("it does not say first what it carries".into()))
+                Err(GatewayError("its first message does not state what it carries".into()))
             }
             Event::Control(ControlEvent::Lost(reason)) => Err(GatewayError(reason)),
             Event::Cancelled => Err(GatewayError("the proxy was told to close its connections".into())),
-            _ => Err(GatewayError("it sends before it has said what it carries".into())),
+            _ => Err(GatewayError("it sends before it has stated what it carries".into())),
         }
     }
 
@@ -161,7 +161,7 @@ impl Serving<'_> {
         self.link.send(&answer).map_err(|error| GatewayError(format!("the source's proxy was lost: {error}")))
     }
 
-    /// The path of a socket, or the refusal of its name.
+    /// Returns the path of a socket. An unknown name is refused to the source's proxy.
     fn path(&self, sockets: &[&[(String, PathBuf)]], name: &str) -> Result<PathBuf, GatewayError> {
         let found = sockets.iter().copied().flatten().find(|(known, _)| known == name);
         match found {
@@ -213,26 +213,26 @@ impl Serving<'_> {
         let abort = Arc::new(Abort::default());
         let broken = events_in.clone();
         abort.on_end(move || drop(broken.send(Event::Broken)));
-        let nowhere = Box::new(|| Err("a proxy does not look into QEMU".to_owned()));
-        let feeder = Feeder::new(&path, options.patience, Placement::InStream, nowhere, Agreed::default(), &abort);
+        let no_blocks = Box::new(|| Err("a proxy does not look into QEMU".to_owned()));
+        let feeder = Feeder::new(&path, options.patience, Placement::InStream, no_blocks, Agreed::default(), &abort);
         let fed = events_in.clone();
         let sinks = FeederSinks::new(feeder, move |news| drop(fed.send(Event::Feeder(news))));
-        let doorman = Doorman::new(self.session.clone(), Box::new(sinks), &abort, None, Arc::clone(&self.tell));
-        let doorman = Arc::new(doorman);
-        let _entered = self.proxy.sessions.enter(&doorman);
-        doorman.open();
+        let acceptor = Doorman::new(self.session.clone(), Box::new(sinks), &abort, None, Arc::clone(&self.tell));
+        let acceptor = Arc::new(acceptor);
+        let _entered = self.proxy.sessions.enter(&acceptor);
+        acceptor.open();
         if let Err(error) = self.answer(None) {
             abort.finish();
-            doorman.join();
+            acceptor.join();
             return Err(error);
         }
-        Migration::new(abort, doorman, &self.link, events_in.clone()).carry(&self.events)
+        Migration::new(abort, acceptor, &self.link, events_in.clone()).carry(&self.events)
     }
 
     fn connection(&self, socket: &str, events_in: &Sender<Event>) -> Result<(), GatewayError> {
         let failed = GatewayError::new;
         let options = self.proxy.options;
-        // A connection that is none of a migration that we could read goes to the same socket.
+        // A connection to a migration socket that carries no readable migration goes to the same socket.
         let path = self.path(&[&options.opaque, &options.unix], socket)?;
         let stream = match sockets::connect_within(&path, options.patience, || self.cancel.is_cancelled()) {
             Ok(stream) => stream,
@@ -244,30 +244,30 @@ impl Serving<'_> {
         };
         let mut local = LocalEnd::new(stream, self.session.packet_size).map_err(failed)?;
         let abort = Arc::new(Abort::default());
-        let arrived = events_in.clone();
-        let door: OtherDoor = Box::new(move |header, connection, _| match header.kind {
+        let channels = events_in.clone();
+        let accept_opaque: OtherDoor = Box::new(move |header, connection, _| match header.kind {
             ChannelKind::Opaque => {
-                let _ = arrived.send(Event::Channel(header.index, Box::new(connection)));
+                let _ = channels.send(Event::Channel(header.index, Box::new(connection)));
                 Ok(())
             }
             _ => Err(Box::new((connection, "a carried connection has no such channel".into()))),
         });
-        let doorman = Doorman::new(
+        let acceptor = Doorman::new(
             Session { channels: 0, ..self.session.clone() },
             Box::new(NoPages),
             &abort,
-            Some(door),
+            Some(accept_opaque),
             Arc::clone(&self.tell),
         );
-        let doorman = Arc::new(doorman);
-        let _entered = self.proxy.sessions.enter(&doorman);
-        doorman.open();
+        let acceptor = Arc::new(acceptor);
+        let _entered = self.proxy.sessions.enter(&acceptor);
+        acceptor.open();
         let result = self.answer(None).and_then(|()| self.carry_connection(&mut local, events_in));
-        // Where both directions have ended, this changes nothing.
+        // No effect if both directions have ended.
         local.close();
         local.join();
         abort.finish();
-        doorman.join();
+        acceptor.join();
         result
     }
 
@@ -296,7 +296,7 @@ impl Serving<'_> {
                 Event::Control(ControlEvent::Lost(reason)) => ending.session_ended(reason),
                 Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
                 Event::Control(ControlEvent::Message(message, _)) => {
-                    tracing::debug!(?message, "not expected of a connection that is carried unchanged");
+                    tracing::debug!(?message, "unexpected message on a connection that is carried unchanged");
                 }
                 Event::Feeder(_) | Event::ReturnPath(_) | Event::ClosedWithoutShut | Event::Broken => {}
             }
@@ -305,7 +305,7 @@ impl Serving<'_> {
     }
 }
 
-/// For a session without pages: whatever comes on such a channel is refused.
+/// The sink of a session without pages: it refuses every packet.
 struct NoPages;
 
 impl Sink for NoPages {}

@@ -1,4 +1,4 @@
-//! What became of a migration that a proxy has carried, for machines. Fields are only added. Times are in milliseconds, sizes in
+//! The report of a migration that a proxy has carried, for programs. Fields are only added. Times are in milliseconds, sizes in
 //! bytes, rates in bytes per second.
 
 use serde::Serialize;
@@ -14,19 +14,19 @@ pub enum ProxySide {
     Destination,
 }
 
-/// One migration as a proxy has seen it. Whether the guest runs, and where, only the programs that drive the two QEMUs know.
+/// One migration as a proxy has seen it. Only the programs that drive the two QEMUs know whether and where the guest runs.
 #[derive(Clone, Debug, Serialize)]
 pub struct ProxyReport {
-    /// Who reports.
+    /// Which proxy reports.
     pub side: ProxySide,
     /// The session's id, the same at both sides.
     pub id: String,
-    /// `completed`: all that the source QEMU sent was taken by the destination QEMU, which has said that it loaded the guest where
-    /// it says so. Else `failed`, or `cancelled` where the proxy was told to close its connections.
+    /// `completed`: the destination QEMU has received everything that the source QEMU sent and, if it has a return path, has reported
+    /// that it loaded the guest. Else `failed`, or `cancelled` if the proxy was stopped.
     pub outcome: Outcome,
-    /// Why, where it did not complete.
+    /// Why the migration did not complete.
     pub reason: Option<String>,
-    /// The name of the socket; empty where it has none.
+    /// The name of the socket; empty if it has none.
     pub socket: String,
     /// The other proxy.
     pub peer: String,
@@ -34,9 +34,9 @@ pub struct ProxyReport {
     pub machine: String,
     /// From the migration's first byte to its end, ms.
     pub total_ms: f64,
-    /// From the end of the last round while the guest could run to the destination QEMU's word that it has loaded the guest, ms: the
-    /// downtime as far as it can be seen from between the QEMUs. What the program that drives them takes to start the guest comes on
-    /// top. None where the destination QEMU does not say (capability `return-path` off), and at the destination.
+    /// From the end of the last round in which the guest could run until the destination QEMU reported that it has loaded the guest, ms:
+    /// the part of the downtime that is visible between the QEMUs. The time in which the driving program starts the guest comes on top.
+    /// None if the destination QEMU does not report it (capability `return-path` off), and at the destination.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub downtime_seen_ms: Option<f64>,
     /// Multifd channels of the QEMUs; 0: all in one stream.
@@ -47,7 +47,7 @@ pub struct ProxyReport {
     pub encrypted: bool,
     /// Compression method and level; empty at the destination.
     pub method: String,
-    /// Bytes on the network, headers and TLS included. 0 at the destination, as are those that follow.
+    /// Bytes on the network, headers and TLS included. This and the following figures are 0 at the destination.
     pub wire_bytes: u64,
     /// Bytes of page content before compression.
     pub content_bytes: u64,
@@ -55,14 +55,14 @@ pub struct ProxyReport {
     pub normal_pages: u64,
     /// Zero pages.
     pub zero_pages: u64,
-    /// Content bytes / packet bytes; 1 where nothing was compressed.
+    /// Content bytes / packet bytes; 1 if nothing was compressed.
     pub ratio: f64,
     /// Wire bytes per second of total time.
     pub throughput: f64,
 }
 
 impl ProxyReport {
-    /// One line for a person.
+    /// Returns the report as one line of text.
     pub fn text(&self) -> String {
         let Self { id, socket, total_ms, .. } = self;
         let of = if socket.is_empty() { String::new() } else { format!(" by {socket}") };

@@ -1,4 +1,4 @@
-//! The source's proxy: listens where the source QEMUs, and other programs, are told to connect to.
+//! The source's proxy: listens on the sockets to which the source QEMUs and other programs connect.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -27,19 +27,19 @@ use crate::gateway::features::FEATURES;
 use crate::gateway::source_stream::StreamNews;
 use crate::gateway::{GatewayError, ProxySendOptions};
 
-/// What concerns one session.
+/// The events of one session.
 pub(super) enum Event {
     Control(ControlEvent),
     Stream(StreamNews),
     /// Everything that QEMU sent is acknowledged.
     Delivered,
-    /// One direction of a connection is at its end.
+    /// One direction of a connection has ended.
     DirectionEnded,
     Broken,
     Cancelled,
 }
 
-/// What all that is carried has in common.
+/// The state that all sessions share.
 pub(super) struct Proxy<'a> {
     pub(super) options: &'a ProxySendOptions,
     pub(super) compression: Compression,
@@ -48,11 +48,11 @@ pub(super) struct Proxy<'a> {
     under_way: UnderWay,
 }
 
-/// Carries what connects to `options.unix`, and to the other sockets, to the destination's proxy, until `stop`. `report` is called
-/// with the end of each migration. Returns whether everything that was carried had come to its own end.
+/// Carries the migrations and connections on `options.unix`, and the connections on the other sockets, to the destination's proxy, until
+/// `stop`. Calls `report` at the end of each migration. Returns whether every session came to its own end.
 ///
 /// # Errors
-/// A socket cannot be listened on, or the compression library that was asked for is not there. Nothing was carried.
+/// Listening on a socket fails, or the required compression library is missing. Nothing was carried.
 pub fn proxy_send(
     options: &ProxySendOptions,
     stop: &ProxyStop,
@@ -98,7 +98,7 @@ impl<'a> Proxy<'a> {
     /// Carries a connection, or the migration that it begins, on a thread of its own.
     fn carry<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, endpoint: &'scope Endpoint, accepted: Accepted) {
         let Some(carried) = self.under_way.enter() else {
-            self.observer.note("as many connections as can be are carried: one more was closed");
+            self.observer.note("the maximum number of connections is carried: one more was closed");
             return endpoint.forget(accepted.number());
         };
         let number = accepted.number();
@@ -113,19 +113,19 @@ impl<'a> Proxy<'a> {
                     self.observer.note(&format!("a connection was closed: {error}"));
                 }
             }
-            // Taken by its main channel.
+            // A multifd channel, which its migration has taken.
             Ok(None) => {}
             Err(note) => self.observer.note(&note),
         };
-        // The connection is closed with the closure.
+        // If the thread does not start, the closure is dropped, which closes the connection.
         if let Err(error) = Builder::new().name("carry".into()).spawn_scoped(scope, serve) {
             endpoint.forget(number);
             self.observer.note(&format!("no thread for a connection: {error}"));
         }
     }
 
-    /// Begins a session with the destination's proxy, which agrees to carry `content` for the socket with this name. Events of the
-    /// session come by `events`.
+    /// Begins a session with the destination's proxy to carry `content` for the socket with this name. The session's events arrive in
+    /// `events`.
     pub(super) fn dial(
         &self,
         content: RelayContent,
@@ -171,7 +171,7 @@ impl<'a> Proxy<'a> {
                     };
                 }
                 Event::Control(ControlEvent::Message(message, _)) => {
-                    tracing::warn!(?message, "not expected from a destination's proxy before its answer");
+                    tracing::warn!(?message, "unexpected message from a destination's proxy before its answer");
                 }
                 Event::Control(ControlEvent::Lost(reason)) => {
                     return Err(GatewayError(format!("the destination's proxy was lost: {reason}")));
@@ -208,14 +208,14 @@ impl<'a> Proxy<'a> {
                     Event::Control(ControlEvent::Lost(reason)) => ending.session_ended(reason),
                     Event::Cancelled => return Err(GatewayError("the proxy was told to close its connections".into())),
                     Event::Control(ControlEvent::Message(message, _)) => {
-                        tracing::debug!(?message, "not expected of a connection that is carried unchanged");
+                        tracing::debug!(?message, "unexpected message on a connection that is carried unchanged");
                     }
                     Event::Stream(_) | Event::Delivered | Event::Broken => {}
                 }
             }
             Ok(())
         });
-        // Where both have ended, this changes nothing.
+        // No effect if both directions have ended.
         local.close();
         local.join();
         link.finish();

@@ -1,4 +1,4 @@
-//! What a proxy carries at the moment: bounded in number, and closed when the proxy is told to end at once.
+//! The sessions that a proxy has in progress: bounded in number, and closed when the proxy must end at once.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -8,10 +8,10 @@ use sterna::wakers::Registration;
 
 use super::ProxyStop;
 
-/// Migrations and connections that a proxy carries at once, at most. Each costs a few threads and connections.
+/// Maximum number of migrations and connections that a proxy carries at once. Each needs a few threads and connections.
 const MAX_CARRIED: usize = 256;
 
-/// What is carried. Clones are the same.
+/// The sessions in progress. Clones share one state.
 #[derive(Clone, Debug, Default)]
 pub(super) struct UnderWay(Arc<Mutex<State>>);
 
@@ -19,17 +19,17 @@ pub(super) struct UnderWay(Arc<Mutex<State>>);
 struct State {
     next: u64,
     carried: HashMap<u64, Cancel>,
-    /// Whether anything was closed before its end.
+    /// A session was closed before its end.
     cut: bool,
     closed: bool,
 }
 
-/// One migration or connection, until it is dropped.
+/// One migration or connection. It counts as in progress until this is dropped.
 #[derive(Debug)]
 pub(super) struct Carried {
     number: u64,
     under_way: UnderWay,
-    /// Tells this one to end.
+    /// Ends this session.
     pub(super) cancel: Cancel,
 }
 
@@ -38,7 +38,7 @@ impl UnderWay {
         self.0.lock().expect("no thread panics with it locked")
     }
 
-    /// Counts one more in; none where there are too many.
+    /// Adds a session; none if there are too many.
     pub(super) fn enter(&self) -> Option<Carried> {
         let mut state = self.state();
         if state.carried.len() >= MAX_CARRIED {
@@ -53,7 +53,7 @@ impl UnderWay {
         Some(Carried { number, under_way: self.clone(), cancel })
     }
 
-    /// Tells all of them to end, and those that still come.
+    /// Cancels all sessions, including later ones.
     pub(super) fn close(&self) {
         let mut state = self.state();
         state.closed = true;
@@ -61,14 +61,14 @@ impl UnderWay {
         state.carried.values().for_each(Cancel::cancel);
     }
 
-    /// Whether anything was told to end before its time.
+    /// Returns whether a session was cancelled before its end.
     pub(super) fn was_cut(&self) -> bool {
         self.state().cut
     }
 }
 
-/// Has `stop` obeyed: `drain` ends the listening, `close` what is waited for besides what is under way, which is told to end here. As long
-/// as what is returned is held.
+/// Calls `drain` when `stop.drain` is cancelled. When `stop.close` is cancelled, cancels the sessions in progress and calls `close`. This lasts
+/// as long as the returned registrations are held.
 pub(super) fn obey(
     stop: &ProxyStop,
     under_way: &UnderWay,
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_room_for_so_many_and_again_when_one_has_ended() {
+    fn a_session_over_the_maximum_is_refused_until_another_one_ends() {
         let under_way = UnderWay::default();
         let mut carried: Vec<_> = (0..MAX_CARRIED).map(|_| under_way.enter().unwrap()).collect();
         assert!(under_way.enter().is_none());
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn closing_tells_those_that_are_there_and_those_that_come() {
+    fn closing_cancels_present_and_later_sessions() {
         let under_way = UnderWay::default();
         let before = under_way.enter().unwrap();
         under_way.close();

@@ -1,4 +1,4 @@
-//! What the source's driver tells: progress while it runs, and the report at its end.
+//! The reports of the source's driver: progress while it runs, and the report at its end.
 
 use std::time::Instant;
 
@@ -18,8 +18,8 @@ impl Driver<'_> {
         self.moving.as_ref().map(|moving| moving.plane.sent()).unwrap_or_default()
     }
 
-    /// Asks QEMU for its figures and tells them.
-    pub(super) fn tell_progress(&mut self) {
+    /// Queries QEMU's figures and reports the progress.
+    pub(super) fn report_progress(&mut self) {
         if !self.migrating || self.lead.abort.is_over() {
             return;
         }
@@ -28,10 +28,10 @@ impl Driver<'_> {
         let ram = info.ram.unwrap_or_default();
         let elapsed_ms = self.started.elapsed().as_millis() as u64;
         let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
-        // By pages: how few bytes a delta has says nothing of how fast the rest will drain.
+        // Counted in pages: the few bytes of a delta do not show how fast the remaining pages will drain.
         let content_bytes = sent.normal_pages * PAGE_SIZE as u64;
-        let content_rate = content_bytes.saturating_sub(self.content_told) as f64 / interval;
-        self.content_told = content_bytes;
+        let content_rate = content_bytes.saturating_sub(self.content_reported) as f64 / interval;
+        self.content_reported = content_bytes;
         let wire_rate = sent.wire_bytes.saturating_sub(self.progress.wire_bytes) as f64 / interval;
         let drain = (ram.remaining + self.window.in_flight()) as f64 / content_rate.max(1.0) * 1e3;
         self.progress = Progress {
@@ -53,16 +53,16 @@ impl Driver<'_> {
             devices: Vec::new(),
         };
         self.observer.progress(&self.progress);
-        // Before the first pages have left there is nothing to go by, and after the stop nothing to be said.
+        // Before the first pages are sent there is no rate to predict from; after the stop the rounds are over.
         if self.progress.phase == "active"
             && content_rate > 0.0
-            && let Some(note) = self.watch.look(self.progress.round, self.progress.predicted_downtime_ms)
+            && let Some(note) = self.watch.report(self.progress.round, self.progress.predicted_downtime_ms)
         {
             self.observer.note(note);
         }
     }
 
-    /// The guest runs at the destination. That this is settled must be on the disk before it is told.
+    /// Returns the outcome when the guest runs at the destination. It is only `Completed` if the record on the disk is settled.
     fn finished(&self) -> (Outcome, Option<String>) {
         let Some(why) = self.unwritten.as_ref().filter(|_| !self.settled()) else { return (Outcome::Completed, None) };
         let reason = format!(
@@ -75,7 +75,7 @@ impl Driver<'_> {
         self.record.record().state.settled()
     }
 
-    /// What became of the source's QEMU.
+    /// Returns whether the source QEMU was ended or kept.
     fn source_after(&self) -> SourceAfter {
         match self.source_left {
             Some(_) => SourceAfter::Keep,
@@ -83,7 +83,7 @@ impl Driver<'_> {
         }
     }
 
-    /// What somebody must know or do now.
+    /// Returns what the operator must know or do now.
     fn warnings(&self, outcome: Outcome) -> Vec<String> {
         let record = self.record.record();
         let mut warnings = Vec::new();
@@ -132,7 +132,7 @@ impl Driver<'_> {
                 let unreachable = || "the destination did not confirm it in time".to_owned();
                 (Outcome::Unconfirmed, Some(self.lead.undelivered.take().unwrap_or_else(unreachable)))
             }
-            // The abort is on disk and the guest runs; a destination that was not told asks, and presumes it.
+            // The abort is on the disk and the guest runs here. A destination that missed the abort asks for it, or presumes it.
             SourceOutcome::Undelivered if self.lead.cancelled => (Outcome::Cancelled, Some("cancelled".into())),
             SourceOutcome::Undelivered => (Outcome::Failed, Some(self.lead.switchover.reason().to_owned())),
         };
@@ -165,7 +165,7 @@ impl Driver<'_> {
             downtime_ms: self.lead.moments.downtime_ms(),
             downtime: self.lead.moments.parts(),
             rounds: self.rounds,
-            convergence: self.watch.verdict().map(str::to_owned),
+            convergence: self.watch.note().map(str::to_owned),
             post_copy: None,
             wire_bytes: sent.wire_bytes,
             content_bytes: sent.content_bytes,
