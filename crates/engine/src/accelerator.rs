@@ -46,7 +46,7 @@ pub(crate) struct Doubt {
 }
 
 /// Doubts that wait for the dirty log. One that is not excused is enough, so more need not be kept.
-const MOST_DOUBTS: usize = 1024;
+const MAX_DOUBTS: usize = 1024;
 
 impl Accelerator {
     /// `offload` for the guest whose RAM is `ram`, and which has `weight` beside the others of the process; none where the CPU would do
@@ -66,7 +66,7 @@ impl Accelerator {
         let hearsay = Hearsay {
             zero: ram.blocks().iter().map(|block| AtomicPageBitmap::new(block.pages())).collect(),
             refuted_before: offload.refuted(),
-            doubts: Mutex::new(Vec::with_capacity(MOST_DOUBTS)),
+            doubts: Mutex::new(Vec::with_capacity(MAX_DOUBTS)),
         };
         let guest = offload.guest(weight);
         Self { offload: Arc::clone(offload), ram: ram.clone(), regions, guest, hearsay: Arc::new(hearsay) }
@@ -81,7 +81,7 @@ impl Accelerator {
     /// It called `page` zero, and the CPU saw that it is not.
     pub(crate) fn doubt(&self, block: u16, page: u64, maker: Maker) {
         let mut doubts = self.doubts();
-        if doubts.len() < MOST_DOUBTS {
+        if doubts.len() < MAX_DOUBTS {
             doubts.push(Doubt { block, page, maker });
         }
     }
@@ -89,7 +89,7 @@ impl Accelerator {
     /// The doubts there are, which are none then. To be judged by a dirty log that is collected after this.
     pub(crate) fn take_doubts(&self) -> Vec<Doubt> {
         let mut doubts = self.doubts();
-        if doubts.is_empty() { Vec::new() } else { std::mem::replace(&mut doubts, Vec::with_capacity(MOST_DOUBTS)) }
+        if doubts.is_empty() { Vec::new() } else { std::mem::replace(&mut doubts, Vec::with_capacity(MAX_DOUBTS)) }
     }
 
     fn doubts(&self) -> MutexGuard<'_, Vec<Doubt>> {

@@ -21,11 +21,11 @@ use crate::cpu_time;
 use crate::transport::{Closer, Reader, Writer};
 
 /// How far the links of a driver read ahead of it, in bytes on the wire: the largest message, or many small ones.
-const MOST_AHEAD: usize = MAX_CONTROL_MESSAGE;
+const MAX_AHEAD: usize = MAX_CONTROL_MESSAGE;
 /// Links of one allowance that have not been dropped.
-const MOST_LINKS: usize = 8;
+const MAX_LINKS: usize = 8;
 /// What a message counts at least, in bytes: a short one takes more in memory than on the wire.
-const LEAST_COUNTED: usize = 1 << 10;
+const MIN_COUNTED: usize = 1 << 10;
 
 /// What the link tells its driver.
 #[derive(Debug)]
@@ -88,7 +88,7 @@ impl Unhandled {
     /// Where nothing is unhandled there always is room, so the driver only has to go on handling.
     fn take(self: &Arc<Self>, bytes: usize, closed: &AtomicBool) -> io::Result<Share> {
         let full = |counts: &mut Counts| {
-            !closed.load(Ordering::Acquire) && counts.bytes > 0 && counts.bytes + bytes > MOST_AHEAD
+            !closed.load(Ordering::Acquire) && counts.bytes > 0 && counts.bytes + bytes > MAX_AHEAD
         };
         let mut counts = self.changed.wait_while(self.counts(), full).expect("counting does not panic");
         if closed.load(Ordering::Acquire) {
@@ -100,7 +100,7 @@ impl Unhandled {
 
     fn open(self: &Arc<Self>) -> io::Result<Open> {
         let mut counts = self.counts();
-        if counts.links == MOST_LINKS {
+        if counts.links == MAX_LINKS {
             return Err(io::Error::other("too many control channels have come that were not dealt with yet"));
         }
         counts.links += 1;
@@ -353,9 +353,9 @@ fn read_messages(
         match next_message(reader, messages, None) {
             Ok(message) => {
                 // What came with a message but behind it is counted with it, and not again.
-                let arrived = usize::try_from(reader.bytes_read() - counted).unwrap_or(MOST_AHEAD);
+                let arrived = usize::try_from(reader.bytes_read() - counted).unwrap_or(MAX_AHEAD);
                 counted = reader.bytes_read();
-                let share = take(arrived.clamp(LEAST_COUNTED, MOST_AHEAD))?;
+                let share = take(arrived.clamp(MIN_COUNTED, MAX_AHEAD))?;
                 events(ControlEvent::Message(message, share));
             }
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
@@ -438,7 +438,7 @@ mod tests {
             assert!(written < flood.len(), "{length}: all of it was taken");
             let mut waiting = vec![events.recv_timeout(PATIENCE).unwrap()];
             waiting.extend(events.try_iter());
-            assert!(waiting.len() <= MOST_AHEAD / one.len().max(LEAST_COUNTED) + 1, "{length}: {}", waiting.len());
+            assert!(waiting.len() <= MAX_AHEAD / one.len().max(MIN_COUNTED) + 1, "{length}: {}", waiting.len());
 
             let sending = std::thread::spawn(move || {
                 peer.set_write_timeout(Some(PATIENCE)).unwrap();
@@ -499,7 +499,7 @@ mod tests {
         assert!(matches!(of_second.recv_timeout(PATIENCE).unwrap(), ControlEvent::Message(..)));
 
         let mut links = vec![second.unwrap()];
-        while links.len() < MOST_LINKS {
+        while links.len() < MAX_LINKS {
             links.push(link_within(&allowance).0.unwrap());
         }
         let refused = link_within(&allowance).0.unwrap_err();

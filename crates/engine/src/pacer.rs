@@ -14,9 +14,9 @@ const CATCH_UP: Duration = Duration::from_millis(30);
 /// To so little of a second its bytes are exact.
 const PIECES_PER_SECOND: u64 = 400;
 /// Largest piece to ask for at once, in bytes.
-const LARGEST_PIECE: u64 = 256 << 10;
+const MAX_PIECE: u64 = 256 << 10;
 /// Smallest piece worth a system call, in bytes.
-const SMALLEST_PIECE: u64 = 4 << 10;
+const MIN_PIECE: u64 = 4 << 10;
 
 /// Keeps all who ask it, together, to a number of bytes per second. Shared with [`std::sync::Arc`].
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl Pacer {
 
     /// How much to send between two calls of [`Pacer::pace`], in bytes: what goes out in 2.5 ms, within 4 KiB and 256 KiB.
     pub fn piece(&self) -> usize {
-        self.lock().rate.map_or(LARGEST_PIECE, piece) as usize
+        self.lock().rate.map_or(MAX_PIECE, piece) as usize
     }
 
     fn lock(&self) -> MutexGuard<'_, Line> {
@@ -130,7 +130,7 @@ impl Line {
 }
 
 fn piece(rate: u64) -> u64 {
-    (rate / PIECES_PER_SECOND).clamp(SMALLEST_PIECE, LARGEST_PIECE)
+    (rate / PIECES_PER_SECOND).clamp(MIN_PIECE, MAX_PIECE)
 }
 
 fn bytes_in(time: Duration, rate: u64) -> u64 {

@@ -127,7 +127,7 @@ fn misplaced<T>(what: &str) -> Result<T, SinkError> {
 }
 
 /// An acknowledgement may stand for so many packets of full size at most.
-const MOST_WITHHELD: u64 = 8;
+const MAX_WITHHELD: u64 = 8;
 
 /// Why a channel of the destination failed. Nothing after the packet at fault was placed.
 #[derive(Debug, thiserror::Error)]
@@ -333,7 +333,7 @@ impl Receiving<'_> {
     /// waits for the last acknowledgement gets it at once.
     fn is_due(&self, withheld: u64) -> bool {
         let packet = self.rules.packet_size as u64;
-        withheld >= MOST_WITHHELD * packet || self.reader.arrived() < packet + withheld / 2
+        withheld >= MAX_WITHHELD * packet || self.reader.arrived() < packet + withheld / 2
     }
 
     /// Straight to where it belongs if that is a few pieces of memory, else by way of a buffer.

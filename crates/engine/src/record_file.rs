@@ -20,7 +20,7 @@ use sterna_wire::switchover::{DestinationState, ProcessIdentity, Record, RecordE
 use crate::directory::{Directory, open_without_link};
 
 /// Records longer than this are none of ours.
-const LONGEST: u64 = 64 << 10;
+const MAX_LENGTH: u64 = 64 << 10;
 
 /// How long settled records are kept, in milliseconds: a week.
 const KEPT_MS: u64 = 7 * 24 * 3600 * 1000;
@@ -268,7 +268,7 @@ fn lock(record: &Path) -> Result<File, RecordFileError> {
 fn read(path: &Path) -> Result<Record, RecordFileError> {
     let mut content = Vec::new();
     open_without_link(path)
-        .and_then(|file| file.take(LONGEST + 1).read_to_end(&mut content))
+        .and_then(|file| file.take(MAX_LENGTH + 1).read_to_end(&mut content))
         .map_err(|source| failed("read the record", path, source))?;
     Record::from_json(&content).map_err(|source| RecordFileError::Content { path: path.to_owned(), source })
 }

@@ -29,11 +29,11 @@ use crate::receive::SinkError;
 use crate::transport::Writer;
 
 /// Largest page of a backing that is waited for as a whole, in bytes: one of 1 GiB would take seconds.
-const LARGEST_PAGE: usize = 2 << 20;
+const MAX_PAGE: usize = 2 << 20;
 /// Between two attempts to have memory for a page.
 const NO_MEMORY_PAUSE: Duration = Duration::from_millis(100);
 /// Latencies that are kept for the report.
-const MOST_LATENCIES: usize = 1 << 20;
+const MAX_LATENCIES: usize = 1 << 20;
 
 /// What post-copy tells the driver.
 #[derive(Debug)]
@@ -104,7 +104,7 @@ pub(super) fn refusal(ram: &GuestRam) -> Option<String> {
 fn features(ram: &GuestRam) -> Result<u64, String> {
     let of = |block: &RamBlock| {
         let name = block.name();
-        if block.page_size() > LARGEST_PAGE {
+        if block.page_size() > MAX_PAGE {
             return Err(format!(
                 "RAM block {name} has pages of {} bytes, too large to wait for one",
                 block.page_size()
@@ -312,7 +312,7 @@ impl PostCopy {
         let mut asked = self.asked();
         for page in pages {
             if let Some(since) = asked.since.remove(&(block, page))
-                && asked.latencies.len() < MOST_LATENCIES
+                && asked.latencies.len() < MAX_LATENCIES
             {
                 asked.latencies.push(u32::try_from(since.elapsed().as_micros()).unwrap_or(u32::MAX));
             }

@@ -35,7 +35,7 @@ use crate::monitor::said;
 use crate::vmm::VmmError;
 
 /// How many devices that are waited for are called by name.
-const MOST_NAMED: usize = 3;
+const MAX_NAMED: usize = 3;
 
 /// Where a device's state is, as the source sees it: what the migration waits for of this device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -85,7 +85,7 @@ impl Display for DevicePhase {
 /// The first few of these names, the others counted; none where there are none.
 fn named(names: impl IntoIterator<Item = String>) -> Option<String> {
     let mut names = names.into_iter();
-    let first: Vec<_> = names.by_ref().take(MOST_NAMED).collect();
+    let first: Vec<_> = names.by_ref().take(MAX_NAMED).collect();
     let first = (!first.is_empty()).then(|| first.join(", "))?;
     Some(match names.count() {
         0 => first,

@@ -16,9 +16,9 @@ use crate::vmm::VmmError;
 use crate::window::WindowClosed;
 
 /// How fast state travels, or is taken, is not said by less than this, in bytes.
-const FEWEST_BYTES: u64 = 1 << 20;
+const MIN_BYTES: u64 = 1 << 20;
 /// And by no shorter time: so much may come out of buffers at once.
-const SHORTEST_MEASURE: Duration = Duration::from_millis(20);
+const MIN_MEASURE: Duration = Duration::from_millis(20);
 
 /// What a device's thread is to do next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,7 +79,7 @@ impl Known {
     fn look_what_was_taken(&mut self) {
         let Some((since, before)) = self.taking else { return };
         let (taken, elapsed) = (self.sender.taken() - before, since.elapsed());
-        if taken >= FEWEST_BYTES && elapsed >= SHORTEST_MEASURE {
+        if taken >= MIN_BYTES && elapsed >= MIN_MEASURE {
             self.take_rate = taken as f64 / elapsed.as_secs_f64();
         }
         if self.sender.untaken() == 0 {
@@ -164,7 +164,7 @@ impl State {
         *arrived += bytes;
         let elapsed = since.elapsed();
         // From the beginning on: what comes at once after a delay says nothing without it.
-        if *arrived >= FEWEST_BYTES && elapsed >= SHORTEST_MEASURE {
+        if *arrived >= MIN_BYTES && elapsed >= MIN_MEASURE {
             self.rate = *arrived as f64 / elapsed.as_secs_f64();
         }
         if self.on_the_way == 0 {

@@ -23,8 +23,8 @@ use crate::accelerator::Accelerator;
 const DEPTH: usize = 4;
 
 /// After a piece that came too late, so many are not asked for, twice as many each time.
-const LEAST_SKIPPED: u32 = 8;
-const MOST_SKIPPED: u32 = 4096;
+const MIN_SKIPPED: u32 = 8;
+const MAX_SKIPPED: u32 = 4096;
 
 /// A packet's worth of pages.
 pub(super) struct Piece {
@@ -357,7 +357,7 @@ impl Ahead {
             if self.channel.under_way() > 0 {
                 // Too late: what a device still does for it does not matter any more.
                 oldest.forsake();
-                self.lateness = (2 * self.lateness).clamp(LEAST_SKIPPED, MOST_SKIPPED);
+                self.lateness = (2 * self.lateness).clamp(MIN_SKIPPED, MAX_SKIPPED);
                 self.skipped = self.lateness;
             } else {
                 // Nothing is under way any more, which was: offload was shut down.
@@ -580,7 +580,7 @@ mod tests {
             ahead.put(piece);
             offload.now() - before >= offload.lateness()
         };
-        for skipped in [LEAST_SKIPPED, 2 * LEAST_SKIPPED, 4 * LEAST_SKIPPED] {
+        for skipped in [MIN_SKIPPED, 2 * MIN_SKIPPED, 4 * MIN_SKIPPED] {
             assert!(through(), "it is waited for");
             assert!((0..skipped).all(|_| !through()), "{skipped} are not");
         }

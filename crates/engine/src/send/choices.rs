@@ -7,9 +7,9 @@ use sterna_codec::MethodChoice;
 use sterna_codec::select::HeldUp;
 
 /// A period is so long at least.
-const SHORTEST: Duration = Duration::from_millis(250);
+const MIN_PERIOD: Duration = Duration::from_millis(250);
 /// So many are kept; with more, each becomes twice as long.
-const MOST_PERIODS: usize = 16;
+const MAX_PERIODS: usize = 16;
 
 /// A stretch of time in which one way carried more content than any other.
 #[derive(Clone, Copy, Debug)]
@@ -55,9 +55,9 @@ pub(super) struct Choices {
 
 impl Default for Choices {
     fn default() -> Self {
-        let mut periods = Vec::with_capacity(MOST_PERIODS + 1);
+        let mut periods = Vec::with_capacity(MAX_PERIODS + 1);
         periods.push(Period::new(Duration::ZERO));
-        Self { begun: Instant::now(), shortest: SHORTEST, periods }
+        Self { begun: Instant::now(), shortest: MIN_PERIOD, periods }
     }
 }
 
@@ -81,7 +81,7 @@ impl Choices {
     /// The last period has ended.
     fn close(&mut self, now: Duration) {
         self.merge();
-        if self.periods.len() == MOST_PERIODS {
+        if self.periods.len() == MAX_PERIODS {
             self.shortest *= 2;
             let longer = self.periods.chunks(2).map(|pair| {
                 let mut first = pair[0];
@@ -89,7 +89,7 @@ impl Choices {
                 first
             });
             let mut longer: Vec<_> = longer.collect();
-            longer.reserve_exact(MOST_PERIODS + 1 - longer.len());
+            longer.reserve_exact(MAX_PERIODS + 1 - longer.len());
             self.periods = longer;
         }
         self.periods.push(Period::new(now));
@@ -165,7 +165,7 @@ mod tests {
         for ms in 0..100_000u32 {
             choices.sent_at(MS * ms, (ms / 300 % 3) as usize, 1000, MS, HeldUp::default());
         }
-        assert!(choices.periods.len() <= MOST_PERIODS, "{}", choices.periods.len());
+        assert!(choices.periods.len() <= MAX_PERIODS, "{}", choices.periods.len());
         let bytes: u64 = choices.periods.iter().flat_map(|period| period.by_way).sum();
         assert_eq!(bytes, 100_000_000);
         assert_eq!(choices.lines(&ways())[0].split(':').next(), Some("from 0.0 s"));

@@ -30,7 +30,7 @@ use crate::window::{Carried, WindowClosed};
 
 /// Zero pages that were read from guest RAM wait for others before they make a packet, up to this many: a packet of nothing
 /// but its table costs a wake-up of the destination, and reading this much takes a few milliseconds.
-const MOST_HELD_ZERO_PAGES: u64 = (64 << 20) / PAGE_SIZE as u64;
+const MAX_HELD_ZERO_PAGES: u64 = (64 << 20) / PAGE_SIZE as u64;
 
 /// What a packet carries.
 struct Content<'a> {
@@ -374,7 +374,7 @@ impl Sending {
     }
 
     fn send_if_due(&mut self, reading: &mut Reading) -> Result<(), Box<dyn std::error::Error>> {
-        if reading.batch().in_window() > 0 || reading.batch().pages() >= MOST_HELD_ZERO_PAGES {
+        if reading.batch().in_window() > 0 || reading.batch().pages() >= MAX_HELD_ZERO_PAGES {
             self.pages_read(reading)?;
         }
         Ok(())

@@ -18,22 +18,22 @@ const COMMIT_ESTIMATE: Duration = Duration::from_millis(10);
 /// that may not be stopped yet would keep a CPU busy.
 const IDLE_PAUSE: Duration = Duration::from_millis(10);
 /// And while its last pages are on their way, after this long at the earliest.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(2);
+const MIN_PAUSE: Duration = Duration::from_millis(2);
 /// Rates are measured over at least this long.
-const SHORTEST_MEASURE: Duration = Duration::from_millis(50);
+const MIN_MEASURE: Duration = Duration::from_millis(50);
 /// And over so many packets: what is acknowledged comes a packet, or one of each channel, at a time.
-const FEWEST_PACKETS: u64 = 8;
+const MIN_PACKETS: u64 = 8;
 /// After so long fewer must do.
-const LONGEST_MEASURE: Duration = Duration::from_millis(500);
+const MAX_MEASURE: Duration = Duration::from_millis(500);
 /// Longer than any prediction.
-const LONGEST: Duration = Duration::from_secs(u32::MAX as u64);
+const MAX_DURATION: Duration = Duration::from_secs(u32::MAX as u64);
 /// Where pages shrink to less than this part on the wire, it is not the network that bounds how fast they leave, and the
 /// bytes per second on it say nothing about how fast a state would go, which does not shrink.
-const MOST_SHRUNK: f64 = 1.0 / 16.0;
+const MIN_WIRE_RATIO: f64 = 1.0 / 16.0;
 /// Channels that had less to send than this, or than takes so many seconds, may have done all that there was to do.
-const LEAST_BACKLOG: (u64, f64) = (256 << 10, 0.005);
+const MIN_BACKLOG: (u64, f64) = (256 << 10, 0.005);
 /// Shortest time in which a few pages are taken to have gone: shorter ones are the clock's, or a buffer's.
-const SHORTEST_TRIP: f64 = 0.000_2;
+const MIN_TRIP: f64 = 0.000_2;
 /// A state that takes no longer than this is no reason to leave a guest where it is, whatever the downtime: no round makes it
 /// smaller.
 const SMALL_STATE: Duration = Duration::from_millis(50);
@@ -219,7 +219,7 @@ pub(super) struct Rates {
 
 /// Whether the channels have enough to do for a while: more than is on its way by itself, the path being as long as it is.
 fn is_backlog(at: &Measure, drain: f64) -> bool {
-    let (bytes, time) = LEAST_BACKLOG;
+    let (bytes, time) = MIN_BACKLOG;
     at.on_the_way() as f64 > (bytes as f64).max(drain * (at.round_trip.as_secs_f64() + time))
 }
 
@@ -247,7 +247,7 @@ impl Convergence {
             first: None,
             rates: Rates::default(),
             wire_is_known: false,
-            best: LONGEST,
+            best: MAX_DURATION,
             judged: (Duration::ZERO, 0),
             loading: Duration::ZERO,
             is_of_pages: true,
@@ -292,7 +292,7 @@ impl Convergence {
     pub(super) fn throttling_failed(&mut self) {
         (self.answer, self.throttle, self.throttled_in_vain) = (NotConverging::GoOn, 0, false);
         // Each round is compared with those of a guest at full speed.
-        (self.best, self.without_progress) = (LONGEST, 0);
+        (self.best, self.without_progress) = (MAX_DURATION, 0);
     }
 
     /// Whether the guest is slowed down as much as it may be, and that is not enough.
@@ -340,10 +340,10 @@ impl Convergence {
 
     /// How long the state takes, which goes as it is. While little was sent, or next to nothing of each page, that says nothing of it.
     fn state(&self, at: &Measure) -> Duration {
-        let wire = self.rates.wire.max(self.rates.drain * MOST_SHRUNK);
+        let wire = self.rates.wire.max(self.rates.drain * MIN_WIRE_RATIO);
         let (rate, most) = match (self.wire_is_known, at.state_rate > 0.0) {
-            (true, _) => (wire.max(at.state_rate), LONGEST),
-            (false, true) => (at.state_rate, LONGEST),
+            (true, _) => (wire.max(at.state_rate), MAX_DURATION),
+            (false, true) => (at.state_rate, MAX_DURATION),
             (false, false) => (wire, SMALL_STATE),
         };
         if rate > 0.0 { seconds(at.state as f64 / rate).min(most) } else { Duration::ZERO }
@@ -375,7 +375,7 @@ impl Convergence {
     pub(super) fn pause(&self, at: &Measure) -> Duration {
         match at.on_the_way() {
             0 => IDLE_PAUSE,
-            _ => self.sending(at).unwrap_or_default().clamp(SHORTEST_PAUSE, IDLE_PAUSE),
+            _ => self.sending(at).unwrap_or_default().clamp(MIN_PAUSE, IDLE_PAUSE),
         }
     }
 
@@ -399,7 +399,7 @@ impl Convergence {
     fn look_at_rates(&mut self, at: &Measure) {
         self.dirtied += at.logged;
         let elapsed = at.now.saturating_sub(self.dirtied_since);
-        if elapsed >= SHORTEST_MEASURE {
+        if elapsed >= MIN_MEASURE {
             self.rates.dirty = self.dirtied as f64 / elapsed.as_secs_f64();
             (self.dirtied, self.dirtied_since) = (0, at.now);
         }
@@ -407,7 +407,7 @@ impl Convergence {
             let (begun, before) = self.free;
             let (bytes, time) = (self.telling(&before, &at.arrived), at.arrived.at.saturating_sub(begun).as_secs_f64());
             if bytes > 0 {
-                self.kept_up = Some((bytes, bytes as f64 / time.max(SHORTEST_TRIP)));
+                self.kept_up = Some((bytes, bytes as f64 / time.max(MIN_TRIP)));
             }
             self.free = (at.now, at.arrived);
         }
@@ -422,8 +422,8 @@ impl Convergence {
         let first = Since { arrived: at.first, now: at.first.at, full: Duration::ZERO };
         let since = *self.since.get_or_insert(first);
         let (time, packets) = (at.arrived.at - since.arrived.at, at.arrived.packets - since.arrived.packets);
-        let enough = if time < LONGEST_MEASURE { FEWEST_PACKETS } else { 1 };
-        if time < SHORTEST_MEASURE || packets < enough {
+        let enough = if time < MAX_MEASURE { MIN_PACKETS } else { 1 };
+        if time < MIN_MEASURE || packets < enough {
             return;
         }
         let per_second = |bytes: u64| bytes as f64 / time.as_secs_f64();
@@ -433,7 +433,7 @@ impl Convergence {
             let bytes = at.arrived.wire - since.arrived.wire;
             let wire = per_second(bytes);
             let full = at.full.saturating_sub(since.full) * 2 > at.now - since.now;
-            let says = busy && bytes > LEAST_BACKLOG.0 && wire > drain * MOST_SHRUNK;
+            let says = busy && bytes > MIN_BACKLOG.0 && wire > drain * MIN_WIRE_RATIO;
             self.wire_is_known |= says;
             self.rates.drain = if busy { drain } else { drain.max(self.rates.drain) };
             self.rates.wire = if says && full { wire } else { wire.max(self.rates.wire) };
@@ -476,7 +476,7 @@ impl Convergence {
         // A round has shown what it does when all that it handed over has left.
         let (judged, handed_over) = self.judged;
         let loads_too_long = at.loading > self.downtime;
-        let shows_after = if loads_too_long { LOADING_SHOWS } else { SHORTEST_MEASURE };
+        let shows_after = if loads_too_long { LOADING_SHOWS } else { MIN_MEASURE };
         if self.fits(at) || at.now.saturating_sub(judged) < shows_after || at.arrived.pages < handed_over {
             return Decision::Next;
         }
@@ -576,7 +576,7 @@ impl Convergence {
                 let wanted =
                     if self.throttle == 0 { throttle.initial } else { self.throttle.saturating_add(throttle.step) };
                 // Each step is given its rounds to show what it does.
-                (self.best, self.without_progress) = (LONGEST, 0);
+                (self.best, self.without_progress) = (MAX_DURATION, 0);
                 if self.throttle == most {
                     self.throttled_in_vain = true;
                     return Decision::Next;

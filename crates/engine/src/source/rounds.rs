@@ -29,7 +29,7 @@ use crate::window::{Delivered, WindowClosed};
 
 /// How often the guest is let run on because it dirtied more, until it stood, than was to be expected. After that it stays
 /// stopped: being stopped again and again is worse than once for longer.
-const MOST_TRIES: u32 = 3;
+const MAX_TRIES: u32 = 3;
 /// After this long it is told what alone keeps the guest from being stopped.
 const HELD_LONG: Duration = Duration::from_secs(1);
 /// Within a round the figures are made anew this often, and whenever a few more pages were handed over.
@@ -263,7 +263,7 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
                     while self.order()? != Order::LastRound {}
                     let found = self.collect(&mut pending)?;
                     // What devices have saved ahead is of no use once they were stopped and go on.
-                    let stays = self.tried == MOST_TRIES || !self.devices.is_empty();
+                    let stays = self.tried == MAX_TRIES || !self.devices.is_empty();
                     if stays || self.convergence.still_fits(&self.measure(found)) {
                         break;
                     }

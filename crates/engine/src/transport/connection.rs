@@ -18,7 +18,7 @@ use crate::tls::{self, EXPORTER_LABEL, Side};
 const LINGER: Duration = Duration::from_secs(1);
 
 /// The longest answer to a channel header, in bytes.
-const LONGEST_REPLY: usize = REPLY_PREFIX_LENGTH + MAX_TEXT;
+const MAX_REPLY: usize = REPLY_PREFIX_LENGTH + MAX_TEXT;
 
 /// An established connection: the TLS handshake, if there is one, is finished, and the peer is who it says it is.
 #[derive(Debug)]
@@ -231,7 +231,7 @@ impl<'a> Handshake<'a> {
         let count = self.socket.read(self.arrived.room().into(), Wait::Until(self.deadline), 1)?;
         self.read += count as u64;
         let came = self.arrived.came(count);
-        self.heard.extend(came.iter().take(LONGEST_REPLY - self.heard.len()));
+        self.heard.extend(came.iter().take(MAX_REPLY - self.heard.len()));
         Ok(count)
     }
 

@@ -18,13 +18,13 @@ const WAYS: usize = 8;
 /// Of so many newcomers that find no free place one gets a taken one.
 const ADMITTED: u32 = 8;
 /// Most neighbours that stay together.
-const MOST_TOGETHER: usize = 64;
+const MAX_TOGETHER: usize = 64;
 /// The number of a packet that has none yet.
 const THIS_BATCH: u64 = u64::MAX;
 /// The number of no packet: of a place that was never used.
 const NEVER: u64 = 0;
 /// No fewer groups of neighbours than this, where there are enough sets: what is left over holds nothing.
-const LEAST_GROUPS: usize = 16;
+const MIN_GROUPS: usize = 16;
 
 /// Which page is kept in a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ impl Cache {
     /// the guest's end.
     pub(super) fn new(bytes: usize) -> Self {
         let sets = bytes / (WAYS * PAGE_SIZE);
-        let together = (sets / LEAST_GROUPS).clamp(1, MOST_TOGETHER);
+        let together = (sets / MIN_GROUPS).clamp(1, MAX_TOGETHER);
         // The largest power of two in it.
         let together = 1 << together.ilog2();
         let sets = sets / together * together;
@@ -242,7 +242,7 @@ mod tests {
         for pages in [0, 7, 8, 100, 1024, 8192] {
             let mut cache = Cache::new(pages * PAGE_SIZE);
             let room = cache.content.bytes().len() / PAGE_SIZE;
-            assert!(room <= pages && room + pages / LEAST_GROUPS + WAYS > pages, "{room} of {pages}");
+            assert!(room <= pages && room + pages / MIN_GROUPS + WAYS > pages, "{room} of {pages}");
             let mut there = Vec::new();
             for page in 0..2 * pages as u64 {
                 let key = Key::new(3, page);

@@ -27,7 +27,7 @@ const SLOWEST: f64 = 4.0;
 /// time that it was forgotten.
 const FORGETS: (f64, f64) = (1.0 / 64.0, 1.0 / 4096.0);
 /// The shortest record: one word.
-const LEAST_RECORD: f64 = 10.0;
+const MIN_RECORD: f64 = 10.0;
 
 /// What a page costs that goes whole, on average and now.
 #[derive(Clone, Copy, Debug)]
@@ -115,7 +115,7 @@ impl History {
     /// For a cache of so many pages.
     pub(super) fn new(cached_pages: usize) -> Self {
         // Nobody has said otherwise yet: a few words in every second page.
-        let all = Outcomes { same: 0.0, delta: 0.5, bytes: 3.0 * LEAST_RECORD };
+        let all = Outcomes { same: 0.0, delta: 0.5, bytes: 3.0 * MIN_RECORD };
         let regions = (cached_pages / 128).next_power_of_two().clamp(REGIONS.0, REGIONS.1);
         let unknown = Region { key: u64::MAX, outcomes: all, whole: 1.0 };
         Self {
@@ -149,7 +149,7 @@ impl History {
         let failed = (1.0 - same - delta).max(0.0);
         Plan {
             keeps: saved > pass * (1.0 + failed),
-            tries: costs - price * (header + LEAST_RECORD) > pass,
+            tries: costs - price * (header + MIN_RECORD) > pass,
             most: (costs / price - header).clamp(0.0, MAX_RECORD as f64) as usize,
         }
     }
