@@ -76,7 +76,7 @@ pub(super) fn run(
     let observer = &CaughtObserver(observer);
     let cpu = CpuTime::default();
     let _counted = cpu.count();
-    let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_taken)?;
+    let mut vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     observer.listening(&address.to_string());
     let ram = taking.target.ram();
     let ours = machine(vmm.name(), ram, 0).blocks;
@@ -98,7 +98,7 @@ pub(super) fn run(
     let greeted = greeting.first(&incoming, cancel, |reason| observer.note(&format!("refused: {reason}")));
     let Some(greeted) = greeted else {
         let reason = if cancel.is_cancelled() { "cancelled before a source came" } else { "the listener has ended" };
-        return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_taken(reason) });
+        return Err(MigrationError { cancelled: cancel.is_cancelled(), ..MigrationError::not_accepted(reason) });
     };
     let report = take(taking, &address, greeted, incoming, vmm, cpu.clone(), cancel, observer);
     drop(stopping);
@@ -107,7 +107,7 @@ pub(super) fn run(
 
 /// Why post-copy is not possible here, if it is not.
 fn no_post_copy(vmm: &mut DestinationMonitor<'_>, ram: &GuestRam) -> Result<Option<String>, MigrationError> {
-    let refused = vmm.post_copy_refusal().map_err(MigrationError::not_taken)?;
+    let refused = vmm.post_copy_refusal().map_err(MigrationError::not_accepted)?;
     Ok(refused.or_else(|| post_copy::refusal(ram)))
 }
 
@@ -125,7 +125,7 @@ pub(super) fn run_greeted(
     let observer = &CaughtObserver(observer);
     let cpu = CpuTime::default();
     let _counted = cpu.count();
-    let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_taken)?;
+    let vmm = DestinationMonitor::new(vmm, &cpu).map_err(MigrationError::not_accepted)?;
     let ids: Vec<DeviceId> = taking.devices.iter().map(|(id, _)| id.clone()).collect();
     let differs = size_difference(&greeted.machine.blocks, taking.target.ram());
     if let Some(reason) = differs.or_else(|| device_state::difference(&greeted.machine, &ids)) {
@@ -140,7 +140,7 @@ pub(super) fn run_greeted(
 fn refuse(writer: &mut Writer, reason: String) -> MigrationError {
     // The peer may be gone; then nobody misses the answer.
     let _ = say(writer, &ControlMessage::Refused { reason: reason.clone() });
-    MigrationError::not_taken(reason)
+    MigrationError::not_accepted(reason)
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -173,7 +173,7 @@ fn take<'a>(
         drop(told.send(Event::Peer(news)));
     });
     let link = ControlLink::start(writer, reader, closer, messages, link_events(&tell, 1));
-    let link = link.map_err(MigrationError::not_taken)?;
+    let link = link.map_err(MigrationError::not_accepted)?;
     let abort = Arc::new(Abort::default());
     let broken = events_in.clone();
     abort.on_end(move || drop(broken.send(Event::Broken(1))));
@@ -209,7 +209,7 @@ fn take<'a>(
         }
     };
     // It ends by itself once nothing listens.
-    cpu_time::spawn(Builder::new().name("admit".into()), admit).map_err(MigrationError::not_taken)?;
+    cpu_time::spawn(Builder::new().name("admit".into()), admit).map_err(MigrationError::not_accepted)?;
 
     let (switchover, first) = DestinationSwitchover::begin();
     let faults_before = process::faults(std::process::id());

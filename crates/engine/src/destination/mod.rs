@@ -225,20 +225,20 @@ impl Destination {
     pub fn listen(self, address: impl Into<Address>, security: &Security) -> Result<Listening, MigrationError> {
         // Before anybody can come: a source waits for its welcome, and no longer than for a handshake.
         let taking = self.prepare()?;
-        let listener = Listener::bind(address).map_err(MigrationError::not_taken)?;
+        let listener = Listener::bind(address).map_err(MigrationError::not_accepted)?;
         let address = listener.local_address();
-        let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_taken)?;
+        let incoming = listener.start(security.clone(), Limits::default()).map_err(MigrationError::not_accepted)?;
         Ok(Listening { taking, address, incoming })
     }
 
     fn prepare(self) -> Result<Taking, MigrationError> {
         let Self { ram, devices, device_queue, before, prefault, state_dir, linger, stall, give_up_after, monitor } =
             self;
-        let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_taken)?;
+        let device_share = share(device_queue, devices.len()).map_err(MigrationError::not_accepted)?;
         let ids = devices.iter().map(|(id, _)| id.clone()).collect();
-        check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_taken)?;
-        let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_taken)?);
-        target.prepare(before, prefault).map_err(MigrationError::not_taken)?;
+        check_devices(&Machine { devices: ids, ..Machine::default() }).map_err(MigrationError::not_accepted)?;
+        let target = Arc::new(Target::new(ram, prefault).map_err(MigrationError::not_accepted)?);
+        target.prepare(before, prefault).map_err(MigrationError::not_accepted)?;
         Ok(Taking {
             target,
             devices,

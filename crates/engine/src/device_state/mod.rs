@@ -31,7 +31,7 @@ use sterna_wire::text::cleaned;
 pub use self::buffer::DeviceBytes;
 pub use self::save::SavingDevices;
 pub(crate) use self::threads::Threads;
-use crate::monitor::said;
+use crate::monitor::panic_text;
 use crate::vmm::VmmError;
 
 /// How many devices that are waited for are called by name.

@@ -669,7 +669,7 @@ impl Driver<'_> {
         let run = move || {
             // The driver waits for its news.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| rounds.run())) {
-                let reason = format!("the thread of the rounds panicked: {}", monitor::said(panic));
+                let reason = format!("the thread of the rounds panicked: {}", monitor::panic_text(panic));
                 drop(panicked.send(Event::Rounds(RoundNews::Failed(reason))));
             }
         };
