@@ -31,7 +31,7 @@ impl PostCopyChannels {
             let Some(post_copy) = target.post_copy().filter(|_| header.kind == ChannelKind::PostCopy) else {
                 return Err(Box::new((connection, "no such channel is expected here".into())));
             };
-            let mut channels = channels.lock().expect("nobody panics with it");
+            let mut channels = channels.lock().expect("no thread panics with the lock held");
             if header.index > 0 || header.incarnation <= channels.latest {
                 return Err(Box::new((connection, "there is one post-copy channel, and it has come".into())));
             }
@@ -74,7 +74,7 @@ impl PostCopyChannels {
     }
 
     pub(super) fn join(&self) {
-        let threads = std::mem::take(&mut self.0.lock().expect("nobody panics with it").threads);
+        let threads = std::mem::take(&mut self.0.lock().expect("no thread panics with the lock held").threads);
         for thread in threads {
             // A panic there has been printed.
             let _ = thread.join();

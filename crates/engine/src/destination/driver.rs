@@ -285,7 +285,7 @@ impl<F: FnMut(Part) + Send + 'static> Sinks for TargetSinks<F> {
     }
 
     fn stream(&self) -> Box<dyn Sink> {
-        let sink = self.state.lock().expect("nobody panics with it").take();
+        let sink = self.state.lock().expect("no thread panics with the lock held").take();
         Box::new(sink.expect("the doorman lets one stream channel in"))
     }
 

@@ -223,11 +223,11 @@ impl PostCopy {
     }
 
     fn asked(&self) -> MutexGuard<'_, Asked> {
-        self.asked.lock().expect("nobody panics with it")
+        self.asked.lock().expect("no thread panics with the lock held")
     }
 
     fn requests(&self) -> MutexGuard<'_, Option<Writer>> {
-        self.requests.lock().expect("nobody panics with it")
+        self.requests.lock().expect("no thread panics with the lock held")
     }
 
     /// The post-copy channel has come, at first.
@@ -380,7 +380,7 @@ impl PostCopy {
     /// The guest's state is being loaded, or will be: if the migration is taken down before that is done, nobody is to
     /// wait for a page any more.
     pub(super) fn release_if_not_loaded(&self) {
-        let mut load = self.load.lock().expect("nobody panics with it");
+        let mut load = self.load.lock().expect("no thread panics with the lock held");
         if *load == Load::NotDone {
             *load = Load::Released;
             self.release();
@@ -389,7 +389,7 @@ impl PostCopy {
 
     /// The guest's state is loaded. False: from pages that were not the guest's.
     pub(super) fn loaded(&self) -> bool {
-        let mut load = self.load.lock().expect("nobody panics with it");
+        let mut load = self.load.lock().expect("no thread panics with the lock held");
         if *load == Load::NotDone {
             *load = Load::Done;
         }

@@ -47,7 +47,7 @@ impl Buffers {
     }
 
     fn pool(&self) -> MutexGuard<'_, Pool> {
-        self.0.lock().expect("nobody panics with it")
+        self.0.lock().expect("no thread panics with the lock held")
     }
 
     /// What is in the first `length` bytes of `buffer`: with the buffer itself, in the place of which there is another of its length then.

@@ -40,7 +40,7 @@ struct QueueState {
 
 impl Queue {
     fn state(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().expect("nobody panics with it")
+        self.state.lock().expect("no thread panics with the lock held")
     }
 
     /// The next piece in order; none if the migration is being taken down. `idle` is called with what may come in all, where nothing has
@@ -56,14 +56,14 @@ impl Queue {
                 return Some(piece);
             }
             let timeout;
-            (state, timeout) = self.changed.wait_timeout_while(state, MOMENT, nothing).expect("nobody panics with it");
+            (state, timeout) = self.changed.wait_timeout_while(state, MOMENT, nothing).expect("no thread panics with the lock held");
             if timeout.timed_out() {
                 if let Some(up_to) = state.receiver.unsaid() {
                     drop(state);
                     idle(up_to);
                     state = self.state();
                 }
-                state = self.changed.wait_while(state, nothing).expect("nobody panics with it");
+                state = self.changed.wait_while(state, nothing).expect("no thread panics with the lock held");
             }
         }
     }
@@ -79,13 +79,13 @@ struct Turn {
 impl Turn {
     /// Waits for the turn of `device`; false if the migration is being taken down.
     fn wait(&self, device: usize) -> bool {
-        let state = self.state.lock().expect("nobody panics with it");
+        let state = self.state.lock().expect("no thread panics with the lock held");
         let waits = |(turn, over): &mut (usize, bool)| *turn != device && !*over;
-        !self.changed.wait_while(state, waits).expect("nobody panics with it").1
+        !self.changed.wait_while(state, waits).expect("no thread panics with the lock held").1
     }
 
     fn change(&self, change: impl FnOnce(&mut (usize, bool))) {
-        change(&mut self.state.lock().expect("nobody panics with it"));
+        change(&mut self.state.lock().expect("no thread panics with the lock held"));
         self.changed.notify_all();
     }
 }

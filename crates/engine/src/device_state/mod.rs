@@ -154,7 +154,7 @@ pub trait LoadDevice: Send {
 /// Calls a device. One that panics fails like one that says why: else the migration would wait for it.
 fn unless_it_panics(call: impl FnOnce() -> Result<(), VmmError>) -> Result<(), VmmError> {
     // The device is not used again.
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(format!("it panicked: {}", said(panic)).into()))
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(format!("it panicked: {}", panic_text(panic)).into()))
 }
 
 /// What of the source's devices differs from the destination's, in words; none where they are the same.

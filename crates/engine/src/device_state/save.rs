@@ -201,11 +201,11 @@ impl SavingDevices {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("nobody panics with it")
+        self.state.lock().expect("no thread panics with the lock held")
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait(state).expect("nobody panics with it")
+        self.changed.wait(state).expect("no thread panics with the lock held")
     }
 
     pub(crate) fn is_empty(&self) -> bool {

@@ -385,7 +385,7 @@ impl Ahead {
             _ => {
                 piece.split(&batch, &mut self.ratio);
                 if let Some(maker) = maker {
-                    self.accelerator.heard(piece.block, &piece.runs);
+                    self.accelerator.record_zero_pages(piece.block, &piece.runs);
                     let mut pages = piece.asked.iter().flat_map(|run| run.first..run.end());
                     // Ascending, so that each is looked for from where the one before was.
                     let mut at = 0;

@@ -275,7 +275,7 @@ impl Sending {
     }
 
     fn runs_of_guest(&mut self, ram: &GuestRam, block: u16, runs: &[Run]) -> Result<(), Box<dyn std::error::Error>> {
-        if let Some(accelerator) = self.context.accelerator.as_ref().filter(|it| self.way == Way::Usual && it.looks()) {
+        if let Some(accelerator) = self.context.accelerator.as_ref().filter(|it| self.way == Way::Usual && it.finds_zero_pages()) {
             let content = match () {
                 () if self.in_place() => ahead::Content::InPlace,
                 () if self.context.rules.checksums => ahead::Content::Checked,

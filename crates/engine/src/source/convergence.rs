@@ -302,7 +302,7 @@ impl Convergence {
 
     /// Within a round: the rate at which the guest dirties, and the downtime if it were stopped now. What is decided after the round does not
     /// depend on when somebody looked.
-    pub(super) fn glance(&self, at: &Measure) -> (f64, Option<Duration>) {
+    pub(super) fn estimate(&self, at: &Measure) -> (f64, Option<Duration>) {
         let mut now = self.clone();
         now.look_at_rates(at);
         (now.rates.dirty, now.predicted(at))
@@ -898,7 +898,7 @@ mod tests {
     }
 
     #[test]
-    fn a_glance_within_a_round_measures_and_changes_nothing() {
+    fn an_estimate_within_a_round_measures_and_changes_nothing() {
         let mut simulation = Simulation::new(4096 * MIB, 50e6, 1024 * MIB, 118e6, NotConverging::GiveUp);
         // The first round is under way: a quarter of it has arrived in a quarter of its time.
         simulation.at.first = Arrived { packets: 1, ..Arrived::default() };
@@ -908,7 +908,7 @@ mod tests {
         (simulation.at.dirtied, simulation.at.logged) = (simulation.at.remaining, 400 * MIB);
         let before = format!("{:?}", simulation.convergence);
 
-        let (dirty, predicted) = simulation.convergence.glance(&simulation.at);
+        let (dirty, predicted) = simulation.convergence.estimate(&simulation.at);
 
         let expected = simulation.at.remaining as f64 / 118e6;
         let predicted = predicted.unwrap().as_secs_f64();

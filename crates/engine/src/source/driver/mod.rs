@@ -21,7 +21,7 @@ use sterna_wire::text::cleaned;
 use self::devices::Devices;
 use self::post_copy::PostCopy;
 use super::convergence::{Convergence, NotConverging};
-use super::rounds::{Held, Looks, Order, RoundNews, Rounds, Told, no_pages};
+use super::rounds::{Held, CurrentRound, Order, RoundNews, Rounds, RoundStats, no_pages};
 use super::unsent::Unsent;
 use super::{Settings, Source};
 use crate::abort::Abort;
@@ -122,7 +122,7 @@ pub(super) fn run(
         method: settings.method.method(),
         patience: Duration::ZERO,
     };
-    let told = events_in.clone();
+    let peer_events = events_in.clone();
     let occupied = Occupied::default();
     let meanwhile = occupied.clone();
     let credited = Arc::clone(&known);
@@ -138,7 +138,7 @@ pub(super) fn run(
         if let PeerNews::Control(_, ControlEvent::Lost(reason)) = &news {
             meanwhile.lost(format_args!("the destination was lost: {reason}"));
         }
-        drop(told.send(Event::Peer(news)));
+        drop(peer_events.send(Event::Peer(news)));
     });
     let dialled = session::dial(&offer, cancel, &tell_peer);
     // Which also is what interrupts dialling.
@@ -195,11 +195,11 @@ pub(super) fn run(
         occupied,
         moving: None,
         devices: Devices::new(known, devices),
-        told: Arc::default(),
+        stats: Arc::default(),
         started: Instant::now(),
         phase: Phase::SettingUp,
         progress: Progress::default(),
-        content_told: 0,
+        content_reported: 0,
         sent_before: Sent::default(),
         data_incarnation: 1,
         figures: DestinationFigures::default(),
@@ -287,12 +287,12 @@ struct Driver<'a> {
     occupied: Occupied,
     moving: Option<Moving>,
     devices: Devices,
-    told: Arc<Mutex<Told>>,
+    stats: Arc<Mutex<RoundStats>>,
     started: Instant,
     phase: Phase,
     progress: Progress,
     /// Content bytes at the last tick.
-    content_told: u64,
+    content_reported: u64,
     /// What went over channels that are closed.
     sent_before: Sent,
     /// Of the data channels.
@@ -646,7 +646,7 @@ impl Driver<'_> {
         let rounds = Rounds {
             log: Box::new(log),
             search: PageSearch::new(Arc::clone(&pipeline), ram.clone(), self.session.packet_size),
-            looks: Looks::new(&ram),
+            current: CurrentRound::new(&ram),
             ram,
             convergence,
             state_size,
@@ -655,14 +655,14 @@ impl Driver<'_> {
             orders: orders_out,
             news: move |news| drop(events.send(Event::Rounds(news))),
             totals: self.lead.peer.sender(),
-            told: Arc::clone(&self.told),
+            stats: Arc::clone(&self.stats),
             unsent: Arc::clone(&self.unsent),
             again: Arc::clone(&self.again),
             accelerator: self.accelerator.clone(),
             written: self.accelerator.iter().flat_map(|_| no_pages(&self.ram)).collect(),
             may_stop: self.may_stop(),
             held: Held::default(),
-            tried: 0,
+            retries: 0,
             abort: Arc::clone(&self.lead.abort),
         };
         let panicked = self.events_in.clone();

@@ -131,7 +131,7 @@ impl Driver<'_> {
         });
         let (unsent, ram, packet_size) = (Arc::clone(&self.unsent), self.ram.clone(), self.session.packet_size);
         let server = self.serve_pages(move |mut server| {
-            server.hear_list()?;
+            server.receive_list()?;
             std::thread::scope(|scope| {
                 let cpu = CpuTime::current();
                 // A pipeline that is taken down says so itself.

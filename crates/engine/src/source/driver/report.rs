@@ -32,7 +32,7 @@ impl Driver<'_> {
         let interval = (elapsed_ms - self.progress.elapsed_ms).max(1) as f64 / 1e3;
         let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 / interval;
         self.progress.phase = self.phase.to_string();
-        self.progress.content_rate = rate(sent.content_bytes, self.content_told);
+        self.progress.content_rate = rate(sent.content_bytes, self.content_reported);
         self.progress.wire_rate = rate(sent.wire_bytes, self.progress.wire_bytes);
         self.progress.elapsed_ms = elapsed_ms;
         self.progress.normal_pages = sent.normal_pages;
@@ -41,9 +41,9 @@ impl Driver<'_> {
         self.progress.wire_bytes = sent.wire_bytes;
         self.progress.ratio = sent.ratio();
         self.progress.devices = self.devices.known.progress();
-        self.content_told = sent.content_bytes;
+        self.content_reported = sent.content_bytes;
         let (_, delivered) = self.window.delivered();
-        self.told.lock().expect("nobody panics with it").fill(&mut self.progress, delivered.carried.pages());
+        self.stats.lock().expect("no thread panics with the lock held").fill(&mut self.progress, delivered.carried.pages());
         if self.phase == Phase::PostCopy {
             self.progress.remaining_bytes = self.unsent.pages() * PAGE_SIZE as u64;
         }
@@ -169,7 +169,7 @@ impl Driver<'_> {
     /// The account, once the data plane has ended.
     fn report(&mut self, outcome: Outcome, reason: Option<String>) -> Report {
         let sent = self.sent();
-        let told = self.told.lock().expect("nobody panics with it").clone();
+        let stats = self.stats.lock().expect("no thread panics with the lock held").clone();
         let all_there = self.post_copy.done().map(|(when, _)| when);
         let end = all_there.or(self.lead.moments.running).unwrap_or_else(Instant::now);
         let wished = self.settings.delta_cache.min(self.ram.bytes());
@@ -184,11 +184,11 @@ impl Driver<'_> {
             total_ms,
             downtime_ms: self.lead.moments.downtime_ms(),
             downtime: self.lead.moments.parts(),
-            rounds: told.round,
-            convergence: match (told.verdict, self.throttled) {
+            rounds: stats.round,
+            convergence: match (stats.verdict, self.throttled) {
                 (None, _) => {
                     let wanted = self.settings.downtime.as_secs_f64() * 1e3;
-                    told.out_of_reach.filter(|_| self.lead.moments.downtime_ms() > wanted)
+                    stats.out_of_reach.filter(|_| self.lead.moments.downtime_ms() > wanted)
                 }
                 (Some(verdict), 0) => Some(verdict),
                 (Some(verdict), percent) => Some(format!("{verdict}; it was held for {percent} % of the time")),
