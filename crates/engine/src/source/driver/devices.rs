@@ -8,7 +8,7 @@ use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::SourceEvent;
 
 use super::{Driver, Event, Order};
-use crate::device_state::save::{self, Route, SaveNews, Way};
+use crate::device_state::save::{self, Route, SaveNews, PieceTarget};
 use crate::device_state::{SaveDevice, SavingDevices, Threads};
 use crate::entry::Pipeline;
 use crate::send::{SendChannel, SendContext};
@@ -56,7 +56,7 @@ impl Driver<'_> {
     ) -> Result<(), String> {
         let known = Arc::clone(&self.devices.known);
         self.lead.abort.on_end(move || known.end());
-        let way = || Way {
+        let target = || PieceTarget {
             devices: Arc::clone(&self.devices.known),
             route: match self.settings.device_channels {
                 DeviceChannels::Mixed => Route::Mixed(Arc::clone(pipeline)),
@@ -79,7 +79,7 @@ impl Driver<'_> {
             }
         };
         let devices = std::mem::take(&mut self.devices.waiting);
-        let started = save::start(devices, &mut self.devices.threads, way, news);
+        let started = save::start(devices, &mut self.devices.threads, target, news);
         started.map_err(|error| format!("no thread for a device: {error}"))
     }
 
