@@ -16,12 +16,12 @@ use crate::window::WindowClosed;
 /// Room for content, from the beginning of a page on. The allocator's own place is 16 bytes behind one, and there memcpy from
 /// guest memory that is in no cache was 2.6 times slower (8.4 GB/s for 22; Zen 4), a snapshot in the cache an eighth.
 #[derive(Debug)]
-pub(crate) struct Room {
+pub(crate) struct AlignedBuffer {
     bytes: Box<[u8]>,
     place: Range<usize>,
 }
 
-impl Room {
+impl AlignedBuffer {
     pub(crate) fn new(capacity: usize) -> Self {
         if capacity == 0 {
             return Self { bytes: Box::default(), place: 0..0 };
@@ -33,7 +33,7 @@ impl Room {
     }
 }
 
-impl Deref for Room {
+impl Deref for AlignedBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -41,7 +41,7 @@ impl Deref for Room {
     }
 }
 
-impl DerefMut for Room {
+impl DerefMut for AlignedBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut self.bytes[self.place.clone()]
     }
@@ -53,7 +53,7 @@ pub struct Batch {
     /// The index of the RAM block.
     pub block: u16,
     runs: Vec<Run>,
-    content: Room,
+    content: AlignedBuffer,
     filled: usize,
     in_window: u64,
     checksum: Option<u32>,
@@ -62,7 +62,7 @@ pub struct Batch {
 impl Batch {
     /// An empty batch with room for `capacity` bytes of content.
     pub(crate) fn new(capacity: usize) -> Self {
-        let content = Room::new(capacity);
+        let content = AlignedBuffer::new(capacity);
         Self { block: 0, runs: Vec::with_capacity(256), content, filled: 0, in_window: 0, checksum: None }
     }
 

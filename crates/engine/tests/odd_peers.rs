@@ -580,7 +580,7 @@ fn a_source_that_sends_pages_after_its_totals_is_refused() {
         });
         let error = received.unwrap_err();
         assert_eq!(error.guest, GuestState::NotHere);
-        assert!(error.reason.contains("pages after the source said that it has sent everything"), "{error}");
+        assert!(error.reason.contains("pages after the source's totals"), "{error}");
     });
 }
 
@@ -595,7 +595,7 @@ fn a_source_that_sends_a_region_on_two_channels_is_refused() {
             source.until_it_hangs_up()
         });
         let error = received.unwrap_err();
-        assert!(error.reason.contains("pages of one region come on several channels"), "{error}");
+        assert!(error.reason.contains("pages of one region arrive on several channels"), "{error}");
     });
 }
 
