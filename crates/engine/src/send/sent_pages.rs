@@ -228,7 +228,7 @@ mod tests {
             [0, 0],
             "what was sent since may be refused too"
         );
-        again.freshen(0, 7..8);
+        again.mark_resent(0, 7..8);
         sent.forget(0, page.runs());
         assert_eq!([0; 2].map(|_| look(&mut sent, &page, Some(&again))), [0, 1]);
     }
@@ -272,7 +272,7 @@ mod tests {
                     for page in run {
                         let plain = batch(0, page, &[guest[&page]]);
                         sent.forget(0, plain.runs());
-                        again.freshen(0, page..page + 1);
+                        again.mark_resent(0, page..page + 1);
                         destination.insert(page, guest[&page]);
                     }
                 });

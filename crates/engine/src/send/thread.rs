@@ -16,7 +16,7 @@ use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{DeviceLabel, MAX_TABLE, PacketHeader, PacketKind, PageRequest, RUN_LENGTH, Run, RunKind};
 
 use super::ahead::{self, Ahead, Copy, Ready};
-use super::blocks::NotInIt;
+use super::blocks::PageNotInPacket;
 use super::coding::{Coding, Kernel, Seen, Times};
 use super::delta::{Against, Deltas, Normal, Wrong};
 use super::sent_pages::SentPages;
@@ -48,7 +48,7 @@ struct Content<'a> {
 }
 
 /// Where the content of a batch's normal pages lies.
-enum Lies<'a> {
+enum ContentPlace<'a> {
     /// In the batch.
     There,
     /// In guest RAM, and it is sent from there.
@@ -57,7 +57,7 @@ enum Lies<'a> {
     Copied(&'a Copy, &'a [Against]),
 }
 
-impl Lies<'_> {
+impl ContentPlace<'_> {
     /// The CRC-32C of all of it, where that is known.
     fn checksum(&self, batch: &Batch) -> Option<u32> {
         match self {
@@ -216,7 +216,7 @@ impl Sending {
         self.table.clear();
         match item {
             Item::Guest(..) => unreachable!("done above"),
-            Item::Pages(batch) => self.all_pages(&batch, &Lies::There),
+            Item::Pages(batch) => self.all_pages(&batch, &ContentPlace::InBatch),
             Item::Again => self.refused().map(drop),
             Item::Discard(batch) => {
                 // Post-copy begins: what the destination has is not known any more.
@@ -426,12 +426,12 @@ impl Sending {
             Ready::Known => {
                 reading.know(&piece.runs);
                 let block = &ram.blocks()[usize::from(piece.block)];
-                self.pages(reading.batch(), &Lies::InPlace(block))?;
+                self.pages(reading.batch(), &ContentPlace::InPlace(block))?;
                 reading.begin(piece.block);
             }
             Ready::Here(copy) => {
                 reading.know(&piece.runs);
-                self.pages(reading.batch(), &Lies::Copied(&copy, &piece.against))?;
+                self.pages(reading.batch(), &ContentPlace::Copied(&copy, &piece.against))?;
                 reading.begin(piece.block);
             }
         }
@@ -465,7 +465,7 @@ impl Sending {
     /// Sends what `reading` has, which is empty then.
     fn pages_read(&mut self, reading: &mut Reading) -> Result<(), Box<dyn std::error::Error>> {
         if !reading.batch().is_empty() {
-            let lies = reading.in_place().map_or(Lies::There, Lies::InPlace);
+            let lies = reading.in_place().map_or(ContentPlace::InBatch, ContentPlace::InPlace);
             self.pages(reading.batch(), &lies)?;
             reading.begin(reading.batch().block);
         }
@@ -473,7 +473,7 @@ impl Sending {
     }
 
     /// Sends `batch`, which was read from guest RAM; of blocks with large pages only what has changed since it was sent.
-    fn pages(&mut self, batch: &Batch, lies: &Lies<'_>) -> Result<(), Box<dyn std::error::Error>> {
+    fn pages(&mut self, batch: &Batch, lies: &ContentPlace<'_>) -> Result<(), Box<dyn std::error::Error>> {
         let Some(mut sent_pages) = self.sent_pages.take() else { return self.all_pages(batch, lies) };
         let sent = self.changed_pages(&mut sent_pages, batch, lies);
         self.sent_pages = Some(sent_pages);
@@ -484,13 +484,13 @@ impl Sending {
         &mut self,
         sent_pages: &mut SentPages,
         batch: &Batch,
-        lies: &Lies<'_>,
+        lies: &ContentPlace<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
         let again = self.context.again.as_deref();
         let content = match lies {
-            Lies::There => batch.content(),
-            Lies::Copied(copy, _) => copy.bytes(),
-            Lies::InPlace(_) => {
+            ContentPlace::InBatch => batch.content(),
+            ContentPlace::Copied(copy, _) => copy.bytes(),
+            ContentPlace::InPlace(_) => {
                 sent_pages.forget(batch.block, batch.runs());
                 return self.all_pages(batch, lies);
             }
@@ -499,13 +499,13 @@ impl Sending {
             sent_pages.forget(batch.block, batch.runs());
             if let Some(again) = again {
                 // Before they are on their way: they may be refused once more.
-                batch.runs().iter().for_each(|run| again.freshen(batch.block, run.first..run.end()));
+                batch.runs().iter().for_each(|run| again.mark_resent(batch.block, run.first..run.end()));
             }
             return self.all_pages(batch, lies);
         }
         let same = sent_pages.look(batch.block, batch.runs(), content, again);
         // What deltas are made against is told by the place in the batch; they leave out what is the same themselves.
-        if same == 0 || matches!(lies, Lies::Copied(_, against) if !against.is_empty()) {
+        if same == 0 || matches!(lies, ContentPlace::Copied(_, against) if !against.is_empty()) {
             return self.all_pages(batch, lies);
         }
         let counters = &self.shared.counters;
@@ -514,11 +514,11 @@ impl Sending {
         self.context.window.give_back(same * PAGE_SIZE as u64);
         self.context.window.was_there(same);
         let changed = sent_pages.changed(batch, content);
-        if changed.is_empty() { Ok(()) } else { self.all_pages(changed, &Lies::There) }
+        if changed.is_empty() { Ok(()) } else { self.all_pages(changed, &ContentPlace::InBatch) }
     }
 
     /// Sends `batch`.
-    fn all_pages(&mut self, batch: &Batch, lies: &Lies<'_>) -> Result<(), Box<dyn std::error::Error>> {
+    fn all_pages(&mut self, batch: &Batch, lies: &ContentPlace<'_>) -> Result<(), Box<dyn std::error::Error>> {
         self.table.clear();
         batch.runs().iter().for_each(|run| self.table.extend_from_slice(&run.encode()));
         let pages @ (normal, zero) = pages_of(batch.runs());
@@ -528,9 +528,9 @@ impl Sending {
         counters.zero_pages.fetch_add(zero, Ordering::Relaxed);
         let in_window = batch.in_window();
         let (bytes, maker) = match lies {
-            Lies::There => (batch.content(), None),
-            Lies::Copied(copy, _) => (copy.bytes(), copy.maker()),
-            Lies::InPlace(block) => return self.pages_in_place(batch, block),
+            ContentPlace::InBatch => (batch.content(), None),
+            ContentPlace::Copied(copy, _) => (copy.bytes(), copy.maker()),
+            ContentPlace::InPlace(block) => return self.pages_in_place(batch, block),
         };
         debug_assert_eq!(bytes.len() as u64 / PAGE_SIZE as u64, normal);
         if let Some(mut deltas) = self.deltas_of(batch.block) {
@@ -550,7 +550,7 @@ impl Sending {
     /// Where deltas of pages of `block` are made, if there may be any.
     fn deltas_of(&mut self, block: u16) -> Option<Deltas> {
         if let Some(blocks) = &self.context.delta_blocks {
-            if !blocks.take(block) {
+            if !blocks.accepts(block) {
                 return None;
             }
             let rules = self.context.rules;
@@ -584,7 +584,7 @@ impl Sending {
             }
             for (packet, request) in refused {
                 let PageRequest { block, first, count } = request;
-                let Some(deltas) = deltas.as_deref_mut() else { return Err(NotInIt { block, page: first }.into()) };
+                let Some(deltas) = deltas.as_deref_mut() else { return Err(PageNotInPacket { block, page: first }.into()) };
                 let mut pages = first..first + u64::from(count);
                 while !pages.is_empty() {
                     let piece = pages.start..pages.end.min(pages.start + self.packet_pages());
@@ -603,7 +603,7 @@ impl Sending {
         pages: Range<u64>,
         refused: u64,
     ) -> Result<(), Box<dyn std::error::Error>> {
-        deltas.again(block, pages, refused).map_err(|page| NotInIt { block, page })?;
+        deltas.again(block, pages, refused).map_err(|page| PageNotInPacket { block, page })?;
         let (runs, content) = deltas.rest(&[]);
         if runs.is_empty() {
             return Ok(());
@@ -623,19 +623,19 @@ impl Sending {
         deltas: &mut Deltas,
         batch: &Batch,
         content: &[u8],
-        lies: &Lies<'_>,
+        lies: &ContentPlace<'_>,
     ) -> Result<(), Box<dyn std::error::Error>> {
         let block = batch.block;
         let (normal, maker) = match lies {
-            Lies::Copied(copy, against) => (Normal::said(content, *copy, against), copy.maker()),
-            Lies::There | Lies::InPlace(_) => (Normal::of(content), None),
+            ContentPlace::Copied(copy, against) => (Normal::said(content, *copy, against), copy.maker()),
+            ContentPlace::InBatch | ContentPlace::InPlace(_) => (Normal::of(content), None),
         };
         if self.way != Way::Usual {
             for run in batch.runs() {
                 deltas.forget(block, run);
                 if let Some(again) = &self.context.again {
                     // Before they are on their way: they may be refused once more.
-                    again.freshen(block, run.first..run.end());
+                    again.mark_resent(block, run.first..run.end());
                 }
             }
             let (in_window, pages, checksum) = (batch.in_window(), pages_of(batch.runs()), lies.checksum(batch));
@@ -646,7 +646,7 @@ impl Sending {
         let (again, costs) = (self.context.again.as_deref(), deltas.whole(self.coding.costs()));
         let split = deltas.split(block, batch.runs(), normal, acknowledged, again, costs);
         let mut by_device = 0;
-        if let Lies::Copied(copy, _) = lies {
+        if let ContentPlace::Copied(copy, _) = lies {
             split.wrong.into_iter().for_each(|wrong| self.distrust(wrong, copy));
             by_device = copy.deltas_maker().map_or(0, |_| split.by_device);
         }
@@ -754,7 +754,7 @@ impl Sending {
         let (method, payload) = match coded {
             true => {
                 let encoded = self.coding.encode(content, &mut self.encoded, || self.writer.send_times()?.left)?;
-                if let Some(way) = self.coding.way() {
+                if let Some(way) = self.coding.chosen() {
                     self.shared.counters.by_way[way].fetch_add(content.len() as u64, Ordering::Relaxed);
                 }
                 match encoded {
