@@ -199,7 +199,7 @@ impl Coding {
     /// Records that a packet is about to be written.
     pub(super) fn writes(&self) {
         if let Self::Auto(auto) = self {
-            auto.shared.network().is_given(Instant::now());
+            auto.shared.network().count_idle(Instant::now());
         }
     }
 
@@ -227,7 +227,7 @@ impl Coding {
             let idle = match times.kernel {
                 Some(ConnectionTimes { left: Some(left), .. }) if !is_limited => {
                     let mut network = auto.shared.network();
-                    network.has(auto.channel, Instant::now(), left);
+                    network.set_left(auto.channel, Instant::now(), left);
                     let idle = network.idle();
                     idle.saturating_sub(std::mem::replace(&mut auto.idle, idle))
                 }

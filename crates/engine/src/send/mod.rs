@@ -272,7 +272,7 @@ impl InFlight {
             reader.read_exact(&mut bytes)?;
             let request = PageRequest::decode(&bytes, shapes)?;
             let after = left.checked_sub(request.count.into());
-            left = after.ok_or("it requests more pages again than were in the packet that it refuses")?;
+            left = after.ok_or("it requests again more pages than were in the packet that it refuses")?;
             take(request);
         }
         Ok(())
