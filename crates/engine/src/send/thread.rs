@@ -629,7 +629,7 @@ impl Sending {
     ) -> Result<(), Box<dyn std::error::Error>> {
         let block = batch.block;
         let (normal, maker) = match place {
-            ContentPlace::Copied(copy, against) => (Normal::said(content, *copy, against), copy.maker()),
+            ContentPlace::Copied(copy, against) => (Normal::with_answers(content, *copy, against), copy.maker()),
             ContentPlace::InBatch | ContentPlace::InPlace(_) => (Normal::of(content), None),
         };
         if self.mode != Way::Usual {
