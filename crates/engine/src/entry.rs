@@ -285,8 +285,9 @@ impl PageSearch {
         while at < run.end {
             let channel = self.pipeline.channel_of(block, at * PAGE_SIZE as u64);
             let region_end = (at / REGION_PAGES + 1) * REGION_PAGES;
-            let takes =
-                |(what, batch): &(PageAction, PooledBatch)| *what == action && batch.block == block && batch.takes(at, 0);
+            let takes = |(what, batch): &(PageAction, PooledBatch)| {
+                *what == action && batch.block == block && batch.takes(at, 0)
+            };
             if !self.open[channel].as_ref().is_some_and(takes) {
                 self.flush_channel(channel)?;
                 self.open[channel] = Some((action, self.pipeline.pool.take(block)?));

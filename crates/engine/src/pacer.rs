@@ -264,8 +264,8 @@ mod tests {
         let place = line.reserve(Duration::MAX, u64::MAX).unwrap();
         line.wait(Duration::ZERO, place);
         let mut slow = Line::new(Some(1));
-        slow.take(Duration::ZERO, u64::MAX);
-        let place = slow.take(Duration::ZERO, 1).unwrap();
+        slow.reserve(Duration::ZERO, u64::MAX);
+        let place = slow.reserve(Duration::ZERO, 1).unwrap();
         assert!(slow.wait(Duration::ZERO, place) > SECOND);
     }
 

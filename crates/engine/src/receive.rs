@@ -356,7 +356,12 @@ impl Receiving<'_> {
     }
 
     /// Writes the content to the memory that the sink offers. Returns false if it offers none.
-    fn place_directly(&mut self, header: &PacketHeader, runs: &[Run], sink: &mut dyn Sink) -> Result<bool, ReceiveError> {
+    fn place_directly(
+        &mut self,
+        header: &PacketHeader,
+        runs: &[Run],
+        sink: &mut dyn Sink,
+    ) -> Result<bool, ReceiveError> {
         let places = sink.places(header.subject, runs).map_err(|error| refused(header, error))?;
         let Some(mut places) = places else { return Ok(false) };
         debug_assert_eq!(places.iter().map(|place| place.len()).sum::<usize>(), header.content_length as usize);

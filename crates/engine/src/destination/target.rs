@@ -428,9 +428,7 @@ impl Sink for RamSink {
 
     fn discard(&mut self, block: u16, runs: &[Run]) -> Result<(), SinkError> {
         match self.target.post_copy() {
-            Some(_) if self.target.is_sealed() => {
-                Err("discards after the source's totals".into())
-            }
+            Some(_) if self.target.is_sealed() => Err("discards after the source's totals".into()),
             Some(post_copy) => {
                 self.target.settle(block, runs);
                 post_copy.discard(block, runs)

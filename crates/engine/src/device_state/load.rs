@@ -56,7 +56,8 @@ impl Queue {
                 return Some(piece);
             }
             let timeout;
-            (state, timeout) = self.changed.wait_timeout_while(state, MOMENT, nothing).expect("no thread panics with the lock held");
+            (state, timeout) =
+                self.changed.wait_timeout_while(state, MOMENT, nothing).expect("no thread panics with the lock held");
             if timeout.timed_out() {
                 if let Some(up_to) = state.receiver.unsaid() {
                     drop(state);

@@ -155,7 +155,8 @@ pub trait LoadDevice: Send {
 /// Calls a device. Returns a panic as an error: else the migration would wait for the device.
 fn unless_it_panics(call: impl FnOnce() -> Result<(), VmmError>) -> Result<(), VmmError> {
     // The device is not used again.
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(format!("it panicked: {}", panic_text(panic)).into()))
+    catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|panic| Err(format!("it panicked: {}", panic_text(panic)).into()))
 }
 
 /// Describes how the source's devices differ from the destination's; none where they are the same.

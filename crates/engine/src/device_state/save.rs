@@ -219,8 +219,7 @@ impl SavingDevices {
     pub(crate) fn credit(&self, device: u16, up_to: u64) -> Result<(), String> {
         let mut state = self.state();
         let known = state.devices.get_mut(usize::from(device));
-        let known =
-            known.ok_or_else(|| format!("the destination names a device {device}, which does not exist"))?;
+        let known = known.ok_or_else(|| format!("the destination names a device {device}, which does not exist"))?;
         known.sender.credit(up_to).map_err(|error: DeviceError| error.to_string())?;
         known.update_consume_rate();
         drop(state);
@@ -259,7 +258,8 @@ impl SavingDevices {
     /// Lists the devices that the migration waits for, and the monitor before the guest is stopped; none where it waits for neither.
     pub(crate) fn waiting_for(&self) -> Option<String> {
         let state = self.state();
-        let monitor = (!state.monitor_loaded_ahead).then_some((&"the monitor" as &dyn Display, DevicePhase::LoadingAhead));
+        let monitor =
+            (!state.monitor_loaded_ahead).then_some((&"the monitor" as &dyn Display, DevicePhase::LoadingAhead));
         let devices = self.ids.iter().map(|id| id as &dyn Display).zip(state.phases(self.downtime));
         super::waiting_for(monitor.into_iter().chain(devices))
     }

@@ -501,7 +501,7 @@ mod tests {
     fn lists_of_runs_never_grow() {
         let mut ahead = Ahead::new(of_cpu(&ram()), Content::Checked, PAGES as u64, NormalPageRatio::default());
         let places = |ahead: &Ahead| {
-            let lists = ahead.spare.iter().flat_map(|piece| [&piece.runs, &piece.asked]);
+            let lists = ahead.spare.iter().flat_map(|piece| [&piece.runs, &piece.queued]);
             lists.map(|list| (list.as_ptr(), list.capacity())).collect::<std::collections::BTreeSet<_>>()
         };
         let before = places(&ahead);

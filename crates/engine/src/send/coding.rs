@@ -294,7 +294,8 @@ impl Auto {
         self.chosen = self.selection.choose(class, content.len(), left.map(nanos));
         let (at, choice) = (Instant::now(), &mut self.encoders[self.chosen]);
         let begun = choice.clock(at);
-        let encoded = if choice.format == 0 { Encoded::Incompressible } else { choice.encoder.encode(content, output)? };
+        let encoded =
+            if choice.format == 0 { Encoded::Incompressible } else { choice.encoder.encode(content, output)? };
         let length = match encoded {
             Encoded::Shrunk(length) => length,
             Encoded::Incompressible => content.len(),

@@ -211,7 +211,7 @@ mod tests {
         for _ in 0..3 {
             let coding = Coding::new(&compression).unwrap();
             let channel = auto.network().channels;
-            auto.network().has(channel, Instant::now(), 60_000 * MS);
+            auto.network().set_left(channel, Instant::now(), 60_000 * MS);
             assert_eq!(auto.network().until.len(), 1);
             drop(coding);
         }

@@ -12,10 +12,10 @@
 //! A device may have made the deltas before ([`answers`]). They are verified before they are sent: the cache applies the device's record,
 //! and must then equal the page.
 
-mod cache;
-mod history;
 mod answers;
+mod cache;
 mod device_readable;
+mod history;
 mod underway;
 
 use std::ops::Range;
@@ -29,10 +29,10 @@ use sterna_wire::delta::{DELTA_HEADER_LENGTH, MAX_RECORD, PageDelta};
 use sterna_wire::limits::MAX_RUNS;
 use sterna_wire::packet::{Run, RunKind};
 
+pub(super) use self::answers::{Against, Answers, Normal, Wrong};
 use self::cache::{Cache, Key, Place};
 pub(super) use self::history::Whole;
 use self::history::{History, Plan, Tried};
-pub(super) use self::answers::{Against, Answers, Normal, Wrong};
 use self::underway::Underway;
 use super::again::SendAgain;
 use super::coding::Costs;
@@ -373,7 +373,11 @@ impl Deltas {
         let of_content = checksum.unwrap_or_else(|| crc32c(content));
         if self.cache.apply(at, record).is_err() || crc32c(self.cache.page(at)) != of_content {
             // Either the record does not lead to the copy, or the copy is not what the device has read.
-            return Err(if checksum.is_some_and(|checksum| checksum != crc32c(content)) { Wrong::Copy } else { Wrong::Delta });
+            return Err(if checksum.is_some_and(|checksum| checksum != crc32c(content)) {
+                Wrong::Copy
+            } else {
+                Wrong::Delta
+            });
         }
         if !record.is_empty() {
             let room = &mut self.records[self.records_length..][..DELTA_HEADER_LENGTH + record.len()];

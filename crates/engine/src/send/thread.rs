@@ -61,7 +61,7 @@ impl ContentPlace<'_> {
     /// Returns the CRC-32C of all content, where that is known.
     fn checksum(&self, batch: &Batch) -> Option<u32> {
         match self {
-            Self::There => batch.checksum(),
+            Self::InBatch => batch.checksum(),
             Self::Copied(copy, _) => copy.checksum(),
             Self::InPlace(_) => None,
         }
@@ -586,7 +586,9 @@ impl Sending {
             }
             for (packet, request) in refused {
                 let PageRequest { block, first, count } = request;
-                let Some(deltas) = deltas.as_deref_mut() else { return Err(PageNotInPacket { block, page: first }.into()) };
+                let Some(deltas) = deltas.as_deref_mut() else {
+                    return Err(PageNotInPacket { block, page: first }.into());
+                };
                 let mut pages = first..first + u64::from(count);
                 while !pages.is_empty() {
                     let piece = pages.start..pages.end.min(pages.start + self.packet_pages());

@@ -404,7 +404,8 @@ impl Convergence {
         }
         if at.on_the_way() == 0 {
             let (begun, before) = self.free;
-            let (bytes, time) = (self.rated_bytes(&before, &at.arrived), at.arrived.at.saturating_sub(begun).as_secs_f64());
+            let (bytes, time) =
+                (self.rated_bytes(&before, &at.arrived), at.arrived.at.saturating_sub(begun).as_secs_f64());
             if bytes > 0 {
                 self.kept_up = Some((bytes, bytes as f64 / time.max(MIN_TRIP)));
             }

@@ -225,7 +225,8 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
     fn rounds(&mut self) -> Result<(), Ended> {
         let mut pending = no_pages(&self.ram);
         self.log.start().map_err(|error| Ended::Failed(format!("the dirty log cannot be started: {error}")))?;
-        self.stats.lock().expect("no thread panics with the lock held").to_deliver = self.ram.bytes() / PAGE_SIZE as u64;
+        self.stats.lock().expect("no thread panics with the lock held").to_deliver =
+            self.ram.bytes() / PAGE_SIZE as u64;
         self.settle()?;
         self.find_populated(&mut pending)?;
         let (mut round, mut has_pages) = (0, true);
@@ -470,7 +471,9 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
         let Some(accelerator) = &self.accelerator else { return };
         for Doubt { block, page, maker } in doubts {
             if !self.written[usize::from(block)].contains(page) {
-                accelerator.offload().distrust(maker, "it called a page zero that is not, and the guest has not written the page");
+                accelerator
+                    .offload()
+                    .distrust(maker, "it called a page zero that is not, and the guest has not written the page");
             }
         }
     }
@@ -539,7 +542,8 @@ impl<N: FnMut(RoundNews)> Rounds<N> {
             (self.news)(RoundNews::Note(format!("the guest could be stopped; waiting for {devices}")));
         }
         if decision == Decision::SwitchOver {
-            self.stats.lock().expect("no thread panics with the lock held").out_of_reach = self.convergence.out_of_reach(&measure);
+            self.stats.lock().expect("no thread panics with the lock held").out_of_reach =
+                self.convergence.out_of_reach(&measure);
         }
         (decision, self.convergence.pause(&measure))
     }

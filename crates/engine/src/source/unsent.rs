@@ -168,7 +168,8 @@ impl PageServer {
                 self.send(request.block, at, count as u32)?;
                 at += count;
             }
-            *self.unsent.fault.lock().expect("no thread panics with the lock held") = Some((request.block, request.first));
+            *self.unsent.fault.lock().expect("no thread panics with the lock held") =
+                Some((request.block, request.first));
         }
         Ok(())
     }

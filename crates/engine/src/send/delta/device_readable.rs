@@ -102,7 +102,9 @@ mod tests {
     #[test]
     fn it_is_zero_begins_with_a_page_and_stays_as_long_as_a_range_of_it() {
         let mut memory = DeviceReadable::new(3 * PAGE_SIZE).unwrap();
-        assert!(memory.bytes().iter().all(|byte| *byte == 0) && memory.bytes().as_ptr().addr().is_multiple_of(PAGE_SIZE));
+        assert!(
+            memory.bytes().iter().all(|byte| *byte == 0) && memory.bytes().as_ptr().addr().is_multiple_of(PAGE_SIZE)
+        );
         memory.store(PAGE_SIZE + 5, &[7]);
         // Word 0 of that page.
         memory.apply(PAGE_SIZE, PAGE_SIZE, &[0, 0, 1, 2, 3, 4, 5, 6, 7, 8]).unwrap();

@@ -8,7 +8,7 @@ use sterna_wire::header::ChannelKind;
 use sterna_wire::switchover::SourceEvent;
 
 use super::{Driver, Event, Order};
-use crate::device_state::save::{self, Route, SaveNews, PieceTarget};
+use crate::device_state::save::{self, PieceTarget, Route, SaveNews};
 use crate::device_state::{SaveDevice, SavingDevices, Threads};
 use crate::entry::Pipeline;
 use crate::send::{SendChannel, SendContext};

@@ -21,7 +21,7 @@ use sterna_wire::text::cleaned;
 use self::devices::Devices;
 use self::post_copy::PostCopy;
 use super::convergence::{Convergence, NotConverging};
-use super::rounds::{Held, CurrentRound, Order, RoundNews, Rounds, RoundStats, no_pages};
+use super::rounds::{CurrentRound, Held, Order, RoundNews, RoundStats, Rounds, no_pages};
 use super::unsent::Unsent;
 use super::{Settings, Source};
 use crate::abort::Abort;

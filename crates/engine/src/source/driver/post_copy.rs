@@ -104,7 +104,9 @@ impl Driver<'_> {
                 begun.done.get_or_insert((Instant::now(), figures));
                 None
             }
-            _ => Some(SourceEvent::Failed { reason: "the destination claims to have memory that it cannot have".into() }),
+            _ => {
+                Some(SourceEvent::Failed { reason: "the destination claims to have memory that it cannot have".into() })
+            }
         }
     }
 

@@ -43,7 +43,10 @@ impl Driver<'_> {
         self.progress.devices = self.devices.known.progress();
         self.content_reported = sent.content_bytes;
         let (_, delivered) = self.window.delivered();
-        self.stats.lock().expect("no thread panics with the lock held").fill(&mut self.progress, delivered.carried.pages());
+        self.stats
+            .lock()
+            .expect("no thread panics with the lock held")
+            .fill(&mut self.progress, delivered.carried.pages());
         if self.phase == Phase::PostCopy {
             self.progress.remaining_bytes = self.unsent.pages() * PAGE_SIZE as u64;
         }
