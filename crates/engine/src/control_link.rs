@@ -190,7 +190,7 @@ impl ControlLink {
         let (kept_writer, kept_heartbeat) = (Arc::clone(&writer), Arc::clone(&heartbeat));
         let kept_closer = closer.clone();
         cpu_time::spawn(Builder::new().name("heartbeat".into()), move || {
-            kept_heartbeat.run(kept_writer, &kept_closer)
+            kept_heartbeat.run(kept_writer, &kept_closer);
         })?;
         Ok(Self { writer, closer: Some(closer), heartbeat, open })
     }
