@@ -32,7 +32,7 @@ struct AgreedBlocks {
 /// The destination has refused a page that was not in the packet it names.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the destination requests page {page} of RAM block {block} again, which was not in the packet that it refuses; its sterna, or the \
+    "the destination requests again page {page} of RAM block {block}, which was not in the packet that it refuses; its sterna, or the \
      memory of one of the two hosts, is at fault"
 )]
 pub(super) struct PageNotInPacket {
